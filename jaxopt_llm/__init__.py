@@ -1,0 +1,1 @@
+"""A trainer for large language models on JAX/XLA."""

@@ -1,0 +1,60 @@
+"""Checkpoints in the run directory, by Orbax: one layout whatever the mesh that wrote or reads them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import orbax.checkpoint as ocp
+
+from jaxopt_llm import tree
+from jaxopt_llm.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 500
+    """steps between two checkpoints; one is written after the last step in any case"""
+    keep: int = 2
+    """newest checkpoints that are kept"""
+
+
+class Checkpoints:
+    """The checkpoints of one run. A context manager: leaving it waits until what was saved is on disk.
+
+    A checkpoint is named trees, of which a reader may restore some: one that generates text reads no moments.
+    """
+
+    def __init__(self, directory: Path, keep: int | None = None) -> None:
+        """keep: how many of the newest stay when one is saved; None for a reader."""
+        self.directory = directory.absolute()
+        # Without this decision policy Orbax would skip saves on a schedule of its own.
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=keep is not None)
+        self._manager = ocp.CheckpointManager(self.directory, options=options)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+    def latest_step(self) -> int | None:
+        return self._manager.latest_step()
+
+    def save(self, step: int, **trees: tree.Tree) -> None:
+        """Copies the trees off the devices and writes them in the background."""
+        items = {name: ocp.args.StandardSave(each) for name, each in trees.items()}
+        self._manager.save(step, args=ocp.args.Composite(**items))
+
+    def restore(self, step: int, **abstract: tree.Tree) -> dict[str, tree.Tree]:
+        """The trees of these names, in the shapes, dtypes and shardings of trees of ShapeDtypeStructs.
+
+        Raises CheckpointError where the files are missing, broken, or hold other shapes.
+        """
+        items = {name: ocp.args.StandardRestore(each) for name, each in abstract.items()}
+        try:
+            return dict(self._manager.restore(step, args=ocp.args.Composite(**items)))
+        except (ValueError, KeyError, OSError) as error:
+            raise CheckpointError(
+                f"checkpoint {self.directory / str(step)} cannot be read ({type(error).__name__}: "
+                f"{str(error).splitlines()[0]}); move it away to go on from the one before"
+            ) from error

@@ -1,0 +1,245 @@
+"""TrainConfig: the whole of a run, composed of the dataclasses that the rooms own.
+
+A recipe is a Python file with `get_config() -> TrainConfig`; every field can be overridden on the command line.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import io
+import json
+import re
+import runpy
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tyro
+from jax.sharding import AbstractMesh
+
+from jaxopt_llm.checkpoint.native import CheckpointConfig
+from jaxopt_llm.data.source import DataConfig
+from jaxopt_llm.errors import InputError
+from jaxopt_llm.execution.scan import RematConfig
+from jaxopt_llm.model.decoder import ModelConfig, param_specs
+from jaxopt_llm.observe.metrics import LoggingConfig
+from jaxopt_llm.parallel.mesh import AXES, MeshConfig
+from jaxopt_llm.parallel.precision import PrecisionConfig
+from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
+from jaxopt_llm.training.evaluation import EvaluationConfig
+from jaxopt_llm.training.optimizer import OptimizerConfig
+from jaxopt_llm.training.schedule import ScheduleConfig
+from jaxopt_llm.training.step import TrainingConfig
+
+RECIPES = Path(__file__).parent.parent / "configs"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    directory: str = "runs/default"
+    """where config.json, metrics.jsonl and checkpoints/ go; started again, the run continues from there"""
+    seed: int = 0
+    """of initial values and of the order of the data"""
+    allow_change: tuple[str, ...] = ()
+    """fields that this resume may change although they alter what is learnt, as in optimizer.learning_rate"""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    remat: RematConfig = field(default_factory=RematConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+def field_names(config_type: type, prefix: str = "") -> list[str]:
+    """Dotted names of every field: training.steps, ..."""
+    hints = typing.get_type_hints(config_type)
+    names = []
+    for each in dataclasses.fields(config_type):
+        hint, name = hints[each.name], f"{prefix}{each.name}"
+        names += field_names(hint, f"{name}.") if dataclasses.is_dataclass(hint) else [name]
+    return names
+
+
+FIELDS = field_names(TrainConfig)
+
+# What a resumed run may change: how it is placed, logged, saved and measured, and how long it is.
+RESUME_MAY_CHANGE = (
+    "run.directory",
+    "run.allow_change",
+    "training.steps",
+    "training.accumulation",
+    *(f"{section}.*" for section in ("mesh", "sharding", "remat", "checkpoint", "evaluation", "logging")),
+)
+
+
+def load(path: str) -> TrainConfig:
+    """A recipe by path, or by its name in configs/."""
+    file = next((place for place in (Path(path), RECIPES / path) if place.is_file()), None)
+    if file is None:
+        names = sorted(recipe.name for recipe in RECIPES.glob("*.py"))
+        raise InputError(f"--config {path}: no such file, here or in configs/ (which has {', '.join(names)})")
+    try:
+        config = runpy.run_path(str(file))["get_config"]()
+    except KeyError as error:
+        raise InputError(f"--config {file}: must define get_config() -> TrainConfig ({error} is missing)") from error
+    except Exception as error:
+        raise InputError(f"--config {file}: {type(error).__name__}: {error}") from error
+    if not isinstance(config, TrainConfig):
+        raise InputError(f"--config {file}: get_config() returned {type(config).__name__}, not TrainConfig")
+    return config
+
+
+def parse(arguments: list[str], program: str) -> TrainConfig:
+    """The configuration that a command line asks for: `--config FILE [--section.field VALUE ...]`.
+
+    Prints help and exits 0 for --help. Raises InputError, one line, for anything else that cannot be taken.
+    """
+    path, overrides = _split_config(arguments)
+    asks_help = "--help" in overrides or "-h" in overrides
+    if path is None and not asks_help:
+        raise InputError(f"which recipe? try: {program} --config quickstart.py")
+    config = TrainConfig() if path is None else load(path)
+    _refuse_unknown(overrides)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                TrainConfig,
+                args=overrides,
+                default=config,
+                prog=program,
+                description=f"{program} --config FILE [--section.field VALUE ...]\n\n"
+                "FILE is a path, or a name looked up in configs/. Its values are the defaults below.",
+                config=(tyro.conf.FlagConversionOff,),
+            )
+    except SystemExit as stop:
+        if stop.code == 0:
+            raise
+        raise InputError(_first_paragraph(said.getvalue())) from stop
+
+
+def get(config: TrainConfig, name: str) -> Any:
+    """The value of a field by its dotted name."""
+    return functools.reduce(getattr, name.split("."), config)
+
+
+def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
+    """What a resume may not change and does."""
+    found = []
+    for name in FIELDS:
+        allowed = {name, name.split(".")[0] + ".*"} & {*RESUME_MAY_CHANGE, *new.run.allow_change}
+        if not allowed and get(old, name) != get(new, name):
+            found.append(f"{name} was {get(old, name)} and is {get(new, name)}")
+    return found
+
+
+def to_json(config: TrainConfig) -> str:
+    return json.dumps(dataclasses.asdict(config), indent=2)
+
+
+def from_json(text: str) -> TrainConfig:
+    """The inverse of `to_json`. Raises TypeError for a field that this version does not have."""
+
+    def build(config_type: Any, values: dict[str, Any]) -> Any:
+        hints = typing.get_type_hints(config_type)
+        return config_type(
+            **{
+                name: build(hints[name], value)
+                if dataclasses.is_dataclass(hints.get(name))
+                else tuple(value)
+                if isinstance(value, list)
+                else value
+                for name, value in values.items()
+            }
+        )
+
+    return build(TrainConfig, json.loads(text))  # type: ignore[no-any-return]
+
+
+def validate(config: TrainConfig) -> None:
+    """Raises one InputError that names everything wrong, before any device is touched or array allocated."""
+    found = [
+        *config.model.problems(),
+        *config.training.problems(),
+        *config.optimizer.problems(),
+        *config.schedule.problems(),
+    ]
+    at_least_one = (
+        *(f"mesh.{axis}" for axis in AXES),
+        *("checkpoint.every", "checkpoint.keep", "evaluation.every", "evaluation.batches", "logging.every"),
+    )
+    found += [f"{name}={get(config, name)}: must be at least 1" for name in at_least_one if get(config, name) < 1]
+    found += [f"run.allow_change: {name}: no such field" for name in config.run.allow_change if name not in FIELDS]
+    if not found:
+        found = [*_indivisible(config), *_missing_features(config)]
+    if found:
+        raise InputError("; ".join(found))
+
+
+def _indivisible(config: TrainConfig) -> list[str]:
+    found = []
+    rows, shards = config.training.batch_size, config.training.accumulation * config.mesh.batch_shards
+    if rows % shards:
+        near = max(rows // shards, 1) * shards
+        found.append(
+            f"training.batch_size={rows} does not divide by training.accumulation={config.training.accumulation} × "
+            f"mesh.data={config.mesh.data} × mesh.fsdp={config.mesh.fsdp} × mesh.expert={config.mesh.expert} "
+            f"(nearest that do: {near} and {near + shards})"
+        )
+    sizes = dataclasses.astuple(config.mesh)
+    placement = Placement(AbstractMesh(sizes, AXES), config.sharding.zero_stage, config.precision)
+    return found + placement.problems(param_specs(config.model))
+
+
+def _missing_features(config: TrainConfig) -> list[str]:
+    return [
+        f"mesh.{axis}={getattr(config.mesh, axis)}: not there yet, {what}; use mesh.fsdp and mesh.tensor"
+        for axis, what in (("pipeline", "no pipeline executor"), ("context", "no ring attention"))
+        if getattr(config.mesh, axis) > 1
+    ]
+
+
+def _split_config(arguments: list[str]) -> tuple[str | None, list[str]]:
+    path, rest = None, []
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument == "--config":
+            path = next(remaining, None)
+            if path is None:
+                raise InputError("--config: which file?")
+        elif argument.startswith("--config="):
+            path = argument.removeprefix("--config=")
+        else:
+            rest.append(argument)
+    return path, rest
+
+
+def _refuse_unknown(overrides: list[str]) -> None:
+    known = [f"--{name}" for name in FIELDS]
+    for argument in overrides:
+        name = argument.split("=")[0].replace("-", "_").replace("__", "--", 1)
+        if argument.startswith("--") and argument != "--help" and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else "--help lists every field"
+            raise InputError(f"{argument.split('=')[0]}: no such field; {hint}")
+
+
+def _first_paragraph(box: str) -> str:
+    """tyro's message without its box, rulers and advice."""
+    lines = [line.strip("│╭╮╰╯ \n") for line in box.splitlines()[1:]]
+    end = next((i for i, line in enumerate(lines) if re.fullmatch("─+", line)), len(lines))
+    return " ".join(line for line in lines[:end] if line)
+

@@ -1,0 +1,22 @@
+"""What a model reads: one batch of packed sequences."""
+
+import jax
+from flax import struct
+
+
+@struct.dataclass
+class Batch:
+    """Packed token sequences. Every field has one shape: [B, S] as read, [M, B, S] once split into microbatches.
+
+    tokens:      int32, ids below the tokenizer's vocabulary size.
+    targets:     int32, the token that follows each token.
+    loss_mask:   bool, True where `targets` is a real token of the same document.
+    segment_ids: int32, one id per document in its row; tokens attend within their own segment only.
+    positions:   int32, restart at 0 in every segment.
+    """
+
+    tokens: jax.Array
+    targets: jax.Array
+    loss_mask: jax.Array
+    segment_ids: jax.Array
+    positions: jax.Array

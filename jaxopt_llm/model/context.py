@@ -1,0 +1,16 @@
+"""What every block is told about the tokens it reads."""
+
+import jax
+from flax import struct
+
+from jaxopt_llm.parallel.sharding import Placement
+
+
+@struct.dataclass
+class Context:
+    """positions, segment_ids: int32 [B, S] (see Batch); cache_index: int32 scalar, the slot of the first token."""
+
+    positions: jax.Array
+    segment_ids: jax.Array
+    placement: Placement = struct.field(pytree_node=False)
+    cache_index: jax.Array | None = None

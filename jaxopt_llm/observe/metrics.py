@@ -1,0 +1,39 @@
+"""metrics.jsonl: one JSON object per logged step, the record of a run."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    every: int = 10
+    """steps between two logged steps"""
+
+
+class MetricsLog:
+    """Appends records to a file. Python writes floats so that they read back to the same bits."""
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        """Cuts the file back to `resume_step` first: what an interrupted run logged after its last checkpoint is
+        about to happen again."""
+        if path.exists():
+            kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= resume_step]
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text("".join(kept))
+            os.replace(temporary, path)
+        self._file = path.open("a")
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """A line without its newline was cut short by the death of its writer."""
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -1,0 +1,41 @@
+"""What a person watching sees: a live line on a terminal, plain lines elsewhere."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class ProgressLine:
+    """Shows steps done, the last logged numbers and the time that remains. A context manager."""
+
+    def __init__(self, steps: int, done: int) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+        self._progress = Progress(
+            *columns, TimeRemainingColumn(), console=self._console, disable=not self._console.is_terminal
+        )
+        self._task = self._progress.add_task("compiling", total=steps, completed=done)
+
+    def __enter__(self) -> "ProgressLine":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False)
+
+    def advance(self, step: int) -> None:
+        self._progress.update(self._task, completed=step)
+
+    def show(self, record: dict[str, Any]) -> None:
+        """One record of metrics.jsonl."""
+        numbers = f"loss {record['loss']:.4f}"
+        if "eval_loss" in record:
+            numbers += f"  held-out {record['eval_loss']:.4f}"
+        numbers += f"  grad norm {record['grad_norm']:.3f}  {record['tokens_per_second']:,.0f} tokens/s"
+        self._progress.update(self._task, description=numbers)
+        if not self._console.is_terminal or "eval_loss" in record:
+            self.say(f"step {record['step']:>6}  {numbers}")

@@ -1,0 +1,61 @@
+"""The device mesh: six named axes, of which those of size 1 are off."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jaxopt_llm.errors import InputError
+
+# Outermost first. `tensor` is innermost and so falls on the fastest links; `pipeline` moves least and crosses hosts
+# first. XLA also wants `pipeline` first: a nested shard_map over later axes only is the form that it accepts.
+AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+BATCH_AXES = ("data", "fsdp", "expert")  # the axes that the batch is split over
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    pipeline: int = 1
+    """devices along the pipeline's stages"""
+    data: int = 1
+    """devices that hold replicas: across nodes, with fsdp inside one, it is hybrid sharding"""
+    fsdp: int = 1
+    """devices that split the batch and, by sharding.zero_stage, the training state"""
+    expert: int = 1
+    """devices along the experts"""
+    context: int = 1
+    """devices along the sequence"""
+    tensor: int = 1
+    """devices along heads, MLP width and vocabulary"""
+
+    @property
+    def devices(self) -> int:
+        return math.prod(astuple(self))
+
+    @property
+    def batch_shards(self) -> int:
+        """Into how many parts the rows of a microbatch are split."""
+        return math.prod(getattr(self, axis) for axis in BATCH_AXES)
+
+
+def simulate_cpu_devices(config: MeshConfig) -> None:
+    """Lets the CPU pose as as many devices as the mesh has. Must run before JAX touches a backend."""
+    jax.config.update("jax_num_cpu_devices", config.devices)
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh over exactly these devices (default: all of this job's).
+
+    Raises InputError where their number is not the mesh's: JAX itself would use some and leave the rest idle.
+    """
+    devices = jax.devices() if devices is None else devices
+    if len(devices) != config.devices:
+        sizes = " × ".join(f"{axis} {getattr(config, axis)}" for axis in AXES if getattr(config, axis) > 1) or "all 1"
+        raise InputError(
+            f"mesh: {sizes} needs {config.devices} device(s) but {len(devices)} {devices[0].platform} device(s) are "
+            f"visible; change --mesh.* so that the product is {len(devices)}, or limit the visible devices"
+        )
+    return Mesh(np.array(devices).reshape(astuple(config)), AXES, axis_types=(AxisType.Auto,) * len(AXES))

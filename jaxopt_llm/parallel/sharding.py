@@ -1,0 +1,263 @@
+"""Placement: where every array lives, as two tables of logical axes and ZeRO's overlay.
+
+Layers name logical axes only. One table maps them to mesh axes for parameters, another for activations. ZeRO is four
+placements laid over the parameters' table: of compute parameters, gradients, master parameters and moments. The
+placement is an explicit argument, never ambient, because a jitted function must not remember a stale one.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxopt_llm import tree
+from jaxopt_llm.errors import InputError
+from jaxopt_llm.parallel.mesh import BATCH_AXES
+from jaxopt_llm.parallel.precision import PrecisionConfig
+
+PARAMETER_AXES: dict[str, tuple[str, ...]] = {
+    "layers": (),
+    "embed": (),
+    "head_dim": (),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocabulary": ("tensor",),
+}
+ACTIVATION_AXES: dict[str, tuple[str, ...]] = {
+    "batch": BATCH_AXES,
+    "sequence": ("context",),
+    "embed": (),
+    "head_dim": (),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocabulary": ("tensor",),
+}
+# Axes that rest replicated where they are smaller than what would split them, by intent: with fewer key-value heads
+# than `tensor`, each device computes the heads that its queries read.
+REPLICATED_WHEN_SMALLER = ("kv_heads",)
+STORAGE_AXES = ("fsdp", "context", "expert")  # ZeRO divides storage by their product
+
+Dims = tuple[tuple[str, ...], ...]  # mesh axes of each dimension
+
+
+class Spec(Protocol):
+    """What the placement reads of a parameter (model/param.py's ParamSpec)."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def axes(self) -> tuple[str | None, ...]: ...
+    @property
+    def stacked(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    zero_stage: Literal[0, 1, 2, 3] = 3
+    """what mesh.fsdp divides: 0 nothing, 1 masters and moments, 2 and gradients, 3 and compute parameters"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one weight is held at rest, while it is used, and as a gradient."""
+
+    resting: NamedSharding
+    gathered: NamedSharding
+    gradient: NamedSharding
+    compute_dtype: str
+    reduce_dtype: str
+    keep: bool
+
+
+@struct.dataclass
+class Placed:
+    """A weight as it rests, and how to bring it to where it is used; `model/weights.py` is its only reader."""
+
+    array: jax.Array
+    layout: Layout = struct.field(pytree_node=False)
+
+
+def gather(array: jax.Array, layout: Layout) -> jax.Array:
+    """The weight in compute dtype, whole but for `tensor`. Cast first: a gather of 16 bits moves half of the bytes."""
+    array = array.astype(layout.compute_dtype)
+    # With one constraint alone XLA sometimes gathers the float32 master and casts after.
+    array = jax.lax.with_sharding_constraint(array, layout.resting)
+    return jax.lax.with_sharding_constraint(array, layout.gathered)
+
+
+def reduce_gradient(gradient: jax.Array, array: jax.Array, layout: Layout) -> jax.Array:
+    """Sums a weight's gradient over devices in the reduction's dtype, leaving each its part: the transpose of `gather`.
+
+    `array` is the weight as it rests: JAX wants its cotangent in its own dtype.
+    """
+    gradient = jax.lax.with_sharding_constraint(gradient.astype(layout.reduce_dtype), layout.gradient)
+    return gradient.astype(array.dtype)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """mesh, ZeRO stage and dtypes; `grouped` are the batch axes that a surrounding `vmap` stands for."""
+
+    mesh: Mesh | AbstractMesh
+    zero_stage: int
+    precision: PrecisionConfig
+    grouped: tuple[str, ...] = ()
+
+    @property
+    def compute_copy(self) -> bool:
+        """Whether compute parameters rest beside the masters. In stages 0 and 3 the masters are cast in the block."""
+        return self.zero_stage in (1, 2)
+
+    @property
+    def gradient_groups(self) -> tuple[str, ...]:
+        """The batch axes on which gradients are whole: one group each, summed once after the microbatches."""
+        axes = BATCH_AXES if self.zero_stage < 2 else ("data",)
+        return tuple(axis for axis in axes if self.size(axis) > 1)
+
+    def group(self) -> "Placement":
+        """The placement inside a `vmap` over the gradient groups: activations are no longer split over them."""
+        return replace(self, grouped=self.gradient_groups)
+
+    def size(self, *axes: str) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    # --- activations
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Pins an activation, with one logical axis for each of its dimensions."""
+        return jax.lax.with_sharding_constraint(x, self.activation(*axes))
+
+    def activation(self, *axes: str | None) -> NamedSharding:
+        dims = [ACTIVATION_AXES[axis] if axis else () for axis in axes]
+        return self._sharding(tuple(tuple(a for a in dim if a not in self.grouped and self.size(a) > 1) for dim in dims))
+
+    # --- parameters
+
+    def masters(self, spec: Spec) -> NamedSharding:
+        """Of master parameters and their moments."""
+        return self._sharding(self._dims(spec, divided=self.zero_stage >= 1))
+
+    def parameters(self, spec: Spec) -> NamedSharding:
+        """Of the parameters that the model reads: the compute copy, or the masters where there is none."""
+        return self._sharding(self._dims(spec, divided=self.zero_stage == 3))
+
+    def gradients(self, spec: Spec) -> NamedSharding:
+        """Of gradients, within one gradient group."""
+        return self._sharding(self._dims(spec, divided=self.zero_stage >= 2))
+
+    def compute_parameters(self, specs: tree.Tree, masters: tree.Tree) -> tree.Tree:
+        """The compute copy of the masters: one gather in compute dtype."""
+
+        def copy(spec: Spec, master: jax.Array) -> jax.Array:
+            narrow = jax.lax.with_sharding_constraint(
+                master.astype(self.precision.compute_dtype), self.masters(spec)
+            )
+            return jax.lax.with_sharding_constraint(narrow, self.parameters(spec))
+
+        return jax.tree.map(copy, specs, masters)
+
+    def reduce_groups(self, spec: Spec, gradients: jax.Array) -> jax.Array:
+        """Sums [G, ...] over the gradient groups and leaves each device its part of the masters' division.
+
+        First over the axes that divide the masters, a reduce-scatter, then over the others, an all-reduce of that part.
+        """
+        groups, dims = self.gradient_groups, self._dims(spec, divided=self.zero_stage >= 1)
+        divides = [axis in (name for dim in dims for name in dim) for axis in groups]
+        gradients = gradients.astype(self.precision.reduce_dtype)
+        gradients = gradients.reshape(*(self.size(axis) for axis in groups), *spec.shape)
+        others = tuple((axis,) for axis, divide in zip(groups, divides, strict=True) if not divide)
+        for phase, sharding in ((True, self._sharding(others + dims)), (False, self._sharding(dims))):
+            summed = tuple(i for i, divide in enumerate(divides) if divide is phase)
+            if summed:
+                # Not jnp.sum: it would widen 16-bit values to float32, and so the bytes between devices.
+                gradients = jax.lax.reduce(gradients, jnp.zeros((), gradients.dtype), jax.lax.add, summed)
+                gradients = jax.lax.with_sharding_constraint(gradients, sharding)
+                divides = [divide for divide in divides if divide is not phase]
+        return gradients.astype(jnp.float32)
+
+    def place(self, specs: tree.Tree, weights: tree.Tree, keep: bool) -> tree.Tree:
+        """Weights as the model takes them. They are gathered where they are used, again in the backward unless `keep`.
+
+        keep: whether the backward reuses the forward's gathered weight. True within a rematerialised block, where the
+            forward is the recomputation, a moment ago; else it would keep every gathered layer alive.
+        """
+
+        def leaf(spec: Spec, array: jax.Array) -> Placed:
+            layout = Layout(
+                resting=self.parameters(spec),
+                gathered=self._sharding(self._dims(spec, divided=False)),
+                gradient=self.gradients(spec),
+                compute_dtype=self.precision.compute_dtype,
+                reduce_dtype=self.precision.reduce_dtype,
+                keep=keep,
+            )
+            return Placed(array, layout)
+
+        return jax.tree.map(leaf, specs, weights)
+
+    def replicates(self, spec_axis: str, size: int) -> bool:
+        """Whether a logical axis of this size rests replicated although the table splits it."""
+        return spec_axis in REPLICATED_WHEN_SMALLER and size < self.size(*PARAMETER_AXES[spec_axis])
+
+    def undivided(self, specs: tree.Tree) -> list[str]:
+        """Paths of the parameters that ZeRO leaves whole because none of their dimensions divides."""
+        storage = self._storage_axes()
+        if not storage or self.zero_stage == 0:
+            return []
+        whole = tree.map_with_path(
+            lambda path, spec: path if self._dims(spec, True) == self._dims(spec, False) else None, specs
+        )
+        return jax.tree.leaves(whole)
+
+    def problems(self, specs: tree.Tree) -> list[str]:
+        """What the user asked to split and does not divide: sizes and setting, and the first parameter that has it."""
+        first: dict[str, str] = {}
+
+        def check(path: str, spec: Spec) -> None:
+            for size, axis, dim in zip(spec.shape, spec.axes, self._dims(spec, divided=False), strict=True):
+                if size % self.size(*dim):
+                    setting = " × ".join(f"mesh.{name}={self.size(name)}" for name in dim)
+                    first.setdefault(f"{axis} of size {size} does not divide by {setting}", path)
+
+        tree.map_with_path(check, specs)
+        return [f"{problem} (in {path})" for problem, path in first.items()]
+
+    def _storage_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in STORAGE_AXES if self.size(axis) > 1)
+
+    def _dims(self, spec: Spec, divided: bool) -> Dims:
+        """Mesh axes of each dimension: the parameters' table, with ZeRO's storage axes laid over it if `divided`.
+
+        The storage axes go to the first dimension (of one layer) that still divides by them after what `tensor` took.
+        First, because splitting a stack on its minor dimension makes XLA transpose it whole around the loop, and
+        because a gather along the leading dimension is a plain concatenation.
+        """
+        dims: list[tuple[str, ...]] = []
+        for axis, size in zip(spec.axes, spec.shape, strict=True):
+            wanted = PARAMETER_AXES[axis] if axis else ()
+            dims.append(() if axis and self.replicates(axis, size) else tuple(a for a in wanted if self.size(a) > 1))
+        if divided:
+            used = {axis for dim in dims for axis in dim}
+            storage = tuple(axis for axis in self._storage_axes() if axis not in used)
+            for i in range(int(spec.stacked), len(dims)):
+                if storage and spec.shape[i] % self.size(*dims[i], *storage) == 0:
+                    dims[i] += storage
+                    break
+        return tuple(dims)
+
+    def _sharding(self, dims: Dims) -> NamedSharding:
+        used = [axis for dim in dims for axis in dim]
+        if len(used) != len(set(used)):
+            raise InputError(f"sharding: two dimensions of one array are on the same mesh axis: {dims}")
+        entries = [dim if len(dim) > 1 else dim[0] if dim else None for dim in dims]
+        return NamedSharding(self.mesh, PartitionSpec(*entries))

@@ -1,0 +1,181 @@
+"""The GPUs we know, and devices to compile for on a machine that has none."""
+
+import importlib.util
+import os
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+from jax.experimental import topologies
+
+from jaxopt_llm.errors import InputError
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What one GPU can do. Bytes are bytes (not bits), rates are per second, peaks are without sparsity.
+
+    `peak_flops` is keyed by the dtype of a matmul's operands. "float32" is the TF32 rate: that is how XLA multiplies
+    float32 at its default precision. A dtype that the tensor cores do not have is absent.
+    `network_bytes_per_second` is the usual fabric of a server with 8 such GPUs, one network card per GPU.
+    The fields below it are what XLA's cost model and code generator want to know.
+    """
+
+    name: str
+    memory_bytes: int
+    memory_bytes_per_second: float
+    peak_flops: Mapping[str, float]
+    nvlink_bytes_per_second: float  # one GPU, one direction
+    network_bytes_per_second: float  # one GPU, one direction
+    compute_capability: tuple[int, int]
+    cores: int  # streaming multiprocessors
+    float32_units_per_core: int
+    clock_ghz: float
+    shared_memory_bytes_per_core: int
+    shared_memory_bytes_per_block: int  # the opt-in limit
+    l2_cache_bytes: int
+
+
+_HOPPER = {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 494.7e12, "float8": 1978.9e12, "int8": 1978.9e12}
+
+# Peaks and NVLink: NVIDIA's datasheets of the A100 80GB, H100 and H200 (SXM) and of HGX B200 (an eighth of the board),
+# and the whitepaper "NVIDIA H100 Tensor Core GPU Architecture". They quote peaks with sparsity, twice the dense ones,
+# and NVLink in both directions together. Network: DGX A100 (200 Gb/s per GPU), DGX H100, H200 and B200 (400 Gb/s).
+# Memory (as the driver reports it), cores, clocks and caches: openxla/xla, xla/backends/gpu/target_config/specs.
+CHIPS: Mapping[str, Chip] = {
+    "a100": Chip(
+        name="NVIDIA A100-SXM4-80GB",
+        memory_bytes=85_100_068_864,
+        memory_bytes_per_second=2.039e12,
+        peak_flops={"bfloat16": 312e12, "float16": 312e12, "float32": 156e12, "int8": 624e12},
+        nvlink_bytes_per_second=300e9,
+        network_bytes_per_second=25e9,
+        compute_capability=(8, 0),
+        cores=108,
+        float32_units_per_core=64,
+        clock_ghz=1.41,
+        shared_memory_bytes_per_core=167_936,
+        shared_memory_bytes_per_block=166_912,
+        l2_cache_bytes=41_943_040,
+    ),
+    "h100": Chip(
+        name="NVIDIA H100 80GB HBM3",
+        memory_bytes=84_942_979_072,
+        memory_bytes_per_second=3.35e12,
+        peak_flops=_HOPPER,
+        nvlink_bytes_per_second=450e9,
+        network_bytes_per_second=50e9,
+        compute_capability=(9, 0),
+        cores=132,
+        float32_units_per_core=128,
+        clock_ghz=1.98,
+        shared_memory_bytes_per_core=233_472,
+        shared_memory_bytes_per_block=232_448,
+        l2_cache_bytes=52_428_800,
+    ),
+    "h200": Chip(
+        name="NVIDIA H200 141GB HBM3e",
+        memory_bytes=151_397_597_184,
+        memory_bytes_per_second=4.8e12,
+        peak_flops=_HOPPER,
+        nvlink_bytes_per_second=450e9,
+        network_bytes_per_second=50e9,
+        compute_capability=(9, 0),
+        cores=132,
+        float32_units_per_core=128,
+        clock_ghz=1.98,
+        shared_memory_bytes_per_core=233_472,
+        shared_memory_bytes_per_block=232_448,
+        l2_cache_bytes=52_428_800,
+    ),
+    "b200": Chip(
+        name="NVIDIA B200",
+        memory_bytes=191_514_411_008,
+        memory_bytes_per_second=7.67e12,
+        peak_flops={"bfloat16": 2250e12, "float16": 2250e12, "float32": 1125e12, "float8": 4500e12, "int8": 4500e12},
+        nvlink_bytes_per_second=900e9,
+        network_bytes_per_second=50e9,
+        compute_capability=(10, 0),
+        cores=148,
+        float32_units_per_core=128,
+        clock_ghz=1.965,
+        shared_memory_bytes_per_core=233_472,
+        shared_memory_bytes_per_block=232_448,
+        l2_cache_bytes=132_644_864,
+    ),
+}
+
+
+def gpu_topology(chip: str = "h200", hosts: int = 1, gpus_per_host: int = 8) -> list[jax.Device]:
+    """Devices of `hosts` × `gpus_per_host` GPUs to compile for; no GPU is needed and none is touched.
+
+    They go into an ordinary `jax.sharding.Mesh`; a function jitted over it can be lowered and compiled with
+    `jax.ShapeDtypeStruct`s, but not run. The default backend stays what it was.
+
+    Raises:
+        InputError: unknown chip or impossible counts; JAX's CUDA plugin is not installed, or was loaded too early.
+    """
+    if chip not in CHIPS:
+        raise InputError(f"chip {chip!r} is unknown: choose one of {', '.join(CHIPS)}")
+    if hosts < 1 or gpus_per_host < 1:
+        raise InputError(f"{hosts} hosts of {gpus_per_host} GPUs make no machine: give at least 1 of each")
+    if not _cuda_plugin_installed():
+        raise InputError("compiling for GPUs needs JAX's CUDA plugin: pip install 'jaxopt_llm[plan]'")
+    # Read when JAX first looks for devices and loads its plugins, once: without it, the plugin wants a driver.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    shape = f"1x{hosts}x{gpus_per_host}"  # slices x hosts per slice x GPUs per host
+    try:
+        topology = topologies.get_topology_desc(
+            shape, "cuda", topology=shape, target_config=_target_config(CHIPS[chip])
+        )
+    except NotImplementedError as error:
+        raise InputError(
+            "JAX's CUDA plugin is not loaded, most likely because JAX looked for devices before gpu_topology() ran: "
+            "set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before the program starts, or call gpu_topology() first"
+        ) from error
+    return list(topology.devices)
+
+
+def _cuda_plugin_installed() -> bool:
+    plugins = importlib.util.find_spec("jax_plugins")
+    return plugins is not None and any(
+        module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(plugins.submodule_search_locations)
+    )
+
+
+def _target_config(chip: Chip) -> str:
+    """XLA's `GpuTargetConfigProto` as text. A field that an older jaxlib does not know makes it refuse the whole."""
+    major, minor = chip.compute_capability
+    return f"""
+        gpu_device_info {{
+          threads_per_block_limit: 1024
+          threads_per_warp: 32
+          threads_per_core_limit: 2048
+          shared_memory_per_block: 49152
+          shared_memory_per_block_optin: {chip.shared_memory_bytes_per_block}
+          shared_memory_per_core: {chip.shared_memory_bytes_per_core}
+          registers_per_core_limit: 65536
+          registers_per_block_limit: 65536
+          block_dim_limit_x: 2147483647
+          block_dim_limit_y: 65535
+          block_dim_limit_z: 65535
+          thread_dim_limit_x: 1024
+          thread_dim_limit_y: 1024
+          thread_dim_limit_z: 64
+          core_count: {chip.cores}
+          fpus_per_core: {chip.float32_units_per_core}
+          clock_rate_ghz: {chip.clock_ghz}
+          l2_cache_size: {chip.l2_cache_bytes}
+          device_memory_size: {chip.memory_bytes}
+          memory_bandwidth: {chip.memory_bytes_per_second:.0f}
+          cuda_compute_capability {{ major: {major} minor: {minor} }}
+          device_vendor: "NVIDIA Corporation"
+          platform_version: "Compute Capability {major}.{minor}"
+          model_str: "{chip.name}"
+          dnn_version: "9.10.0"
+          runtime_version: "13.0.0"
+        }}
+        platform_name: "CUDA"
+        device_description_str: "{chip.name}"
+    """

@@ -1,0 +1,151 @@
+"""python -m jaxopt_llm.train --config FILE [--section.field VALUE ...]"""
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import jax
+
+from jaxopt_llm import config as configuration
+from jaxopt_llm import errors
+from jaxopt_llm.checkpoint.native import Checkpoints
+from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.data.loader import Loader, held_out_batches
+from jaxopt_llm.data.packing import PackedRows, token_stream
+from jaxopt_llm.data.source import Corpus, Document, standard_library_corpus
+from jaxopt_llm.data.tokenizer import ByteTokenizer
+from jaxopt_llm.errors import InputError, TrainingDiverged
+from jaxopt_llm.model import param
+from jaxopt_llm.observe.metrics import MetricsLog
+from jaxopt_llm.observe.progress import ProgressLine
+from jaxopt_llm.parallel.mesh import make_mesh, simulate_cpu_devices
+from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.training import state as training_state
+from jaxopt_llm.training.evaluation import make_evaluate
+from jaxopt_llm.training.program import make_program
+
+
+def train(config: TrainConfig) -> None:
+    """Trains from the run directory's last checkpoint, or from the start, to `training.steps`."""
+    directory = Path(config.run.directory)
+    corpus = standard_library_corpus(config.data)
+    _claim(directory, config, corpus)
+    tokenizer = ByteTokenizer()
+    if tokenizer.vocabulary_size > config.model.vocabulary_size:
+        raise InputError(
+            f"model.vocabulary_size={config.model.vocabulary_size}: the byte tokenizer has {tokenizer.vocabulary_size}"
+        )
+
+    def rows(documents: tuple[Document, ...]) -> PackedRows:
+        return PackedRows(token_stream((each.content for each in documents), tokenizer), config.training.sequence_length)
+
+    loader = Loader(rows(corpus.training), config.training.batch_size, config.run.seed)
+    microbatch_size = config.training.batch_size // config.training.accumulation
+    held_out = held_out_batches(rows(corpus.held_out), microbatch_size, config.evaluation.batches)
+
+    placement = Placement(make_mesh(config.mesh), config.sharding.zero_stage, config.precision)
+    program = make_program(config.model, config.training, config.optimizer, config.schedule, config.remat, placement)
+    evaluate = make_evaluate(program.parts, placement)
+
+    with (
+        Checkpoints(directory / "checkpoints", config.checkpoint.keep) as checkpoints,
+        ProgressLine(config.training.steps, done=checkpoints.latest_step() or 0) as progress,
+    ):
+        start = checkpoints.latest_step() or 0
+        if start >= config.training.steps:
+            progress.say(f"{directory} is finished: step {start} of {config.training.steps}. More with --training.steps")
+            return
+        progress.say(
+            f"{param.count(program.specs.masters):,} parameters on {placement.mesh.size} "
+            f"{jax.devices()[0].device_kind} device(s), run directory {directory}"
+        )
+        for path in placement.undivided(program.specs.masters):
+            progress.say(f"ZeRO leaves {path} whole: no dimension of it divides")
+        compiled = program.step.lower(program.state, program.batch).compile()
+        if start:
+            kept = {"masters": program.state.masters, "moments": program.state.moments}
+            state = training_state.resume(program.specs, start, placement, **checkpoints.restore(start, **kept))
+            progress.say(f"continues from step {start}")
+        else:
+            state = training_state.initialize(program.specs, program.optimizers, config.run.seed, placement)
+        log = MetricsLog(directory / "metrics.jsonl", start)
+
+        timed_from, clock = start, time.perf_counter()
+        for step in range(start + 1, config.training.steps + 1):
+            batch = loader.batch_at(step - 1)
+            microbatches = jax.tree.map(lambda x: x.reshape(config.training.accumulation, -1, x.shape[-1]), batch)
+            state, metrics = compiled(state, jax.device_put(microbatches, program.rows))
+            progress.advance(step)
+
+            last = step == config.training.steps
+            measured = last or step % config.evaluation.every == 0
+            saved = last or step % config.checkpoint.every == 0
+            logged = measured or step % config.logging.every == 0
+            if not (saved or logged):
+                continue
+            loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])  # waits for the device
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise TrainingDiverged(
+                    f"step {step}: loss {loss}, gradient norm {norm}; {directory} keeps its last checkpoint; "
+                    "try a lower --optimizer.learning-rate or a longer --schedule.warmup-steps"
+                )
+            seconds = (time.perf_counter() - clock) / (step - timed_from)
+            if logged:
+                tokens = config.training.batch_size * config.training.sequence_length
+                record = {
+                    "step": step,
+                    "loss": loss,
+                    "grad_norm": norm,
+                    "learning_rate": float(metrics["learning_rate"]),
+                    "tokens": step * tokens,
+                    "tokens_per_second": tokens / seconds,
+                    "step_seconds": seconds,
+                }
+                if measured:
+                    record["eval_loss"] = evaluate(state, held_out)
+                log.write(record)
+                progress.show(record)
+            if saved:
+                checkpoints.save(step, masters=state.masters, moments=state.moments)
+            timed_from, clock = step, time.perf_counter()
+        log.close()
+
+
+def _claim(directory: Path, config: TrainConfig, corpus: Corpus) -> None:
+    """Makes the run directory this configuration's, or checks that it is. Nothing of another run is overwritten."""
+    recorded = directory / "config.json"
+    corpus_record = directory / "corpus.json"
+    if recorded.exists():
+        try:
+            old = configuration.from_json(recorded.read_text())
+            old_corpus = json.loads(corpus_record.read_text())["sha256"]
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise InputError(f"{directory} holds no run that can be continued ({error}); choose another") from error
+        found = configuration.differences(old, config)
+        if old_corpus != corpus.sha256:
+            found.append("the corpus is another one (the standard library of another Python?)")
+        if found:
+            raise InputError(
+                f"{directory} is another run: {'; '.join(found)}; choose another --run.directory, or allow the change "
+                "of a field with --run.allow-change NAME"
+            )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        recorded.write_text(configuration.to_json(config))
+        corpus_record.write_text(json.dumps({"name": "Python standard library", "sha256": corpus.sha256}))
+    except OSError as error:
+        raise InputError(f"run.directory {directory} cannot be written: {error}") from error
+
+
+def main() -> int:
+    config = configuration.parse(sys.argv[1:], "python -m jaxopt_llm.train")
+    configuration.validate(config)
+    simulate_cpu_devices(config.mesh)
+    train(config)
+    return 0
+
+
+if __name__ == "__main__":
+    errors.run(main)

@@ -1,0 +1,41 @@
+"""Held-out loss."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxopt_llm import tree
+from jaxopt_llm.execution import scan
+from jaxopt_llm.execution.scan import RematConfig
+from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.decoder import Parts
+from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    every: int = 200
+    """steps between two measurements of the held-out loss; one is made after the last step in any case"""
+    batches: int = 16
+    """held-out batches that one measurement reads, each of training.batch_size / training.accumulation sequences"""
+
+
+def make_evaluate(parts: Parts, placement: Placement) -> Callable[[TrainState, list[Batch]], float]:
+    """evaluate(state, batches of fields [B, S]) -> mean loss per real token, in nats."""
+
+    def sums(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        params = tree.merge(state.trainable, state.frozen)
+        loss, _ = scan.loss_sum(parts, params, batch, placement, RematConfig("none"))
+        return loss, jnp.sum(batch.loss_mask)
+
+    rows = placement.activation("batch", "sequence")
+    compiled = jax.jit(sums, out_shardings=placement.replicated)
+
+    def evaluate(state: TrainState, batches: list[Batch]) -> float:
+        totals = [compiled(state, jax.device_put(batch, rows)) for batch in batches]
+        return sum(float(loss) for loss, _ in totals) / sum(int(tokens) for _, tokens in totals)
+
+    return evaluate

@@ -1,0 +1,61 @@
+"""A configuration and a placement, made into everything that a run compiles."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from jaxopt_llm import tree
+from jaxopt_llm.execution.scan import RematConfig
+from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.decoder import ModelConfig, Parts, make_parts
+from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.training import state as training_state
+from jaxopt_llm.training import update
+from jaxopt_llm.training.optimizer import OptimizerConfig, adamw
+from jaxopt_llm.training.schedule import ScheduleConfig, warmup_cosine
+from jaxopt_llm.training.state import StateSpecs, TrainState
+from jaxopt_llm.training.step import TrainingConfig, make_step
+from jaxopt_llm.training.update import Optimizers
+
+
+@dataclass(frozen=True)
+class Program:
+    """step: jitted (state, batch) -> (state, metrics), compiled for `state` and `batch`, the abstract arguments."""
+
+    parts: Parts
+    specs: StateSpecs
+    optimizers: Optimizers
+    step: jax.stages.Wrapped
+    state: TrainState
+    batch: Batch
+    rows: NamedSharding
+
+
+def make_program(
+    model: ModelConfig,
+    training: TrainingConfig,
+    optimizer: OptimizerConfig,
+    schedule: ScheduleConfig,
+    remat: RematConfig,
+    placement: Placement,
+) -> Program:
+    """Allocates nothing: the placement's devices may be those of a topology that is only compiled for."""
+    parts = make_parts(model)
+    trainable, frozen = tree.partition(parts.specs, lambda path: True)
+    learning_rate = warmup_cosine(optimizer.learning_rate, schedule)
+    optimizers = update.make_optimizers(lambda specs: adamw(optimizer, learning_rate, specs), trainable)
+    specs = training_state.state_specs(trainable, frozen, optimizers)
+    rows = placement.activation(None, "batch", "sequence")
+    shape = (training.accumulation, training.batch_size // training.accumulation, training.sequence_length)
+    ids, mask = (jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for dtype in (jnp.int32, jnp.bool))
+    return Program(
+        parts=parts,
+        specs=specs,
+        optimizers=optimizers,
+        step=make_step(parts, specs, optimizers, learning_rate, optimizer.clip_norm, placement, remat),
+        state=training_state.abstract(specs, placement),
+        batch=Batch(tokens=ids, targets=ids, loss_mask=mask, segment_ids=ids, positions=ids),
+        rows=rows,
+    )

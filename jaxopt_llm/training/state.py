@@ -1,0 +1,118 @@
+"""The training state, and where it rests."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxopt_llm import tree
+from jaxopt_llm.model import param
+from jaxopt_llm.model.decoder import Params
+from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.training import update
+from jaxopt_llm.training.update import Optimizers
+
+
+@struct.dataclass
+class TrainState:
+    """step: int32; masters, moments: of the trainable parameters; compute: their compute copy where one rests (ZeRO
+    stages 1 and 2), else None; frozen: the parameters without masters or moments."""
+
+    step: jax.Array
+    masters: Params
+    moments: Params
+    compute: Params | None
+    frozen: Params
+
+    @property
+    def trainable(self) -> Params:
+        """What the model reads and is differentiated by."""
+        return self.masters if self.compute is None else self.compute
+
+
+@dataclass(frozen=True)
+class StateSpecs:
+    """A ParamSpec for every leaf of the state but `compute`, which is cast from the masters."""
+
+    masters: Params
+    moments: Params
+    frozen: Params
+
+
+def state_specs(specs: Params, frozen: Params, optimizers: Optimizers) -> StateSpecs:
+    """specs: of the trainable parameters, frozen: of the others: the halves of a `tree.partition`."""
+    return StateSpecs(specs, update.state_specs(optimizers, specs), frozen)
+
+
+def shardings(specs: StateSpecs, placement: Placement) -> TrainState:
+    """Where each leaf of the state rests, as a TrainState of shardings."""
+    return TrainState(
+        step=placement.replicated,
+        masters=jax.tree.map(placement.masters, specs.masters),
+        moments=jax.tree.map(placement.masters, specs.moments),
+        compute=jax.tree.map(placement.parameters, specs.masters) if placement.compute_copy else None,
+        frozen=jax.tree.map(placement.parameters, specs.frozen),
+    )
+
+
+def abstract(specs: StateSpecs, placement: Placement) -> TrainState:
+    """The state as ShapeDtypeStructs with shardings: what to compile for, or to restore into."""
+
+    def shape(spec: ParamSpec, dtype: jnp.dtype | str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, dtype)
+
+    def own(tree_of_specs: tree.Tree) -> tree.Tree:
+        return jax.tree.map(lambda spec: shape(spec, spec.dtype), tree_of_specs)
+
+    shapes = TrainState(
+        step=jax.ShapeDtypeStruct((), jnp.int32),
+        masters=own(specs.masters),
+        moments=own(specs.moments),
+        compute=jax.tree.map(lambda spec: shape(spec, placement.precision.compute_dtype), specs.masters)
+        if placement.compute_copy
+        else None,
+        frozen=own(specs.frozen),
+    )
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings(specs, placement),
+    )
+
+
+def compute_copy(specs: Params, masters: Params, placement: Placement) -> Params | None:
+    """The parameters the model reads, cast and gathered from the masters; None where it reads the masters."""
+    return placement.compute_parameters(specs, masters) if placement.compute_copy else None
+
+
+def initialize(specs: StateSpecs, optimizers: Optimizers, seed: int, placement: Placement) -> TrainState:
+    """The state before the first step, each device making its own part."""
+
+    def make() -> TrainState:
+        masters = param.initialize(specs.masters, seed)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            masters=masters,
+            moments=update.init(optimizers, specs.masters, masters),
+            compute=compute_copy(specs.masters, masters, placement),
+            frozen=param.initialize(specs.frozen, seed),
+        )
+
+    return jax.jit(make, out_shardings=shardings(specs, placement))()
+
+
+def resume(specs: StateSpecs, step: int, placement: Placement, masters: Params, moments: Params) -> TrainState:
+    """The state at a checkpoint's step; the compute copy is made again."""
+
+    def make(masters: Params, moments: Params) -> TrainState:
+        return TrainState(
+            step=jnp.int32(step),
+            masters=masters,
+            moments=moments,
+            compute=compute_copy(specs.masters, masters, placement),
+            frozen=specs.frozen,
+        )
+
+    return jax.jit(make, out_shardings=shardings(specs, placement), donate_argnums=(0, 1))(masters, moments)

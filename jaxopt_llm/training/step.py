@@ -1,0 +1,80 @@
+"""One training step: loss and gradients from an executor, the clip, the update."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxopt_llm.execution import scan
+from jaxopt_llm.execution.scan import RematConfig
+from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.decoder import Parts
+from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.training import state as training_state
+from jaxopt_llm.training import update
+from jaxopt_llm.training.state import StateSpecs, TrainState
+from jaxopt_llm.training.update import Optimizers
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    steps: int = 1000
+    """optimizer steps of the whole run"""
+    batch_size: int = 32
+    """sequences per step, over all devices and microbatches"""
+    sequence_length: int = 256
+    """tokens per sequence"""
+    accumulation: int = 1
+    """microbatches per step: each holds batch_size / accumulation sequences"""
+
+    def problems(self) -> list[str]:
+        return [
+            f"training.{name}={getattr(self, name)}: must be at least 1"
+            for name in ("steps", "batch_size", "sequence_length", "accumulation")
+            if getattr(self, name) < 1
+        ]
+
+
+Metrics = dict[str, jax.Array]
+Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+
+
+def make_step(
+    parts: Parts,
+    specs: StateSpecs,
+    optimizers: Optimizers,
+    schedule: optax.Schedule,
+    clip_norm: float,
+    placement: Placement,
+    remat: RematConfig,
+) -> Step:
+    """The jitted step; it consumes the state it is given. Batch fields: [M, B, S]."""
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        tokens = jnp.sum(batch.loss_mask)
+        # An all-masked batch has loss 0 and gradient 0, not NaN.
+        cotangent = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
+        loss, _, _, gradients = scan.loss_and_gradients(
+            parts, state.trainable, state.frozen, batch, cotangent, placement, remat
+        )
+        norm = update.global_norm(gradients)
+        scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
+        masters, moments, compute = update.apply(
+            optimizers, specs.masters, (state.masters, state.moments, state.compute), gradients, scale, placement
+        )
+        new_state = TrainState(
+            step=state.step + 1, masters=masters, moments=moments, compute=compute, frozen=state.frozen
+        )
+        metrics = {
+            "loss": loss * cotangent,
+            "grad_norm": norm,
+            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+            "tokens": tokens,
+        }
+        return new_state, metrics
+
+    resting = training_state.shardings(specs, placement)
+    rows = placement.activation(None, "batch", "sequence")
+    return jax.jit(step, in_shardings=(resting, rows), out_shardings=(resting, placement.replicated), donate_argnums=0)

@@ -1,0 +1,10 @@
+"""Eight simulated CPU devices, and GPU programs compiled without a GPU."""
+
+import os
+
+# Read when JAX loads its CUDA plugin; without it the plugin wants a driver.
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
