@@ -242,4 +242,3 @@ def _first_paragraph(box: str) -> str:
     lines = [line.strip("│╭╮╰╯ \n") for line in box.splitlines()[1:]]
     end = next((i for i, line in enumerate(lines) if re.fullmatch("─+", line)), len(lines))
     return " ".join(line for line in lines[:end] if line)
-

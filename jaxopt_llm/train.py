@@ -39,7 +39,9 @@ def train(config: TrainConfig) -> None:
         )
 
     def rows(documents: tuple[Document, ...]) -> PackedRows:
-        return PackedRows(token_stream((each.content for each in documents), tokenizer), config.training.sequence_length)
+        return PackedRows(
+            token_stream((each.content for each in documents), tokenizer), config.training.sequence_length
+        )
 
     loader = Loader(rows(corpus.training), config.training.batch_size, config.run.seed)
     microbatch_size = config.training.batch_size // config.training.accumulation
@@ -55,7 +57,9 @@ def train(config: TrainConfig) -> None:
     ):
         start = checkpoints.latest_step() or 0
         if start >= config.training.steps:
-            progress.say(f"{directory} is finished: step {start} of {config.training.steps}. More with --training.steps")
+            progress.say(
+                f"{directory} is finished: step {start} of {config.training.steps}. More with --training.steps"
+            )
             return
         progress.say(
             f"{param.count(program.specs.masters):,} parameters on {placement.mesh.size} "

@@ -1,14 +1,20 @@
 """Attention of packed sequences.
 
-Letters: B batch, S queries, T keys, H heads, G key-value heads, R = H / G, K head size.
+Letters: B batch, S queries, T keys, H heads, G key-value heads, R = H / G, K head size, Q queries of one block.
 """
 
+import functools
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-QUERY_BLOCK = 512  # scores held at once: [B, H, QUERY_BLOCK, T] in float32
+QUERY_BLOCK = 512  # queries at once: scores are [B, H, QUERY_BLOCK, T] in float32
+MASKED = float(jnp.finfo(jnp.float32).min)  # finite, so that a row that sees nothing (padding) gives no NaN
+
+Where = tuple[jax.Array, jax.Array]  # positions and segment ids, int [B, S] of queries or [B, T] of keys
 
 
 def attention(
@@ -22,69 +28,138 @@ def attention(
     key_segment_ids: jax.Array | None = None,
     window: int | None = None,
 ) -> jax.Array:
-    """Causal softmax attention with grouped queries, in blocks of queries so that no [S, T] array is whole.
+    """Causal softmax attention with grouped queries, scaled by 1 / sqrt(K), softmax in float32.
 
     q: [B, S, H, K]; k, v: [B, T, G, K], G dividing H; query head h reads key-value head h // (H / G).
     positions, segment_ids: int [B, S]; those of the keys [B, T], the queries' own by default (then T = S, and both
         are in row order: positions grow by one within a segment).
     A query sees the keys of its segment at its own position or before it and, with a window, fewer than `window`
-    positions before. Returns [B, S, H, K] in q's dtype; softmax is in float32, scaled by 1 / sqrt(K).
+    positions before. Returns [B, S, H, K] in q's dtype.
+
+    Runs in blocks of queries and saves, beside its operands, the output and the log of the softmax's sum for the
+    backward, which forms the scores again block by block (Dao et al. 2022, arXiv:2205.14135; Rabe & Staats 2021,
+    arXiv:2112.05682): nothing of size [S, T] is ever whole.
     """
-    own_keys = key_positions is None
-    key_positions = positions if key_positions is None else key_positions
-    key_segment_ids = segment_ids if key_segment_ids is None else key_segment_ids
-    length, keys = q.shape[1], k.shape[1]
-    blocks = -(-length // QUERY_BLOCK)
-    size = -(-length // blocks)
-    if blocks == 1:
-        return _attend(q, k, v, positions, segment_ids, key_positions, key_segment_ids, window)
-
-    # A block of queries in row order reaches back no further than its window: the other keys are not even read.
-    reach = min(size + window - 1, keys) if window is not None and own_keys else keys
-
-    def block(index: jax.Array, queries: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        start = jnp.clip((index + 1) * size - reach, 0, keys - reach)
-        q, positions, segment_ids = queries
-
-        def near(x: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(x, start, reach, axis=1) if reach < keys else x
-
-        return _attend(
-            q, near(k), near(v), positions, segment_ids, near(key_positions), near(key_segment_ids), window
-        )  # fmt: skip
-
-    def split(x: jax.Array) -> jax.Array:  # [B, S, ...] -> [blocks, B, size, ...]
-        padded = jnp.pad(x, [(0, 0), (0, blocks * size - length)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(padded.reshape(x.shape[0], blocks, size, *x.shape[2:]), 1, 0)
-
-    # Recomputed in the backward, else the loop would keep every block's scores: [S, T] after all.
-    block = jax.checkpoint(block, prevent_cse=False)
-    _, out = jax.lax.scan(
-        lambda _, each: (None, block(*each)), None, (jnp.arange(blocks), (split(q), split(positions), split(segment_ids)))
-    )
-    return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], blocks * size, *q.shape[2:])[:, :length]
+    queries = (positions, segment_ids)
+    if key_positions is None or key_segment_ids is None:
+        # In row order a block of queries reaches back no further than its window: other keys are not even read.
+        return _attention(window, window, q, k, v, queries, queries)
+    return _attention(window, None, q, k, v, queries, (key_positions, key_segment_ids))
 
 
-def _attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    positions: jax.Array,
-    segment_ids: jax.Array,
-    key_positions: jax.Array,
-    key_segment_ids: jax.Array,
-    window: int | None,
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(
+    window: int | None, reach: int | None, q: jax.Array, k: jax.Array, v: jax.Array, queries: Where, keys: Where
 ) -> jax.Array:
-    batch, length, heads, head_dim = q.shape
-    groups = k.shape[2]
-    q = q.reshape(batch, length, groups, heads // groups, head_dim)
-    distance = positions[:, :, None] - key_positions[:, None, :]  # [B, S, T]
-    visible = (segment_ids[:, :, None] == key_segment_ids[:, None, :]) & (distance >= 0)
+    """reach: how many rows before itself a query may need, where rows say so."""
+    return _forward(window, reach, q, k, v, queries, keys)[0]
+
+
+def _forward(
+    window: int | None, reach: int | None, q: jax.Array, k: jax.Array, v: jax.Array, queries: Where, keys: Where
+) -> tuple[jax.Array, Any]:
+    keys_by_head, values_by_head = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # [B, G, T, K]
+
+    def block(_: None, each: Any) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        index, q, queries = each
+        near = _Near.of_block(index, q.shape[3], k.shape[1], reach)
+        scores = _scores(q, near.take(keys_by_head, 2), queries, near.take_where(keys), window)
+        peak = jnp.max(scores, axis=-1)
+        weights = jnp.exp(scores - peak[..., None])
+        total = jnp.sum(weights, axis=-1)
+        out = _einsum("BGRQT,BGTK->BGRQK", weights.astype(v.dtype), near.take(values_by_head, 2)) / total[..., None]
+        return None, (out.astype(q.dtype), peak + jnp.log(total))
+
+    split_q = _split_heads(q, k.shape[2])
+    blocks = (jnp.arange(split_q.shape[0]), split_q, jax.tree.map(_split, queries))
+    _, (out, log_sum) = jax.lax.scan(block, None, blocks)
+    return _join_heads(out, q.shape), (q, k, v, queries, keys, out, log_sum)
+
+
+def _backward(window: int | None, reach: int | None, residuals: Any, gradient: jax.Array) -> Any:
+    q, k, v, queries, keys, out, log_sum = residuals
+    keys_by_head, values_by_head = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # [B, G, T, K]
+
+    def block(totals: tuple[jax.Array, jax.Array], each: Any) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        index, q, queries, out, log_sum, d_out = each
+        near = _Near.of_block(index, q.shape[3], k.shape[1], reach)
+        near_keys, near_values = near.take(keys_by_head, 2), near.take(values_by_head, 2)
+        weights = jnp.exp(_scores(q, near_keys, queries, near.take_where(keys), window) - log_sum[..., None])
+        d_weights = _einsum("BGRQK,BGTK->BGRQT", d_out, near_values)
+        mean = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
+        d_scores = (weights * (d_weights - mean) / math.sqrt(q.shape[-1])).astype(q.dtype)
+        d_keys = _einsum("BGRQT,BGRQK->BGTK", d_scores, q)
+        d_values = _einsum("BGRQT,BGRQK->BGTK", weights.astype(v.dtype), d_out)
+        d_queries = _einsum("BGRQT,BGTK->BGRQK", d_scores, near_keys).astype(q.dtype)
+        return (near.add(totals[0], d_keys, 2), near.add(totals[1], d_values, 2)), d_queries
+
+    zeros = jnp.zeros(keys_by_head.shape, jnp.float32)
+    split_q, split_gradient = _split_heads(q, k.shape[2]), _split_heads(gradient, k.shape[2])
+    blocks = (jnp.arange(split_q.shape[0]), split_q, jax.tree.map(_split, queries), out, log_sum, split_gradient)
+    totals, d_queries = jax.lax.scan(block, (zeros, zeros), blocks)
+    d_keys, d_values = (jnp.swapaxes(total, 1, 2) for total in totals)
+    return _join_heads(d_queries, q.shape), d_keys.astype(k.dtype), d_values.astype(v.dtype), None, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _scores(q: jax.Array, k: jax.Array, queries: Where, keys: Where, window: int | None) -> jax.Array:
+    """q: [B, G, R, Q, K], k: [B, G, T, K] -> masked scores, float32 [B, G, R, Q, T]."""
+    distance = queries[0][:, :, None] - keys[0][:, None, :]  # [B, Q, T]
+    visible = (queries[1][:, :, None] == keys[1][:, None, :]) & (distance >= 0)
     if window is not None:
         visible &= distance < window
-    scores = jnp.einsum("BSGRK,BTGK->BGRST", q, k, preferred_element_type=jnp.float32) / math.sqrt(head_dim)
-    # Finite, so that a row that sees nothing (a padded query) gives a mean instead of NaN.
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("BGRST,BTGK->BSGRK", probabilities, v)
-    return out.reshape(batch, length, heads, head_dim)
+    scores = _einsum("BGRQK,BGTK->BGRQT", q, k) / math.sqrt(q.shape[-1])
+    return jnp.where(visible[:, None, None], scores, MASKED)
+
+
+def _einsum(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
+
+
+@dataclass(frozen=True)
+class _Near:
+    """The rows of keys that a block of queries may see: `size` of them from `start`; all where `start` is None."""
+
+    start: jax.Array | None
+    size: int
+
+    @classmethod
+    def of_block(cls, index: jax.Array, queries: int, keys: int, reach: int | None) -> "_Near":
+        size = keys if reach is None else queries + reach - 1
+        if size >= keys:
+            return cls(None, keys)
+        return cls(jnp.clip((index + 1) * queries - size, 0, keys - size), size)
+
+    def take(self, x: jax.Array, axis: int) -> jax.Array:
+        return x if self.start is None else jax.lax.dynamic_slice_in_dim(x, self.start, self.size, axis)
+
+    def take_where(self, keys: Where) -> Where:
+        return self.take(keys[0], 1), self.take(keys[1], 1)
+
+    def add(self, total: jax.Array, part: jax.Array, axis: int) -> jax.Array:
+        if self.start is None:
+            return total + part
+        return jax.lax.dynamic_update_slice_in_dim(total, self.take(total, axis) + part, self.start, axis)
+
+
+def _split(x: jax.Array) -> jax.Array:
+    """[B, S, ...] -> [blocks, B, Q, ...], the last block padded."""
+    blocks = -(-x.shape[1] // QUERY_BLOCK)
+    size = -(-x.shape[1] // blocks)
+    padded = jnp.pad(x, [(0, 0), (0, blocks * size - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+    return jnp.moveaxis(padded.reshape(x.shape[0], blocks, size, *x.shape[2:]), 1, 0)
+
+
+def _split_heads(x: jax.Array, groups: int) -> jax.Array:
+    """[B, S, H, K] -> [blocks, B, G, R, Q, K]."""
+    blocks = _split(x)
+    grouped = blocks.reshape(*blocks.shape[:3], groups, -1, x.shape[-1])
+    return jnp.moveaxis(grouped, 2, 4)
+
+
+def _join_heads(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The inverse of `_split_heads`; shape: [B, S, H, K]."""
+    rows = jnp.moveaxis(jnp.moveaxis(x, 4, 2), 0, 1)  # [B, blocks, Q, G, R, K]
+    return rows.reshape(shape[0], -1, *shape[2:])[:, : shape[1]]

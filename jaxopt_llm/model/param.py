@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxopt_llm import tree
 
@@ -46,7 +47,7 @@ class ParamSpec:
     axes: tuple[str | None, ...]
     contracting: tuple[int, ...] = ()
     init: Initializer = ones
-    dtype: Any = jnp.float32
+    dtype: Any = np.dtype("float32")
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)

@@ -49,9 +49,13 @@ def simulate_cpu_devices(config: MeshConfig) -> None:
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh over exactly these devices (default: all of this job's).
 
-    Raises InputError where their number is not the mesh's: JAX itself would use some and leave the rest idle.
+    Raises InputError where their number is not the mesh's, because JAX itself would use some and leave the rest idle,
+    and where JAX can open none.
     """
-    devices = jax.devices() if devices is None else devices
+    try:
+        devices = jax.devices() if devices is None else devices
+    except RuntimeError as error:
+        raise InputError(f"no device to train on: {error}") from error
     if len(devices) != config.devices:
         sizes = " × ".join(f"{axis} {getattr(config, axis)}" for axis in AXES if getattr(config, axis) > 1) or "all 1"
         raise InputError(

@@ -7,7 +7,7 @@ placement is an explicit argument, never ambient, because a jitted function must
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,8 @@ class Spec(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def axes(self) -> tuple[str | None, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
     @property
     def stacked(self) -> bool: ...
 
@@ -139,7 +141,9 @@ class Placement:
 
     def activation(self, *axes: str | None) -> NamedSharding:
         dims = [ACTIVATION_AXES[axis] if axis else () for axis in axes]
-        return self._sharding(tuple(tuple(a for a in dim if a not in self.grouped and self.size(a) > 1) for dim in dims))
+        return self._sharding(
+            tuple(tuple(a for a in dim if a not in self.grouped and self.size(a) > 1) for dim in dims)
+        )
 
     # --- parameters
 
@@ -151,6 +155,10 @@ class Placement:
         """Of the parameters that the model reads: the compute copy, or the masters where there is none."""
         return self._sharding(self._dims(spec, divided=self.zero_stage == 3))
 
+    def abstract(self, specs: tree.Tree) -> tree.Tree:
+        """The masters as ShapeDtypeStructs with shardings: what to restore into."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.masters(x)), specs)
+
     def gradients(self, spec: Spec) -> NamedSharding:
         """Of gradients, within one gradient group."""
         return self._sharding(self._dims(spec, divided=self.zero_stage >= 2))
@@ -159,9 +167,7 @@ class Placement:
         """The compute copy of the masters: one gather in compute dtype."""
 
         def copy(spec: Spec, master: jax.Array) -> jax.Array:
-            narrow = jax.lax.with_sharding_constraint(
-                master.astype(self.precision.compute_dtype), self.masters(spec)
-            )
+            narrow = jax.lax.with_sharding_constraint(master.astype(self.precision.compute_dtype), self.masters(spec))
             return jax.lax.with_sharding_constraint(narrow, self.parameters(spec))
 
         return jax.tree.map(copy, specs, masters)

@@ -358,6 +358,16 @@ def test_a_wrapped_collective_of_several_types() -> None:
     assert collective.asynchronous
 
 
+@pytest.mark.parametrize("is_sync", ["true", "false"])
+def test_a_start_that_nothing_overlaps_is_not_asynchronous(is_sync: str) -> None:
+    """As 0.10.2 writes every synchronous collective."""
+    config = f'backend_config={{"collective_backend_config":{{"is_sync":{is_sync}}}}}'
+    start = f"  %s = f32[16]{{0}} all-reduce-start(%p), replica_groups=[1,8]<=[8], {config}"
+    body = f"  %p = f32[16]{{0}} parameter(0)\n{start}\n  ROOT %d = f32[16]{{0}} all-reduce-done(%s), {config}"
+    (collective,) = hlo.collectives(module(body), mesh_of(jax.devices("cpu")))
+    assert collective.asynchronous == (is_sync == "false")
+
+
 def test_computations_that_nothing_calls_do_not_count() -> None:
     text = module("  ROOT %p = f32[16]{0} parameter(0)", WRAPPED)
     assert hlo.collectives(text, mesh_of(jax.devices("cpu"))) == ()

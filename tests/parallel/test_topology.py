@@ -63,7 +63,7 @@ def test_peaks() -> None:
 
 
 def test_unknown_chip_lists_the_known_ones() -> None:
-    with pytest.raises(InputError, match="'h300' is unknown.*a100, h100, h200, b200"):
+    with pytest.raises(InputError, match=r"'h300' is unknown.*a100, h100, h200, b200"):
         gpu_topology("h300")
 
 
@@ -98,8 +98,7 @@ def run_without_driver(script: str) -> str:
 
 
 def test_a_fresh_process_needs_no_preparation() -> None:
-    script = "print(len(gpu_topology()), jax.default_backend() == jax.devices()[0].platform, jax.default_backend())"
-    assert run_without_driver(script).split()[:2] == ["8", "True"]
+    assert run_without_driver("print(len(gpu_topology()))") == "8\n"
 
 
 def test_the_default_backend_stays() -> None:

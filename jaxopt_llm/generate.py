@@ -1,0 +1,98 @@
+"""python -m jaxopt_llm.generate --checkpoint RUN_DIR --prompt TEXT [--tokens N]"""
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxopt_llm import config as configuration
+from jaxopt_llm import errors
+from jaxopt_llm.checkpoint.native import Checkpoints
+from jaxopt_llm.data.tokenizer import ByteTokenizer
+from jaxopt_llm.errors import CheckpointError, InputError
+from jaxopt_llm.execution import scan
+from jaxopt_llm.model.context import Context
+from jaxopt_llm.model.decoder import Params, Parts, make_parts
+from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
+from jaxopt_llm.parallel.sharding import Placement
+
+
+def greedy(
+    parts: Parts, params: Params, prompt: jax.Array, count: int, vocabulary_size: int, end: int, placement: Placement
+) -> jax.Array:
+    """Continues a prompt with the likeliest token each time, over the same blocks as training, with a cache.
+
+    prompt: int32 [1, P]. Returns int32 [count]; from the first `end` on, `end`.
+    """
+    length = prompt.shape[1]
+
+    def context(first: jax.Array, tokens: int) -> Context:
+        positions = first + jnp.arange(tokens, dtype=jnp.int32)[None]
+        return Context(positions, jnp.ones_like(positions), placement, cache_index=first)
+
+    def likeliest(logits: jax.Array) -> jax.Array:
+        return jnp.argmax(logits[:, -1, :vocabulary_size], axis=-1).astype(jnp.int32)
+
+    def step(carry: tuple[jax.Array, Params], index: jax.Array) -> tuple[tuple[jax.Array, Params], jax.Array]:
+        token, caches = carry
+        logits, caches = scan.forward(parts, params, token[:, None], context(length + index, 1), caches)
+        chosen = jnp.where(token == end, end, likeliest(logits))
+        return (chosen, caches), token[0]
+
+    caches = scan.make_caches(parts, 1, length + count, placement.precision.compute_dtype)
+    logits, caches = scan.forward(parts, params, prompt, context(jnp.int32(0), length), caches)
+    return jax.lax.scan(step, (likeliest(logits), caches), jnp.arange(count))[1]
+
+
+def generate(run: Path, prompt: str, count: int) -> str:
+    """The prompt and what the run's last checkpoint continues it with, up to `count` tokens."""
+    try:
+        config = configuration.from_json((run / "config.json").read_text())
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"--checkpoint {run}: not a run directory ({error})") from error
+    tokenizer = ByteTokenizer()
+    ids = np.concatenate([[tokenizer.beginning_of_document], tokenizer.encode(prompt)]).astype(np.int32)
+    placement = Placement(make_mesh(MeshConfig(), jax.devices()[:1]), 0, config.precision)
+    parts = make_parts(config.model)
+    with Checkpoints(run / "checkpoints") as checkpoints:
+        step = checkpoints.latest_step()
+        if step is None:
+            raise CheckpointError(f"--checkpoint {run}: it has no checkpoint yet")
+        masters = checkpoints.restore(step, masters=placement.abstract(parts.specs))["masters"]
+    write = jax.jit(
+        functools.partial(
+            greedy,
+            parts,
+            count=count,
+            vocabulary_size=config.model.vocabulary_size,
+            end=tokenizer.end_of_document,
+            placement=placement,
+        )
+    )
+    return prompt + tokenizer.decode(np.asarray(write(masters, ids[None])))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message)
+
+
+def main() -> int:
+    parser = _Parser(prog="python -m jaxopt_llm.generate", description=__doc__)
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="RUN_DIR", help="directory of a training run")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
+    parser.add_argument("--tokens", type=int, default=200, metavar="N", help="most tokens to add (default: 200)")
+    arguments = parser.parse_args(sys.argv[1:])
+    if arguments.tokens < 1:
+        raise InputError(f"--tokens {arguments.tokens}: must be at least 1")
+    print(generate(arguments.checkpoint, arguments.prompt, arguments.tokens))
+    return 0
+
+
+if __name__ == "__main__":
+    errors.run(main)

@@ -1,0 +1,128 @@
+"""Blockwise attention against the float64 reference, and what its compiled program holds and reads."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import reference
+import toy
+
+from jaxopt_llm.kernels import attention as kernel
+from jaxopt_llm.kernels.attention import attention
+from jaxopt_llm.parallel import hlo
+
+pytestmark = pytest.mark.core
+
+Arrays = dict[str, np.ndarray]
+
+
+def operands(queries: int, keys: int, heads: int, kv_heads: int) -> tuple[np.ndarray, ...]:
+    """q, k, v and the gradient of the output; batch 2, head size 4."""
+    random = np.random.default_rng(0)
+    shapes = ((2, queries, heads, 4), (2, keys, kv_heads, 4), (2, keys, kv_heads, 4), (2, queries, heads, 4))
+    return tuple(random.normal(size=shape).astype(np.float32) for shape in shapes)
+
+
+def packed_rows(length: int) -> Arrays:
+    batch = toy.packed(rows=2, length=length)
+    assert (batch.segment_ids[:, -1] > 1).all()
+    return {"positions": batch.positions, "segment_ids": batch.segment_ids}
+
+
+def one_document(length: int, first: int = 0) -> Arrays:
+    positions = np.broadcast_to(np.arange(first, length), (2, length - first))
+    return {"positions": positions, "segment_ids": np.ones_like(positions)}
+
+
+def cached(length: int, first: int) -> Arrays:
+    """Queries from position `first` on, keys from 0, of which the first three are not for them."""
+    positions = one_document(length)["positions"]
+    keys = {"key_positions": positions, "key_segment_ids": (positions >= 3).astype(int)}
+    return one_document(length, first) | keys
+
+
+def output_and_gradients(window: int | None) -> Callable[..., Any]:
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array, where: Arrays) -> tuple[jax.Array, ...]:
+        out, backward = jax.vjp(lambda q, k, v: attention(q, k, v, window=window, **where), q, k, v)
+        return out, *backward(gradient)
+
+    return jax.jit(run, compiler_options=toy.QUICK_COMPILE)
+
+
+def expected(
+    window: int | None, q: np.ndarray, k: np.ndarray, v: np.ndarray, gradient: np.ndarray, where: Arrays
+) -> tuple[np.ndarray, ...]:
+    of_queries, of_keys = where["positions"], where.get("key_positions", where["positions"])
+    distance = of_queries[:, :, None] - of_keys[:, None, :]
+    same = where["segment_ids"][:, :, None] == where.get("key_segment_ids", where["segment_ids"])[:, None, :]
+    visible = same & (distance >= 0) & (distance < (window or np.inf))
+    out, backward = reference.attend(*(x.astype(np.float64) for x in (q, k, v)), visible)
+    return out, *backward(gradient.astype(np.float64))
+
+
+@pytest.mark.parametrize(
+    "block, window, heads, where",
+    [
+        pytest.param(512, None, 2, packed_rows(10), id="one block"),
+        pytest.param(4, None, 4, packed_rows(10), id="blocks that do not divide the length, grouped heads"),
+        pytest.param(4, 2, 4, packed_rows(10), id="window smaller than a block"),
+        pytest.param(4, 6, 2, one_document(16), id="window larger than a block"),
+        pytest.param(4, None, 4, cached(12, first=5), id="cache"),
+        pytest.param(4, 3, 4, cached(12, first=5), id="cache and window"),
+    ],
+)
+def test_output_and_gradients_are_the_references(
+    monkeypatch: pytest.MonkeyPatch, block: int, window: int | None, heads: int, where: Arrays
+) -> None:
+    monkeypatch.setattr(kernel, "QUERY_BLOCK", block)
+    queries, keys = (where.get(name, where["positions"]).shape[1] for name in ("positions", "key_positions"))
+    arrays = operands(queries, keys, heads, kv_heads=2)
+    actual = output_and_gradients(window)(*arrays, where)
+    for name, got, want in zip(("out", "q", "k", "v"), actual, expected(window, *arrays, where), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+def test_a_query_that_sees_nothing_gives_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "QUERY_BLOCK", 4)
+    where = cached(12, first=5)
+    where["segment_ids"] = where["segment_ids"] * np.array([[1], [2]])  # nobody has the second row's segment
+    q, k, v, gradient = operands(7, 12, heads=4, kv_heads=2)
+    gradient[1] = 0  # what such a query is given: it is padding
+    actual = output_and_gradients(None)(q, k, v, gradient, where)
+    assert all(np.isfinite(array).all() for array in actual)
+    assert not any(array[1].any() for array in actual[1:])
+    where["segment_ids"][1] = 1
+    for got, want in zip(actual, expected(None, q, k, v, gradient, where), strict=True):
+        np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=2e-6)
+
+
+# ---- The program of 6 blocks of 8 queries.
+
+LENGTH, BLOCK, WINDOW = 48, 8, 5
+
+
+def compiled_text(window: int | None) -> str:
+    arrays = operands(LENGTH, LENGTH, heads=4, kv_heads=2)
+    text = output_and_gradients(window).lower(*arrays, one_document(LENGTH)).compile().as_text()
+    assert text is not None
+    return text
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "QUERY_BLOCK", BLOCK)
+        return {"global": compiled_text(None), "sliding": compiled_text(WINDOW)}
+
+
+def test_no_array_has_a_score_for_every_query_and_key(texts: dict[str, str]) -> None:
+    largest = max(math.prod(array.shape) for array in hlo.array_shapes(texts["global"]))
+    assert largest < 2 * LENGTH * LENGTH  # of a batch of 2, one head
+
+
+def test_a_window_reads_only_the_keys_within_reach_of_a_block(texts: dict[str, str]) -> None:
+    everything, near = (hlo.dot_flops(texts[kind]) for kind in ("global", "sliding"))
+    assert near * LENGTH == everything * (BLOCK + WINDOW - 1)

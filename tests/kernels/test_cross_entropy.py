@@ -1,0 +1,46 @@
+"""Cross-entropy over a padded vocabulary."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxopt_llm.kernels.cross_entropy import cross_entropy
+
+pytestmark = pytest.mark.core
+
+VOCABULARY, PADDED = 5, 8
+TARGETS = np.array([[0, 4, 2], [3, 3, 1]])
+
+
+def logits(scale: float = 1.0) -> np.ndarray:
+    return (scale * np.random.default_rng(0).normal(size=(2, 3, PADDED))).astype(np.float32)
+
+
+def log_probabilities(logits: np.ndarray) -> np.ndarray:
+    wide = logits[..., :VOCABULARY].astype(np.float64)
+    shifted = wide - wide.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4, 1e30])
+def test_losses_and_gradients_are_those_of_log_softmax_over_the_real_columns(scale: float) -> None:
+    x = logits(scale)
+    losses, backward = jax.vjp(lambda x: cross_entropy(x, TARGETS, VOCABULARY), x)
+    expected = log_probabilities(x)
+    one_hot = np.eye(VOCABULARY)[TARGETS]
+    np.testing.assert_allclose(losses, -np.sum(one_hot * expected, axis=-1), rtol=1e-6, atol=1e-6)
+    (gradient,) = backward(jnp.ones_like(losses))
+    np.testing.assert_allclose(gradient[..., :VOCABULARY], np.exp(expected) - one_hot, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [1e30, np.inf, np.nan])
+def test_padded_columns_get_no_probability_and_no_gradient(value: float) -> None:
+    loss_and_gradient = jax.value_and_grad(lambda x: jnp.sum(cross_entropy(x, TARGETS, VOCABULARY)))
+    x = logits()
+    loss, gradient = loss_and_gradient(x)
+    x[..., VOCABULARY:] = value
+    other_loss, other_gradient = loss_and_gradient(x)
+    assert other_loss == loss
+    np.testing.assert_array_equal(other_gradient, gradient)
+    assert not other_gradient[..., VOCABULARY:].any()

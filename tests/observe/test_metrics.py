@@ -1,0 +1,66 @@
+"""metrics.jsonl after interruptions."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxopt_llm.observe.metrics import MetricsLog
+
+
+def write(path: Path, *steps: int, resume_step: int = 0) -> None:
+    log = MetricsLog(path, resume_step)
+    for step in steps:
+        log.write({"step": step, "resumed_at": resume_step})
+    log.close()
+
+
+def read(path: Path) -> list[tuple[int, int]]:
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(record["step"], record["resumed_at"]) for record in records]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
+def test_a_resume_cuts_back_to_its_step_and_goes_on(path: Path) -> None:
+    write(path, 1, 2, 3, 4)
+    write(path, 3, 4, 5, resume_step=2)
+    assert read(path) == [(1, 0), (2, 0), (3, 2), (4, 2), (5, 2)]
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_resume_after_the_last_record_keeps_all(path: Path) -> None:
+    write(path, 1, 2)
+    write(path, 5, resume_step=4)
+    assert read(path) == [(1, 0), (2, 0), (5, 4)]
+
+
+@pytest.mark.parametrize(
+    "torn", ['{"step": 2, "lo', '{"step": 2, "resumed_at": 0}'], ids=["within", "before its newline"]
+)
+def test_a_torn_last_line_is_dropped(path: Path, torn: str) -> None:
+    write(path, 1)
+    with path.open("a") as file:
+        file.write(torn)
+    write(path, 3, resume_step=2)
+    assert read(path) == [(1, 0), (3, 2)]
+
+
+def test_a_record_is_in_the_file_before_the_next_is_written(path: Path) -> None:
+    log = MetricsLog(path, 0)
+    log.write({"step": 1, "resumed_at": 0})
+    assert read(path) == [(1, 0)]
+    log.close()
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, float(np.float32(1 / 3)), 5e-324, -0.0, 1e300, math.inf])
+def test_floats_read_back_to_the_same_bits(path: Path, value: float) -> None:
+    log = MetricsLog(path, 0)
+    log.write({"step": 1, "loss": value})
+    log.close()
+    assert json.loads(path.read_text())["loss"].hex() == value.hex()

@@ -1,0 +1,83 @@
+"""Bad input, through the real command: one line that says what, where and how to mend it; exit code 2."""
+
+from pathlib import Path
+
+import pytest
+from commands import command, train
+
+pytestmark = pytest.mark.core
+
+RECIPE = "from jaxopt_llm.config import TrainConfig\n"
+CASES = {
+    "misspelt field": (["--model.widht", "3"], ["--model.widht", "--model.width"]),
+    "misspelt section": (["--modle.width=3"], ["--modle.width", "--model.width"]),
+    "wrong type": (["--training.steps", "many"], ["--training.steps", "many"]),
+    "not a choice": (["--sharding.zero-stage", "5"], ["zero-stage", "5"]),
+    "no value": (["--training.steps"], ["--training.steps"]),
+    "nothing by halves": (["--training.steps", "0"], ["training.steps=0", "at least 1"]),
+    "indivisible batch": (
+        ["--mesh.fsdp", "3", "--training.accumulation", "2"],
+        ["training.batch_size=4", "mesh.fsdp=3", "training.accumulation=2", "nearest", "6"],
+    ),
+    "indivisible sizes, all named": (
+        ["--mesh.tensor", "3", "--mesh.data", "3"],
+        ["heads of size 2", "mlp of size 16", "mesh.tensor=3", "training.batch_size=4", "mesh.data=3"],
+    ),
+    "heads and groups": (["--model.heads", "3", "--model.kv-heads", "2"], ["model.heads=3", "model.kv_heads=2"]),
+    "no pipeline yet": (["--mesh.pipeline", "2"], ["mesh.pipeline=2"]),
+    "vocabulary too small": (["--model.vocabulary-size", "100"], ["model.vocabulary_size=100", "258"]),
+    "held-out share": (["--data.held-out", "1.5"], ["data.held_out", "1.5"]),
+    "schedule": (["--schedule.warmup-steps", "5000"], ["schedule.warmup_steps=5000"]),
+}
+
+
+def assert_one_line(stderr: str, *parts: str) -> None:
+    assert stderr.startswith("error: ")
+    assert stderr.count("\n") == 1 and stderr.endswith("\n"), stderr
+    for part in parts:
+        assert part in stderr
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_overrides(case: str, tmp_path: Path) -> None:
+    overrides, parts = CASES[case]
+    refused = train(tmp_path / "run", *overrides)
+    assert refused.returncode == 2, refused.stderr
+    assert_one_line(refused.stderr, *parts)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (None, ["no such file", "quickstart.py"]),
+        ("def get_config(:\n", ["SyntaxError"]),
+        (RECIPE, ["get_config"]),
+        (RECIPE + "def get_config():\n    return 3\n", ["int", "TrainConfig"]),
+        (RECIPE + "def get_config():\n    return TrainConfig(modle=3)\n", ["modle"]),
+    ],
+    ids=["missing", "broken", "no get_config", "not a config", "misspelt inside"],
+)
+def test_config_files(text: str | None, parts: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "recipe.py"
+    if text is not None:
+        file.write_text(text)
+    refused = command("train", "--config", file, "--run.directory", tmp_path / "run")
+    assert refused.returncode == 2
+    assert_one_line(refused.stderr, "recipe.py", *parts)
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_config() -> None:
+    refused = command("train")
+    assert refused.returncode == 2
+    assert_one_line(refused.stderr, "--config quickstart.py")
+
+
+def test_generate_wants_a_run(tmp_path: Path) -> None:
+    refused = command("generate", "--checkpoint", tmp_path, "--prompt", "x")
+    assert refused.returncode == 2
+    assert_one_line(refused.stderr, str(tmp_path))
+    refused = command("generate", "--prompt", "x")
+    assert refused.returncode == 2
+    assert_one_line(refused.stderr, "--checkpoint")

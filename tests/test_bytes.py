@@ -1,0 +1,172 @@
+"""What ZeRO and tensor parallelism promise, read off programs compiled for eight H200s.
+
+Bytes per layer are the difference between programs of 16 and of 8 layers: what is outside the stacks cancels.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import jax
+import pytest
+
+from jaxopt_llm.execution.scan import RematConfig
+from jaxopt_llm.model import param
+from jaxopt_llm.model.decoder import ModelConfig
+from jaxopt_llm.parallel import hlo
+from jaxopt_llm.parallel.hlo import Collective
+from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
+from jaxopt_llm.parallel.precision import PrecisionConfig
+from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.topology import gpu_topology
+from jaxopt_llm.training.optimizer import OptimizerConfig
+from jaxopt_llm.training.program import Program, make_program
+from jaxopt_llm.training.schedule import ScheduleConfig
+from jaxopt_llm.training.step import TrainingConfig
+
+DEVICES = 8
+ROWS, SEQUENCE, WIDTH, VOCABULARY = 8, 512, 1024, 30_720  # rows of a microbatch
+SHARE = (DEVICES - 1) / DEVICES  # of an array, sent by each device of a ring that gathers or scatters it
+
+pytestmark = pytest.mark.core
+
+
+@dataclass(frozen=True)
+class Compiled:
+    program: Program
+    memory: hlo.Memory
+    collectives: tuple[Collective, ...]
+    text: str
+
+    def wire_bytes(self, *axes: str) -> float:
+        """Sent by each device in one step, over these axes or, by default, over any."""
+        wanted = [each for each in self.collectives if not axes or each.axes == axes]
+        return sum(each.wire_bytes * each.times for each in wanted)
+
+
+@functools.cache
+def compiled(
+    layers: int, mesh: MeshConfig, stage: int, remat: str = "full", accumulation: int = 1, reduce: str = "float32"
+) -> Compiled:
+    model = ModelConfig(
+        width=WIDTH, layers=layers, heads=8, kv_heads=8, head_dim=128, mlp_width=4096, vocabulary_size=VOCABULARY
+    )
+    placement = Placement(make_mesh(mesh, gpu_topology("h200")), stage, PrecisionConfig(reduce_dtype=reduce))
+    training = TrainingConfig(batch_size=ROWS * accumulation, sequence_length=SEQUENCE, accumulation=accumulation)
+    program = make_program(model, training, OptimizerConfig(), ScheduleConfig(), RematConfig(remat), placement)
+    # Matmuls as cuBLAS calls, not Triton fusions: it compiles in half the time and moves the same bytes.
+    options = {"xla_gpu_enable_triton_gemm": False}
+    executable = program.step.lower(program.state, program.batch).compile(compiler_options=options)
+    text = executable.as_text()
+    return Compiled(program, hlo.memory(executable), hlo.collectives(text, placement.mesh), text)
+
+
+def layer_parameters() -> int:
+    specs = compiled(8, MeshConfig(fsdp=8), 3).program.specs.masters
+    return param.count(param.layer_specs(specs["segment_0"]))
+
+
+def per_layer(measure, *arguments, **settings) -> float:
+    deep, shallow = (measure(compiled(layers, *arguments, **settings)) for layers in (16, 8))
+    return (deep - shallow) / 8
+
+
+FSDP = MeshConfig(fsdp=DEVICES)
+TENSOR = MeshConfig(tensor=DEVICES)
+
+
+@pytest.mark.parametrize(("stage", "per_parameter"), [(0, 12), (1, 2 + 12 / 8), (2, 2 + 12 / 8), (3, 12 / 8)])
+def test_resting_bytes(stage: int, per_parameter: float) -> None:
+    step = compiled(8, FSDP, stage)
+    assert step.memory.arguments == pytest.approx(param.count(step.program.specs.masters) * per_parameter, rel=0.02)
+    batch = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(step.program.batch)) / DEVICES
+    assert step.memory.aliased >= step.memory.arguments - batch - 4096, "the state is not updated in place"
+
+
+GRADIENT = {"float32": 4, "bfloat16": 2}
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "reduce"),
+    [(0, 1, "float32"), (1, 1, "float32"), (2, 1, "float32"), (3, 1, "float32"), (1, 1, "bfloat16")]
+    + [(3, 1, "bfloat16"), (1, 3, "float32"), (2, 3, "float32"), (3, 3, "float32")],
+)
+def test_bytes_moved(stage: int, accumulation: int, reduce: str) -> None:
+    moved = per_layer(Compiled.wire_bytes, FSDP, stage, accumulation=accumulation, reduce=reduce)
+    gradient, gather = GRADIENT[reduce] * SHARE, 2 * SHARE  # bytes per parameter of one reduce-scatter, one gather
+    expected = {
+        0: 2 * gradient,
+        1: gradient + gather,
+        2: accumulation * gradient + gather,
+        3: accumulation * (gradient + 2 * gather),
+    }[stage]
+    assert moved == pytest.approx(expected * layer_parameters(), rel=0.02)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_stage_3_holds_one_layer_at_a_time(remat: str) -> None:
+    step = compiled(8, FSDP, 3, remat)
+    one_layer, one_table = 2 * layer_parameters(), 2 * VOCABULARY * WIDTH
+    gathers = [each for each in step.collectives if each.kind == "all-gather"]
+    assert {dtype for each in gathers for dtype in each.dtypes} == {"bf16"}
+    assert max(each.array_bytes for each in gathers) <= max(one_layer, one_table) + 2 * WIDTH
+    stacks = {spec.shape for spec in jax.tree.leaves(step.program.specs.masters["segment_0"]) if len(spec.shape) > 2}
+    assert not stacks & {each.shape for each in hlo.array_shapes(step.text)}, "a gathered stack is kept"
+
+
+def test_peak_per_layer_of_stage_3() -> None:
+    """A layer more costs its block's input, and its gradient's shard in float32 and nothing gathered."""
+    peak = per_layer(lambda step: step.memory.temporaries, FSDP, 3)
+    block_input = ROWS // DEVICES * SEQUENCE * WIDTH * 2
+    gradient = 4 * layer_parameters() / DEVICES
+    assert peak <= 1.1 * (block_input + gradient)
+
+
+@pytest.mark.parametrize(("remat", "reductions"), [("none", 4), ("full", 5)])
+def test_tensor_parallelism_reduces_as_megatron_does(remat: str, reductions: int) -> None:
+    """Shoeybi et al. 2019 (arXiv:1909.08053): two all-reduces forward, two backward. Recomputation repeats the
+    attention's; the MLP's is the block's output, which no backward needs."""
+    activation = ROWS * SEQUENCE * WIDTH * 2
+
+    def count(step: Compiled) -> int:
+        found = [each for each in step.collectives if each.axes == ("tensor",) and each.array_bytes == activation]
+        assert {each.kind for each in found} == {"all-reduce"}
+        assert {dtype for each in found for dtype in each.dtypes} == {"bf16"}
+        return sum(each.times for each in found)
+
+    assert per_layer(count, TENSOR, 0, remat) == reductions
+    moved = per_layer(Compiled.wire_bytes, TENSOR, 0, remat)
+    assert moved == pytest.approx(reductions * 2 * SHARE * activation, rel=0.02), "something else is moved"
+
+
+@pytest.mark.parametrize("mesh", [TENSOR, MeshConfig(fsdp=4, tensor=2)])
+def test_split_vocabulary_is_never_whole(mesh: MeshConfig) -> None:
+    stage = 3 if mesh.fsdp > 1 else 0
+    step = compiled(8, mesh, stage)
+    logits = ROWS // mesh.fsdp * SEQUENCE * VOCABULARY
+    sizes = [math.prod(each.shape) for each in hlo.array_shapes(step.text)]
+    assert max(sizes) < logits
+    tokens = ROWS // mesh.fsdp * SEQUENCE
+    assert not [
+        each for each in hlo.array_shapes(step.text) if each.shape[-1:] == (VOCABULARY,) and tokens in each.shape
+    ]
+    gathered = [
+        each for each in step.collectives if each.kind == "all-gather" and each.array_bytes > 2 * layer_parameters()
+    ]
+    assert all(each.array_bytes <= 2 * VOCABULARY // mesh.tensor * WIDTH + 2 * WIDTH for each in gathered)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_program_does_not_grow_with_depth(stage: int) -> None:
+    deep, shallow = (hlo.instruction_count(compiled(layers, FSDP, stage).text) for layers in (16, 8))
+    assert deep <= 1.01 * shallow  # XLA may copy a buffer or two more
+
+
+def test_hybrid_sharding_reduces_between_replicas_once_a_step() -> None:
+    """Inside a node a reduce-scatter for every microbatch, between nodes one all-reduce of the shard."""
+    mesh = MeshConfig(data=2, fsdp=4)
+    between = per_layer(lambda step: step.wire_bytes("data"), mesh, 3, accumulation=3)
+    inside = per_layer(lambda step: step.wire_bytes("fsdp"), mesh, 3, accumulation=3)
+    assert per_layer(Compiled.wire_bytes, mesh, 3, accumulation=3) == pytest.approx(between + inside)
+    assert between == pytest.approx(2 * 1 / 2 * 4 * layer_parameters() / 4, rel=0.02)
+    assert inside == pytest.approx(3 * 3 / 4 * (4 + 2 * 2) * layer_parameters(), rel=0.02)

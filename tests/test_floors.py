@@ -1,0 +1,53 @@
+"""The floors of the design: a module imports from its own room and from lower floors only."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "jaxopt_llm"
+FLOORS = (
+    ("errors", "tree", "kernels"),  # neither of them imports another
+    ("parallel",),
+    ("model",),
+    ("execution", "data", "checkpoint", "observe"),
+    ("training",),
+    ("config",),
+    ("train", "generate"),
+)
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+
+
+def room(module: str) -> str:
+    """jaxopt_llm.model.layers -> model"""
+    return module.split(".")[1]
+
+
+def imported(path: Path) -> set[str]:
+    """Rooms of this package that a module imports, wherever in its text."""
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        rooms |= {room(name) for name in names if name.startswith("jaxopt_llm.")}
+    return rooms
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_only_go_down(path: Path) -> None:
+    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    above = {other for other in imported(path) - {own} if FLOOR[other] >= FLOOR[own]}
+    assert not above, f"{own} (floor {FLOOR[own]}) imports {above}"
+
+
+@pytest.mark.core
+def test_every_room_has_a_floor() -> None:
+    rooms = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in MODULES}
+    assert rooms == set(FLOOR)

@@ -1,0 +1,103 @@
+"""The main command and its run directory: start, stop, resume, finish."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from commands import command, train
+
+TIMINGS = {"tokens_per_second", "step_seconds"}
+
+pytestmark = pytest.mark.core
+
+
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in record.items() if key not in TIMINGS} for record in records]
+
+
+def checkpoint(directory: Path, step: int) -> Any:
+    with ocp.CheckpointManager(directory / "checkpoints") as manager:
+        items = {name: ocp.args.StandardRestore() for name in ("masters", "moments")}
+        return jax.tree.map(np.asarray, dict(manager.restore(step, args=ocp.args.Composite(**items))))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps without a stop."""
+    directory = tmp_path_factory.mktemp("runs") / "whole"
+    done = train(directory, "--training.steps", 8, "--evaluation.every", 4)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def test_metrics_have_every_field(whole: Path) -> None:
+    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, 9))
+    fields = {"step", "loss", "grad_norm", "learning_rate", "tokens"} | TIMINGS
+    assert all(fields <= set(record) for record in records)
+    assert [record["step"] for record in records if "eval_loss" in record] == [4, 8]
+    assert [record["tokens"] for record in records] == [step * 4 * 32 for step in range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    "placed", [(), ("--mesh.fsdp", 2, "--mesh.tensor", 2, "--training.accumulation", 2)], ids=["same", "another-mesh"]
+)
+def test_stopped_and_resumed_equals_not_stopped(whole: Path, tmp_path: Path, placed: tuple[object, ...]) -> None:
+    directory = tmp_path / "run"
+    first = train(directory, "--training.steps", 4, "--evaluation.every", 4)
+    assert first.returncode == 0, first.stderr
+    # What an interrupted run logs after its last checkpoint is cut back: it is about to happen again.
+    with (directory / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 5, "loss": 0.0}\n{"step": 6, "lo')
+    second = train(directory, "--training.steps", 8, "--evaluation.every", 4, *placed)
+    assert second.returncode == 0, second.stderr
+    assert "continues from step 4" in second.stdout
+    if not placed:
+        assert metrics(directory) == metrics(whole)
+        jax.tree.map(np.testing.assert_array_equal, checkpoint(directory, 8), checkpoint(whole, 8))
+    else:
+        assert [record["step"] for record in metrics(directory)] == list(range(1, 9))
+        losses = [[record["loss"] for record in metrics(run)] for run in (directory, whole)]
+        np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+def test_a_finished_run_says_so(whole: Path) -> None:
+    before = (whole / "metrics.jsonl").read_text()
+    again = train(whole, "--training.steps", 8, "--evaluation.every", 4)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert "finished" in again.stdout
+    assert (whole / "metrics.jsonl").read_text() == before
+
+
+def test_another_configuration_does_not_continue_the_run(whole: Path) -> None:
+    recorded = (whole / "config.json").read_text()
+    other = train(whole, "--training.steps", 12, "--optimizer.learning-rate", 1e-3, "--run.seed", 1)
+    assert other.returncode == 2
+    assert "optimizer.learning_rate" in other.stderr and "run.seed" in other.stderr
+    assert (whole / "config.json").read_text() == recorded
+
+
+def test_generation_continues_the_prompt(whole: Path) -> None:
+    written = command("generate", "--checkpoint", whole, "--prompt", "def ", "--tokens", 5)
+    assert written.returncode == 0, written.stderr
+    assert written.stdout.startswith("def ")
+    assert command("generate", "--checkpoint", whole, "--prompt", "def ", "--tokens", 5).stdout == written.stdout
+
+
+def test_divergence_ends_the_run_with_3(tmp_path: Path) -> None:
+    diverged = train(tmp_path / "run", "--training.steps", 8, "--optimizer.learning-rate", 1e38)
+    assert diverged.returncode == 3
+    assert diverged.stderr.startswith("error: step ") and diverged.stderr.count("\n") == 1
+
+
+def test_help_lists_every_field_with_its_unit() -> None:
+    told = command("train", "--help")
+    assert told.returncode == 0
+    for name in ("--training.batch-size", "--mesh.tensor", "--sharding.zero-stage", "--precision.reduce-dtype"):
+        assert name in told.stdout
+    assert "sequences per step" in " ".join(told.stdout.split())

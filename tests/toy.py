@@ -1,0 +1,82 @@
+"""A small decoder of two segments and two kinds of block, rows of packed documents for it, and simulated devices."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import reference
+
+from jaxopt_llm.data.packing import PackedRows, token_stream
+from jaxopt_llm.data.tokenizer import ByteTokenizer
+from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.decoder import ModelConfig, Params, layout
+from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
+from jaxopt_llm.parallel.precision import PrecisionConfig
+from jaxopt_llm.parallel.sharding import Placement
+
+CONFIG = ModelConfig(
+    vocabulary_size=ByteTokenizer.vocabulary_size,
+    width=16,
+    layers=5,
+    heads=4,
+    kv_heads=2,
+    head_dim=4,
+    mlp_width=24,
+    pattern=("sliding", "global"),
+    window=3,
+    rope_theta=100.0,
+    norm_epsilon=0.1,  # as large as the mean square of an embedding: dropping it shows
+)
+
+QUICK_COMPILE = {"xla_backend_optimization_level": 0}  # LLVM's optimisations are half of a small program's compile time
+
+
+def params(specs: Params) -> Params:
+    """Random values of an initialisation's size, but scales away from 1: a dropped or swapped one shows."""
+    random = np.random.default_rng(0)
+
+    def values(spec: ParamSpec) -> np.ndarray:
+        if spec.contracting:
+            draw = random.normal(size=spec.shape) / np.sqrt(spec.fan_in)
+        else:
+            draw = random.uniform(0.5, 1.5, spec.shape)
+        return draw.astype(np.float32)
+
+    return jax.tree.map(values, specs)
+
+
+def packed(rows: int, length: int) -> Batch:
+    """Fields [rows, length]; documents begin and end within rows and go on from one to the next."""
+    random = np.random.default_rng(0)
+    documents = [random.bytes(int(size)) for size in random.integers(1, length // 2, 8 * rows)]
+    source = PackedRows(token_stream(documents, ByteTokenizer()), length)
+    return jax.tree.map(lambda *fields: np.stack(fields), *(source[row] for row in range(rows)))
+
+
+def microbatches(batch: Batch, count: int) -> Batch:
+    """[B, S] -> [count, B / count, S]."""
+    return jax.tree.map(lambda field: field.reshape(count, -1, field.shape[-1]), batch)
+
+
+def reference_config(config: ModelConfig) -> reference.ReferenceConfig:
+    same = {field.name for field in dataclasses.fields(reference.ReferenceConfig)} - {"layout"}
+    segments = tuple((segment.kinds, segment.repeats) for segment in layout(config))
+    return reference.ReferenceConfig(**{name: getattr(config, name) for name in same}, layout=segments)
+
+
+def reference_mean(config: ModelConfig, params: Params, batch: Batch) -> tuple[float, Params]:
+    """The reference's loss per real token of a batch [B, S], and its gradients."""
+    where = (batch.loss_mask, batch.segment_ids, batch.positions)
+    loss, gradients = reference.loss_and_gradients(
+        params, reference_config(config), batch.tokens, batch.targets, *where
+    )
+    tokens = np.sum(batch.loss_mask)
+    return loss / tokens, reference.tree_map(lambda gradient: gradient / tokens, gradients)
+
+
+def placement(zero_stage: int = 0, compute_dtype: str = "float32", **axes: int) -> Placement:
+    """On the first devices, as many as the mesh needs."""
+    mesh = MeshConfig(**axes)
+    precision = PrecisionConfig(compute_dtype=compute_dtype)  # type: ignore[arg-type]
+    return Placement(make_mesh(mesh, jax.devices()[: mesh.devices]), zero_stage, precision)

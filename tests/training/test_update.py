@@ -1,0 +1,142 @@
+"""The layer-wise update against optax on the whole tree, and the clip of the step."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toy
+
+from jaxopt_llm import tree
+from jaxopt_llm.execution.scan import RematConfig
+from jaxopt_llm.model.decoder import Params, make_parts
+from jaxopt_llm.training import update
+from jaxopt_llm.training.optimizer import OptimizerConfig, adamw
+from jaxopt_llm.training.state import TrainState, state_specs
+from jaxopt_llm.training.step import make_step
+
+pytestmark = pytest.mark.core
+
+PARTS = make_parts(toy.CONFIG)
+SPECS = PARTS.specs
+CONFIG = OptimizerConfig(epsilon=1e-3, weight_decay=0.3)
+PLACEMENT = toy.placement(zero_stage=1, compute_dtype="bfloat16")  # a compute copy rests beside the masters
+STEPS = 3
+
+jit = functools.partial(jax.jit, compiler_options=toy.QUICK_COMPILE)
+
+
+def schedule(count: jax.Array) -> jax.Array:
+    return 0.01 * (count + 1)
+
+
+OPTIMIZERS = update.make_optimizers(lambda specs: adamw(CONFIG, schedule, specs), SPECS)
+apply = jit(functools.partial(update.apply, OPTIMIZERS, SPECS, placement=PLACEMENT))
+
+
+def random_gradients(step: int) -> Params:
+    random = np.random.default_rng(step)
+    return jax.tree.map(lambda spec: random.normal(size=spec.shape).astype(np.float32), SPECS)
+
+
+@functools.cache
+def initial() -> tuple[Params, Params, Params]:
+    """Masters, moments and compute copy."""
+    masters = toy.params(SPECS)
+    moments = jit(lambda masters: update.init(OPTIMIZERS, SPECS, masters))(masters)
+    return masters, moments, jax.tree.map(lambda master: master.astype(jnp.bfloat16), masters)
+
+
+@functools.cache
+def updated() -> tuple[Params, Params, Params]:
+    state = initial()
+    for step in range(STEPS):
+        state = apply(state, random_gradients(step), 0.5)
+    return state
+
+
+def test_the_update_is_that_of_optax_on_the_whole_tree() -> None:
+    decays = tree.map_with_path(lambda path, spec: not path.endswith("scale"), SPECS)
+    whole = optax.adamw(
+        schedule, CONFIG.beta1, CONFIG.beta2, CONFIG.epsilon, weight_decay=CONFIG.weight_decay, mask=decays
+    )
+
+    @jit
+    def step(masters: Params, moments: Any, gradients: Params) -> tuple[Params, Any]:
+        updates, moments = whole.update(jax.tree.map(lambda x: 0.5 * x, gradients), moments, masters)
+        return optax.apply_updates(masters, updates), moments
+
+    expected = initial()[0]
+    moments = whole.init(expected)
+    for number in range(STEPS):
+        expected, moments = step(expected, moments, random_gradients(number))
+    masters, layer_moments, compute = updated()
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
+    jax.tree.map(close, masters, expected)
+    for moment in ("mu", "nu"):
+        by_group = {group: optax.tree.get(layer_moments[group], moment) for group in SPECS}
+        jax.tree.map(close, by_group, optax.tree.get(moments, moment))
+    jax.tree.map(
+        lambda copy, master: np.testing.assert_array_equal(copy, master.astype(jnp.bfloat16)), compute, masters
+    )
+
+
+def test_every_layer_counts_its_steps() -> None:
+    for group, repeats in (("outer", ()), ("segment_0", (2,)), ("segment_1", (1,))):
+        counts = [count for _, count in optax.tree.get_all_with_path(updated()[1][group], "count")]
+        assert len(counts) == 2  # Adam's and the schedule's
+        for count in counts:
+            np.testing.assert_array_equal(count, np.full(repeats, STEPS))
+
+
+def test_decay_is_of_matrices_and_tables_and_not_of_scales() -> None:
+    masters, _, _ = initial()
+    decayed, _, _ = apply(initial(), jax.tree.map(np.zeros_like, masters), 1.0)
+
+    def check(path: str, before: np.ndarray, after: jax.Array) -> None:
+        share = 1.0 if path.endswith("scale") else 1 - float(schedule(0)) * CONFIG.weight_decay
+        np.testing.assert_allclose(after, share * before, rtol=1e-6, err_msg=path)
+
+    tree.map_with_path(check, masters, decayed)
+
+
+def test_state_specs_are_those_of_the_state() -> None:
+    moments, specs = initial()[1], update.state_specs(OPTIMIZERS, SPECS)
+    assert jax.tree.structure(specs) == jax.tree.structure(moments)
+    for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(moments), strict=True):
+        assert (spec.shape, spec.dtype) == (leaf.shape, leaf.dtype)
+    for moment in ("mu", "nu"):
+        axes = {group: jax.tree.map(lambda spec: spec.axes, optax.tree.get(specs[group], moment)) for group in SPECS}
+        assert axes == jax.tree.map(lambda spec: spec.axes, SPECS)
+    assert [spec.axes for _, spec in optax.tree.get_all_with_path(specs["segment_0"], "count")] == [("layers",)] * 2
+
+
+def test_the_step_clips_by_the_norm_over_all_leaves() -> None:
+    rate, clip_norm = 10.0, 0.1
+    batch, before = toy.packed(rows=2, length=16), toy.params(SPECS)
+    # Plain SGD shows the clipped gradient as the difference of the masters.
+    optimizers = update.make_optimizers(lambda specs: optax.sgd(rate), SPECS)
+    specs = state_specs(*tree.partition(SPECS, lambda path: True), optimizers)
+    step = make_step(PARTS, specs, optimizers, schedule, clip_norm, toy.placement(), RematConfig("none"))
+    moments = update.init(optimizers, SPECS, before)
+    state = TrainState(jnp.int32(0), before, moments, compute=None, frozen=specs.frozen)
+    microbatches = toy.microbatches(batch, 1)
+    after, metrics = step.lower(state, microbatches).compile(toy.QUICK_COMPILE)(state, microbatches)
+
+    loss, gradients = toy.reference_mean(toy.CONFIG, before, batch)
+    norm = np.sqrt(sum(np.sum(gradient**2) for gradient in jax.tree.leaves(gradients)))
+    assert norm > 2 * clip_norm
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-6)
+    assert after.step == 1
+    jax.tree.map(
+        lambda new, old, gradient: np.testing.assert_allclose(
+            old - new, rate * clip_norm / norm * gradient, rtol=1e-4, atol=1e-6
+        ),
+        after.masters,
+        before,
+        gradients,
+    )
