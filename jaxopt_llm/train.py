@@ -18,8 +18,10 @@ from jaxopt_llm.data.source import Corpus, Document, standard_library_corpus
 from jaxopt_llm.data.tokenizer import ByteTokenizer
 from jaxopt_llm.errors import InputError, TrainingDiverged
 from jaxopt_llm.model import param
+from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.observe.metrics import MetricsLog
 from jaxopt_llm.observe.progress import ProgressLine
+from jaxopt_llm.parallel import hlo
 from jaxopt_llm.parallel.mesh import make_mesh, simulate_cpu_devices
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.training import state as training_state
@@ -31,7 +33,7 @@ def train(config: TrainConfig) -> None:
     """Trains from the run directory's last checkpoint, or from the start, to `training.steps`."""
     directory = Path(config.run.directory)
     corpus = standard_library_corpus(config.data)
-    _claim(directory, config, corpus)
+    _check_directory(directory, config, corpus)
     tokenizer = ByteTokenizer()
     if tokenizer.vocabulary_size > config.model.vocabulary_size:
         raise InputError(
@@ -39,17 +41,22 @@ def train(config: TrainConfig) -> None:
         )
 
     def rows(documents: tuple[Document, ...]) -> PackedRows:
-        return PackedRows(
-            token_stream((each.content for each in documents), tokenizer), config.training.sequence_length
-        )
+        stream = token_stream((each.content for each in documents), tokenizer)
+        return PackedRows(stream, config.training.sequence_length)
 
     loader = Loader(rows(corpus.training), config.training.batch_size, config.run.seed)
-    microbatch_size = config.training.batch_size // config.training.accumulation
-    held_out = held_out_batches(rows(corpus.held_out), microbatch_size, config.evaluation.batches)
+    held_out_rows = held_out_batches(rows(corpus.held_out), config.training.batch_size, config.evaluation.batches)
 
     placement = Placement(make_mesh(config.mesh), config.sharding.zero_stage, config.precision)
     program = make_program(config.model, config.training, config.optimizer, config.schedule, config.remat, placement)
     evaluate = make_evaluate(program.parts, placement)
+
+    def on_devices(batch: Batch) -> Batch:
+        """Fields [B, S] -> [M, B / M, S]."""
+        microbatches = jax.tree.map(lambda x: x.reshape(config.training.accumulation, -1, x.shape[-1]), batch)
+        return jax.device_put(microbatches, program.rows)
+
+    held_out = [on_devices(batch) for batch in held_out_rows]
 
     with (
         Checkpoints(directory / "checkpoints", config.checkpoint.keep) as checkpoints,
@@ -57,9 +64,7 @@ def train(config: TrainConfig) -> None:
     ):
         start = checkpoints.latest_step() or 0
         if start >= config.training.steps:
-            progress.say(
-                f"{directory} is finished: step {start} of {config.training.steps}. More with --training.steps"
-            )
+            progress.say(f"{directory} is finished at step {start}; train longer with --training.steps N")
             return
         progress.say(
             f"{param.count(program.specs.masters):,} parameters on {placement.mesh.size} "
@@ -67,20 +72,24 @@ def train(config: TrainConfig) -> None:
         )
         for path in placement.undivided(program.specs.masters):
             progress.say(f"ZeRO leaves {path} whole: no dimension of it divides")
+        clock = time.perf_counter()
         compiled = program.step.lower(program.state, program.batch).compile()
+        progress.say(
+            f"compiled in {time.perf_counter() - clock:.1f} s; "
+            f"{hlo.memory(compiled).peak / 2**30:.2f} GiB per device while it runs"
+        )
         if start:
-            kept = {"masters": program.state.masters, "moments": program.state.moments}
-            state = training_state.resume(program.specs, start, placement, **checkpoints.restore(start, **kept))
+            restored = checkpoints.restore(start, **training_state.kept(program.state))
+            state = training_state.resume(program.specs, start, placement, **restored)
             progress.say(f"continues from step {start}")
         else:
             state = training_state.initialize(program.specs, program.optimizers, config.run.seed, placement)
+        _record(directory, config, corpus)
         log = MetricsLog(directory / "metrics.jsonl", start)
 
         timed_from, clock = start, time.perf_counter()
         for step in range(start + 1, config.training.steps + 1):
-            batch = loader.batch_at(step - 1)
-            microbatches = jax.tree.map(lambda x: x.reshape(config.training.accumulation, -1, x.shape[-1]), batch)
-            state, metrics = compiled(state, jax.device_put(microbatches, program.rows))
+            state, metrics = compiled(state, on_devices(loader.batch_at(step - 1)))
             progress.advance(step)
 
             last = step == config.training.steps
@@ -112,35 +121,39 @@ def train(config: TrainConfig) -> None:
                 log.write(record)
                 progress.show(record)
             if saved:
-                checkpoints.save(step, masters=state.masters, moments=state.moments)
+                checkpoints.save(step, **training_state.kept(state))
             timed_from, clock = step, time.perf_counter()
         log.close()
 
 
-def _claim(directory: Path, config: TrainConfig, corpus: Corpus) -> None:
-    """Makes the run directory this configuration's, or checks that it is. Nothing of another run is overwritten."""
-    recorded = directory / "config.json"
-    corpus_record = directory / "corpus.json"
-    if recorded.exists():
-        try:
-            old = configuration.from_json(recorded.read_text())
-            old_corpus = json.loads(corpus_record.read_text())["sha256"]
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise InputError(f"{directory} holds no run that can be continued ({error}); choose another") from error
-        found = configuration.differences(old, config)
-        if old_corpus != corpus.sha256:
-            found.append("the corpus is another one (the standard library of another Python?)")
-        if found:
-            raise InputError(
-                f"{directory} is another run: {'; '.join(found)}; choose another --run.directory, or allow the change "
-                "of a field with --run.allow-change NAME"
-            )
+def _check_directory(directory: Path, config: TrainConfig, corpus: Corpus) -> None:
+    """Raises InputError where the run directory cannot be written, or holds a run that this one does not continue."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        recorded.write_text(configuration.to_json(config))
-        corpus_record.write_text(json.dumps({"name": "Python standard library", "sha256": corpus.sha256}))
+        (directory / "checkpoints").mkdir(exist_ok=True)
     except OSError as error:
         raise InputError(f"run.directory {directory} cannot be written: {error}") from error
+    if not (directory / "config.json").exists():
+        return
+    try:
+        old = configuration.from_json((directory / "config.json").read_text())
+        old_corpus = json.loads((directory / "corpus.json").read_text())["sha256"]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise InputError(f"{directory} holds no run that can be continued ({error}); choose another") from error
+    found = configuration.differences(old, config)
+    if old_corpus != corpus.sha256:
+        found.append("the corpus is another one (the standard library of another Python?)")
+    if found:
+        raise InputError(
+            f"{directory} is another run: {'; '.join(found)}; choose another --run.directory, or allow the change of a "
+            "field with --run.allow-change NAME"
+        )
+
+
+def _record(directory: Path, config: TrainConfig, corpus: Corpus) -> None:
+    """Makes the run directory this configuration's: from here on it is no other run's."""
+    (directory / "config.json").write_text(configuration.to_json(config))
+    (directory / "corpus.json").write_text(json.dumps({"name": "Python standard library", "sha256": corpus.sha256}))
 
 
 def main() -> int:

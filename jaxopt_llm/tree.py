@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 Tree = Any
+Leaf = Any
 
 
 def path_string(path: tuple[Any, ...]) -> str:

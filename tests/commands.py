@@ -7,10 +7,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 # Small enough to compile and run in seconds.
-TINY = (
-    "--model.width 16 --model.layers 2 --model.heads 2 --model.kv-heads 1 --model.head-dim 8 --model.mlp-width 16 "
-    "--training.batch-size 4 --training.sequence-length 32 --evaluation.batches 1 --logging.every 1"
-).split()
+TINY = {
+    "model.width": 16,
+    "model.layers": 2,
+    "model.heads": 2,
+    "model.kv-heads": 1,
+    "model.head-dim": 8,
+    "model.mlp-width": 16,
+    "training.batch-size": 4,
+    "training.sequence-length": 32,
+    "evaluation.batches": 1,
+    "logging.every": 1,
+}
 
 
 def command(module: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -27,4 +35,5 @@ def command(module: str, *arguments: object) -> subprocess.CompletedProcess[str]
 
 def train(directory: Path, *overrides: object) -> subprocess.CompletedProcess[str]:
     """Trains a tiny model by the quickstart recipe."""
-    return command("train", "--config", "quickstart.py", "--run.directory", directory, *TINY, *overrides)
+    tiny = [f"--{name}={value}" for name, value in TINY.items()]
+    return command("train", "--config", "quickstart.py", "--run.directory", directory, *tiny, *overrides)

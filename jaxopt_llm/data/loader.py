@@ -1,6 +1,6 @@
 """Which rows each step reads."""
 
-import grain  # type: ignore[import-untyped]
+import grain
 
 from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.errors import InputError

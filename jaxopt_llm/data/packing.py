@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,11 +65,10 @@ class PackedRows:
         window = self.stream.tokens[first : first + self.sequence_length + 1]
         document = np.searchsorted(self.stream.starts, at, side="right") - 1
         segment_start = np.maximum(self.stream.starts[document], first)
-        row: dict[str, Any] = {  # Any: Batch is typed for jax.Array, which these become when they are placed.
-            "tokens": window[:-1],
-            "targets": window[1:],
-            "loss_mask": document[1:] == document[:-1],
-            "segment_ids": (document - document[0] + 1)[:-1].astype(np.int32),
-            "positions": (at - segment_start)[:-1].astype(np.int32),
-        }
-        return Batch(**row)
+        return Batch(
+            tokens=window[:-1],
+            targets=window[1:],
+            loss_mask=document[1:] == document[:-1],
+            segment_ids=(document - document[0] + 1)[:-1].astype(np.int32),
+            positions=(at - segment_start)[:-1].astype(np.int32),
+        )

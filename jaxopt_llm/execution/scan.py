@@ -82,8 +82,6 @@ def loss_and_gradients(
 
 def _sum_groups(specs: Params, gradients: Params, placement: Placement) -> Params:
     """Gradients [G, ...] of one segment, or of the leaves outside the stacks, summed over their groups."""
-    if not jax.tree.leaves(specs):
-        return gradients
     repeats = param.repeats(specs)
     if repeats is None:
         return jax.tree.map(placement.reduce_groups, specs, gradients)

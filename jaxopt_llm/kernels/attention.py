@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 QUERY_BLOCK = 512  # queries at once: scores are [B, H, QUERY_BLOCK, T] in float32
-MASKED = float(jnp.finfo(jnp.float32).min)  # finite, so that a row that sees nothing (padding) gives no NaN
+MASKED = float(jnp.finfo(jnp.float32).min)  # finite: scores - peak of a query that sees nothing must not be NaN
 
 Where = tuple[jax.Array, jax.Array]  # positions and segment ids, int [B, S] of queries or [B, T] of keys
 
@@ -34,16 +34,19 @@ def attention(
     positions, segment_ids: int [B, S]; those of the keys [B, T], the queries' own by default (then T = S, and both
         are in row order: positions grow by one within a segment).
     A query sees the keys of its segment at its own position or before it and, with a window, fewer than `window`
-    positions before. Returns [B, S, H, K] in q's dtype.
+    positions before; one that sees nothing gives 0. Returns [B, S, H, K] in q's dtype.
 
     Runs in blocks of queries and saves, beside its operands, the output and the log of the softmax's sum for the
     backward, which forms the scores again block by block (Dao et al. 2022, arXiv:2205.14135; Rabe & Staats 2021,
     arXiv:2112.05682): nothing of size [S, T] is ever whole.
     """
     queries = (positions, segment_ids)
-    if key_positions is None or key_segment_ids is None:
+    if key_positions is None and key_segment_ids is None:
         # In row order a block of queries reaches back no further than its window: other keys are not even read.
         return _attention(window, window, q, k, v, queries, queries)
+    assert key_positions is not None and key_segment_ids is not None, (
+        "keys have both positions and segments, or neither"
+    )
     return _attention(window, None, q, k, v, queries, (key_positions, key_segment_ids))
 
 
@@ -66,7 +69,8 @@ def _forward(
         scores = _scores(q, near.take(keys_by_head, 2), queries, near.take_where(keys), window)
         peak = jnp.max(scores, axis=-1)
         weights = jnp.exp(scores - peak[..., None])
-        total = jnp.sum(weights, axis=-1)
+        # A query that sees nothing: output 0 now, and weights exp(-inf) = 0 in the backward.
+        total = jnp.where(peak > MASKED, jnp.sum(weights, axis=-1), jnp.inf)
         out = _einsum("BGRQT,BGTK->BGRQK", weights.astype(v.dtype), near.take(values_by_head, 2)) / total[..., None]
         return None, (out.astype(q.dtype), peak + jnp.log(total))
 

@@ -1,7 +1,8 @@
 """What a model reads: one batch of packed sequences."""
 
-import jax
 from flax import struct
+
+from jaxopt_llm.tree import Leaf
 
 
 @struct.dataclass
@@ -15,8 +16,8 @@ class Batch:
     positions:   int32, restart at 0 in every segment.
     """
 
-    tokens: jax.Array
-    targets: jax.Array
-    loss_mask: jax.Array
-    segment_ids: jax.Array
-    positions: jax.Array
+    tokens: Leaf
+    targets: Leaf
+    loss_mask: Leaf
+    segment_ids: Leaf
+    positions: Leaf

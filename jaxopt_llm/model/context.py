@@ -4,6 +4,7 @@ import jax
 from flax import struct
 
 from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.tree import Leaf
 
 
 @struct.dataclass
@@ -13,4 +14,4 @@ class Context:
     positions: jax.Array
     segment_ids: jax.Array
     placement: Placement = struct.field(pytree_node=False)
-    cache_index: jax.Array | None = None
+    cache_index: Leaf = None

@@ -168,9 +168,8 @@ def make_parts(config: ModelConfig) -> Parts:
         return Context(positions=batch.positions, segment_ids=batch.segment_ids, placement=placement)
 
     def embed(outer: Params, tokens: jax.Array, context: Context) -> jax.Array:
-        return context.placement.constrain(
-            weights.take(outer["embedding"]["table"], tokens), "batch", "sequence", "embed"
-        )
+        x = weights.take(outer["embedding"]["table"], tokens)
+        return context.placement.constrain(x, "batch", "sequence", "embed")
 
     def block(
         kind: Kind, params: Params, x: jax.Array, context: Context, layer: dict[str, jax.Array], cache: Cache | None

@@ -17,6 +17,7 @@ from jaxopt_llm import tree
 
 LAYERS = "layers"  # the logical axis of a stack: always leading, never split by ZeRO
 
+FLOAT32 = np.dtype(np.float32)
 Initializer = Callable[[jax.Array, tuple[int, ...], int], jax.Array]  # (key, shape, fan-in) -> float32 array
 
 
@@ -47,7 +48,7 @@ class ParamSpec:
     axes: tuple[str | None, ...]
     contracting: tuple[int, ...] = ()
     init: Initializer = ones
-    dtype: Any = np.dtype("float32")
+    dtype: Any = FLOAT32
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
@@ -76,10 +77,10 @@ def count(specs: tree.Tree) -> int:
 
 
 def repeats(specs: tree.Tree) -> int | None:
-    """The layers of a segment's stack; None for parameters outside the stacks."""
-    leading = {spec.shape[0] if spec.stacked else None for spec in jax.tree.leaves(specs)}
-    assert len(leading) == 1, leading
-    return leading.pop()
+    """The layers of a segment's stack; None for parameters outside the stacks, and for a group without leaves."""
+    leading = {spec.shape[0] if spec.stacked else None for spec in jax.tree.leaves(specs)} or {None}
+    (layers,) = leading
+    return layers
 
 
 def layer_specs(specs: tree.Tree) -> tree.Tree:

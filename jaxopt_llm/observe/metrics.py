@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxopt_llm.errors import InputError
+
 
 @dataclass(frozen=True)
 class LoggingConfig:
@@ -20,7 +22,10 @@ class MetricsLog:
         """Cuts the file back to `resume_step` first: what an interrupted run logged after its last checkpoint is
         about to happen again."""
         if path.exists():
-            kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= resume_step]
+            try:
+                kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= resume_step]
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(f"{path} has a line that is no record ({error}); mend or move the file") from error
             temporary = path.with_suffix(".tmp")
             temporary.write_text("".join(kept))
             os.replace(temporary, path)

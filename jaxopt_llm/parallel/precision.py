@@ -15,7 +15,8 @@ class PrecisionConfig:
     compute_dtype: Float = "bfloat16"
     """dtype of activations and of the weights that meet them; norms, softmax and loss stay in float32"""
     reduce_dtype: Float = "float32"
-    """dtype in which gradients are summed over devices"""
+    """dtype in which gradients are summed over devices; with a 16-bit compute copy at rest (ZeRO stages 1 and 2) each
+    microbatch's gradient is a 16-bit value, as its parameter is"""
 
     @property
     def mixed(self) -> bool:

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm import tree
 from jaxopt_llm.errors import InputError
-from jaxopt_llm.parallel.mesh import BATCH_AXES
+from jaxopt_llm.parallel.mesh import AXES, BATCH_AXES
 from jaxopt_llm.parallel.precision import PrecisionConfig
 
 PARAMETER_AXES: dict[str, tuple[str, ...]] = {
@@ -140,10 +140,9 @@ class Placement:
         return jax.lax.with_sharding_constraint(x, self.activation(*axes))
 
     def activation(self, *axes: str | None) -> NamedSharding:
-        dims = [ACTIVATION_AXES[axis] if axis else () for axis in axes]
-        return self._sharding(
-            tuple(tuple(a for a in dim if a not in self.grouped and self.size(a) > 1) for dim in dims)
-        )
+        absent = {axis for axis in AXES if self.size(axis) == 1 or axis in self.grouped}
+        dims = (ACTIVATION_AXES[axis] if axis else () for axis in axes)
+        return self._sharding(tuple(tuple(axis for axis in dim if axis not in absent) for dim in dims))
 
     # --- parameters
 

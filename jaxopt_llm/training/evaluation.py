@@ -20,22 +20,24 @@ class EvaluationConfig:
     every: int = 200
     """steps between two measurements of the held-out loss; one is made after the last step in any case"""
     batches: int = 16
-    """held-out batches that one measurement reads, each of training.batch_size / training.accumulation sequences"""
+    """held-out batches that one measurement reads, each of training.batch_size sequences"""
 
 
 def make_evaluate(parts: Parts, placement: Placement) -> Callable[[TrainState, list[Batch]], float]:
-    """evaluate(state, batches of fields [B, S]) -> mean loss per real token, in nats."""
+    """evaluate(state, batches on the devices, fields [M, B, S]) -> mean loss per real token, in nats."""
 
     def sums(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         params = tree.merge(state.trainable, state.frozen)
-        loss, _ = scan.loss_sum(parts, params, batch, placement, RematConfig("none"))
-        return loss, jnp.sum(batch.loss_mask)
 
-    rows = placement.activation("batch", "sequence")
+        def microbatch_loss(microbatch: Batch) -> jax.Array:
+            return scan.loss_sum(parts, params, microbatch, placement, RematConfig("none"))[0]
+
+        return jnp.sum(jax.lax.map(microbatch_loss, batch)), jnp.sum(batch.loss_mask)
+
     compiled = jax.jit(sums, out_shardings=placement.replicated)
 
     def evaluate(state: TrainState, batches: list[Batch]) -> float:
-        totals = [compiled(state, jax.device_put(batch, rows)) for batch in batches]
+        totals = [compiled(state, batch) for batch in batches]
         return sum(float(loss) for loss, _ in totals) / sum(int(tokens) for _, tokens in totals)
 
     return evaluate

@@ -1,6 +1,7 @@
 """A configuration and a placement, made into everything that a run compiles."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ class Program:
     parts: Parts
     specs: StateSpecs
     optimizers: Optimizers
-    step: jax.stages.Wrapped
+    step: Any
     state: TrainState
     batch: Batch
     rows: NamedSharding

@@ -29,9 +29,10 @@ class ScheduleConfig:
 def warmup_cosine(peak: float, config: ScheduleConfig) -> optax.Schedule:
     """Linear warm-up, then a half cosine (Loshchilov & Hutter 2017, arXiv:1608.03983), then constant.
 
-    The first step already learns: it is one warm-up step above 0.
+    A step, counted from 0, has the rate at its end: the first already learns, and step number `decay_steps`, counted
+    from 1, has the final rate.
     """
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, peak, config.warmup_steps, config.decay_steps, peak * config.final_share
     )
-    return lambda count: schedule(count + 1) if config.warmup_steps else schedule(count)
+    return lambda count: schedule(count + 1)

@@ -20,7 +20,7 @@ class TrainState:
     """step: int32; masters, moments: of the trainable parameters; compute: their compute copy where one rests (ZeRO
     stages 1 and 2), else None; frozen: the parameters without masters or moments."""
 
-    step: jax.Array
+    step: tree.Leaf
     masters: Params
     moments: Params
     compute: Params | None
@@ -103,16 +103,24 @@ def initialize(specs: StateSpecs, optimizers: Optimizers, seed: int, placement: 
     return jax.jit(make, out_shardings=shardings(specs, placement))()
 
 
-def resume(specs: StateSpecs, step: int, placement: Placement, masters: Params, moments: Params) -> TrainState:
+def kept(state: TrainState) -> dict[str, Params]:
+    """The trees that a checkpoint holds, of a real or an abstract state."""
+    return {"masters": state.masters, "moments": state.moments, "frozen": state.frozen}
+
+
+def resume(
+    specs: StateSpecs, step: int, placement: Placement, masters: Params, moments: Params, frozen: Params
+) -> TrainState:
     """The state at a checkpoint's step; the compute copy is made again."""
 
-    def make(masters: Params, moments: Params) -> TrainState:
+    def make(masters: Params, moments: Params, frozen: Params) -> TrainState:
         return TrainState(
             step=jnp.int32(step),
             masters=masters,
             moments=moments,
             compute=compute_copy(specs.masters, masters, placement),
-            frozen=specs.frozen,
+            frozen=frozen,
         )
 
-    return jax.jit(make, out_shardings=shardings(specs, placement), donate_argnums=(0, 1))(masters, moments)
+    make_in_place = jax.jit(make, out_shardings=shardings(specs, placement), donate_argnums=(0, 1, 2))
+    return make_in_place(masters, moments, frozen)
