@@ -46,9 +46,9 @@ def params(specs: Params) -> Params:
     return jax.tree.map(values, specs)
 
 
-def packed(rows: int, length: int) -> Batch:
+def packed(rows: int, length: int, seed: int = 0) -> Batch:
     """Fields [rows, length]; documents begin and end within rows and go on from one to the next."""
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     documents = [random.bytes(int(size)) for size in random.integers(1, length // 2, 8 * rows)]
     source = PackedRows(token_stream(documents, ByteTokenizer()), length)
     return jax.tree.map(lambda *fields: np.stack(fields), *(source[row] for row in range(rows)))
