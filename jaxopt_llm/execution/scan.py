@@ -43,19 +43,20 @@ def loss_and_gradients(
     groups = placement.gradient_groups
     inside = placement.group()
     specs = tree.restrict(parts.specs, trainable)
+    params = tree.merge(trainable, frozen)
 
-    def objective(trainable: Params, microbatch: Batch) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
-        loss, auxiliary = loss_sum(parts, tree.merge(trainable, frozen), microbatch, inside, remat)
+    def objective(taps: Params, microbatch: Batch) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
+        loss, auxiliary = loss_sum(parts, params, microbatch, inside, remat, taps)
         return cotangent * (loss + auxiliary.loss), (loss, auxiliary)
 
     def one_microbatch(microbatch: Batch) -> tuple[jax.Array, Auxiliary, Params]:  # fields [B / G, S]
-        gradients, (loss, auxiliary) = jax.grad(objective, has_aux=True)(trainable, microbatch)
+        gradients, (loss, auxiliary) = jax.grad(objective, has_aux=True)(inside.taps(specs), microbatch)
         return loss, auxiliary, gradients
 
     def one_group(batch: Batch) -> tuple[jax.Array, Auxiliary, Params]:  # fields [M, B / G, S]
         first = jax.tree.map(lambda x: x[0], batch)
         if batch.tokens.shape[0] == 1:
-            return one_microbatch(first)  # in the parameters' own dtype: a sum of one needs no float32 accumulator
+            return one_microbatch(first)  # in the reduction's dtype: a sum of one needs no float32 accumulator
 
         def accumulate(total: Any, microbatch: Batch) -> tuple[Any, None]:
             added = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), total, one_microbatch(microbatch))
@@ -83,11 +84,12 @@ def loss_and_gradients(
 def _sum_groups(specs: Params, gradients: Params, placement: Placement) -> Params:
     """Gradients [G, ...] of one segment, or of the leaves outside the stacks, summed over their groups."""
     repeats = param.repeats(specs)
-    if repeats is None:
+    # Whole where every device keeps everything: a loop would hold both its operand and its result.
+    if repeats is None or not placement.divides_masters:
         return jax.tree.map(placement.reduce_groups, specs, gradients)
     layer_specs = param.layer_specs(specs)
 
-    # A layer at a time: of whole stacks, XLA would make transposed copies in the reduction's dtype.
+    # A layer at a time where each device keeps a part: XLA would scatter transposed copies of whole stacks.
     def layer(index: jax.Array) -> Params:
         one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False), gradients)
         return jax.tree.map(placement.reduce_groups, layer_specs, one)
@@ -96,13 +98,17 @@ def _sum_groups(specs: Params, gradients: Params, placement: Placement) -> Param
 
 
 def loss_sum(
-    parts: Parts, params: Params, batch: Batch, placement: Placement, remat: RematConfig
+    parts: Parts, params: Params, batch: Batch, placement: Placement, remat: RematConfig, taps: Params | None = None
 ) -> tuple[jax.Array, Auxiliary]:
-    """The loss summed over the real tokens of one microbatch, fields [B, S]."""
+    """The loss summed over the real tokens of one microbatch, fields [B, S].
+
+    taps: `placement.taps` of the parameters that want a gradient, None at the others; by default at all.
+    """
+    taps = _no_taps(parts) if taps is None else taps
     context = parts.make_context(batch, placement)
-    outer = placement.place(parts.specs["outer"], params["outer"], keep=True)
+    outer = placement.place(parts.specs["outer"], params["outer"], taps["outer"], keep=True)
     x = parts.embed(outer, batch.tokens, context)
-    x, _, auxiliary = _blocks(parts, params, x, context, remat)
+    x, _, auxiliary = _blocks(parts, params, taps, x, context, remat)
     return parts.head_loss(outer, x, batch, context), auxiliary
 
 
@@ -110,9 +116,10 @@ def forward(
     parts: Parts, params: Params, tokens: jax.Array, context: Context, caches: tree.Tree = None
 ) -> tuple[jax.Array, tree.Tree]:
     """Logits float32 [B, S, V] of tokens [B, S], and the caches (see `make_caches`) with these tokens written."""
-    outer = context.placement.place(parts.specs["outer"], params["outer"], keep=False)
+    taps = _no_taps(parts)
+    outer = context.placement.place(parts.specs["outer"], params["outer"], taps["outer"], keep=False)
     x = parts.embed(outer, tokens, context)
-    x, caches, _ = _blocks(parts, params, x, context, RematConfig("none"), caches)
+    x, caches, _ = _blocks(parts, params, taps, x, context, RematConfig("none"), caches)
     return parts.logits(outer, x, context), caches
 
 
@@ -129,11 +136,21 @@ def make_caches(parts: Parts, batch: int, length: int, dtype: Any) -> tree.Tree:
     }
 
 
+def _no_taps(parts: Parts) -> Params:
+    return jax.tree.map(lambda spec: None, parts.specs)
+
+
 def _blocks(
-    parts: Parts, params: Params, x: jax.Array, context: Context, remat: RematConfig, caches: tree.Tree = None
+    parts: Parts,
+    params: Params,
+    taps: Params,
+    x: jax.Array,
+    context: Context,
+    remat: RematConfig,
+    caches: tree.Tree = None,
 ) -> tuple[jax.Array, tree.Tree, Auxiliary]:
     """Runs x [B, S, D] through every segment."""
-    auxiliary = Auxiliary.zero()
+    auxiliary = parts.zero_auxiliary()
     full = remat.policy == "full"
     new_caches = {}
     for number, segment in enumerate(parts.layout):
@@ -141,24 +158,24 @@ def _blocks(
         specs = param.layer_specs(parts.specs[name])
 
         def period(carry: Any, layer: Any, segment: Segment = segment, specs: Params = specs) -> tuple[Any, Any]:
-            weights, per_layer, caches = layer
+            weights, taps, per_layer, caches = layer
             x, auxiliary = carry
             written = {}
             for position, kind in enumerate(segment.kinds):
                 block = f"block_{position}"
 
                 # The placement is inside the checkpoint: gathered weights are recomputed, not kept.
-                def run(x: jax.Array, weights: Params, cache: Any, kind: Any = kind, position: int = position) -> Any:
-                    placed = context.placement.place(specs[f"block_{position}"], weights, keep=full)
+                def run(x: Any, weights: Any, taps: Any, cache: Any, kind: Any = kind, position: int = position) -> Any:
+                    placed = context.placement.place(specs[f"block_{position}"], weights, taps, keep=full)
                     constants = {name: values[position] for name, values in per_layer.items()}
                     return parts.block(kind, placed, x, context, constants, cache)
 
                 if full:
                     run = jax.checkpoint(run, prevent_cse=False)
-                x, written[block], added = run(x, weights[block], caches[block] if caches else None)
+                x, written[block], added = run(x, weights[block], taps[block], caches[block] if caches else None)
                 auxiliary = auxiliary + added
             return (x, auxiliary), written
 
-        stacked = (params[name], segment.per_layer, caches[name] if caches else None)
+        stacked = (params[name], taps[name], segment.per_layer, caches[name] if caches else None)
         (x, auxiliary), new_caches[name] = jax.lax.scan(period, (x, auxiliary), stacked)
     return x, new_caches, auxiliary

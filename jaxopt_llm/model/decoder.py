@@ -95,10 +95,6 @@ class Auxiliary:
     loss: jax.Array
     statistics: dict[str, jax.Array]
 
-    @classmethod
-    def zero(cls) -> "Auxiliary":
-        return cls(loss=jnp.zeros((), jnp.float32), statistics={})
-
     def __add__(self, other: "Auxiliary") -> "Auxiliary":
         return jax.tree.map(jnp.add, self, other)
 
@@ -114,6 +110,7 @@ class Parts:
     logits(outer, x, context) -> float32 [B, S, V]
     head_loss(outer, x, batch, context) -> float32, the sum over real tokens
     make_cache(kind, batch, length, dtype) -> an empty cache of one layer
+    zero_auxiliary() -> what a block with nothing to add returns
     """
 
     specs: Params
@@ -124,6 +121,7 @@ class Parts:
     logits: Callable[[Params, jax.Array, Context], jax.Array]
     head_loss: Callable[[Params, jax.Array, Batch, Context], jax.Array]
     make_cache: Callable[[Kind, int, int, Any], Any]
+    zero_auxiliary: Callable[[], Auxiliary]
 
 
 def layout(config: ModelConfig) -> tuple[Segment, ...]:
@@ -187,7 +185,7 @@ def make_parts(config: ModelConfig) -> Parts:
         )
         x = residual(x, attended)
         x = residual(x, swiglu(params["mlp"], rms_norm(x, params["mlp_norm"]["scale"], config.norm_epsilon)))
-        return x, cache, Auxiliary.zero()
+        return x, cache, zero_auxiliary()
 
     def logits(outer: Params, x: jax.Array, context: Context) -> jax.Array:
         x = rms_norm(x, outer["final_norm"]["scale"], config.norm_epsilon)
@@ -198,6 +196,9 @@ def make_parts(config: ModelConfig) -> Parts:
     def head_loss(outer: Params, x: jax.Array, batch: Batch, context: Context) -> jax.Array:
         losses = cross_entropy(logits(outer, x, context), batch.targets, config.vocabulary_size)
         return jnp.sum(jnp.where(batch.loss_mask, losses, 0.0))
+
+    def zero_auxiliary() -> Auxiliary:
+        return Auxiliary(loss=jnp.zeros((), jnp.float32), statistics={})
 
     def make_cache(kind: Kind, batch: int, length: int, dtype: Any) -> Cache:
         shape = (batch, length, config.kv_heads, config.head_dim)
@@ -212,4 +213,5 @@ def make_parts(config: ModelConfig) -> Parts:
         logits=logits,
         head_loss=head_loss,
         make_cache=make_cache,
+        zero_auxiliary=zero_auxiliary,
     )

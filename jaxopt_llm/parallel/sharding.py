@@ -66,8 +66,8 @@ class ShardingConfig:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How one weight is held at rest, while it is used, and as a gradient."""
+class WeightShardings:
+    """How one weight is held at rest, while it is used, and as a gradient, and in which dtypes."""
 
     resting: NamedSharding
     gathered: NamedSharding
@@ -75,31 +75,34 @@ class Layout:
     compute_dtype: str
     reduce_dtype: str
     keep: bool
+    trainable: bool
 
 
 @struct.dataclass
 class Placed:
-    """A weight as it rests, and how to bring it to where it is used; `model/weights.py` is its only reader."""
+    """A weight as it rests, and how to bring it to where it is used; `model/weights.py` is its only reader.
+
+    tap: zeros of the weight's shape in the reduction's dtype, which no computation reads: the weight's gradient arrives
+        as the tap's cotangent, so that it has its own dtype and placement whatever those of the weight. None where no
+        gradient is wanted: then none is formed.
+    """
 
     array: jax.Array
-    layout: Layout = struct.field(pytree_node=False)
+    tap: jax.Array | None
+    shardings: WeightShardings = struct.field(pytree_node=False)
 
 
-def gather(array: jax.Array, layout: Layout) -> jax.Array:
+def gather(array: jax.Array, shardings: WeightShardings) -> jax.Array:
     """The weight in compute dtype, whole but for `tensor`. Cast first: a gather of 16 bits moves half of the bytes."""
-    array = array.astype(layout.compute_dtype)
+    array = array.astype(shardings.compute_dtype)
     # With one constraint alone XLA sometimes gathers the float32 master and casts after.
-    array = jax.lax.with_sharding_constraint(array, layout.resting)
-    return jax.lax.with_sharding_constraint(array, layout.gathered)
+    array = jax.lax.with_sharding_constraint(array, shardings.resting)
+    return jax.lax.with_sharding_constraint(array, shardings.gathered)
 
 
-def reduce_gradient(gradient: jax.Array, array: jax.Array, layout: Layout) -> jax.Array:
-    """Sums a weight's gradient over devices in the reduction's dtype, leaving each its part: the transpose of `gather`.
-
-    `array` is the weight as it rests: JAX wants its cotangent in its own dtype.
-    """
-    gradient = jax.lax.with_sharding_constraint(gradient.astype(layout.reduce_dtype), layout.gradient)
-    return gradient.astype(array.dtype)
+def reduce_gradient(gradient: jax.Array, shardings: WeightShardings) -> jax.Array:
+    """Sums a weight's gradient over devices in the reduction's dtype, leaving each its part: the transpose of `gather`."""
+    return jax.lax.with_sharding_constraint(gradient.astype(shardings.reduce_dtype), shardings.gradient)
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,10 @@ class Placement:
     def compute_copy(self) -> bool:
         """Whether compute parameters rest beside the masters. In stages 0 and 3 the masters are cast in the block."""
         return self.zero_stage in (1, 2)
+
+    @property
+    def divides_masters(self) -> bool:
+        return self.zero_stage >= 1
 
     @property
     def gradient_groups(self) -> tuple[str, ...]:
@@ -148,7 +155,7 @@ class Placement:
 
     def masters(self, spec: Spec) -> NamedSharding:
         """Of master parameters and their moments."""
-        return self._sharding(self._dims(spec, divided=self.zero_stage >= 1))
+        return self._sharding(self._dims(spec, divided=self.divides_masters))
 
     def parameters(self, spec: Spec) -> NamedSharding:
         """Of the parameters that the model reads: the compute copy, or the masters where there is none."""
@@ -176,7 +183,7 @@ class Placement:
 
         First over the axes that divide the masters, a reduce-scatter, then over the others, an all-reduce of that part.
         """
-        groups, dims = self.gradient_groups, self._dims(spec, divided=self.zero_stage >= 1)
+        groups, dims = self.gradient_groups, self._dims(spec, divided=self.divides_masters)
         divides = [axis in (name for dim in dims for name in dim) for axis in groups]
         gradients = gradients.astype(self.precision.reduce_dtype)
         gradients = gradients.reshape(*(self.size(axis) for axis in groups), *spec.shape)
@@ -190,25 +197,36 @@ class Placement:
                 divides = [divide for divide in divides if divide is not phase]
         return gradients.astype(jnp.float32)
 
-    def place(self, specs: tree.Tree, weights: tree.Tree, keep: bool) -> tree.Tree:
+    def taps(self, specs: tree.Tree) -> tree.Tree:
+        """What to differentiate by, in place of these parameters (see Placed)."""
+
+        def zeros(spec: Spec) -> jax.Array:
+            tap = jnp.zeros(spec.shape, self.precision.reduce_dtype)
+            return jax.lax.with_sharding_constraint(tap, self.gradients(spec))
+
+        return jax.tree.map(zeros, specs)
+
+    def place(self, specs: tree.Tree, weights: tree.Tree, taps: tree.Tree, keep: bool) -> tree.Tree:
         """Weights as the model takes them. They are gathered where they are used, again in the backward unless `keep`.
 
+        taps: `taps(specs)`, or a tree with None for the weights that want no gradient.
         keep: whether the backward reuses the forward's gathered weight. True within a rematerialised block, where the
             forward is the recomputation, a moment ago; else it would keep every gathered layer alive.
         """
 
-        def leaf(spec: Spec, array: jax.Array) -> Placed:
-            layout = Layout(
+        def leaf(spec: Spec, array: jax.Array, tap: jax.Array | None) -> Placed:
+            shardings = WeightShardings(
                 resting=self.parameters(spec),
                 gathered=self._sharding(self._dims(spec, divided=False)),
                 gradient=self.gradients(spec),
                 compute_dtype=self.precision.compute_dtype,
                 reduce_dtype=self.precision.reduce_dtype,
                 keep=keep,
+                trainable=tap is not None,
             )
-            return Placed(array, layout)
+            return Placed(array, tap, shardings)
 
-        return jax.tree.map(leaf, specs, weights)
+        return jax.tree.map(leaf, specs, weights, taps)
 
     def replicates(self, spec_axis: str, size: int) -> bool:
         """Whether a logical axis of this size rests replicated although the table splits it."""

@@ -177,7 +177,7 @@ def test_layout_repeats_the_pattern_and_leaves_the_rest_to_a_second_segment() ->
 
 def test_every_block_is_told_its_number_in_order() -> None:
     def append_digit(kind: str, weights: Params, x: jax.Array, context: Context, layer: Any, cache: Any) -> Any:
-        return x * 10 + layer["index"], cache, Auxiliary.zero()
+        return x * 10 + layer["index"], cache, parts(tied=False).zero_auxiliary()
 
     counting = dataclasses.replace(
         parts(tied=False),

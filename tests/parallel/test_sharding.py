@@ -74,10 +74,10 @@ def test_a_stage_divides_what_it_says(stage: int) -> None:
         expected = ("fsdp" if name in STAGES[stage] else None, "tensor")
         assert dims(getattr(placement, name)(UP)) == expected, name
     assert placement.compute_copy == (stage in (1, 2))
-    weight = placement.place(UP, jnp.zeros(UP.shape), keep=False)
-    assert dims(weight.layout.resting) == dims(placement.parameters(UP))
-    assert dims(weight.layout.gathered) == (None, "tensor")
-    assert dims(weight.layout.gradient) == dims(placement.gradients(UP))
+    weight = placement.place(UP, jnp.zeros(UP.shape), None, keep=False)
+    assert dims(weight.shardings.resting) == dims(placement.parameters(UP))
+    assert dims(weight.shardings.gathered) == (None, "tensor")
+    assert dims(weight.shardings.gradient) == dims(placement.gradients(UP))
 
 
 # ---- What the tables refuse, and what they replicate.
