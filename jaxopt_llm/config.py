@@ -173,6 +173,7 @@ def validate(config: TrainConfig) -> None:
     """Raises one InputError that names everything wrong, before any device is touched or array allocated."""
     found = [
         *config.model.problems(),
+        *config.data.problems(),
         *config.training.problems(),
         *config.optimizer.problems(),
         *config.schedule.problems(),

@@ -5,29 +5,35 @@ from collections.abc import Callable
 from typing import NoReturn
 
 
-class InputError(Exception):
-    """The user's configuration or input is wrong: says what, where and how to mend it."""
+class CommandError(Exception):
+    """Ends a command: its message, one line, says what happened, where and how to mend it."""
+
+    exit_code: int
+
+
+class InputError(CommandError):
+    """The user's configuration or input is wrong."""
 
     exit_code = 2
 
 
-class TrainingDiverged(InputError):
+class TrainingDiverged(CommandError):
     """The loss or the gradient is no longer finite."""
 
     exit_code = 3
 
 
-class CheckpointError(InputError):
+class CheckpointError(CommandError):
     """A checkpoint is missing, unreadable or does not fit the model."""
 
     exit_code = 4
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Runs a command and exits with its code; an InputError becomes one line on standard error."""
+    """Runs a command and exits with its code; a CommandError becomes one line on standard error."""
     try:
         code = main()
-    except InputError as error:
+    except CommandError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         code = error.exit_code
     sys.exit(code)

@@ -19,7 +19,7 @@ from jaxopt_llm.data.tokenizer import ByteTokenizer
 from jaxopt_llm.errors import InputError, TrainingDiverged
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.observe.metrics import MetricsLog
+from jaxopt_llm.observe.metrics import MetricsLog, replace_text
 from jaxopt_llm.observe.progress import ProgressLine
 from jaxopt_llm.parallel import hlo
 from jaxopt_llm.parallel.mesh import make_mesh, simulate_cpu_devices
@@ -133,8 +133,8 @@ def _check_directory(directory: Path, config: TrainConfig, corpus: Corpus) -> No
         (directory / "checkpoints").mkdir(exist_ok=True)
     except OSError as error:
         raise InputError(f"run.directory {directory} cannot be written: {error}") from error
-    if not (directory / "config.json").exists():
-        return
+    if not any((directory / "checkpoints").iterdir()):
+        return  # nothing to continue: whatever began here has left nothing but its log
     try:
         old = configuration.from_json((directory / "config.json").read_text())
         old_corpus = json.loads((directory / "corpus.json").read_text())["sha256"]
@@ -151,9 +151,9 @@ def _check_directory(directory: Path, config: TrainConfig, corpus: Corpus) -> No
 
 
 def _record(directory: Path, config: TrainConfig, corpus: Corpus) -> None:
-    """Makes the run directory this configuration's: from here on it is no other run's."""
-    (directory / "config.json").write_text(configuration.to_json(config))
-    (directory / "corpus.json").write_text(json.dumps({"name": "Python standard library", "sha256": corpus.sha256}))
+    """Makes the run directory this configuration's, before there is a checkpoint that says whose it is."""
+    replace_text(directory / "corpus.json", json.dumps({"name": "Python standard library", "sha256": corpus.sha256}))
+    replace_text(directory / "config.json", configuration.to_json(config))
 
 
 def main() -> int:

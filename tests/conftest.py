@@ -10,3 +10,5 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_opti
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+# Where there is a GPU, too: what runs on it says so.
+jax.config.update("jax_default_device", jax.devices("cpu")[0])

@@ -1,6 +1,7 @@
 """The main command and its run directory: start, stop, resume, finish."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,20 @@ def test_stopped_and_resumed_equals_not_stopped(whole: Path, tmp_path: Path, pla
         jax.tree.map(np.testing.assert_array_equal, checkpoint(directory, 8), checkpoint(whole, 8))
     else:
         assert [record["step"] for record in metrics(directory)] == list(range(1, 9))
-        losses = [[record["loss"] for record in metrics(run)] for run in (directory, whole)]
-        np.testing.assert_allclose(*losses, rtol=1e-4)
+        for name in ("loss", "grad_norm", "eval_loss"):
+            values = [[record[name] for record in metrics(run) if name in record] for run in (directory, whole)]
+            np.testing.assert_allclose(*values, rtol=1e-4, err_msg=name)
+
+
+def test_a_sixteen_bit_copy_is_made_again_on_resume(tmp_path: Path) -> None:
+    """ZeRO stage 2 rests a copy of the parameters that no checkpoint holds."""
+    placed = ("--mesh.fsdp", 2, "--sharding.zero-stage", 2, "--precision.compute-dtype", "bfloat16")
+    for directory, stops in ((tmp_path / "whole", (4,)), (tmp_path / "resumed", (2, 4))):
+        for steps in stops:
+            done = train(directory, "--training.steps", steps, "--evaluation.every", 2, *placed)
+            assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path / "resumed") == metrics(tmp_path / "whole")
+    jax.tree.map(np.testing.assert_array_equal, checkpoint(tmp_path / "resumed", 4), checkpoint(tmp_path / "whole", 4))
 
 
 def test_a_finished_run_says_so(whole: Path) -> None:
@@ -82,6 +95,16 @@ def test_another_configuration_does_not_continue_the_run(whole: Path) -> None:
     assert (whole / "config.json").read_text() == recorded
 
 
+def test_a_broken_record_is_not_overwritten(whole: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(whole, directory)
+    (directory / "config.json").write_text('{"run": ')
+    refused = train(directory, "--training.steps", 12)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
+    assert (directory / "config.json").read_text() == '{"run": '
+
+
 def test_generation_continues_the_prompt(whole: Path) -> None:
     written = command("generate", "--checkpoint", whole, "--prompt", "def ", "--tokens", 5)
     assert written.returncode == 0, written.stderr
@@ -93,6 +116,10 @@ def test_divergence_ends_the_run_with_3(tmp_path: Path) -> None:
     diverged = train(tmp_path / "run", "--training.steps", 8, "--optimizer.learning-rate", 1e38)
     assert diverged.returncode == 3
     assert diverged.stderr.startswith("error: step ") and diverged.stderr.count("\n") == 1
+    # It left no checkpoint, so its directory takes the advice that it gave.
+    again = train(tmp_path / "run", "--training.steps", 2)
+    assert again.returncode == 0, again.stderr
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2]
 
 
 def test_help_lists_every_field_with_its_unit() -> None:

@@ -79,4 +79,4 @@ def placement(zero_stage: int = 0, compute_dtype: str = "float32", **axes: int) 
     """On the first devices, as many as the mesh needs."""
     mesh = MeshConfig(**axes)
     precision = PrecisionConfig(compute_dtype=compute_dtype)  # type: ignore[arg-type]
-    return Placement(make_mesh(mesh, jax.devices()[: mesh.devices]), zero_stage, precision)
+    return Placement(make_mesh(mesh, jax.devices("cpu")[: mesh.devices]), zero_stage, precision)

@@ -26,7 +26,6 @@ class Checkpoints:
     def __init__(self, directory: Path, keep: int | None = None) -> None:
         """keep: how many of the newest stay when one is saved; None for a reader."""
         self.directory = directory.absolute()
-        # Without this decision policy Orbax would skip saves on a schedule of its own.
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=keep is not None)
         self._manager = ocp.CheckpointManager(self.directory, options=options)
 

@@ -20,11 +20,10 @@ class DataConfig:
     """What is read."""
 
     held_out: float = 0.05
-    """Share of the files kept out of training for evaluation, from 0 up to but not including 1."""
+    """share of the files kept out of training for evaluation, above 0 and below 1"""
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.held_out < 1:
-            raise InputError(f"data.held_out is {self.held_out}: set it to at least 0 and below 1")
+    def problems(self) -> list[str]:
+        return [] if 0 < self.held_out < 1 else [f"data.held_out={self.held_out}: must lie above 0 and below 1"]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,13 @@ class LoggingConfig:
     """steps between two logged steps"""
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file whole or, if the process dies, not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
 class MetricsLog:
     """Appends records to a file. Python writes floats so that they read back to the same bits."""
 
@@ -26,9 +33,7 @@ class MetricsLog:
                 kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= resume_step]
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(f"{path} has a line that is no record ({error}); mend or move the file") from error
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(kept))
-            os.replace(temporary, path)
+            replace_text(path, "".join(kept))
         self._file = path.open("a")
 
     def write(self, record: dict[str, Any]) -> None:

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import jax.numpy as jnp
-
 Float = Literal["float32", "bfloat16"]
 
 
@@ -13,11 +11,7 @@ class PrecisionConfig:
     param_dtype: Literal["float32"] = "float32"
     """dtype of the master parameters and of the optimizer's moments"""
     compute_dtype: Float = "bfloat16"
-    """dtype of activations and of the weights that meet them; norms, softmax and loss stay in float32"""
+    """dtype of activations and of the weights that meet them; norms, softmax and loss stay in float32. On GPUs JAX
+    multiplies float32 in TF32 unless JAX_DEFAULT_MATMUL_PRECISION=highest is set"""
     reduce_dtype: Float = "float32"
-    """dtype in which gradients are summed over devices; with a 16-bit compute copy at rest (ZeRO stages 1 and 2) each
-    microbatch's gradient is a 16-bit value, as its parameter is"""
-
-    @property
-    def mixed(self) -> bool:
-        return jnp.dtype(self.compute_dtype) != jnp.dtype(self.param_dtype)
+    """dtype in which gradients are formed and summed over devices; over microbatches they are summed in float32"""

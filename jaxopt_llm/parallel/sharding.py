@@ -101,7 +101,7 @@ def gather(array: jax.Array, shardings: WeightShardings) -> jax.Array:
 
 
 def reduce_gradient(gradient: jax.Array, shardings: WeightShardings) -> jax.Array:
-    """Sums a weight's gradient over devices in the reduction's dtype, leaving each its part: the transpose of `gather`."""
+    """Sums a weight's gradient over devices in the reduction's dtype, leaving each its part: `gather` transposed."""
     return jax.lax.with_sharding_constraint(gradient.astype(shardings.reduce_dtype), shardings.gradient)
 
 

@@ -1,10 +1,11 @@
 """A configuration and a placement, made into everything that a run compiles."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxopt_llm import tree
@@ -44,7 +45,8 @@ def make_program(
 ) -> Program:
     """Allocates nothing: the placement's devices may be those of a topology that is only compiled for."""
     parts = make_parts(model)
-    trainable, frozen = tree.partition(parts.specs, lambda path: True)
+    masters = jax.tree.map(lambda spec: replace(spec, dtype=np.dtype(placement.precision.param_dtype)), parts.specs)
+    trainable, frozen = tree.partition(masters, lambda path: True)
     learning_rate = warmup_cosine(optimizer.learning_rate, schedule)
     optimizers = update.make_optimizers(lambda specs: adamw(optimizer, learning_rate, specs), trainable)
     specs = training_state.state_specs(trainable, frozen, optimizers)

@@ -105,13 +105,14 @@ def initialize(specs: StateSpecs, optimizers: Optimizers, seed: int, placement: 
 
 def kept(state: TrainState) -> dict[str, Params]:
     """The trees that a checkpoint holds, of a real or an abstract state."""
-    return {"masters": state.masters, "moments": state.moments, "frozen": state.frozen}
+    trees = {"masters": state.masters, "moments": state.moments, "frozen": state.frozen}
+    return {name: leaves for name, leaves in trees.items() if jax.tree.leaves(leaves)}
 
 
 def resume(
-    specs: StateSpecs, step: int, placement: Placement, masters: Params, moments: Params, frozen: Params
+    specs: StateSpecs, step: int, placement: Placement, masters: Params, moments: Params, frozen: Params | None = None
 ) -> TrainState:
-    """The state at a checkpoint's step; the compute copy is made again."""
+    """The state at a checkpoint's step, of what `kept` gave; the compute copy is made again."""
 
     def make(masters: Params, moments: Params, frozen: Params) -> TrainState:
         return TrainState(
@@ -123,4 +124,4 @@ def resume(
         )
 
     make_in_place = jax.jit(make, out_shardings=shardings(specs, placement), donate_argnums=(0, 1, 2))
-    return make_in_place(masters, moments, frozen)
+    return make_in_place(masters, moments, specs.frozen if frozen is None else frozen)

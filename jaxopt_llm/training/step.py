@@ -71,7 +71,6 @@ def make_step(
             "loss": loss * cotangent,
             "grad_norm": norm,
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
-            "tokens": tokens,
         }
         return new_state, metrics
 

@@ -78,9 +78,9 @@ def test_the_order_of_a_seed_never_changes() -> None:
     assert order(seed=0, rows=10, epoch=1) == [9, 6, 1, 8, 2, 0, 3, 5, 4, 7]
 
 
-def test_held_out_batches_are_the_first_rows_in_order() -> None:
-    batches = held_out_batches(numbered_rows(10), batch_size=3, count=2)
-    assert [numbers(b) for b in batches] == [[0, 1, 2], [3, 4, 5]]
+def test_held_out_batches_are_spread_over_the_split() -> None:
+    batches = held_out_batches(numbered_rows(30), batch_size=3, count=2)
+    assert [numbers(b) for b in batches] == [[0, 5, 10], [15, 20, 25]]
 
 
 def test_held_out_batches_are_at_most_one_pass_of_full_batches() -> None:

@@ -188,3 +188,38 @@ def test_every_block_is_told_its_number_in_order() -> None:
     context = Context(BATCH.positions, BATCH.segment_ids, PLACEMENT)
     digits, _ = jax.jit(lambda: scan.forward(counting, params(tied=False), BATCH.tokens, context))()
     np.testing.assert_array_equal(digits, np.full(BATCH.tokens.shape, 1234))  # 0, 1, 2, 3, 4
+
+
+def test_auxiliary_losses_are_differentiated_and_statistics_summed() -> None:
+    """A loss that the last block adds is worth what the same loss in the head is."""
+    plain = parts(tied=False)
+
+    def penalty(x: jax.Array) -> jax.Array:
+        return 0.1 * jnp.sum(x.astype(jnp.float32) ** 2)
+
+    def none() -> Auxiliary:
+        return Auxiliary(loss=jnp.zeros(()), statistics={"blocks": jnp.zeros(())})
+
+    def block(kind: str, weights: Params, x: jax.Array, context: Context, layer: Any, cache: Any) -> Any:
+        x, cache, _ = plain.block(kind, weights, x, context, layer, cache)
+        is_last = layer["index"] == toy.CONFIG.layers - 1
+        return x, cache, Auxiliary(jnp.where(is_last, penalty(x), 0.0), {"blocks": jnp.ones(())})
+
+    def head_loss(outer: Params, x: jax.Array, batch: Any, context: Context) -> jax.Array:
+        return plain.head_loss(outer, x, batch, context) + penalty(x)
+
+    def compute(these: Parts) -> Any:
+        batch = toy.microbatches(BATCH, 2)
+        weights, nothing = tree.partition(params(tied=False), lambda path: True)
+        return jax.jit(
+            lambda: scan.loss_and_gradients(
+                these, weights, nothing, batch, jnp.float32(1), PLACEMENT, RematConfig("full")
+            )
+        )()
+
+    loss, _, auxiliary, gradients = compute(dataclasses.replace(plain, block=block, zero_auxiliary=none))
+    in_head, _, _, expected = compute(dataclasses.replace(plain, head_loss=head_loss))
+    assert auxiliary.loss > 0
+    np.testing.assert_allclose(loss + auxiliary.loss, in_head, rtol=1e-6)
+    assert auxiliary.statistics["blocks"] == 2 * toy.CONFIG.layers
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradients, expected)
