@@ -133,7 +133,7 @@ def test_stage_3_holds_one_layer_at_a_time(remat: str) -> None:
 @pytest.mark.parametrize(
     ("stage", "accumulation", "reduce", "per_parameter"),
     [
-        (0, 1, "float32", 4),
+        (0, 1, "float32", 4 + 1),  # the largest leaf, a quarter of the layer, beside its sum over devices
         (1, 1, "float32", 4 + 4 / 8),
         (1, 1, "bfloat16", 2 + 4 / 8),
         (2, 1, "float32", 4 / 8),
