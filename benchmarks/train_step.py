@@ -117,10 +117,10 @@ def run_processes(runs: int, steps: int, arguments: list[str]) -> list[dict[str,
         return results
 
 
-def summarise(results: list[dict[str, Any]], arguments: list[str]) -> dict[str, Any]:
+def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the processes; the first alone was cold."""
     cold, *warm = results
-    report = {"command": ["benchmarks/train_step.py", *arguments], "python": platform.python_version(), **cold}
+    report = {"command": sys.argv, "python": platform.python_version(), **cold}
     for name in ("step_seconds", "tokens_per_second", "flops_per_second", "measured_peak_bytes"):
         report[name] = statistics.median(result[name] for result in results)
     report["first_step_seconds"] = {
@@ -160,7 +160,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="steps timed in each (default: 10)")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     own, arguments = parser.parse_known_args()
-    report = summarise(run_processes(own.runs, own.steps, arguments), arguments)
+    if own.runs < 1 or own.steps < 1:
+        parser.error("--runs and --steps must be at least 1")
+    if own.json and not own.json.parent.is_dir():
+        parser.error(f"--json {own.json}: there is no folder {own.json.parent}")
+    report = summarise(run_processes(own.runs, own.steps, arguments))
     show(report)
     if own.json:
         own.json.write_text(json.dumps(report, indent=2) + "\n")

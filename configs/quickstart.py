@@ -8,6 +8,7 @@ Hardware: 2 CPU cores, or one GPU. Expected: below 1.5 nats per byte on held-out
 from jaxopt_llm.config import RunConfig, TrainConfig
 from jaxopt_llm.execution.scan import RematConfig
 from jaxopt_llm.model.decoder import ModelConfig
+from jaxopt_llm.observe.metrics import LoggingConfig
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.training.evaluation import EvaluationConfig
 from jaxopt_llm.training.optimizer import OptimizerConfig
@@ -35,4 +36,5 @@ def get_config() -> TrainConfig:
         precision=PrecisionConfig(compute_dtype="float32"),  # CPUs are slow in 16 bits
         remat=RematConfig(policy="none"),
         evaluation=EvaluationConfig(every=200, batches=100),
+        logging=LoggingConfig(every=50),
     )

@@ -9,12 +9,13 @@ import difflib
 import functools
 import io
 import json
+import math
 import re
 import runpy
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 from jax.sharding import AbstractMesh
@@ -92,13 +93,19 @@ def load(path: str) -> TrainConfig:
         names = sorted(recipe.name for recipe in RECIPES.glob("*.py"))
         raise InputError(f"--config {path}: no such file, here or in configs/ (which has {', '.join(names)})")
     try:
-        config = runpy.run_path(str(file))["get_config"]()
-    except KeyError as error:
-        raise InputError(f"--config {file}: must define get_config() -> TrainConfig ({error} is missing)") from error
-    except Exception as error:
+        get_config = runpy.run_path(str(file)).get("get_config")
+        if get_config is None:
+            raise InputError(f"--config {file}: must define get_config() -> TrainConfig")
+        config = get_config()
+    except (Exception, SystemExit) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(f"--config {file}: {type(error).__name__}: {error}") from error
     if not isinstance(config, TrainConfig):
         raise InputError(f"--config {file}: get_config() returned {type(config).__name__}, not TrainConfig")
+    wrong = wrong_types(config)
+    if wrong:
+        raise InputError(f"--config {file}: {'; '.join(wrong)}")
     return config
 
 
@@ -151,10 +158,12 @@ def to_json(config: TrainConfig) -> str:
 
 
 def from_json(text: str) -> TrainConfig:
-    """The inverse of `to_json`. Raises TypeError for a field that this version does not have."""
+    """The inverse of `to_json`. Raises TypeError for what is no configuration of this version."""
 
-    def build(config_type: Any, values: dict[str, Any]) -> Any:
+    def build(config_type: Any, values: Any) -> Any:
         hints = typing.get_type_hints(config_type)
+        if not isinstance(values, dict):
+            raise TypeError(f"{values!r} is no {config_type.__name__}")
         return config_type(
             **{
                 name: build(hints[name], value)
@@ -166,11 +175,18 @@ def from_json(text: str) -> TrainConfig:
             }
         )
 
-    return build(TrainConfig, json.loads(text))
+    config: TrainConfig = build(TrainConfig, json.loads(text))
+    wrong = wrong_types(config)
+    if wrong:
+        raise TypeError("; ".join(wrong))
+    return config
 
 
 def validate(config: TrainConfig) -> None:
     """Raises one InputError that names everything wrong, before any device is touched or array allocated."""
+    found = wrong_types(config)
+    if found:
+        raise InputError("; ".join(found))
     found = [
         *config.model.problems(),
         *config.data.problems(),
@@ -184,10 +200,45 @@ def validate(config: TrainConfig) -> None:
     )
     found += [f"{name}={get(config, name)}: must be at least 1" for name in at_least_one if get(config, name) < 1]
     found += [f"run.allow_change: {name}: no such field" for name in config.run.allow_change if name not in FIELDS]
+    if config.run.seed < 0:
+        found.append(f"run.seed={config.run.seed}: must be at least 0")
     if not found:
         found = [*_indivisible(config), *_missing_features(config)]
     if found:
         raise InputError("; ".join(found))
+
+
+def wrong_types(config: Any, prefix: str = "") -> list[str]:
+    """Fields whose value is not of the type that they declare: a recipe is Python, which checks none."""
+    found = []
+    for name, hint in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(hint):
+            is_one = isinstance(value, hint)  # type: ignore[arg-type]
+            found += wrong_types(value, f"{name}.") if is_one else [f"{name}={value!r}: must be a {hint.__name__}"]  # type: ignore[union-attr]
+        elif not _is_a(value, hint):
+            found.append(f"{prefix}{name}={value!r}: must be {_described(hint)}")
+    return found
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    if typing.get_origin(hint) is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_is_a(each, typing.get_args(hint)[0]) for each in value)
+    if hint is int:
+        return type(value) is int and abs(value) < 2**31  # what device programs count with
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is hint
+
+
+def _described(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
+    if typing.get_origin(hint) is tuple:
+        return f"a tuple, each {_described(typing.get_args(hint)[0])}"
+    return {int: "a whole number below 2**31", float: "a finite number", bool: "True or False", str: "text"}[hint]
 
 
 def _indivisible(config: TrainConfig) -> list[str]:

@@ -30,10 +30,16 @@ class CheckpointError(CommandError):
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Runs a command and exits with its code; a CommandError becomes one line on standard error."""
+    """Runs a command and exits with its code; what the user can mend becomes one line on standard error."""
     try:
         code = main()
     except CommandError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         code = error.exit_code
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = InputError.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; run again to continue from the last checkpoint", file=sys.stderr)
+        code = 130
     sys.exit(code)

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import io
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -18,8 +19,10 @@ from jaxopt_llm.errors import CheckpointError, InputError
 from jaxopt_llm.execution import scan
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Params, Parts, make_parts
-from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
+from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh, visible_devices
 from jaxopt_llm.parallel.sharding import Placement
+
+MOST_TOKENS = 100_000  # the cache holds keys and values of all of them
 
 
 def greedy(
@@ -57,7 +60,7 @@ def generate(run: Path, prompt: str, count: int) -> str:
         raise InputError(f"--checkpoint {run}: not a run directory ({error})") from error
     tokenizer = ByteTokenizer()
     ids = np.concatenate([[tokenizer.beginning_of_document], tokenizer.encode(prompt)]).astype(np.int32)
-    placement = Placement(make_mesh(MeshConfig(), jax.devices()[:1]), 0, config.precision)
+    placement = Placement(make_mesh(MeshConfig(), visible_devices()[:1]), 0, config.precision)
     parts = make_parts(config.model)
     with Checkpoints(run / "checkpoints") as checkpoints:
         step = checkpoints.latest_step()
@@ -88,8 +91,10 @@ def main() -> int:
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
     parser.add_argument("--tokens", type=int, default=200, metavar="N", help="most tokens to add (default: 200)")
     arguments = parser.parse_args(sys.argv[1:])
-    if arguments.tokens < 1:
-        raise InputError(f"--tokens {arguments.tokens}: must be at least 1")
+    if not 1 <= arguments.tokens <= MOST_TOKENS:
+        raise InputError(f"--tokens {arguments.tokens}: must lie between 1 and {MOST_TOKENS:,}")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     print(generate(arguments.checkpoint, arguments.prompt, arguments.tokens))
     return 0
 

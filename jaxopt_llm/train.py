@@ -1,7 +1,9 @@
 """python -m jaxopt_llm.train --config FILE [--section.field VALUE ...]"""
 
+import itertools
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -74,18 +76,21 @@ def train(config: TrainConfig) -> None:
             progress.say(f"ZeRO leaves {path} whole: no dimension of it divides")
         clock = time.perf_counter()
         compiled = program.step.lower(program.state, program.batch).compile()
+        peak = hlo.memory(compiled).peak
         progress.say(
-            f"compiled in {time.perf_counter() - clock:.1f} s; "
-            f"{hlo.memory(compiled).peak / 2**30:.2f} GiB per device while it runs"
+            f"compiled in {time.perf_counter() - clock:.1f} s; {peak / 2**30:.2f} GiB per device while it runs"
         )
+        _check_host_memory(peak * placement.mesh.size)
         if start:
             restored = checkpoints.restore(start, **training_state.kept(program.state))
             state = training_state.resume(program.specs, start, placement, **restored)
             progress.say(f"continues from step {start}")
         else:
             state = training_state.initialize(program.specs, program.optimizers, config.run.seed, placement)
-        _record(directory, config, corpus)
+        if not start:
+            _set_aside(directory / "metrics.jsonl")
         log = MetricsLog(directory / "metrics.jsonl", start)
+        _record(directory, config, corpus)
 
         timed_from, clock = start, time.perf_counter()
         for step in range(start + 1, config.training.steps + 1):
@@ -99,11 +104,7 @@ def train(config: TrainConfig) -> None:
             if not (saved or logged):
                 continue
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])  # waits for the device
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise TrainingDiverged(
-                    f"step {step}: loss {loss}, gradient norm {norm}; {directory} keeps its last checkpoint; "
-                    "try a lower --optimizer.learning-rate or a longer --schedule.warmup-steps"
-                )
+            _check_finite(directory, step, loss=loss, gradient_norm=norm)
             seconds = (time.perf_counter() - clock) / (step - timed_from)
             if logged:
                 tokens = config.training.batch_size * config.training.sequence_length
@@ -118,12 +119,32 @@ def train(config: TrainConfig) -> None:
                 }
                 if measured:
                     record["eval_loss"] = evaluate(state, held_out)
+                    _check_finite(directory, step, held_out_loss=record["eval_loss"])
                 log.write(record)
                 progress.show(record)
             if saved:
                 checkpoints.save(step, **training_state.kept(state))
             timed_from, clock = step, time.perf_counter()
         log.close()
+
+
+def _check_finite(directory: Path, step: int, **values: float) -> None:
+    if not all(map(math.isfinite, values.values())):
+        told = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
+        raise TrainingDiverged(
+            f"step {step}: {told}; {directory} keeps its last checkpoint; try a lower --optimizer.learning-rate or a "
+            "longer --schedule.warmup-steps"
+        )
+
+
+def _check_host_memory(needed: int) -> None:
+    """Simulated devices share the host's memory, which the system would give out until it kills the process."""
+    has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if jax.default_backend() == "cpu" and needed > has:
+        raise InputError(
+            f"the step needs {needed / 2**30:,.1f} GiB on the simulated devices together, this host has "
+            f"{has / 2**30:,.1f} GiB; make the model, training.batch_size or training.sequence_length smaller"
+        )
 
 
 def _check_directory(directory: Path, config: TrainConfig, corpus: Corpus) -> None:
@@ -140,14 +161,24 @@ def _check_directory(directory: Path, config: TrainConfig, corpus: Corpus) -> No
         old_corpus = json.loads((directory / "corpus.json").read_text())["sha256"]
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise InputError(f"{directory} holds no run that can be continued ({error}); choose another") from error
-    found = configuration.differences(old, config)
     if old_corpus != corpus.sha256:
-        found.append("the corpus is another one (the standard library of another Python?)")
+        raise InputError(
+            f"{directory} learnt from another corpus: the standard library of another Python; continue with that one, "
+            "or choose another --run.directory"
+        )
+    found = configuration.differences(old, config)
     if found:
         raise InputError(
             f"{directory} is another run: {'; '.join(found)}; choose another --run.directory, or allow the change of a "
             "field with --run.allow-change NAME"
         )
+
+
+def _set_aside(log: Path) -> None:
+    """Keeps the log of a run that left no checkpoint to continue from."""
+    if log.exists():
+        free = (log.with_name(f"metrics.{number}.jsonl") for number in itertools.count(1))
+        log.rename(next(path for path in free if not path.exists()))
 
 
 def _record(directory: Path, config: TrainConfig, corpus: Corpus) -> None:

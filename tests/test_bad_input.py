@@ -25,6 +25,9 @@ CASES = {
     ),
     "heads and groups": (["--model.heads", "3", "--model.kv-heads", "2"], ["model.heads=3", "model.kv_heads=2"]),
     "no pipeline yet": (["--mesh.pipeline", "2"], ["mesh.pipeline=2"]),
+    "larger than the host": (["--model.width", "100000000"], ["GiB", "this host has"]),
+    "not finite": (["--optimizer.learning-rate", "inf"], ["optimizer.learning_rate=inf", "finite"]),
+    "beyond a word": (["--run.seed", "99999999999999999999"], ["run.seed=99999999999999999999"]),
     "vocabulary too small": (["--model.vocabulary-size", "100"], ["model.vocabulary_size=100", "258"]),
     "held-out share": (["--data.held-out", "1.5"], ["data.held_out", "1.5"]),
     "schedule": (["--schedule.warmup-steps", "5000"], ["schedule.warmup_steps=5000"]),
@@ -55,8 +58,23 @@ def test_overrides(case: str, tmp_path: Path) -> None:
         (RECIPE, ["get_config"]),
         (RECIPE + "def get_config():\n    return 3\n", ["int", "TrainConfig"]),
         (RECIPE + "def get_config():\n    return TrainConfig(modle=3)\n", ["modle"]),
+        (RECIPE + "def get_config():\n    raise SystemExit(0)\n", ["SystemExit"]),
+        (
+            "from jaxopt_llm import config as c\n"
+            "def get_config():\n"
+            "    return c.TrainConfig(remat=c.RematConfig('fulll'), training=c.TrainingConfig(steps='ten'),\n"
+            "        model=c.ModelConfig(pattern='global', rope_theta=float('nan')), mesh=3)\n",
+            [
+                "remat.policy='fulll'",
+                "'none', 'full'",
+                "training.steps='ten'",
+                "model.pattern='global'",
+                "nan",
+                "mesh=3",
+            ],
+        ),
     ],
-    ids=["missing", "broken", "no get_config", "not a config", "misspelt inside"],
+    ids=["missing", "broken", "no get_config", "not a config", "misspelt inside", "exits", "wrong types"],
 )
 def test_config_files(text: str | None, parts: list[str], tmp_path: Path) -> None:
     file = tmp_path / "recipe.py"

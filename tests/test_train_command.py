@@ -95,14 +95,15 @@ def test_another_configuration_does_not_continue_the_run(whole: Path) -> None:
     assert (whole / "config.json").read_text() == recorded
 
 
-def test_a_broken_record_is_not_overwritten(whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("record", ['{"run": ', "[]", '{"model": {"width": "wide"}}'])
+def test_a_broken_record_is_not_overwritten(record: str, whole: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     shutil.copytree(whole, directory)
-    (directory / "config.json").write_text('{"run": ')
+    (directory / "config.json").write_text(record)
     refused = train(directory, "--training.steps", 12)
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
-    assert (directory / "config.json").read_text() == '{"run": '
+    assert (directory / "config.json").read_text() == record
 
 
 def test_generation_continues_the_prompt(whole: Path) -> None:
@@ -117,9 +118,11 @@ def test_divergence_ends_the_run_with_3(tmp_path: Path) -> None:
     assert diverged.returncode == 3
     assert diverged.stderr.startswith("error: step ") and diverged.stderr.count("\n") == 1
     # It left no checkpoint, so its directory takes the advice that it gave.
+    logged = (tmp_path / "run" / "metrics.jsonl").read_text()
     again = train(tmp_path / "run", "--training.steps", 2)
     assert again.returncode == 0, again.stderr
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2]
+    assert (tmp_path / "run" / "metrics.1.jsonl").read_text() == logged
 
 
 def test_help_lists_every_field_with_its_unit() -> None:

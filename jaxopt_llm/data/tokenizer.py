@@ -16,7 +16,7 @@ class ByteTokenizer:
 
     def encode(self, text: bytes | str) -> NDArray[np.int32]:
         """Returns ids [N] of a text, without delimiters."""
-        content = text.encode() if isinstance(text, str) else text
+        content = text.encode(errors="surrogateescape") if isinstance(text, str) else text
         return np.frombuffer(content, np.uint8).astype(np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:

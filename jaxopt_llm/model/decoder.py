@@ -63,6 +63,11 @@ class ModelConfig:
             for name in ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "window")
             if getattr(self, name) < 1
         ]
+        found += [
+            f"model.{name}={getattr(self, name)}: must be above 0"
+            for name in ("rope_theta", "norm_epsilon")
+            if not getattr(self, name) > 0
+        ]
         if not self.pattern:
             found.append("model.pattern: must name at least one kind of block")
         if self.kv_heads >= 1 and self.heads % self.kv_heads:

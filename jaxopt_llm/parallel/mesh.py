@@ -46,16 +46,20 @@ def simulate_cpu_devices(config: MeshConfig) -> None:
     jax.config.update("jax_num_cpu_devices", config.devices)
 
 
+def visible_devices() -> list[jax.Device]:
+    """Those of the default backend. Raises InputError where JAX can open none."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"no device to run on ({error}); see JAX_PLATFORMS and the GPU's driver") from error
+
+
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh over exactly these devices (default: all of this job's).
 
-    Raises InputError where their number is not the mesh's, because JAX itself would use some and leave the rest idle,
-    and where JAX can open none.
+    Raises InputError where their number is not the mesh's: JAX itself would use some and leave the rest idle.
     """
-    try:
-        devices = jax.devices() if devices is None else devices
-    except RuntimeError as error:
-        raise InputError(f"no device to train on: {error}") from error
+    devices = visible_devices() if devices is None else devices
     if len(devices) != config.devices:
         sizes = " × ".join(f"{axis} {getattr(config, axis)}" for axis in AXES if getattr(config, axis) > 1) or "all 1"
         raise InputError(

@@ -1,7 +1,6 @@
 """metrics.jsonl after interruptions."""
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +57,7 @@ def test_a_record_is_in_the_file_before_the_next_is_written(path: Path) -> None:
     log.close()
 
 
-@pytest.mark.parametrize("value", [0.1, 1 / 3, float(np.float32(1 / 3)), 5e-324, -0.0, 1e300, math.inf])
+@pytest.mark.parametrize("value", [0.1, 1 / 3, float(np.float32(1 / 3)), 5e-324, -0.0, 1e300])
 def test_floats_read_back_to_the_same_bits(path: Path, value: float) -> None:
     log = MetricsLog(path, 0)
     log.write({"step": 1, "loss": value})

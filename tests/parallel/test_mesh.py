@@ -27,5 +27,5 @@ def test_a_machine_without_a_usable_device_is_an_input_error(monkeypatch: pytest
         raise RuntimeError("Unable to initialize backend 'cuda'")
 
     monkeypatch.setattr(jax, "devices", fail)
-    with pytest.raises(InputError, match="no device to train on.*'cuda'"):
+    with pytest.raises(InputError, match="no device to run on.*'cuda'"):
         make_mesh(MeshConfig())
