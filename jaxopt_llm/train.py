@@ -51,7 +51,7 @@ def train(config: TrainConfig) -> None:
 
     placement = Placement(make_mesh(config.mesh), config.sharding.zero_stage, config.precision)
     program = make_program(config.model, config.training, config.optimizer, config.schedule, config.remat, placement)
-    evaluate = make_evaluate(program.parts, placement)
+    evaluate = make_evaluate(program.parts, program.executor, placement)
 
     def on_devices(batch: Batch) -> Batch:
         """Fields [B, S] -> [M, B / M, S]."""

@@ -1,9 +1,9 @@
 """The scan executor: each segment's stack is a `lax.scan`, and its gradient is JAX's own.
 
-An executor takes parts, parameters and a batch and gives loss and gradients; it holds no other state.
 Letters: M microbatches, G gradient groups, B batch, S sequence.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxopt_llm import tree
+from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
@@ -24,6 +25,13 @@ class RematConfig:
     """what the backward recomputes: none keeps every activation, full keeps each block's input alone"""
 
 
+def make_executor(remat: RematConfig) -> Executor:
+    return Executor(
+        loss_and_gradients=functools.partial(loss_and_gradients, remat=remat),
+        loss=functools.partial(loss_sum, remat=remat),
+    )
+
+
 def loss_and_gradients(
     parts: Parts,
     trainable: Params,
@@ -33,13 +41,8 @@ def loss_and_gradients(
     placement: Placement,
     remat: RematConfig,
 ) -> tuple[jax.Array, jax.Array, Auxiliary, Params]:
-    """The loss summed over real tokens, their number, the auxiliary sums, and d(cotangent × losses)/d(trainable).
-
-    trainable, frozen: the two halves of a `tree.partition` of the parameters; no gradient is formed for `frozen`.
-    batch: fields [M, B, S]. cotangent: float32 scalar, 1 / tokens for the gradient of the mean.
-    Gradients are placed as the masters are, summed microbatch by microbatch within each gradient group,
-    then over groups once: see Placement.gradient_groups.
-    """
+    """See executor.py. Sums microbatch by microbatch within each gradient group, then over the groups once: see
+    Placement.gradient_groups."""
     groups = placement.gradient_groups
     inside = placement.group()
     specs = tree.restrict(parts.specs, trainable)
@@ -77,7 +80,7 @@ def loss_and_gradients(
         grouped = jax.tree.map(lambda x: x.reshape(x.shape[0], count, -1, x.shape[-1]), batch)  # [M, G, B / G, S]
         loss, auxiliary, gradients = jax.vmap(one_group, in_axes=1, spmd_axis_name=groups)(grouped)
         loss, auxiliary = jax.tree.map(lambda x: jnp.sum(x, axis=0), (loss, auxiliary))
-        gradients = {group: _sum_groups(specs[group], gradients[group], placement) for group in gradients}
+        gradients = {section: _sum_groups(specs[section], gradients[section], placement) for section in gradients}
     return loss, jnp.sum(batch.loss_mask), auxiliary, gradients
 
 

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxopt_llm import tree
-from jaxopt_llm.execution import scan
-from jaxopt_llm.execution.scan import RematConfig
+from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Parts
 from jaxopt_llm.parallel.sharding import Placement
@@ -23,14 +22,14 @@ class EvaluationConfig:
     """held-out batches that one measurement reads, each of training.batch_size sequences"""
 
 
-def make_evaluate(parts: Parts, placement: Placement) -> Callable[[TrainState, list[Batch]], float]:
+def make_evaluate(parts: Parts, executor: Executor, placement: Placement) -> Callable[[TrainState, list[Batch]], float]:
     """evaluate(state, batches on the devices, fields [M, B, S]) -> mean loss per real token, in nats."""
 
     def sums(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         params = tree.merge(state.trainable, state.frozen)
 
         def microbatch_loss(microbatch: Batch) -> jax.Array:
-            return scan.loss_sum(parts, params, microbatch, placement, RematConfig("none"))[0]
+            return executor.loss(parts, params, microbatch, placement)[0]
 
         return jnp.sum(jax.lax.map(microbatch_loss, batch)), jnp.sum(batch.loss_mask)
 

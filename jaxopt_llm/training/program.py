@@ -9,6 +9,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxopt_llm import tree
+from jaxopt_llm.execution import scan
+from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.execution.scan import RematConfig
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import ModelConfig, Parts, make_parts
@@ -27,6 +29,7 @@ class Program:
     """step: jitted (state, batch) -> (state, metrics), compiled for `state` and `batch`, the abstract arguments."""
 
     parts: Parts
+    executor: Executor
     specs: StateSpecs
     optimizers: Optimizers
     step: Any
@@ -49,15 +52,17 @@ def make_program(
     trainable, frozen = tree.partition(masters, lambda path: True)
     learning_rate = warmup_cosine(optimizer.learning_rate, schedule)
     optimizers = update.make_optimizers(lambda specs: adamw(optimizer, learning_rate, specs), trainable)
+    executor = scan.make_executor(remat)
     specs = training_state.state_specs(trainable, frozen, optimizers)
     rows = placement.activation(None, "batch", "sequence")
     shape = (training.accumulation, training.batch_size // training.accumulation, training.sequence_length)
     ids, mask = (jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for dtype in (jnp.int32, jnp.bool))
     return Program(
         parts=parts,
+        executor=executor,
         specs=specs,
         optimizers=optimizers,
-        step=make_step(parts, specs, optimizers, learning_rate, optimizer.clip_norm, placement, remat),
+        step=make_step(parts, specs, optimizers, learning_rate, optimizer.clip_norm, executor, placement),
         state=training_state.abstract(specs, placement),
         batch=Batch(tokens=ids, targets=ids, loss_mask=mask, segment_ids=ids, positions=ids),
         rows=rows,

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxopt_llm.execution import scan
-from jaxopt_llm.execution.scan import RematConfig
+from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Parts
 from jaxopt_llm.parallel.sharding import Placement
@@ -47,8 +46,8 @@ def make_step(
     optimizers: Optimizers,
     schedule: optax.Schedule,
     clip_norm: float,
+    executor: Executor,
     placement: Placement,
-    remat: RematConfig,
 ) -> Step:
     """The jitted step; it consumes the state it is given. Batch fields: [M, B, S]."""
 
@@ -56,8 +55,8 @@ def make_step(
         tokens = jnp.sum(batch.loss_mask)
         # An all-masked batch has loss 0 and gradient 0, not NaN.
         cotangent = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
-        loss, _, _, gradients = scan.loss_and_gradients(
-            parts, state.trainable, state.frozen, batch, cotangent, placement, remat
+        loss, _, _, gradients = executor.loss_and_gradients(
+            parts, state.trainable, state.frozen, batch, cotangent, placement
         )
         norm = update.global_norm(gradients)
         scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))

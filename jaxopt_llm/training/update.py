@@ -1,7 +1,7 @@
 """The layer-wise update: the optimizer sees one layer's leaves at a time.
 
 That bounds what the update holds to one layer, is where moments can be streamed from the host, and gives optimizers
-that work on matrices real matrices. A group is "outer", updated once, or a segment, looped over; every layer has its
+that work on matrices real matrices. A section is "outer", updated once, or a segment, looped over; every layer has its
 own optimizer state, step count included, stacked as the parameters are.
 """
 
@@ -17,23 +17,25 @@ from jaxopt_llm.model.decoder import Params
 from jaxopt_llm.model.param import LAYERS, ParamSpec
 from jaxopt_llm.parallel.sharding import Placement
 
-Optimizers = dict[str, optax.GradientTransformation]  # by group
+Optimizers = dict[str, optax.GradientTransformation]  # by section
 
 
 def make_optimizers(make: Callable[[tree.Tree], optax.GradientTransformation], specs: Params) -> Optimizers:
-    """One transformation a group, made for the specs of one of its layers."""
+    """One transformation a section, made for the specs of one of its layers."""
     return {
-        group: make(leaves if param.repeats(leaves) is None else param.layer_specs(leaves))
-        for group, leaves in specs.items()
+        section: make(leaves if param.repeats(leaves) is None else param.layer_specs(leaves))
+        for section, leaves in specs.items()
     }
 
 
 def init(optimizers: Optimizers, specs: Params, masters: Params) -> Params:
-    """The optimizer state of every group."""
-    return {
-        group: (optimizer.init if param.repeats(specs[group]) is None else jax.vmap(optimizer.init))(masters[group])
-        for group, optimizer in optimizers.items()
-    }
+    """The optimizer state of every section."""
+
+    def of(section: str, optimizer: optax.GradientTransformation) -> tree.Tree:
+        each = optimizer.init if param.repeats(specs[section]) is None else jax.vmap(optimizer.init)
+        return each(masters[section])
+
+    return {section: of(section, optimizer) for section, optimizer in optimizers.items()}
 
 
 def state_specs(optimizers: Optimizers, specs: Params) -> Params:
@@ -48,8 +50,8 @@ def state_specs(optimizers: Optimizers, specs: Params) -> Params:
     abstract = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)
     state = jax.eval_shape(lambda masters: init(optimizers, specs, masters), abstract)
     return {
-        group: optax.tree.map_params(optimizer, moment, state[group], specs[group], transform_non_params=other)
-        for group, optimizer in optimizers.items()
+        section: optax.tree.map_params(optimizer, moment, state[section], specs[section], transform_non_params=other)
+        for section, optimizer in optimizers.items()
     }
 
 
@@ -97,9 +99,9 @@ def apply(
 
     masters, moments, compute = state
     new = {}
-    for group, optimizer in optimizers.items():
-        run = update if param.repeats(specs[group]) is None else every_layer
-        group_state = (masters[group], moments[group], None if compute is None else compute[group])
-        new[group] = run(optimizer, specs[group], group_state, gradients[group])
-    masters, moments, copies = ({group: parts[i] for group, parts in new.items()} for i in range(3))
+    for section, optimizer in optimizers.items():
+        run = update if param.repeats(specs[section]) is None else every_layer
+        section_state = (masters[section], moments[section], None if compute is None else compute[section])
+        new[section] = run(optimizer, specs[section], section_state, gradients[section])
+    masters, moments, copies = ({section: parts[i] for section, parts in new.items()} for i in range(3))
     return masters, moments, None if compute is None else copies

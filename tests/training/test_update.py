@@ -11,7 +11,7 @@ import pytest
 import toy
 
 from jaxopt_llm import tree
-from jaxopt_llm.execution.scan import RematConfig
+from jaxopt_llm.execution.scan import RematConfig, make_executor
 from jaxopt_llm.model.decoder import Params, make_parts
 from jaxopt_llm.training import update
 from jaxopt_llm.training.optimizer import OptimizerConfig, adamw
@@ -120,7 +120,7 @@ def test_the_step_clips_by_the_norm_over_all_leaves() -> None:
     # Plain SGD shows the clipped gradient as the difference of the masters.
     optimizers = update.make_optimizers(lambda specs: optax.sgd(rate), SPECS)
     specs = state_specs(*tree.partition(SPECS, lambda path: True), optimizers)
-    step = make_step(PARTS, specs, optimizers, schedule, clip_norm, toy.placement(), RematConfig("none"))
+    step = make_step(PARTS, specs, optimizers, schedule, clip_norm, make_executor(RematConfig("none")), toy.placement())
     moments = update.init(optimizers, SPECS, before)
     state = TrainState(jnp.int32(0), before, moments, compute=None, frozen=specs.frozen)
     microbatches = toy.microbatches(batch, 1)
