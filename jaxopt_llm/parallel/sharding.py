@@ -69,7 +69,8 @@ class ShardingConfig:
 class WeightShardings:
     """How one weight is held at rest, while it is used, and as a gradient, and in which dtypes.
 
-    keep: whether the backward reuses the gathered weight (see Placement.place); trainable: whether a gradient is formed.
+    keep: whether the backward reuses the gathered weight (see Placement.place).
+    trainable: whether a gradient is formed.
     """
 
     resting: NamedSharding
