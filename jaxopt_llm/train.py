@@ -87,7 +87,6 @@ def train(config: TrainConfig) -> None:
             progress.say(f"continues from step {start}")
         else:
             state = training_state.initialize(program.specs, program.optimizers, config.run.seed, placement)
-        if not start:
             _set_aside(directory / "metrics.jsonl")
         log = MetricsLog(directory / "metrics.jsonl", start)
         _record(directory, config, corpus)

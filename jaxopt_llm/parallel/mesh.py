@@ -50,7 +50,7 @@ def visible_devices() -> list[jax.Device]:
     """Those of the default backend. Raises InputError where JAX can open none."""
     try:
         return jax.devices()
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError) as error:  # the latter for JAX_PLATFORMS=cuda without a GPU
         raise InputError(f"no device to run on ({error}); see JAX_PLATFORMS and the GPU's driver") from error
 
 

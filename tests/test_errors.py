@@ -1,0 +1,31 @@
+"""How a command ends: one line and a code, and a traceback only for what is a defect of ours."""
+
+import pytest
+
+from jaxopt_llm import errors
+from jaxopt_llm.errors import CheckpointError, InputError, TrainingDiverged
+
+
+@pytest.mark.parametrize(
+    "error, code, line",
+    [
+        (InputError("two\n lines"), 2, "error: two lines"),
+        (TrainingDiverged("step 3"), 3, "error: step 3"),
+        (CheckpointError("unreadable"), 4, "error: unreadable"),
+        (FileNotFoundError(2, "No such file", "a.txt"), 2, "error: [Errno 2] No such file: 'a.txt'"),
+        (KeyboardInterrupt(), 130, "interrupted; run again to continue from the last checkpoint"),
+    ],
+)
+def test_one_line_and_a_code(error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        raise error
+
+    with pytest.raises(SystemExit) as stop:
+        errors.run(main)
+    assert stop.value.code == code
+    assert capsys.readouterr().err == line + "\n"
+
+
+def test_a_defect_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        errors.run(lambda: 1 // 0)
