@@ -23,8 +23,8 @@ from jax.sharding import AbstractMesh
 from jaxopt_llm.checkpoint.native import CheckpointConfig
 from jaxopt_llm.data.source import DataConfig
 from jaxopt_llm.errors import InputError
-from jaxopt_llm.execution.scan import RematConfig
-from jaxopt_llm.model.decoder import ModelConfig, param_specs
+from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.model.decoder import ModelConfig, layout, param_specs
 from jaxopt_llm.observe.metrics import LoggingConfig
 from jaxopt_llm.parallel.mesh import AXES, MeshConfig
 from jaxopt_llm.parallel.precision import PrecisionConfig
@@ -253,15 +253,20 @@ def _indivisible(config: TrainConfig) -> list[str]:
         )
     sizes = dataclasses.astuple(config.mesh)
     placement = Placement(AbstractMesh(sizes, AXES), config.sharding.zero_stage, config.precision)
-    return found + placement.problems(param_specs(config.model))
+    found += placement.problems(param_specs(config.model))
+    periods = sum(segment.repeats for segment in layout(config.model))
+    if config.mesh.pipeline > periods:
+        found.append(
+            f"mesh.pipeline={config.mesh.pipeline} stages exceed the layers: model.layers={config.model.layers} with a "
+            f"pattern of {len(config.model.pattern)} can be split into {periods} at most"
+        )
+    return found
 
 
 def _missing_features(config: TrainConfig) -> list[str]:
-    return [
-        f"mesh.{axis}={getattr(config.mesh, axis)}: not there yet, {what}; use mesh.fsdp and mesh.tensor"
-        for axis, what in (("pipeline", "no pipeline executor"), ("context", "no ring attention"))
-        if getattr(config.mesh, axis) > 1
-    ]
+    if config.mesh.context == 1:
+        return []
+    return [f"mesh.context={config.mesh.context}: not there yet, no ring attention; use mesh.fsdp and mesh.tensor"]
 
 
 def _split_config(arguments: list[str]) -> tuple[str | None, list[str]]:

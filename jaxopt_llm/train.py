@@ -82,7 +82,8 @@ def train(config: TrainConfig) -> None:
         )
         _check_host_memory(peak * placement.mesh.size)
         if start:
-            restored = checkpoints.restore(start, **training_state.kept(program.state))
+            saved = placement.abstract(training_state.checkpoint_specs(program.specs))
+            restored = checkpoints.restore(start, **saved)
             state = training_state.resume(program.specs, start, placement, **restored)
             progress.say(f"continues from step {start}")
         else:
@@ -122,7 +123,7 @@ def train(config: TrainConfig) -> None:
                 log.write(record)
                 progress.show(record)
             if saved:
-                checkpoints.save(step, **training_state.kept(state))
+                checkpoints.save(step, **program.kept(state))
             timed_from, clock = step, time.perf_counter()
         log.close()
 

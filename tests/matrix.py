@@ -1,14 +1,15 @@
 """A pairwise cover: few cases in which every pair of values of any two factors occurs."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def pairwise(factors: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Greedy: each case is the one of the full product that covers most pairs not yet seen."""
+def pairwise(factors: dict[str, Sequence[Any]], possible: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Greedy: each case is the possible one of the full product that covers most pairs not yet seen."""
     names = list(factors)
-    cases = [dict(zip(names, values, strict=True)) for values in itertools.product(*factors.values())]
+    product = (dict(zip(names, values, strict=True)) for values in itertools.product(*factors.values()))
+    cases = list(filter(possible, product))
 
     def pairs(case: dict[str, Any]) -> set[tuple[tuple[str, str], tuple[str, str]]]:
         return {

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 import pytest
 
-from jaxopt_llm.execution.scan import RematConfig
+from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import ModelConfig
 from jaxopt_llm.parallel import hlo

@@ -1,6 +1,7 @@
 """Every placement computes the same: a pairwise cover of the settings that place it, against one device."""
 
 import functools
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import toy
 from matrix import pairwise
 
 from jaxopt_llm import tree
-from jaxopt_llm.execution.scan import RematConfig
+from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.decoder import Params, make_parts
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement
@@ -19,24 +20,30 @@ from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.optimizer import OptimizerConfig
 from jaxopt_llm.training.program import make_program
 from jaxopt_llm.training.schedule import ScheduleConfig
-from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import TrainingConfig
 
 ROWS, LENGTH = 24, 16
+DEVICES = 8
 CASES = pairwise(
     {
+        "pipeline": (1, 2),
         "zero": (0, 1, 2, 3),
         "tensor": (1, 2),
-        "split": ({"data": 4}, {"fsdp": 4}, {"data": 2, "fsdp": 2}),
+        "split": ({"data": 2}, {"fsdp": 2}, {"data": 2, "fsdp": 2}),
         "accumulation": (1, 3),
         "remat": ("none", "full"),
         "tied": (True, False),
-    }
+    },
+    lambda case: case["pipeline"] * case["tensor"] * math.prod(case["split"].values()) <= DEVICES,
 )
-# Beyond the cover: the third batch axis, and key-value heads fewer than `tensor`, which are repeated.
+BASIC = {"pipeline": 1, "zero": 1, "tensor": 1, "split": {}, "accumulation": 3, "remat": "full", "tied": True}
+# Beyond the cover: the third batch axis, more devices along one, key-value heads fewer than `tensor`, which are
+# repeated, and stages of unequal layers.
 EXTRAS = [
-    {"zero": 1, "tensor": 1, "split": {"fsdp": 2, "expert": 2}, "accumulation": 3, "remat": "full", "tied": True},
-    {"zero": 3, "tensor": 4, "split": {"fsdp": 2}, "accumulation": 1, "remat": "none", "tied": True},
+    BASIC | {"split": {"fsdp": 2, "expert": 2}},
+    BASIC | {"zero": 3, "tensor": 4, "split": {"fsdp": 2}, "accumulation": 1, "remat": "none"},
+    BASIC | {"zero": 2, "split": {"fsdp": 8}},
+    BASIC | {"pipeline": 3, "tensor": 2, "tied": False},
 ]
 
 pytestmark = pytest.mark.core
@@ -57,28 +64,29 @@ def compute(placement: Placement, accumulation: int, remat: str, tied: bool) -> 
     optimizer = OptimizerConfig(learning_rate=1e-2, epsilon=1e-3, clip_norm=0.5)
     policy = RematConfig(remat)  # type: ignore[arg-type]
     program = make_program(model, training, optimizer, ScheduleConfig(1, 10), policy, placement)
-    resting = training_state.kept(training_state.shardings(program.specs, placement))
-    state = training_state.resume(program.specs, 0, placement, **jax.device_put(initial(tied), resting))
+    saved = jax.tree.map(placement.saved, training_state.checkpoint_specs(program.specs))
+    state = training_state.resume(program.specs, 0, placement, **jax.device_put(initial(tied), saved))
 
     first, second = (toy.microbatches(toy.packed(ROWS, LENGTH, seed), accumulation) for seed in range(2))
     state, metrics = program.step(state, jax.device_put(first, program.rows))
     # Adam's first moment after one step from zero is (1 - beta1) × the clipped gradient.
-    gradients = {group: moments[0].mu for group, moments in to_host(state.moments).items()}
+    gradients = {group: moments[0].mu for group, moments in to_host(program.kept(state)["moments"]).items()}
     state, _ = program.step(state, jax.device_put(second, program.rows))
     assert metrics["grad_norm"] > optimizer.clip_norm
-    return Result(float(metrics["loss"]), float(metrics["grad_norm"]), gradients, to_host(state.masters))
+    masters = to_host(program.kept(state)["masters"])
+    return Result(float(metrics["loss"]), float(metrics["grad_norm"]), gradients, masters)
 
 
 @functools.cache
 def initial(tied: bool) -> dict[str, Params]:
-    """The state before the first step, made on one device."""
-    return to_host(training_state.kept(initialize(toy.placement(), tied)))
+    """What a checkpoint before the first step holds, made on one device."""
+    return initialize(toy.placement(), tied)
 
 
-def initialize(placement: Placement, tied: bool) -> TrainState:
+def initialize(placement: Placement, tied: bool) -> dict[str, Params]:
     model = replace(toy.CONFIG, tied_head=tied)
     program = make_program(model, TrainingConfig(), OptimizerConfig(), ScheduleConfig(), RematConfig("none"), placement)
-    return training_state.initialize(program.specs, program.optimizers, 0, placement)
+    return to_host(program.kept(training_state.initialize(program.specs, program.optimizers, 0, placement)))
 
 
 def to_host(leaves: Any) -> Any:
@@ -102,14 +110,15 @@ def assert_equal(found: Params, expected: Params) -> None:
 
 
 def name(case: dict[str, Any]) -> str:
-    axes = "-".join(f"{axis}{size}" for axis, size in {**case["split"], "tensor": case["tensor"]}.items())
+    sizes = {"pipeline": case["pipeline"], **case["split"], "tensor": case["tensor"]}
+    axes = "-".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
     head = "tied" if case["tied"] else "untied"
     return f"zero{case['zero']}-{axes}-accumulate{case['accumulation']}-{case['remat']}-{head}"
 
 
 @pytest.mark.parametrize("case", CASES + EXTRAS, ids=name)
 def test_placement_changes_nothing(case: dict[str, Any]) -> None:
-    placement = toy.placement(case["zero"], **case["split"], tensor=case["tensor"])
+    placement = toy.placement(case["zero"], pipeline=case["pipeline"], **case["split"], tensor=case["tensor"])
     found = compute(placement, case["accumulation"], case["remat"], case["tied"])
     expected = one_device(case["tied"])
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
@@ -119,11 +128,17 @@ def test_placement_changes_nothing(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "zero, split", [(0, {"tensor": 2}), (1, {"data": 2, "fsdp": 2}), (3, {"fsdp": 4, "tensor": 2})]
+    "zero, split",
+    [
+        (0, {"tensor": 2}),
+        (1, {"data": 2, "fsdp": 2}),
+        (3, {"fsdp": 4, "tensor": 2}),
+        (3, {"pipeline": 2, "fsdp": 2, "tensor": 2}),
+    ],
 )
 def test_initial_values_are_equal_to_the_bit(zero: int, split: dict[str, int]) -> None:
     found = initialize(toy.placement(zero, **split), tied=False)
-    jax.tree.map(np.testing.assert_array_equal, to_host(found.masters), initial(tied=False)["masters"])
+    jax.tree.map(np.testing.assert_array_equal, found, initial(tied=False))
 
 
 def test_the_model_and_its_batches_are_heterogeneous() -> None:

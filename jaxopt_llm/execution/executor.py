@@ -30,7 +30,7 @@ class LossAndGradients(Protocol):
 
 class Loss(Protocol):
     def __call__(self, parts: Parts, params: Params, batch: Batch, placement: Placement) -> tuple[jax.Array, Auxiliary]:
-        """The loss summed over the real tokens of one microbatch, fields [B, S], and the auxiliary sums."""
+        """The loss summed over real tokens, fields [M, B, S], and the auxiliary sums."""
 
 
 @dataclass(frozen=True)

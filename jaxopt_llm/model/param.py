@@ -15,7 +15,9 @@ import numpy as np
 
 from jaxopt_llm import tree
 
-LAYERS = "layers"  # the logical axis of a stack: always leading, never split by ZeRO
+# The logical axes of a stack, always leading and never split by ZeRO. Most stacks have the last alone; a pipeline's
+# rest by stage, and the last is then the slot within the stage. Loops run over the last.
+STACK_AXES = ("virtual", "stages", "layers")
 
 FLOAT32 = np.dtype(np.float32)
 Initializer = Callable[[jax.Array, tuple[int, ...], int], jax.Array]  # (key, shape, fan-in) -> float32 array
@@ -42,6 +44,7 @@ class ParamSpec:
     axes:         a logical name per dimension; parallel/sharding.py's table maps names to mesh axes.
     contracting:  the dimensions that a product sums over; their sizes multiply to the fan-in.
     init:         (key, shape, fan-in) -> float32 values, for one layer where the parameter is a stack.
+    layers:       of a stack, nested by its leading axes: the number of the layer at each place, -1 where there is none.
     """
 
     shape: tuple[int, ...]
@@ -49,38 +52,63 @@ class ParamSpec:
     contracting: tuple[int, ...] = ()
     init: Initializer = ones
     dtype: Any = FLOAT32
+    layers: tuple[Any, ...] | None = None
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
 
     @property
-    def stacked(self) -> bool:
-        return bool(self.axes) and self.axes[0] == LAYERS
+    def leading(self) -> int:
+        """How many of the axes are a stack's."""
+        return 0 if self.layers is None else np.ndim(self.layers)
 
     @property
     def fan_in(self) -> int:
         return math.prod(self.shape[dim] for dim in self.contracting)
 
-    def stack(self, repeats: int) -> "ParamSpec":
-        """The spec of `repeats` such parameters on a new leading axis."""
-        dims = tuple(dim + 1 for dim in self.contracting)
-        return replace(self, shape=(repeats, *self.shape), axes=(LAYERS, *self.axes), contracting=dims)
+    def stack(self, layers: int | np.ndarray) -> "ParamSpec":
+        """The spec of such parameters on new leading axes: so many layers, or those of these numbers."""
+        numbers = np.arange(layers) if isinstance(layers, int) else layers
+        return replace(
+            self,
+            shape=(*numbers.shape, *self.shape),
+            axes=(*STACK_AXES[-numbers.ndim :], *self.axes),
+            contracting=tuple(dim + numbers.ndim for dim in self.contracting),
+            layers=_nested(numbers),
+        )
 
     def layer(self) -> "ParamSpec":
         """The spec of one layer of a stack: the inverse of `stack`."""
-        dims = tuple(dim - 1 for dim in self.contracting)
-        return replace(self, shape=self.shape[1:], axes=self.axes[1:], contracting=dims)
+        return replace(self._without(self.leading), layers=None)
+
+    def stage(self) -> "ParamSpec":
+        """The spec of what one stage of a pipeline holds: a stack of its slots, whichever layers these are."""
+        return replace(self._without(2), layers=_nested(np.arange(self.shape[2]))) if self.leading == 3 else self
+
+    def _without(self, leading: int) -> "ParamSpec":
+        dims = tuple(dim - leading for dim in self.contracting)
+        return replace(self, shape=self.shape[leading:], axes=self.axes[leading:], contracting=dims)
+
+
+def _nested(numbers: np.ndarray) -> tuple[Any, ...]:
+    return tuple(int(each) if numbers.ndim == 1 else _nested(each) for each in numbers)
 
 
 def count(specs: tree.Tree) -> int:
-    return sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs))
+    """Values of all layers; places of a stack that hold none do not count."""
+    return sum(depth(spec) * math.prod(spec.shape[spec.leading :]) for spec in jax.tree.leaves(specs))
 
 
-def repeats(specs: tree.Tree) -> int | None:
-    """The layers of a segment's stack; None for parameters outside the stacks, and for a group without leaves."""
-    leading = {spec.shape[0] if spec.stacked else None for spec in jax.tree.leaves(specs)} or {None}
-    (layers,) = leading
-    return layers
+def depth(spec: ParamSpec) -> int:
+    """The layers of a stack; 1 for what is none."""
+    return 1 if spec.layers is None else int(np.sum(np.asarray(spec.layers) >= 0))
+
+
+def layers(specs: tree.Tree) -> np.ndarray | None:
+    """The numbers of a segment's layers, int [R] or [V, stages, slots]; None for parameters outside the stacks, and for
+    a group without leaves."""
+    (numbers,) = {spec.layers for spec in jax.tree.leaves(specs)} or {None}
+    return None if numbers is None else np.asarray(numbers)
 
 
 def layer_specs(specs: tree.Tree) -> tree.Tree:
@@ -94,10 +122,17 @@ def initialize(specs: tree.Tree, seed: int) -> tree.Tree:
     def leaf(path: str, spec: ParamSpec) -> jax.Array:
         digest = hashlib.sha256(path.encode()).digest()
         key = jax.random.fold_in(root, int.from_bytes(digest[:4], "little"))
-        if not spec.stacked:
+        if spec.layers is None:
             return spec.init(key, spec.shape, spec.fan_in).astype(spec.dtype)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(spec.shape[0]))
-        layer = spec.layer()
-        return jax.vmap(lambda layer_key: layer.init(layer_key, layer.shape, layer.fan_in))(keys).astype(spec.dtype)
+        one = spec.layer()
+
+        def layer(number: jax.Array) -> jax.Array:
+            value = one.init(jax.random.fold_in(key, jnp.maximum(number, 0)), one.shape, one.fan_in)
+            return jnp.where(number < 0, 0.0, value)
+
+        each = layer
+        for _ in range(spec.leading):
+            each = jax.vmap(each)
+        return each(jnp.asarray(spec.layers)).astype(spec.dtype)
 
     return tree.map_with_path(leaf, specs)

@@ -20,6 +20,8 @@ from jaxopt_llm.parallel.mesh import AXES, BATCH_AXES
 from jaxopt_llm.parallel.precision import PrecisionConfig
 
 PARAMETER_AXES: dict[str, tuple[str, ...]] = {
+    "virtual": (),
+    "stages": ("pipeline",),
     "layers": (),
     "embed": (),
     "head_dim": (),
@@ -56,7 +58,7 @@ class Spec(Protocol):
     @property
     def dtype(self) -> Any: ...
     @property
-    def stacked(self) -> bool: ...
+    def leading(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -159,19 +161,24 @@ class Placement:
 
     def masters(self, spec: Spec) -> NamedSharding:
         """Of master parameters and their moments."""
-        return self._sharding(self._dims(spec, divided=self.divides_masters))
+        return self._sharding(self._dims(spec, self._storage(1)))
 
     def parameters(self, spec: Spec) -> NamedSharding:
         """Of the parameters that the model reads: the compute copy, or the masters where there is none."""
-        return self._sharding(self._dims(spec, divided=self.zero_stage == 3))
+        return self._sharding(self._dims(spec, self._storage(3)))
+
+    def saved(self, spec: Spec) -> NamedSharding:
+        """Of what a checkpoint holds, on its way there and back. A stack is whole there, not split over stages, so that
+        `pipeline` divides as fsdp does: no device holds more than it does at rest."""
+        return self._sharding(self._dims(spec, self._storage(1), ("pipeline",)))
 
     def abstract(self, specs: tree.Tree) -> tree.Tree:
-        """The masters as ShapeDtypeStructs with shardings: what to restore into."""
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.masters(x)), specs)
+        """What a checkpoint holds as ShapeDtypeStructs with shardings: what to restore into."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.saved(x)), specs)
 
     def gradients(self, spec: Spec) -> NamedSharding:
         """Of gradients, within one gradient group."""
-        return self._sharding(self._dims(spec, divided=self.zero_stage >= 2))
+        return self._sharding(self._dims(spec, self._storage(2)))
 
     def compute_parameters(self, specs: tree.Tree, masters: tree.Tree) -> tree.Tree:
         """The compute copy of the masters: one gather in compute dtype."""
@@ -187,7 +194,7 @@ class Placement:
 
         First over the axes that divide the masters, a reduce-scatter, then over the others, an all-reduce of that part.
         """
-        groups, dims = self.gradient_groups, self._dims(spec, divided=self.divides_masters)
+        groups, dims = self.gradient_groups, self._dims(spec, self._storage(1))
         divides = [axis in (name for dim in dims for name in dim) for axis in groups]
         gradients = gradients.astype(self.precision.reduce_dtype)
         gradients = gradients.reshape(*(self.size(axis) for axis in groups), *spec.shape)
@@ -221,7 +228,7 @@ class Placement:
         def leaf(spec: Spec, array: jax.Array, tap: jax.Array | None) -> Placed:
             shardings = WeightShardings(
                 resting=self.parameters(spec),
-                gathered=self._sharding(self._dims(spec, divided=False)),
+                gathered=self._sharding(self._dims(spec)),
                 gradient=self.gradients(spec),
                 compute_dtype=self.precision.compute_dtype,
                 reduce_dtype=self.precision.reduce_dtype,
@@ -238,11 +245,10 @@ class Placement:
 
     def undivided(self, specs: tree.Tree) -> list[str]:
         """Paths of the parameters that ZeRO leaves whole because none of their dimensions divides."""
-        storage = self._storage_axes()
-        if not storage or self.zero_stage == 0:
+        if self.size(*STORAGE_AXES) == 1 or self.zero_stage == 0:
             return []
         whole = tree.map_with_path(
-            lambda path, spec: path if self._dims(spec, True) == self._dims(spec, False) else None, specs
+            lambda path, spec: path if self._dims(spec, STORAGE_AXES) == self._dims(spec) else None, specs
         )
         return jax.tree.leaves(whole)
 
@@ -251,7 +257,7 @@ class Placement:
         first: dict[str, str] = {}
 
         def check(path: str, spec: Spec) -> None:
-            for size, axis, dim in zip(spec.shape, spec.axes, self._dims(spec, divided=False), strict=True):
+            for size, axis, dim in zip(spec.shape, spec.axes, self._dims(spec), strict=True):
                 if size % self.size(*dim):
                     setting = " × ".join(f"mesh.{name}={self.size(name)}" for name in dim)
                     first.setdefault(f"{axis} of size {size} does not divide by {setting}", path)
@@ -259,13 +265,14 @@ class Placement:
         tree.map_with_path(check, specs)
         return [f"{problem} (in {path})" for problem, path in first.items()]
 
-    def _storage_axes(self) -> tuple[str, ...]:
-        return tuple(axis for axis in STORAGE_AXES if self.size(axis) > 1)
+    def _storage(self, stage: int) -> tuple[str, ...]:
+        """What divides an array that ZeRO divides from this stage on."""
+        return STORAGE_AXES if self.zero_stage >= stage else ()
 
-    def _dims(self, spec: Spec, divided: bool) -> Dims:
-        """Mesh axes of each dimension: the parameters' table, with ZeRO's storage axes laid over it if `divided`.
+    def _dims(self, spec: Spec, *overlays: tuple[str, ...]) -> Dims:
+        """Mesh axes of each dimension: the parameters' table, with storage axes laid over it, one group after the other.
 
-        The storage axes go to the first dimension (of one layer) that still divides by them after what `tensor` took.
+        A group goes to the first dimension (of one layer) that still divides by it after what has been taken already.
         First, because splitting a stack on its minor dimension makes XLA transpose it whole around the loop, and
         because a gather along the leading dimension is a plain concatenation.
         """
@@ -273,10 +280,10 @@ class Placement:
         for axis, size in zip(spec.axes, spec.shape, strict=True):
             wanted = PARAMETER_AXES[axis] if axis else ()
             dims.append(() if axis and self.replicates(axis, size) else tuple(a for a in wanted if self.size(a) > 1))
-        if divided:
+        for overlay in overlays:
             used = {axis for dim in dims for axis in dim}
-            storage = tuple(axis for axis in self._storage_axes() if axis not in used)
-            for i in range(int(spec.stacked), len(dims)):
+            storage = tuple(axis for axis in overlay if axis not in used and self.size(axis) > 1)
+            for i in range(spec.leading, len(dims)):
                 if storage and spec.shape[i] % self.size(*dims[i], *storage) == 0:
                     dims[i] += storage
                     break

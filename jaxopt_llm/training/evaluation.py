@@ -27,11 +27,7 @@ def make_evaluate(parts: Parts, executor: Executor, placement: Placement) -> Cal
 
     def sums(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         params = tree.merge(state.trainable, state.frozen)
-
-        def microbatch_loss(microbatch: Batch) -> jax.Array:
-            return executor.loss(parts, params, microbatch, placement)[0]
-
-        return jnp.sum(jax.lax.map(microbatch_loss, batch)), jnp.sum(batch.loss_mask)
+        return executor.loss(parts, params, batch, placement)[0], jnp.sum(batch.loss_mask)
 
     compiled = jax.jit(sums, out_shardings=placement.replicated)
 

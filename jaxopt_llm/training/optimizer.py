@@ -47,7 +47,7 @@ def adamw(config: OptimizerConfig, schedule: optax.Schedule, specs: tree.Tree) -
     """
 
     def decays(spec: ParamSpec) -> bool:
-        assert not spec.stacked
+        assert not spec.leading
         return len(spec.shape) > 1
 
     return optax.adamw(

@@ -1,5 +1,6 @@
 """A configuration and a placement, made into everything that a run compiles."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,11 +10,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxopt_llm import tree
-from jaxopt_llm.execution import scan
+from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.executor import Executor
-from jaxopt_llm.execution.scan import RematConfig
+from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.execution.stages import rest_on_stages
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.decoder import ModelConfig, Parts, make_parts
+from jaxopt_llm.model.decoder import ModelConfig, Params, Parts, make_parts
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training import update
@@ -26,13 +28,15 @@ from jaxopt_llm.training.update import Optimizers
 
 @dataclass(frozen=True)
 class Program:
-    """step: jitted (state, batch) -> (state, metrics), compiled for `state` and `batch`, the abstract arguments."""
+    """step: jitted (state, batch) -> (state, metrics), compiled for `state` and `batch`, the abstract arguments.
+    kept: state -> what a checkpoint holds of it."""
 
     parts: Parts
     executor: Executor
     specs: StateSpecs
     optimizers: Optimizers
     step: Any
+    kept: Callable[[TrainState], dict[str, Params]]
     state: TrainState
     batch: Batch
     rows: NamedSharding
@@ -48,11 +52,14 @@ def make_program(
 ) -> Program:
     """Allocates nothing: the placement's devices may be those of a topology that is only compiled for."""
     parts = make_parts(model)
+    stages = placement.size("pipeline")
+    if stages > 1:
+        parts = rest_on_stages(parts, stages)
+    executor = pipeline.make_executor(remat) if stages > 1 else scan.make_executor(remat)
     masters = jax.tree.map(lambda spec: replace(spec, dtype=np.dtype(placement.precision.param_dtype)), parts.specs)
     trainable, frozen = tree.partition(masters, lambda path: True)
     learning_rate = warmup_cosine(optimizer.learning_rate, schedule)
     optimizers = update.make_optimizers(lambda specs: adamw(optimizer, learning_rate, specs), trainable)
-    executor = scan.make_executor(remat)
     specs = training_state.state_specs(trainable, frozen, optimizers)
     rows = placement.activation(None, "batch", "sequence")
     shape = (training.accumulation, training.batch_size // training.accumulation, training.sequence_length)
@@ -63,6 +70,7 @@ def make_program(
         specs=specs,
         optimizers=optimizers,
         step=make_step(parts, specs, optimizers, learning_rate, optimizer.clip_norm, executor, placement),
+        kept=training_state.kept(specs, placement),
         state=training_state.abstract(specs, placement),
         batch=Batch(tokens=ids, targets=ids, loss_mask=mask, segment_ids=ids, positions=ids),
         rows=rows,

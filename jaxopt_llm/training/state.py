@@ -1,10 +1,13 @@
 """The training state, and where it rests."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+from jax.sharding import NamedSharding
 
 from jaxopt_llm import tree
 from jaxopt_llm.model import param
@@ -103,16 +106,59 @@ def initialize(specs: StateSpecs, optimizers: Optimizers, seed: int, placement: 
     return jax.jit(make, out_shardings=shardings(specs, placement))()
 
 
-def kept(state: TrainState) -> dict[str, Params]:
-    """The trees that a checkpoint holds, of a real or an abstract state."""
-    trees = {"masters": state.masters, "moments": state.moments, "frozen": state.frozen}
-    return {name: leaves for name, leaves in trees.items() if jax.tree.leaves(leaves)}
+def checkpoint_specs(specs: StateSpecs) -> dict[str, Params]:
+    """The trees that a checkpoint holds, in its one layout: stacks by layer, whatever the mesh."""
+
+    def by_layer(spec: ParamSpec) -> ParamSpec:
+        return spec if spec.layers is None else spec.layer().stack(param.depth(spec))
+
+    trees = {"masters": specs.masters, "moments": specs.moments, "frozen": specs.frozen}
+    return {name: jax.tree.map(by_layer, each) for name, each in trees.items() if jax.tree.leaves(each)}
+
+
+def kept(specs: StateSpecs, placement: Placement) -> Callable[[TrainState], dict[str, Params]]:
+    """The function that gives what a checkpoint holds of a state."""
+    resting = {"masters": specs.masters, "moments": specs.moments, "frozen": specs.frozen}
+    saved = checkpoint_specs(specs)
+
+    def trees(state: TrainState) -> dict[str, Params]:
+        return {name: getattr(state, name) for name in saved}
+
+    def by_layer(spec: ParamSpec, array: jax.Array) -> jax.Array:
+        """[virtual, stages, slots, ...] -> [repeats, ...]."""
+        if spec.leading < 2:
+            return array
+        places = np.ravel(np.asarray(spec.layers))
+        # First off the stages: rows are then taken on each device, not sent.
+        rows = spec.layer().stack(places.size)
+        flat = jax.lax.with_sharding_constraint(array.reshape(rows.shape), placement.saved(rows))
+        return flat[np.argsort(places)[-param.depth(spec) :]]
+
+    if placement.size("pipeline") == 1:
+        return trees
+    shardings = jax.tree.map(placement.saved, saved)
+    convert = jax.jit(
+        lambda arrays: jax.tree.map(by_layer, {name: resting[name] for name in arrays}, arrays), out_shardings=shardings
+    )
+    return lambda state: convert(trees(state))
 
 
 def resume(
     specs: StateSpecs, step: int, placement: Placement, masters: Params, moments: Params, frozen: Params | None = None
 ) -> TrainState:
     """The state at a checkpoint's step, of what `kept` gave; the compute copy is made again."""
+
+    def on_stages(spec: ParamSpec, resting: NamedSharding, array: jax.Array) -> jax.Array:
+        """[repeats, ...] -> [virtual, stages, slots, ...], zeros where a slot holds no layer. Leaf by leaf, and the old
+        one goes: a whole state would not fit twice."""
+        if spec.leading < 2:
+            return array
+        places = np.asarray(spec.layers)
+        live = np.reshape(places >= 0, places.shape + (1,) * (array.ndim - 1))
+        moved = jax.jit(lambda x: jnp.where(live, x[np.maximum(places, 0)], 0), out_shardings=resting)(array)
+        jax.block_until_ready(moved)
+        array.delete()
+        return moved
 
     def make(masters: Params, moments: Params, frozen: Params) -> TrainState:
         return TrainState(
@@ -123,5 +169,12 @@ def resume(
             frozen=frozen,
         )
 
-    make_in_place = jax.jit(make, out_shardings=shardings(specs, placement), donate_argnums=(0, 1, 2))
-    return make_in_place(masters, moments, specs.frozen if frozen is None else frozen)
+    frozen = specs.frozen if frozen is None else frozen
+    resting = shardings(specs, placement)
+    masters, moments, frozen = jax.tree.map(
+        on_stages,
+        (specs.masters, specs.moments, specs.frozen),
+        (resting.masters, resting.moments, resting.frozen),
+        (masters, moments, frozen),
+    )
+    return jax.jit(make, out_shardings=resting, donate_argnums=(0, 1, 2))(masters, moments, frozen)

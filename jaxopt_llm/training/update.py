@@ -2,19 +2,23 @@
 
 That bounds what the update holds to one layer, is where moments can be streamed from the host, and gives optimizers
 that work on matrices real matrices. A section is "outer", updated once, or a segment, looped over; every layer has its
-own optimizer state, step count included, stacked as the parameters are.
+own optimizer state, step count included, stacked as the parameters are. Of a pipeline's segment every stage updates its
+own layer at once, slot by slot: indexing the axis that is split over the stages would gather it.
 """
 
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxopt_llm import tree
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import Params
-from jaxopt_llm.model.param import LAYERS, ParamSpec
+from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.sharding import Placement
 
 Optimizers = dict[str, optax.GradientTransformation]  # by section
@@ -23,7 +27,7 @@ Optimizers = dict[str, optax.GradientTransformation]  # by section
 def make_optimizers(make: Callable[[tree.Tree], optax.GradientTransformation], specs: Params) -> Optimizers:
     """One transformation a section, made for the specs of one of its layers."""
     return {
-        section: make(leaves if param.repeats(leaves) is None else param.layer_specs(leaves))
+        section: make(leaves if param.layers(leaves) is None else param.layer_specs(leaves))
         for section, leaves in specs.items()
     }
 
@@ -32,7 +36,10 @@ def init(optimizers: Optimizers, specs: Params, masters: Params) -> Params:
     """The optimizer state of every section."""
 
     def of(section: str, optimizer: optax.GradientTransformation) -> tree.Tree:
-        each = optimizer.init if param.repeats(specs[section]) is None else jax.vmap(optimizer.init)
+        layers = param.layers(specs[section])
+        each = optimizer.init
+        for _ in range(0 if layers is None else layers.ndim):
+            each = jax.vmap(each)
         return each(masters[section])
 
     return {section: of(section, optimizer) for section, optimizer in optimizers.items()}
@@ -41,16 +48,24 @@ def init(optimizers: Optimizers, specs: Params, masters: Params) -> Params:
 def state_specs(optimizers: Optimizers, specs: Params) -> Params:
     """A ParamSpec for every leaf of the state: a moment has its parameter's axes, a count only the stack's."""
 
-    def other(leaf: jax.ShapeDtypeStruct) -> ParamSpec:
-        return ParamSpec(leaf.shape, ((LAYERS,) if leaf.ndim else ()) + (None,) * (leaf.ndim - 1), dtype=leaf.dtype)
+    def other(layers: np.ndarray | None, leaf: jax.ShapeDtypeStruct) -> ParamSpec:
+        leading = 0 if layers is None else layers.ndim
+        spec = ParamSpec(leaf.shape[leading:], (None,) * (leaf.ndim - leading), dtype=leaf.dtype)
+        return spec if layers is None else spec.stack(layers)
 
     def moment(leaf: jax.ShapeDtypeStruct, spec: ParamSpec) -> ParamSpec:
-        return ParamSpec(spec.shape, spec.axes, spec.contracting, dtype=leaf.dtype)
+        return replace(spec, dtype=leaf.dtype)
 
     abstract = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)
     state = jax.eval_shape(lambda masters: init(optimizers, specs, masters), abstract)
     return {
-        section: optax.tree.map_params(optimizer, moment, state[section], specs[section], transform_non_params=other)
+        section: optax.tree.map_params(
+            optimizer,
+            moment,
+            state[section],
+            specs[section],
+            transform_non_params=functools.partial(other, param.layers(specs[section])),
+        )
         for section, optimizer in optimizers.items()
     }
 
@@ -85,22 +100,27 @@ def apply(
     def every_layer(
         optimizer: optax.GradientTransformation, specs: tree.Tree, state: tuple[tree.Tree, ...], gradients: tree.Tree
     ) -> tuple[tree.Tree, ...]:
-        layer_specs = param.layer_specs(specs)
+        layer_specs, layers = param.layer_specs(specs), param.layers(specs)
+        assert layers is not None
+        axis = layers.ndim - 1
+        each = functools.partial(update, optimizer, layer_specs)
+        if axis:
+            each = jax.vmap(jax.vmap(each, spmd_axis_name="pipeline"))  # over [virtual, stages]
 
         def one(index: jax.Array, carry: tuple[tree.Tree, ...]) -> tuple[tree.Tree, ...]:
             def layer(stack: tree.Tree) -> tree.Tree:
-                return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stack)
+                return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False), stack)
 
-            new = update(optimizer, layer_specs, layer(carry), layer(gradients))
-            return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, 0), carry, new)
+            new = each(layer(carry), layer(gradients))
+            return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, axis), carry, new)
 
         # A carry, not a scan's xs and ys: XLA for GPUs updates only a carry in place.
-        return jax.lax.fori_loop(0, param.repeats(specs), one, state)
+        return jax.lax.fori_loop(0, layers.shape[-1], one, state)
 
     masters, moments, compute = state
     new = {}
     for section, optimizer in optimizers.items():
-        run = update if param.repeats(specs[section]) is None else every_layer
+        run = update if param.layers(specs[section]) is None else every_layer
         section_state = (masters[section], moments[section], None if compute is None else compute[section])
         new[section] = run(optimizer, specs[section], section_state, gradients[section])
     masters, moments, copies = ({section: parts[i] for section, parts in new.items()} for i in range(3))

@@ -13,7 +13,7 @@ import toy
 
 from jaxopt_llm import tree
 from jaxopt_llm.execution import scan
-from jaxopt_llm.execution.scan import RematConfig
+from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.generate import greedy
 from jaxopt_llm.model import param
 from jaxopt_llm.model.context import Context

@@ -63,13 +63,13 @@ def test_the_standard_deviation_is_scale_over_the_root_of_fan_in(spec: ParamSpec
 @pytest.mark.parametrize("spec", [UP, OUTPUT, TABLE, SCALE])
 def test_a_layer_of_a_stack_is_what_was_stacked(spec: ParamSpec) -> None:
     stack = spec.stack(3)
-    assert stack.stacked and stack.shape == (3, *spec.shape) and stack.fan_in == spec.fan_in
+    assert stack.leading == 1 and stack.shape == (3, *spec.shape) and stack.fan_in == spec.fan_in
     assert stack.layer() == spec
 
 
-def test_repeats_are_a_segments_height_and_count_is_of_all_values() -> None:
-    assert param.repeats(SPECS["segment_0"]) == 3
-    assert param.repeats(SPECS["outer"]) is None
+def test_layers_are_a_segments_numbers_and_count_is_of_all_values() -> None:
+    np.testing.assert_array_equal(param.layers(SPECS["segment_0"]), range(3))
+    assert param.layers(SPECS["outer"]) is None
     assert param.count(SPECS) == 128 * 32 + 32 + 3 * (32 * 64 + 4 * 8 * 32)
 
 

@@ -1,0 +1,61 @@
+"""How gradients are summed: over microbatches within a gradient group, then over the groups once.
+
+Letters: M microbatches, G gradient groups, B batch, S sequence. See Placement.gradient_groups.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxopt_llm.model import param
+from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.decoder import Auxiliary, Params
+from jaxopt_llm.parallel.sharding import Placement
+
+Sums = tuple[jax.Array, Auxiliary, Params]  # loss, auxiliary sums and gradients, each summed over real tokens
+
+
+def zero_sums(shapes: Sums, specs: Params, inside: Placement) -> Sums:
+    """What to add microbatches to, in float32."""
+    return _place(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes), specs, inside)
+
+
+def add_sums(total: Sums, added: Sums, specs: Params, inside: Placement) -> Sums:
+    return _place(jax.tree.map(lambda a, b: a + b.astype(jnp.float32), total, added), specs, inside)
+
+
+def _place(sums: Sums, specs: Params, inside: Placement) -> Sums:
+    return (*sums[:2], jax.lax.with_sharding_constraint(sums[2], jax.tree.map(inside.gradients, specs)))
+
+
+def sum_over_groups(one_group: Callable[[Batch], Sums], batch: Batch, specs: Params, placement: Placement) -> Sums:
+    """Runs `one_group` (fields [M, B / G, S]) on every gradient group of a batch (fields [M, B, S]).
+
+    specs: of the parameters whose gradients it gives. Gradients come back placed as the masters are.
+    """
+    groups = placement.gradient_groups
+    if not groups:
+        return one_group(batch)
+    count = placement.size(*groups)
+    grouped = jax.tree.map(lambda x: x.reshape(x.shape[0], count, -1, x.shape[-1]), batch)  # [M, G, B / G, S]
+    loss, auxiliary, gradients = jax.vmap(one_group, in_axes=1, spmd_axis_name=groups)(grouped)
+    loss, auxiliary = jax.tree.map(lambda x: jnp.sum(x, axis=0), (loss, auxiliary))
+    return loss, auxiliary, {name: _sum_section(specs[name], gradients[name], placement) for name in gradients}
+
+
+def _sum_section(specs: Params, gradients: Params, placement: Placement) -> Params:
+    """Gradients [G, ...] of one segment, or of the leaves outside the stacks, summed over their groups."""
+    layers = param.layers(specs)
+    # Whole where every device keeps everything: a loop would hold both its operand and its result.
+    if layers is None or not placement.divides_masters:
+        return jax.tree.map(placement.reduce_groups, specs, gradients)
+    layer_specs = param.layer_specs(specs)
+
+    # A layer at a time where each device keeps a part: XLA would scatter transposed copies of whole stacks.
+    def layer(index: jax.Array) -> Any:
+        one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False), gradients)
+        return jax.tree.map(placement.reduce_groups, layer_specs, one)
+
+    return jax.lax.map(layer, jnp.arange(layers.size))
