@@ -16,7 +16,7 @@ from jaxopt_llm.checkpoint.lock import sole_owner
 from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.data.loader import Loader, held_out_batches
-from jaxopt_llm.data.packing import PackedRows, token_stream
+from jaxopt_llm.data.packing import PackedRows, check_ids, token_stream
 from jaxopt_llm.data.source import Corpus, Document, standard_library_corpus
 from jaxopt_llm.data.tokenizer import ByteTokenizer
 from jaxopt_llm.errors import InputError, Preempted, TrainingDiverged
@@ -49,6 +49,7 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
 
     def rows(documents: tuple[Document, ...]) -> PackedRows:
         stream = token_stream((each.content for each in documents), tokenizer)
+        check_ids(stream, documents, config.model.vocabulary_size)
         return PackedRows(stream, config.training.sequence_length)
 
     loader = Loader(rows(corpus.training), config.training.batch_size, config.run.seed)
