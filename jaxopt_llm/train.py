@@ -99,9 +99,11 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
 
         if preemption.requested():
             raise Preempted(start)
+        metrics: dict[str, jax.Array] = {}
         timed_from, clock = start, time.perf_counter()
         for step in range(start + 1, config.training.steps + 1):
-            state, metrics = compiled(state, on_devices(loader.batch_at(step - 1)))
+            before, (state, metrics) = metrics, compiled(state, on_devices(loader.batch_at(step - 1)))
+            jax.block_until_ready(before)  # JAX would queue up to 32 steps, and a stop wait for them all
             progress.advance(step)
 
             last = step == config.training.steps
