@@ -92,9 +92,11 @@ def test_a_signal_before_the_first_step_leaves_nothing_to_save(cache: dict[str, 
 
 def test_a_signal_at_the_last_step_lets_the_run_finish(cache: dict[str, str], tmp_path: Path) -> None:
     process = start_training(tmp_path, *RUN, "--training.steps", 1, **cache)
-    wait_until(lambda: logged(tmp_path), process)
+    wait_until((tmp_path / "config.json").exists, process)  # what is written before the first step
+    time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     finish(process, 0)
+    assert checkpoint(tmp_path, 1)
 
 
 def test_a_second_signal_ends_the_process_at_once(whole: Path, cache: dict[str, str], tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ def test_a_second_signal_ends_the_process_at_once(whole: Path, cache: dict[str, 
     process.send_signal(signal.SIGTERM)
     wait_until(lambda: not catches(signal.SIGTERM, process), process)
     process.send_signal(signal.SIGTERM)
-    finish(process, -signal.SIGTERM)
+    assert finish(process, -signal.SIGTERM)[1] == ""
     finish(start_training(tmp_path, *RUN, **cache))
     assert_ended_as(whole, tmp_path)
 
