@@ -9,6 +9,7 @@ class CommandError(Exception):
     """Ends a command: its message, one line, says what happened, where and how to mend it."""
 
     exit_code: int
+    label = "error: "
 
 
 class InputError(CommandError):
@@ -29,12 +30,22 @@ class CheckpointError(CommandError):
     exit_code = 4
 
 
+class Preempted(CommandError):
+    """A signal stopped the run. No error: what it did is saved, and the same command continues it."""
+
+    exit_code = 75
+    label = ""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"preempted at step {step}; run again to continue")
+
+
 def run(main: Callable[[], int]) -> NoReturn:
     """Runs a command and exits with its code; what the user can mend becomes one line on standard error."""
     try:
         code = main()
     except CommandError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(error.label + " ".join(str(error).split()), file=sys.stderr)
         code = error.exit_code
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -12,16 +12,18 @@ import jax
 
 from jaxopt_llm import config as configuration
 from jaxopt_llm import errors
+from jaxopt_llm.checkpoint.lock import sole_owner
 from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.data.loader import Loader, held_out_batches
-from jaxopt_llm.data.packing import PackedRows, token_stream
+from jaxopt_llm.data.packing import PackedRows, check_ids, token_stream
 from jaxopt_llm.data.source import Corpus, Document, standard_library_corpus
 from jaxopt_llm.data.tokenizer import ByteTokenizer
-from jaxopt_llm.errors import InputError, TrainingDiverged
+from jaxopt_llm.errors import InputError, Preempted, TrainingDiverged
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.observe.metrics import MetricsLog, replace_text
+from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.observe.progress import ProgressLine
 from jaxopt_llm.parallel import hlo
 from jaxopt_llm.parallel.mesh import make_mesh, simulate_cpu_devices
@@ -31,8 +33,11 @@ from jaxopt_llm.training.evaluation import make_evaluate
 from jaxopt_llm.training.program import make_program
 
 
-def train(config: TrainConfig) -> None:
-    """Trains from the run directory's last checkpoint, or from the start, to `training.steps`."""
+def train(config: TrainConfig, preemption: Preemption) -> None:
+    """Trains from the run directory's last checkpoint, or from the start, to `training.steps`.
+
+    Raises Preempted, after the step and its checkpoint, where a signal asks for a stop before the last step.
+    """
     directory = Path(config.run.directory)
     corpus = standard_library_corpus(config.data)
     _check_directory(directory, config, corpus)
@@ -44,6 +49,7 @@ def train(config: TrainConfig) -> None:
 
     def rows(documents: tuple[Document, ...]) -> PackedRows:
         stream = token_stream((each.content for each in documents), tokenizer)
+        check_ids(stream, documents, config.model.vocabulary_size)
         return PackedRows(stream, config.training.sequence_length)
 
     loader = Loader(rows(corpus.training), config.training.batch_size, config.run.seed)
@@ -92,16 +98,20 @@ def train(config: TrainConfig) -> None:
         log = MetricsLog(directory / "metrics.jsonl", start)
         _record(directory, config, corpus)
 
+        if preemption.requested():
+            raise Preempted(start)
+        metrics: dict[str, jax.Array] = {}
         timed_from, clock = start, time.perf_counter()
         for step in range(start + 1, config.training.steps + 1):
-            state, metrics = compiled(state, on_devices(loader.batch_at(step - 1)))
+            before, (state, metrics) = metrics, compiled(state, on_devices(loader.batch_at(step - 1)))
+            jax.block_until_ready(before)  # JAX would queue up to 32 steps, and a stop wait for them all
             progress.advance(step)
 
             last = step == config.training.steps
             measured = last or step % config.evaluation.every == 0
             saved = last or step % config.checkpoint.every == 0
             logged = measured or step % config.logging.every == 0
-            if not (saved or logged):
+            if not (saved or logged or preemption.requested()):
                 continue
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])  # waits for the device
             _check_finite(directory, step, loss=loss, gradient_norm=norm)
@@ -122,8 +132,11 @@ def train(config: TrainConfig) -> None:
                     _check_finite(directory, step, held_out_loss=record["eval_loss"])
                 log.write(record)
                 progress.show(record)
-            if saved:
+            preempted = preemption.requested() and not last
+            if saved or preempted:
                 checkpoints.save(step, **program.kept(state))
+            if preempted:
+                raise Preempted(step)
             timed_from, clock = step, time.perf_counter()
         log.close()
 
@@ -148,13 +161,9 @@ def _check_host_memory(needed: int) -> None:
 
 
 def _check_directory(directory: Path, config: TrainConfig, corpus: Corpus) -> None:
-    """Raises InputError where the run directory cannot be written, or holds a run that this one does not continue."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "checkpoints").mkdir(exist_ok=True)
-    except OSError as error:
-        raise InputError(f"run.directory {directory} cannot be written: {error}") from error
-    if not any((directory / "checkpoints").iterdir()):
+    """Raises InputError where the run directory holds a run that this one does not continue."""
+    checkpoints = directory / "checkpoints"
+    if not checkpoints.exists() or not any(checkpoints.iterdir()):
         return  # nothing to continue: whatever began here has left nothing but its log
     try:
         old = configuration.from_json((directory / "config.json").read_text())
@@ -191,7 +200,8 @@ def main() -> int:
     config = configuration.parse(sys.argv[1:], "python -m jaxopt_llm.train")
     configuration.validate(config)
     simulate_cpu_devices(config.mesh)
-    train(config)
+    with sole_owner(Path(config.run.directory)), Preemption() as preemption:
+        train(config, preemption)
     return 0
 
 

@@ -1,9 +1,15 @@
-"""Runs the real commands, as a user types them."""
+"""Runs the real commands, as a user types them, and reads what they leave."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
 
 ROOT = Path(__file__).parent.parent
 # Small enough to compile and run in seconds.
@@ -19,21 +25,52 @@ TINY = {
     "evaluation.batches": 1,
     "logging.every": 1,
 }
+TIMINGS = {"tokens_per_second", "step_seconds"}
 
 
 def command(module: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """`python -m jaxopt_llm.<module> <arguments>`, from a folder that is not the repository, on the CPU."""
-    return subprocess.run(
+    process = start(module, *arguments)
+    try:
+        output = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, *output)
+
+
+def start(module: str, *arguments: object, **environment: str) -> subprocess.Popen[str]:
+    """The same, still running."""
+    return subprocess.Popen(
         [sys.executable, "-m", f"jaxopt_llm.{module}", *map(str, arguments)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **environment},
         cwd=ROOT.parent,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
     )
 
 
 def train(directory: Path, *overrides: object) -> subprocess.CompletedProcess[str]:
     """Trains a tiny model by the quickstart recipe."""
-    tiny = [f"--{name}={value}" for name, value in TINY.items()]
-    return command("train", "--config", "quickstart.py", "--run.directory", directory, *tiny, *overrides)
+    return command("train", *tiny(directory), *overrides)
+
+
+def start_training(directory: Path, *overrides: object, **environment: str) -> subprocess.Popen[str]:
+    return start("train", *tiny(directory), *overrides, **environment)
+
+
+def tiny(directory: Path) -> list[object]:
+    overrides = [f"--{name}={value}" for name, value in TINY.items()]
+    return ["--config", "quickstart.py", "--run.directory", directory, *overrides]
+
+
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    """The log without what depends on the clock."""
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in record.items() if key not in TIMINGS} for record in records]
+
+
+def checkpoint(directory: Path, step: int) -> Any:
+    with ocp.CheckpointManager(directory / "checkpoints") as manager:
+        items = {name: ocp.args.StandardRestore() for name in ("masters", "moments")}
+        return jax.tree.map(np.asarray, dict(manager.restore(step, args=ocp.args.Composite(**items))))

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from commands import command, train
 
+from jaxopt_llm.checkpoint.lock import sole_owner
+
 pytestmark = pytest.mark.core
 
 RECIPE = "from jaxopt_llm.config import TrainConfig\n"
@@ -84,6 +86,23 @@ def test_config_files(text: str | None, parts: list[str], tmp_path: Path) -> Non
     assert refused.returncode == 2
     assert_one_line(refused.stderr, "recipe.py", *parts)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("where", ["a file/run", "/proc/run"])
+def test_a_run_directory_that_cannot_be_written(where: str, tmp_path: Path) -> None:
+    (tmp_path / "a file").write_text("kept")
+    refused = train(tmp_path / where)  # an absolute path stays as it is
+    assert refused.returncode == 2
+    assert_one_line(refused.stderr, "run.directory", where, "cannot be written")
+    assert (tmp_path / "a file").read_text() == "kept"
+
+
+def test_two_processes_do_not_share_a_run_directory(tmp_path: Path) -> None:
+    with sole_owner(tmp_path):
+        refused = train(tmp_path)
+    assert refused.returncode == 2
+    assert_one_line(refused.stderr, str(tmp_path), "in use")
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def test_no_config() -> None:

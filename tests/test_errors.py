@@ -3,7 +3,7 @@
 import pytest
 
 from jaxopt_llm import errors
-from jaxopt_llm.errors import CheckpointError, InputError, TrainingDiverged
+from jaxopt_llm.errors import CheckpointError, InputError, Preempted, TrainingDiverged
 
 
 @pytest.mark.parametrize(
@@ -12,6 +12,7 @@ from jaxopt_llm.errors import CheckpointError, InputError, TrainingDiverged
         (InputError("two\n lines"), 2, "error: two lines"),
         (TrainingDiverged("step 3"), 3, "error: step 3"),
         (CheckpointError("unreadable"), 4, "error: unreadable"),
+        (Preempted(3), 75, "preempted at step 3; run again to continue"),
         (FileNotFoundError(2, "No such file", "a.txt"), 2, "error: [Errno 2] No such file: 'a.txt'"),
         (KeyboardInterrupt(), 130, "interrupted; run again to continue from the last checkpoint"),
     ],

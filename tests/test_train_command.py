@@ -3,28 +3,13 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-from commands import command, train
-
-TIMINGS = {"tokens_per_second", "step_seconds"}
+from commands import TIMINGS, checkpoint, command, metrics, train
 
 pytestmark = pytest.mark.core
-
-
-def metrics(directory: Path) -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in record.items() if key not in TIMINGS} for record in records]
-
-
-def checkpoint(directory: Path, step: int) -> Any:
-    with ocp.CheckpointManager(directory / "checkpoints") as manager:
-        items = {name: ocp.args.StandardRestore() for name in ("masters", "moments")}
-        return jax.tree.map(np.asarray, dict(manager.restore(step, args=ocp.args.Composite(**items))))
 
 
 @pytest.fixture(scope="module")

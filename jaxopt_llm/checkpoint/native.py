@@ -8,6 +8,8 @@ import orbax.checkpoint as ocp
 from jaxopt_llm import tree
 from jaxopt_llm.errors import CheckpointError
 
+COMMITTED = "commit_success.txt"  # what Orbax writes last into a checkpoint
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -26,7 +28,10 @@ class Checkpoints:
     def __init__(self, directory: Path, keep: int | None = None) -> None:
         """keep: how many of the newest stay when one is saved; None for a reader."""
         self.directory = directory.absolute()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=keep is not None)
+        writes = keep is not None
+        if writes:
+            self._set_aside_incomplete()
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=writes, cleanup_tmp_directories=writes)
         self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     def __enter__(self) -> "Checkpoints":
@@ -37,7 +42,20 @@ class Checkpoints:
         self._manager.close()
 
     def latest_step(self) -> int | None:
-        return self._manager.latest_step()
+        """The newest whole checkpoint on disk. Orbax's own would take any directory named as a step, and a save that
+        is still being written."""
+        return max((step for step, path in self._named_as_steps() if (path / COMMITTED).exists()), default=None)
+
+    def _named_as_steps(self) -> list[tuple[int, Path]]:
+        found = self.directory.iterdir() if self.directory.exists() else ()
+        return [(int(path.name), path) for path in found if path.name.isdecimal()]
+
+    def _set_aside_incomplete(self) -> None:
+        """Renames what lies beyond the latest whole checkpoint: Orbax would save nothing up to its step."""
+        latest = self.latest_step()
+        for step, path in self._named_as_steps():
+            if latest is None or step > latest:
+                path.rename(path.with_name(f"{path.name}.incomplete"))
 
     def save(self, step: int, **trees: tree.Tree) -> None:
         """Copies the trees off the devices and writes them in the background."""

@@ -1,11 +1,12 @@
 """Documents laid end to end and cut into rows of one length, without padding."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxopt_llm.data.source import Document
 from jaxopt_llm.data.tokenizer import ByteTokenizer
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.model.batch import Batch
@@ -27,6 +28,19 @@ def token_stream(documents: Iterable[bytes], tokenizer: ByteTokenizer) -> TokenS
     tokens.flags.writeable = False  # A batch of one row is a view of the stream.
     lengths = np.array([piece.size for piece in pieces], np.int64)
     return TokenStream(tokens, starts=np.cumsum(lengths) - lengths)
+
+
+def check_ids(stream: TokenStream, documents: Sequence[Document], vocabulary_size: int) -> None:
+    """Raises InputError, naming the first, where an id is none of the model's: on the device, where the embedding
+    table is read, it would become another token in silence."""
+    outside = (stream.tokens < 0) | (stream.tokens >= vocabulary_size)
+    if outside.any():
+        at = int(outside.argmax())
+        document = documents[int(np.searchsorted(stream.starts, at, side="right")) - 1]
+        raise InputError(
+            f"{document.name} has the token id {stream.tokens[at]}, outside model.vocabulary_size={vocabulary_size}: "
+            "raise it, or read this data with the tokenizer that it was made for"
+        )
 
 
 @dataclass(frozen=True, eq=False)

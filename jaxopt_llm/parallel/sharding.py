@@ -270,7 +270,7 @@ class Placement:
         return STORAGE_AXES if self.zero_stage >= stage else ()
 
     def _dims(self, spec: Spec, *overlays: tuple[str, ...]) -> Dims:
-        """Mesh axes of each dimension: the parameters' table, with storage axes laid over it, one group after the other.
+        """Mesh axes of each dimension: the parameters' table, with groups of storage axes laid over it, in order.
 
         A group goes to the first dimension (of one layer) that still divides by it after what has been taken already.
         First, because splitting a stack on its minor dimension makes XLA transpose it whole around the loop, and

@@ -6,7 +6,8 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from jaxopt_llm.data.packing import PackedRows, token_stream
+from jaxopt_llm.data.packing import PackedRows, TokenStream, check_ids, token_stream
+from jaxopt_llm.data.source import Document
 from jaxopt_llm.data.tokenizer import ByteTokenizer
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.model.batch import Batch
@@ -120,3 +121,13 @@ def test_too_little_for_one_row_is_an_input_error_with_the_numbers(documents: li
 def test_a_sequence_length_below_one_is_an_input_error() -> None:
     with pytest.raises(InputError, match="sequence_length"):
         PackedRows(token_stream([b"ab"], tokenizer), 0)
+
+
+@pytest.mark.parametrize("wrong", [-1, 300])
+def test_an_id_outside_the_vocabulary_is_an_input_error_that_says_where(wrong: int) -> None:
+    documents = [Document("a.py", b"?"), Document("b.py", b"?"), Document("c.py", b"?")]
+    ids = np.array([0, 1, 299, 2, wrong, 5, 6, wrong], np.int32)
+    stream = TokenStream(ids, starts=np.array([0, 3, 5]))
+    with pytest.raises(InputError, match=f"b.py has the token id {wrong}, outside model.vocabulary_size=300"):
+        check_ids(stream, documents, 300)
+    check_ids(TokenStream(ids[:4], stream.starts), documents, 300)
