@@ -31,7 +31,12 @@ def test_metrics_have_every_field(whole: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "placed", [(), ("--mesh.fsdp", 2, "--mesh.tensor", 2, "--training.accumulation", 2)], ids=["same", "another-mesh"]
+    "placed",
+    [
+        (),
+        ("--mesh.fsdp", 2, "--mesh.tensor", 2, "--training.accumulation", 2),
+    ],
+    ids=["same", "another-mesh"],
 )
 def test_stopped_and_resumed_equals_not_stopped(whole: Path, tmp_path: Path, placed: tuple[object, ...]) -> None:
     directory = tmp_path / "run"
@@ -51,6 +56,23 @@ def test_stopped_and_resumed_equals_not_stopped(whole: Path, tmp_path: Path, pla
         for name in ("loss", "grad_norm", "eval_loss"):
             values = [[record[name] for record in metrics(run) if name in record] for run in (directory, whole)]
             np.testing.assert_allclose(*values, rtol=1e-4, err_msg=name)
+
+
+def test_a_pipelines_checkpoint_is_everyones(tmp_path: Path) -> None:
+    """Written by stages and read by one device, and back, and the run ends as if there had been no pipeline."""
+    directory, plain = tmp_path / "run", tmp_path / "plain"
+    model = ("--model.layers", 3, "--model.pattern", "global", "--evaluation.every", 2)
+    staged = ("--mesh.pipeline", 2, "--mesh.fsdp", 2, "--training.accumulation", 2)
+    for run, stops in ((plain, {6: ()}), (directory, {2: staged, 4: (), 6: staged})):
+        for steps, placed in stops.items():
+            done = train(run, "--training.steps", steps, *model, *placed)
+            assert (done.returncode, done.stderr) == (0, "")
+    assert command("generate", "--checkpoint", directory, "--prompt", "def ", "--tokens", 2).returncode == 0
+    for name in ("loss", "grad_norm", "eval_loss"):
+        values = [[record[name] for record in metrics(run) if name in record] for run in (directory, plain)]
+        np.testing.assert_allclose(*values, rtol=1e-4, err_msg=name)
+    written, expected = (checkpoint(run, 6) for run in (directory, plain))
+    assert jax.tree.map(np.shape, written) == jax.tree.map(np.shape, expected)
 
 
 def test_a_sixteen_bit_copy_is_made_again_on_resume(tmp_path: Path) -> None:

@@ -46,6 +46,18 @@ def params(specs: Params) -> Params:
     return jax.tree.map(values, specs)
 
 
+def on_stages(specs: Params, leaves: Params) -> Params:
+    """Leaves [repeats, ...] as a pipeline's, [virtual, stages, slots, ...], zeros where a slot holds no layer."""
+
+    def move(spec: ParamSpec, leaf: np.ndarray) -> np.ndarray:
+        if spec.leading < 3:
+            return leaf
+        padded = np.concatenate([leaf, np.zeros_like(leaf[:1])])
+        return padded[np.asarray(spec.layers)]
+
+    return jax.tree.map(move, specs, leaves)
+
+
 def packed(rows: int, length: int, seed: int = 0) -> Batch:
     """Fields [rows, length]; documents begin and end within rows and go on from one to the next."""
     random = np.random.default_rng(seed)

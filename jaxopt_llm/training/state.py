@@ -148,14 +148,18 @@ def resume(
 ) -> TrainState:
     """The state at a checkpoint's step, of what `kept` gave; the compute copy is made again."""
 
-    def on_stages(spec: ParamSpec, resting: NamedSharding, array: jax.Array) -> jax.Array:
-        """[repeats, ...] -> [virtual, stages, slots, ...], zeros where a slot holds no layer. Leaf by leaf, and the old
-        one goes: a whole state would not fit twice."""
-        if spec.leading < 2:
+    def to_rest(spec: ParamSpec, resting: NamedSharding, array: jax.Array) -> jax.Array:
+        """Stacks [repeats, ...] -> [virtual, stages, slots, ...], zeros where a slot holds no layer. Leaf by leaf, and
+        the old one goes: a whole state would not fit twice."""
+        if array.sharding == resting:
             return array
-        places = np.asarray(spec.layers)
-        live = np.reshape(places >= 0, places.shape + (1,) * (array.ndim - 1))
-        moved = jax.jit(lambda x: jnp.where(live, x[np.maximum(places, 0)], 0), out_shardings=resting)(array)
+
+        def on_stages(x: jax.Array) -> jax.Array:
+            places = np.asarray(spec.layers)
+            live = np.reshape(places >= 0, places.shape + (1,) * (x.ndim - 1))
+            return jnp.where(live, x[np.maximum(places, 0)], 0)
+
+        moved = jax.jit(on_stages if spec.leading > 1 else jnp.copy, out_shardings=resting)(array)
         jax.block_until_ready(moved)
         array.delete()
         return moved
@@ -172,7 +176,7 @@ def resume(
     frozen = specs.frozen if frozen is None else frozen
     resting = shardings(specs, placement)
     masters, moments, frozen = jax.tree.map(
-        on_stages,
+        to_rest,
         (specs.masters, specs.moments, specs.frozen),
         (resting.masters, resting.moments, resting.frozen),
         (masters, moments, frozen),

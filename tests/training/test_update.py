@@ -11,7 +11,9 @@ import pytest
 import toy
 
 from jaxopt_llm import tree
-from jaxopt_llm.execution.scan import RematConfig, make_executor
+from jaxopt_llm.execution.scan import make_executor
+from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.execution.stages import rest_on_stages
 from jaxopt_llm.model.decoder import Params, make_parts
 from jaxopt_llm.training import update
 from jaxopt_llm.training.optimizer import OptimizerConfig, adamw
@@ -90,6 +92,21 @@ def test_every_layer_counts_its_steps() -> None:
         assert len(counts) == 2  # Adam's and the schedule's
         for count in counts:
             np.testing.assert_array_equal(count, np.full(repeats, STEPS))
+
+
+def test_stages_update_their_slots_as_layers_are_updated() -> None:
+    """Matrices stay matrices to the optimizer, and a slot without a layer stays zero."""
+    staged = rest_on_stages(PARTS, 2).specs
+    placement = toy.placement(zero_stage=1, compute_dtype="bfloat16", pipeline=2)
+    optimizers = update.make_optimizers(lambda specs: adamw(CONFIG, schedule, specs), staged)
+    masters = toy.on_stages(staged, initial()[0])
+    state = (masters, update.init(optimizers, staged, masters), toy.on_stages(staged, initial()[2]))
+    step = jit(functools.partial(update.apply, optimizers, staged, placement=placement))
+    for number in range(STEPS):
+        state = step(state, toy.on_stages(staged, random_gradients(number)), 0.5)
+    jax.tree.map(np.testing.assert_array_equal, state[0], toy.on_stages(staged, updated()[0]))
+    counts = [count for _, count in optax.tree.get_all_with_path(state[1]["segment_0"], "count")]
+    assert {count.shape for count in counts} == {(1, 2, 1)}
 
 
 def test_decay_is_of_matrices_and_tables_and_not_of_scales() -> None:
