@@ -1,22 +1,21 @@
 """A configuration and a placement, made into everything that a run compiles."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxopt_llm import tree
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.execution.scan import RematConfig
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import ModelConfig, Parts, make_parts
 from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.training import lora, update
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training import update
+from jaxopt_llm.training.lora import LoraConfig
 from jaxopt_llm.training.optimizer import OptimizerConfig, adamw
 from jaxopt_llm.training.schedule import ScheduleConfig, warmup_cosine
 from jaxopt_llm.training.state import StateSpecs, TrainState
@@ -44,12 +43,11 @@ def make_program(
     optimizer: OptimizerConfig,
     schedule: ScheduleConfig,
     remat: RematConfig,
+    adapters: LoraConfig,
     placement: Placement,
 ) -> Program:
     """Allocates nothing: the placement's devices may be those of a topology that is only compiled for."""
-    parts = make_parts(model)
-    masters = jax.tree.map(lambda spec: replace(spec, dtype=np.dtype(placement.precision.param_dtype)), parts.specs)
-    trainable, frozen = tree.partition(masters, lambda path: True)
+    parts, trainable, frozen = lora.adapt(make_parts(model), adapters, placement.precision)
     learning_rate = warmup_cosine(optimizer.learning_rate, schedule)
     optimizers = update.make_optimizers(lambda specs: adamw(optimizer, learning_rate, specs), trainable)
     executor = scan.make_executor(remat)
