@@ -85,7 +85,7 @@ def initial(tied: bool, adapt: str) -> dict[str, Params]:
     random = np.random.default_rng(0)
 
     def value(path: str, leaf: np.ndarray) -> np.ndarray:
-        return random.normal(size=leaf.shape).astype(leaf.dtype) if path.endswith("lora_b") else leaf
+        return random.normal(scale=0.1, size=leaf.shape).astype(leaf.dtype) if path.endswith("lora_b") else leaf
 
     trees = to_host(training_state.kept(initialize(toy.placement(), tied, adapt)))
     return {**trees, "masters": tree.map_with_path(value, trees["masters"])}
