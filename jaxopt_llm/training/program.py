@@ -13,9 +13,9 @@ from jaxopt_llm.execution.scan import RematConfig
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import ModelConfig, Parts, make_parts
 from jaxopt_llm.parallel.sharding import Placement
-from jaxopt_llm.training import lora, update
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.lora import LoraConfig
+from jaxopt_llm.training import update
+from jaxopt_llm.training.lora import LoraConfig, adapt
 from jaxopt_llm.training.optimizer import OptimizerConfig, adamw
 from jaxopt_llm.training.schedule import ScheduleConfig, warmup_cosine
 from jaxopt_llm.training.state import StateSpecs, TrainState
@@ -43,11 +43,11 @@ def make_program(
     optimizer: OptimizerConfig,
     schedule: ScheduleConfig,
     remat: RematConfig,
-    adapters: LoraConfig,
+    lora: LoraConfig,
     placement: Placement,
 ) -> Program:
     """Allocates nothing: the placement's devices may be those of a topology that is only compiled for."""
-    parts, trainable, frozen = lora.adapt(make_parts(model), adapters, placement.precision)
+    parts, trainable, frozen = adapt(make_parts(model), lora, placement.precision)
     learning_rate = warmup_cosine(optimizer.learning_rate, schedule)
     optimizers = update.make_optimizers(lambda specs: adamw(optimizer, learning_rate, specs), trainable)
     executor = scan.make_executor(remat)

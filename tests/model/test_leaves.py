@@ -96,7 +96,8 @@ def test_a_code_is_off_by_at_most_a_254th_of_its_channels_largest_value() -> Non
     random = np.random.default_rng(0)
     array = (random.normal(size=(3, 4, 6, 8)) * random.uniform(1e-3, 1e3, (3, 1, 1, 8))).astype(np.float32)
     array[1, :, :, 5] = 0  # a channel without a scale
-    coded = leaves.quantise(array, (1, 2))
+    with jax.debug_nans(True):
+        coded = leaves.quantise(array, (1, 2))
     assert coded.codes.dtype == jnp.int8 and coded.scales.shape == (3, 1, 1, 8)
     largest = np.abs(array).max(axis=(1, 2), keepdims=True)
     error = np.abs(leaves.dequantise(coded) - array)
