@@ -29,7 +29,7 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
     import numpy as np
 
     from jaxopt_llm import config as configuration
-    from jaxopt_llm.model import param
+    from jaxopt_llm.model import leaves
     from jaxopt_llm.parallel import hlo
     from jaxopt_llm.parallel.mesh import make_mesh, simulate_cpu_devices
     from jaxopt_llm.parallel.sharding import Placement
@@ -41,7 +41,9 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
     configuration.validate(config)
     simulate_cpu_devices(config.mesh)
     placement = Placement(make_mesh(config.mesh), config.sharding.zero_stage, config.precision)
-    program = make_program(config.model, config.training, config.optimizer, config.schedule, config.remat, placement)
+    program = make_program(
+        config.model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
+    )
     lowering = time.time()
     compiled = program.step.lower(program.state, program.batch).compile()
     compile_seconds = time.time() - lowering
@@ -80,7 +82,7 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
     return {
         "jax": jax.__version__,
         "device": f"{placement.mesh.size} × {device.device_kind}",
-        "parameters": param.count(program.specs.masters),
+        "parameters": leaves.count(program.parts.specs),
         "tokens_per_step": tokens,
         "flops_per_step": flops,
         "planned_peak_bytes": memory.peak,

@@ -29,7 +29,9 @@ from jaxopt_llm.observe.metrics import LoggingConfig
 from jaxopt_llm.parallel.mesh import AXES, MeshConfig
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
+from jaxopt_llm.training import lora
 from jaxopt_llm.training.evaluation import EvaluationConfig
+from jaxopt_llm.training.lora import LoraConfig
 from jaxopt_llm.training.optimizer import OptimizerConfig
 from jaxopt_llm.training.schedule import ScheduleConfig
 from jaxopt_llm.training.step import TrainingConfig
@@ -53,6 +55,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -191,6 +194,7 @@ def validate(config: TrainConfig) -> None:
         *config.model.problems(),
         *config.data.problems(),
         *config.training.problems(),
+        *config.lora.problems(),
         *config.optimizer.problems(),
         *config.schedule.problems(),
     ]
@@ -203,7 +207,11 @@ def validate(config: TrainConfig) -> None:
     if config.run.seed < 0:
         found.append(f"run.seed={config.run.seed}: must be at least 0")
     if not found:
-        found = [*_indivisible(config), *_missing_features(config)]
+        found = [
+            *lora.target_problems(param_specs(config.model), config.lora),
+            *_indivisible(config),
+            *_missing_features(config),
+        ]
     if found:
         raise InputError("; ".join(found))
 

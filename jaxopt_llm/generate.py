@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxopt_llm import config as configuration
-from jaxopt_llm import errors
+from jaxopt_llm import errors, tree
 from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.data.tokenizer import ByteTokenizer
 from jaxopt_llm.errors import CheckpointError, InputError
@@ -21,6 +21,7 @@ from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Params, Parts, make_parts
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh, visible_devices
 from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.training import lora
 
 MOST_TOKENS = 100_000  # the cache holds keys and values of all of them
 
@@ -61,12 +62,15 @@ def generate(run: Path, prompt: str, count: int) -> str:
     tokenizer = ByteTokenizer()
     ids = np.concatenate([[tokenizer.beginning_of_document], tokenizer.encode(prompt)]).astype(np.int32)
     placement = Placement(make_mesh(MeshConfig(), visible_devices()[:1]), 0, config.precision)
-    parts = make_parts(config.model)
+    parts, trained, frozen = lora.adapt(make_parts(config.model), config.lora, config.precision)
+    trees = {"masters": trained, "frozen": frozen}
+    held = {name: placement.abstract(specs) for name, specs in trees.items() if jax.tree.leaves(specs)}
     with Checkpoints(run / "checkpoints") as checkpoints:
         step = checkpoints.latest_step()
         if step is None:
             raise CheckpointError(f"--checkpoint {run}: it has no checkpoint yet")
-        masters = checkpoints.restore(step, masters=placement.abstract(parts.specs))["masters"]
+        restored = checkpoints.restore(step, **held)
+    params = tree.merge(restored["masters"], restored.get("frozen", frozen))
     write = jax.jit(
         functools.partial(
             greedy,
@@ -77,7 +81,7 @@ def generate(run: Path, prompt: str, count: int) -> str:
             placement=placement,
         )
     )
-    return prompt + tokenizer.decode(np.asarray(write(masters, ids[None])))
+    return prompt + tokenizer.decode(np.asarray(write(params, ids[None])))
 
 
 class _Parser(argparse.ArgumentParser):

@@ -20,7 +20,7 @@ from jaxopt_llm.data.packing import PackedRows, check_ids, token_stream
 from jaxopt_llm.data.source import Corpus, Document, standard_library_corpus
 from jaxopt_llm.data.tokenizer import ByteTokenizer
 from jaxopt_llm.errors import InputError, Preempted, TrainingDiverged
-from jaxopt_llm.model import param
+from jaxopt_llm.model import leaves, param
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.observe.metrics import MetricsLog, replace_text
 from jaxopt_llm.observe.preemption import Preemption
@@ -56,7 +56,9 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
     held_out_rows = held_out_batches(rows(corpus.held_out), config.training.batch_size, config.evaluation.batches)
 
     placement = Placement(make_mesh(config.mesh), config.sharding.zero_stage, config.precision)
-    program = make_program(config.model, config.training, config.optimizer, config.schedule, config.remat, placement)
+    program = make_program(
+        config.model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
+    )
     evaluate = make_evaluate(program.parts, program.executor, placement)
 
     def on_devices(batch: Batch) -> Batch:
@@ -74,11 +76,13 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
         if start >= config.training.steps:
             progress.say(f"{directory} is finished at step {start}; train longer with --training.steps N")
             return
+        trained = f", of which {param.count(program.specs.masters):,} are trained," if config.lora.rank else ""
         progress.say(
-            f"{param.count(program.specs.masters):,} parameters on {placement.mesh.size} "
+            f"{leaves.count(program.parts.specs):,} parameters{trained} on {placement.mesh.size} "
             f"{jax.devices()[0].device_kind} device(s), run directory {directory}"
         )
-        for path in placement.undivided(program.specs.masters):
+        divided = program.parts.specs if config.sharding.zero_stage == 3 else program.specs.masters
+        for path in placement.undivided(divided):
             progress.say(f"ZeRO leaves {path} whole: no dimension of it divides")
         clock = time.perf_counter()
         compiled = program.step.lower(program.state, program.batch).compile()

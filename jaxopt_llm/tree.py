@@ -4,7 +4,8 @@ A parameter tree is nested dicts (and leaf classes) whose leaves are arrays, `ja
 `None` stands where a leaf belongs to the other half of a partition.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -21,6 +22,11 @@ def path_string(path: tuple[Any, ...]) -> str:
 def map_with_path(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """Applies `function(path, leaf, ...)`, with the path as a string."""
     return jax.tree_util.tree_map_with_path(lambda path, *leaves: function(path_string(path), *leaves), tree, *rest)
+
+
+def first_match(path: str, patterns: Sequence[str]) -> str | None:
+    """The first of the patterns that fits a path: globs, as in `*/mlp/*`, whose `*` crosses slashes."""
+    return next((pattern for pattern in patterns if fnmatchcase(path, pattern)), None)
 
 
 def partition(tree: Tree, select: Callable[[str], bool]) -> tuple[Tree, Tree]:

@@ -70,7 +70,7 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in record.items() if key not in TIMINGS} for record in records]
 
 
-def checkpoint(directory: Path, step: int) -> Any:
+def checkpoint(directory: Path, step: int, names: tuple[str, ...] = ("masters", "moments")) -> Any:
     with ocp.CheckpointManager(directory / "checkpoints") as manager:
-        items = {name: ocp.args.StandardRestore() for name in ("masters", "moments")}
+        items = {name: ocp.args.StandardRestore() for name in names}
         return jax.tree.map(np.asarray, dict(manager.restore(step, args=ocp.args.Composite(**items))))

@@ -33,6 +33,17 @@ CASES = {
     "beyond a word": (["--run.seed", "99999999999999999999"], ["run.seed=99999999999999999999"]),
     "vocabulary too small": (["--model.vocabulary-size", "100"], ["model.vocabulary_size=100", "258"]),
     "held-out share": (["--data.held-out", "1.5"], ["data.held_out", "1.5"]),
+    "adapters of nothing": (
+        ["--lora.rank", "2", "--lora.targets", "*/atention/*", "*_norm/*", "*/mlp/*", "*/mlp/up"],
+        [
+            "*/atention/* fits no parameter",
+            "*_norm/* fits no matrix, only outer/final_norm/scale",
+            "*/mlp/up comes after",
+            "segment_0/block_0/attention/query",
+        ],
+    ),
+    "adapters of less than nothing": (["--lora.rank=-2", "--lora.alpha", "0"], ["lora.rank=-2", "lora.alpha=0"]),
+    "codes that nothing trains": (["--lora.base", "int8"], ["lora.base=int8", "lora.rank"]),
     "schedule": (["--schedule.warmup-steps", "5000"], ["schedule.warmup_steps=5000"]),
 }
 

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 import pytest
 
 from jaxopt_llm.execution.stacks import RematConfig
@@ -19,6 +20,7 @@ from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.parallel.topology import gpu_topology
+from jaxopt_llm.training.lora import LoraConfig
 from jaxopt_llm.training.optimizer import OptimizerConfig
 from jaxopt_llm.training.program import Program, make_program
 from jaxopt_llm.training.schedule import ScheduleConfig
@@ -26,6 +28,7 @@ from jaxopt_llm.training.step import TrainingConfig
 
 DEVICES = 8
 ROWS, SEQUENCE, WIDTH, VOCABULARY = 8, 512, 1024, 7_680  # rows of a microbatch
+RANK = 16  # of adapters, where there are any
 SHARE = (DEVICES - 1) / DEVICES  # of an array, sent by each device of a ring that gathers or scatters it
 
 pytestmark = pytest.mark.core
@@ -53,6 +56,7 @@ def compiled(
     accumulation: int = 1,
     reduce: str = "float32",
     tied: bool = True,
+    adapters_over: str | None = None,
 ) -> Compiled:
     model = ModelConfig(
         width=WIDTH,
@@ -65,8 +69,9 @@ def compiled(
         tied_head=tied,
     )
     placement = Placement(make_mesh(mesh, gpu_topology("h200")), stage, PrecisionConfig(reduce_dtype=reduce))
+    lora = LoraConfig(rank=RANK, base=adapters_over) if adapters_over else LoraConfig()
     training = TrainingConfig(batch_size=ROWS * accumulation, sequence_length=SEQUENCE, accumulation=accumulation)
-    program = make_program(model, training, OptimizerConfig(), ScheduleConfig(), RematConfig(remat), placement)
+    program = make_program(model, training, OptimizerConfig(), ScheduleConfig(), RematConfig(remat), lora, placement)
     # Matmuls as cuBLAS calls, not Triton fusions: it compiles in half the time and moves the same bytes.
     options = {"xla_gpu_enable_triton_gemm": False}
     executable = program.step.lower(program.state, program.batch).compile(compiler_options=options)
@@ -210,3 +215,74 @@ def test_hybrid_sharding_reduces_between_replicas_once_a_step() -> None:
     assert per_layer(Compiled.wire_bytes, mesh, 3, accumulation=3) == pytest.approx(between + inside)
     assert between == pytest.approx(2 * 1 / 2 * 4 * layer_parameters() / 4, rel=0.02)
     assert inside == pytest.approx(3 * 3 / 4 * (4 + 2 * 2) * layer_parameters(), rel=0.02)
+
+
+# ---- Adapters over a frozen base.
+
+BASES = ("float", "int8")
+
+
+def adapter_parameters() -> int:
+    """Of one layer: every matrix's sides times the rank."""
+    return RANK * (4 * (WIDTH + 8 * 128) + 3 * (WIDTH + 4096))
+
+
+def base_bytes(base: str) -> tuple[int, int]:
+    """Of one layer, and outside the stacks: bf16, or a byte per code and four per channel; norms and table in bf16."""
+    matrices, channels = layer_parameters() - 2 * WIDTH, 4 * 1024 + 2 * 4096 + WIDTH
+    layer = 2 * matrices if base == "float" else matrices + 4 * channels
+    return layer + 2 * 2 * WIDTH, 2 * (VOCABULARY * WIDTH + WIDTH)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_resting_bytes_of_adapters_over_a_frozen_base(stage: int, base: str) -> None:
+    """The base rests once, without masters or moments, divided in stage 3; adapters rest as any parameter does."""
+    step = compiled(8, FSDP, stage, adapters_over=base)
+    assert param.count(step.program.specs.masters) == 8 * adapter_parameters()
+    layer, outer = base_bytes(base)
+    per_adapter = {0: 12, 1: 2 + 12 / 8, 2: 2 + 12 / 8, 3: 12 / 8}[stage]
+    expected = (8 * layer + outer) / (8 if stage == 3 else 1) + 8 * adapter_parameters() * per_adapter
+    assert step.memory.arguments == pytest.approx(expected, rel=0.002)
+    batch = 5 * ROWS * SEQUENCE * 4 / DEVICES
+    assert step.memory.aliased >= step.memory.arguments - batch - 4096, "the state is not updated in place"
+
+
+@pytest.mark.parametrize("stage, base", [(0, "float"), (1, "float"), (2, "float"), (3, "float"), (3, "int8")])
+def test_only_adapters_have_gradients_to_move(stage: int, base: str) -> None:
+    moved = per_layer(Compiled.wire_bytes, FSDP, stage, adapters_over=base)
+    gradient, gather = 4 * SHARE * adapter_parameters(), 2 * SHARE * adapter_parameters()
+    expected = {
+        0: 2 * gradient,
+        1: gradient + gather,
+        2: gradient + gather,
+        3: gradient + 2 * gather + 2 * SHARE * base_bytes(base)[0],
+    }[stage]
+    assert moved == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_an_int8_base_is_gathered_as_codes_a_layer_at_a_time(remat: str) -> None:
+    step = compiled(8, FSDP, 3, remat, adapters_over="int8")
+    inside = [each for each in step.collectives if each.kind == "all-gather" and each.times > 1]
+    codes = sum(each.array_bytes for each in inside if "s8" in each.dtypes)
+    assert 2 * (layer_parameters() - 2 * WIDTH) <= codes <= 2 * base_bytes("int8")[0] + 4 * adapter_parameters()
+    # What else is gathered is smaller than any matrix: scales, norms, adapters.
+    assert sum(each.array_bytes for each in inside if "s8" not in each.dtypes) < WIDTH * WIDTH
+    stacks = {spec.shape for spec in jax.tree.leaves(step.program.specs.frozen) if spec.dtype == np.int8}
+    assert not stacks & {each.shape for each in hlo.array_shapes(step.text)}, "a gathered stack is kept"
+    # Nor does widening the codes cost more than 16 bits from the start.
+    assert step.memory.temporaries <= compiled(8, FSDP, 3, remat, adapters_over="float").memory.temporaries
+
+
+@pytest.mark.parametrize(
+    ("stage", "per_adapter"),
+    [
+        (0, 4 + 4),  # small leaves are summed over devices as one, operands beside results
+        (3, 4 / 8),
+    ],
+)
+def test_a_layer_more_costs_its_input_and_its_adapters_gradients(stage: int, per_adapter: float) -> None:
+    peak = per_layer(lambda step: step.memory.temporaries, FSDP, stage, adapters_over="float")
+    block_input = ROWS // DEVICES * SEQUENCE * WIDTH * 2
+    assert peak <= 1.1 * (block_input + per_adapter * adapter_parameters())

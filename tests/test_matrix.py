@@ -17,6 +17,7 @@ from jaxopt_llm.model.decoder import Params, make_parts
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.training import state as training_state
+from jaxopt_llm.training.lora import LoraConfig
 from jaxopt_llm.training.optimizer import OptimizerConfig
 from jaxopt_llm.training.program import make_program
 from jaxopt_llm.training.schedule import ScheduleConfig
@@ -33,10 +34,20 @@ CASES = pairwise(
         "accumulation": (1, 3),
         "remat": ("none", "full"),
         "tied": (True, False),
+        "adapt": ("full", "lora", "lora-int8"),
     },
     lambda case: case["pipeline"] * case["tensor"] * math.prod(case["split"].values()) <= DEVICES,
 )
-BASIC = {"pipeline": 1, "zero": 1, "tensor": 1, "split": {}, "accumulation": 3, "remat": "full", "tied": True}
+BASIC = {
+    "pipeline": 1,
+    "zero": 1,
+    "tensor": 1,
+    "split": {},
+    "accumulation": 3,
+    "remat": "full",
+    "tied": True,
+    "adapt": "full",
+}
 # Beyond the cover: the third batch axis, more devices along one, key-value heads fewer than `tensor`, which are
 # repeated, and stages of unequal layers.
 EXTRAS = [
@@ -45,6 +56,12 @@ EXTRAS = [
     BASIC | {"zero": 2, "split": {"fsdp": 8}},
     BASIC | {"pipeline": 3, "tensor": 2, "tied": False},
 ]
+# Every product, tables included, but for the MLPs of the second segment.
+ADAPT = {
+    "full": LoraConfig(),
+    "lora": LoraConfig(rank=4, targets=("*/attention/*", "segment_0/*/mlp/*", "outer/*/table")),
+    "lora-int8": LoraConfig(rank=4, targets=("*/attention/*", "segment_0/*/mlp/*", "outer/*/table"), base="int8"),
+}
 
 pytestmark = pytest.mark.core
 
@@ -54,18 +71,19 @@ class Result(NamedTuple):
     norm: float
     gradients: Params
     masters: Params
+    frozen: Params
 
 
-def compute(placement: Placement, accumulation: int, remat: str, tied: bool) -> Result:
-    """The real training step, twice: loss, norm and gradients of the first, and the masters after the second."""
+def compute(placement: Placement, accumulation: int, remat: str, tied: bool, adapt: str) -> Result:
+    """The real training step, twice: loss, norm and gradients of the first, and the parameters after the second."""
     model = replace(toy.CONFIG, tied_head=tied)
     training = TrainingConfig(batch_size=ROWS, sequence_length=LENGTH, accumulation=accumulation)
     # An epsilon under which rounding noise of a zero gradient does not become a full step; a clip that always acts.
     optimizer = OptimizerConfig(learning_rate=1e-2, epsilon=1e-3, clip_norm=0.5)
     policy = RematConfig(remat)  # type: ignore[arg-type]
-    program = make_program(model, training, optimizer, ScheduleConfig(1, 10), policy, placement)
+    program = make_program(model, training, optimizer, ScheduleConfig(1, 10), policy, ADAPT[adapt], placement)
     saved = jax.tree.map(placement.saved, training_state.checkpoint_specs(program.specs))
-    state = training_state.resume(program.specs, 0, placement, **jax.device_put(initial(tied), saved))
+    state = training_state.resume(program.specs, 0, placement, **jax.device_put(initial(tied, adapt), saved))
 
     first, second = (toy.microbatches(toy.packed(ROWS, LENGTH, seed), accumulation) for seed in range(2))
     state, metrics = program.step(state, jax.device_put(first, program.rows))
@@ -73,19 +91,27 @@ def compute(placement: Placement, accumulation: int, remat: str, tied: bool) -> 
     gradients = {group: moments[0].mu for group, moments in to_host(program.kept(state)["moments"]).items()}
     state, _ = program.step(state, jax.device_put(second, program.rows))
     assert metrics["grad_norm"] > optimizer.clip_norm
-    masters = to_host(program.kept(state)["masters"])
-    return Result(float(metrics["loss"]), float(metrics["grad_norm"]), gradients, masters)
+    last, loss, norm = to_host(program.kept(state)), float(metrics["loss"]), float(metrics["grad_norm"])
+    return Result(loss, norm, gradients, last["masters"], last.get("frozen", {}))
 
 
 @functools.cache
-def initial(tied: bool) -> dict[str, Params]:
-    """What a checkpoint before the first step holds, made on one device."""
-    return initialize(toy.placement(), tied)
+def initial(tied: bool, adapt: str) -> dict[str, Params]:
+    """What a checkpoint before the first step holds, made on one device, but for the adapters' zeros: A would have no
+    gradient."""
+    random = np.random.default_rng(0)
+
+    def value(path: str, leaf: np.ndarray) -> np.ndarray:
+        return random.normal(scale=0.1, size=leaf.shape).astype(leaf.dtype) if path.endswith("lora_b") else leaf
+
+    trees = initialize(toy.placement(), tied, adapt)
+    return {**trees, "masters": tree.map_with_path(value, trees["masters"])}
 
 
-def initialize(placement: Placement, tied: bool) -> dict[str, Params]:
-    model = replace(toy.CONFIG, tied_head=tied)
-    program = make_program(model, TrainingConfig(), OptimizerConfig(), ScheduleConfig(), RematConfig("none"), placement)
+def initialize(placement: Placement, tied: bool, adapt: str) -> dict[str, Params]:
+    model, policy = replace(toy.CONFIG, tied_head=tied), RematConfig("none")
+    training, optimizer, schedule = TrainingConfig(), OptimizerConfig(), ScheduleConfig()
+    program = make_program(model, training, optimizer, schedule, policy, ADAPT[adapt], placement)
     return to_host(program.kept(training_state.initialize(program.specs, program.optimizers, 0, placement)))
 
 
@@ -94,8 +120,8 @@ def to_host(leaves: Any) -> Any:
 
 
 @functools.cache
-def one_device(tied: bool) -> Result:
-    return compute(toy.placement(), 1, "none", tied)
+def one_device(tied: bool, adapt: str) -> Result:
+    return compute(toy.placement(), 1, "none", tied, adapt)
 
 
 def assert_equal(found: Params, expected: Params) -> None:
@@ -113,32 +139,34 @@ def name(case: dict[str, Any]) -> str:
     sizes = {"pipeline": case["pipeline"], **case["split"], "tensor": case["tensor"]}
     axes = "-".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
     head = "tied" if case["tied"] else "untied"
-    return f"zero{case['zero']}-{axes}-accumulate{case['accumulation']}-{case['remat']}-{head}"
+    return f"zero{case['zero']}-{axes}-accumulate{case['accumulation']}-{case['remat']}-{head}-{case['adapt']}"
 
 
 @pytest.mark.parametrize("case", CASES + EXTRAS, ids=name)
 def test_placement_changes_nothing(case: dict[str, Any]) -> None:
     placement = toy.placement(case["zero"], pipeline=case["pipeline"], **case["split"], tensor=case["tensor"])
-    found = compute(placement, case["accumulation"], case["remat"], case["tied"])
-    expected = one_device(case["tied"])
+    found = compute(placement, case["accumulation"], case["remat"], case["tied"], case["adapt"])
+    expected = one_device(case["tied"], case["adapt"])
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
     assert found.norm == pytest.approx(expected.norm, rel=1e-6)
     assert_equal(found.gradients, expected.gradients)
     assert_equal(found.masters, expected.masters)
+    if case["adapt"] != "full":
+        jax.tree.map(np.testing.assert_array_equal, found.frozen, initial(case["tied"], case["adapt"])["frozen"])
 
 
 @pytest.mark.parametrize(
-    "zero, split",
+    "zero, split, adapt",
     [
-        (0, {"tensor": 2}),
-        (1, {"data": 2, "fsdp": 2}),
-        (3, {"fsdp": 4, "tensor": 2}),
-        (3, {"pipeline": 2, "fsdp": 2, "tensor": 2}),
+        (0, {"tensor": 2}, "full"),
+        (1, {"data": 2, "fsdp": 2}, "lora"),
+        (3, {"fsdp": 4, "tensor": 2}, "full"),
+        (3, {"pipeline": 2, "fsdp": 2, "tensor": 2}, "lora-int8"),
     ],
 )
-def test_initial_values_are_equal_to_the_bit(zero: int, split: dict[str, int]) -> None:
-    found = initialize(toy.placement(zero, **split), tied=False)
-    jax.tree.map(np.testing.assert_array_equal, found, initial(tied=False))
+def test_initial_values_are_equal_to_the_bit(zero: int, split: dict[str, int], adapt: str) -> None:
+    found, expected = (initialize(where, False, adapt) for where in (toy.placement(zero, **split), toy.placement()))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_the_model_and_its_batches_are_heterogeneous() -> None:
@@ -154,8 +182,8 @@ def test_the_model_and_its_batches_are_heterogeneous() -> None:
 def test_sixteen_bits_stay_close(zero: int, reduce_dtype: str) -> None:
     """bf16 has 8 bits: gradients within 2% as a whole and 4% leaf by leaf of float32's, whatever the placement."""
     precision = PrecisionConfig(compute_dtype="bfloat16", reduce_dtype=reduce_dtype)  # type: ignore[arg-type]
-    found = compute(replace(toy.placement(zero, fsdp=2), precision=precision), 1, "full", True)
-    expected = one_device(True)
+    found = compute(replace(toy.placement(zero, fsdp=2), precision=precision), 1, "full", True, "full")
+    expected = one_device(True, "full")
     assert found.loss == pytest.approx(expected.loss, rel=1e-3)
     assert found.norm == pytest.approx(expected.norm, rel=2e-2)
     assert distance(found.gradients, expected.gradients) < 2e-2

@@ -86,6 +86,26 @@ def test_a_sixteen_bit_copy_is_made_again_on_resume(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, checkpoint(tmp_path / "resumed", 4), checkpoint(tmp_path / "whole", 4))
 
 
+def test_adapters_over_a_frozen_base_resume_and_generate(tmp_path: Path) -> None:
+    adapt = ("--lora.rank", 2, "--lora.base", "int8", "--evaluation.every", 2)
+    for directory, stops in ((tmp_path / "whole", (4,)), (tmp_path / "resumed", (2, 4))):
+        for steps in stops:
+            done = train(directory, "--training.steps", steps, *adapt)
+            assert done.returncode == 0, done.stderr
+    # In both layers 2 × the sum of both sides of query, key, value and output, and of the MLP's three.
+    assert "of which 832 are trained" in " ".join(done.stdout.split())
+    assert metrics(tmp_path / "resumed") == metrics(tmp_path / "whole")
+    trees = ("masters", "moments", "frozen")
+    resumed, whole = (checkpoint(tmp_path / name, 4, trees) for name in ("resumed", "whole"))
+    jax.tree.map(np.testing.assert_array_equal, resumed, whole)
+
+    refused = train(tmp_path / "whole", "--training.steps", 6, *adapt, "--lora.rank", 3)
+    assert refused.returncode == 2 and "lora.rank was 2 and is 3" in refused.stderr
+    written = command("generate", "--checkpoint", tmp_path / "whole", "--prompt", "def ", "--tokens", 5)
+    assert written.returncode == 0, written.stderr
+    assert written.stdout.startswith("def ")
+
+
 def test_a_finished_run_says_so(whole: Path) -> None:
     before = (whole / "metrics.jsonl").read_text()
     again = train(whole, "--training.steps", 8, "--evaluation.every", 4)

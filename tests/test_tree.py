@@ -43,3 +43,9 @@ def test_restrict_makes_another_whole_tree_the_same_half() -> None:
     specs = jax.tree.map(lambda leaf: ParamSpec(leaf.shape, ("embed",)), PARAMS)
     for half, half_of_specs in zip(tree.partition(PARAMS, is_mlp), tree.partition(specs, is_mlp), strict=True):
         assert tree.restrict(specs, like=half) == half_of_specs
+
+
+def test_the_first_pattern_that_fits_decides_and_a_star_crosses_slashes() -> None:
+    path = "segment_0/block_1/mlp/gate"
+    assert tree.first_match(path, ["*/mlp/down", "*/mlp/*", "*"]) == "*/mlp/*"
+    assert tree.first_match(path, ["mlp/*", "*/MLP/*"]) is None

@@ -36,6 +36,10 @@ def ones(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
     return jnp.ones(shape, jnp.float32)
 
 
+def zeros(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
+    return jnp.zeros(shape, jnp.float32)
+
+
 @dataclass(frozen=True)
 class ParamSpec:
     """One parameter.

@@ -6,13 +6,16 @@ and what is kept in between is said here, whatever the rematerialisation policy.
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
+from jaxopt_llm.model.leaves import Int8Weight, LoraWeight, dequantise
 from jaxopt_llm.parallel.sharding import Placed, WeightShardings, gather, reduce_gradient
 
-Weight = Placed
+Whole = Placed | Int8Weight  # one array to compute with
+Weight = Whole | LoraWeight
 
 
 def einsum(subscripts: str, x: jax.Array, weight: Weight, dtype: jnp.dtype | None = None) -> jax.Array:
@@ -21,40 +24,78 @@ def einsum(subscripts: str, x: jax.Array, weight: Weight, dtype: jnp.dtype | Non
     subscripts: "x's axes,weight's axes->result's axes"; every axis appears in at least two of the three.
     dtype: of the result, accumulated in float32 in any case; x's by default.
     """
-    return _einsum(subscripts, weight.shardings, dtype or x.dtype, x, weight.array, weight.tap)
+    dtype = dtype or x.dtype
+    if isinstance(weight, LoraWeight):
+        down, up = _through_rank(subscripts)
+        low = weight.scale * einsum(down, x, weight.lora_a)
+        return einsum(subscripts, x, weight.base, dtype) + einsum(up, low, weight.lora_b, dtype)
+    return _einsum(subscripts, dtype, x, *_split(weight))
 
 
 def take(table: Weight, ids: jax.Array) -> jax.Array:
     """Rows of a table: weight [V, D], ids [...] -> [..., D]. Ids must be within the table: the host checks them."""
-    return _take(table.shardings, table.array, table.tap, ids)
+    if isinstance(table, LoraWeight):
+        rows = "XYZ"[: ids.ndim]
+        low = table.scale * take(table.lora_b, ids)
+        return take(table.base, ids) + einsum(f"{rows}r,Dr->{rows}D", low, table.lora_a)
+    return _take(*_split(table), ids)
 
 
 def materialise(weight: Weight) -> jax.Array:
     """The whole weight in compute dtype, for what is neither product nor look-up: norm scales and biases."""
-    return _materialise(weight.shardings, weight.array, weight.tap)
+    assert isinstance(weight, Placed), "adapters and codes are of what a product sums over"
+    return _materialise(*_split(weight))
+
+
+def _through_rank(subscripts: str) -> tuple[str, str]:
+    """A product's two steps through a low rank: "BSD,DHK->BSHK" -> ("BSD,Dr->BSr", "BSr,HKr->BSHK")."""
+    operands, result = subscripts.split("->")
+    left, right = operands.split(",")
+    summed = "".join(axis for axis in right if axis not in result)
+    others = "".join(axis for axis in right if axis in result)
+    low = "".join(axis for axis in left if axis not in summed) + "r"
+    return f"{left},{summed}r->{low}", f"{low},{others}r->{result}"
+
+
+def _split(weight: Whole) -> tuple[Whole, jax.Array | None]:
+    """The weight as it rests, and its tap, which no backward needs to keep."""
+    return (replace(weight, tap=None), weight.tap) if isinstance(weight, Placed) else (weight, None)
+
+
+def _shardings(weight: Whole) -> WeightShardings:
+    return weight.codes.shardings if isinstance(weight, Int8Weight) else weight.shardings
+
+
+def _gather(weight: Whole) -> jax.Array:
+    """The weight in compute dtype, whole but for `tensor`. Codes are gathered as codes, and widened after."""
+    if isinstance(weight, Int8Weight):
+        gathered = Int8Weight(gather(weight.codes, jnp.int8), gather(weight.scales, jnp.float32))
+        return dequantise(gathered).astype(_shardings(weight).compute_dtype)
+    return gather(weight)
 
 
 # In each of the three the weight itself has no cotangent (None): its gradient is the tap's.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _einsum(subscripts, shardings, dtype, x, array, tap):
-    return jnp.einsum(subscripts, x, gather(array, shardings), preferred_element_type=dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _einsum(subscripts, dtype, x, weight, tap):
+    return jnp.einsum(subscripts, x, _gather(weight), preferred_element_type=dtype)
 
 
-def _einsum_forward(subscripts, shardings, dtype, x, array, tap):
-    weight = gather(array, shardings)
-    y = jnp.einsum(subscripts, x, weight, preferred_element_type=dtype)
-    return y, (x, array, weight if shardings.keep else None)
+def _einsum_forward(subscripts, dtype, x, weight, tap):
+    gathered = _gather(weight)
+    y = jnp.einsum(subscripts, x, gathered, preferred_element_type=dtype)
+    return y, (x, weight, gathered if _shardings(weight).keep else None)
 
 
-def _einsum_backward(subscripts, shardings: WeightShardings, dtype, residuals, dy):
-    x, array, weight = residuals
-    weight = gather(array, shardings) if weight is None else weight
+def _einsum_backward(subscripts, dtype, residuals, dy):
+    x, weight, gathered = residuals
+    shardings = _shardings(weight)
+    gathered = _gather(weight) if gathered is None else gathered
     operands, result = subscripts.split("->")
     left, right = operands.split(",")
     dy = dy.astype(x.dtype)
-    dx = jnp.einsum(f"{result},{right}->{left}", dy, weight, preferred_element_type=x.dtype)
+    dx = jnp.einsum(f"{result},{right}->{left}", dy, gathered, preferred_element_type=x.dtype)
     if not shardings.trainable:
         return dx, None, None
     dw = jnp.einsum(f"{left},{result}->{right}", x, dy, preferred_element_type=shardings.reduce_dtype)
@@ -64,21 +105,22 @@ def _einsum_backward(subscripts, shardings: WeightShardings, dtype, residuals, d
 _einsum.defvjp(_einsum_forward, _einsum_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _take(shardings, array, tap, ids):
-    return gather(array, shardings)[ids]
+@jax.custom_vjp
+def _take(table, tap, ids):
+    return _gather(table)[ids]
 
 
-def _take_forward(shardings, array, tap, ids):
-    return _take(shardings, array, tap, ids), (array, ids)
+def _take_forward(table, tap, ids):
+    return _take(table, tap, ids), (table, ids)
 
 
-def _take_backward(shardings: WeightShardings, residuals, dy):
-    array, ids = residuals
+def _take_backward(residuals, dy):
+    table, ids = residuals
+    shardings = _shardings(table)
     if not shardings.trainable:
         return None, None, None
     # In float32: a frequent token's row sums over thousands of positions.
-    gradient = jnp.zeros(array.shape, jnp.float32).at[ids].add(dy.astype(jnp.float32))
+    gradient = jnp.zeros(table.array.shape, jnp.float32).at[ids].add(dy.astype(jnp.float32))
     # Whole rows first: asked for divided rows, XLA gathers every device's positions instead of reducing the rows.
     gradient = jax.lax.with_sharding_constraint(gradient, shardings.gathered)
     return None, reduce_gradient(gradient, shardings), None
@@ -87,17 +129,17 @@ def _take_backward(shardings: WeightShardings, residuals, dy):
 _take.defvjp(_take_forward, _take_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _materialise(shardings, array, tap):
-    return gather(array, shardings)
+@jax.custom_vjp
+def _materialise(weight, tap):
+    return gather(weight)
 
 
-def _materialise_forward(shardings, array, tap):
-    return gather(array, shardings), None
+def _materialise_forward(weight, tap):
+    return gather(weight), replace(weight, array=None)
 
 
-def _materialise_backward(shardings: WeightShardings, residuals, dy):
-    return None, reduce_gradient(dy, shardings) if shardings.trainable else None
+def _materialise_backward(weight, dy):
+    return None, reduce_gradient(dy, weight.shardings) if weight.shardings.trainable else None
 
 
 _materialise.defvjp(_materialise_forward, _materialise_backward)

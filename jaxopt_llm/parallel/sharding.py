@@ -98,12 +98,15 @@ class Placed:
     shardings: WeightShardings = struct.field(pytree_node=False)
 
 
-def gather(array: jax.Array, shardings: WeightShardings) -> jax.Array:
-    """The weight in compute dtype, whole but for `tensor`. Cast first: a gather of 16 bits moves half of the bytes."""
-    array = array.astype(shardings.compute_dtype)
+def gather(weight: Placed, dtype: Any = None) -> jax.Array:
+    """The weight in compute dtype, or in this one, whole but for `tensor`.
+
+    Cast first: a gather of 16 bits moves half of the bytes of one of 32.
+    """
+    array = weight.array.astype(dtype or weight.shardings.compute_dtype)
     # With one constraint alone XLA sometimes gathers the float32 master and casts after.
-    array = jax.lax.with_sharding_constraint(array, shardings.resting)
-    return jax.lax.with_sharding_constraint(array, shardings.gathered)
+    array = jax.lax.with_sharding_constraint(array, weight.shardings.resting)
+    return jax.lax.with_sharding_constraint(array, weight.shardings.gathered)
 
 
 def reduce_gradient(gradient: jax.Array, shardings: WeightShardings) -> jax.Array:

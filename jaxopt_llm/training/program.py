@@ -1,15 +1,13 @@
 """A configuration and a placement, made into everything that a run compiles."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxopt_llm import tree
 from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.execution.stacks import RematConfig
@@ -19,6 +17,7 @@ from jaxopt_llm.model.decoder import ModelConfig, Params, Parts, make_parts
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training import update
+from jaxopt_llm.training.lora import LoraConfig, adapt
 from jaxopt_llm.training.optimizer import OptimizerConfig, adamw
 from jaxopt_llm.training.schedule import ScheduleConfig, warmup_cosine
 from jaxopt_llm.training.state import StateSpecs, TrainState
@@ -48,6 +47,7 @@ def make_program(
     optimizer: OptimizerConfig,
     schedule: ScheduleConfig,
     remat: RematConfig,
+    lora: LoraConfig,
     placement: Placement,
 ) -> Program:
     """Allocates nothing: the placement's devices may be those of a topology that is only compiled for."""
@@ -56,8 +56,7 @@ def make_program(
     if stages > 1:
         parts = rest_on_stages(parts, stages)
     executor = pipeline.make_executor(remat) if stages > 1 else scan.make_executor(remat)
-    masters = jax.tree.map(lambda spec: replace(spec, dtype=np.dtype(placement.precision.param_dtype)), parts.specs)
-    trainable, frozen = tree.partition(masters, lambda path: True)
+    parts, trainable, frozen = adapt(parts, lora, placement.precision)
     learning_rate = warmup_cosine(optimizer.learning_rate, schedule)
     optimizers = update.make_optimizers(lambda specs: adamw(optimizer, learning_rate, specs), trainable)
     specs = training_state.state_specs(trainable, frozen, optimizers)

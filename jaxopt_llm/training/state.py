@@ -10,7 +10,7 @@ from flax import struct
 from jax.sharding import NamedSharding
 
 from jaxopt_llm import tree
-from jaxopt_llm.model import param
+from jaxopt_llm.model import leaves, param
 from jaxopt_llm.model.decoder import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.sharding import Placement
@@ -94,13 +94,14 @@ def initialize(specs: StateSpecs, optimizers: Optimizers, seed: int, placement: 
     """The state before the first step, each device making its own part."""
 
     def make() -> TrainState:
-        masters = param.initialize(specs.masters, seed)
+        params = leaves.initialize(tree.merge(specs.masters, specs.frozen), seed)
+        masters = tree.restrict(params, specs.masters)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             masters=masters,
             moments=update.init(optimizers, specs.masters, masters),
             compute=compute_copy(specs.masters, masters, placement),
-            frozen=param.initialize(specs.frozen, seed),
+            frozen=tree.restrict(params, specs.frozen),
         )
 
     return jax.jit(make, out_shardings=shardings(specs, placement))()

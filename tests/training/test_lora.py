@@ -1,0 +1,141 @@
+"""LoRA: what the patterns select, and that nothing but adapters trains."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import toy
+
+from jaxopt_llm import tree
+from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.model import param
+from jaxopt_llm.model.decoder import make_parts
+from jaxopt_llm.parallel.precision import PrecisionConfig
+from jaxopt_llm.training import lora
+from jaxopt_llm.training import state as training_state
+from jaxopt_llm.training.lora import LoraConfig
+from jaxopt_llm.training.optimizer import OptimizerConfig
+from jaxopt_llm.training.program import make_program
+from jaxopt_llm.training.schedule import ScheduleConfig
+from jaxopt_llm.training.step import TrainingConfig
+
+pytestmark = pytest.mark.core
+
+PARTS = make_parts(toy.CONFIG)
+MATRICES = {"query", "key", "value", "output", "gate", "up", "down"}
+
+
+def paths(leaves: tree.Tree) -> set[str]:
+    return set(jax.tree.leaves(tree.map_with_path(lambda path, leaf: path, leaves)))
+
+
+def adapted(config: LoraConfig) -> set[str]:
+    """Paths of the weights that get adapters."""
+    _, trained, _ = lora.adapt(PARTS, config, PrecisionConfig())
+    return {path.rsplit("/", 1)[0] for path in paths(trained)}
+
+
+# ---- What the patterns select.
+
+
+def test_by_default_every_matrix_of_the_blocks_is_adapted_and_nothing_else() -> None:
+    products = {path for path in paths(PARTS.specs) if path.rsplit("/", 1)[-1] in MATRICES}
+    assert adapted(LoraConfig(rank=2)) == products
+    assert lora.target_problems(PARTS.specs, LoraConfig(rank=2)) == []
+
+
+def test_a_pattern_selects_the_weights_that_it_fits() -> None:
+    config = LoraConfig(rank=2, targets=("segment_1/*/query", "outer/*"))
+    assert adapted(config) == {"segment_1/block_0/attention/query", "outer/embedding/table"}
+
+
+@pytest.mark.parametrize(
+    "targets, problem",
+    [
+        (("*/mlp/*", "*/mpl/*"), "*/mpl/* fits no parameter (there are outer/embedding/table, segment_0/block_0/"),
+        (("*norm/scale", "*"), "*norm/scale fits no matrix, only outer/final_norm/scale"),
+        (("*/mlp/*", "*/up"), "*/up comes after patterns that fit all that it fits"),
+    ],
+)
+def test_a_pattern_that_decides_no_weight_is_named(targets: tuple[str, ...], problem: str) -> None:
+    (found,) = lora.target_problems(PARTS.specs, LoraConfig(rank=2, targets=targets))
+    assert problem in found
+    assert lora.target_problems(PARTS.specs, LoraConfig(rank=0, targets=targets)) == []
+
+
+def test_what_a_configuration_gets_wrong_by_itself() -> None:
+    assert LoraConfig().problems() == LoraConfig(rank=2, base="int8").problems() == []
+    for wrong, problem in (
+        (LoraConfig(rank=-1), "lora.rank=-1"),
+        (LoraConfig(alpha=0.0), "lora.alpha=0.0"),
+        (LoraConfig(rank=2, targets=()), "lora.targets"),
+        (LoraConfig(base="int8"), "lora.base=int8"),
+    ):
+        (found,) = wrong.problems()
+        assert problem in found
+
+
+# ---- How what is frozen rests.
+
+
+def test_without_adapters_everything_is_trained() -> None:
+    parts, trained, frozen = lora.adapt(PARTS, LoraConfig(), PrecisionConfig())
+    assert parts.specs == trained == PARTS.specs and not jax.tree.leaves(frozen)
+
+
+@pytest.mark.parametrize("base", ["float", "int8"])
+def test_the_base_rests_in_the_compute_dtype_or_as_codes(base: Any) -> None:
+    config = LoraConfig(rank=2, targets=("*/attention/*", "outer/*"), base=base)
+    _, trained, frozen = lora.adapt(PARTS, config, PrecisionConfig(compute_dtype="bfloat16"))
+    assert {spec.dtype.name for spec in jax.tree.leaves(trained)} == {"float32"}
+
+    def check(path: str, spec: param.ParamSpec) -> None:
+        # Whether targeted or not: the MLPs have no adapters here.
+        in_codes = base == "int8" and MATRICES & set(path.split("/"))
+        expected = {"codes": "int8", "scales": "float32"}[path.rsplit("/", 1)[-1]] if in_codes else "bfloat16"
+        assert spec.dtype.name == expected, path
+
+    tree.map_with_path(check, frozen)
+
+
+# ---- Nothing but adapters trains.
+
+
+@functools.cache
+def run(adapters: LoraConfig) -> tuple[list[Any], list[Any]]:
+    """States on the host before and after each of two steps, and the steps' metrics."""
+    training, schedule = TrainingConfig(batch_size=4, sequence_length=16), ScheduleConfig(1, 10)
+    optimizer = OptimizerConfig(clip_norm=1e3, weight_decay=0)  # only a gradient changes a value
+    placement = toy.placement(2, fsdp=2)
+    program = make_program(toy.CONFIG, training, optimizer, schedule, RematConfig("none"), adapters, placement)
+    state = training_state.initialize(program.specs, program.optimizers, 0, placement)
+    states, told = [jax.tree.map(np.asarray, state)], []
+    for seed in range(2):
+        state, metrics = program.step(state, jax.device_put(toy.microbatches(toy.packed(4, 16, seed), 1), program.rows))
+        states.append(jax.tree.map(np.asarray, state))
+        told.append(metrics)
+    return states, told
+
+
+@pytest.mark.parametrize("base", ["float", "int8"])
+def test_steps_change_the_adapters_alone(base: Any) -> None:
+    (before, first, second), metrics = run(LoraConfig(rank=2, base=base))
+    jax.tree.map(np.testing.assert_array_equal, second.frozen, before.frozen)
+    # B is zero at first: A's gradient comes with the second step.
+    changed = tree.map_with_path(lambda path, a, b: path if np.any(a != b) else None, before.masters, second.masters)
+    assert paths(second.masters) == set(jax.tree.leaves(changed))
+    # Moments are the adapters' alone, and so is the norm.
+    for moment in ("mu", "nu"):
+        by_group = {group: optax.tree.get(state, moment) for group, state in first.moments.items()}
+        assert paths(by_group) == paths(before.masters)
+    mu = jax.tree.leaves({group: optax.tree.get(state, "mu") for group, state in first.moments.items()})
+    norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in mu)) / (1 - OptimizerConfig().beta1)
+    assert metrics[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_adapters_change_nothing_until_they_have_learnt() -> None:
+    losses = [float(run(config)[1][0]["loss"]) for config in (LoraConfig(), LoraConfig(rank=2))]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
