@@ -1,9 +1,11 @@
 """The training step of any recipe: tokens/s, seconds to the first step, peak memory, FLOPs.
 
     python benchmarks/train_step.py --config quickstart.py [--runs 3] [--steps 10] [--json FILE] [--section.field VALUE]
+                                    [--peer hf-torch]
 
-Every run is a process of its own. The first compiles everything (cold); the others find XLA's compilation cache as it
-left it (warm). Figures are medians over the runs; a table goes to standard output, JSON to --json.
+Every run is a process of its own. The first compiles everything (cold); the others find the compilation cache as it
+left it (warm). Figures are medians over the runs; a table goes to standard output, JSON to --json. A peer's runs
+(eager, then compiled) alternate with ours, so that what else the machine does falls on all.
 """
 
 import argparse
@@ -19,6 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import peer_hf_torch
 
 RUNS_BY_ITSELF = "--measure-since"  # how this file starts itself: seconds since the epoch, then the recipe's arguments
 
@@ -101,84 +105,124 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
     }
 
 
-def run_processes(runs: int, steps: int, arguments: list[str]) -> list[dict[str, Any]]:
+def run_alternating(runs: int, steps: int, contenders: dict[str, tuple[str, list[str]]]) -> list[list[dict[str, Any]]]:
+    """contenders: by name, a file and its arguments. One process of each in turn, `runs` times; the results of each.
+
+    One that says {"unavailable": why} is not asked again.
+    """
     with tempfile.TemporaryDirectory() as cache:
         environment = {
             **os.environ,
             "JAX_COMPILATION_CACHE_DIR": cache,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "TORCHINDUCTOR_CACHE_DIR": cache,
         }
-        results = []
-        for _ in range(runs):
-            command = [sys.executable, __file__, RUNS_BY_ITSELF, str(time.time()), str(steps), *arguments]
+        results: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+        for name in [*contenders] * runs:
+            if any("unavailable" in result for result in results[name]):
+                continue
+            file, arguments = contenders[name]
+            command = [sys.executable, file, RUNS_BY_ITSELF, str(time.time()), str(steps), *arguments]
             finished = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
             if finished.returncode:
                 sys.exit(finished.returncode)
-            results.append(json.loads(finished.stdout.splitlines()[-1]))
-        return results
+            results[name].append(json.loads(finished.stdout.splitlines()[-1]))
+        return list(results.values())
 
 
 def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the processes; the first alone was cold."""
+    """Medians over the processes of one contender; the first alone was cold."""
     cold, *warm = results
-    report = {"command": sys.argv, "python": platform.python_version(), **cold}
+    if "unavailable" in cold:
+        return cold
+    summary = dict(cold)
     for name in ("step_seconds", "tokens_per_second", "flops_per_second", "measured_peak_bytes"):
-        report[name] = statistics.median(result[name] for result in results)
-    report["first_step_seconds"] = {
+        if name in cold:
+            summary[name] = statistics.median(result[name] for result in results)
+    summary["first_step_seconds"] = {
         "cold": cold["first_step_seconds"],
         "warm": statistics.median(result["first_step_seconds"] for result in warm) if warm else None,
     }
-    report["runs"] = results
-    return report
+    summary["runs"] = results
+    return summary
 
 
 def show(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    first = report["first_step_seconds"]
-    warm = "-" if first["warm"] is None else f"{first['warm']:.1f}"
+    def memory(count: int) -> str:
+        return f"{count / 2**20:,.0f} MiB"
+
+    def first_step(seconds: dict[str, float | None]) -> str:
+        return " / ".join("-" if each is None else f"{each:.1f}" for each in seconds.values())
+
+    peers = report.get("peer", {})
+    columns = {"ours": report} | {name: peer for name, peer in peers.items() if "unavailable" not in peer}
     share = report["share_of_peak_flops"]
     table = Table(title=f"{report['parameters']:,} parameters on {report['device']}, jax {report['jax']}")
     table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in {
-        "tokens/s": f"{report['tokens_per_second']:,.0f}",
-        "step seconds": f"{report['step_seconds']:.4f}",
-        "seconds to first step, cold / warm": f"{first['cold']:.1f} / {warm}",
-        "TFLOP per step (matmuls, as compiled)": f"{report['flops_per_step'] / 1e12:.4f}",
-        "TFLOP/s": f"{report['flops_per_second'] / 1e12:.3f}" + ("" if share is None else f" ({share:.0%} of peak)"),
-        "peak memory, planned per device": f"{report['planned_peak_bytes'] / 2**20:,.0f} MiB",
-        "peak memory, measured": f"{report['measured_peak_bytes'] / 2**20:,.0f} MiB",
-    }.items():
-        table.add_row(name, value)
+    for name in columns:
+        table.add_column(name, justify="right")
+    rows = {
+        "tokens/s": [f"{column['tokens_per_second']:,.0f}" for column in columns.values()],
+        "step seconds": [f"{column['step_seconds']:.4f}" for column in columns.values()],
+        "seconds to first step, cold / warm": [first_step(column["first_step_seconds"]) for column in columns.values()],
+        "peak memory, measured": [memory(column["measured_peak_bytes"]) for column in columns.values()],
+        "peak memory, planned per device": [memory(report["planned_peak_bytes"])],
+        "TFLOP per step (matmuls, as compiled)": [f"{report['flops_per_step'] / 1e12:.4f}"],
+        "TFLOP/s": [f"{report['flops_per_second'] / 1e12:.3f}" + ("" if share is None else f" ({share:.0%} of peak)")],
+    }
+    if peers:
+        rows["tokens/s, ours / this"] = [f"{column.get('ratio', 1.0):.2f}" for column in columns.values()]
+    for figure, values in rows.items():
+        table.add_row(figure, *values)
     Console().print(table)
+    for name, peer in peers.items():
+        print(
+            f"{name}: unavailable ({peer['unavailable']})" if "unavailable" in peer else f"{name}: {peer['versions']}"
+        )
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="processes; the first is cold (default: 3)")
     parser.add_argument("--steps", type=int, default=10, help="steps timed in each (default: 10)")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
+    parser.add_argument("--peer", choices=["hf-torch"], help="alternate with the same step in another trainer")
     own, arguments = parser.parse_known_args()
     if own.runs < 1 or own.steps < 1:
         parser.error("--runs and --steps must be at least 1")
     if own.json and not own.json.parent.is_dir():
         parser.error(f"--json {own.json}: there is no folder {own.json.parent}")
-    report = summarise(run_processes(own.runs, own.steps, arguments))
+    contenders = {"ours": (__file__, arguments)}
+    if own.peer:
+        from jaxopt_llm import config as configuration
+
+        config = configuration.parse(arguments, "benchmarks/train_step.py")
+        configuration.validate(config)
+        contenders |= peer_hf_torch.contenders(config)
+    ours, *peers = map(summarise, run_alternating(own.runs, own.steps, contenders))
+    report = {"command": sys.argv, "python": platform.python_version(), **ours}
+    if peers:
+        for peer in peers:
+            if "unavailable" not in peer:
+                peer["ratio"] = ours["tokens_per_second"] / peer["tokens_per_second"]
+        report["peer"] = dict(zip(peer_hf_torch.MODES, peers, strict=True))
     show(report)
     if own.json:
         own.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def measure_and_print() -> int:
+    _, _, started, steps, *arguments = sys.argv
+    print(json.dumps(measure(float(started), int(steps), arguments)))
+    return 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [RUNS_BY_ITSELF]:
-        from jaxopt_llm import errors
+    from jaxopt_llm import errors
 
-        def measure_and_print() -> int:
-            print(json.dumps(measure(float(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])))
-            return 0
-
-        errors.run(measure_and_print)
-    main()
+    errors.run(measure_and_print if sys.argv[1:2] == [RUNS_BY_ITSELF] else main)

@@ -1,0 +1,164 @@
+"""The training step of a recipe in Hugging Face transformers on torch: the peer of `train_step.py --peer hf-torch`.
+
+`work` reads off a recipe what there is to do; a process of this file alone does it, and never imports JAX. It is the
+same Llama with random values, the same batch, causal attention, AdamW, weight decay and clip, in the peer's best plain
+settings: scaled_dot_product_attention, fused AdamW, no key-value cache, and for 16 bits autocast over float32 masters,
+which is what ours are. Two things differ and cost nothing: the learning rate is constant, and the rows that pad the
+vocabulary take part in the softmax.
+"""
+
+import importlib.util
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxopt_llm.config import TrainConfig
+
+MODES = ("eager", "compiled")
+Work = dict[str, Any]
+
+
+def work(config: "TrainConfig") -> Work:
+    """What the peer is to do, as JSON takes it. Raises InputError for what it cannot do, or not on this machine."""
+    from jaxopt_llm.errors import InputError
+    from jaxopt_llm.model.decoder import param_specs
+
+    model, training, optimizer = config.model, config.training, config.optimizer
+    found = []
+    if set(model.pattern) != {"global"}:
+        found.append(f"model.pattern={model.pattern}: its Llama has global attention only; set --model.pattern global")
+    if config.mesh.devices > 1:
+        found.append(f"the mesh has {config.mesh.devices} devices: it runs on one; set every mesh axis to 1")
+    if config.precision.reduce_dtype != "float32":
+        found.append("precision.reduce_dtype: its gradients are float32; set --precision.reduce_dtype float32")
+    found += [
+        f"no {name} here; pip install 'jaxopt_llm[peer]'"
+        for name in ("torch", "transformers")
+        if importlib.util.find_spec(name) is None
+    ]
+    if found:
+        raise InputError(f"--peer hf-torch: {'; '.join(found)}")
+    return {
+        "llama": {
+            "vocab_size": param_specs(model)["outer"]["embedding"]["table"].shape[0],
+            "hidden_size": model.width,
+            "intermediate_size": model.mlp_width,
+            "num_hidden_layers": model.layers,
+            "num_attention_heads": model.heads,
+            "num_key_value_heads": model.kv_heads,
+            "head_dim": model.head_dim,
+            "rms_norm_eps": model.norm_epsilon,
+            "rope_theta": model.rope_theta,
+            "tie_word_embeddings": model.tied_head,
+            "max_position_embeddings": training.sequence_length,
+        },
+        "vocabulary_size": model.vocabulary_size,
+        "shape": [training.batch_size, training.sequence_length],
+        "accumulation": training.accumulation,
+        "autocast": config.precision.compute_dtype == "bfloat16",
+        "checkpointing": config.remat.policy == "full",
+        "adamw": {
+            "lr": optimizer.learning_rate,
+            "betas": [optimizer.beta1, optimizer.beta2],
+            "eps": optimizer.epsilon,
+            "weight_decay": optimizer.weight_decay,
+        },
+        "clip_norm": optimizer.clip_norm,
+    }
+
+
+def contenders(config: "TrainConfig") -> dict[str, tuple[str, list[str]]]:
+    """A file and its arguments for each mode: see train_step.run_alternating."""
+    what = json.dumps(work(config))
+    return {mode: (__file__, [mode, what]) for mode in MODES}
+
+
+def make_model(work: Work) -> Any:
+    """A LlamaForCausalLM with random float32 parameters on the default device."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**work["llama"], attn_implementation="sdpa")).train()
+    if work["checkpointing"]:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def make_loss(model: Any, work: Work, device: str) -> Callable[[Any, Any], Any]:
+    """(tokens, targets [B, S]) -> mean cross-entropy."""
+    import torch
+
+    def loss(tokens: Any, targets: Any) -> Any:
+        with torch.autocast(device, torch.bfloat16, enabled=work["autocast"]):
+            logits = model(input_ids=tokens, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    return loss
+
+
+def measure(started: float, steps: int, mode: str, work: Work) -> dict[str, Any]:
+    """One process: from its start to the first step, then `steps` steps by themselves."""
+    import torch
+    import transformers
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(os.cpu_count() or 1)
+    torch.backends.cuda.matmul.allow_tf32 = True  # as JAX multiplies float32 on GPUs
+    torch.set_default_device(device)
+    model = make_model(work)
+    loss_of = make_loss(model, work, device)
+    if mode == "compiled":
+        loss_of = torch.compile(loss_of)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [parameter for parameter in parameters if parameter.ndim > 1]},
+            {"params": [parameter for parameter in parameters if parameter.ndim == 1], "weight_decay": 0.0},
+        ],
+        **work["adamw"],
+        fused=True,
+    )
+    tokens, targets = (torch.randint(work["vocabulary_size"], work["shape"]) for _ in range(2))
+
+    def step() -> None:
+        for microbatch in zip(tokens.chunk(work["accumulation"]), targets.chunk(work["accumulation"]), strict=True):
+            (loss_of(*microbatch) / work["accumulation"]).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, work["clip_norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    try:
+        step()
+    except torch._dynamo.exc.TorchDynamoException as error:  # no compiler on this machine, or a defect of its own
+        return {"unavailable": str(error).strip().splitlines()[0]}
+    first_step = time.time() - started
+
+    seconds = []
+    for _ in range(steps):
+        before = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - before)
+    step_seconds = statistics.median(seconds)
+    return {
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "measured_peak_bytes": torch.cuda.max_memory_allocated()
+        if device == "cuda"
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "first_step_seconds": first_step,
+        "step_seconds": step_seconds,
+        "tokens_per_second": tokens.numel() / step_seconds,
+    }
+
+
+if __name__ == "__main__":
+    _, _, since, number_of_steps, how, what = sys.argv
+    print(json.dumps(measure(float(since), int(number_of_steps), how, json.loads(what))))
