@@ -1,6 +1,6 @@
-"""What needs a GPU, in one command of under 8 minutes: scripts/gpu_check.
+"""What needs a GPU, in one command of under 8 minutes.
 
-    python benchmarks/gpu_check.py [--output FOLDER] [--only PART] [--on-cpu]
+    scripts/gpu_check [--output FOLDER] [--only PART] [--on-cpu]
 
 Every part is a process of its own with a limit on its time. A part that fails is recorded with its error and does not
 stop the others; one whose packages are missing is skipped by name. Writes FOLDER/<gpu>-<date>.json with everything and
@@ -12,7 +12,6 @@ import datetime
 import importlib.metadata
 import json
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -38,7 +37,7 @@ import json, jax
 device = jax.devices()[0]
 print(json.dumps({
     "platform": device.platform, "device": device.device_kind, "devices": len(jax.devices()), "jax": jax.__version__,
-    "runtime": device.client.platform_version, "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
+    "runtime": device.client.platform_version, "memory_limit_bytes": (device.memory_stats() or {}).get("bytes_limit"),
 }))
 """
 
@@ -61,18 +60,20 @@ def parts(on_cpu: bool) -> list[Part]:
         return ["benchmarks/train_step.py", "--config", recipe(name), "--runs", str(runs), "--json"]
 
     # Only the files that have such tests: what others import may be missing here.
-    tests = sorted(str(path) for path in Path("tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text())
-    try_out = ["--gpu-tests-on-cpu"] if on_cpu else []
+    having = (path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text())
+    tests = sorted(str(path.relative_to(ROOT)) for path in having)
+    pytest = ["-m", "pytest", "-q", "-m", "gpu", *(["--gpu-tests-on-cpu"] if on_cpu else [])]
     return [
-        Part("1b-step", train_step("llama_1b", runs=1), read_json, describe_step, seconds=130),
-        Part("tests", ["-m", "pytest", "-m", "gpu", *try_out, *tests, "--junit-xml"], read_junit, describe_tests, 180),
-        Part("train-step", train_step("llama_small", runs=2), read_json, describe_step, seconds=100),
+        Part("1b-step", train_step("llama_1b", runs=1), read_step, describe_step, seconds=130),
+        Part("tests", [*pytest, *tests, "--junit-xml"], read_junit, describe_tests, seconds=180),
+        Part("train-step", train_step("llama_small", runs=2), read_step, describe_step, seconds=100),
     ]
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_step(path: Path) -> dict[str, Any]:
+    """What train_step.py says, without its command, which names a temporary file."""
     report: dict[str, Any] = json.loads(path.read_text())
-    return report
+    return {name: value for name, value in report.items() if name != "command"}
 
 
 def read_junit(path: Path) -> dict[str, Any]:
@@ -98,7 +99,7 @@ def describe_step(report: dict[str, Any]) -> str:
     return (
         f"{report['step_seconds']:.3f} s, {report['tokens_per_second']:,.0f} tokens/s"
         + ("" if share is None else f", {share:.0%} of peak")
-        + f"; peak {measured / GIB:.2f} GiB, {measured / planned:.2f} of the planned {planned / GIB:.2f}; "
+        + f"; peak {measured / GIB:.2f} GiB, {measured / planned:.2f} × the planned {planned / GIB:.2f}; "
         f"compiled in {report['compile_seconds']:.0f} s"
     )
 
@@ -115,6 +116,7 @@ def run(part: Part, environment: dict[str, str], seconds: float) -> dict[str, An
         return {
             "status": "failed" if error else "passed",
             "seconds": time.monotonic() - started,
+            "arguments": part.arguments,
             "error": error,
             "report": part.report(report) if report.exists() else None,
             "output": output,
@@ -159,13 +161,13 @@ def packages() -> dict[str, str | None]:
     return {name: version(name) for name in [*names, "pytest", "torch", "transformers"]}
 
 
-def look(environment: dict[str, str]) -> dict[str, Any]:
-    """The device that JAX would use. Raises InputError where it finds none."""
-    output, error = execute(["-c", LOOK], environment, seconds=60)
+def look(environment: dict[str, str], platform: str) -> dict[str, Any]:
+    """The device that JAX uses. Raises InputError where it finds none of the platform."""
+    output, error = execute(["-c", LOOK], {**environment, "JAX_PLATFORMS": platform}, seconds=60)
     if error:
         raise InputError(
-            f"no GPU is visible to JAX in {sys.executable} ({error.splitlines()[-1]}); --on-cpu tries the command "
-            "itself out without one"
+            f"no device to run on in {sys.executable} ({error.splitlines()[-1]}); this command wants an NVIDIA GPU and "
+            "JAX with CUDA; --on-cpu tries it out without"
         )
     found: dict[str, Any] = json.loads(output.splitlines()[-1])
     return found
@@ -199,16 +201,17 @@ def main() -> int:
     if not asked.output.is_dir():
         raise InputError(f"--output {asked.output}: no such folder")
 
+    platforms = ("cpu",) if asked.on_cpu else ("cuda", "cpu")
     environment = {
         **os.environ,
-        "JAX_PLATFORMS": "cpu" if asked.on_cpu else "cuda,cpu",
-        "CUDA_VISIBLE_DEVICES": (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0],
+        "JAX_PLATFORMS": ",".join(platforms),
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the GPU may have other users
     }
     results: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "machine": look(environment),
-        "python": platform.python_version(),
+        "machine": look(environment, platforms[0]),
+        "python": sys.version.split()[0],
         "packages": packages(),
         "parts": {},
     }

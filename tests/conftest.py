@@ -41,8 +41,11 @@ def gpus() -> list[jax.Device]:
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Iterator[jax.Device]:
-    """The first GPU, made the default device. What is compiled for it is optimised: XLA knows no other GPU code."""
-    device = jax.devices("cpu")[0] if request.config.option.gpu_tests_on_cpu else gpus()[0]
+    """The first GPU, made the default device. What is compiled for it is optimised: XLA knows no other GPU code.
+
+    To try the tests, a simulated device that is not the other tests' default one.
+    """
+    device = jax.devices("cpu")[-1] if request.config.option.gpu_tests_on_cpu else gpus()[0]
     jax.config.update("jax_disable_most_optimizations", False)
     with jax.default_device(device):
         yield device
