@@ -56,17 +56,19 @@ def parts(on_cpu: bool) -> list[Part]:
     def recipe(name: str) -> str:
         return f"benchmarks/recipes/{'tiny' if on_cpu else name}.py"
 
-    def train_step(name: str, runs: int) -> list[str]:
-        return ["benchmarks/train_step.py", "--config", recipe(name), "--runs", str(runs), "--json"]
+    def train_step(name: str, runs: int, *more: str) -> list[str]:
+        return ["benchmarks/train_step.py", "--config", recipe(name), "--runs", str(runs), *more, "--json"]
 
     # Only the files that have such tests: what others import may be missing here.
     having = (path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text())
     tests = sorted(str(path.relative_to(ROOT)) for path in having)
+    peer = train_step("llama_small", 1, "--peer", "hf-torch")
     pytest = ["-m", "pytest", "-q", "-m", "gpu", *(["--gpu-tests-on-cpu"] if on_cpu else [])]
     return [
         Part("1b-step", train_step("llama_1b", runs=1), read_step, describe_step, seconds=130),
         Part("tests", [*pytest, *tests, "--junit-xml"], read_junit, describe_tests, seconds=180),
         Part("train-step", train_step("llama_small", runs=2), read_step, describe_step, seconds=100),
+        Part("peer", peer, read_step, describe_peer, seconds=180, needs=("torch", "transformers")),
     ]
 
 
@@ -102,6 +104,14 @@ def describe_step(report: dict[str, Any]) -> str:
         + f"; peak {measured / GIB:.2f} GiB, {measured / planned:.2f} × the planned {planned / GIB:.2f}; "
         f"compiled in {report['compile_seconds']:.0f} s"
     )
+
+
+def describe_peer(report: dict[str, Any]) -> str:
+    said = [f"ours {report['tokens_per_second']:,.0f} tokens/s"]
+    for mode, peer in report["peer"].items():
+        why = peer.get("unavailable")
+        said.append(f"{mode} {why or format(peer['tokens_per_second'], ',.0f')}")
+    return "; torch ".join(said)
 
 
 def run(part: Part, environment: dict[str, str], seconds: float) -> dict[str, Any]:
