@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
 from jax.sharding import AbstractMesh
 
 from jaxopt_llm.checkpoint.native import CheckpointConfig
@@ -123,6 +122,10 @@ def parse(arguments: list[str], program: str) -> TrainConfig:
         raise InputError(f"which recipe? try: {program} --config quickstart.py")
     config = TrainConfig() if path is None else load(path)
     _refuse_unknown(overrides)
+    if not overrides:
+        return config
+    import tyro  # here, because a recipe by itself needs no command line: see scripts/gpu_check
+
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):

@@ -1,6 +1,7 @@
 """A small decoder of two segments and two kinds of block, rows of packed documents for it, and simulated devices."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -92,3 +93,13 @@ def placement(zero_stage: int = 0, compute_dtype: str = "float32", **axes: int) 
     mesh = MeshConfig(**axes)
     precision = PrecisionConfig(compute_dtype=compute_dtype)  # type: ignore[arg-type]
     return Placement(make_mesh(mesh, jax.devices("cpu")[: mesh.devices]), zero_stage, precision)
+
+
+def distance(found: Any, expected: Any) -> float:
+    """‖found - expected‖ / ‖expected‖ over all leaves, float64."""
+
+    def norm(leaves: Any) -> float:
+        return float(np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(leaves))))
+
+    found, expected = (jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), each) for each in (found, expected))
+    return norm(jax.tree.map(np.subtract, found, expected)) / norm(expected)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
@@ -19,11 +20,11 @@ pytestmark = pytest.mark.core
 Arrays = dict[str, np.ndarray]
 
 
-def operands(queries: int, keys: int, heads: int, kv_heads: int) -> tuple[np.ndarray, ...]:
-    """q, k, v and the gradient of the output; batch 2, head size 4."""
+def operands(queries: int, keys: int, heads: int, kv_heads: int, head_dim: int = 4) -> tuple[np.ndarray, ...]:
+    """q, k, v and the gradient of the output; batch 2."""
     random = np.random.default_rng(0)
-    shapes = ((2, queries, heads, 4), (2, keys, kv_heads, 4), (2, keys, kv_heads, 4), (2, queries, heads, 4))
-    return tuple(random.normal(size=shape).astype(np.float32) for shape in shapes)
+    sizes = ((queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads))
+    return tuple(random.normal(size=(2, *size, head_dim)).astype(np.float32) for size in sizes)
 
 
 def packed_rows(length: int) -> Arrays:
@@ -44,12 +45,14 @@ def cached(length: int, first: int) -> Arrays:
     return one_document(length, first) | keys
 
 
-def output_and_gradients(window: int | None) -> Callable[..., Any]:
+def output_and_gradients(
+    window: int | None, compiler_options: dict[str, Any] | None = toy.QUICK_COMPILE
+) -> Callable[..., Any]:
     def run(q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array, where: Arrays) -> tuple[jax.Array, ...]:
         out, backward = jax.vjp(lambda q, k, v: attention(q, k, v, window=window, **where), q, k, v)
         return out, *backward(gradient)
 
-    return jax.jit(run, compiler_options=toy.QUICK_COMPILE)
+    return jax.jit(run, compiler_options=compiler_options)
 
 
 def expected(
@@ -97,6 +100,25 @@ def test_a_query_that_sees_nothing_gives_numbers(monkeypatch: pytest.MonkeyPatch
     where["segment_ids"][1] = 1
     for got, want in zip(actual, expected(None, q, k, v, gradient, where), strict=True):
         np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize(
+    "dtype, precision, tolerance",
+    [("float32", "highest", 1e-5), ("float32", "default", 5e-3), ("bfloat16", None, 1e-2)],
+)
+def test_a_gpus_output_and_gradients_are_the_references(
+    gpu: jax.Device, window: int | None, dtype: str, precision: str | None, tolerance: float
+) -> None:
+    """Two blocks of grouped heads; each array as a whole, relative to its norm. TF32 is JAX's default for float32."""
+    where = packed_rows(700)
+    arrays = tuple(x.astype(jnp.dtype(dtype)) for x in operands(700, 700, heads=8, kv_heads=2, head_dim=64))
+    with jax.default_matmul_precision(precision):
+        actual = output_and_gradients(window, compiler_options=None)(*arrays, where)
+    for name, got, want in zip(("out", "q", "k", "v"), actual, expected(window, *arrays, where), strict=True):
+        assert got.devices() == {gpu}
+        assert toy.distance(got, want) < tolerance, name
 
 
 # ---- The program of 6 blocks of 8 queries.

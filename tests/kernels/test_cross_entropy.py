@@ -18,20 +18,31 @@ def logits(scale: float = 1.0) -> np.ndarray:
 
 
 def log_probabilities(logits: np.ndarray) -> np.ndarray:
-    wide = logits[..., :VOCABULARY].astype(np.float64)
-    shifted = wide - wide.max(axis=-1, keepdims=True)
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def assert_log_softmax(logits: np.ndarray, targets: np.ndarray, vocabulary: int) -> None:
+    """Losses and gradients are those of log softmax over the real columns."""
+    losses, backward = jax.vjp(lambda x: cross_entropy(x, targets, vocabulary), logits)
+    assert losses.devices() == {jax.config.jax_default_device}
+    expected = log_probabilities(logits[..., :vocabulary])
+    one_hot = targets[..., None] == np.arange(vocabulary)
+    np.testing.assert_allclose(losses, -np.sum(one_hot * expected, axis=-1), rtol=1e-6, atol=1e-6)
+    (gradient,) = backward(jnp.ones_like(losses))
+    np.testing.assert_allclose(gradient[..., :vocabulary], np.exp(expected) - one_hot, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e4, 1e30])
 def test_losses_and_gradients_are_those_of_log_softmax_over_the_real_columns(scale: float) -> None:
-    x = logits(scale)
-    losses, backward = jax.vjp(lambda x: cross_entropy(x, TARGETS, VOCABULARY), x)
-    expected = log_probabilities(x)
-    one_hot = np.eye(VOCABULARY)[TARGETS]
-    np.testing.assert_allclose(losses, -np.sum(one_hot * expected, axis=-1), rtol=1e-6, atol=1e-6)
-    (gradient,) = backward(jnp.ones_like(losses))
-    np.testing.assert_allclose(gradient[..., :VOCABULARY], np.exp(expected) - one_hot, rtol=1e-5, atol=1e-6)
+    assert_log_softmax(logits(scale), TARGETS, VOCABULARY)
+
+
+@pytest.mark.gpu
+def test_a_gpus_losses_and_gradients_are_those_of_log_softmax(gpu: jax.Device) -> None:
+    random = np.random.default_rng(0)
+    logits = 3 * random.normal(size=(2, 100, 32_128)).astype(np.float32)
+    assert_log_softmax(logits, random.integers(32_000, size=(2, 100)), 32_000)
 
 
 @pytest.mark.parametrize("value", [1e30, np.inf, np.nan])

@@ -1,0 +1,24 @@
+"""1.1B parameters in TinyLlama's shape (Zhang et al. 2024, arXiv:2401.02385): scripts/gpu_check measures a step of it.
+
+Hardware: one GPU of 80 GB. It is not for learning: there is no tokenizer of 32,000 ids yet.
+"""
+
+from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.model.decoder import ModelConfig
+from jaxopt_llm.training.step import TrainingConfig
+
+
+def get_config() -> TrainConfig:
+    return TrainConfig(
+        model=ModelConfig(
+            vocabulary_size=32_000,
+            width=2048,
+            layers=22,
+            heads=32,
+            kv_heads=4,
+            head_dim=64,
+            mlp_width=5632,
+            tied_head=False,
+        ),
+        training=TrainingConfig(batch_size=8, sequence_length=2048),
+    )

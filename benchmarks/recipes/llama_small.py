@@ -1,0 +1,25 @@
+"""A Llama of 0.14B parameters, in GPT-2's smallest shape: a step that a GPU compiles and measures in seconds.
+
+Hardware: one GPU. It is not for learning: there is no tokenizer of 32,000 ids yet.
+"""
+
+from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.execution.scan import RematConfig
+from jaxopt_llm.model.decoder import ModelConfig
+from jaxopt_llm.training.step import TrainingConfig
+
+
+def get_config() -> TrainConfig:
+    return TrainConfig(
+        model=ModelConfig(
+            vocabulary_size=32_000,
+            width=768,
+            layers=12,
+            heads=12,
+            kv_heads=12,
+            head_dim=64,
+            mlp_width=3072,
+        ),
+        training=TrainingConfig(batch_size=16, sequence_length=1024),
+        remat=RematConfig(policy="none"),
+    )
