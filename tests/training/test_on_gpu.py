@@ -9,7 +9,7 @@ import pytest
 import toy
 from jax.sharding import SingleDeviceSharding
 
-from jaxopt_llm.execution.scan import RematConfig
+from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import ModelConfig
 from jaxopt_llm.parallel import hlo
@@ -17,6 +17,7 @@ from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.training import state as training_state
+from jaxopt_llm.training.lora import LoraConfig
 from jaxopt_llm.training.optimizer import OptimizerConfig
 from jaxopt_llm.training.program import Program, make_program
 from jaxopt_llm.training.schedule import ScheduleConfig
@@ -38,7 +39,9 @@ def placement(device: jax.Device) -> Placement:
 def compiled(device: jax.Device) -> tuple[Program, Any]:
     """The program and its step's executable."""
     training, optimizer = TrainingConfig(batch_size=ROWS, sequence_length=LENGTH), OptimizerConfig(learning_rate=1e-3)
-    program = make_program(MODEL, training, optimizer, ScheduleConfig(1, 100), RematConfig("full"), placement(device))
+    program = make_program(
+        MODEL, training, optimizer, ScheduleConfig(1, 100), RematConfig("full"), LoraConfig(), placement(device)
+    )
     return program, program.step.lower(program.state, program.batch).compile()
 
 
