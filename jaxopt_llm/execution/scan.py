@@ -22,7 +22,7 @@ from jaxopt_llm.parallel.sharding import Placement
 @dataclass(frozen=True)
 class RematConfig:
     policy: Literal["none", "full"] = "full"
-    """what the backward recomputes: none keeps every activation, full keeps each block's input alone"""
+    """what the backward recomputes: none keeps all but what is elementwise, full keeps each block's input alone"""
 
 
 def make_executor(remat: RematConfig) -> Executor:
