@@ -16,7 +16,7 @@ from jaxopt_llm.model.decoder import Auxiliary, Kind, Params, Parts
 @dataclass(frozen=True)
 class RematConfig:
     policy: Literal["none", "full"] = "full"
-    """what the backward recomputes: none keeps every activation, full keeps each block's input alone"""
+    """what the backward recomputes: none keeps all but what is elementwise, full keeps each block's input alone"""
 
 
 @dataclass(frozen=True)

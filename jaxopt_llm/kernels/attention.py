@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 QUERY_BLOCK = 512  # queries at once: scores are [B, H, QUERY_BLOCK, T] in float32
+CAUSAL_PARTS = 4  # of the queries, each with the keys up to its own end: 5/8 of all scores are formed, in 4 loops
 MASKED = float(jnp.finfo(jnp.float32).min)  # finite: scores - peak of a query that sees nothing must not be NaN
 
 Where = tuple[jax.Array, jax.Array]  # positions and segment ids, int [B, S] of queries or [B, T] of keys
@@ -42,25 +43,67 @@ def attention(
     """
     queries = (positions, segment_ids)
     if key_positions is None and key_segment_ids is None:
-        # In row order a block of queries reaches back no further than its window: other keys are not even read.
-        return _attention(window, window, q, k, v, queries, queries)
+        return _attention(window, True, q, k, v, queries, queries)
     assert key_positions is not None and key_segment_ids is not None, (
         "keys have both positions and segments, or neither"
     )
-    return _attention(window, None, q, k, v, queries, (key_positions, key_segment_ids))
+    return _attention(window, False, q, k, v, queries, (key_positions, key_segment_ids))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(
-    window: int | None, reach: int | None, q: jax.Array, k: jax.Array, v: jax.Array, queries: Where, keys: Where
+    window: int | None, in_order: bool, q: jax.Array, k: jax.Array, v: jax.Array, queries: Where, keys: Where
 ) -> jax.Array:
-    """reach: how many rows before itself a query may need, where rows say so."""
-    return _forward(window, reach, q, k, v, queries, keys)[0]
+    """in_order: keys are the queries' own, in row order."""
+    return _forward(window, in_order, q, k, v, queries, keys)[0]
 
 
 def _forward(
-    window: int | None, reach: int | None, q: jax.Array, k: jax.Array, v: jax.Array, queries: Where, keys: Where
+    window: int | None, in_order: bool, q: jax.Array, k: jax.Array, v: jax.Array, queries: Where, keys: Where
 ) -> tuple[jax.Array, Any]:
+    outs, saved = [], []
+    for rows, seen in _parts(window, in_order, q.shape[1], k.shape[1]):
+        part = (q[:, rows], k[:, seen], v[:, seen], _rows(queries, rows), _rows(keys, seen))
+        out, *residuals = _forward_part(window, window if in_order else None, *part)
+        outs.append(out)
+        saved.append(residuals)
+    return jnp.concatenate(outs, axis=1), (q, k, v, queries, keys, saved)
+
+
+def _backward(window: int | None, in_order: bool, residuals: Any, gradient: jax.Array) -> Any:
+    q, k, v, queries, keys, saved = residuals
+    d_queries, d_keys, d_values = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    for (rows, seen), of_part in zip(_parts(window, in_order, q.shape[1], k.shape[1]), saved, strict=True):
+        part = (q[:, rows], k[:, seen], v[:, seen], _rows(queries, rows), _rows(keys, seen))
+        d_q, d_k, d_v = _backward_part(window, window if in_order else None, part, of_part, gradient[:, rows])
+        d_queries.append(d_q)
+        d_keys, d_values = d_keys.at[:, seen].add(d_k), d_values.at[:, seen].add(d_v)
+    return jnp.concatenate(d_queries, axis=1), d_keys.astype(k.dtype), d_values.astype(v.dtype), None, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _parts(window: int | None, in_order: bool, queries: int, keys: int) -> list[tuple[slice, slice]]:
+    """Rows of queries, and the rows of keys that they may see. With a window, blocks look for their own."""
+    if window is not None or not in_order:
+        return [(slice(0, queries), slice(0, keys))]
+    size = -(-queries // CAUSAL_PARTS)
+    ends = [min(start + size, queries) for start in range(0, queries, size)]
+    return [(slice(start, end), slice(0, end)) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _rows(where: Where, rows: slice) -> Where:
+    return where[0][:, rows], where[1][:, rows]
+
+
+def _forward_part(
+    window: int | None, reach: int | None, q: jax.Array, k: jax.Array, v: jax.Array, queries: Where, keys: Where
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The output, and what the backward wants of it: the same by blocks, and the log of the softmax's sum.
+
+    reach: how many rows before itself a query may need, where rows say so.
+    """
     keys_by_head, values_by_head = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # [B, G, T, K]
 
     def block(_: None, each: Any) -> tuple[None, tuple[jax.Array, jax.Array]]:
@@ -77,11 +120,15 @@ def _forward(
     split_q = _split_heads(q, k.shape[2])
     blocks = (jnp.arange(split_q.shape[0]), split_q, jax.tree.map(_split, queries))
     _, (out, log_sum) = jax.lax.scan(block, None, blocks)
-    return _join_heads(out, q.shape), (q, k, v, queries, keys, out, log_sum)
+    return _join_heads(out, q.shape), out, log_sum
 
 
-def _backward(window: int | None, reach: int | None, residuals: Any, gradient: jax.Array) -> Any:
-    q, k, v, queries, keys, out, log_sum = residuals
+def _backward_part(
+    window: int | None, reach: int | None, operands: Any, residuals: Any, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of q, in its dtype, and of k and v, in float32."""
+    q, k, v, queries, keys = operands
+    out, log_sum = residuals
     keys_by_head, values_by_head = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # [B, G, T, K]
 
     def block(totals: tuple[jax.Array, jax.Array], each: Any) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
@@ -102,10 +149,7 @@ def _backward(window: int | None, reach: int | None, residuals: Any, gradient: j
     blocks = (jnp.arange(split_q.shape[0]), split_q, jax.tree.map(_split, queries), out, log_sum, split_gradient)
     totals, d_queries = jax.lax.scan(block, (zeros, zeros), blocks)
     d_keys, d_values = (jnp.swapaxes(total, 1, 2) for total in totals)
-    return _join_heads(d_queries, q.shape), d_keys.astype(k.dtype), d_values.astype(v.dtype), None, None
-
-
-_attention.defvjp(_forward, _backward)
+    return _join_heads(d_queries, q.shape), d_keys, d_values
 
 
 def _scores(q: jax.Array, k: jax.Array, queries: Where, keys: Where, window: int | None) -> jax.Array:

@@ -1,5 +1,7 @@
 """The small layers of a decoder. Letters: B batch, S sequence, D width, H heads, K head size, F MLP width."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -7,12 +9,22 @@ from jaxopt_llm.model import weights
 from jaxopt_llm.model.param import ParamSpec, normal
 from jaxopt_llm.model.weights import Weight
 
+# The backward computes what is elementwise again from its operands, whatever the rematerialisation policy: what it
+# would keep, several arrays of the operands' size, costs more to write and read. The product in `down` is not computed
+# again: its own backward wants its operands alone.
+_recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
+
 
 def rms_norm(x: jax.Array, scale: Weight, epsilon: float) -> jax.Array:
     """Zhang & Sennrich 2019 (arXiv:1910.07467), in float32. x: [B, S, D], scale: [D]."""
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
-    return (wide * weights.materialise(scale).astype(jnp.float32)).astype(x.dtype)
+
+    @_recomputed
+    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+        return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+
+    return norm(x, weights.materialise(scale))
 
 
 def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
@@ -40,4 +52,9 @@ def swiglu(params: dict[str, Weight], x: jax.Array) -> jax.Array:
     """Shazeer 2020 (arXiv:2002.05202). x: [B, S, D]."""
     gate = weights.einsum("BSD,DF->BSF", x, params["gate"])
     up = weights.einsum("BSD,DF->BSF", x, params["up"])
-    return weights.einsum("BSF,FD->BSD", jax.nn.silu(gate) * up, params["down"])
+
+    @_recomputed
+    def down(gate: jax.Array, up: jax.Array, weight: Weight) -> jax.Array:
+        return weights.einsum("BSF,FD->BSD", jax.nn.silu(gate) * up, weight)
+
+    return down(gate, up, params["down"])

@@ -6,6 +6,7 @@ and what is kept in between is said here, whatever the rematerialisation policy.
 """
 
 import functools
+import math
 from dataclasses import replace
 
 import jax
@@ -98,8 +99,21 @@ def _einsum_backward(subscripts, dtype, residuals, dy):
     dx = jnp.einsum(f"{result},{right}->{left}", dy, gathered, preferred_element_type=x.dtype)
     if not shardings.trainable:
         return dx, None, None
-    dw = jnp.einsum(f"{left},{result}->{right}", x, dy, preferred_element_type=shardings.reduce_dtype)
+    dw = _weight_gradient(left, result, right, x, dy, shardings)
     return dx, None, reduce_gradient(dw, shardings)
+
+
+def _weight_gradient(left: str, result: str, right: str, x: jax.Array, dy: jax.Array, shardings: WeightShardings):
+    rows = "".join(axis for axis in left if axis not in right)  # what is summed over: batch and sequence
+    inputs, outputs = left.removeprefix(rows), result.removeprefix(rows)
+    whole_rows = shardings.resting.mesh.shape["context"] == 1  # a split sequence cannot be merged with the batch
+    if whole_rows and right in (inputs + outputs, outputs + inputs):
+        # As one product of matrices: with more dimensions XLA for CPUs transposes a copy of x or dy.
+        shape = [dict(zip(left + result, x.shape + dy.shape, strict=True))[axis] for axis in right]
+        x, dy = (array.reshape(math.prod(array.shape[: len(rows)]), -1) for array in (x, dy))
+        product = "RI,RO->IO" if right == inputs + outputs else "RI,RO->OI"
+        return jnp.einsum(product, x, dy, preferred_element_type=shardings.reduce_dtype).reshape(shape)
+    return jnp.einsum(f"{left},{result}->{right}", x, dy, preferred_element_type=shardings.reduce_dtype)
 
 
 _einsum.defvjp(_einsum_forward, _einsum_backward)

@@ -55,3 +55,8 @@ def test_padded_columns_get_no_probability_and_no_gradient(value: float) -> None
     assert other_loss == loss
     np.testing.assert_array_equal(other_gradient, gradient)
     assert not other_gradient[..., VOCABULARY:].any()
+
+
+def test_the_backward_keeps_one_array_of_the_logits_size() -> None:
+    _, backward = jax.vjp(lambda x: cross_entropy(x, TARGETS, VOCABULARY), logits())
+    assert [leaf.shape for leaf in jax.tree.leaves(backward) if leaf.size >= logits().size] == [logits().shape]
