@@ -119,6 +119,8 @@ def run(part: Part, environment: dict[str, str], seconds: float) -> dict[str, An
     missing = [name for name in part.needs if version(name) is None]
     if missing:
         return {"status": "skipped", "seconds": 0.0, "error": f"not installed: {', '.join(missing)}"}
+    if seconds < part.seconds / 2:
+        return {"status": "skipped", "seconds": 0.0, "error": f"{seconds:.0f} s are left; --only {part.name} runs it"}
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report"

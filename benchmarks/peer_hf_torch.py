@@ -37,6 +37,8 @@ def work(config: "TrainConfig") -> Work:
         found.append(f"the mesh has {config.mesh.devices} devices: it runs on one; set every mesh axis to 1")
     if config.precision.reduce_dtype != "float32":
         found.append("precision.reduce_dtype: its gradients are float32; set --precision.reduce_dtype float32")
+    if config.lora.rank:
+        found.append(f"lora.rank={config.lora.rank}: it trains all parameters; set --lora.rank 0")
     found += [
         f"no {name} here; pip install 'jaxopt_llm[peer]'"
         for name in ("torch", "transformers")

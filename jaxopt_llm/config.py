@@ -87,6 +87,12 @@ RESUME_MAY_CHANGE = (
     *(f"{section}.*" for section in ("mesh", "sharding", "remat", "checkpoint", "evaluation", "logging")),
 )
 
+# What shapes the arrays of a checkpoint: no resume can change it, whoever allows it.
+CHECKPOINT_IS_SHAPED_BY = (
+    *(f"model.{name}" for name in ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width")),
+    *("model.pattern", "model.tied_head", "lora.rank", "lora.targets", "lora.base"),
+)
+
 
 def load(path: str) -> TrainConfig:
     """A recipe by path, or by its name in configs/."""
@@ -207,6 +213,13 @@ def validate(config: TrainConfig) -> None:
     )
     found += [f"{name}={get(config, name)}: must be at least 1" for name in at_least_one if get(config, name) < 1]
     found += [f"run.allow_change: {name}: no such field" for name in config.run.allow_change if name not in FIELDS]
+    found += [
+        f"run.allow_change: {name} shapes what a checkpoint holds: no resume can change it"
+        for name in config.run.allow_change
+        if name in CHECKPOINT_IS_SHAPED_BY
+    ]
+    if not config.run.directory:
+        found.append("run.directory is empty: name a directory")
     if config.run.seed < 0:
         found.append(f"run.seed={config.run.seed}: must be at least 0")
     if not found:

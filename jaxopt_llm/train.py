@@ -81,6 +81,9 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
             f"{leaves.count(program.parts.specs):,} parameters{trained} on {placement.mesh.size} "
             f"{jax.devices()[0].device_kind} device(s), run directory {directory}"
         )
+        if config.mesh.pipeline > 1:
+            idle = (config.mesh.pipeline - 1) / (config.training.accumulation + config.mesh.pipeline - 1)
+            progress.say(f"pipeline: {idle:.0%} of a step is idle; fewer with more --training.accumulation")
         divided = program.parts.specs if config.sharding.zero_stage == 3 else program.specs.masters
         for path in placement.undivided(divided):
             progress.say(f"ZeRO leaves {path} whole: no dimension of it divides")
@@ -149,8 +152,8 @@ def _check_finite(directory: Path, step: int, **values: float) -> None:
     if not all(map(math.isfinite, values.values())):
         told = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
         raise TrainingDiverged(
-            f"step {step}: {told}; {directory} keeps its last checkpoint; try a lower --optimizer.learning-rate or a "
-            "longer --schedule.warmup-steps"
+            f"step {step}: {told}; {directory} keeps the checkpoints before it; try a lower "
+            "--optimizer.learning-rate or a longer --schedule.warmup-steps"
         )
 
 

@@ -26,6 +26,13 @@ CASES = {
         ["heads of size 2", "mlp of size 16", "mesh.tensor=3", "training.batch_size=4", "mesh.data=3"],
     ),
     "heads and groups": (["--model.heads", "3", "--model.kv-heads", "2"], ["model.heads=3", "model.kv_heads=2"]),
+    "no directory": (["--run.directory="], ["run.directory is empty"]),
+    "rank above the matrix": (["--lora.rank", "100"], ["lora.rank=100", "attention"]),
+    "pattern given twice": (
+        ["--lora.rank", "2", "--lora.targets", "*/mlp/*", "*/mlp/*"],
+        ["lora.targets", "*/mlp/* comes after"],
+    ),
+    "what no resume can change": (["--run.allow-change", "lora.rank"], ["lora.rank", "no resume can change it"]),
     "more stages than layers": (["--mesh.pipeline", "3"], ["mesh.pipeline=3", "model.layers=2"]),
     "no ring yet": (["--mesh.context", "2"], ["mesh.context=2"]),
     "larger than the host": (["--model.width", "100000000"], ["GiB", "this host has"]),

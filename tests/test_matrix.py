@@ -161,8 +161,8 @@ def test_placement_changes_nothing(case: dict[str, Any]) -> None:
 def test_a_gpu_computes_what_the_cpu_does(gpu: jax.Device, compute_dtype: str, share: float) -> None:
     precision = PrecisionConfig(compute_dtype=compute_dtype)  # type: ignore[arg-type]
     with jax.default_matmul_precision("highest"):
-        found = compute(Placement(make_mesh(MeshConfig(), [gpu]), 3, precision), 3, "full", True)
-    expected = one_device(True)
+        found = compute(Placement(make_mesh(MeshConfig(), [gpu]), 3, precision), 3, "full", True, "full")
+    expected = one_device(True, "full")
     assert found.loss == pytest.approx(expected.loss, rel=share / 10)
     assert found.norm == pytest.approx(expected.norm, rel=share)
     assert_equal(found.gradients, expected.gradients, share)
@@ -191,12 +191,16 @@ def test_the_model_and_its_batches_are_heterogeneous() -> None:
 
 
 @pytest.mark.parametrize(
-    "zero, reduce_dtype", [(0, "bfloat16"), (1, "float32"), (1, "bfloat16"), (2, "float32"), (3, "bfloat16")]
+    "zero, reduce_dtype, stages",
+    [
+        *((0, "bfloat16", 1), (1, "float32", 1), (1, "bfloat16", 1), (2, "float32", 1), (3, "bfloat16", 1)),
+        *((1, "bfloat16", 2), (3, "bfloat16", 2)),
+    ],
 )
-def test_sixteen_bits_stay_close(zero: int, reduce_dtype: str) -> None:
+def test_sixteen_bits_stay_close(zero: int, reduce_dtype: str, stages: int) -> None:
     """bf16 has 8 bits: gradients within 2% as a whole and 4% leaf by leaf of float32's, whatever the placement."""
     precision = PrecisionConfig(compute_dtype="bfloat16", reduce_dtype=reduce_dtype)  # type: ignore[arg-type]
-    found = compute(replace(toy.placement(zero, fsdp=2), precision=precision), 1, "full", True, "full")
+    found = compute(replace(toy.placement(zero, pipeline=stages, fsdp=2), precision=precision), 1, "full", True, "full")
     expected = one_device(True, "full")
     assert found.loss == pytest.approx(expected.loss, rel=1e-3)
     assert found.norm == pytest.approx(expected.norm, rel=2e-2)

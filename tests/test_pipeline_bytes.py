@@ -24,7 +24,8 @@ def parameters(step: Compiled) -> tuple[int, int]:
 @pytest.mark.parametrize(("mesh", "stage"), [(DEEP, 1), (MIXED, 3)])
 def test_memory_is_flat_in_the_number_of_microbatches(mesh: MeshConfig, stage: int) -> None:
     few, many = (compiled(LAYERS, mesh, stage, accumulation=count) for count in (8, 32))
-    assert many.memory.temporaries <= 1.15 * few.memory.temporaries
+    # Kept for each microbatch, inputs alone would add a fifth.
+    assert many.memory.temporaries <= 1.02 * few.memory.temporaries
 
 
 @pytest.mark.parametrize(("mesh", "stage"), [(DEEP, 1), (MIXED, 3)])

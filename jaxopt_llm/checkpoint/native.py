@@ -1,5 +1,6 @@
 """Checkpoints in the run directory, by Orbax: one layout whatever the mesh that wrote or reads them."""
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +56,8 @@ class Checkpoints:
         latest = self.latest_step()
         for step, path in self._named_as_steps():
             if latest is None or step > latest:
-                path.rename(path.with_name(f"{path.name}.incomplete"))
+                free = (path.with_name(f"{path.name}.incomplete.{number}") for number in itertools.count(1))
+                path.rename(next(each for each in free if not each.exists()))
 
     def save(self, step: int, **trees: tree.Tree) -> None:
         """Copies the trees off the devices and writes them in the background."""
@@ -72,6 +74,6 @@ class Checkpoints:
             return dict(self._manager.restore(step, args=ocp.args.Composite(**items)))
         except (ValueError, KeyError, OSError) as error:
             raise CheckpointError(
-                f"checkpoint {self.directory / str(step)} cannot be read ({type(error).__name__}: "
+                f"checkpoint {self.directory / str(step)} is broken or of another model ({type(error).__name__}: "
                 f"{str(error).splitlines()[0]}); move it away to go on from the one before"
             ) from error

@@ -11,8 +11,10 @@ m + 2S - 2 - s, so that it holds the inputs of at most 2S - 1 microbatches, what
 runs the stage again from its input, and differentiates that. What enters is tokens, and the embedding's gradient is
 formed inside: nothing of size M × activations exists.
 
-Every stage embeds and computes the loss in every tick, and the first's and the last's alone count. In lock step that
-takes no longer, since all wait for the last stage; it costs the others energy, and the memory of the logits.
+A step takes the time of M + S - 1 microbatches, so that its idle share is (S - 1) / (M + S - 1), as GPipe's.
+
+Every stage embeds, and in the M ticks of both kinds computes the loss; the first's and the last's alone count. In lock
+step that takes no longer, since all wait for the last stage; it costs the others energy, and the memory of the logits.
 
 Letters: S stages, M microbatches, B batch, S sequence, D width.
 """

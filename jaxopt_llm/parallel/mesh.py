@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxopt_llm.errors import InputError
 
@@ -44,6 +44,13 @@ class MeshConfig:
 def simulate_cpu_devices(config: MeshConfig) -> None:
     """Lets the CPU pose as as many devices as the mesh has. Must run before JAX touches a backend."""
     jax.config.update("jax_num_cpu_devices", config.devices)
+
+
+def compiler_options(mesh: Mesh | AbstractMesh) -> dict[str, str]:
+    """For programs over the mesh. On CPUs XLA aborts on 16-bit sums over devices in a region that is manual over
+    `pipeline` alone, in the pass that would widen them."""
+    on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+    return {"xla_disable_hlo_passes": "all-reduce-promotion"} if on_cpu and mesh.shape["pipeline"] > 1 else {}
 
 
 def visible_devices() -> list[jax.Device]:

@@ -10,6 +10,7 @@ from jaxopt_llm import tree
 from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Parts
+from jaxopt_llm.parallel.mesh import compiler_options
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.training.state import TrainState
 
@@ -29,7 +30,7 @@ def make_evaluate(parts: Parts, executor: Executor, placement: Placement) -> Cal
         params = tree.merge(state.trainable, state.frozen)
         return executor.loss(parts, params, batch, placement)[0], jnp.sum(batch.loss_mask)
 
-    compiled = jax.jit(sums, out_shardings=placement.replicated)
+    compiled = jax.jit(sums, out_shardings=placement.replicated, compiler_options=compiler_options(placement.mesh))
 
     def evaluate(state: TrainState, batches: list[Batch]) -> float:
         totals = [compiled(state, batch) for batch in batches]

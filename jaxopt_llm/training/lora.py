@@ -1,5 +1,6 @@
 """LoRA: which weights get adapters, what trains, and in which dtypes the rest rests."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,8 +21,8 @@ class LoraConfig:
     alpha: float = 16.0
     """an adapter's product counts alpha / rank"""
     targets: tuple[str, ...] = ("*/attention/*", "*/mlp/*")
-    """patterns of the paths of the weights that get adapters, as in */attention/query; * stands for any text. The first
-    pattern that fits a path decides, and each must decide at least one"""
+    """globs of the paths of the weights that get adapters, as in */attention/query, where * also fits slashes. The
+    first pattern that fits a path decides, and each must decide at least one"""
     base: Literal["float", "int8"] = "float"
     """how the frozen base rests: float in precision.compute_dtype, int8 the matrices of the blocks as codes"""
 
@@ -46,9 +47,9 @@ def target_problems(specs: Params, config: LoraConfig) -> list[str]:
     weights = jax.tree.leaves(tree.map_with_path(lambda path, spec: path if spec.contracting else None, specs))
     deciding = {tree.first_match(path, config.targets) for path in weights}
     found = []
-    for pattern in config.targets:
+    for number, pattern in enumerate(config.targets):
         fits = [path for path in paths if tree.first_match(path, (pattern,))]
-        if pattern in deciding:
+        if pattern in deciding and pattern not in config.targets[:number]:
             continue
         if not fits:
             found.append(f"{pattern} fits no parameter")
@@ -57,9 +58,23 @@ def target_problems(specs: Params, config: LoraConfig) -> list[str]:
         else:
             found.append(f"{pattern} comes after patterns that fit all that it fits")
     if not found:
-        return []
+        return _rank_problems(specs, config)
     one_of_each = {path.rsplit("/", 1)[-1]: path for path in reversed(weights)}
     return [f"lora.targets: {'; '.join(found)} (there are {', '.join(sorted(one_of_each.values()))})"]
+
+
+def _rank_problems(specs: Params, config: LoraConfig) -> list[str]:
+    """A rank above the smaller side of a matrix makes an adapter that is larger than what it adapts."""
+
+    def most(path: str, spec: ParamSpec) -> tuple[int, str] | None:
+        if not (spec.contracting and tree.first_match(path, config.targets)):
+            return None
+        rows = spec.layer().fan_in
+        return min(rows, math.prod(spec.layer().shape) // rows), path
+
+    pairs = tree.map_with_path(most, specs)
+    rank, path = min(jax.tree.leaves(pairs, is_leaf=lambda pair: isinstance(pair, tuple)))
+    return [f"lora.rank={config.rank} is above {rank}, the rank that {path} can have"] if config.rank > rank else []
 
 
 def adapt(parts: Parts, config: LoraConfig, precision: PrecisionConfig) -> tuple[Parts, Params, Params]:

@@ -1,7 +1,8 @@
 """The training state, and where it rests."""
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.sharding import NamedSharding
 from jaxopt_llm import tree
 from jaxopt_llm.model import leaves, param
 from jaxopt_llm.model.decoder import Params
-from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.model.param import ParamSpec, ones
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.training import update
 from jaxopt_llm.training.update import Optimizers
@@ -118,30 +119,35 @@ def checkpoint_specs(specs: StateSpecs) -> dict[str, Params]:
 
 
 def kept(specs: StateSpecs, placement: Placement) -> Callable[[TrainState], dict[str, Params]]:
-    """The function that gives what a checkpoint holds of a state."""
+    """The function that gives what a checkpoint holds of a state. A pipeline's comes in the host's memory."""
     resting = {"masters": specs.masters, "moments": specs.moments, "frozen": specs.frozen}
-    saved = checkpoint_specs(specs)
+    resting = {name: resting[name] for name in checkpoint_specs(specs)}
 
     def trees(state: TrainState) -> dict[str, Params]:
-        return {name: getattr(state, name) for name in saved}
+        return {name: getattr(state, name) for name in resting}
 
-    def by_layer(spec: ParamSpec, array: jax.Array) -> jax.Array:
+    @functools.cache
+    def by_layer(spec: ParamSpec) -> Callable[[jax.Array], jax.Array]:
         """[virtual, stages, slots, ...] -> [repeats, ...]."""
-        if spec.leading < 2:
-            return array
         places = np.ravel(np.asarray(spec.layers))
         # First off the stages: rows are then taken on each device, not sent.
         rows = spec.layer().stack(places.size)
-        flat = jax.lax.with_sharding_constraint(array.reshape(rows.shape), placement.saved(rows))
-        return flat[np.argsort(places)[-param.depth(spec) :]]
+
+        def convert(array: jax.Array) -> jax.Array:
+            flat = jax.lax.with_sharding_constraint(array.reshape(rows.shape), placement.saved(rows))
+            return flat[np.argsort(places)[-param.depth(spec) :]]
+
+        return jax.jit(convert, out_shardings=placement.saved(spec.layer().stack(param.depth(spec))))
+
+    def to_host(spec: ParamSpec, array: jax.Array) -> jax.Array:
+        """Leaf by leaf: a whole state would not fit twice on the devices."""
+        if spec.leading > 1:
+            array = by_layer(replace(spec, init=ones))(array)
+        return jax.block_until_ready(jax.device_put(array, array.sharding.with_memory_kind("pinned_host")))
 
     if placement.size("pipeline") == 1:
         return trees
-    shardings = jax.tree.map(placement.saved, saved)
-    convert = jax.jit(
-        lambda arrays: jax.tree.map(by_layer, {name: resting[name] for name in arrays}, arrays), out_shardings=shardings
-    )
-    return lambda state: convert(trees(state))
+    return lambda state: jax.tree.map(to_host, resting, trees(state))
 
 
 def resume(

@@ -10,6 +10,7 @@ import optax
 from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Parts
+from jaxopt_llm.parallel.mesh import compiler_options
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training import update
@@ -75,4 +76,10 @@ def make_step(
 
     resting = training_state.shardings(specs, placement)
     rows = placement.activation(None, "batch", "sequence")
-    return jax.jit(step, in_shardings=(resting, rows), out_shardings=(resting, placement.replicated), donate_argnums=0)
+    return jax.jit(
+        step,
+        in_shardings=(resting, rows),
+        out_shardings=(resting, placement.replicated),
+        donate_argnums=0,
+        compiler_options=compiler_options(placement.mesh),
+    )

@@ -40,7 +40,7 @@ def test_what_is_not_whole_is_not_the_latest_and_does_not_keep_the_run_from_savi
     save(tmp_path, 8)
     assert latest(tmp_path) == (8, [8] * 3)
     assert not (tmp_path / "7.orbax-checkpoint-tmp").exists()
-    assert (tmp_path / "9.incomplete").exists() == (debris != "temporary")
+    assert (tmp_path / "9.incomplete.1").exists() == (debris != "temporary")
 
 
 def test_a_reader_changes_nothing(tmp_path: Path) -> None:
