@@ -1,10 +1,13 @@
-"""Bad input, through the real command: one line that says what, where and how to mend it; exit code 2."""
+"""Bad input: one line that says what, where and how to mend it; exit code 2."""
 
+import sys
 from pathlib import Path
 
 import pytest
-from commands import command, train
+from commands import command, tiny, train
 
+import jaxopt_llm.train
+from jaxopt_llm import errors
 from jaxopt_llm.checkpoint.lock import sole_owner
 
 pytestmark = pytest.mark.core
@@ -62,8 +65,27 @@ def assert_one_line(stderr: str, *parts: str) -> None:
         assert part in stderr
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_overrides(case: str, tmp_path: Path) -> None:
+# What only the data or the compiled step can tell; all else is refused before JAX is touched.
+LATE = ("vocabulary too small", "larger than the host")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in LATE])
+def test_overrides(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command's main, in this process: what got past it would fail at simulating devices a second time."""
+    overrides, parts = CASES[case]
+    monkeypatch.setattr(sys, "argv", ["train", *map(str, tiny(tmp_path / "run")), *overrides])
+    with pytest.raises(SystemExit) as stop:
+        errors.run(jaxopt_llm.train.main)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2, said
+    assert_one_line(said, *parts)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("case", ["misspelt field", "indivisible sizes, all named", *LATE])
+def test_overrides_of_the_real_command(case: str, tmp_path: Path) -> None:
     overrides, parts = CASES[case]
     refused = train(tmp_path / "run", *overrides)
     assert refused.returncode == 2, refused.stderr
