@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,13 @@ TINY = {
     "evaluation.batches": 1,
     "logging.every": 1,
 }
+COMPILED = tempfile.TemporaryDirectory()  # programs, which all commands of a test process share
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "PYTHONPATH": str(ROOT),
+    "JAX_COMPILATION_CACHE_DIR": COMPILED.name,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 TIMINGS = {"tokens_per_second", "step_seconds"}
 
 
@@ -42,7 +50,7 @@ def start(module: str, *arguments: object, **environment: str) -> subprocess.Pop
     """The same, still running."""
     return subprocess.Popen(
         [sys.executable, "-m", f"jaxopt_llm.{module}", *map(str, arguments)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, **ENVIRONMENT, **environment},
         cwd=ROOT.parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

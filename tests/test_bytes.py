@@ -266,7 +266,8 @@ def test_an_int8_base_is_gathered_as_codes_a_layer_at_a_time(remat: str) -> None
     step = compiled(8, FSDP, 3, remat, adapters_over="int8")
     inside = [each for each in step.collectives if each.kind == "all-gather" and each.times > 1]
     codes = sum(each.array_bytes for each in inside if "s8" in each.dtypes)
-    assert 2 * (layer_parameters() - 2 * WIDTH) <= codes <= 2 * base_bytes("int8")[0] + 4 * adapter_parameters()
+    # With them come scales and adapters, of which a recomputed product reads its own a third time.
+    assert 2 * (layer_parameters() - 2 * WIDTH) <= codes <= 2 * base_bytes("int8")[0] + 6 * adapter_parameters()
     # What else is gathered is smaller than any matrix: scales, norms, adapters.
     assert sum(each.array_bytes for each in inside if "s8" not in each.dtypes) < WIDTH * WIDTH
     stacks = {spec.shape for spec in jax.tree.leaves(step.program.specs.frozen) if spec.dtype == np.int8}

@@ -21,17 +21,10 @@ SAVES_EVERY_STEP = ("--checkpoint.every", 1, "--checkpoint.keep", 1)
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Compiled programs, which every process but the first finds."""
-    folder = tmp_path_factory.mktemp("compiled")
-    return {"JAX_COMPILATION_CACHE_DIR": str(folder), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, cache: dict[str, str]) -> Path:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing disturbs."""
     directory = tmp_path_factory.mktemp("runs") / "whole"
-    finish(start_training(directory, *RUN, **cache))
+    finish(start_training(directory, *RUN))
     return directory
 
 
@@ -67,31 +60,29 @@ def assert_ended_as(whole: Path, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_the_run_after_its_step_and_a_save(
-    sent: signal.Signals, whole: Path, cache: dict[str, str], tmp_path: Path
-) -> None:
-    process = start_training(tmp_path, *RUN, **cache)
+def test_a_signal_stops_the_run_after_its_step_and_a_save(sent: signal.Signals, whole: Path, tmp_path: Path) -> None:
+    process = start_training(tmp_path, *RUN)
     wait_until(lambda: logged(tmp_path) >= 3, process)
     process.send_signal(sent)
     _, stderr = finish(process, 75)
     step = int(stderr.removeprefix("preempted at step ").split(";")[0])
     assert stderr == f"preempted at step {step}; run again to continue\n"
     assert 3 <= step == logged(tmp_path) < STEPS
-    stdout, _ = finish(start_training(tmp_path, *RUN, **cache))
+    stdout, _ = finish(start_training(tmp_path, *RUN))
     assert f"continues from step {step}" in stdout
     assert_ended_as(whole, tmp_path)
 
 
-def test_a_signal_before_the_first_step_leaves_nothing_to_save(cache: dict[str, str], tmp_path: Path) -> None:
-    process = start_training(tmp_path, *RUN, **cache)
+def test_a_signal_before_the_first_step_leaves_nothing_to_save(tmp_path: Path) -> None:
+    process = start_training(tmp_path, *RUN)
     assert "parameters" in process.stdout.readline()  # it compiles next
     process.send_signal(signal.SIGTERM)
     assert finish(process, 75)[1] == "preempted at step 0; run again to continue\n"
     assert not logged(tmp_path) and not list((tmp_path / "checkpoints").iterdir())
 
 
-def test_a_signal_at_the_last_step_lets_the_run_finish(cache: dict[str, str], tmp_path: Path) -> None:
-    process = start_training(tmp_path, *RUN, "--training.steps", 1, **cache)
+def test_a_signal_at_the_last_step_lets_the_run_finish(tmp_path: Path) -> None:
+    process = start_training(tmp_path, *RUN, "--training.steps", 1)
     wait_until((tmp_path / "config.json").exists, process)  # what is written before the first step
     time.sleep(0.25)  # past the look at the flag that comes next; the step and its evaluation take longer
     process.send_signal(signal.SIGTERM)
@@ -99,14 +90,14 @@ def test_a_signal_at_the_last_step_lets_the_run_finish(cache: dict[str, str], tm
     assert checkpoint(tmp_path, 1)
 
 
-def test_a_second_signal_ends_the_process_at_once(whole: Path, cache: dict[str, str], tmp_path: Path) -> None:
-    process = start_training(tmp_path, *RUN, **cache)
+def test_a_second_signal_ends_the_process_at_once(whole: Path, tmp_path: Path) -> None:
+    process = start_training(tmp_path, *RUN)
     wait_until(lambda: logged(tmp_path) >= 2, process)
     process.send_signal(signal.SIGTERM)
     wait_until(lambda: not catches(signal.SIGTERM, process), process)
     process.send_signal(signal.SIGTERM)
     assert finish(process, -signal.SIGTERM)[1] == ""
-    finish(start_training(tmp_path, *RUN, **cache))
+    finish(start_training(tmp_path, *RUN))
     assert_ended_as(whole, tmp_path)
 
 
@@ -116,12 +107,12 @@ def catches(signum: signal.Signals, process: subprocess.Popen[str]) -> bool:
     return bool(int(status.split("SigCgt:")[1].split()[0], 16) >> (signum - 1) & 1)
 
 
-def test_killed_ten_times_it_ends_equal_to_the_bit(whole: Path, cache: dict[str, str], tmp_path: Path) -> None:
+def test_killed_ten_times_it_ends_equal_to_the_bit(whole: Path, tmp_path: Path) -> None:
     """Most kills fall into steps and saves, by the clock of a seed, some into the start."""
     chance = random.Random(0)
     found_writing = 0
     for kill in range(10):
-        process = start_training(tmp_path, *RUN, *SAVES_EVERY_STEP, **cache)
+        process = start_training(tmp_path, *RUN, *SAVES_EVERY_STEP)
         if kill % 5 == 4:
             time.sleep(chance.uniform(0.5, 2.5))  # imports, corpus, compilation, restoration
         elif kill % 5 == 3:
@@ -134,6 +125,6 @@ def test_killed_ten_times_it_ends_equal_to_the_bit(whole: Path, cache: dict[str,
         finish(process, -signal.SIGKILL)
         found_writing += bool(writing(tmp_path))
     assert found_writing  # at least one died while it saved
-    finish(start_training(tmp_path, *RUN, **cache))
+    finish(start_training(tmp_path, *RUN))
     assert not writing(tmp_path)
     assert_ended_as(whole, tmp_path)

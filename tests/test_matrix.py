@@ -97,6 +97,11 @@ def compute(placement: Placement, accumulation: int, remat: str, tied: bool, ada
 
 
 @functools.cache
+def fresh(tied: bool, adapt: str) -> dict[str, Params]:
+    return initialize(toy.placement(), tied, adapt)
+
+
+@functools.cache
 def initial(tied: bool, adapt: str) -> dict[str, Params]:
     """What a checkpoint before the first step holds, made on one device, but for the adapters' zeros: A would have no
     gradient."""
@@ -105,7 +110,7 @@ def initial(tied: bool, adapt: str) -> dict[str, Params]:
     def value(path: str, leaf: np.ndarray) -> np.ndarray:
         return random.normal(scale=0.1, size=leaf.shape).astype(leaf.dtype) if path.endswith("lora_b") else leaf
 
-    trees = initialize(toy.placement(), tied, adapt)
+    trees = fresh(tied, adapt)
     return {**trees, "masters": tree.map_with_path(value, trees["masters"])}
 
 
@@ -179,8 +184,8 @@ def test_a_gpu_computes_what_the_cpu_does(gpu: jax.Device, compute_dtype: str, s
     ],
 )
 def test_initial_values_are_equal_to_the_bit(zero: int, split: dict[str, int], adapt: str) -> None:
-    found, expected = (initialize(where, False, adapt) for where in (toy.placement(zero, **split), toy.placement()))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    found = initialize(toy.placement(zero, **split), False, adapt)
+    jax.tree.map(np.testing.assert_array_equal, found, fresh(False, adapt))
 
 
 def test_the_model_and_its_batches_are_heterogeneous() -> None:
@@ -193,8 +198,8 @@ def test_the_model_and_its_batches_are_heterogeneous() -> None:
 @pytest.mark.parametrize(
     "zero, reduce_dtype, stages",
     [
-        *((0, "bfloat16", 1), (1, "float32", 1), (1, "bfloat16", 1), (2, "float32", 1), (3, "bfloat16", 1)),
-        *((1, "bfloat16", 2), (3, "bfloat16", 2)),
+        *((0, "bfloat16", 1), (1, "float32", 1), (2, "float32", 1), (3, "bfloat16", 1)),
+        (1, "bfloat16", 2),
     ],
 )
 def test_sixteen_bits_stay_close(zero: int, reduce_dtype: str, stages: int) -> None:

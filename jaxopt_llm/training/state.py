@@ -155,18 +155,21 @@ def resume(
 ) -> TrainState:
     """The state at a checkpoint's step, of what `kept` gave; the compute copy is made again."""
 
+    @functools.cache
+    def on_stages(spec: ParamSpec, resting: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+        """[repeats, ...] -> [virtual, stages, slots, ...], zeros where a slot holds no layer."""
+        places = np.asarray(spec.layers)
+        live = np.reshape(places >= 0, places.shape + (1,) * (len(spec.shape) - spec.leading))
+        return jax.jit(lambda x: jnp.where(live, x[np.maximum(places, 0)], 0), out_shardings=resting)
+
     def to_rest(spec: ParamSpec, resting: NamedSharding, array: jax.Array) -> jax.Array:
-        """Stacks [repeats, ...] -> [virtual, stages, slots, ...], zeros where a slot holds no layer. Leaf by leaf, and
-        the old one goes: a whole state would not fit twice."""
-        if array.sharding == resting:
+        """Leaf by leaf, and the old one goes: a whole state would not fit twice."""
+        if spec.leading > 1:
+            moved = on_stages(replace(spec, init=ones), resting)(array)
+        elif array.sharding != resting:
+            moved = jax.device_put(array, resting, may_alias=False)
+        else:
             return array
-
-        def on_stages(x: jax.Array) -> jax.Array:
-            places = np.asarray(spec.layers)
-            live = np.reshape(places >= 0, places.shape + (1,) * (x.ndim - 1))
-            return jnp.where(live, x[np.maximum(places, 0)], 0)
-
-        moved = jax.jit(on_stages if spec.leading > 1 else jnp.copy, out_shardings=resting)(array)
         jax.block_until_ready(moved)
         array.delete()
         return moved
