@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 QUERY_BLOCK = 512  # queries at once: scores are [B, H, QUERY_BLOCK, T] in float32
 CAUSAL_PARTS = 4  # of the queries, each with the keys up to its own end: 5/8 of all scores are formed, in 4 loops
+CAUSAL_ROWS = 128  # queries of a part at least: below, a loop more costs more than the scores that it spares
 MASKED = float(jnp.finfo(jnp.float32).min)  # finite: scores - peak of a query that sees nothing must not be NaN
 
 Where = tuple[jax.Array, jax.Array]  # positions and segment ids, int [B, S] of queries or [B, T] of keys
@@ -88,7 +89,7 @@ def _parts(window: int | None, in_order: bool, queries: int, keys: int) -> list[
     """Rows of queries, and the rows of keys that they may see. With a window, blocks look for their own."""
     if window is not None or not in_order:
         return [(slice(0, queries), slice(0, keys))]
-    size = -(-queries // CAUSAL_PARTS)
+    size = max(-(-queries // CAUSAL_PARTS), CAUSAL_ROWS)
     ends = [min(start + size, queries) for start in range(0, queries, size)]
     return [(slice(start, end), slice(0, end)) for start, end in zip([0, *ends], ends, strict=False)]
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jaxopt_llm import tree
 from jaxopt_llm.model import leaves, param
 from jaxopt_llm.model.decoder import Params
-from jaxopt_llm.model.param import ParamSpec, ones
+from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.training import update
 from jaxopt_llm.training.update import Optimizers
@@ -119,59 +119,70 @@ def checkpoint_specs(specs: StateSpecs) -> dict[str, Params]:
 
 
 def kept(specs: StateSpecs, placement: Placement) -> Callable[[TrainState], dict[str, Params]]:
-    """The function that gives what a checkpoint holds of a state. A pipeline's comes in the host's memory."""
-    resting = {"masters": specs.masters, "moments": specs.moments, "frozen": specs.frozen}
-    resting = {name: resting[name] for name in checkpoint_specs(specs)}
+    """The function that gives what a checkpoint holds of a state. A pipeline's comes in the host's memory, a section at
+    a time: a whole state would not fit twice on the devices."""
+    saved = checkpoint_specs(specs)
 
     def trees(state: TrainState) -> dict[str, Params]:
-        return {name: getattr(state, name) for name in resting}
+        return {name: getattr(state, name) for name in saved}
 
-    @functools.cache
-    def by_layer(spec: ParamSpec) -> Callable[[jax.Array], jax.Array]:
+    def by_layer(spec: ParamSpec, array: jax.Array) -> jax.Array:
         """[virtual, stages, slots, ...] -> [repeats, ...]."""
+        if spec.leading < 2:
+            return array
         places = np.ravel(np.asarray(spec.layers))
         # First off the stages: rows are then taken on each device, not sent.
         rows = spec.layer().stack(places.size)
+        flat = jax.lax.with_sharding_constraint(array.reshape(rows.shape), placement.saved(rows))
+        return flat[np.argsort(places)[-param.depth(spec) :]]
 
-        def convert(array: jax.Array) -> jax.Array:
-            flat = jax.lax.with_sharding_constraint(array.reshape(rows.shape), placement.saved(rows))
-            return flat[np.argsort(places)[-param.depth(spec) :]]
+    @functools.cache
+    def convert(name: str, section: str) -> Callable[[Params], Params]:
+        resting = getattr(specs, name)[section]
+        shardings = jax.tree.map(placement.saved, saved[name][section])
+        return jax.jit(lambda arrays: jax.tree.map(by_layer, resting, arrays), out_shardings=shardings)
 
-        return jax.jit(convert, out_shardings=placement.saved(spec.layer().stack(param.depth(spec))))
-
-    def to_host(spec: ParamSpec, array: jax.Array) -> jax.Array:
-        """Leaf by leaf: a whole state would not fit twice on the devices."""
-        if spec.leading > 1:
-            array = by_layer(replace(spec, init=ones))(array)
-        return jax.block_until_ready(jax.device_put(array, array.sharding.with_memory_kind("pinned_host")))
+    def to_host(name: str, section: str, arrays: Params) -> Params:
+        converted = convert(name, section)(arrays)
+        on_host = jax.tree.map(lambda x: x.sharding.with_memory_kind("pinned_host"), converted)
+        return jax.block_until_ready(jax.device_put(converted, on_host))
 
     if placement.size("pipeline") == 1:
         return trees
-    return lambda state: jax.tree.map(to_host, resting, trees(state))
+    return lambda state: {
+        name: {section: to_host(name, section, arrays) for section, arrays in sections.items()}
+        for name, sections in trees(state).items()
+    }
 
 
 def resume(
     specs: StateSpecs, step: int, placement: Placement, masters: Params, moments: Params, frozen: Params | None = None
 ) -> TrainState:
-    """The state at a checkpoint's step, of what `kept` gave; the compute copy is made again."""
+    """The state at a checkpoint's step, of what `kept` gave; the compute copy is made again. The arrays it is given are
+    used up as it goes: a whole state would not fit twice."""
 
-    @functools.cache
-    def on_stages(spec: ParamSpec, resting: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    def on_stages(spec: ParamSpec, array: jax.Array) -> jax.Array:
         """[repeats, ...] -> [virtual, stages, slots, ...], zeros where a slot holds no layer."""
         places = np.asarray(spec.layers)
-        live = np.reshape(places >= 0, places.shape + (1,) * (len(spec.shape) - spec.leading))
-        return jax.jit(lambda x: jnp.where(live, x[np.maximum(places, 0)], 0), out_shardings=resting)
+        live = np.reshape(places >= 0, places.shape + (1,) * (array.ndim - 1))
+        return jnp.where(live, array[np.maximum(places, 0)], 0)
 
-    def to_rest(spec: ParamSpec, resting: NamedSharding, array: jax.Array) -> jax.Array:
-        """Leaf by leaf, and the old one goes: a whole state would not fit twice."""
-        if spec.leading > 1:
-            moved = on_stages(replace(spec, init=ones), resting)(array)
-        elif array.sharding != resting:
-            moved = jax.device_put(array, resting, may_alias=False)
-        else:
+    def move(resting: NamedSharding, array: jax.Array) -> jax.Array:
+        if array.sharding == resting:
             return array
-        jax.block_until_ready(moved)
+        moved = jax.block_until_ready(jax.device_put(array, resting, may_alias=False))
         array.delete()
+        return moved
+
+    def to_rest(specs: Params, resting: Params, arrays: Params) -> Params:
+        """Of one section."""
+        layers = param.layers(specs)
+        if layers is None or layers.ndim == 1:
+            return jax.tree.map(move, resting, arrays)
+        moved = jax.jit(lambda x: jax.tree.map(on_stages, specs, x), out_shardings=resting)(arrays)
+        jax.block_until_ready(moved)
+        for array in jax.tree.leaves(arrays):
+            array.delete()
         return moved
 
     def make(masters: Params, moments: Params, frozen: Params) -> TrainState:
@@ -183,12 +194,13 @@ def resume(
             frozen=frozen,
         )
 
-    frozen = specs.frozen if frozen is None else frozen
     resting = shardings(specs, placement)
-    masters, moments, frozen = jax.tree.map(
-        to_rest,
-        (specs.masters, specs.moments, specs.frozen),
-        (resting.masters, resting.moments, resting.frozen),
-        (masters, moments, frozen),
-    )
-    return jax.jit(make, out_shardings=resting, donate_argnums=(0, 1, 2))(masters, moments, frozen)
+    given = {"masters": masters, "moments": moments, "frozen": specs.frozen if frozen is None else frozen}
+    moved = {
+        name: {
+            section: to_rest(getattr(specs, name)[section], getattr(resting, name)[section], arrays)
+            for section, arrays in sections.items()
+        }
+        for name, sections in given.items()
+    }
+    return jax.jit(make, out_shardings=resting, donate_argnums=(0, 1, 2))(**moved)

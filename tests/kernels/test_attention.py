@@ -81,6 +81,7 @@ def test_output_and_gradients_are_the_references(
     monkeypatch: pytest.MonkeyPatch, block: int, window: int | None, heads: int, where: Arrays
 ) -> None:
     monkeypatch.setattr(kernel, "QUERY_BLOCK", block)
+    monkeypatch.setattr(kernel, "CAUSAL_ROWS", 1)
     queries, keys = (where.get(name, where["positions"]).shape[1] for name in ("positions", "key_positions"))
     arrays = operands(queries, keys, heads, kv_heads=2)
     actual = output_and_gradients(window)(*arrays, where)
@@ -137,6 +138,7 @@ def compiled_text(window: int | None) -> str:
 def texts() -> dict[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "QUERY_BLOCK", BLOCK)
+        patch.setattr(kernel, "CAUSAL_ROWS", 1)
         return {"global": compiled_text(None), "sliding": compiled_text(WINDOW)}
 
 
