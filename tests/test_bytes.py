@@ -27,7 +27,8 @@ from jaxopt_llm.training.schedule import ScheduleConfig
 from jaxopt_llm.training.step import TrainingConfig
 
 DEVICES = 8
-ROWS, SEQUENCE, WIDTH, VOCABULARY = 8, 512, 1024, 7_680  # rows of a microbatch
+# Rows of a microbatch; so few queries are attended to in one part, which halves the time to compile.
+ROWS, SEQUENCE, WIDTH, VOCABULARY = 8, 128, 1024, 7_680
 RANK = 16  # of adapters, where there are any
 SHARE = (DEVICES - 1) / DEVICES  # of an array, sent by each device of a ring that gathers or scatters it
 
@@ -279,7 +280,8 @@ def test_an_int8_base_is_gathered_as_codes_a_layer_at_a_time(remat: str) -> None
 @pytest.mark.parametrize(
     ("stage", "per_adapter"),
     [
-        (0, 4 + 4),  # small leaves are summed over devices as one, operands beside results
+        # Small leaves are summed over devices as one: each is there as its sum, transposed, in the message, and out of it.
+        (0, 4 * 4),
         (3, 4 / 8),
     ],
 )
