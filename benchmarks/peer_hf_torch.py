@@ -75,10 +75,10 @@ def work(config: "TrainConfig") -> Work:
     }
 
 
-def contenders(config: "TrainConfig") -> dict[str, tuple[str, list[str]]]:
-    """A file and its arguments for each mode: see train_step.run_alternating."""
+def contenders(config: "TrainConfig") -> dict[str, tuple[str, list[str], dict[str, str]]]:
+    """For each mode a train_step.Contender."""
     what = json.dumps(work(config))
-    return {mode: (__file__, [mode, what]) for mode in MODES}
+    return {mode: (__file__, [mode, what], {}) for mode in MODES}
 
 
 def make_model(work: Work) -> Any:

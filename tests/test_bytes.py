@@ -280,7 +280,7 @@ def test_an_int8_base_is_gathered_as_codes_a_layer_at_a_time(remat: str) -> None
 @pytest.mark.parametrize(
     ("stage", "per_adapter"),
     [
-        # Small leaves are summed over devices as one: each is there as its sum, transposed, in the message, and out of it.
+        # Small leaves are summed over devices as one: each is there summed, transposed, in the message and out of it.
         (0, 4 * 4),
         (3, 4 / 8),
     ],

@@ -38,7 +38,7 @@ def attention(
     A query sees the keys of its segment at its own position or before it and, with a window, fewer than `window`
     positions before; one that sees nothing gives 0. Returns [B, S, H, K] in q's dtype.
 
-    Runs in blocks of queries and saves, beside its operands, the output and the log of the softmax's sum for the
+    Runs in blocks of queries and saves, beside operands and result, the log of the softmax's sum for the
     backward, which forms the scores again block by block (Dao et al. 2022, arXiv:2205.14135; Rabe & Staats 2021,
     arXiv:2112.05682): nothing of size [S, T] is ever whole.
     """
@@ -62,21 +62,24 @@ def _attention(
 def _forward(
     window: int | None, in_order: bool, q: jax.Array, k: jax.Array, v: jax.Array, queries: Where, keys: Where
 ) -> tuple[jax.Array, Any]:
-    outs, saved = [], []
+    outs, log_sums = [], []
     for rows, seen in _parts(window, in_order, q.shape[1], k.shape[1]):
         part = (q[:, rows], k[:, seen], v[:, seen], _rows(queries, rows), _rows(keys, seen))
-        out, *residuals = _forward_part(window, window if in_order else None, *part)
+        out, log_sum = _forward_part(window, window if in_order else None, *part)
         outs.append(out)
-        saved.append(residuals)
-    return jnp.concatenate(outs, axis=1), (q, k, v, queries, keys, saved)
+        log_sums.append(log_sum)
+    out = jnp.concatenate(outs, axis=1)
+    return out, (q, k, v, queries, keys, out, log_sums)
 
 
 def _backward(window: int | None, in_order: bool, residuals: Any, gradient: jax.Array) -> Any:
-    q, k, v, queries, keys, saved = residuals
+    q, k, v, queries, keys, out, log_sums = residuals
+    mean = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)  # [B, S, H, 1]
     d_queries, d_keys, d_values = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for (rows, seen), of_part in zip(_parts(window, in_order, q.shape[1], k.shape[1]), saved, strict=True):
+    for (rows, seen), log_sum in zip(_parts(window, in_order, q.shape[1], k.shape[1]), log_sums, strict=True):
         part = (q[:, rows], k[:, seen], v[:, seen], _rows(queries, rows), _rows(keys, seen))
-        d_q, d_k, d_v = _backward_part(window, window if in_order else None, part, of_part, gradient[:, rows])
+        reach = window if in_order else None
+        d_q, d_k, d_v = _backward_part(window, reach, part, log_sum, gradient[:, rows], mean[:, rows])
         d_queries.append(d_q)
         d_keys, d_values = d_keys.at[:, seen].add(d_k), d_values.at[:, seen].add(d_v)
     return jnp.concatenate(d_queries, axis=1), d_keys.astype(k.dtype), d_values.astype(v.dtype), None, None
@@ -100,8 +103,8 @@ def _rows(where: Where, rows: slice) -> Where:
 
 def _forward_part(
     window: int | None, reach: int | None, q: jax.Array, k: jax.Array, v: jax.Array, queries: Where, keys: Where
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The output, and what the backward wants of it: the same by blocks, and the log of the softmax's sum.
+) -> tuple[jax.Array, jax.Array]:
+    """The output, and for the backward the log of the softmax's sum, by blocks.
 
     reach: how many rows before itself a query may need, where rows say so.
     """
@@ -110,57 +113,61 @@ def _forward_part(
     def block(_: None, each: Any) -> tuple[None, tuple[jax.Array, jax.Array]]:
         index, q, queries = each
         near = _Near.of_block(index, q.shape[3], k.shape[1], reach)
-        scores = _scores(q, near.take(keys_by_head, 2), queries, near.take_where(keys), window)
+        visible = _visible(queries, near.take_where(keys), window)[:, None, None]
+        scores = _scores("BGRSK,BGTK->BGRST", q, near.take(keys_by_head, 2), visible)
         peak = jnp.max(scores, axis=-1)
         weights = jnp.exp(scores - peak[..., None])
         # A query that sees nothing: output 0 now, and weights exp(-inf) = 0 in the backward.
         total = jnp.where(peak > MASKED, jnp.sum(weights, axis=-1), jnp.inf)
-        out = _einsum("BGRQT,BGTK->BGRQK", weights.astype(v.dtype), near.take(values_by_head, 2)) / total[..., None]
+        out = _einsum("BGRST,BGTK->BGRSK", weights.astype(v.dtype), near.take(values_by_head, 2)) / total[..., None]
         return None, (out.astype(q.dtype), peak + jnp.log(total))
 
     split_q = _split_heads(q, k.shape[2])
     blocks = (jnp.arange(split_q.shape[0]), split_q, jax.tree.map(_split, queries))
     _, (out, log_sum) = jax.lax.scan(block, None, blocks)
-    return _join_heads(out, q.shape), out, log_sum
+    return _join_heads(out, q.shape), log_sum
 
 
 def _backward_part(
-    window: int | None, reach: int | None, operands: Any, residuals: Any, gradient: jax.Array
+    window: int | None, reach: int | None, operands: Any, log_sum: jax.Array, gradient: jax.Array, mean: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q, in its dtype, and of k and v, in float32."""
+    """Gradients of q, in its dtype, and of k and v, in float32. mean: of d_weights under the softmax, [B, S, H, 1]."""
     q, k, v, queries, keys = operands
-    out, log_sum = residuals
     keys_by_head, values_by_head = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # [B, G, T, K]
 
     def block(totals: tuple[jax.Array, jax.Array], each: Any) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        index, q, queries, out, log_sum, d_out = each
+        index, q, queries, log_sum, d_out, mean = each
         near = _Near.of_block(index, q.shape[3], k.shape[1], reach)
         near_keys, near_values = near.take(keys_by_head, 2), near.take(values_by_head, 2)
-        weights = jnp.exp(_scores(q, near_keys, queries, near.take_where(keys), window) - log_sum[..., None])
-        d_weights = _einsum("BGRQK,BGTK->BGRQT", d_out, near_values)
-        mean = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
-        d_scores = (weights * (d_weights - mean) / math.sqrt(q.shape[-1])).astype(q.dtype)
-        d_keys = _einsum("BGRQT,BGRQK->BGTK", d_scores, q)
-        d_values = _einsum("BGRQT,BGRQK->BGTK", weights.astype(v.dtype), d_out)
-        d_queries = _einsum("BGRQT,BGTK->BGRQK", d_scores, near_keys).astype(q.dtype)
+        # Keys before queries: every product below then reads its operands as they lie, or transposes one of size K.
+        visible = jnp.swapaxes(_visible(queries, near.take_where(keys), window), 1, 2)[:, None, :, None]
+        scores = _scores("BGTK,BGRSK->BGTRS", near_keys, q, visible)
+        weights = jnp.exp(scores - log_sum[:, :, None])
+        d_weights = _einsum("BGTK,BGRSK->BGTRS", near_values, d_out)
+        d_scores = (weights * (d_weights - mean[:, :, None, ..., 0]) / math.sqrt(q.shape[-1])).astype(q.dtype)
+        d_keys = _einsum("BGTRS,BGRSK->BGTK", d_scores, q)
+        d_values = _einsum("BGTRS,BGRSK->BGTK", weights.astype(v.dtype), d_out)
+        d_queries = jnp.moveaxis(_einsum("BGTK,BGTRS->BGKRS", near_keys, d_scores).astype(q.dtype), 2, 4)
         return (near.add(totals[0], d_keys, 2), near.add(totals[1], d_values, 2)), d_queries
 
     zeros = jnp.zeros(keys_by_head.shape, jnp.float32)
-    split_q, split_gradient = _split_heads(q, k.shape[2]), _split_heads(gradient, k.shape[2])
-    blocks = (jnp.arange(split_q.shape[0]), split_q, jax.tree.map(_split, queries), out, log_sum, split_gradient)
+    split_q, split_gradient, split_mean = (_split_heads(x, k.shape[2]) for x in (q, gradient, mean))
+    blocks = (jnp.arange(split_q.shape[0]), split_q, jax.tree.map(_split, queries), log_sum, split_gradient, split_mean)
     totals, d_queries = jax.lax.scan(block, (zeros, zeros), blocks)
     d_keys, d_values = (jnp.swapaxes(total, 1, 2) for total in totals)
     return _join_heads(d_queries, q.shape), d_keys, d_values
 
 
-def _scores(q: jax.Array, k: jax.Array, queries: Where, keys: Where, window: int | None) -> jax.Array:
-    """q: [B, G, R, Q, K], k: [B, G, T, K] -> masked scores, float32 [B, G, R, Q, T]."""
-    distance = queries[0][:, :, None] - keys[0][:, None, :]  # [B, Q, T]
+def _visible(queries: Where, keys: Where, window: int | None) -> jax.Array:
+    """bool [B, Q, T]"""
+    distance = queries[0][:, :, None] - keys[0][:, None, :]
     visible = (queries[1][:, :, None] == keys[1][:, None, :]) & (distance >= 0)
-    if window is not None:
-        visible &= distance < window
-    scores = _einsum("BGRQK,BGTK->BGRQT", q, k) / math.sqrt(q.shape[-1])
-    return jnp.where(visible[:, None, None], scores, MASKED)
+    return visible if window is None else visible & (distance < window)
+
+
+def _scores(subscripts: str, x: jax.Array, y: jax.Array, visible: jax.Array) -> jax.Array:
+    """Masked scores, float32, of queries and keys in the order that `subscripts` says, each with K as its last."""
+    return jnp.where(visible, _einsum(subscripts, x, y) / math.sqrt(x.shape[-1]), MASKED)
 
 
 def _einsum(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:

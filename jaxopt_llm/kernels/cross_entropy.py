@@ -21,7 +21,9 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, vocabulary_size: int) -
 
 def _forward(logits: jax.Array, targets: jax.Array, vocabulary_size: int) -> tuple[jax.Array, Any]:
     column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    log_sum = jax.nn.logsumexp(jnp.where(column < vocabulary_size, logits, -jnp.inf), axis=-1)
+    # Where nothing is padded the comparison would still be computed, and on CPUs a second array of the logits' size.
+    real = logits if logits.shape[-1] == vocabulary_size else jnp.where(column < vocabulary_size, logits, -jnp.inf)
+    log_sum = jax.nn.logsumexp(real, axis=-1)
     # By comparison: a gather along a split dimension would bring the whole row to every device.
     label = jnp.sum(jnp.where(column == targets[..., None], logits, 0.0), axis=-1)
     return log_sum - label, (logits, targets, log_sum)

@@ -3,6 +3,8 @@
 Letters: B batch, S sequence, T cache length, D width, H heads, G key-value heads, K head size.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -10,7 +12,7 @@ from flax import struct
 from jaxopt_llm.kernels.attention import attention
 from jaxopt_llm.model import weights
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.layers import rotary
+from jaxopt_llm.model.layers import recomputed, rotary
 from jaxopt_llm.model.param import ParamSpec, normal
 from jaxopt_llm.model.weights import Weight
 
@@ -39,6 +41,7 @@ def attention_specs(
 
 def self_attention(
     params: dict[str, Weight],
+    norm: Callable[[jax.Array], jax.Array],
     x: jax.Array,
     context: Context,
     *,
@@ -46,11 +49,20 @@ def self_attention(
     window: int | None,
     cache: Cache | None,
 ) -> tuple[jax.Array, Cache | None]:
-    """x: [B, S, D] -> [B, S, D], and the cache with this call's keys and values written at `context.cache_index`."""
+    """Attention to norm(x). x: [B, S, D] -> [B, S, D], and the cache with this call's keys and values written at
+    `context.cache_index`."""
     constrain = context.placement.constrain
-    q = weights.einsum("BSD,DHK->BSHK", x, params["query"])
-    k = weights.einsum("BSD,DGK->BSGK", x, params["key"])
-    v = weights.einsum("BSD,DGK->BSGK", x, params["value"])
+
+    @recomputed
+    def project(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        x = norm(x)
+        return (
+            weights.einsum("BSD,DHK->BSHK", x, params["query"]),
+            weights.einsum("BSD,DGK->BSGK", x, params["key"]),
+            weights.einsum("BSD,DGK->BSGK", x, params["value"]),
+        )
+
+    q, k, v = project(x)
     q = rotary(q, context.positions, rope_theta)
     k = rotary(k, context.positions, rope_theta)
     key_positions = key_segment_ids = None

@@ -180,16 +180,20 @@ def make_parts(config: ModelConfig) -> Parts:
         def residual(x: jax.Array, update: jax.Array) -> jax.Array:
             return context.placement.constrain(x + update, "batch", "sequence", "embed")
 
+        def norm(name: str) -> Callable[[jax.Array], jax.Array]:
+            return lambda x: rms_norm(x, params[name]["scale"], config.norm_epsilon)
+
         attended, cache = self_attention(
             params["attention"],
-            rms_norm(x, params["attention_norm"]["scale"], config.norm_epsilon),
+            norm("attention_norm"),
+            x,
             context,
             rope_theta=config.rope_theta,
             window=config.window if kind == "sliding" else None,
             cache=cache,
         )
         x = residual(x, attended)
-        x = residual(x, swiglu(params["mlp"], rms_norm(x, params["mlp_norm"]["scale"], config.norm_epsilon)))
+        x = residual(x, swiglu(params["mlp"], norm("mlp_norm"), x))
         return x, cache, zero_auxiliary()
 
     def logits(outer: Params, x: jax.Array, context: Context) -> jax.Array:

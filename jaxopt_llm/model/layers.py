@@ -1,6 +1,7 @@
 """The small layers of a decoder. Letters: B batch, S sequence, D width, H heads, K head size, F MLP width."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +11,18 @@ from jaxopt_llm.model.param import ParamSpec, normal
 from jaxopt_llm.model.weights import Weight
 
 # The backward computes what is elementwise again from its operands, whatever the rematerialisation policy: what it
-# would keep, several arrays of the operands' size, costs more to write and read. The product in `down` is not computed
-# again: its own backward wants its operands alone.
-_recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
+# would keep, several arrays of the operands' size, costs more to write and read. A product inside is not computed
+# again: its own backward wants its operands alone, which is why what feeds a product is recomputed together with it.
+# A weight that is kept is not gathered again.
+recomputed = functools.partial(
+    jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(weights.KEPT)
+)
 
 
 def rms_norm(x: jax.Array, scale: Weight, epsilon: float) -> jax.Array:
     """Zhang & Sennrich 2019 (arXiv:1910.07467), in float32. x: [B, S, D], scale: [D]."""
 
-    @_recomputed
+    @recomputed
     def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
@@ -48,13 +52,16 @@ def swiglu_specs(width: int, mlp_width: int, residual_scale: float) -> dict[str,
     }
 
 
-def swiglu(params: dict[str, Weight], x: jax.Array) -> jax.Array:
-    """Shazeer 2020 (arXiv:2002.05202). x: [B, S, D]."""
-    gate = weights.einsum("BSD,DF->BSF", x, params["gate"])
-    up = weights.einsum("BSD,DF->BSF", x, params["up"])
+def swiglu(params: dict[str, Weight], norm: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Shazeer 2020 (arXiv:2002.05202), of norm(x). x: [B, S, D]."""
 
-    @_recomputed
+    @recomputed
+    def project(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = norm(x)
+        return weights.einsum("BSD,DF->BSF", x, params["gate"]), weights.einsum("BSD,DF->BSF", x, params["up"])
+
+    @recomputed
     def down(gate: jax.Array, up: jax.Array, weight: Weight) -> jax.Array:
         return weights.einsum("BSF,FD->BSD", jax.nn.silu(gate) * up, weight)
 
-    return down(gate, up, params["down"])
+    return down(*project(x), params["down"])

@@ -11,12 +11,14 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxopt_llm.model.leaves import Int8Weight, LoraWeight, dequantise
 from jaxopt_llm.parallel.sharding import Placed, WeightShardings, gather, reduce_gradient
 
 Whole = Placed | Int8Weight  # one array to compute with
 Weight = Whole | LoraWeight
+KEPT = "gathered weight"  # the name under which jax.checkpoint knows a gathered weight that the backward reuses
 
 
 def einsum(subscripts: str, x: jax.Array, weight: Weight, dtype: jnp.dtype | None = None) -> jax.Array:
@@ -86,7 +88,7 @@ def _einsum(subscripts, dtype, x, weight, tap):
 def _einsum_forward(subscripts, dtype, x, weight, tap):
     gathered = _gather(weight)
     y = jnp.einsum(subscripts, x, gathered, preferred_element_type=dtype)
-    return y, (x, weight, gathered if _shardings(weight).keep else None)
+    return y, (x, weight, checkpoint_name(gathered, KEPT) if _shardings(weight).keep else None)
 
 
 def _einsum_backward(subscripts, dtype, residuals, dy):
