@@ -44,7 +44,7 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
     from jaxopt_llm.parallel import hlo
     from jaxopt_llm.parallel.mesh import make_mesh, simulate_cpu_devices
     from jaxopt_llm.parallel.sharding import Placement
-    from jaxopt_llm.parallel.topology import CHIPS
+    from jaxopt_llm.parallel.topology import chip_of
     from jaxopt_llm.training import state as training_state
     from jaxopt_llm.training.program import make_program
 
@@ -88,7 +88,7 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
     tokens = config.training.batch_size * config.training.sequence_length
     flops = hlo.dot_flops(str(compiled.as_text())) * placement.mesh.size
     memory = hlo.memory(compiled)
-    chip = next((chip for name, chip in CHIPS.items() if name in device.device_kind.lower()), None)
+    chip = chip_of(device.device_kind)
     statistics_of_device = device.memory_stats() or {}
     return {
         "jax": jax.__version__,

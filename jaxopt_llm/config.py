@@ -25,6 +25,7 @@ from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.decoder import ModelConfig, layout, param_specs
 from jaxopt_llm.observe.metrics import LoggingConfig
+from jaxopt_llm.observe.profile import ProfileConfig
 from jaxopt_llm.parallel.mesh import AXES, MeshConfig
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
@@ -46,6 +47,8 @@ class RunConfig:
     """of initial values and of the order of the data"""
     allow_change: tuple[str, ...] = ()
     """fields that this resume may change although they alter what is learnt, as in optimizer.learning_rate"""
+    deterministic: bool = False
+    """on GPUs: the same bits every time, at some speed; the choices of autotuning are kept in the run directory"""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 def field_names(config_type: Any, prefix: str = "") -> list[str]:
@@ -82,9 +86,10 @@ FIELDS = field_names(TrainConfig)
 RESUME_MAY_CHANGE = (
     "run.directory",
     "run.allow_change",
+    "run.deterministic",
     "training.steps",
     "training.accumulation",
-    *(f"{section}.*" for section in ("mesh", "sharding", "remat", "checkpoint", "evaluation", "logging")),
+    *(f"{section}.*" for section in ("mesh", "sharding", "remat", "checkpoint", "evaluation", "logging", "profile")),
 )
 
 # What shapes the arrays of a checkpoint: no resume can change it, whoever allows it.
@@ -206,6 +211,7 @@ def validate(config: TrainConfig) -> None:
         *config.lora.problems(),
         *config.optimizer.problems(),
         *config.schedule.problems(),
+        *config.profile.problems(),
     ]
     at_least_one = (
         *(f"mesh.{axis}" for axis in AXES),

@@ -1,5 +1,7 @@
 """python -m jaxopt_llm.train --config FILE [--section.field VALUE ...]"""
 
+import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -20,17 +22,24 @@ from jaxopt_llm.data.packing import PackedRows, check_ids, token_stream
 from jaxopt_llm.data.source import Corpus, Document, standard_library_corpus
 from jaxopt_llm.data.tokenizer import ByteTokenizer
 from jaxopt_llm.errors import InputError, Preempted, TrainingDiverged
-from jaxopt_llm.model import leaves, param
+from jaxopt_llm.model import flops, leaves, param
 from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.observe.dashboards import Dashboards
+from jaxopt_llm.observe.meter import Meter
 from jaxopt_llm.observe.metrics import MetricsLog, replace_text
 from jaxopt_llm.observe.preemption import Preemption
+from jaxopt_llm.observe.profile import Profiler
 from jaxopt_llm.observe.progress import ProgressLine
-from jaxopt_llm.parallel import hlo
-from jaxopt_llm.parallel.mesh import make_mesh, simulate_cpu_devices
+from jaxopt_llm.parallel import hlo, runtime
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.runtime import repeatable
 from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.topology import chip_of
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.evaluation import make_evaluate
-from jaxopt_llm.training.program import make_program
+from jaxopt_llm.training.program import Program, make_program
+from jaxopt_llm.training.state import TrainState
+from jaxopt_llm.training.step import Metrics
 
 
 def train(config: TrainConfig, preemption: Preemption) -> None:
@@ -71,6 +80,7 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
     with (
         Checkpoints(directory / "checkpoints", config.checkpoint.keep) as checkpoints,
         ProgressLine(config.training.steps, done=checkpoints.latest_step() or 0) as progress,
+        contextlib.ExitStack() as scope,
     ):
         start = checkpoints.latest_step() or 0
         if start >= config.training.steps:
@@ -88,12 +98,13 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
         for path in placement.undivided(divided):
             progress.say(f"ZeRO leaves {path} whole: no dimension of it divides")
         clock = time.perf_counter()
-        compiled = program.step.lower(program.state, program.batch).compile()
+        options = repeatable(directory) if config.run.deterministic and jax.default_backend() == "gpu" else None
+        compiled = program.step.lower(program.state, program.batch).compile(compiler_options=options)
         peak = hlo.memory(compiled).peak
         progress.say(
             f"compiled in {time.perf_counter() - clock:.1f} s; {peak / 2**30:.2f} GiB per device while it runs"
         )
-        _check_host_memory(peak * placement.mesh.size)
+        _check_memory(peak, placement.mesh.size)
         if start:
             saved = placement.abstract(training_state.checkpoint_specs(program.specs))
             restored = checkpoints.restore(start, **saved)
@@ -104,48 +115,69 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
             _set_aside(directory / "metrics.jsonl")
         log = MetricsLog(directory / "metrics.jsonl", start)
         _record(directory, config, corpus)
+        dashboards = scope.enter_context(Dashboards(config.logging, directory, start, dataclasses.asdict(config)))
+        profiler = scope.enter_context(Profiler(config.profile, directory))
+        tokens = config.training.batch_size * config.training.sequence_length
+        meter = Meter(tokens, _utilisation(config, program, placement))
+
+        def conclude(step: int, metrics: Metrics, measured: TrainState | None = None) -> None:
+            """Reads a step's numbers, which waits for it, and records them where they are due. measured: the state
+            after it, where its held-out loss is due."""
+            values = {name: float(value) for name, value in metrics.items()}
+            _check_finite(directory, step, loss=values["loss"], gradient_norm=values["grad_norm"])
+            if measured is None and step % config.logging.every:
+                return
+            record = meter.record(step, values)
+            if measured is not None:
+                record["eval_loss"] = evaluate(measured, held_out)
+                _check_finite(directory, step, held_out_loss=record["eval_loss"])
+                meter.restart(step)
+            log.write(record)
+            dashboards.write(record)
+            progress.show(record)
 
         if preemption.requested():
             raise Preempted(start)
-        metrics: dict[str, jax.Array] = {}
-        timed_from, clock = start, time.perf_counter()
+        meter.restart(start)
+        unread: tuple[int, Metrics] | None = None
         for step in range(start + 1, config.training.steps + 1):
-            before, (state, metrics) = metrics, compiled(state, on_devices(loader.batch_at(step - 1)))
-            jax.block_until_ready(before)  # JAX would queue up to 32 steps, and a stop wait for them all
+            profiler.before(step)
+            clock = time.perf_counter()
+            batch = loader.batch_at(step - 1)
+            meter.waited(time.perf_counter() - clock)
+            state, metrics = compiled(state, on_devices(batch))
+            profiler.after(step, metrics)
             progress.advance(step)
+            if unread:
+                conclude(*unread)  # a step late: the device already runs the next
+            unread = step, metrics
 
             last = step == config.training.steps
             measured = last or step % config.evaluation.every == 0
             saved = last or step % config.checkpoint.every == 0
-            logged = measured or step % config.logging.every == 0
-            if not (saved or logged or preemption.requested()):
+            stop = preemption.requested() and not last
+            if not (measured or saved or stop):
                 continue
-            loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])  # waits for the device
-            _check_finite(directory, step, loss=loss, gradient_norm=norm)
-            seconds = (time.perf_counter() - clock) / (step - timed_from)
-            if logged:
-                tokens = config.training.batch_size * config.training.sequence_length
-                record = {
-                    "step": step,
-                    "loss": loss,
-                    "grad_norm": norm,
-                    "learning_rate": float(metrics["learning_rate"]),
-                    "tokens": step * tokens,
-                    "tokens_per_second": tokens / seconds,
-                    "step_seconds": seconds,
-                }
-                if measured:
-                    record["eval_loss"] = evaluate(state, held_out)
-                    _check_finite(directory, step, held_out_loss=record["eval_loss"])
-                log.write(record)
-                progress.show(record)
-            preempted = preemption.requested() and not last
-            if saved or preempted:
+            conclude(step, metrics, state if measured else None)
+            unread = None
+            if saved or stop:
                 checkpoints.save(step, **program.kept(state))
-            if preempted:
+                meter.restart(step)
+            if stop:
                 raise Preempted(step)
-            timed_from, clock = step, time.perf_counter()
         log.close()
+
+
+def _utilisation(config: TrainConfig, program: Program, placement: Placement) -> dict[str, float]:
+    """The share of the devices' peak that one token per second is, by the name of its convention; nothing where the
+    peak is not known."""
+    chip = chip_of(jax.devices()[0].device_kind)
+    peak = chip.peak_flops.get(config.precision.compute_dtype) if chip else None
+    if peak is None:
+        return {}
+    needed = flops.per_token(config.model, program.specs.masters, program.specs.frozen, config.training.sequence_length)
+    peaks = peak * placement.mesh.size
+    return {"mfu": needed.causal / peaks, "mfu_full_attention": needed.full / peaks}
 
 
 def _check_finite(directory: Path, step: int, **values: float) -> None:
@@ -157,13 +189,22 @@ def _check_finite(directory: Path, step: int, **values: float) -> None:
         )
 
 
-def _check_host_memory(needed: int) -> None:
-    """Simulated devices share the host's memory, which the system would give out until it kills the process."""
-    has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if jax.default_backend() == "cpu" and needed > has:
+def _check_memory(needed: int, devices: int) -> None:
+    """needed: bytes per device. Simulated devices share the host's memory, which the system would give out until it
+    kills the process; a GPU's fails in the middle of the first step."""
+    mend = "make the model, training.batch_size or training.sequence_length smaller"
+    if jax.default_backend() == "cpu":
+        has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if needed * devices > has:
+            raise InputError(
+                f"the step needs {needed * devices / 2**30:,.1f} GiB on the simulated devices together, this host has "
+                f"{has / 2**30:,.1f} GiB; {mend}"
+            )
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", needed)
+    if needed > limit:
         raise InputError(
-            f"the step needs {needed / 2**30:,.1f} GiB on the simulated devices together, this host has "
-            f"{has / 2**30:,.1f} GiB; make the model, training.batch_size or training.sequence_length smaller"
+            f"the step needs {needed / 2**30:,.1f} GiB per device, XLA may use {limit / 2**30:,.1f} GiB; {mend}, or "
+            "raise training.accumulation, sharding.zero_stage or mesh.fsdp"
         )
 
 
@@ -206,7 +247,7 @@ def _record(directory: Path, config: TrainConfig, corpus: Corpus) -> None:
 def main() -> int:
     config = configuration.parse(sys.argv[1:], "python -m jaxopt_llm.train")
     configuration.validate(config)
-    simulate_cpu_devices(config.mesh)
+    runtime.start(config.mesh, cache=not config.run.deterministic)
     with sole_owner(Path(config.run.directory)), Preemption() as preemption:
         train(config, preemption)
     return 0

@@ -13,6 +13,10 @@ from jaxopt_llm.errors import InputError
 class LoggingConfig:
     every: int = 10
     """steps between two logged steps"""
+    tensorboard: bool = True
+    """whether records also go to the run directory's tensorboard/"""
+    wandb_project: str = ""
+    """project of Weights & Biases that records also go to; empty is off"""
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -107,6 +107,11 @@ CHIPS: Mapping[str, Chip] = {
 }
 
 
+def chip_of(device_kind: str) -> Chip | None:
+    """The entry of CHIPS for what JAX calls a device, as in "NVIDIA H200"."""
+    return next((chip for name, chip in CHIPS.items() if name in device_kind.lower()), None)
+
+
 def gpu_topology(chip: str = "h200", hosts: int = 1, gpus_per_host: int = 8) -> list[jax.Device]:
     """Devices of `hosts` × `gpus_per_host` GPUs to compile for; no GPU is needed and none is touched.
 

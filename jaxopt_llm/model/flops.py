@@ -1,0 +1,58 @@
+"""Floating-point operations that a model needs: the numerator of model FLOP utilisation (MFU)."""
+
+from dataclasses import dataclass
+
+import jax
+
+from jaxopt_llm import tree
+from jaxopt_llm.model import param
+from jaxopt_llm.model.decoder import ModelConfig, Params, layout
+from jaxopt_llm.model.param import ParamSpec
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Per token of a training step, under two conventions that differ in attention alone.
+
+    causal: a query meets the keys that it may see, about half of the sequence, or its window (as FlashAttention's
+        papers count). full: it meets all keys of the sequence or of its window (as PaLM, arXiv:2204.02311, appendix B,
+        and Megatron-LM count). Packed documents are not told apart, nothing recomputed is counted, and neither are
+        look-ups and what is elementwise.
+    """
+
+    causal: float
+    full: float
+
+
+def per_token(config: ModelConfig, trainable: Params, frozen: Params, sequence_length: int) -> ModelFlops:
+    """Two operations per weight of a product and token forward, as many again for the gradient of the product's input,
+    and as many again for that of the weight where it is trained; attention's products, without weights, three times.
+
+    trainable, frozen: specs, the halves of a `tree.partition`.
+    """
+    products = 3 * _product_weights(config, trainable) + 2 * _product_weights(config, frozen)
+    attention = {True: 0.0, False: 0.0}
+    for segment in layout(config):
+        for kind in segment.kinds:
+            window = config.window if kind == "sliding" else sequence_length
+            for causal in attention:
+                seen = _keys_seen(sequence_length, min(window, sequence_length), causal)
+                attention[causal] += segment.repeats * 2 * config.heads * config.head_dim * seen
+    return ModelFlops(*(2 * (products + 3 * attention[causal]) for causal in (True, False)))
+
+
+def _product_weights(config: ModelConfig, specs: Params) -> int:
+    """Weights that a product sums over. A table counts as the head: looking rows up is no product."""
+
+    def weights(path: str, spec: ParamSpec) -> int:
+        if not spec.contracting or (path.startswith("outer/embedding/") and not config.tied_head):
+            return 0
+        size = param.count(spec)
+        return size // spec.shape[0] * config.vocabulary_size if "vocabulary" in spec.axes else size
+
+    return sum(jax.tree.leaves(tree.map_with_path(weights, specs)))
+
+
+def _keys_seen(length: int, window: int, causal: bool) -> float:
+    """Mean over the queries of a sequence."""
+    return window - window * (window - 1) / (2 * length) if causal else float(window)

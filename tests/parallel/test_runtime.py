@@ -1,0 +1,69 @@
+"""What is settled before JAX opens a device."""
+
+import os
+from pathlib import Path
+
+import commands
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxopt_llm.errors import InputError
+from jaxopt_llm.parallel import runtime
+from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.parallel.topology import gpu_topology
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    environment = {"XDG_CACHE_HOME": str(tmp_path)}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(runtime, "simulate_cpu_devices", lambda mesh: None)
+    return environment
+
+
+@pytest.mark.core
+def test_a_run_keeps_its_programs_for_its_user_alone(tmp_path: Path) -> None:
+    small = {"training.steps": 1, "evaluation.every": 1}
+    arguments = [*commands.tiny(tmp_path / "run"), *(f"--{name}={value}" for name, value in small.items())]
+    process = commands.start("train", *arguments, XDG_CACHE_HOME=str(tmp_path), JAX_COMPILATION_CACHE_DIR="")
+    assert process.communicate(timeout=300) and process.returncode == 0
+    (programs,) = (tmp_path / "jaxopt_llm" / "programs").iterdir()
+    assert programs.stat().st_mode & 0o777 == 0o700
+    assert any(programs.iterdir())
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_cache_that_others_can_write_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(jax.config.values, "jax_compilation_cache_dir", None)
+    runtime.compilation_cache().mkdir(parents=True)
+    runtime.compilation_cache().chmod(0o777)
+    with pytest.raises(InputError, match="can be written by others: mend it with chmod 700"):
+        runtime.start(MeshConfig(), cache=True)
+
+
+@pytest.mark.parametrize("users", [{}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}])
+def test_the_memory_fraction_is_raised_unless_the_user_set_one(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, users: dict[str, str]
+) -> None:
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    environment.update(users)
+    runtime.start(MeshConfig(), cache=False)
+    # JAX refuses to start with both variables.
+    fractions = {name: value for name, value in environment.items() if "FRACTION" in name}
+    assert fractions == (users or {"XLA_CLIENT_MEM_FRACTION": runtime.MEMORY_FRACTION})
+
+
+@pytest.mark.core
+def test_xla_takes_the_options_of_a_repeatable_run(tmp_path: Path) -> None:
+    device = jax.sharding.SingleDeviceSharding(gpu_topology("h200")[0])
+    argument = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=device)
+    lowered = jax.jit(jnp.dot).lower(argument, argument)
+    first = runtime.repeatable(tmp_path)
+    assert first["xla_gpu_dump_autotune_results_to"] == str(tmp_path / "autotuning.textproto")
+    lowered.compile(compiler_options=first)
+    (tmp_path / "autotuning.textproto").write_text("version: 3\n")
+    second = runtime.repeatable(tmp_path)
+    assert second["xla_gpu_load_autotune_results_from"] == str(tmp_path / "autotuning.textproto")
+    assert "xla_gpu_dump_autotune_results_to" not in second
+    lowered.compile(compiler_options=second)
