@@ -1,87 +1,90 @@
-"""python -m jaxopt_llm.generate --checkpoint RUN_DIR --prompt TEXT [--tokens N]"""
+"""python -m jaxopt_llm.generate --checkpoint RUN_DIR --prompt TEXT [--prompt TEXT ...] [--tokens N] ..."""
 
 import argparse
-import functools
 import io
+import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxopt_llm import config as configuration
-from jaxopt_llm import errors, tree
-from jaxopt_llm.checkpoint.native import Checkpoints
+from jaxopt_llm import errors, run
 from jaxopt_llm.data.tokenizer import ByteTokenizer
-from jaxopt_llm.errors import CheckpointError, InputError
-from jaxopt_llm.execution import scan
-from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.decoder import Params, Parts, make_parts
-from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh, visible_devices
-from jaxopt_llm.parallel.sharding import Placement
-from jaxopt_llm.training import lora
+from jaxopt_llm.errors import InputError
+from jaxopt_llm.execution.decode import Sampling, continuations
+from jaxopt_llm.run import Run
 
 MOST_TOKENS = 100_000  # the cache holds keys and values of all of them
 
 
-def greedy(
-    parts: Parts, params: Params, prompt: jax.Array, count: int, vocabulary_size: int, end: int, placement: Placement
-) -> jax.Array:
-    """Continues a prompt with the likeliest token each time, over the same blocks as training, with a cache.
+class Continuation:
+    """The text of one prompt's tokens as they come: up to the end of the document, or to a stop string."""
 
-    prompt: int32 [1, P]. Returns int32 [count]; from the first `end` on, `end`.
-    """
-    length = prompt.shape[1]
+    def __init__(self, tokenizer: ByteTokenizer, stops: Sequence[str]) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
+        self._ids: list[int] = []
+        self._given = 0
+        self.done = False
+        self.text = ""
 
-    def context(first: jax.Array, tokens: int) -> Context:
-        positions = first + jnp.arange(tokens, dtype=jnp.int32)[None]
-        return Context(positions, jnp.ones_like(positions), placement, cache_index=first)
+    def add(self, token: int) -> None:
+        if self.done:
+            return
+        if token == self._tokenizer.end_of_document:
+            self.done = True
+            return
+        self._ids.append(token)
+        self.text = self._tokenizer.decode(self._ids)
+        found = [self.text.find(stop) for stop in self._stops if stop in self.text]
+        if found:
+            self.text, self.done = self.text[: min(found)], True
 
-    def likeliest(logits: jax.Array) -> jax.Array:
-        return jnp.argmax(logits[:, -1, :vocabulary_size], axis=-1).astype(jnp.int32)
+    def news(self, last: bool) -> str:
+        """What can be shown that was not yet: not a character or a stop string of which only a part is there."""
+        until = len(self.text)
+        if not (last or self.done):
+            begun = [
+                length
+                for stop in self._stops
+                for length in range(1, min(len(stop), until + 1))
+                if self.text.endswith(stop[:length])
+            ]
+            broken = until - len(self.text.rstrip("\N{REPLACEMENT CHARACTER}"))
+            until -= max([broken, *begun])
+        new = self.text[self._given : until]
+        self._given = max(self._given, until)
+        return new
 
-    def step(carry: tuple[jax.Array, Params], index: jax.Array) -> tuple[tuple[jax.Array, Params], jax.Array]:
-        token, caches = carry
-        logits, caches = scan.forward(parts, params, token[:, None], context(length + index, 1), caches)
-        chosen = jnp.where(token == end, end, likeliest(logits))
-        return (chosen, caches), token[0]
 
-    caches = scan.make_caches(parts, 1, length + count, placement.precision.compute_dtype)
-    logits, caches = scan.forward(parts, params, prompt, context(jnp.int32(0), length), caches)
-    return jax.lax.scan(step, (likeliest(logits), caches), jnp.arange(count))[1]
-
-
-def generate(run: Path, prompt: str, count: int) -> str:
-    """The prompt and what the run's last checkpoint continues it with, up to `count` tokens."""
-    try:
-        config = configuration.from_json((run / "config.json").read_text())
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"--checkpoint {run}: not a run directory ({error})") from error
-    tokenizer = ByteTokenizer()
-    ids = np.concatenate([[tokenizer.beginning_of_document], tokenizer.encode(prompt)]).astype(np.int32)
-    placement = Placement(make_mesh(MeshConfig(), visible_devices()[:1]), 0, config.precision)
-    parts, trained, frozen = lora.adapt(make_parts(config.model), config.lora, config.precision)
-    trees = {"masters": trained, "frozen": frozen}
-    held = {name: placement.abstract(specs) for name, specs in trees.items() if jax.tree.leaves(specs)}
-    with Checkpoints(run / "checkpoints") as checkpoints:
-        step = checkpoints.latest_step()
-        if step is None:
-            raise CheckpointError(f"--checkpoint {run}: it has no checkpoint yet")
-        restored = checkpoints.restore(step, **held)
-    params = tree.merge(restored["masters"], restored.get("frozen", frozen))
-    write = jax.jit(
-        functools.partial(
-            greedy,
-            parts,
-            count=count,
-            vocabulary_size=config.model.vocabulary_size,
-            end=tokenizer.end_of_document,
-            placement=placement,
-        )
-    )
-    return prompt + tokenizer.decode(np.asarray(write(params, ids[None])))
+def generate(
+    source: Run,
+    prompts: Sequence[str],
+    count: int,
+    sampling: Sampling,
+    seed: int,
+    stops: Sequence[str],
+    show: Callable[[str], None] | None = None,
+) -> list[str]:
+    """What the model continues each prompt with, up to `count` tokens. show: is given the first one's as it comes."""
+    tokenizer = source.tokenizer
+    ids = [
+        np.concatenate([[tokenizer.beginning_of_document], tokenizer.encode(prompt)]).astype(np.int32)
+        for prompt in prompts
+    ]
+    written = [Continuation(tokenizer, stops) for _ in prompts]
+    size = source.config.model.vocabulary_size
+    for tokens in continuations(source.parts, source.params, ids, count, size, sampling, seed, source.placement):
+        for continuation, token in zip(written, tokens, strict=True):
+            continuation.add(int(token))
+        if show:
+            show(written[0].news(last=False))
+        if all(continuation.done for continuation in written):
+            break
+    if show:
+        show(written[0].news(last=True))
+    return [continuation.text for continuation in written]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -90,17 +93,80 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main() -> int:
-    parser = _Parser(prog="python -m jaxopt_llm.generate", description=__doc__)
+    parser = _Parser(
+        prog="python -m jaxopt_llm.generate",
+        description="Continues text. One prompt is written out with its continuation as it comes; of several each is a "
+        'line of JSON, {"prompt": ..., "text": ...}, where text is the continuation alone.',
+    )
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="RUN_DIR", help="directory of a training run")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
+    parser.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="the text to continue; may be given several times"
+    )
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="more of them: a JSON string on each line")
     parser.add_argument("--tokens", type=int, default=200, metavar="N", help="most tokens to add (default: 200)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="divides the logits; 0, the default, is greedy"
+    )
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens (default: all)")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="only the likeliest tokens that hold the share P (default: 1)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: 0)")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends a continuation before it; may be repeated"
+    )
     arguments = parser.parse_args(sys.argv[1:])
-    if not 1 <= arguments.tokens <= MOST_TOKENS:
-        raise InputError(f"--tokens {arguments.tokens}: must lie between 1 and {MOST_TOKENS:,}")
+    prompts = arguments.prompt + (_read_prompts(arguments.prompts) if arguments.prompts else [])
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    _check(prompts, arguments.tokens, sampling, arguments.seed, arguments.stop)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
-    print(generate(arguments.checkpoint, arguments.prompt, arguments.tokens))
+    source = run.load(arguments.checkpoint)
+    rest = (arguments.tokens, sampling, arguments.seed, arguments.stop)
+    if len(prompts) == 1 and not arguments.prompts:
+        print(prompts[0], end="", flush=True)
+        generate(source, prompts, *rest, show=lambda text: print(text, end="", flush=True))
+        print()
+    else:
+        for prompt, text in zip(prompts, generate(source, prompts, *rest), strict=True):
+            print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
     return 0
+
+
+def _read_prompts(file: Path) -> list[str]:
+    prompts = []
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        try:
+            prompt = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"--prompts {file}: line {number} is no JSON ({error})") from error
+        if not isinstance(prompt, str):
+            raise InputError(f'--prompts {file}: line {number} is no JSON string, as in "def main"')
+        prompts.append(prompt)
+    return prompts
+
+
+def _check(prompts: list[str], tokens: int, sampling: Sampling, seed: int, stops: list[str]) -> None:
+    if not prompts:
+        raise InputError("nothing to continue: give --prompt TEXT, or --prompts FILE")
+    if not 1 <= tokens <= MOST_TOKENS:
+        raise InputError(f"--tokens {tokens}: must lie between 1 and {MOST_TOKENS:,}")
+    if not 0 <= sampling.temperature < float("inf"):
+        raise InputError(f"--temperature {sampling.temperature}: must be at least 0")
+    if sampling.top_k < 0:
+        raise InputError(f"--top-k {sampling.top_k}: must be at least 0")
+    if not 0 < sampling.top_p <= 1:
+        raise InputError(f"--top-p {sampling.top_p}: must lie above 0, and 1 at most")
+    if sampling.temperature == 0 and (sampling.top_k or sampling.top_p < 1):
+        raise InputError("--top-k and --top-p choose among tokens that are drawn: give --temperature above 0 with them")
+    if not 0 <= seed < 2**32:
+        raise InputError(f"--seed {seed}: must lie between 0 and 2**32 - 1")
+    if "" in stops:
+        raise InputError("--stop: an empty text would end every continuation at once")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ FLOORS = (
     ("execution", "data", "checkpoint", "observe"),
     ("training",),
     ("config",),
+    ("run",),
     ("train", "generate"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -86,14 +86,17 @@ def microbatch_loss(
 
 
 def forward(
-    parts: Parts, params: Params, tokens: jax.Array, context: Context, caches: tree.Tree = None
+    parts: Parts, params: Params, tokens: jax.Array, context: Context, caches: tree.Tree = None, last: bool = False
 ) -> tuple[jax.Array, tree.Tree]:
-    """Logits float32 [B, S, V] of tokens [B, S], and the caches (see `make_caches`) with these tokens written."""
+    """Logits float32 [B, S, V] of tokens [B, S], and the caches (see `make_caches`) with these tokens written.
+
+    last: logits of the last token alone, [B, 1, V].
+    """
     taps = no_taps(parts.specs)
     outer = context.placement.place(parts.specs["outer"], params["outer"], taps["outer"], keep=False)
     x = parts.embed(outer, tokens, context)
     x, caches, _ = run_stacks(parts, model_stacks(parts), params, taps, x, context, RematConfig("none"), caches)
-    return parts.logits(outer, x, context), caches
+    return parts.logits(outer, x[:, -1:] if last else x, context), caches
 
 
 def make_caches(parts: Parts, batch: int, length: int, dtype: Any) -> tree.Tree:

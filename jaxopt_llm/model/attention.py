@@ -19,7 +19,7 @@ from jaxopt_llm.model.weights import Weight
 
 @struct.dataclass
 class Cache:
-    """Keys and values of the tokens seen so far, [B, T, G, K]; slot t holds position t."""
+    """Keys and values of the tokens seen so far, [B, T, G, K]; slot t holds position t - context.cache_padding."""
 
     key: jax.Array
     value: jax.Array
@@ -74,8 +74,8 @@ def self_attention(
         )
         k, v = cache.key, cache.value
         # Slots not yet written lie after every query's position: the causal mask hides them.
-        key_positions = jnp.broadcast_to(jnp.arange(k.shape[1]), k.shape[:2])
-        key_segment_ids = jnp.broadcast_to(context.segment_ids[:, :1], k.shape[:2])
+        key_positions = jnp.arange(k.shape[1]) - context.cache_padding[:, None]
+        key_segment_ids = (key_positions >= 0).astype(jnp.int32)  # the tokens are 1, what pads them is 0
     if context.placement.replicates("kv_heads", k.shape[2]):
         # Repeated, heads split over `tensor` again: a group cannot be cut.
         k = constrain(jnp.repeat(k, q.shape[2] // k.shape[2], axis=2), "batch", "sequence", "heads", "head_dim")

@@ -9,9 +9,14 @@ from jaxopt_llm.tree import Leaf
 
 @struct.dataclass
 class Context:
-    """positions, segment_ids: int32 [B, S] (see Batch); cache_index: int32 scalar, the slot of the first token."""
+    """positions, segment_ids: int32 [B, S] (see Batch).
+
+    With a cache: cache_index, int32 scalar, the slot of the first token; cache_padding, int32 [B], how many slots at
+    the start of a row's cache hold nothing.
+    """
 
     positions: jax.Array
     segment_ids: jax.Array
     placement: Placement = struct.field(pytree_node=False)
     cache_index: Leaf = None
+    cache_padding: Leaf = None

@@ -14,7 +14,6 @@ import toy
 from jaxopt_llm import tree
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.generate import greedy
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Auxiliary, ModelConfig, Params, Parts, layout, make_parts
 from jaxopt_llm.parallel import hlo
@@ -136,29 +135,13 @@ def test_cached_logits_are_the_uncached() -> None:
     caches = scan.make_caches(parts(tied=False), *tokens.shape, jnp.float32)
     pieces = []
     for first, end in [(0, 7), (7, 10), *((at, at + 1) for at in range(10, 16))]:
-        context = Context(ROW_POSITIONS[:, first:end], ones[:, first:end], PLACEMENT, cache_index=jnp.int32(first))
+        where = (ROW_POSITIONS[:, first:end], ones[:, first:end], PLACEMENT)
+        context = Context(*where, cache_index=jnp.int32(first), cache_padding=jnp.zeros(len(tokens), jnp.int32))
         piece, caches = forward(params(tied=False), tokens[:, first:end], context, caches)
         pieces.append(piece)
     np.testing.assert_allclose(
         np.concatenate(pieces, axis=1), logits(tokens, ones, ROW_POSITIONS), rtol=1e-5, atol=1e-5
     )
-
-
-def test_greedy_takes_the_likeliest_token_until_the_end() -> None:
-    prompt = BATCH.tokens[:1, :6]
-    size = toy.CONFIG.vocabulary_size
-    continued = jit(lambda end: greedy(parts(tied=False), params(tied=False), prompt, 10, size, end, PLACEMENT))
-    free = np.asarray(continued(-1))
-    row = np.concatenate([prompt[0], free])
-    # As many rows as in BATCH, whose program this is.
-    known = logits(np.tile(row, (4, 1)), np.ones((4, 16), np.int32), ROW_POSITIONS)[0]
-    np.testing.assert_array_equal(free, real(known)[5:15].argmax(axis=-1))
-    assert (known[5:15].argmax(axis=-1) >= size).any()  # padding rows would win
-    assert len(set(free)) > 2
-
-    end = free[3]
-    assert end not in free[:3]
-    np.testing.assert_array_equal(continued(int(end)), [*free[:4], *[end] * 6])
 
 
 # ---- Layout.

@@ -1,0 +1,48 @@
+"""What a training run left, as the commands that read it want it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from jaxopt_llm import config as configuration
+from jaxopt_llm import tree
+from jaxopt_llm.checkpoint.native import Checkpoints
+from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.data.tokenizer import ByteTokenizer
+from jaxopt_llm.errors import CheckpointError, InputError
+from jaxopt_llm.model.decoder import Params, Parts, make_parts
+from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh, visible_devices
+from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.training import lora
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's last checkpoint, on one device."""
+
+    config: TrainConfig
+    tokenizer: ByteTokenizer
+    parts: Parts
+    params: Params
+    placement: Placement
+    step: int
+
+
+def load(directory: Path) -> Run:
+    """Raises InputError for what is no run directory, CheckpointError where it has no checkpoint that can be used."""
+    try:
+        config = configuration.from_json((directory / "config.json").read_text())
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"--checkpoint {directory}: not a run directory ({error})") from error
+    placement = Placement(make_mesh(MeshConfig(), visible_devices()[:1]), 0, config.precision)
+    parts, trained, frozen = lora.adapt(make_parts(config.model), config.lora, config.precision)
+    trees = {"masters": trained, "frozen": frozen}
+    held = {name: placement.abstract(specs) for name, specs in trees.items() if jax.tree.leaves(specs)}
+    with Checkpoints(directory / "checkpoints") as checkpoints:
+        step = checkpoints.latest_step()
+        if step is None:
+            raise CheckpointError(f"--checkpoint {directory}: it has no checkpoint yet")
+        restored = checkpoints.restore(step, **held)
+    params = tree.merge(restored["masters"], restored.get("frozen", frozen))
+    return Run(config, ByteTokenizer(), parts, params, placement, step)

@@ -1,0 +1,95 @@
+"""Text out of tokens: where a continuation ends, and what can be shown of it so far."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from commands import command, train
+
+from jaxopt_llm.data.tokenizer import ByteTokenizer
+from jaxopt_llm.errors import InputError
+from jaxopt_llm.generate import Continuation, main
+
+
+def shown(text: str, *stops: str, end: bool = True) -> tuple[list[str], str]:
+    """What is shown after each byte of a text (and the end of the document), and the whole."""
+    continuation = Continuation(ByteTokenizer(), stops)
+    news = []
+    for token in [*text.encode(), *([ByteTokenizer.end_of_document] if end else [])]:
+        continuation.add(token)
+        news.append(continuation.news(last=False))
+    news.append(continuation.news(last=True))
+    assert "".join(news) == continuation.text
+    return news, continuation.text
+
+
+def test_text_is_shown_as_it_comes_in_whole_characters() -> None:
+    assert shown("aé")[0] == ["a", "", "é", "", ""]
+    assert shown("a\N{REPLACEMENT CHARACTER}b")[1] == "a\N{REPLACEMENT CHARACTER}b"
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "expected"),
+    [
+        ("one\ntwo", ("\n",), "one"),
+        ("one END two", ("END",), "one "),
+        ("one EN two", ("END",), "one EN two"),
+        ("abcd", ("cd", "bcd"), "a"),
+        ("aab", ("ab",), "a"),
+        ("ends with EN", ("END",), "ends with EN"),
+    ],
+)
+def test_a_stop_string_ends_it_and_no_part_of_one_is_shown(text: str, stops: tuple[str, ...], expected: str) -> None:
+    news, whole = shown(text, *stops)
+    assert whole == expected
+    so_far = ""
+    for new in news:
+        so_far += new
+        assert expected.startswith(so_far)
+
+
+def test_nothing_follows_the_end_of_the_document() -> None:
+    continuation = Continuation(ByteTokenizer(), ())
+    for token in (104, ByteTokenizer.end_of_document, 105):
+        continuation.add(token)
+    assert (continuation.text, continuation.done) == ("h", True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("", "give --prompt TEXT"),
+        ("--prompt x --tokens 0", "--tokens 0: must lie between 1 and"),
+        ("--prompt x --temperature -1", "--temperature -1.0: must be at least 0"),
+        ("--prompt x --temperature nan", "--temperature nan: must be at least 0"),
+        ("--prompt x --temperature 1 --top-k -1", "--top-k -1: must be at least 0"),
+        ("--prompt x --temperature 1 --top-p 0", "--top-p 0.0: must lie above 0"),
+        ("--prompt x --top-p 0.9", "give --temperature above 0"),
+        ("--prompt x --seed -1", "--seed -1: must lie between"),
+        ("--prompt x --stop=", "an empty text"),
+        ("--prompts FILE", "line 2 is no JSON"),
+    ],
+)
+def test_bad_input(arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "prompts").write_text('"x"\nx\n')
+    given = ["--checkpoint", str(tmp_path), *arguments.replace("FILE", str(tmp_path / "prompts")).split()]
+    monkeypatch.setattr(sys, "argv", ["generate", *given])
+    with pytest.raises(InputError, match=said):
+        main()
+
+
+@pytest.mark.core
+def test_the_command(tmp_path: Path) -> None:
+    assert train(tmp_path / "run", "--training.steps", 1).returncode == 0
+    (tmp_path / "prompts.jsonl").write_text('"def "\n"class Caf\\u00e9"\n')
+    options = ("--tokens", 8, "--temperature", 1, "--top-k", 50, "--seed", 3)
+
+    def generate(*prompts: object) -> str:
+        done = command("generate", "--checkpoint", tmp_path / "run", *prompts, *options)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    lines = [json.loads(line) for line in generate("--prompts", tmp_path / "prompts.jsonl").splitlines()]
+    assert [line["prompt"] for line in lines] == ["def ", "class Café"]
+    assert generate("--prompt", "def ") == f"def {lines[0]['text']}\n"
