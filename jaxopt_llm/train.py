@@ -1,4 +1,4 @@
-"""python -m jaxopt_llm.train --config FILE [--section.field VALUE ...]"""
+"""python -m jaxopt_llm.train --config FILE [--section.field VALUE ...] [--print-config]"""
 
 import contextlib
 import dataclasses
@@ -40,6 +40,8 @@ from jaxopt_llm.training.evaluation import make_evaluate
 from jaxopt_llm.training.program import Program, make_program
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Metrics
+
+PRINT_CONFIG = "--print-config"  # prints what would be trained, checked, and stops
 
 
 def train(config: TrainConfig, preemption: Preemption) -> None:
@@ -245,8 +247,12 @@ def _record(directory: Path, config: TrainConfig, corpus: Corpus) -> None:
 
 
 def main() -> int:
-    config = configuration.parse(sys.argv[1:], "python -m jaxopt_llm.train")
+    arguments = [argument for argument in sys.argv[1:] if argument != PRINT_CONFIG]
+    config = configuration.parse(arguments, "python -m jaxopt_llm.train")
     configuration.validate(config)
+    if PRINT_CONFIG in sys.argv[1:]:
+        print(configuration.to_json(config))
+        return 0
     runtime.start(config.mesh, cache=not config.run.deterministic)
     with sole_owner(Path(config.run.directory)), Preemption() as preemption:
         train(config, preemption)

@@ -7,7 +7,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from commands import TIMINGS, checkpoint, command, metrics, train
+from commands import TIMINGS, TINY, checkpoint, command, metrics, train
+
+from jaxopt_llm.config import from_json
 
 pytestmark = pytest.mark.core
 
@@ -158,3 +160,13 @@ def test_help_lists_every_field_with_its_unit() -> None:
     for name in ("--training.batch-size", "--mesh.tensor", "--sharding.zero-stage", "--precision.reduce-dtype"):
         assert name in told.stdout
     assert "sequences per step" in " ".join(told.stdout.split())
+
+
+def test_print_config_says_what_would_be_trained(tmp_path: Path) -> None:
+    told = train(tmp_path, "--print-config", "--training.steps", 3)
+    assert told.returncode == 0
+    config = from_json(told.stdout)
+    assert (config.training.steps, config.model.width) == (3, TINY["model.width"])
+    assert not list(tmp_path.iterdir())
+    refused = train(tmp_path, "--print-config", "--training.steps", 0)
+    assert refused.returncode == 2
