@@ -146,8 +146,8 @@ def parse(arguments: list[str], program: str) -> TrainConfig:
                 default=config,
                 prog=program,
                 description=f"{program} --config FILE [--section.field VALUE ...]\n\n"
-                "FILE is a path, or a name looked up in configs/. Its values are the defaults below. With --print-config "
-                "the whole configuration is checked and printed as JSON, and nothing is run.",
+                "FILE is a path, or a name looked up in configs/. Its values are the defaults below. With "
+                "--print-config the whole configuration is checked and printed as JSON, and nothing is run.",
                 config=(tyro.conf.FlagConversionOff,),
             )
     except SystemExit as stop:
