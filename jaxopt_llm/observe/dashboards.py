@@ -1,5 +1,6 @@
 """The records of metrics.jsonl once more, for TensorBoard and Weights & Biases."""
 
+import hashlib
 import importlib
 from pathlib import Path
 from types import ModuleType
@@ -23,10 +24,16 @@ class Dashboards:
             self._board = board.SummaryWriter(str(directory / "tensorboard"), purge_step=resume_step + 1)
         if config.wandb_project:
             wandb = _package("wandb", f"logging.wandb_project={config.wandb_project}", "an empty project")
-            # The directory names the run, so that a resume continues it.
-            name = directory.resolve().name
+            # Of the directory, so that a resume continues it.
+            whole = directory.resolve()
+            identity = f"{whole.name}-{hashlib.sha256(str(whole).encode()).hexdigest()[:8]}"
             self._run = wandb.init(
-                project=config.wandb_project, id=name, name=name, dir=directory, config=settings, resume="allow"
+                project=config.wandb_project,
+                id=identity,
+                name=whole.name,
+                dir=directory,
+                config=settings,
+                resume="allow",
             )
 
     def write(self, record: dict[str, Any]) -> None:
