@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -69,10 +70,11 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
     held_out = [on_devices(batch) for batch in held_out_rows]
 
     with (
-        Checkpoints(directory / "checkpoints", config.checkpoint.keep) as checkpoints,
-        ProgressLine(config.training.steps, done=checkpoints.latest_step() or 0) as progress,
+        ProgressLine(config.training.steps) as progress,
+        Checkpoints(directory / "checkpoints", config.checkpoint, progress.say) as checkpoints,
     ):
         start = checkpoints.latest_step() or 0
+        progress.advance(start)
         if start >= config.training.steps:
             progress.say(f"{directory} is finished at step {start}; train longer with --training.steps N")
             return
@@ -109,6 +111,7 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
             raise Preempted(start)
         metrics: dict[str, jax.Array] = {}
         timed_from, clock = start, time.perf_counter()
+        tokens = config.training.batch_size * config.training.sequence_length  # of a step
         for step in range(start + 1, config.training.steps + 1):
             before, (state, metrics) = metrics, compiled(state, on_devices(loader.batch_at(step - 1)))
             jax.block_until_ready(before)  # JAX would queue up to 32 steps, and a stop wait for them all
@@ -116,15 +119,15 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
 
             last = step == config.training.steps
             measured = last or step % config.evaluation.every == 0
-            saved = last or step % config.checkpoint.every == 0
+            saved = last or checkpoints.due(step)
             logged = measured or step % config.logging.every == 0
             if not (saved or logged or preemption.requested()):
                 continue
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])  # waits for the device
             _check_finite(directory, step, loss=loss, gradient_norm=norm)
             seconds = (time.perf_counter() - clock) / (step - timed_from)
+            kept: dict[str, Any] = {"tokens": step * tokens}
             if logged:
-                tokens = config.training.batch_size * config.training.sequence_length
                 record = {
                     "step": step,
                     "loss": loss,
@@ -137,11 +140,14 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
                 if measured:
                     record["eval_loss"] = evaluate(state, held_out)
                     _check_finite(directory, step, held_out_loss=record["eval_loss"])
+                    kept["eval_loss"] = record["eval_loss"]
                 log.write(record)
                 progress.show(record)
             preempted = preemption.requested() and not last
-            if saved or preempted:
-                checkpoints.save(step, **program.kept(state))
+            if last or preempted:
+                checkpoints.save_last(step, program.kept(state), kept)
+            elif saved:
+                checkpoints.save(step, program.kept(state), kept)
             if preempted:
                 raise Preempted(step)
             timed_from, clock = step, time.perf_counter()
