@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from jax.sharding import AbstractMesh
 
-from jaxopt_llm.checkpoint.native import CheckpointConfig
+from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.data.source import DataConfig
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution.stacks import RematConfig
@@ -213,6 +213,7 @@ def validate(config: TrainConfig) -> None:
         *config.optimizer.problems(),
         *config.schedule.problems(),
         *config.profile.problems(),
+        *config.checkpoint.problems(),
     ]
     at_least_one = (
         *(f"mesh.{axis}" for axis in AXES),

@@ -80,11 +80,12 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
     held_out = [on_devices(batch) for batch in held_out_rows]
 
     with (
-        Checkpoints(directory / "checkpoints", config.checkpoint.keep) as checkpoints,
-        ProgressLine(config.training.steps, done=checkpoints.latest_step() or 0) as progress,
+        ProgressLine(config.training.steps) as progress,
+        Checkpoints(directory / "checkpoints", config.checkpoint, progress.say) as checkpoints,
         contextlib.ExitStack() as scope,
     ):
         start = checkpoints.latest_step() or 0
+        progress.advance(start)
         if start >= config.training.steps:
             progress.say(f"{directory} is finished at step {start}; train longer with --training.steps N")
             return
@@ -122,21 +123,23 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
         tokens = config.training.batch_size * config.training.sequence_length
         meter = Meter(tokens, _utilisation(config, program, placement))
 
-        def conclude(step: int, metrics: Metrics, measured: TrainState | None = None) -> None:
+        def conclude(step: int, metrics: Metrics, measured: TrainState | None = None) -> dict[str, float]:
             """Reads a step's numbers, which waits for it, and records them where they are due. measured: the state
-            after it, where its held-out loss is due."""
+            after it, where its held-out loss is due. Returns what a checkpoint of that step tells."""
             values = {name: float(value) for name, value in metrics.items()}
             _check_finite(directory, step, loss=values["loss"], gradient_norm=values["grad_norm"])
+            told: dict[str, float] = {"tokens": step * tokens}
             if measured is None and step % config.logging.every:
-                return
+                return told
             record = meter.record(step, values)
             if measured is not None:
-                record["eval_loss"] = evaluate(measured, held_out)
-                _check_finite(directory, step, held_out_loss=record["eval_loss"])
+                record["eval_loss"] = told["eval_loss"] = evaluate(measured, held_out)
+                _check_finite(directory, step, held_out_loss=told["eval_loss"])
                 meter.restart(step)
             log.write(record)
             dashboards.write(record)
             progress.show(record)
+            return told
 
         if preemption.requested():
             raise Preempted(start)
@@ -156,14 +159,16 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
 
             last = step == config.training.steps
             measured = last or step % config.evaluation.every == 0
-            saved = last or step % config.checkpoint.every == 0
+            saved = checkpoints.due(step)
             stop = preemption.requested() and not last
             if not (measured or saved or stop):
                 continue
-            conclude(step, metrics, state if measured else None)
+            told = conclude(step, metrics, state if measured else None)
             unread = None
-            if saved or stop:
-                checkpoints.save(step, **program.kept(state))
+            if last or stop:
+                checkpoints.save_last(step, program.kept(state), told)
+            elif saved:
+                checkpoints.save(step, program.kept(state), told)
                 meter.restart(step)
             if stop:
                 raise Preempted(step)

@@ -51,7 +51,7 @@ def logged(directory: Path) -> int:
 
 def writing(directory: Path) -> list[Path]:
     """Checkpoints that a process is writing, or was when it died."""
-    return list((directory / "checkpoints").glob("*.orbax-checkpoint-tmp"))
+    return list((directory / "checkpoints").glob("*.writing*"))
 
 
 def assert_ended_as(whole: Path, directory: Path) -> None:

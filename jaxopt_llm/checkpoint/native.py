@@ -1,23 +1,33 @@
 """Checkpoints in the run directory, by Orbax: one layout whatever the mesh that wrote or reads them."""
 
-import itertools
-from dataclasses import dataclass
+import datetime
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from jaxopt_llm import tree
+from jaxopt_llm.checkpoint import integrity, policy, steps
+from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.errors import CheckpointError
 
-COMMITTED = "commit_success.txt"  # what Orbax writes last into a checkpoint
+# What Orbax and TensorStore raise for a disk that is full, read-only or gone.
+FAILURES = (OSError, ValueError, RuntimeError)
+
+# Orbax logs the traceback of what it also raises in `wait_until_finished`; we say it in a line.
+logging.getLogger("absl").addFilter(lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname)
 
 
-@dataclass(frozen=True)
-class CheckpointConfig:
-    every: int = 500
-    """steps between two checkpoints; one is written after the last step in any case"""
-    keep: int = 2
-    """newest checkpoints that are kept"""
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 class Checkpoints:
@@ -26,54 +36,178 @@ class Checkpoints:
     A checkpoint is named trees, of which a reader may restore some: one that generates text reads no moments.
     """
 
-    def __init__(self, directory: Path, keep: int | None = None) -> None:
-        """keep: how many of the newest stay when one is saved; None for a reader."""
+    def __init__(
+        self, directory: Path, config: CheckpointConfig | None = None, say: Callable[[str], None] = _to_stderr
+    ) -> None:
+        """config: None for a reader, which changes nothing. say: told, in a line, what was damaged or not saved."""
         self.directory = directory.absolute()
-        writes = keep is not None
-        if writes:
-            self._set_aside_incomplete()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=writes, cleanup_tmp_directories=writes)
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self.failed: int | None = None  # the step of the last save, where that one failed
+        self._why = ""
+        self._config = config
+        self._say = say
+        if config is not None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            steps.sweep(self.directory)
+        # A directory that cannot be made is then an error of `save`, not a wait of twenty minutes.
+        options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+        handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(async_options=options))
+        self._checkpointer = ocp.AsyncCheckpointer(handler, async_options=options)
+        self._background = ThreadPoolExecutor(1, "checkpoint")
+        self._finishing: Future[None] | None = None
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._manager.wait_until_finished()
-        self._manager.close()
+        self._wait()
+        self._background.shutdown()
+        self._checkpointer.close()
 
     def latest_step(self) -> int | None:
-        """The newest whole checkpoint on disk. Orbax's own would take any directory named as a step, and a save that
-        is still being written."""
-        return max((step for step, path in self._named_as_steps() if (path / COMMITTED).exists()), default=None)
+        """The step of the newest checkpoint that is whole, every file of it read; None where there is none yet.
 
-    def _named_as_steps(self) -> list[tuple[int, Path]]:
-        found = self.directory.iterdir() if self.directory.exists() else ()
-        return [(int(path.name), path) for path in found if path.name.isdecimal()]
+        Newer ones that are damaged are named and, but by a reader, set aside. Raises CheckpointError where none is
+        whole though there are, or were, some.
+        """
+        damaged = False
+        for step, path in reversed(steps.by_step(self.directory).items()):
+            found = steps.damage(path)
+            if found is None:
+                if damaged:
+                    self._say(f"checkpoint {path} is whole: it is used instead")
+                return step
+            if not os.path.lexists(path):  # deleted meanwhile, by the run that a reader looks at
+                return self.latest_step()
+            aside = "" if self._config is None else f"; set aside as {steps.set_aside(path).name}"
+            self._say(f"checkpoint {path} is damaged: {found}{aside}")
+            damaged = True
+        if damaged or steps.all_set_aside(self.directory):
+            raise CheckpointError(
+                f"{self.directory} has no whole checkpoint left: bring one back from a copy, or begin again in another "
+                "--run.directory"
+            )
+        return None
 
-    def _set_aside_incomplete(self) -> None:
-        """Renames what lies beyond the latest whole checkpoint: Orbax would save nothing up to its step."""
-        latest = self.latest_step()
-        for step, path in self._named_as_steps():
-            if latest is None or step > latest:
-                free = (path.with_name(f"{path.name}.incomplete.{number}") for number in itertools.count(1))
-                path.rename(next(each for each in free if not each.exists()))
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint follows this step."""
+        return self._config is not None and self._config.due(step, self.failed)
 
-    def save(self, step: int, **trees: tree.Tree) -> None:
-        """Copies the trees off the devices and writes them in the background."""
+    def save(self, step: int, trees: Mapping[str, tree.Tree], record: Mapping[str, Any]) -> float:
+        """Copies the trees off the devices and writes them in the background, once the save before is done; returns
+        the seconds that it blocked.
+
+        record: what else is kept, as JSON. A save that fails is told, freed and noted in `failed`; no other checkpoint
+        is deleted before a new one is whole.
+        """
+        began = time.perf_counter()
+        self._wait()
+        contents = {
+            "step": step,
+            **record,
+            "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "arrays": {name: _described(each) for name, each in trees.items()},
+        }
         items = {name: ocp.args.StandardSave(each) for name, each in trees.items()}
-        self._manager.save(step, args=ocp.args.Composite(**items))
+        path = steps.working(self.directory, step)
+        try:
+            steps.sweep(self.directory)  # what threads of a save that failed wrote after it was freed
+            self._checkpointer.save(path, args=ocp.args.Composite(**items))
+        except FAILURES as error:
+            self._give_up(step, error)
+        else:
+            self._finishing = self._background.submit(self._finish, path, contents)
+        return time.perf_counter() - began
+
+    def save_last(self, step: int, trees: Mapping[str, tree.Tree], record: Mapping[str, Any]) -> float:
+        """The same, waiting until it is on disk. Raises CheckpointError where it fails twice."""
+        began = time.perf_counter()
+        for _ in range(2):
+            self.save(step, trees, record)
+            self._wait()
+            if self.failed is None:
+                return time.perf_counter() - began
+        left = max(steps.by_step(self.directory), default=None)
+        raise CheckpointError(
+            f"step {step} could not be saved to {self.directory} ({self._why}); "
+            + ("there is no checkpoint" if left is None else f"the last checkpoint is step {left}")
+            + ": make room there, then run again to continue"
+        )
 
     def restore(self, step: int, **abstract: tree.Tree) -> dict[str, tree.Tree]:
         """The trees of these names, in the shapes, dtypes and shardings of trees of ShapeDtypeStructs.
 
-        Raises CheckpointError where the files are missing, broken, or hold other shapes.
+        Raises CheckpointError where the checkpoint holds other leaves, shapes or dtypes, or cannot be read.
         """
+        path = self.directory / str(step)
         items = {name: ocp.args.StandardRestore(each) for name, each in abstract.items()}
         try:
-            return dict(self._manager.restore(step, args=ocp.args.Composite(**items)))
-        except (ValueError, KeyError, OSError) as error:
-            raise CheckpointError(
-                f"checkpoint {self.directory / str(step)} is broken or of another model ({type(error).__name__}: "
-                f"{str(error).splitlines()[0]}); move it away to go on from the one before"
-            ) from error
+            _check_arrays(path, abstract)
+            return dict(self._checkpointer.restore(path, args=ocp.args.Composite(**items)))
+        except FAILURES as error:
+            raise CheckpointError(f"checkpoint {path} cannot be read: {_first_line(error)}") from error
+
+    def _finish(self, path: Path, contents: dict[str, Any]) -> None:
+        """In the background."""
+        try:
+            self._checkpointer.wait_until_finished()
+            (path / steps.RECORD).write_text(json.dumps(contents))
+            integrity.seal(path)
+            steps.commit(path)
+        except FAILURES as error:
+            self._give_up(contents["step"], error)
+            return
+        self.failed = None
+        self._delete_old()
+
+    def _give_up(self, step: int, error: Exception) -> None:
+        self.failed, self._why = step, _first_line(error)
+        try:
+            steps.sweep(self.directory)
+            freed = "what it wrote is freed"
+        except OSError as left:
+            freed = f"what it wrote could not be freed: {_first_line(left)}"
+        self._say(f"checkpoint {self.directory / str(step)} could not be saved: {self._why}; {freed}")
+
+    def _delete_old(self) -> None:
+        assert self._config is not None
+        paths = steps.by_step(self.directory)
+        losses = {step: steps.glance(path)[0] for step, path in paths.items()}
+        for step, why in policy.reasons(losses, self._config).items():
+            if not why:
+                try:
+                    steps.delete(paths[step])
+                except OSError as error:
+                    self._say(f"checkpoint {paths[step]} could not be deleted: {_first_line(error)}")
+
+    def _wait(self) -> None:
+        """Until the save before is on disk, or given up."""
+        finishing, self._finishing = self._finishing, None
+        if finishing is not None:
+            finishing.result()
+
+
+def _described(arrays: tree.Tree) -> dict[str, str]:
+    """Leaf -> dtype and shape, as in float32[2,3]."""
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    return {tree.path_string(path): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for path, leaf in leaves}
+
+
+def _check_arrays(path: Path, wanted: Mapping[str, tree.Tree]) -> None:
+    """Raises CheckpointError unless the checkpoint holds just these leaves: Orbax would cast a dtype in silence."""
+    held = steps.record(path)["arrays"]
+    found = []
+    for name, each in wanted.items():
+        has, wants = held.get(name, {}), _described(each)
+        for leaf in sorted(has.keys() | wants.keys()):
+            if has.get(leaf) != wants.get(leaf):
+                found.append(f"{name}/{leaf} is {has.get(leaf, 'absent')} there and {wants.get(leaf, 'absent')} here")
+    if found:
+        more = f" (and {len(found) - 1} leaves more)" if len(found) > 1 else ""
+        raise CheckpointError(
+            f"checkpoint {path} is of another model: {found[0]}{more}; "
+            "continue with the configuration that wrote it, or choose another directory"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

@@ -9,13 +9,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 class ProgressLine:
     """Shows steps done, the last logged numbers and the time that remains. A context manager."""
 
-    def __init__(self, steps: int, done: int) -> None:
+    def __init__(self, steps: int) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
         self._progress = Progress(
             *columns, TimeRemainingColumn(), console=self._console, disable=not self._console.is_terminal
         )
-        self._task = self._progress.add_task("compiling", total=steps, completed=done)
+        self._task = self._progress.add_task("compiling", total=steps)
 
     def __enter__(self) -> "ProgressLine":
         self._progress.start()

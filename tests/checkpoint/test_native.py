@@ -1,49 +1,245 @@
-"""Which checkpoint is the latest, whatever lies beside it."""
+"""Which checkpoint is used, whatever happened to those on disk; and saves that fail."""
 
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
-from jaxopt_llm.checkpoint.native import COMMITTED, Checkpoints
+from jaxopt_llm.checkpoint import integrity, steps
+from jaxopt_llm.checkpoint.native import Checkpoints
+from jaxopt_llm.checkpoint.policy import CheckpointConfig
+from jaxopt_llm.errors import CheckpointError
 
 pytestmark = pytest.mark.core
 
-
-def save(directory: Path, *steps: int, keep: int = 9) -> None:
-    with Checkpoints(directory, keep) as checkpoints:
-        for step in steps:
-            checkpoints.save(step, weights={"w": jnp.full(3, step)})
+KEEPS_ALL = CheckpointConfig(keep=9)
 
 
-def latest(directory: Path) -> tuple[int | None, list[int]]:
-    """Its step and its values."""
-    with Checkpoints(directory) as checkpoints:
+def save(directory: Path, *saved: int, config: CheckpointConfig = KEEPS_ALL) -> None:
+    with Checkpoints(directory, config) as checkpoints:
+        for step in saved:
+            checkpoints.save(step, {"weights": {"w": jnp.full(3, step)}}, {"eval_loss": float(step)})
+
+
+def latest(directory: Path, config: CheckpointConfig | None = None) -> tuple[int | None, list[int], list[str]]:
+    """Its step, its values, and what was said."""
+    said: list[str] = []
+    with Checkpoints(directory, config, said.append) as checkpoints:
         step = checkpoints.latest_step()
         if step is None:
-            return None, []
-        return step, checkpoints.restore(step, weights={"w": jnp.zeros(3, int)})["weights"]["w"].tolist()
+            return None, [], said
+        return step, checkpoints.restore(step, weights={"w": jnp.zeros(3, int)})["weights"]["w"].tolist(), said
 
 
-@pytest.mark.parametrize("debris", ["empty", "no commit marker", "temporary"])
-def test_what_is_not_whole_is_not_the_latest_and_does_not_keep_the_run_from_saving(debris: str, tmp_path: Path) -> None:
-    save(tmp_path, 1, 2, 7)
-    if debris == "empty":
-        (tmp_path / "9").mkdir()
-    elif debris == "no commit marker":
-        (tmp_path / "7").rename(tmp_path / "9")
-        (tmp_path / "9" / COMMITTED).unlink()
-    else:
-        (tmp_path / "7").rename(tmp_path / "7.orbax-checkpoint-tmp")
-    whole = 7 if debris == "empty" else 2
-    assert latest(tmp_path) == (whole, [whole] * 3)
-    save(tmp_path, 8)
-    assert latest(tmp_path) == (8, [8] * 3)
-    assert not (tmp_path / "7.orbax-checkpoint-tmp").exists()
-    assert (tmp_path / "9.incomplete.1").exists() == (debris != "temporary")
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("two")
+    save(directory, 2, 7)
+    return directory
 
 
-def test_a_reader_changes_nothing(tmp_path: Path) -> None:
-    (tmp_path / "9").mkdir()
-    assert latest(tmp_path) == (None, [])
-    assert [path.name for path in tmp_path.iterdir()] == ["9"]
+@pytest.fixture
+def directory(two: Path, tmp_path: Path) -> Path:
+    """Whole checkpoints of steps 2 and 7."""
+    return shutil.copytree(two, tmp_path / "checkpoints")
+
+
+def largest(path: Path) -> Path:
+    """Of the files of its arrays."""
+    return max((each for each in path.glob("weights/**/*") if each.is_file()), key=lambda each: each.stat().st_size)
+
+
+def flip(file: Path, place: float = 0.5) -> str:
+    content = bytearray(file.read_bytes())
+    content[int(place * len(content))] ^= 1
+    file.write_bytes(content)
+    return f"{file.name} has another SHA-256"
+
+
+def truncate(file: Path) -> str:
+    os.truncate(file, file.stat().st_size - 1)
+    return f"{file.name} has {file.stat().st_size:,} bytes and had {file.stat().st_size + 1:,}"
+
+
+def remove(path: Path) -> str:
+    largest(path).unlink()
+    return "is missing"
+
+
+def add(path: Path) -> str:
+    (path / "weights" / "more").write_text("")
+    return "weights/more is not in the manifest"
+
+
+def link(path: Path) -> str:
+    """To the same content."""
+    file = largest(path)
+    file.rename(path.parent / "moved")
+    file.symlink_to(path.parent / "moved")
+    return f"{file.name} is a symbolic link"
+
+
+def link_whole(path: Path) -> str:
+    path.rename(path.parent / "moved")
+    path.symlink_to(path.parent / "moved", target_is_directory=True)
+    return "it is a symbolic link"
+
+
+def rename_another(path: Path) -> str:
+    shutil.rmtree(path)
+    shutil.copytree(path.with_name("2"), path)
+    return "it is of step 2"
+
+
+def change_manifest(path: Path) -> str:
+    """A hash, the way that leaves JSON."""
+    file = path / integrity.MANIFEST
+    manifest = json.loads(file.read_text())
+    next(iter(manifest["files"].values()))["sha256"] = "0" * 64
+    file.write_text(json.dumps(manifest))
+    return "manifest.json is damaged"
+
+
+def instead(content: str | None) -> Callable[[Path], str]:
+    """An empty directory, or a file, in its place."""
+
+    def replace(path: Path) -> str:
+        shutil.rmtree(path)
+        if content is None:
+            path.mkdir()
+        else:
+            path.write_text(content)
+        return "it is empty" if content is None else "it is no directory"
+
+    return replace
+
+
+DAMAGES: dict[str, Callable[[Path], str]] = {
+    "flipped byte": lambda path: flip(largest(path)),
+    "flipped byte of the record": lambda path: flip(path / steps.RECORD),
+    "damaged metadata": lambda path: flip(path / "weights" / "_METADATA"),
+    "truncated": lambda path: truncate(largest(path)),
+    "missing file": remove,
+    "extra file": add,
+    "symbolic link": link,
+    "symbolic link as a step": link_whole,
+    "another step": rename_another,
+    "empty directory": instead(None),
+    "file as a step": instead("7"),
+    "changed manifest": change_manifest,
+    "cut manifest": lambda path: truncate(path / integrity.MANIFEST) and "manifest.json is damaged",
+    "no manifest": lambda path: (path / integrity.MANIFEST).unlink() or "it has no manifest.json",
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_what_is_damaged_is_named_and_set_aside_and_the_step_before_is_used(case: str, directory: Path) -> None:
+    what = DAMAGES[case](directory / "7")
+    before = sorted(directory.iterdir())
+    step, values, said = latest(directory)
+    assert (step, values) == (2, [2, 2, 2])
+    assert len(said) == 2 and f"checkpoint {directory / '7'} is damaged" in said[0] and what in said[0]
+    assert str(directory / "2") in said[1]
+    assert sorted(directory.iterdir()) == before  # a reader changes nothing
+
+    step, values, said = latest(directory, KEEPS_ALL)
+    assert (step, values) == (2, [2, 2, 2])
+    assert what in said[0] and said[0].endswith("set aside as 7.damaged.1")
+    assert {path.name for path in directory.iterdir()} - {"moved"} == {"2", "7.damaged.1"}
+
+    save(directory, 7)
+    assert latest(directory) == (7, [7, 7, 7], [])
+    (directory / "7" / "extra").touch()
+    assert "set aside as 7.damaged.2" in latest(directory, KEEPS_ALL)[2][0]
+
+
+def test_none_left_is_an_error_until_someone_has_looked(directory: Path) -> None:
+    assert latest(directory) == (7, [7, 7, 7], [])
+    for step in ("2", "7"):
+        flip(largest(directory / step))
+    for config in (None, KEEPS_ALL, KEEPS_ALL):
+        with pytest.raises(CheckpointError, match="no whole checkpoint left"):
+            latest(directory, config)
+    assert sorted(path.name for path in directory.iterdir()) == ["2.damaged.1", "7.damaged.1"]
+
+
+def test_what_a_dead_process_left_is_no_checkpoint_and_is_freed(directory: Path) -> None:
+    names = ("9.writing", "9.writing.orbax-checkpoint-tmp", "8.deleting")
+    for name in names:
+        shutil.copytree(directory / "7", directory / name)
+    assert latest(directory) == (7, [7, 7, 7], [])
+    assert all((directory / name).exists() for name in names)
+    assert latest(directory, KEEPS_ALL) == (7, [7, 7, 7], [])
+    assert {path.name for path in directory.iterdir()} == {"2", "7"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "named"),
+    [
+        ({"w": jnp.zeros(4, int)}, "weights/w is int32[3] there and int32[4] here"),
+        ({"w": jnp.zeros(3, jnp.bfloat16)}, "weights/w is int32[3] there and bfloat16[3] here"),
+        ({"w": jnp.zeros(3, int), "v": jnp.zeros(2)}, "weights/v is absent there and float32[2] here"),
+        ({}, "weights/w is int32[3] there and absent here"),
+    ],
+)
+def test_another_models_checkpoint_is_named_and_left_alone(
+    wanted: dict[str, object], named: str, directory: Path
+) -> None:
+    with Checkpoints(directory, KEEPS_ALL) as checkpoints, pytest.raises(CheckpointError) as refused:
+        checkpoints.restore(7, weights=wanted)
+    assert named in str(refused.value)
+    assert latest(directory) == (7, [7, 7, 7], [])
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Bytes; writing beyond fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def nothing_to_write_in(directory: Path) -> Iterator[None]:
+    """Bits of permission would not keep root out: a file stands in the directory's place."""
+    aside = directory.rename(directory.with_name("aside"))
+    directory.touch()
+    yield
+    directory.unlink()
+    aside.rename(directory)
+
+
+@pytest.mark.parametrize("room", [0, 200, 400, None])
+def test_a_save_that_fails_costs_itself_alone(
+    room: int | None, directory: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+    weights = {"weights": {"w": jnp.full(3, 9)}}
+    config = CheckpointConfig(every=20, keep=1)
+    with Checkpoints(directory, config, said.append) as checkpoints:
+        with nothing_to_write_in(directory) if room is None else files_of_at_most(room):
+            checkpoints.save(9, weights, {})
+            with pytest.raises(CheckpointError, match="step 10 could not be saved"):
+                checkpoints.save_last(10, weights, {})
+        assert len(said) == 3 and all("could not be saved" in line and "\n" not in line for line in said)
+        assert {path.name for path in directory.iterdir()} == {"2", "7"}
+        assert [step for step in range(10, 14) if checkpoints.due(step)] == [12, 13]  # a tenth of 20 later
+        checkpoints.save_last(12, weights, {})
+        assert not checkpoints.due(13)
+    assert latest(directory) == (12, [9, 9, 9], [])
+    assert [path.name for path in directory.iterdir()] == ["12"]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_old_checkpoints_go_when_a_new_one_is_whole(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3, 4, 5, config=CheckpointConfig(every=1, keep=2, keep_every=2, keep_best=1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "4", "5"]

@@ -1,0 +1,105 @@
+"""Damaged checkpoints and disks without room, through the real commands."""
+
+import resource
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from commands import checkpoint, command, metrics, start_training, train
+
+pytestmark = pytest.mark.core
+
+EVERY_TWO = ("--evaluation.every", 2, "--checkpoint.every", 2, "--checkpoint.keep", 3)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps that nothing disturbs."""
+    directory = tmp_path_factory.mktemp("runs") / "whole"
+    done = train(directory, *EVERY_TWO, "--training.steps", 8)
+    assert (done.returncode, done.stderr) == (0, "")
+    return directory
+
+
+def flip(path: Path) -> str:
+    """A byte in the middle of the largest file of its weights, whose name it returns."""
+    file = max((each for each in path.glob("masters/**/*") if each.is_file()), key=lambda each: each.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return file.name
+
+
+def test_from_the_checkpoint_before_a_damaged_one_the_run_ends_equal_to_the_bit(whole: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(whole, tmp_path / "run")
+    name = flip(run / "checkpoints" / "8")
+    written = command("generate", "--checkpoint", run, "--prompt", "def ", "--tokens", 3)
+    assert written.returncode == 0 and written.stdout.startswith("def ")
+    assert name in written.stderr and "/6 is whole" in written.stderr and written.stderr.count("\n") == 2
+    resumed = train(run, *EVERY_TWO, "--training.steps", 8)
+    assert (resumed.returncode, resumed.stderr) == (0, "")
+    assert name in resumed.stdout and "8.damaged.1" in resumed.stdout and "continues from step 6" in resumed.stdout
+    assert metrics(run) == metrics(whole)
+    jax.tree.map(np.testing.assert_array_equal, checkpoint(run, 8), checkpoint(whole, 8))
+
+
+def test_verify_and_list_and_a_run_without_a_whole_checkpoint(whole: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(whole, tmp_path / "run")
+    verified = command("checkpoint", "verify", run)
+    assert verified.returncode == 0
+    assert verified.stdout.splitlines()[:3] == ["4: whole", "6: whole", "8: whole"]
+    listed = command("checkpoint", "list", run).stdout.splitlines()[1:]
+    losses = {record["step"]: record["eval_loss"] for record in metrics(run) if "eval_loss" in record}
+    for line, step in zip(listed, (4, 6, 8), strict=True):
+        assert line.split()[0] == str(step) and f"{losses[step]:.4f}" in line and line.endswith("newest")
+
+    names = [flip(run / "checkpoints" / step) for step in ("4", "6", "8")]
+    verified = command("checkpoint", "verify", run)
+    assert verified.returncode == 4
+    assert all(name in line for name, line in zip(names, verified.stdout.splitlines(), strict=True))
+    assert verified.stderr.startswith("error: ") and "4, 6, 8" in verified.stderr
+    before = (run / "metrics.jsonl").read_text()
+    for _ in range(2):
+        refused = train(run, *EVERY_TWO, "--training.steps", 10)
+        assert refused.returncode == 4
+        assert refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
+        assert "no whole checkpoint" in refused.stderr
+    assert (run / "metrics.jsonl").read_text() == before
+    assert command("checkpoint", "list", run).stdout.count("set aside") == 3
+
+
+@pytest.mark.parametrize("arguments", [(), ("mend", "."), ("verify", "/nowhere")])
+def test_bad_arguments(arguments: tuple[str, ...]) -> None:
+    refused = command("checkpoint", *arguments)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("room_again", [True, False])
+def test_a_full_disk_costs_the_saves_that_it_lasts(room_again: bool, tmp_path: Path) -> None:
+    """A limit on the size of files stands for it."""
+    run = tmp_path / "run"
+    # Evaluations that take a while, so that there is time to fill the disk.
+    process = start_training(run, *EVERY_TWO, "--training.steps", 30, "--evaluation.batches", 200)
+    try:
+        next(line for line in process.stdout if line.startswith("step      6"))
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (16_384, resource.RLIM_INFINITY))
+        failed = next(line for line in process.stdout if "could not be saved" in line)
+        whole_then = [path.name for path in (run / "checkpoints").iterdir() if path.name.isdecimal()]
+        if room_again:
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        _, stderr = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert "freed" in failed
+    assert [record["step"] for record in metrics(run)] == list(range(1, 31))
+    left = {path.name for path in (run / "checkpoints").iterdir()}
+    if room_again:
+        assert (process.returncode, stderr) == (0, "")
+        assert "30" in left and len(left) == 3
+    else:
+        assert process.returncode == 4
+        assert f"the last checkpoint is step {max(whole_then, key=int)}" in stderr and stderr.count("\n") == 1
+        assert left == set(whole_then)
