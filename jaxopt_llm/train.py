@@ -111,7 +111,8 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
         timed_from, clock = start, time.perf_counter()
         for step in range(start + 1, config.training.steps + 1):
             before, (state, metrics) = metrics, compiled(state, on_devices(loader.batch_at(step - 1)))
-            jax.block_until_ready(before)  # JAX would queue up to 32 steps, and a stop wait for them all
+            if before:  # one step late; JAX would queue up to 32 steps, and a stop wait for them all
+                _check_skips(step - 1, before, config, progress)
             progress.advance(step)
 
             last = step == config.training.steps
@@ -120,23 +121,21 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
             logged = measured or step % config.logging.every == 0
             if not (saved or logged or preemption.requested()):
                 continue
-            loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])  # waits for the device
-            _check_finite(directory, step, loss=loss, gradient_norm=norm)
+            _check_skips(step, metrics, config, progress)  # waits for the device
             seconds = (time.perf_counter() - clock) / (step - timed_from)
             if logged:
                 tokens = config.training.batch_size * config.training.sequence_length
                 record = {
                     "step": step,
-                    "loss": loss,
-                    "grad_norm": norm,
-                    "learning_rate": float(metrics["learning_rate"]),
+                    **{name: _finite(metrics[name]) for name in ("loss", "grad_norm", "learning_rate")},
+                    "skipped": int(metrics["skipped"]),
                     "tokens": step * tokens,
                     "tokens_per_second": tokens / seconds,
                     "step_seconds": seconds,
                 }
                 if measured:
-                    record["eval_loss"] = evaluate(state, held_out)
-                    _check_finite(directory, step, held_out_loss=record["eval_loss"])
+                    record["eval_loss"] = held_out_loss = evaluate(state, held_out)
+                    _check_finite(directory, step, held_out_loss=held_out_loss)
                 log.write(record)
                 progress.show(record)
             preempted = preemption.requested() and not last
@@ -144,8 +143,28 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
                 checkpoints.save(step, **program.kept(state))
             if preempted:
                 raise Preempted(step)
+            metrics = {}  # they have been looked at
             timed_from, clock = step, time.perf_counter()
         log.close()
+
+
+def _finite(value: jax.Array) -> float | None:
+    """None, which JSON has, for what is not finite: a skipped step's loss."""
+    return float(value) if math.isfinite(value) else None
+
+
+def _check_skips(step: int, metrics: dict[str, jax.Array], config: TrainConfig, progress: ProgressLine) -> None:
+    """Reports a skipped step. Raises TrainingDiverged at training.skip_limit of them in a row."""
+    in_a_row = int(metrics["skipped_in_a_row"])
+    if not in_a_row:
+        return
+    told = f"loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm'])}"
+    if in_a_row >= config.training.skip_limit:
+        raise TrainingDiverged(
+            f"step {step}: {told}; {in_a_row} steps in a row were skipped; {config.run.directory} keeps the "
+            "checkpoints before them; try a lower --optimizer.learning-rate or a longer --schedule.warmup-steps"
+        )
+    progress.say(f"step {step:>6}  skipped: {told}")
 
 
 def _check_finite(directory: Path, step: int, **values: float) -> None:
