@@ -23,13 +23,13 @@ from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.data.source import DataConfig
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.model.decoder import ModelConfig, layout, param_specs
+from jaxopt_llm.model.decoder import ModelConfig, layout, make_parts, param_specs
 from jaxopt_llm.observe.metrics import LoggingConfig
 from jaxopt_llm.observe.profile import ProfileConfig
 from jaxopt_llm.parallel.mesh import AXES, MeshConfig
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
-from jaxopt_llm.training import lora
+from jaxopt_llm.training import lora, optimizer
 from jaxopt_llm.training.evaluation import EvaluationConfig
 from jaxopt_llm.training.lora import LoraConfig
 from jaxopt_llm.training.optimizer import OptimizerConfig
@@ -89,13 +89,14 @@ RESUME_MAY_CHANGE = (
     "run.deterministic",
     "training.steps",
     "training.accumulation",
+    "training.skip_limit",
     *(f"{section}.*" for section in ("mesh", "sharding", "remat", "checkpoint", "evaluation", "logging", "profile")),
 )
 
 # What shapes the arrays of a checkpoint: no resume can change it, whoever allows it.
 CHECKPOINT_IS_SHAPED_BY = (
     *(f"model.{name}" for name in ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width")),
-    *("model.pattern", "model.tied_head", "lora.rank", "lora.targets", "lora.base"),
+    *("model.pattern", "model.tied_head", "lora.rank", "lora.targets", "lora.base", "optimizer.name"),
 )
 
 
@@ -236,6 +237,9 @@ def validate(config: TrainConfig) -> None:
             *_indivisible(config),
             *_missing_features(config),
         ]
+    if not found:
+        _, trained, _ = lora.adapt(make_parts(config.model), config.lora, config.precision)
+        found = optimizer.group_problems(config.optimizer, trained)
     if found:
         raise InputError("; ".join(found))
 

@@ -19,7 +19,7 @@ class InputError(CommandError):
 
 
 class TrainingDiverged(CommandError):
-    """The loss or the gradient is no longer finite."""
+    """The loss is no longer finite, or too many steps in a row were skipped."""
 
     exit_code = 3
 

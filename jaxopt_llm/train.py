@@ -126,12 +126,12 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
         def conclude(step: int, metrics: Metrics, measured: TrainState | None = None) -> dict[str, float]:
             """Reads a step's numbers, which waits for it, and records them where they are due. measured: the state
             after it, where its held-out loss is due. Returns what a checkpoint of that step tells."""
-            values = {name: float(value) for name, value in metrics.items()}
-            _check_finite(directory, step, loss=values["loss"], gradient_norm=values["grad_norm"])
+            _check_skips(step, metrics, config, progress)
             told: dict[str, float] = {"tokens": step * tokens}
             if measured is None and step % config.logging.every:
                 return told
-            record = meter.record(step, values)
+            values = {name: _finite(metrics[name]) for name in ("loss", "grad_norm", "learning_rate")}
+            record = meter.record(step, {**values, "skipped": int(metrics["skipped"])})
             if measured is not None:
                 record["eval_loss"] = told["eval_loss"] = evaluate(measured, held_out)
                 _check_finite(directory, step, held_out_loss=told["eval_loss"])
@@ -185,6 +185,25 @@ def _utilisation(config: TrainConfig, program: Program, placement: Placement) ->
     needed = flops.per_token(config.model, program.specs.masters, program.specs.frozen, config.training.sequence_length)
     peaks = peak * placement.mesh.size
     return {"mfu": needed.causal / peaks, "mfu_full_attention": needed.full / peaks}
+
+
+def _finite(value: jax.Array) -> float | None:
+    """None, which JSON has, for what is not finite: a skipped step's loss."""
+    return float(value) if math.isfinite(value) else None
+
+
+def _check_skips(step: int, metrics: Metrics, config: TrainConfig, progress: ProgressLine) -> None:
+    """Reports a skipped step. Raises TrainingDiverged at training.skip_limit of them in a row."""
+    in_a_row = int(metrics["skipped_in_a_row"])
+    if not in_a_row:
+        return
+    told = f"loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm'])}"
+    if in_a_row >= config.training.skip_limit:
+        raise TrainingDiverged(
+            f"step {step}: {told}; {in_a_row} steps in a row were skipped; {config.run.directory} keeps the "
+            "checkpoints before them; try a lower --optimizer.learning-rate or a longer --schedule.warmup-steps"
+        )
+    progress.say(f"step {step:>6}  skipped: {told}")
 
 
 def _check_finite(directory: Path, step: int, **values: float) -> None:

@@ -54,6 +54,17 @@ CASES = {
     ),
     "adapters of less than nothing": (["--lora.rank=-2", "--lora.alpha", "0"], ["lora.rank=-2", "lora.alpha=0"]),
     "codes that nothing trains": (["--lora.base", "int8"], ["lora.base=int8", "lora.rank"]),
+    "groups that leave a parameter out": (
+        ["--optimizer.decay-groups", "*/mlp/*=1", "*_norm/*=0"],
+        ["optimizer.decay_groups: no pattern fits outer/embedding/table"],
+    ),
+    "a group of nothing": (
+        ["--lora.rank", "2", "--optimizer.rate-groups", "*/lora_a=2", "*/scale=1", "*=1"],
+        ["optimizer.rate_groups: */scale fits no parameter", "segment_0/block_0/attention/key/lora_a"],
+    ),
+    "no group": (["--optimizer.rate-groups", "*"], ["optimizer.rate_groups: *: must be PATTERN=NUMBER"]),
+    "another optimizer's moments": (["--run.allow-change", "optimizer.name"], ["optimizer.name", "no resume"]),
+    "a rule that skips what is usual": (["--training.skip-outliers", "0.5"], ["training.skip_outliers=0.5"]),
     "schedule": (["--schedule.warmup-steps", "5000"], ["schedule.warmup_steps=5000"]),
 }
 

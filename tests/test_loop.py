@@ -43,6 +43,9 @@ class Watched:
             self.events.append(f"read {self.step}")
         return float(self.value)
 
+    def __int__(self) -> int:
+        return int(float(self))
+
 
 def test_metrics_are_read_a_step_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But where a measurement of the held-out loss waits for the device in any case: after steps 4 and 5."""

@@ -37,7 +37,8 @@ class Dashboards:
             )
 
     def write(self, record: dict[str, Any]) -> None:
-        numbers = {name: value for name, value in record.items() if name != "step"}
+        # None stands for what is not finite.
+        numbers = {name: value for name, value in record.items() if name != "step" and value is not None}
         if self._board is not None:
             for name, value in numbers.items():
                 self._board.add_scalar(name, value, record["step"])

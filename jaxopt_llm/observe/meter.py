@@ -26,7 +26,7 @@ class Meter:
         """Adds time in which the run had no batch to go on with."""
         self._waited += seconds
 
-    def record(self, step: int, values: dict[str, float]) -> dict[str, Any]:
+    def record(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """The record of a step that has just ended, and a restart."""
         seconds = (time.perf_counter() - self._clock) / (step - self._from)
         per_second = self._tokens / seconds

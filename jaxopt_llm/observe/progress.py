@@ -32,10 +32,14 @@ class ProgressLine:
 
     def show(self, record: dict[str, Any]) -> None:
         """One record of metrics.jsonl."""
-        numbers = f"loss {record['loss']:.4f}"
+        numbers = f"loss {_decimals(record['loss'], 4)}"
         if "eval_loss" in record:
             numbers += f"  held-out {record['eval_loss']:.4f}"
-        numbers += f"  grad norm {record['grad_norm']:.3f}  {record['tokens_per_second']:,.0f} tokens/s"
+        numbers += f"  grad norm {_decimals(record['grad_norm'], 3)}  {record['tokens_per_second']:,.0f} tokens/s"
         self._progress.update(self._task, description=numbers)
         if not self._console.is_terminal or "eval_loss" in record:
             self.say(f"step {record['step']:>6}  {numbers}")
+
+
+def _decimals(value: float | None, places: int) -> str:
+    return "not finite" if value is None else f"{value:.{places}f}"

@@ -1,28 +1,51 @@
-"""The optimizer: optax, per layer (see update.py)."""
+"""The optimizers: optax, per layer (see update.py).
 
+All of them step by -rate × (direction + decay × parameter), with a direction that is the optimizer's own, so that the
+schedule, decoupled weight decay and the groups of both mean the same whichever is chosen.
+"""
+
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from jaxopt_llm import tree
 from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.training import groups
+
+FACTORED_FROM = 128  # the smaller side of a matrix from which Adafactor keeps row and column means, as in optax and T5X
+MUON_RMS = 0.2  # of an entry of Muon's step: about that of Adam's, so that both take one learning rate
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     learning_rate: float = 3e-4
-    """peak of the schedule"""
+    """peak of the schedule; adafactor's is relative to the RMS of each weight"""
     beta1: float = 0.9
-    """decay of the first moment, per step"""
+    """decay of the first moment, per step, of adamw; of lion the share of it in a step"""
     beta2: float = 0.95
-    """decay of the second moment, per step"""
+    """decay of the second moment, per step, of adamw; of lion that of its momentum"""
     epsilon: float = 1e-8
-    """added to the root of the second moment"""
+    """added to the root of the second moment of adamw"""
     weight_decay: float = 0.1
-    """decoupled; of matrices and tables, not of norm scales"""
+    """decoupled: a step takes this times the learning rate off a parameter; see decay_groups"""
     clip_norm: float = 1.0
     """largest global norm of the gradient; larger ones are scaled down to it"""
+    name: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = "adamw"
+    """muon: the matrices of the blocks, adamw all else"""
+    momentum: float = 0.95
+    """decay of the momentum, per step, of sgd and of muon's matrices"""
+    decay_groups: tuple[str, ...] = ()
+    """factors of weight_decay as PATTERN=NUMBER, as in "*norm/*=0" "*=1": globs of paths, where * also fits slashes.
+    The first that fits a path decides; together they must fit all that is trained, and each decide something. None
+    given: 1 for matrices and tables, 0 for norm scales and biases"""
+    rate_groups: tuple[str, ...] = ("*=1",)
+    """factors of the learning rate, written as decay_groups are"""
 
     def problems(self) -> list[str]:
         found = [
@@ -32,29 +55,131 @@ class OptimizerConfig:
         ]
         found += [
             f"optimizer.{name}={getattr(self, name)}: must lie in [0, 1)"
-            for name in ("beta1", "beta2")
+            for name in ("beta1", "beta2", "momentum")
             if not 0 <= getattr(self, name) < 1
         ]
         if self.weight_decay < 0:
             found.append(f"optimizer.weight_decay={self.weight_decay}: must be at least 0")
+        if not self.rate_groups:
+            found.append("optimizer.rate_groups: must fit every parameter; *=1 does")
+        for name in ("decay_groups", "rate_groups"):
+            found += groups.syntax_problems(f"optimizer.{name}", getattr(self, name))
         return found
 
 
-def adamw(config: OptimizerConfig, schedule: optax.Schedule, specs: tree.Tree) -> optax.GradientTransformation:
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) for the parameters of one layer, or those outside the stacks.
+def group_problems(config: OptimizerConfig, specs: tree.Tree) -> list[str]:
+    """specs: of what is trained."""
+    found = groups.problems("optimizer.rate_groups", config.rate_groups, specs)
+    if config.decay_groups:
+        found += groups.problems("optimizer.decay_groups", config.decay_groups, specs)
+    return found
+
+
+def make_optimizer(
+    config: OptimizerConfig, schedule: optax.Schedule, section: str, specs: tree.Tree
+) -> optax.GradientTransformation:
+    """For the parameters of one layer of a section, or those outside the stacks.
 
     specs: of one layer: a stack's leading axis would make a norm scale look like a matrix.
     """
 
-    def decays(spec: ParamSpec) -> bool:
+    def decay(path: str, spec: ParamSpec) -> float:
         assert not spec.leading
-        return len(spec.shape) > 1
+        if config.decay_groups:
+            return config.weight_decay * groups.number(config.decay_groups, f"{section}/{path}")
+        # A bias may have a head's two dimensions.
+        return config.weight_decay if len(spec.shape) > 1 and not path.endswith("bias") else 0.0
 
-    return optax.adamw(
-        schedule,
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        mask=jax.tree.map(decays, specs),
+    decays = tree.map_with_path(decay, specs)
+    factors = tree.map_with_path(lambda path, spec: groups.number(config.rate_groups, f"{section}/{path}"), specs)
+
+    def step(direction: tree.Tree, params: tree.Tree) -> tree.Tree:
+        return jax.tree.map(
+            lambda decay, factor, x, param: factor * (x + decay * param if decay else x),
+            decays,
+            factors,
+            direction,
+            params,
+        )
+
+    return optax.chain(
+        _direction(config, section, specs), optax.stateless(step), optax.scale_by_learning_rate(schedule)
+    )
+
+
+def _direction(config: OptimizerConfig, section: str, specs: tree.Tree) -> optax.GradientTransformation:
+    # Adam of Loshchilov & Hutter 2019 (arXiv:1711.05101).
+    adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
+    if config.name == "sgd":
+        return optax.trace(config.momentum)
+    if config.name == "lion":
+        return optax.scale_by_lion(config.beta1, config.beta2)  # Chen et al. 2023 (arXiv:2302.06675)
+    if config.name == "adafactor":
+        return _adafactor(specs)
+    if config.name == "muon":
+        in_blocks = section != "outer"
+        labels = jax.tree.map(lambda spec: "muon" if in_blocks and _sides(spec) else "adamw", specs)
+        return optax.partition({"muon": _muon(config.momentum, specs, labels), "adamw": adam}, labels)
+    return adam
+
+
+def _sides(spec: ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The dimensions that a product sums over and the others, the sides of a matrix; None for what is none."""
+    others = tuple(dim for dim in range(len(spec.shape)) if dim not in spec.contracting)
+    return (tuple(spec.contracting), others) if spec.contracting and others else None
+
+
+def _muon(momentum: float, specs: tree.Tree, labels: tree.Tree) -> optax.GradientTransformation:
+    """Nesterov momentum, orthogonalised (Jordan et al. 2024, kellerjordan.github.io/posts/muon), with optax's bias
+    correction; scaled to Adam's size, 0.2 √(the larger side) (Liu et al. 2025, arXiv:2502.16982)."""
+
+    def of_matrices(function: Callable[[ParamSpec], Any]) -> tree.Tree:
+        return jax.tree.map(
+            lambda spec, label: function(spec) if label == "muon" else optax.MaskedNode(), specs, labels
+        )
+
+    dimensions = of_matrices(lambda spec: MuonDimensionNumbers(*_sides(spec)))  # type: ignore[misc]  # a matrix has sides
+    scales = of_matrices(lambda spec: MUON_RMS * math.sqrt(max(spec.fan_in, math.prod(spec.shape) // spec.fan_in)))
+    return optax.chain(
+        scale_by_muon(beta=momentum, weight_dimension_numbers=dimensions),
+        optax.stateless(lambda updates, params: jax.tree.map(jnp.multiply, updates, scales)),
+    )
+
+
+def _adafactor(specs: tree.Tree) -> optax.GradientTransformation:
+    """Shazeer & Stern 2018 (arXiv:1804.04235), algorithm 4 without momentum: the second moment of a matrix is kept as
+    means of rows and of columns, and both the step's RMS and its share of the weight's own are bounded."""
+
+    def matrix(spec: ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """(the order of dimensions, the sides) of a weight whose moment is factored."""
+        sides = _sides(spec)
+        if sides is None:
+            return None
+        rows, columns = (math.prod(spec.shape[dim] for dim in side) for side in sides)
+        return (sides[0] + sides[1], (rows, columns)) if min(rows, columns) >= FACTORED_FROM else None
+
+    def to_matrix(spec: ParamSpec, x: jax.Array) -> jax.Array:
+        view = matrix(spec)
+        return x.transpose(view[0]).reshape(view[1]) if view else x
+
+    def from_matrix(spec: ParamSpec, x: jax.Array) -> jax.Array:
+        view = matrix(spec)
+        if not view:
+            return x
+        inverse = sorted(range(len(view[0])), key=view[0].__getitem__)
+        return x.reshape([spec.shape[dim] for dim in view[0]]).transpose(inverse)
+
+    # optax alone would factor the two largest dimensions, of a projection [D, heads, head_dim] not those of its matrix.
+    rms = optax.scale_by_factored_rms(min_dim_size_to_factor=FACTORED_FROM)
+
+    def init(params: tree.Tree) -> tree.Tree:
+        return rms.init(jax.tree.map(to_matrix, specs, params))
+
+    def update(updates: tree.Tree, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
+        matrices, parameters = (jax.tree.map(to_matrix, specs, each) for each in (updates, params))
+        matrices, state = rms.update(matrices, state, parameters)
+        return jax.tree.map(from_matrix, specs, matrices), state
+
+    return optax.chain(
+        optax.GradientTransformation(init, update), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()
     )

@@ -1,5 +1,6 @@
 """A configuration and a placement, made into everything that a run compiles."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,8 @@ from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training import update
 from jaxopt_llm.training.lora import LoraConfig, adapt
-from jaxopt_llm.training.optimizer import OptimizerConfig, adamw
-from jaxopt_llm.training.schedule import ScheduleConfig, warmup_cosine
+from jaxopt_llm.training.optimizer import OptimizerConfig, make_optimizer
+from jaxopt_llm.training.schedule import ScheduleConfig, make_schedule
 from jaxopt_llm.training.state import StateSpecs, TrainState
 from jaxopt_llm.training.step import TrainingConfig, make_step
 from jaxopt_llm.training.update import Optimizers
@@ -57,8 +58,8 @@ def make_program(
         parts = rest_on_stages(parts, stages)
     executor = pipeline.make_executor(remat) if stages > 1 else scan.make_executor(remat)
     parts, trainable, frozen = adapt(parts, lora, placement.precision)
-    learning_rate = warmup_cosine(optimizer.learning_rate, schedule)
-    optimizers = update.make_optimizers(lambda specs: adamw(optimizer, learning_rate, specs), trainable)
+    learning_rate = make_schedule(optimizer.learning_rate, schedule)
+    optimizers = update.make_optimizers(functools.partial(make_optimizer, optimizer, learning_rate), trainable)
     specs = training_state.state_specs(trainable, frozen, optimizers)
     rows = placement.activation(None, "batch", "sequence")
     shape = (training.accumulation, training.batch_size // training.accumulation, training.sequence_length)
@@ -68,7 +69,9 @@ def make_program(
         executor=executor,
         specs=specs,
         optimizers=optimizers,
-        step=make_step(parts, specs, optimizers, learning_rate, optimizer.clip_norm, executor, placement),
+        step=make_step(
+            parts, specs, optimizers, learning_rate, optimizer.clip_norm, training.skip_outliers, executor, placement
+        ),
         kept=training_state.kept(specs, placement),
         state=training_state.abstract(specs, placement),
         batch=Batch(tokens=ids, targets=ids, loss_mask=mask, segment_ids=ids, positions=ids),

@@ -15,20 +15,23 @@ from jaxopt_llm.model import leaves, param
 from jaxopt_llm.model.decoder import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.sharding import Placement
-from jaxopt_llm.training import update
+from jaxopt_llm.training import guard, update
+from jaxopt_llm.training.guard import Guard
 from jaxopt_llm.training.update import Optimizers
 
 
 @struct.dataclass
 class TrainState:
-    """step: int32; masters, moments: of the trainable parameters; compute: their compute copy where one rests (ZeRO
-    stages 1 and 2), else None; frozen: the parameters without masters or moments."""
+    """step: int32, of the batches seen; masters, moments: of the trainable parameters; compute: their compute copy
+    where one rests (ZeRO stages 1 and 2), else None; frozen: the parameters without masters or moments; guard: of the
+    steps that were skipped (see guard.py)."""
 
     step: tree.Leaf
     masters: Params
     moments: Params
     compute: Params | None
     frozen: Params
+    guard: Guard
 
     @property
     def trainable(self) -> Params:
@@ -43,11 +46,12 @@ class StateSpecs:
     masters: Params
     moments: Params
     frozen: Params
+    guard: Guard
 
 
 def state_specs(specs: Params, frozen: Params, optimizers: Optimizers) -> StateSpecs:
     """specs: of the trainable parameters, frozen: of the others: the halves of a `tree.partition`."""
-    return StateSpecs(specs, update.state_specs(optimizers, specs), frozen)
+    return StateSpecs(specs, update.state_specs(optimizers, specs), frozen, guard.specs())
 
 
 def shardings(specs: StateSpecs, placement: Placement) -> TrainState:
@@ -58,6 +62,7 @@ def shardings(specs: StateSpecs, placement: Placement) -> TrainState:
         moments=jax.tree.map(placement.masters, specs.moments),
         compute=jax.tree.map(placement.parameters, specs.masters) if placement.compute_copy else None,
         frozen=jax.tree.map(placement.parameters, specs.frozen),
+        guard=jax.tree.map(lambda spec: placement.replicated, specs.guard),
     )
 
 
@@ -78,6 +83,7 @@ def abstract(specs: StateSpecs, placement: Placement) -> TrainState:
         if placement.compute_copy
         else None,
         frozen=own(specs.frozen),
+        guard=own(specs.guard),
     )
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -103,6 +109,7 @@ def initialize(specs: StateSpecs, optimizers: Optimizers, seed: int, placement: 
             moments=update.init(optimizers, specs.masters, masters),
             compute=compute_copy(specs.masters, masters, placement),
             frozen=tree.restrict(params, specs.frozen),
+            guard=guard.initialize(),
         )
 
     return jax.jit(make, out_shardings=shardings(specs, placement))()
@@ -114,7 +121,7 @@ def checkpoint_specs(specs: StateSpecs) -> dict[str, Params]:
     def by_layer(spec: ParamSpec) -> ParamSpec:
         return spec if spec.layers is None else spec.layer().stack(param.depth(spec))
 
-    trees = {"masters": specs.masters, "moments": specs.moments, "frozen": specs.frozen}
+    trees = {"masters": specs.masters, "moments": specs.moments, "frozen": specs.frozen, "guard": specs.guard}
     return {name: jax.tree.map(by_layer, each) for name, each in trees.items() if jax.tree.leaves(each)}
 
 
@@ -156,7 +163,13 @@ def kept(specs: StateSpecs, placement: Placement) -> Callable[[TrainState], dict
 
 
 def resume(
-    specs: StateSpecs, step: int, placement: Placement, masters: Params, moments: Params, frozen: Params | None = None
+    specs: StateSpecs,
+    step: int,
+    placement: Placement,
+    masters: Params,
+    moments: Params,
+    guard: Guard,
+    frozen: Params | None = None,
 ) -> TrainState:
     """The state at a checkpoint's step, of what `kept` gave; the compute copy is made again. The arrays it is given are
     used up as it goes: a whole state would not fit twice."""
@@ -185,17 +198,19 @@ def resume(
             array.delete()
         return moved
 
-    def make(masters: Params, moments: Params, frozen: Params) -> TrainState:
+    def make(masters: Params, moments: Params, frozen: Params, guard: Guard) -> TrainState:
         return TrainState(
             step=jnp.int32(step),
             masters=masters,
             moments=moments,
             compute=compute_copy(specs.masters, masters, placement),
             frozen=frozen,
+            guard=guard,
         )
 
     resting = shardings(specs, placement)
-    given = {"masters": masters, "moments": moments, "frozen": specs.frozen if frozen is None else frozen}
+    frozen = specs.frozen if frozen is None else frozen
+    given = {"masters": masters, "moments": moments, "frozen": frozen, "guard": guard}
     moved = {
         name: {
             section: to_rest(getattr(specs, name)[section], getattr(resting, name)[section], arrays)
@@ -203,4 +218,4 @@ def resume(
         }
         for name, sections in given.items()
     }
-    return jax.jit(make, out_shardings=resting, donate_argnums=(0, 1, 2))(**moved)
+    return jax.jit(make, out_shardings=resting, donate_argnums=(0, 1, 2, 3))(**moved)

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxopt_llm import tree
@@ -24,10 +23,10 @@ from jaxopt_llm.parallel.sharding import Placement
 Optimizers = dict[str, optax.GradientTransformation]  # by section
 
 
-def make_optimizers(make: Callable[[tree.Tree], optax.GradientTransformation], specs: Params) -> Optimizers:
-    """One transformation a section, made for the specs of one of its layers."""
+def make_optimizers(make: Callable[[str, tree.Tree], optax.GradientTransformation], specs: Params) -> Optimizers:
+    """One transformation a section, made for its name and the specs of one of its layers."""
     return {
-        section: make(leaves if param.layers(leaves) is None else param.layer_specs(leaves))
+        section: make(section, leaves if param.layers(leaves) is None else param.layer_specs(leaves))
         for section, leaves in specs.items()
     }
 
@@ -46,28 +45,29 @@ def init(optimizers: Optimizers, specs: Params, masters: Params) -> Params:
 
 
 def state_specs(optimizers: Optimizers, specs: Params) -> Params:
-    """A ParamSpec for every leaf of the state: a moment has its parameter's axes, a count only the stack's."""
+    """A ParamSpec for every leaf of the state: a moment has its parameter's axes, anything else only the stack's, and
+    so what ZeRO finds to divide of it."""
 
-    def other(layers: np.ndarray | None, leaf: jax.ShapeDtypeStruct) -> ParamSpec:
+    def of(section: str, state: tree.Tree) -> tree.Tree:
+        layers = param.layers(specs[section])
         leading = 0 if layers is None else layers.ndim
-        spec = ParamSpec(leaf.shape[leading:], (None,) * (leaf.ndim - leading), dtype=leaf.dtype)
-        return spec if layers is None else spec.stack(layers)
+        parameters = [
+            (tree.path_string(path), spec) for path, spec in jax.tree_util.tree_leaves_with_path(specs[section])
+        ]
 
-    def moment(leaf: jax.ShapeDtypeStruct, spec: ParamSpec) -> ParamSpec:
-        return replace(spec, dtype=leaf.dtype)
+        def leaf(path: str, leaf: jax.ShapeDtypeStruct) -> ParamSpec:
+            # The path of a moment ends with its parameter's. Adafactor's rows and columns have other shapes.
+            for name, spec in parameters:
+                if path.endswith(f"/{name}") and leaf.shape == spec.shape:
+                    return replace(spec, dtype=leaf.dtype)
+            spec = ParamSpec(leaf.shape[leading:], (None,) * (leaf.ndim - leading), dtype=leaf.dtype)
+            return spec if layers is None else spec.stack(layers)
+
+        return tree.map_with_path(leaf, state)
 
     abstract = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)
     state = jax.eval_shape(lambda masters: init(optimizers, specs, masters), abstract)
-    return {
-        section: optax.tree.map_params(
-            optimizer,
-            moment,
-            state[section],
-            specs[section],
-            transform_non_params=functools.partial(other, param.layers(specs[section])),
-        )
-        for section, optimizer in optimizers.items()
-    }
+    return {section: of(section, state[section]) for section in optimizers}
 
 
 def global_norm(gradients: Params) -> jax.Array:
@@ -81,11 +81,13 @@ def apply(
     state: tuple[Params, Params, Params | None],
     gradients: Params,
     scale: jax.Array,
+    good: jax.Array,
     placement: Placement,
 ) -> tuple[Params, Params, Params | None]:
     """New (masters, moments, compute copy or None).
 
     scale: multiplies every gradient; the global clip, taken outside optax because inside it would be per layer.
+    good: bool; where it is False, masters and moments stay as they are, to the bit.
     """
 
     def update(
@@ -93,8 +95,10 @@ def apply(
     ) -> tuple[tree.Tree, ...]:
         masters, moments, compute = state
         gradients = jax.tree.map(lambda x: x * scale, gradients)
-        updates, moments = optimizer.update(gradients, moments, masters)
-        masters = optax.apply_updates(masters, updates)
+        updates, new_moments = optimizer.update(gradients, moments, masters)
+        new = optax.apply_updates(masters, updates), new_moments
+        # Here, where it is a layer's: of whole stacks it would hold the old beside the new.
+        masters, moments = jax.tree.map(functools.partial(jnp.where, good), new, (masters, moments))
         return masters, moments, None if compute is None else placement.compute_parameters(specs, masters)
 
     def every_layer(

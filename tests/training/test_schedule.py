@@ -1,32 +1,36 @@
-"""Warm-up and cosine: which learning rate each step has."""
+"""Which learning rate each step has, against formulas of Python's own."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from jaxopt_llm.training.schedule import ScheduleConfig, warmup_cosine
+from jaxopt_llm.training.schedule import ScheduleConfig, make_schedule
 
 PEAK = 2.0
-SCHEDULE = ScheduleConfig(warmup_steps=4, decay_steps=20, final_share=0.1)
+SCHEDULE = ScheduleConfig(warmup_steps=4, decay_steps=20, final_share=0.1, cooldown_steps=5)
+# The share of the peak at steps after the warm-up, counted from 1.
+SHARES: dict[str, Callable[[int], float]] = {
+    "cosine": lambda step: 0.1 + 0.9 * (1 + math.cos(math.pi * min((step - 4) / 16, 1))) / 2,
+    "linear": lambda step: 0.1 + 0.9 * (1 - min((step - 4) / 16, 1)),
+    "constant": lambda step: 1,
+    "wsd": lambda step: 1 if step <= 15 else max(1 - 0.9 * (step - 15) / 5, 0.1),
+    "inverse_sqrt": lambda step: max(math.sqrt(4 / step), 0.1),
+}
 
 
 def rates(config: ScheduleConfig, steps: int) -> np.ndarray:
     """Of the first steps; a step's count is of those done before it."""
-    schedule = warmup_cosine(PEAK, config)
-    return np.array([schedule(count) for count in range(steps)])
+    return np.asarray(make_schedule(PEAK, config)(np.arange(steps)))
 
 
-def test_warm_up_is_linear_and_its_first_step_learns() -> None:
-    np.testing.assert_allclose(rates(SCHEDULE, 4), PEAK * np.array([0.25, 0.5, 0.75, 1]), rtol=1e-6)
-
-
-def test_the_cosine_falls_from_the_peak_to_the_final_share_at_decay_steps() -> None:
-    done = np.arange(16 + 1) / 16  # of the way from step 4 to step 20
-    expected = PEAK * (0.1 + 0.9 * (1 + np.cos(np.pi * done)) / 2)
-    np.testing.assert_allclose(rates(SCHEDULE, 20)[3:], expected, rtol=1e-6)
-
-
-def test_the_rate_stays_at_its_end() -> None:
-    np.testing.assert_allclose(rates(SCHEDULE, 25)[19:], 0.1 * PEAK, rtol=1e-6)
+@pytest.mark.parametrize("kind", SHARES)
+def test_a_linear_warm_up_whose_first_step_learns_and_the_formula_after_it(kind: str) -> None:
+    steps = range(1, 501)
+    expected = [PEAK * (step / 4 if step < 4 else SHARES[kind](step)) for step in steps]
+    np.testing.assert_allclose(rates(replace(SCHEDULE, kind=kind), 500), expected, rtol=1e-5)  # type: ignore[arg-type]
 
 
 def test_without_warm_up_the_rate_falls_from_the_peak_to_its_end() -> None:
@@ -39,10 +43,14 @@ def test_without_warm_up_the_rate_falls_from_the_peak_to_its_end() -> None:
     [
         (ScheduleConfig(warmup_steps=20, decay_steps=20), "schedule.warmup_steps=20"),
         (ScheduleConfig(warmup_steps=-1), "schedule.warmup_steps=-1"),
+        (ScheduleConfig(kind="constant", warmup_steps=-1), "schedule.warmup_steps=-1"),
         (ScheduleConfig(final_share=1.5), "schedule.final_share=1.5"),
+        (replace(SCHEDULE, kind="wsd", cooldown_steps=17), "schedule.cooldown_steps=17"),
+        (replace(SCHEDULE, kind="wsd", cooldown_steps=0), "schedule.cooldown_steps=0"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_named(config: ScheduleConfig, named: str) -> None:
     (problem,) = config.problems()
     assert named in problem
-    assert SCHEDULE.problems() == []
+    # Without an end the warm-up may be longer than any other kind's.
+    assert SCHEDULE.problems() == ScheduleConfig(kind="constant", warmup_steps=5000).problems() == []

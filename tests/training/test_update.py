@@ -15,8 +15,8 @@ from jaxopt_llm.execution.scan import make_executor
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.execution.stages import rest_on_stages
 from jaxopt_llm.model.decoder import Params, make_parts
-from jaxopt_llm.training import update
-from jaxopt_llm.training.optimizer import OptimizerConfig, adamw
+from jaxopt_llm.training import guard, update
+from jaxopt_llm.training.optimizer import OptimizerConfig, make_optimizer
 from jaxopt_llm.training.state import TrainState, state_specs
 from jaxopt_llm.training.step import make_step
 
@@ -35,7 +35,7 @@ def schedule(count: jax.Array) -> jax.Array:
     return 0.01 * (count + 1)
 
 
-OPTIMIZERS = update.make_optimizers(lambda specs: adamw(CONFIG, schedule, specs), SPECS)
+OPTIMIZERS = update.make_optimizers(functools.partial(make_optimizer, CONFIG, schedule), SPECS)
 apply = jit(functools.partial(update.apply, OPTIMIZERS, SPECS, placement=PLACEMENT))
 
 
@@ -56,7 +56,7 @@ def initial() -> tuple[Params, Params, Params]:
 def updated() -> tuple[Params, Params, Params]:
     state = initial()
     for step in range(STEPS):
-        state = apply(state, random_gradients(step), 0.5)
+        state = apply(state, random_gradients(step), 0.5, True)
     return state
 
 
@@ -98,49 +98,29 @@ def test_stages_update_their_slots_as_layers_are_updated() -> None:
     """Matrices stay matrices to the optimizer, and a slot without a layer stays zero."""
     staged = rest_on_stages(PARTS, 2).specs
     placement = toy.placement(zero_stage=1, compute_dtype="bfloat16", pipeline=2)
-    optimizers = update.make_optimizers(lambda specs: adamw(CONFIG, schedule, specs), staged)
+    optimizers = update.make_optimizers(functools.partial(make_optimizer, CONFIG, schedule), staged)
     masters = toy.on_stages(staged, initial()[0])
     state = (masters, update.init(optimizers, staged, masters), toy.on_stages(staged, initial()[2]))
     step = jit(functools.partial(update.apply, optimizers, staged, placement=placement))
     for number in range(STEPS):
-        state = step(state, toy.on_stages(staged, random_gradients(number)), 0.5)
+        state = step(state, toy.on_stages(staged, random_gradients(number)), 0.5, True)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
     jax.tree.map(close, state[0], toy.on_stages(staged, updated()[0]))
     counts = [count for _, count in optax.tree.get_all_with_path(state[1]["segment_0"], "count")]
     assert {count.shape for count in counts} == {(1, 2, 1)}
 
 
-def test_decay_is_of_matrices_and_tables_and_not_of_scales() -> None:
-    masters, _, _ = initial()
-    decayed, _, _ = apply(initial(), jax.tree.map(np.zeros_like, masters), 1.0)
-
-    def check(path: str, before: np.ndarray, after: jax.Array) -> None:
-        share = 1.0 if path.endswith("scale") else 1 - float(schedule(0)) * CONFIG.weight_decay
-        np.testing.assert_allclose(after, share * before, rtol=1e-6, err_msg=path)
-
-    tree.map_with_path(check, masters, decayed)
-
-
-def test_state_specs_are_those_of_the_state() -> None:
-    moments, specs = initial()[1], update.state_specs(OPTIMIZERS, SPECS)
-    assert jax.tree.structure(specs) == jax.tree.structure(moments)
-    for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(moments), strict=True):
-        assert (spec.shape, spec.dtype) == (leaf.shape, leaf.dtype)
-    for moment in ("mu", "nu"):
-        axes = {group: jax.tree.map(lambda spec: spec.axes, optax.tree.get(specs[group], moment)) for group in SPECS}
-        assert axes == jax.tree.map(lambda spec: spec.axes, SPECS)
-    assert [spec.axes for _, spec in optax.tree.get_all_with_path(specs["segment_0"], "count")] == [("layers",)] * 2
-
-
 def test_the_step_clips_by_the_norm_over_all_leaves() -> None:
     rate, clip_norm = 10.0, 0.1
     batch, before = toy.packed(rows=2, length=16), toy.params(SPECS)
     # Plain SGD shows the clipped gradient as the difference of the masters.
-    optimizers = update.make_optimizers(lambda specs: optax.sgd(rate), SPECS)
+    optimizers = update.make_optimizers(lambda section, specs: optax.sgd(rate), SPECS)
     specs = state_specs(*tree.partition(SPECS, lambda path: True), optimizers)
-    step = make_step(PARTS, specs, optimizers, schedule, clip_norm, make_executor(RematConfig("none")), toy.placement())
+    step = make_step(
+        PARTS, specs, optimizers, schedule, clip_norm, 0.0, make_executor(RematConfig("none")), toy.placement()
+    )
     moments = update.init(optimizers, SPECS, before)
-    state = TrainState(jnp.int32(0), before, moments, compute=None, frozen=specs.frozen)
+    state = TrainState(jnp.int32(0), before, moments, compute=None, frozen=specs.frozen, guard=guard.initialize())
     microbatches = toy.microbatches(batch, 1)
     after, metrics = step.lower(state, microbatches).compile(toy.QUICK_COMPILE)(state, microbatches)
 

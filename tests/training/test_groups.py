@@ -1,0 +1,82 @@
+"""Groups of weight decay and learning rate by patterns of paths."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import toy
+
+from jaxopt_llm import tree
+from jaxopt_llm.model.decoder import Params, make_parts
+from jaxopt_llm.training import update
+from jaxopt_llm.training.optimizer import OptimizerConfig, group_problems, make_optimizer
+
+pytestmark = pytest.mark.core
+
+SPECS = make_parts(toy.CONFIG).specs
+
+
+def changes(**fields: Any) -> dict[str, set[float]]:
+    """By path, the share of its value that a parameter loses in a step of rate 1 without a gradient."""
+    config = OptimizerConfig(name="sgd", weight_decay=0.5, **fields)
+    optimizers = update.make_optimizers(lambda *of: make_optimizer(config, lambda count: 1.0, *of), SPECS)
+    masters = jax.tree.map(lambda spec: np.ones(spec.shape, np.float32), SPECS)
+    state = (masters, update.init(optimizers, SPECS, masters), None)
+    gradients = jax.tree.map(np.zeros_like, masters)
+
+    @jax.jit
+    def step(state: Any, gradients: Params) -> Params:
+        return update.apply(optimizers, SPECS, state, gradients, 1.0, True, toy.placement())[0]
+
+    found: dict[str, set[float]] = {}
+    tree.map_with_path(
+        lambda path, new: found.update({path: set((1 - np.ravel(new)).tolist())}), step(state, gradients)
+    )
+    return found
+
+
+def test_by_default_matrices_and_tables_decay_and_scales_do_not() -> None:
+    for path, change in changes().items():
+        assert change == {0.0 if path.endswith("scale") else 0.5}, path
+
+
+def test_the_first_pattern_that_fits_decides_both_factors() -> None:
+    found = changes(
+        decay_groups=("*/mlp/up=0.5", "*/mlp/*=0", "*=1"), rate_groups=("segment_1/*=0.25", "*/table=0", "*=1")
+    )
+    for path, change in found.items():
+        decay = 0.25 if path.endswith("mlp/up") else 0.0 if "/mlp/" in path else 0.5
+        rate = 0.25 if path.startswith("segment_1") else 0.0 if path.endswith("table") else 1.0
+        assert change == {decay * rate}, path
+
+
+def test_the_factor_of_the_rate_is_of_the_gradients_step_too() -> None:
+    config = OptimizerConfig(name="sgd", weight_decay=0, rate_groups=("*scale=3", "*=1"))
+    optimizer = make_optimizer(config, lambda count: 1.0, "outer", SPECS["outer"])
+    ones = jax.tree.map(lambda spec: np.ones(spec.shape, np.float32), SPECS["outer"])
+    steps, _ = optimizer.update(ones, optimizer.init(ones), ones)
+    assert np.unique(steps["final_norm"]["scale"]) == [-3] and np.unique(steps["embedding"]["table"]) == [-1]
+
+
+@pytest.mark.parametrize(
+    ("groups", "told"),
+    [
+        (("*/attention/*=1", "*/mlp/*=1"), "no pattern fits outer/embedding/table; end with *=1"),
+        (("*/mpl/*=0", "*=1"), "*/mpl/* fits no parameter"),
+        (("*/mlp/*=0", "*/up=2", "*=1"), "*/up comes after patterns that fit all that it fits"),
+        (("*=0", "*=1"), "* comes after patterns that fit all that it fits"),
+    ],
+)
+def test_parameters_uncovered_and_patterns_idle_are_named(groups: tuple[str, ...], told: str) -> None:
+    for name in ("decay_groups", "rate_groups"):
+        (problem,) = group_problems(OptimizerConfig(**{name: groups}), SPECS)  # type: ignore[arg-type]
+        assert problem.startswith(f"optimizer.{name}: {told}") and "outer/embedding/table" in problem
+    assert group_problems(OptimizerConfig(), SPECS) == []
+
+
+@pytest.mark.parametrize("group", ["*", "*=", "=1", "*=many", "*=-1", "*=nan", "*=inf"])
+def test_what_is_no_group_is_named(group: str) -> None:
+    for name in ("decay_groups", "rate_groups"):
+        (problem,) = OptimizerConfig(**{name: (group,)}).problems()  # type: ignore[arg-type]
+        assert problem.startswith(f"optimizer.{name}: {group}: must be PATTERN=NUMBER")

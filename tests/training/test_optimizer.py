@@ -1,0 +1,254 @@
+"""Every optimizer against its paper's formula in NumPy, placed in every way, and resumed."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from jaxopt_llm import tree
+from jaxopt_llm.checkpoint.native import Checkpoints
+from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.model.decoder import Params, make_parts
+from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.training import optimizer as optimizer_module
+from jaxopt_llm.training import state as training_state
+from jaxopt_llm.training import update
+from jaxopt_llm.training.lora import LoraConfig
+from jaxopt_llm.training.optimizer import OptimizerConfig, make_optimizer
+from jaxopt_llm.training.program import Program, make_program
+from jaxopt_llm.training.schedule import ScheduleConfig
+from jaxopt_llm.training.state import TrainState
+from jaxopt_llm.training.step import TrainingConfig
+
+pytestmark = pytest.mark.core
+
+SPECS = make_parts(toy.CONFIG).specs
+NAMES = ("adamw", "sgd", "lion", "adafactor", "muon")
+RATE, DECAY, STEPS = 0.01, 0.3, 4
+FACTORED_FROM = 16  # so that of the toy's matrices some are factored and some are not
+
+
+@pytest.fixture(autouse=True)
+def factor_small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_module, "FACTORED_FROM", FACTORED_FROM)
+
+
+def config(name: str) -> OptimizerConfig:
+    # An epsilon under which rounding noise of a zero gradient does not become a full step.
+    return OptimizerConfig(
+        learning_rate=RATE, weight_decay=DECAY, epsilon=1e-3, momentum=0.8, clip_norm=0.5, name=name  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+# ---- The papers' formulas: from the gradient g of a step t, counted from 1, to the direction; `kept` between steps.
+
+
+def adamw(x: np.ndarray, g: np.ndarray, t: int, kept: dict[str, Any], sides: Any) -> np.ndarray:
+    kept["m"] = 0.9 * kept.get("m", 0) + 0.1 * g
+    kept["v"] = 0.95 * kept.get("v", 0) + 0.05 * g**2
+    return kept["m"] / (1 - 0.9**t) / (np.sqrt(kept["v"] / (1 - 0.95**t)) + 1e-3)
+
+
+def sgd(x: np.ndarray, g: np.ndarray, t: int, kept: dict[str, Any], sides: Any) -> np.ndarray:
+    kept["m"] = 0.8 * kept.get("m", 0) + g
+    return kept["m"]
+
+
+def lion(x: np.ndarray, g: np.ndarray, t: int, kept: dict[str, Any], sides: Any) -> np.ndarray:
+    momentum = kept.get("m", np.zeros_like(g))
+    kept["m"] = 0.95 * momentum + 0.05 * g
+    return np.sign(0.9 * momentum + 0.1 * g)
+
+
+def adafactor(x: np.ndarray, g: np.ndarray, t: int, kept: dict[str, Any], sides: Any) -> np.ndarray:
+    """Algorithm 4, with ρ the learning rate, ε1 = 1e-30, ε2 = 1e-3, d = 1 and β2 = 1 - t^-0.8."""
+    beta = 1 - t**-0.8
+    if sides and min(sides) >= FACTORED_FROM:
+        squares = g.reshape(sides) ** 2 + 1e-30
+        kept["rows"] = beta * kept.get("rows", 0) + (1 - beta) * squares.sum(axis=1)
+        kept["columns"] = beta * kept.get("columns", 0) + (1 - beta) * squares.sum(axis=0)
+        v = (np.outer(kept["rows"], kept["columns"]) / kept["rows"].sum()).reshape(g.shape)
+    else:
+        v = kept["v"] = beta * kept.get("v", 0) + (1 - beta) * (g**2 + 1e-30)
+    u = g / np.sqrt(v)
+    rms = lambda array: np.sqrt(np.mean(array**2))  # noqa: E731
+    return max(1e-3, rms(x)) * u / max(1, rms(u))
+
+
+def muon(x: np.ndarray, g: np.ndarray, t: int, kept: dict[str, Any], sides: Any) -> np.ndarray:
+    """Jordan's Newton-Schulz iteration of a Nesterov momentum, corrected for its bias as in NAdam (Dozat 2016), at the
+    size of Liu et al. 2025."""
+    kept["m"] = 0.8 * kept.get("m", 0) + 0.2 * g
+    matrix = (0.8 * kept["m"] / (1 - 0.8 ** (t + 1)) + 0.2 * g / (1 - 0.8**t)).reshape(sides)
+    matrix = matrix / np.linalg.norm(matrix)
+    for _ in range(5):
+        square = matrix @ matrix.T
+        matrix = 3.4445 * matrix + (-4.7750 * square + 2.0315 * square @ square) @ matrix
+    return 0.2 * np.sqrt(max(sides)) * matrix.reshape(g.shape)
+
+
+FORMULAS: dict[str, Callable[..., np.ndarray]] = {
+    "adamw": adamw,
+    "sgd": sgd,
+    "lion": lion,
+    "adafactor": adafactor,
+    "muon": muon,
+}
+# Rows and columns of what is a matrix; a table's rows are its words.
+SIDES = {
+    **dict.fromkeys(("query",), (16, 16)),
+    **dict.fromkeys(("key", "value"), (16, 8)),
+    **dict.fromkeys(("output",), (16, 16)),
+    **dict.fromkeys(("gate", "up"), (16, 24)),
+    "down": (24, 16),
+    "table": (384, 16),
+}
+
+
+def expected(name: str, path: str, spec: ParamSpec, start: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
+    sides = SIDES.get(path.rsplit("/", 1)[-1])
+    in_blocks = spec.leading > 0
+    formula = FORMULAS["adamw" if name == "muon" and not (in_blocks and sides) else name]
+    decay = DECAY if sides else 0.0
+
+    def layer(x: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
+        kept: dict[str, Any] = {}
+        for t, g in enumerate(gradients, 1):
+            x = x - RATE * t * (formula(x, g, t, kept, sides) + decay * x)
+        return x
+
+    if not in_blocks:
+        return layer(start, gradients)
+    return np.stack([layer(start[i], [gradient[i] for gradient in gradients]) for i in range(len(start))])
+
+
+def random_gradients(step: int) -> Params:
+    random = np.random.default_rng(step)
+    return jax.tree.map(lambda spec: random.normal(size=spec.shape), SPECS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_are_those_of_the_formula(name: str) -> None:
+    def rate(count: jax.Array) -> jax.Array:
+        return RATE * (count + 1)
+
+    optimizers = update.make_optimizers(functools.partial(make_optimizer, config(name), rate), SPECS)
+    apply = jax.jit(functools.partial(update.apply, optimizers, SPECS, placement=toy.placement()))
+    start = toy.params(SPECS)
+    state: Any = (start, update.init(optimizers, SPECS, start), None)
+    gradients = [random_gradients(step) for step in range(STEPS)]
+    for each in gradients:
+        state = apply(state, jax.tree.map(jnp.float32, each), 1.0, True)
+
+    def check(path: str, spec: ParamSpec, start: np.ndarray, found: jax.Array, *gradients: np.ndarray) -> None:
+        start = start.astype(np.float64)
+        wanted = expected(name, path, spec, start, list(gradients))
+        assert toy.distance(np.float64(found) - start, wanted - start) < 1e-4, path
+
+    tree.map_with_path(check, SPECS, start, state[0], *gradients)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_specs_are_those_of_the_state(name: str) -> None:
+    optimizers = update.make_optimizers(functools.partial(make_optimizer, config(name), lambda count: RATE), SPECS)
+    specs = update.state_specs(optimizers, SPECS)
+    state = jax.eval_shape(lambda masters: update.init(optimizers, SPECS, masters), toy.params(SPECS))
+    assert jax.tree.structure(specs) == jax.tree.structure(state)
+    moments = 0
+    for (path, spec), leaf in zip(items(specs), jax.tree.leaves(state), strict=True):
+        assert (spec.shape, spec.dtype, spec.leading) == (leaf.shape, leaf.dtype, 0 if path.startswith("outer") else 1)
+        if set(spec.axes) - {"layers", None}:
+            assert any(path.endswith(of.split("/", 1)[1]) and spec.axes == each.axes for of, each in items(SPECS)), path
+            moments += 1
+    small, matrices, all_of = (
+        sum(wanted(path, spec) for path, spec in items(SPECS))
+        for wanted in (
+            lambda path, spec: min(SIDES.get(path.rsplit("/", 1)[-1], (0,))) < FACTORED_FROM,
+            lambda path, spec: spec.leading and not path.endswith("scale"),
+            lambda path, spec: True,
+        )
+    )
+    # What has a parameter's shape: all but Adafactor's rows and columns.
+    expected = {"adamw": 2 * all_of, "sgd": all_of, "lion": all_of, "muon": 2 * all_of - matrices, "adafactor": small}
+    assert moments == expected[name]
+
+
+def items(specs: Any) -> list[tuple[str, ParamSpec]]:
+    return [(tree.path_string(path), spec) for path, spec in jax.tree_util.tree_leaves_with_path(specs)]
+
+
+# ---- Through the real step.
+
+MODEL = replace(toy.CONFIG, layers=3, pattern=("global",))  # a pipeline of two has a slot without a layer
+PLACED: dict[str, dict[str, Any]] = {
+    "one device": {},
+    "zero3": {"zero_stage": 3, "fsdp": 2, "tensor": 2},
+    "pipeline": {"zero_stage": 1, "pipeline": 2, "fsdp": 2},
+}
+
+
+@functools.cache
+def program(name: str, placed: str) -> tuple[Program, Placement]:
+    placement = toy.placement(**PLACED[placed])
+    accumulation = 2 if placed == "pipeline" else 1
+    training = TrainingConfig(batch_size=8, sequence_length=16, accumulation=accumulation)
+    arguments = (RematConfig("none"), LoraConfig(), placement)
+    return make_program(MODEL, training, config(name), ScheduleConfig(1, 10), *arguments), placement
+
+
+def run(name: str, placed: str, state: TrainState, *seeds: int) -> TrainState:
+    step, _ = program(name, placed)
+    for seed in seeds:
+        batch = toy.microbatches(toy.packed(8, 16, seed), step.batch.tokens.shape[0])
+        state, _ = step.step(state, jax.device_put(batch, step.rows))
+    return state
+
+
+def begin(name: str, placed: str) -> TrainState:
+    of, placement = program(name, placed)
+    return training_state.initialize(of.specs, of.optimizers, 0, placement)
+
+
+@functools.cache
+def trained(name: str, placed: str) -> Any:
+    """What a checkpoint after two steps holds."""
+    return jax.tree.map(np.asarray, program(name, placed)[0].kept(run(name, placed, begin(name, placed), 0, 1)))
+
+
+@pytest.mark.parametrize("placed", ["zero3", "pipeline"])
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_placement_changes_no_step(name: str, placed: str) -> None:
+    start = jax.tree.map(np.asarray, begin(name, "one device").masters)
+    found, wanted = (trained(name, each) for each in (placed, "one device"))
+    assert jax.tree.map(np.shape, found) == jax.tree.map(np.shape, wanted)
+
+    def check(path: str, start: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
+        assert toy.distance(a - start, b - start) < 1e-3, path
+
+    tree.map_with_path(check, start, found["masters"], wanted["masters"])
+
+
+@pytest.mark.parametrize(
+    ("name", "placed"),
+    [*((name, "one device") for name in ("adamw", "sgd", "lion")), ("adafactor", "zero3"), ("muon", "pipeline")],
+)
+def test_resumed_it_goes_on_equal_to_the_bit(name: str, placed: str, tmp_path: Path) -> None:
+    of, placement = program(name, placed)
+    state = run(name, placed, begin(name, placed), 0, 1)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(2, **of.kept(state))
+    whole = of.kept(run(name, placed, state, 2))
+    with Checkpoints(tmp_path) as checkpoints:
+        saved = placement.abstract(training_state.checkpoint_specs(of.specs))
+        restored = checkpoints.restore(2, **saved)
+    resumed = run(name, placed, training_state.resume(of.specs, 2, placement, **restored), 2)
+    assert resumed.step == 3
+    jax.tree.map(np.testing.assert_array_equal, of.kept(resumed), whole)
