@@ -14,7 +14,7 @@ import numpy as np
 from jaxopt_llm import config as configuration
 from jaxopt_llm import errors, tree
 from jaxopt_llm.checkpoint.native import Checkpoints
-from jaxopt_llm.data.tokenizer import ByteTokenizer
+from jaxopt_llm.data.tokenizer import load_tokenizer
 from jaxopt_llm.errors import CheckpointError, InputError
 from jaxopt_llm.execution import scan
 from jaxopt_llm.model.context import Context
@@ -59,8 +59,9 @@ def generate(run: Path, prompt: str, count: int) -> str:
         config = configuration.from_json((run / "config.json").read_text())
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"--checkpoint {run}: not a run directory ({error})") from error
-    tokenizer = ByteTokenizer()
-    ids = np.concatenate([[tokenizer.beginning_of_document], tokenizer.encode(prompt)]).astype(np.int32)
+    tokenizer = load_tokenizer(config.data)
+    beginning = [] if tokenizer.beginning is None else [tokenizer.beginning]
+    ids = np.concatenate([beginning, *tokenizer.encode([prompt.encode(errors="surrogateescape")])]).astype(np.int32)
     placement = Placement(make_mesh(MeshConfig(), visible_devices()[:1]), 0, config.precision)
     parts, trained, frozen = lora.adapt(make_parts(config.model), config.lora, config.precision)
     trees = {"masters": trained, "frozen": frozen}
@@ -77,7 +78,7 @@ def generate(run: Path, prompt: str, count: int) -> str:
             parts,
             count=count,
             vocabulary_size=config.model.vocabulary_size,
-            end=tokenizer.end_of_document,
+            end=tokenizer.end,
             placement=placement,
         )
     )

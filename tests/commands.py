@@ -33,7 +33,7 @@ ENVIRONMENT = {
     "JAX_COMPILATION_CACHE_DIR": COMPILED.name,
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
 }
-TIMINGS = {"tokens_per_second", "step_seconds"}
+TIMINGS = {"tokens_per_second", "step_seconds", "data_seconds"}
 
 
 def command(module: str, *arguments: object) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ FLOORS = (
     ("execution", "data", "checkpoint", "observe"),
     ("training",),
     ("config",),
-    ("train", "generate"),
+    ("train", "generate", "prepare"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
