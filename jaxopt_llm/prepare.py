@@ -8,6 +8,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections import Counter
@@ -106,6 +107,7 @@ _worker: tuple[DataConfig, Tokenizer]
 def _start_worker(config: DataConfig) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches them too; the parent ends them
     _worker = config, load_tokenizer(config)
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -28,7 +28,7 @@ def write_text(folder: Path, documents: Sequence[str]) -> Path:
     for number, document in enumerate(documents):
         path = folder / f"{number // 10:03}" / f"{number:04}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(document, newline="")
+        path.write_bytes(document.encode())
     return folder
 
 

@@ -2,7 +2,7 @@
 
 plan.json                  what was asked for: another request never writes here
 shard-00000.bin            tokens, uint16 or uint32, little-endian
-shard-00000.documents.npy  of each document: where it ends in the shard, and the key by which it is held out
+shard-00000.documents      of each document, int64: where it ends in the shard; uint64: its key
 shard-00000.json           counts and SHA-256; written last, so a shard that has it is whole
 manifest.json              the plan and all shards; written last of all, so a corpus that has it is whole
 """
@@ -47,12 +47,12 @@ def plan(files: Sequence[File], config: DataConfig, tokenizer: Tokenizer) -> dic
 def shards(files: Sequence[File]) -> list[list[Part]]:
     """The parts of all files, in order, in groups of about SHARD_BYTES."""
     found: list[list[Part]] = []
-    size = SHARD_BYTES
+    size = 0.0
     for file in files:
         of_file = parts(file)
         each = file.path.stat().st_size / max(len(of_file), 1)
         for part in of_file:
-            if size + each > SHARD_BYTES:
+            if not found or size + each > SHARD_BYTES:
                 found.append([])
                 size = 0
             found[-1].append(part)
@@ -77,7 +77,7 @@ def write_shard(directory: Path, number: int, of: Sequence[Part], config: DataCo
             file.write(piece.tokens.data)
         _sync(file)
     with _temporary(index).open("wb") as file:
-        np.save(file, documents)
+        file.write(documents.data)
         _sync(file)
     counts = {
         "documents": documents.size,
@@ -93,7 +93,7 @@ def write_shard(directory: Path, number: int, of: Sequence[Part], config: DataCo
 def shard_files(directory: Path, number: int) -> tuple[Path, Path, Path]:
     """Its tokens, its documents, its counts."""
     stem = directory / f"shard-{number:05}"
-    return stem.with_suffix(".bin"), stem.with_suffix(".documents.npy"), stem.with_suffix(".json")
+    return stem.with_suffix(".bin"), stem.with_suffix(".documents"), stem.with_suffix(".json")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -136,9 +136,9 @@ def _shard(name: str, directory: Path, number: int, counts: dict[str, Any], dtyp
     tokens, index, _ = shard_files(directory, number)
     for path, size in ((tokens, counts["tokens"] * dtype.itemsize), (index, counts["documents"] * _DOCUMENTS.itemsize)):
         has = path.stat().st_size if path.is_file() else 0
-        if (has < size) if path is index else (has != size):
+        if has != size:
             raise InputError(f"{path} is cut or not this corpus's: {has} bytes of {size}; prepare the corpus anew")
-    documents = np.load(index)
+    documents = np.fromfile(index, _DOCUMENTS)
     mapped = np.memmap(tokens, dtype, "r") if counts["tokens"] else np.empty(0, dtype)
     return Piece(name, mapped, documents["end"].copy(), documents["key"].copy())
 

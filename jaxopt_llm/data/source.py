@@ -3,6 +3,7 @@
 import glob
 import io
 import json
+import math
 import os
 import sysconfig
 from collections import Counter
@@ -192,16 +193,16 @@ def _text_rows(part: Part, config: DataConfig) -> Iterator[tuple[str, bytes | No
 
 
 def _jsonl_rows(part: Part, config: DataConfig) -> Iterator[tuple[str, bytes | None]]:
-    whole = part.file.path.suffix in COMPRESSED
+    at, stop = part.first, math.inf if part.file.path.suffix in COMPRESSED else part.last
     with _open(part.file) as stream:
-        if part.first:
-            stream.seek(part.first - 1)
-            stream.readline()  # the rest of a line that began before, or the newline alone
-        while whole or stream.tell() < part.last:
-            where = f"{part.file.name}, byte {stream.tell()}"
-            line = stream.readline()
-            if not line:
+        if at:
+            stream.seek(at - 1)
+            at += len(stream.readline()) - 1  # the rest of a line that began before, or the newline alone
+        for line in stream:
+            if at >= stop:
                 return
+            where = f"{part.file.name}, byte {at}"
+            at += len(line)
             if not line.isspace():
                 yield where, _text_of(where, line, config)
 

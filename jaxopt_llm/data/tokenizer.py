@@ -108,7 +108,7 @@ class JsonTokenizer:
         return [np.array(each.ids, np.int32) for each in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
-        text: str = self._library.decode(list(ids), skip_special_tokens=True)
+        text: str = self._library.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
 
 

@@ -38,14 +38,18 @@ class TokenStream:
     starts: NDArray[np.int64]
     origins: NDArray[np.int64]
     _bounds: NDArray[np.int64] = field(init=False)  # [pieces + 1], of the pieces end to end
-    _spans: NDArray[np.int64] = field(init=False)  # documents that do not follow on the one before in the same piece
+    # Runs of documents that follow on each other in one piece: where each begins in the stream, and in the pieces.
+    _span_starts: NDArray[np.int64] = field(init=False)
+    _span_origins: NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
         bounds = _cumulative([piece.tokens.size for piece in self.pieces])
         follows = self.origins[1:] == self.origins[:-1] + np.diff(self.starts)[:-1]
         follows &= ~np.isin(self.origins[1:], bounds)
         object.__setattr__(self, "_bounds", bounds)
-        object.__setattr__(self, "_spans", np.flatnonzero(np.concatenate([[True], ~follows])[: self.documents]))
+        first = np.flatnonzero(np.concatenate([[True], ~follows])[: self.documents])
+        object.__setattr__(self, "_span_starts", self.starts[np.append(first, self.documents)])
+        object.__setattr__(self, "_span_origins", self.origins[first])
 
     @property
     def size(self) -> int:
@@ -57,15 +61,12 @@ class TokenStream:
 
     def read(self, first: int, count: int) -> NDArray[np.int64]:
         """Returns stream positions [first, first + count)."""
-        span = int(np.searchsorted(self.starts[self._spans], first, side="right")) - 1
         read = np.empty(count, np.int64)
-        done = 0
+        done, span = 0, int(np.searchsorted(self._span_starts, first, side="right")) - 1
         while done < count:
-            document = self._spans[span]
-            stop = self.starts[self._spans[span + 1]] if span + 1 < self._spans.size else self.starts[-1]
-            origin = int(self.origins[document] + first + done - self.starts[document])
-            take = int(min(count - done, stop - first - done))
-            piece, offset = self._locate(origin)
+            into = first + done - int(self._span_starts[span])
+            take = min(count - done, int(self._span_starts[span + 1] - self._span_starts[span]) - into)
+            piece, offset = self._locate(int(self._span_origins[span]) + into)
             read[done : done + take] = piece.tokens[offset : offset + take]
             done, span = done + take, span + 1
         return read
@@ -101,7 +102,7 @@ def join(pieces: Sequence[Piece], chosen: Sequence[NDArray[np.bool_]]) -> TokenS
 
 
 def split(pieces: Sequence[Piece], share: float) -> tuple[list[NDArray[np.bool_]], list[NDArray[np.bool_]]]:
-    """Which documents train and which are held out: those with a key in the lowest `share` of all, and at least one.
+    """Which documents train and which are held out: those with a key in the lowest `share` of all. Each has one.
 
     A larger share only adds documents, and adding documents moves none (but the one that a share too small for them
     held out).
@@ -110,6 +111,8 @@ def split(pieces: Sequence[Piece], share: float) -> tuple[list[NDArray[np.bool_]
     below = keys.astype(np.float64) / 2**64 < share
     if keys.size and not below.any():
         below[keys.argmin()] = True
+    if keys.size and below.all():
+        below[keys.argmax()] = False
     cuts = np.cumsum([piece.keys.size for piece in pieces])[:-1]
     held_out = np.split(below, cuts)
     return [~each for each in held_out], held_out
