@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.errors import InputError
@@ -225,7 +225,7 @@ def _text_of(where: str, line: bytes, config: DataConfig) -> bytes | None:
         return text.encode(errors="surrogatepass")
 
 
-def _parquet(file: File):  # type: ignore[no-untyped-def]  # pyarrow has no types
+def _parquet(file: File) -> Any:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
