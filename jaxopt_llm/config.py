@@ -20,7 +20,7 @@ from typing import Any, Literal
 from jax.sharding import AbstractMesh
 
 from jaxopt_llm.checkpoint.policy import CheckpointConfig
-from jaxopt_llm.data.source import DataConfig
+from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.decoder import ModelConfig, layout, make_parts, param_specs
@@ -87,6 +87,8 @@ RESUME_MAY_CHANGE = (
     "run.directory",
     "run.allow_change",
     "run.deterministic",
+    "data.paths",  # where it lies; that it is the same corpus is looked at
+    "data.stall_seconds",
     "training.steps",
     "training.accumulation",
     "training.skip_limit",

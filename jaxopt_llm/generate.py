@@ -11,7 +11,7 @@ from typing import NoReturn
 import numpy as np
 
 from jaxopt_llm import errors, run
-from jaxopt_llm.data.tokenizer import ByteTokenizer
+from jaxopt_llm.data.tokenizer import Tokenizer
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution.decode import Sampling, continuations
 from jaxopt_llm.run import Run
@@ -22,7 +22,7 @@ MOST_TOKENS = 100_000  # the cache holds keys and values of all of them
 class Continuation:
     """The text of one prompt's tokens as they come: up to the end of the document, or to a stop string."""
 
-    def __init__(self, tokenizer: ByteTokenizer, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         self._tokenizer, self._stops = tokenizer, stops
         self._ids: list[int] = []
         self._given = 0
@@ -32,7 +32,7 @@ class Continuation:
     def add(self, token: int) -> None:
         if self.done:
             return
-        if token == self._tokenizer.end_of_document:
+        if token == self._tokenizer.end:
             self.done = True
             return
         self._ids.append(token)
@@ -69,10 +69,10 @@ def generate(
 ) -> list[str]:
     """What the model continues each prompt with, up to `count` tokens. show: is given the first one's as it comes."""
     tokenizer = source.tokenizer
-    ids = [
-        np.concatenate([[tokenizer.beginning_of_document], tokenizer.encode(prompt)]).astype(np.int32)
-        for prompt in prompts
-    ]
+    beginning = [] if tokenizer.beginning is None else [tokenizer.beginning]
+    texts = tokenizer.encode([prompt.encode(errors="surrogateescape") for prompt in prompts])
+    # Of an empty prompt without a beginning, the end of a document before it.
+    ids = [np.array([*beginning, *text] or [tokenizer.end], np.int32) for text in texts]
     written = [Continuation(tokenizer, stops) for _ in prompts]
     size = source.config.model.vocabulary_size
     for tokens in continuations(source.parts, source.params, ids, count, size, sampling, seed, source.placement):

@@ -9,7 +9,7 @@ from jaxopt_llm import config as configuration
 from jaxopt_llm import tree
 from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.data.tokenizer import ByteTokenizer
+from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.errors import CheckpointError, InputError
 from jaxopt_llm.model.decoder import Params, Parts, make_parts
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh, visible_devices
@@ -22,7 +22,7 @@ class Run:
     """A run's last checkpoint, on one device."""
 
     config: TrainConfig
-    tokenizer: ByteTokenizer
+    tokenizer: Tokenizer
     parts: Parts
     params: Params
     placement: Placement
@@ -45,4 +45,4 @@ def load(directory: Path) -> Run:
             raise CheckpointError(f"--checkpoint {directory}: it has no checkpoint yet")
         restored = checkpoints.restore(step, **held)
     params = tree.merge(restored["masters"], restored.get("frozen", frozen))
-    return Run(config, ByteTokenizer(), parts, params, placement, step)
+    return Run(config, load_tokenizer(config.data), parts, params, placement, step)

@@ -17,10 +17,11 @@ from jaxopt_llm import errors
 from jaxopt_llm.checkpoint.lock import sole_owner
 from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.data.loader import Loader, held_out_batches
-from jaxopt_llm.data.packing import PackedRows, check_ids, token_stream
-from jaxopt_llm.data.source import Corpus, Document, standard_library_corpus
-from jaxopt_llm.data.tokenizer import ByteTokenizer
+from jaxopt_llm.data.corpus import Corpus, open_corpus
+from jaxopt_llm.data.loader import Loader, held_out_batches, read_ahead
+from jaxopt_llm.data.packing import PackedRows
+from jaxopt_llm.data.tokenizer import load_tokenizer
+from jaxopt_llm.data.tokens import TokenStream
 from jaxopt_llm.errors import InputError, Preempted, TrainingDiverged
 from jaxopt_llm.model import flops, leaves, param
 from jaxopt_llm.model.batch import Batch
@@ -50,20 +51,21 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
     Raises Preempted, after the step and its checkpoint, where a signal asks for a stop before the last step.
     """
     directory = Path(config.run.directory)
-    corpus = standard_library_corpus(config.data)
-    _check_directory(directory, config, corpus)
-    tokenizer = ByteTokenizer()
+    tokenizer = load_tokenizer(config.data)
     if tokenizer.vocabulary_size > config.model.vocabulary_size:
         raise InputError(
-            f"model.vocabulary_size={config.model.vocabulary_size}: the byte tokenizer has {tokenizer.vocabulary_size}"
+            f"model.vocabulary_size={config.model.vocabulary_size}: the tokenizer {config.data.tokenizer} has "
+            f"{tokenizer.vocabulary_size} tokens"
         )
+    corpus = open_corpus(config.data, tokenizer)
+    _check_directory(directory, config, corpus)
 
-    def rows(documents: tuple[Document, ...]) -> PackedRows:
-        stream = token_stream((each.content for each in documents), tokenizer)
-        check_ids(stream, documents, config.model.vocabulary_size)
-        return PackedRows(stream, config.training.sequence_length)
+    def rows(stream: TokenStream) -> PackedRows:
+        return PackedRows(stream, config.training.sequence_length, config.model.vocabulary_size)
 
-    loader = Loader(rows(corpus.training), config.training.batch_size, config.run.seed)
+    sources = {source.name: rows(source.training) for source in corpus.sources}
+    weights = [source.weight for source in corpus.sources]
+    loader = Loader(sources, weights, config.training.batch_size, config.run.seed)
     held_out_rows = held_out_batches(rows(corpus.held_out), config.training.batch_size, config.evaluation.batches)
 
     placement = Placement(make_mesh(config.mesh), config.sharding.zero_stage, config.precision)
@@ -94,6 +96,7 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
             f"{leaves.count(program.parts.specs):,} parameters{trained} on {placement.mesh.size} "
             f"{jax.devices()[0].device_kind} device(s), run directory {directory}"
         )
+        progress.say(f"data: {corpus}")
         if config.mesh.pipeline > 1:
             idle = (config.mesh.pipeline - 1) / (config.training.accumulation + config.mesh.pipeline - 1)
             progress.say(f"pipeline: {idle:.0%} of a step is idle; fewer with more --training.accumulation")
@@ -144,12 +147,12 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
         if preemption.requested():
             raise Preempted(start)
         meter.restart(start)
+        batches = read_ahead(loader, start, config.data.stall_seconds)
         unread: tuple[int, Metrics] | None = None
         for step in range(start + 1, config.training.steps + 1):
             profiler.before(step)
-            clock = time.perf_counter()
-            batch = loader.batch_at(step - 1)
-            meter.waited(time.perf_counter() - clock)
+            batch, waited = next(batches)
+            meter.waited(waited)
             state, metrics = compiled(state, on_devices(batch))
             profiler.after(step, metrics)
             progress.advance(step)
@@ -244,16 +247,16 @@ def _check_directory(directory: Path, config: TrainConfig, corpus: Corpus) -> No
         old_corpus = json.loads((directory / "corpus.json").read_text())["sha256"]
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise InputError(f"{directory} holds no run that can be continued ({error}); choose another") from error
-    if old_corpus != corpus.sha256:
-        raise InputError(
-            f"{directory} learnt from another corpus: the standard library of another Python; continue with that one, "
-            "or choose another --run.directory"
-        )
     found = configuration.differences(old, config)
     if found:
         raise InputError(
             f"{directory} is another run: {'; '.join(found)}; choose another --run.directory, or allow the change of a "
             "field with --run.allow-change NAME"
+        )
+    if old_corpus != corpus.sha256:
+        raise InputError(
+            f"{directory} learnt from another corpus than {corpus.name} now holds: bring that one back (the standard "
+            "library is that of the Python it began with), or choose another --run.directory"
         )
 
 
@@ -266,7 +269,9 @@ def _set_aside(log: Path) -> None:
 
 def _record(directory: Path, config: TrainConfig, corpus: Corpus) -> None:
     """Makes the run directory this configuration's, before there is a checkpoint that says whose it is."""
-    replace_text(directory / "corpus.json", json.dumps({"name": "Python standard library", "sha256": corpus.sha256}))
+    replace_text(
+        directory / "corpus.json", json.dumps({"name": corpus.name, "summary": str(corpus), "sha256": corpus.sha256})
+    )
     replace_text(directory / "config.json", configuration.to_json(config))
 
 

@@ -16,7 +16,7 @@ def shown(text: str, *stops: str, end: bool = True) -> tuple[list[str], str]:
     """What is shown after each byte of a text (and the end of the document), and the whole."""
     continuation = Continuation(ByteTokenizer(), stops)
     news = []
-    for token in [*text.encode(), *([ByteTokenizer.end_of_document] if end else [])]:
+    for token in [*text.encode(), *([ByteTokenizer.end] if end else [])]:
         continuation.add(token)
         news.append(continuation.news(last=False))
     news.append(continuation.news(last=True))
@@ -51,7 +51,7 @@ def test_a_stop_string_ends_it_and_no_part_of_one_is_shown(text: str, stops: tup
 
 def test_nothing_follows_the_end_of_the_document() -> None:
     continuation = Continuation(ByteTokenizer(), ())
-    for token in (104, ByteTokenizer.end_of_document, 105):
+    for token in (104, ByteTokenizer.end, 105):
         continuation.add(token)
     assert (continuation.text, continuation.done) == ("h", True)
 

@@ -17,11 +17,16 @@ from jaxopt_llm.parallel.mesh import MeshConfig
 
 
 def tiny(directory: Path, **sections: Any) -> TrainConfig:
+    """Of a run in this folder, which is made, over documents beside it."""
+    directory.mkdir()
+    documents = (json.dumps({"text": f"{number} " * 40}) for number in range(100))
+    (directory.parent / "documents.jsonl").write_text("\n".join(documents))
     recipe = configuration.load("quickstart.py")
     return dataclasses.replace(
         recipe,
         run=dataclasses.replace(recipe.run, directory=str(directory)),
         model=toy.CONFIG,
+        data=dataclasses.replace(recipe.data, paths=(str(directory.parent / "*.jsonl"),), held_out=0.5),
         mesh=MeshConfig(fsdp=8),
         training=dataclasses.replace(recipe.training, steps=5, batch_size=8, sequence_length=32),
         evaluation=dataclasses.replace(recipe.evaluation, every=4, batches=1),
@@ -75,7 +80,6 @@ def test_metrics_are_read_a_step_late(tmp_path: Path, monkeypatch: pytest.Monkey
         return dataclasses.replace(program, step=Watching())
 
     monkeypatch.setattr(command, "make_program", watched_program)
-    (tmp_path / "run").mkdir()
     with Preemption() as preemption:
         command.train(tiny(tmp_path / "run"), preemption)
     assert events == [
@@ -99,7 +103,6 @@ def test_a_profile_of_the_steps_that_were_asked_for(tmp_path: Path, monkeypatch:
     start, stop = jax.profiler.start_trace, jax.profiler.stop_trace
     monkeypatch.setattr(jax.profiler, "start_trace", lambda path: (running.append(("start", steps)), start(path)))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: (running.append(("stop", steps)), stop()))
-    (tmp_path / "run").mkdir()
     with Preemption() as preemption:
         profile = configuration.ProfileConfig(start_step=2, steps=2)
         command.train(tiny(tmp_path / "run", profile=profile), preemption)

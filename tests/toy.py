@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 import reference
+from texts import stream
 
-from jaxopt_llm.data.packing import PackedRows, token_stream
+from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokenizer import ByteTokenizer
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import ModelConfig, Params, layout
@@ -63,7 +64,7 @@ def packed(rows: int, length: int, seed: int = 0) -> Batch:
     """Fields [rows, length]; documents begin and end within rows and go on from one to the next."""
     random = np.random.default_rng(seed)
     documents = [random.bytes(int(size)) for size in random.integers(1, length // 2, 8 * rows)]
-    source = PackedRows(token_stream(documents, ByteTokenizer()), length)
+    source = PackedRows(stream(documents), length, ByteTokenizer.vocabulary_size)
     return jax.tree.map(lambda *fields: np.stack(fields), *(source[row] for row in range(rows)))
 
 

@@ -1,4 +1,4 @@
-"""A run directory belongs to one process at a time."""
+"""A directory that is written belongs to one process at a time."""
 
 import contextlib
 import errno
@@ -10,8 +10,9 @@ from jaxopt_llm.errors import InputError
 
 
 @contextlib.contextmanager
-def sole_owner(directory: Path) -> Iterator[None]:
-    """Makes the run directory and holds it against other processes. The kernel lets go when this one dies.
+def sole_owner(directory: Path, setting: str = "run.directory") -> Iterator[None]:
+    """Makes the directory that a setting names and holds it against other processes. The kernel lets go when this one
+    dies.
 
     Raises InputError where it cannot be written, or another process holds it.
     """
@@ -19,13 +20,13 @@ def sole_owner(directory: Path) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / "lock").open("a")
     except OSError as error:
-        raise InputError(f"run.directory {directory} cannot be written: {error}") from error
+        raise InputError(f"{setting} {directory} cannot be written: {error}") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise InputError(
-                f"run.directory {directory} is in use: another process trains there; wait for its end or choose another"
+                f"{setting} {directory} is in use: another process writes there; wait for its end or choose another"
             ) from error
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):  # shared storage without locks

@@ -1,39 +1,123 @@
-"""Which rows each step reads."""
+"""Which rows each step reads, and reading them ahead of the step."""
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
 
 import grain
+import jax
+import numpy as np
 
 from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.model.batch import Batch
 
+_AHEAD = 2  # batches beside the one that is asked for
+
 
 class Loader:
     """Training batches without end, as a pure function of (seed, step): there is no position to save or restore.
 
-    Global row r is row r % len(rows) of the shuffle of epoch r // len(rows), and step reads global rows
-    step * B to step * B + B - 1. Every epoch reads every row once, in another order; a batch may span two epochs.
+    Step reads global rows step * B to step * B + B - 1. A mixture gives global row r to one of its sources, so that of
+    any first n rows each has its share to within one row (two, of three sources; ...), as that source's next row.
+    Row k of a source is row k % len(rows) of the shuffle of its epoch k // len(rows): every epoch reads every row
+    once, in another order. A batch may span two epochs.
 
     Args:
-        rows: the training split.
+        sources: rows of the training split, by name.
+        weights: share of each source, relative to their sum.
         batch_size: B, sequences per step over all devices.
-        seed: of the shuffle, at least 0.
+        seed: of the shuffles, at least 0.
+        process: index and count of the processes that share every batch: this one reads the rows of a B / count.
 
     Raises:
-        InputError: a batch size below 1 or a negative seed.
+        InputError: a batch size below 1, or that does not divide by the processes, or a negative seed.
     """
 
-    def __init__(self, rows: PackedRows, batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        sources: dict[str, PackedRows],
+        weights: Sequence[float],
+        batch_size: int,
+        seed: int,
+        process: tuple[int, int] = (0, 1),
+    ) -> None:
         _check_batch_size(batch_size)
         if seed < 0:
             raise InputError(f"run.seed is {seed}: it must be at least 0")
+        index, count = process
+        if batch_size % count:
+            raise InputError(f"training.batch_size={batch_size} does not divide by {count} processes")
+        self._batch_size = batch_size
+        self._own = range(index * batch_size // count, (index + 1) * batch_size // count)
+        self._names = list(sources)
+        self._shares = _integers(weights)
         # shuffle(seed=seed) would give epoch e the order of epoch e - 1 under seed + 1; seed() hashes the seed first.
-        shuffled = grain.MapDataset.source(rows).seed(seed).shuffle()
-        self._batches = shuffled.repeat().batch(batch_size, drop_remainder=True)
+        self._shuffled = [
+            grain.MapDataset.source(rows).seed(seed + (number << 32)).shuffle().repeat()
+            for number, rows in enumerate(sources.values())
+        ]
+        self.reading = ""  # the source that batch_at reads from, for whoever waits for it
 
     def batch_at(self, step: int) -> Batch:
-        """Returns the batch of a step, counted from 0: NumPy arrays [B, S]."""
-        batch: Batch = self._batches[step]
+        """Returns this process's rows of the batch of a step, counted from 0: NumPy arrays [B / processes, S]."""
+        rows = []
+        for row in self._own:
+            source, number = mixed(step * self._batch_size + row, self._shares)
+            self.reading = self._names[source]
+            rows.append(self._shuffled[source][number])
+        batch: Batch = jax.tree.map(lambda *fields: np.stack(fields), *rows)
         return batch
+
+
+def mixed(row: int, shares: Sequence[int]) -> tuple[int, int]:
+    """Which source gives a global row of a mixture, and how many rows it has given before."""
+    remaining = sum(shares)
+    for source, share in enumerate(shares[:-1]):
+        before, after = (count * share // remaining for count in (row, row + 1))
+        if after > before:
+            return source, before
+        row, remaining = row - before, remaining - share
+    return len(shares) - 1, row
+
+
+def read_ahead(loader: Loader, first: int, stall_seconds: float) -> Iterator[tuple[Batch, float]]:
+    """Yields the batches from step `first` on, each with the seconds that it was waited for; reads in the background.
+
+    Raises what reading raises, and InputError where one batch takes longer than `stall_seconds`.
+    """
+    asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    read: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
+
+    def serve() -> None:
+        for step in iter(asked.get, None):
+            try:
+                read.put(loader.batch_at(step))
+            except Exception as error:
+                read.put(error)
+
+    # A daemon: a read that never returns must not keep the process.
+    threading.Thread(target=serve, name="read-ahead", daemon=True).start()
+    try:
+        for step in range(first, first + _AHEAD):
+            asked.put(step)
+        for step in itertools.count(first + _AHEAD):
+            asked.put(step)
+            clock = time.perf_counter()
+            try:
+                batch = read.get(timeout=stall_seconds)
+            except queue.Empty:
+                raise InputError(
+                    f"no batch in {stall_seconds:g} s: reading data.paths {loader.reading} stalls; see to its storage, "
+                    "or raise data.stall_seconds"
+                ) from None
+            if isinstance(batch, Exception):
+                raise batch
+            yield batch, time.perf_counter() - clock
+    finally:
+        asked.put(None)
 
 
 def held_out_batches(rows: PackedRows, batch_size: int, count: int) -> list[Batch]:
@@ -59,6 +143,11 @@ def held_out_batches(rows: PackedRows, batch_size: int, count: int) -> list[Batc
     spread = grain.MapDataset.source(rows)[:: len(rows) // (count * batch_size)]
     batches = spread.batch(batch_size, drop_remainder=True)
     return [batches[i] for i in range(count)]
+
+
+def _integers(weights: Sequence[float]) -> list[int]:
+    """Weights as whole numbers, to a millionth of their sum: row numbers times floats would lose rows."""
+    return [max(round(weight / sum(weights) * 10**6), 1) for weight in weights]
 
 
 def _check_batch_size(batch_size: int) -> None:

@@ -1,21 +1,33 @@
 """Batches as a function of (seed, step), and the fixed held-out batches."""
 
+import itertools
+import threading
 from dataclasses import fields
 
 import numpy as np
 import pytest
+from texts import stream
 
-from jaxopt_llm.data.loader import Loader, held_out_batches
-from jaxopt_llm.data.packing import PackedRows, token_stream
-from jaxopt_llm.data.tokenizer import ByteTokenizer
+from jaxopt_llm.data.loader import Loader, held_out_batches, mixed, read_ahead
+from jaxopt_llm.data.packing import PackedRows
+from jaxopt_llm.data.tokens import Piece, join
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.model.batch import Batch
 
 
-def numbered_rows(count: int) -> PackedRows:
+def numbered_rows(count: int, first: int = 0) -> PackedRows:
     """Rows of 4 tokens, each of which holds its own number: row i is the document [i, i] with its delimiters."""
-    # The extra byte is the last row's last target.
-    return PackedRows(token_stream([bytes([i, i]) for i in range(count)] + [b"x"], ByteTokenizer()), 4)
+    return PackedRows(stream([bytes([i, i]) for i in range(first, first + count)]), 4, 258)
+
+
+def make_loader(rows: int, batch_size: int, seed: int) -> Loader:
+    return Loader({"numbers": numbered_rows(rows)}, [1.0], batch_size, seed)
+
+
+def mixture(weights: list[float], batch_size: int = 4, process: tuple[int, int] = (0, 1)) -> Loader:
+    """Of sources with rows 0 to 9, 100 to 107 and 200 to 204."""
+    sources = {"a": numbered_rows(10), "b": numbered_rows(8, 100), "c": numbered_rows(5, 200)}
+    return Loader(sources, weights, batch_size, seed=3, process=process)
 
 
 def numbers(batch: Batch) -> list[int]:
@@ -23,7 +35,7 @@ def numbers(batch: Batch) -> list[int]:
 
 
 def order(seed: int, rows: int, epoch: int) -> list[int]:
-    loader = Loader(numbered_rows(rows), batch_size=1, seed=seed)
+    loader = make_loader(rows, batch_size=1, seed=seed)
     return [numbers(loader.batch_at(epoch * rows + i))[0] for i in range(rows)]
 
 
@@ -34,7 +46,7 @@ def assert_same(a: Batch, b: Batch) -> None:
 
 def test_batch_is_stacked_numpy_rows() -> None:
     rows = numbered_rows(10)
-    batch = Loader(rows, batch_size=3, seed=0).batch_at(0)
+    batch = Loader({"rows": rows}, [1.0], batch_size=3, seed=0).batch_at(0)
     for field in fields(batch):
         array = getattr(batch, field.name)
         assert isinstance(array, np.ndarray) and array.shape == (3, 4)
@@ -45,18 +57,18 @@ def test_batch_is_stacked_numpy_rows() -> None:
 
 def test_batch_at_is_pure() -> None:
     steps = [0, 1, 2, 3, 4, 1000, 10**9]
-    loader = Loader(numbered_rows(10), batch_size=4, seed=7)
+    loader = make_loader(10, batch_size=4, seed=7)
     first = {step: loader.batch_at(step) for step in steps}
     for step in reversed(steps):
         assert_same(first[step], loader.batch_at(step))
-        assert_same(first[step], Loader(numbered_rows(10), batch_size=4, seed=7).batch_at(step))
+        assert_same(first[step], make_loader(10, batch_size=4, seed=7).batch_at(step))
 
 
 def test_the_batch_size_only_cuts_the_sequence_of_rows() -> None:
     # 10 rows do not divide by 4 or 3: batches span epochs, and no row is dropped.
     sequence = [row for epoch in range(3) for row in order(seed=7, rows=10, epoch=epoch)]
     for batch_size in (1, 3, 4, 12):
-        loader = Loader(numbered_rows(10), batch_size, seed=7)
+        loader = make_loader(10, batch_size, seed=7)
         for step in range(30 // batch_size):
             assert numbers(loader.batch_at(step)) == sequence[step * batch_size : (step + 1) * batch_size]
 
@@ -95,11 +107,109 @@ def test_fewer_held_out_rows_than_one_batch_is_an_input_error_with_the_numbers()
 
 def test_a_batch_size_below_one_is_an_input_error() -> None:
     with pytest.raises(InputError, match="batch size"):
-        Loader(numbered_rows(10), batch_size=0, seed=0)
+        make_loader(10, batch_size=0, seed=0)
     with pytest.raises(InputError, match="batch size"):
         held_out_batches(numbered_rows(10), batch_size=0, count=1)
 
 
 def test_a_negative_seed_is_an_input_error() -> None:
     with pytest.raises(InputError, match="run.seed"):
-        Loader(numbered_rows(10), batch_size=1, seed=-1)
+        make_loader(10, batch_size=1, seed=-1)
+
+
+def test_an_epoch_reads_every_token_once() -> None:
+    """Tokens that are numbers of their own, in documents of random lengths: whatever is lost or read twice shows."""
+    random = np.random.default_rng(0)
+    for length in (1, 5, 16, 64):
+        ends = np.unique(random.integers(1, 500, 60))
+        of = Piece("numbers", np.arange(ends[-1]), ends, np.zeros(ends.size, np.uint64))
+        rows = PackedRows(join([of], [np.ones(ends.size, bool)]), length, vocabulary_size=int(ends[-1]))
+        loader = Loader({"numbers": rows}, [1.0], batch_size=1, seed=0)
+        for epoch in range(2):
+            batches = [loader.batch_at(step) for step in range(epoch * len(rows), (epoch + 1) * len(rows))]
+            real = [batch.segment_ids > 0 for batch in batches]
+            tokens, targets = (
+                np.sort(np.concatenate([getattr(batch, name)[r] for batch, r in zip(batches, real, strict=True)]))
+                for name in ("tokens", "targets")
+            )
+            assert np.array_equal(tokens, np.arange(ends[-1] - 1))
+            assert np.array_equal(targets, np.arange(1, ends[-1]))
+            learnt = np.concatenate([batch.targets[batch.loss_mask] for batch in batches])
+            assert np.array_equal(np.sort(learnt), np.setdiff1d(np.arange(ends[-1]), [0, *ends]))
+
+
+@pytest.mark.parametrize("weights", [[1.0], [0.5, 0.5], [0.7, 0.2, 0.1], [3.0, 1e-3, 1.0]])
+def test_a_mixture_gives_each_source_its_share_row_by_row(weights: list[float]) -> None:
+    shares = [round(weight / sum(weights) * 10**6) for weight in weights]
+    given = [0] * len(weights)
+    for row in range(2000):
+        source, number = mixed(row, shares)
+        assert number == given[source]
+        given[source] += 1
+        for count, share in zip(given, shares, strict=True):
+            assert abs(count - (row + 1) * share / sum(shares)) < len(shares)
+    assert mixed(10**15, shares)[1] <= 10**15
+
+
+def test_each_source_of_a_mixture_has_its_own_epochs() -> None:
+    loader = mixture([2.0, 1.0, 1.0])
+    read = [number for step in range(40) for number in numbers(loader.batch_at(step))]
+    for first, rows, share in ((0, 10, 80), (100, 8, 40), (200, 5, 40)):
+        own = [number - first for number in read if first <= number < first + 100]
+        assert len(own) == share
+        epochs = [own[i : i + rows] for i in range(0, share - rows + 1, rows)]
+        assert all(sorted(epoch) == list(range(rows)) for epoch in epochs)
+        assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
+
+
+def test_the_order_of_a_mixture_never_changes() -> None:
+    assert [numbers(mixture([2.0, 1.0, 1.0]).batch_at(step)) for step in range(2)] == [
+        [200, 4, 100, 6],
+        [204, 9, 101, 7],
+    ]
+
+
+def test_processes_share_each_batch() -> None:
+    for step in (0, 7):
+        whole = numbers(mixture([0.6, 0.3, 0.1]).batch_at(step))
+        for count in (1, 2, 4):
+            own = [numbers(mixture([0.6, 0.3, 0.1], process=(index, count)).batch_at(step)) for index in range(count)]
+            assert list(itertools.chain(*own)) == whole
+    with pytest.raises(InputError, match="training.batch_size=4 does not divide by 3"):
+        mixture([1.0, 1.0, 1.0], process=(0, 3))
+
+
+class Slow(Loader):
+    """A loader that waits to be let on, or fails."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.let = threading.Semaphore(0)
+        self.reading = "slow.jsonl"
+
+    def batch_at(self, step: int) -> Batch:
+        self.asked.append(step)
+        self.let.acquire()
+        if step == 7:
+            raise InputError("damaged")
+        return Batch(step, step, step, step, step)
+
+
+def test_batches_are_read_ahead_in_order_and_no_further() -> None:
+    loader = Slow()
+    loader.let.release(n=100)
+    batches = read_ahead(loader, 5, stall_seconds=60)
+    assert [next(batches)[0].tokens for _ in range(2)] == [5, 6]
+    with pytest.raises(InputError, match="damaged"):
+        next(batches)
+    assert loader.asked == list(range(5, 5 + len(loader.asked))) and len(loader.asked) <= 5
+
+
+def test_waiting_is_measured_and_ends() -> None:
+    loader = Slow()
+    batches = read_ahead(loader, 0, stall_seconds=1)
+    loader.let.release()
+    assert next(batches)[1] >= 0
+    with pytest.raises(InputError, match="no batch in 1 s: .*slow.jsonl stalls.*data.stall_seconds"):
+        next(batches)
+    loader.let.release(n=100)

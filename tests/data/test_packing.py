@@ -5,15 +5,15 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+from texts import piece, stream
 
-from jaxopt_llm.data.packing import PackedRows, TokenStream, check_ids, token_stream
-from jaxopt_llm.data.source import Document
+from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokenizer import ByteTokenizer
+from jaxopt_llm.data.tokens import Piece, join
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.model.batch import Batch
 
-tokenizer = ByteTokenizer()
-BEGINNING, END = tokenizer.beginning_of_document, tokenizer.end_of_document
+BEGINNING, END = ByteTokenizer.beginning, ByteTokenizer.end
 
 
 def random_documents(seed: int, count: int, longest: int) -> list[bytes]:
@@ -36,7 +36,7 @@ CASES = {
 def slow_rows(documents: list[bytes], length: int) -> list[dict[str, list[int]]]:
     stream = [(token, number) for number, d in enumerate(documents) for token in [BEGINNING, *d, END]]
     rows = []
-    for first in range(0, len(stream) - length, length):
+    for first in range(0, len(stream) - 1, length):
         row: dict[str, list[int]] = {field.name: [] for field in fields(Batch)}
         segment, position, previous = 0, 0, None
         for (token, number), (target, target_number) in itertools.pairwise(stream[first : first + length + 1]):
@@ -48,13 +48,17 @@ def slow_rows(documents: list[bytes], length: int) -> list[dict[str, list[int]]]
             row["segment_ids"].append(segment)
             row["positions"].append(position)
             position += 1
-        rows.append(row)
+        rows.append({name: values + [0] * (length - len(values)) for name, values in row.items()})
     return rows
 
 
 def read(documents: list[bytes], length: int) -> list[Batch]:
-    rows = PackedRows(token_stream(documents, tokenizer), length)
+    rows = packed(documents, length)
     return [rows[i] for i in range(len(rows))]
+
+
+def packed(documents: list[bytes], length: int) -> PackedRows:
+    return PackedRows(stream(documents), length, ByteTokenizer.vocabulary_size)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -64,28 +68,44 @@ def test_rows_equal_the_slow_reading(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_token_is_a_target_once_but_the_first_of_the_stream_and_the_tail(case: str) -> None:
+def test_every_token_is_a_target_once_but_the_first_of_the_stream(case: str) -> None:
     documents, length = CASES[case]
-    stream = token_stream(documents, tokenizer)
-    targets = np.concatenate([row.targets for row in read(documents, length)])
-    assert np.array_equal(targets, stream.tokens[1 : 1 + targets.size])
-    assert 0 <= stream.tokens.size - 1 - targets.size < length
+    rows, tokens = read(documents, length), stream(documents).read(0, stream(documents).size)
+    for name, expected in (("tokens", tokens[:-1]), ("targets", tokens[1:])):
+        assert np.array_equal(np.concatenate([getattr(row, name)[row.segment_ids > 0] for row in rows]), expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_chosen_documents_of_several_pieces_are_one_stream(seed: int) -> None:
+    """As if they had been copied together, whatever was left out between them."""
+    random = np.random.default_rng(seed)
+    lists = [random_documents(100 * seed + i, int(random.integers(0, 9)), 12) for i in range(6)]
+    masks = [random.random(len(each)) < 0.6 for each in lists]
+    copied = [d for each, mask in zip(lists, masks, strict=True) for d, kept in zip(each, mask, strict=True) if kept]
+    joined, expected = join([piece(each) for each in lists], masks), stream(copied)
+    assert joined.starts.tolist() == expected.starts.tolist()
+    for first, stop in random.integers(0, joined.size + 1, (50, 2)):
+        count = max(int(stop) - int(first), 1)
+        if first < joined.size:
+            count = min(count, joined.size - int(first))
+            assert joined.read(int(first), count).tolist() == expected.read(int(first), count).tolist()
+            assert joined.documents_of(int(first), count).tolist() == expected.documents_of(int(first), count).tolist()
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_loss_is_on_everything_but_beginnings_of_documents(case: str) -> None:
     for row in read(*CASES[case]):
-        assert np.array_equal(row.loss_mask, row.targets != BEGINNING)
+        assert np.array_equal(row.loss_mask, (row.targets != BEGINNING) & (row.segment_ids > 0))
 
 
 def test_stream_is_the_delimited_documents() -> None:
-    stream = token_stream([b"ab", b"", b"c"], tokenizer)
-    assert stream.tokens.tolist() == [BEGINNING, 97, 98, END, BEGINNING, END, BEGINNING, 99, END]
-    assert stream.starts.tolist() == [0, 4, 6]
+    found = stream([b"ab", b"", b"c"])
+    assert found.read(0, 9).tolist() == [BEGINNING, 97, 98, END, BEGINNING, END, BEGINNING, 99, END]
+    assert found.starts.tolist() == [0, 4, 6, 9]
 
 
 def test_a_document_continued_from_the_row_before_restarts() -> None:
-    _, second = read([b"abcdefghi"], 4)
+    _, second, _ = read([b"abcdefghi"], 4)
     assert second.positions.tolist() == [0, 1, 2, 3]
     assert second.segment_ids.tolist() == [1, 1, 1, 1]
 
@@ -98,14 +118,8 @@ def test_shapes_and_types() -> None:
         assert array.dtype == (np.bool_ if field.name == "loss_mask" else np.int32)
 
 
-def test_rows_cannot_change_the_stream() -> None:
-    row = read([b"abcdef"], 4)[0]
-    with pytest.raises(ValueError, match="read-only"):
-        np.asarray(row.tokens)[0] = 0
-
-
 def test_a_row_outside_the_source_is_an_index_error() -> None:
-    rows = PackedRows(token_stream([b"abcdef"], tokenizer), 3)
+    rows = packed([b"abcdef"], 3)
     for index in (-1, len(rows)):
         with pytest.raises(IndexError):
             rows[index]
@@ -115,19 +129,20 @@ def test_a_row_outside_the_source_is_an_index_error() -> None:
 def test_too_little_for_one_row_is_an_input_error_with_the_numbers(documents: list[bytes]) -> None:
     tokens = sum(len(d) + 2 for d in documents)
     with pytest.raises(InputError, match=f"{len(documents)} documents hold {tokens} tokens.* 4 reads 5"):
-        PackedRows(token_stream(documents, tokenizer), 4)
+        packed(documents, 4)
 
 
 def test_a_sequence_length_below_one_is_an_input_error() -> None:
     with pytest.raises(InputError, match="sequence_length"):
-        PackedRows(token_stream([b"ab"], tokenizer), 0)
+        packed([b"ab"], 0)
 
 
-@pytest.mark.parametrize("wrong", [-1, 300])
+@pytest.mark.parametrize("wrong", [-1, 300, 2**32 + 5])
 def test_an_id_outside_the_vocabulary_is_an_input_error_that_says_where(wrong: int) -> None:
-    documents = [Document("a.py", b"?"), Document("b.py", b"?"), Document("c.py", b"?")]
-    ids = np.array([0, 1, 299, 2, wrong, 5, 6, wrong], np.int32)
-    stream = TokenStream(ids, starts=np.array([0, 3, 5]))
-    with pytest.raises(InputError, match=f"b.py has the token id {wrong}, outside model.vocabulary_size=300"):
-        check_ids(stream, documents, 300)
-    check_ids(TokenStream(ids[:4], stream.starts), documents, 300)
+    ids = np.array([0, 1, 299, 2, wrong, 5, 6, 7], np.int64)
+    of = Piece("b.npy", ids, ends=np.array([3, 5, 8]), keys=np.zeros(3, np.uint64))
+    rows = PackedRows(join([of], [np.ones(3, bool)]), 2, vocabulary_size=300)
+    rows[0], rows[3]
+    for row in (1, 2):
+        with pytest.raises(InputError, match=f"b.npy, document 1 has the token id {wrong}, outside.*=300"):
+            rows[row]

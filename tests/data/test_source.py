@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxopt_llm.data.source import Corpus, DataConfig, standard_library_corpus
+from jaxopt_llm.data.config import DataConfig
+from jaxopt_llm.data.corpus import Corpus, open_corpus
+from jaxopt_llm.data.tokenizer import ByteTokenizer
 from jaxopt_llm.errors import InputError
 
 
@@ -25,22 +27,28 @@ def write(path: Path, text: str) -> None:
 
 
 def read(held_out: float = 0.25) -> Corpus:
-    return standard_library_corpus(DataConfig(held_out=held_out))
+    return open_corpus(DataConfig(held_out=held_out), ByteTokenizer())
+
+
+def splits(corpus: Corpus) -> tuple[list[str], list[str]]:
+    """Names of the files of both splits, in order."""
+    streams = (corpus.sources[0].training, corpus.held_out)
+    return tuple([s.where(i).removesuffix(", document 0") for i in range(s.documents)] for s in streams)
 
 
 def names(corpus: Corpus) -> tuple[set[str], set[str]]:
-    return {d.name for d in corpus.training}, {d.name for d in corpus.held_out}
+    training, held_out = splits(corpus)
+    return set(training), set(held_out)
 
 
 def test_the_interpreter_carries_a_corpus_of_useful_size() -> None:
-    corpus = standard_library_corpus(DataConfig())
-    sizes = [sum(len(d.content) for d in split) for split in (corpus.training, corpus.held_out)]
+    corpus = read(0.05)
+    sizes = [stream.size for stream in (corpus.sources[0].training, corpus.held_out)]
     assert sizes[0] > 5_000_000
     assert 0.01 < sizes[1] / sum(sizes) < 0.15
     training, held_out = names(corpus)
     assert "inspect.py" in training | held_out
     assert not any(part in {"test", "tests", "site-packages"} for n in training | held_out for part in n.split("/"))
-    assert standard_library_corpus(DataConfig()) == corpus
 
 
 def test_splits_are_disjoint_complete_and_sorted(library: Path) -> None:
@@ -48,13 +56,14 @@ def test_splits_are_disjoint_complete_and_sorted(library: Path) -> None:
     training, held_out = names(corpus)
     assert training and held_out and not training & held_out
     assert training | held_out == {p.relative_to(library).as_posix() for p in library.rglob("*.py")}
-    for split in (corpus.training, corpus.held_out):
-        assert [d.name for d in split] == sorted(d.name for d in split)
-        assert all(d.content == (library / d.name).read_bytes() for d in split)
+    assert all(split == sorted(split) for split in splits(corpus))
+    for stream, split in zip((corpus.sources[0].training, corpus.held_out), splits(corpus), strict=True):
+        content = b"".join(b"\xff%s\xfe" % (library / name).read_bytes() for name in split)
+        assert bytes(min(token, 511 - token) for token in stream.read(0, stream.size)) == content
 
 
 def test_tests_packages_local_files_and_empty_files_are_left_out(library: Path) -> None:
-    expected = read()
+    expected = read().sha256
     for name in (
         "site-packages/numpy/core.py",
         "dist-packages/apt.py",
@@ -71,7 +80,7 @@ def test_tests_packages_local_files_and_empty_files_are_left_out(library: Path) 
     ):
         write(library / name, "x = 1\n")
     write(library / "empty.py", "")
-    assert read() == expected
+    assert read().sha256 == expected
 
 
 def test_adding_a_file_moves_no_other(library: Path) -> None:
@@ -90,7 +99,7 @@ def test_the_split_depends_on_the_path_alone(library: Path) -> None:
 
 
 def test_the_split_of_known_paths_never_changes() -> None:
-    training, held_out = names(standard_library_corpus(DataConfig()))
+    training, held_out = names(read(0.05))
     assert {"traceback.py", "token.py", "xml/sax/xmlreader.py"} <= held_out
     assert {"inspect.py", "typing.py", "json/decoder.py"} <= training
 
@@ -103,12 +112,12 @@ def test_a_larger_share_only_adds_to_the_held_out_split(library: Path) -> None:
 def test_the_hash_covers_every_byte_of_both_splits_and_not_the_share(library: Path) -> None:
     original = read().sha256
     assert read(held_out=0.5).sha256 == original
-    for split in (read().training, read().held_out):
-        for document in (split[0], split[-1]):
-            path = library / document.name
-            path.write_bytes(document.content[:-1] + b" ")
+    for split in splits(read()):
+        for name in (split[0], split[-1]):
+            content = (library / name).read_bytes()
+            (library / name).write_bytes(content[:-1] + b" ")
             assert read().sha256 != original
-            path.write_bytes(document.content)
+            (library / name).write_bytes(content)
     assert read().sha256 == original
 
 

@@ -1,35 +1,136 @@
-"""Bytes to ids and back."""
+"""Text to ids and back: bytes, and a tokenizer.json."""
+
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+from texts import train_tokenizer
 
-from jaxopt_llm.data.tokenizer import ByteTokenizer
+from jaxopt_llm.data.config import DataConfig
+from jaxopt_llm.data.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
+from jaxopt_llm.errors import InputError
 
 tokenizer = ByteTokenizer()
+TEXTS = ["def f(x):\n\treturn x\n", "naïve ∂L/∂w 🙂\0", "the cat sat on the mat " * 20]
 
 
 def test_every_byte_is_its_own_id() -> None:
-    ids = tokenizer.encode(bytes(range(256)))
+    (ids,) = tokenizer.encode([bytes(range(256))])
     assert ids.dtype == np.int32
     assert ids.tolist() == list(range(256))
 
 
-@pytest.mark.parametrize("text", ["", "def f(x):\n\treturn x\n", "naïve ∂L/∂w 🙂\0"])
+@pytest.mark.parametrize("text", ["", *TEXTS])
 def test_text_round_trip(text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.decode(tokenizer.encode(text.encode()).tolist()) == text
+    assert tokenizer.decode(tokenizer.encode([text.encode()])[0].tolist()) == text
 
 
 def test_special_ids_are_the_top_of_the_vocabulary_and_are_not_text() -> None:
-    special = [tokenizer.beginning_of_document, tokenizer.end_of_document]
+    special = [tokenizer.beginning, tokenizer.end]
     assert special == [256, 257] and tokenizer.vocabulary_size == 258
     assert tokenizer.decode([special[0], 104, 105, special[1]]) == "hi"
 
 
 def test_half_a_character_decodes_to_the_replacement_character() -> None:
-    assert tokenizer.decode(tokenizer.encode("é")[:1]) == "\N{REPLACEMENT CHARACTER}"
+    assert tokenizer.decode(tokenizer.encode(["é".encode()])[0][:1]) == "\N{REPLACEMENT CHARACTER}"
 
 
 def test_a_negative_id_is_an_error() -> None:
     with pytest.raises(ValueError):
         tokenizer.decode([-1])
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json", TEXTS)
+
+
+def test_a_tokenizer_file_gives_its_librarys_ids(file: Path) -> None:
+    from tokenizers import Tokenizer
+
+    library = Tokenizer.from_file(str(file))
+    loaded = load_tokenizer(DataConfig(tokenizer=str(file)))
+    encoded = loaded.encode([text.encode() for text in TEXTS])
+    assert [ids.tolist() for ids in encoded] == [library.encode(text).ids for text in TEXTS]
+    assert [loaded.decode(ids) for ids in encoded] == TEXTS
+    assert loaded.vocabulary_size == library.get_vocab_size()
+    # One token that declares itself for both ends of a document is put at its end alone.
+    assert (loaded.beginning, loaded.end) == (None, library.token_to_id("<|endoftext|>"))
+    assert loaded.decode([*encoded[0], loaded.end]) == TEXTS[0]
+
+
+def changed(file: Path, folder: Path, special: list[str], **declared: object) -> Path:
+    """The tokenizer with other special tokens, and a tokenizer_config.json beside it."""
+    settings = json.loads(file.read_text())
+    (old,) = settings["added_tokens"]
+    settings["added_tokens"] = [{**old, "id": 500 + i, "content": name} for i, name in enumerate(special)]
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    if declared:
+        (folder / "tokenizer_config.json").write_text(json.dumps(declared))
+    return folder
+
+
+LLAMA = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
+
+
+@pytest.mark.parametrize(
+    ("special", "declared", "settings", "expected"),
+    [
+        (LLAMA, {}, {}, ("<|begin_of_text|>", "<|end_of_text|>")),
+        (LLAMA, {"eos_token": "<|eot_id|>"}, {}, ("<|begin_of_text|>", "<|eot_id|>")),
+        (LLAMA, {"eos_token": {"content": "<|eot_id|>"}, "bos_token": None}, {}, ("<|begin_of_text|>", "<|eot_id|>")),
+        (
+            LLAMA,
+            {"eos_token": "<|eot_id|>"},
+            {"end": "<|end_of_text|>", "beginning": "<|eot_id|>"},
+            ("<|eot_id|>", "<|end_of_text|>"),
+        ),
+        (["<|endoftext|>"], {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}, {}, (None, "<|endoftext|>")),
+        (["<|endoftext|>"], {}, {"beginning": "<|endoftext|>"}, ("<|endoftext|>", "<|endoftext|>")),
+    ],
+)
+def test_delimiters(
+    file: Path,
+    tmp_path: Path,
+    special: list[str],
+    declared: dict[str, object],
+    settings: dict[str, str],
+    expected: tuple[str | None, str],
+) -> None:
+    from tokenizers import Tokenizer
+
+    folder = changed(file, tmp_path, special, **declared)
+    found = JsonTokenizer(folder, **settings)
+    library = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert (found.beginning, found.end) == tuple(name and library.token_to_id(name) for name in expected)
+    assert found.vocabulary_size == library.get_vocab_size()
+    assert found.sha256 != JsonTokenizer(file).sha256
+
+
+@pytest.mark.parametrize(
+    ("special", "settings", "said"),
+    [
+        (["<|sep|>"], {}, r"does not say which token ends a document.*--data.end.*<\|sep\|>"),
+        (["<|sep|>"], {"end": "</s>"}, r"data.end=</s>.*no such token.*<\|sep\|>"),
+        (["</s>"], {"beginning": "<s>"}, "data.beginning=<s>.*no such token"),
+    ],
+)
+def test_delimiters_that_are_missing(
+    file: Path, tmp_path: Path, special: list[str], settings: dict[str, str], said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        JsonTokenizer(changed(file, tmp_path, special), **settings)
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "[1"])
+def test_what_is_no_tokenizer(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(InputError, match="data.tokenizer=.*tokenizer.json"):
+        load_tokenizer(DataConfig(tokenizer=str(tmp_path / "tokenizer.json")))
+
+
+def test_bytes_have_their_own_delimiters() -> None:
+    with pytest.raises(InputError, match="data.end"):
+        load_tokenizer(DataConfig(end="</s>"))

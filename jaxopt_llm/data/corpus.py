@@ -1,0 +1,109 @@
+"""All that a run reads: its sources opened, and each split into training and held-out."""
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from jaxopt_llm.data.config import DataConfig
+from jaxopt_llm.data.indexed import megatron_piece, numpy_piece
+from jaxopt_llm.data.prepared import prepared_pieces
+from jaxopt_llm.data.source import File, find_files, parts, read, standard_library
+from jaxopt_llm.data.tokenizer import Tokenizer
+from jaxopt_llm.data.tokens import Piece, TokenStream, fingerprint, join, split, tokenize
+from jaxopt_llm.errors import InputError
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """One of data.paths, or all of them where they have no weights. `weight`: its share of the rows, relative."""
+
+    name: str
+    weight: float
+    training: TokenStream
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """`held_out` joins the sources. `sha256` covers every token and its place among the documents, whichever way
+    they are split, but only samples of files that another program has tokenised: a run stores it, and compares it on
+    resume. `skipped`: documents left out, by reason."""
+
+    sources: tuple[Source, ...]
+    held_out: TokenStream
+    sha256: str
+    skipped: Counter[str]
+
+    @property
+    def name(self) -> str:
+        return ", ".join(source.name for source in self.sources)
+
+    def __str__(self) -> str:
+        streams = [*(source.training for source in self.sources), self.held_out]
+        skipped = "".join(f"; {count:,} {why}" for why, count in sorted(self.skipped.items()))
+        return (
+            f"{sum(stream.documents for stream in streams):,} documents, {sum(s.size for s in streams):,} tokens, "
+            f"of which {self.held_out.size:,} held out{skipped}"
+        )
+
+
+def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
+    """Tokenises what is text, into memory, and maps what is tokens.
+
+    Raises:
+        InputError: what `find_files` and the readers raise, or a source with fewer than two documents.
+    """
+    skipped: Counter[str] = Counter()
+    opened: list[tuple[str, list[Piece], str]] = []
+    if config.paths:
+        for pattern in config.paths:
+            found = [_open(file, config, tokenizer, skipped) for file in find_files(pattern, config)]
+            pieces = list(chain.from_iterable(pieces for pieces, _ in found))
+            opened.append((pattern, pieces, "\n".join(digest for _, digest in found)))
+    else:
+        pieces = [tokenize(each.name, [each], tokenizer) for each in standard_library()]
+        opened.append(("Python's standard library", pieces, _sha256(pieces)))
+    if not config.weights:  # one corpus, of which an epoch reads every token once
+        names, lists, digests = zip(*opened, strict=True)
+        opened = [(", ".join(names), list(chain.from_iterable(lists)), "\n".join(digests))]
+    weights = config.weights or (1.0,)
+    sources, pieces, held_out = [], [], []
+    for (name, of_source, _), weight in zip(opened, weights, strict=True):
+        documents = sum(piece.ends.size for piece in of_source)
+        if documents < 2:
+            raise InputError(
+                f"data.paths {name}: {documents} documents, and training and evaluation need one each"
+                f"{''.join(f'; {count} {why}' for why, count in sorted(skipped.items()))} (a text file is one document)"
+            )
+        training, evaluation = split(of_source, config.held_out)
+        if weight:
+            sources.append(Source(name, weight, join(of_source, training)))
+            pieces += of_source
+            held_out += evaluation
+    identity = hashlib.sha256("\n".join(digest for _, _, digest in opened).encode()).hexdigest()
+    return Corpus(tuple(sources), join(pieces, held_out), identity, skipped)
+
+
+def _open(file: File, config: DataConfig, tokenizer: Tokenizer, skipped: Counter[str]) -> tuple[list[Piece], str]:
+    """The pieces of a file, and what its contents hash to."""
+    if file.format == "prepared":
+        return prepared_pieces(file.name, file.path, tokenizer)
+    if file.format == "megatron":
+        return [megatron_piece(file.name, file.path)], fingerprint(file.path) + fingerprint(
+            file.path.with_suffix(".bin")
+        )
+    if file.format == "numpy":
+        return [numpy_piece(file.name, file.path, tokenizer.end)], fingerprint(file.path)
+    pieces = [tokenize(file.name, read(part, config, skipped), tokenizer) for part in parts(file)]
+    return pieces, _sha256(pieces)
+
+
+def _sha256(pieces: list[Piece]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        # The sizes keep a token from moving between one array and the next unseen.
+        for each in (np.array([piece.tokens.size, piece.ends.size]), piece.tokens, piece.ends, piece.keys):
+            digest.update(np.ascontiguousarray(each).data)
+    return digest.hexdigest()

@@ -1,0 +1,169 @@
+"""python -m jaxopt_llm.prepare --input PATH [PATH ...] --output DIR [--tokenizer FILE] [...]
+
+Tokenises a corpus once, on all cores, into memory-mapped files that training reads with --data.paths DIR. Killed and
+run again, it keeps the shards that are whole and ends with the same bytes.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.progress import Progress
+
+from jaxopt_llm import errors
+from jaxopt_llm.checkpoint.lock import sole_owner
+from jaxopt_llm.data import prepared
+from jaxopt_llm.data.config import DataConfig
+from jaxopt_llm.data.source import PLAN, Part, find_files
+from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
+from jaxopt_llm.errors import InputError
+
+
+def prepare(config: DataConfig, directory: Path, workers: int) -> None:
+    """Writes the corpus of `config.paths` into a directory, or completes what was begun there.
+
+    Raises:
+        InputError: what reading the sources raises; the directory holds another preparation, or anything else.
+    """
+    tokenizer = load_tokenizer(config)
+    files = [file for pattern in config.paths for file in find_files(pattern, config)]
+    for file in files:
+        if file.format not in ("text", "jsonl", "parquet"):
+            raise InputError(f"--input {file.path} holds tokens, not text: train on it as it is")
+    plan = prepared.plan(files, config, tokenizer)
+    _check(directory, plan)
+    with sole_owner(directory, "--output"):
+        _check(directory, plan)  # nobody else writes there from here on
+        for left in directory.glob("*.tmp"):  # by a process that died
+            left.unlink()
+        prepared.write_json(directory / PLAN, plan)
+        shards = prepared.shards(files)
+        console = Console(highlight=False, soft_wrap=True)
+        if (directory / prepared.MANIFEST).exists():
+            console.print(f"{directory} is finished already", markup=False)
+        else:
+            _write(shards, config, directory, workers, console)
+            counts = [json.loads(prepared.shard_files(directory, i)[2].read_text()) for i in range(len(shards))]
+            if not sum(each["tokens"] for each in counts):
+                raise InputError(f"nothing to learn from in {', '.join(config.paths)}: {_skipped(counts) or 'empty'}")
+            prepared.write_json(directory / prepared.MANIFEST, {"plan": plan, "shards": counts})
+        counts = json.loads((directory / prepared.MANIFEST).read_text())["shards"]
+    documents, tokens = (sum(each[name] for each in counts) for name in ("documents", "tokens"))
+    skipped = _skipped(counts) or "nothing"
+    console.print(f"{documents:,} documents, {tokens:,} tokens in {directory}; skipped: {skipped}", markup=False)
+    console.print(f"train on it with --data.paths {directory} --data.tokenizer {config.tokenizer}", markup=False)
+
+
+def _check(directory: Path, plan: dict[str, Any]) -> None:
+    """Raises InputError where the directory holds anything but this preparation."""
+    if not directory.exists() or not any(path.name != "lock" for path in directory.iterdir()):
+        return
+    try:
+        old = json.loads((directory / PLAN).read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"--output {directory} is not empty and no preparation; choose another") from error
+    differ = [name for name in plan if not isinstance(old, dict) or old.get(name) != plan[name]]
+    if differ:
+        raise InputError(
+            f"--output {directory} holds another preparation, with other {', '.join(differ)}; choose another directory"
+        )
+
+
+def _write(shards: list[list[Part]], config: DataConfig, directory: Path, workers: int, console: Console) -> None:
+    missing = [i for i in range(len(shards)) if not prepared.shard_files(directory, i)[2].exists()]
+    # Spawned, because a fork would copy the locks of this process's threads.
+    pool = ProcessPoolExecutor(
+        min(workers, len(missing)) or 1, multiprocessing.get_context("spawn"), _start_worker, (config,)
+    )
+    with pool, Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("shards", total=len(shards), completed=len(shards) - len(missing))
+        done = [pool.submit(_work, directory, number, shards[number]) for number in missing]
+        try:
+            for each in as_completed(done):
+                each.result()
+                progress.advance(task)
+        except BrokenProcessPool as error:
+            raise InputError(
+                "a worker was killed, perhaps for lack of memory; run again to continue, with fewer --workers"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+_worker: tuple[DataConfig, Tokenizer]
+
+
+def _start_worker(config: DataConfig) -> None:
+    global _worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches them too; the parent ends them
+    _worker = config, load_tokenizer(config)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)  # a worker that outlives a killed parent would wait for it for ever
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _work(directory: Path, number: int, parts: list[Part]) -> None:
+    prepared.write_shard(directory, number, parts, *_worker)
+
+
+def _skipped(counts: Sequence[dict[str, Any]]) -> str:
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each["skipped"])
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(total.items()))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message)
+
+
+def main() -> int:
+    default = DataConfig()
+    parser = _Parser(
+        prog="python -m jaxopt_llm.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", help="files, folders or globs of text, JSONL or Parquet")
+    add(
+        "--output", type=Path, required=True, metavar="DIR", help="a new directory, or one of an unfinished preparation"
+    )
+    add("--tokenizer", default=default.tokenizer, metavar="FILE", help="a tokenizer.json, or bytes (the default)")
+    add("--beginning", default=default.beginning, metavar="TOKEN", help="before each document (the tokenizer's own)")
+    add("--end", default=default.end, metavar="TOKEN", help="after each document (default: the tokenizer's own)")
+    add("--format", default=default.format, choices=("auto", "text", "jsonl", "parquet"), help="default: by suffix")
+    add("--text-field", default=default.text_field, metavar="NAME", help="column with the text (default: text)")
+    add(
+        "--malformed",
+        default=default.malformed,
+        choices=("error", "skip", "replace"),
+        help="what to do with text that is not UTF-8 or is cut (default: error)",
+    )
+    add("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes (default: one per core)")
+    arguments = vars(parser.parse_args(sys.argv[1:]))
+    workers, directory = arguments.pop("workers"), arguments.pop("output")
+    if workers < 1:
+        raise InputError(f"--workers {workers}: must be at least 1")
+    prepare(DataConfig(paths=tuple(arguments.pop("input")), **arguments), directory, workers)
+    return 0
+
+
+if __name__ == "__main__":
+    errors.run(main)

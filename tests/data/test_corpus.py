@@ -1,0 +1,309 @@
+"""The same documents in every format are the same tokens; what cannot be read is refused, or skipped and counted."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from texts import train_tokenizer, write_jsonl, write_megatron, write_parquet, write_text
+
+from jaxopt_llm.data import prepared, source
+from jaxopt_llm.data.config import DataConfig
+from jaxopt_llm.data.corpus import Corpus, open_corpus
+from jaxopt_llm.data.source import find_files
+from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
+from jaxopt_llm.data.tokens import TokenStream
+from jaxopt_llm.errors import InputError
+
+
+def some_documents() -> list[str]:
+    """Beginnings of files of the standard library, of one line to many, with line ends and letters of all kinds."""
+    whole = [document.content.decode() for document in source.standard_library() if document.name.startswith("email/")]
+    cut = [text[: 37 * i**2] for i, text in enumerate(whole, 1)]
+    return [*cut, "a\r\nb\r", "naïve ∂L/∂w 🙂\0", "\n", "x"]
+
+
+def prepare(folder: Path, of: Path, config: DataConfig) -> Path:
+    """As the command does, in this process."""
+    folder.mkdir()
+    files, tokenizer = find_files(str(of), config), load_tokenizer(config)
+    plan, shards = prepared.plan(files, config, tokenizer), prepared.shards(files)
+    prepared.write_json(folder / source.PLAN, plan)
+    for number, shard in enumerate(shards):
+        prepared.write_shard(folder, number, shard, config, tokenizer)
+    counts = [json.loads(prepared.shard_files(folder, number)[2].read_text()) for number in range(len(shards))]
+    prepared.write_json(folder / prepared.MANIFEST, {"plan": plan, "shards": counts})
+    return folder
+
+
+def documents_of(stream: TokenStream) -> list[list[int]]:
+    whole = stream.read(0, stream.size).tolist()
+    return [whole[i:j] for i, j in zip(stream.starts, stream.starts[1:], strict=False)]
+
+
+def read(path: Path, config: DataConfig) -> Corpus:
+    return open_corpus(replace(config, paths=(str(path),)), load_tokenizer(config))
+
+
+def splits(corpus: Corpus) -> tuple[list[list[int]], list[list[int]]]:
+    return documents_of(corpus.sources[0].training), documents_of(corpus.held_out)
+
+
+def every_document(path: Path, config: DataConfig) -> list[list[int]]:
+    training, held_out = splits(read(path, config))
+    return training + held_out
+
+
+def expected_documents(documents: list[str], tokenizer: Tokenizer) -> list[list[int]]:
+    encoded = [ids.tolist() for ids in tokenizer.encode([each.encode() for each in documents])]
+    beginning = [] if tokenizer.beginning is None else [tokenizer.beginning]
+    return [[*beginning, *ids, tokenizer.end] for ids in encoded]
+
+
+@pytest.fixture(scope="module", params=["bytes", "bpe"])
+def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    if request.param == "bytes":
+        return DataConfig(held_out=0.3)
+    file = train_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json", some_documents())
+    return DataConfig(held_out=0.3, tokenizer=str(file))
+
+
+def test_every_format_holds_the_same_tokens(
+    config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = some_documents()
+    expected = expected_documents(documents, load_tokenizer(config))
+    arrays = [np.array(each) for each in expected]
+    text = read(write_text(tmp_path / "text", documents), config)
+    jsonl = write_jsonl(tmp_path / "a.jsonl", documents)
+    texts = {
+        "jsonl": jsonl,
+        "compressed": write_jsonl(tmp_path / "a.jsonl.gz", documents),
+        "parquet": write_parquet(tmp_path / "a.parquet", documents),
+        "prepared": prepare(tmp_path / "prepared", jsonl, config),
+    }
+    monkeypatch.setattr(source, "PART_BYTES", 1000)
+    monkeypatch.setattr(prepared, "SHARD_BYTES", 5000)
+    texts["prepared in shards"] = prepare(tmp_path / "shards", jsonl, config)
+    assert len(list(texts["prepared in shards"].glob("*.bin"))) > 3
+    training, held_out = splits(text)
+    assert len(held_out) > 3 and sorted([*training, *held_out]) == sorted(expected)
+    assert [each for each in expected if each in training] == training
+    for name, path in texts.items():
+        assert splits(read(path, config)) == (training, held_out), name
+    np.save(tmp_path / "a.npy", np.concatenate(arrays))
+    tokens = {
+        "numpy": tmp_path / "a.npy",
+        "megatron": write_megatron(tmp_path / "a_document", arrays),
+        "megatron, 32 bits": write_megatron(tmp_path / "b_document", arrays, "<i4", 4).with_suffix(".bin"),
+    }
+    for name, path in tokens.items():
+        assert len(splits(read(path, config))[1]) > 3
+        assert sorted(every_document(path, config)) == sorted(expected), name
+
+
+@pytest.mark.parametrize("size", [1, 7, 50, 333, 10**6])
+def test_jsonl_is_read_whole_wherever_its_parts_are_cut(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = [f"{i}" * (i % 5 + 1) for i in range(60)]
+    path = write_jsonl(tmp_path / "a.jsonl", documents)
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\n\n", 7).removesuffix(b"\n"))
+    monkeypatch.setattr(source, "PART_BYTES", size)
+    found = every_document(path, DataConfig(held_out=0.2))
+    assert sorted(found) == sorted([256, *each.encode(), 257] for each in documents)
+
+
+def test_a_glob_and_a_folder_take_what_they_say(tmp_path: Path) -> None:
+    for name in (
+        "a/1.jsonl",
+        "a/2.jsonl",
+        "a/b/3.parquet",
+        "a/b/notes.rst",
+        "a/.hidden/4.jsonl",
+        "c.txt",
+        "a/m.idx",
+        "a/m.bin",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+
+    def names(pattern: str, **settings: Any) -> list[str]:
+        return [f"{file.name} {file.format}" for file in find_files(str(tmp_path / pattern), DataConfig(**settings))]
+
+    assert names("a") == ["1.jsonl jsonl", "2.jsonl jsonl", "b/3.parquet parquet", "m.idx megatron"]
+    assert names("a", format="jsonl") == ["1.jsonl jsonl", "2.jsonl jsonl"]
+    assert len(names("a", format="text")) == 6
+    assert names("*/*.jsonl") == ["1.jsonl jsonl", "2.jsonl jsonl"]
+    assert names("**/*.parquet") == ["3.parquet parquet"]
+    assert names("a/m") == names("a/m.*") == names("a/m.bin") == ["m.idx megatron"]
+    assert names("a/b/notes.rst", format="text") == ["notes.rst text"]
+    for pattern, said in (("*.jsonl", "no such file"), ("nothing", "no such file"), ("a/b/notes.rst", "data.format")):
+        with pytest.raises(InputError, match=f"data.paths .*{said}"):
+            names(pattern)
+
+
+LINES = {
+    "not UTF-8": b'{"text": "caf\xe9"}',
+    "half a pair": b'{"text": "\\ud83d"}',
+    "cut": b'{"text": "caf',
+    "another type": b'{"text": 3}',
+    "null": b'{"text": null}',
+    "no object": b"[1]",
+}
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_malformed_lines_are_refused_or_counted(case: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one"}\n{"text": ""}\n' + LINES[case] + b'\n{"text": "two"}\n')
+    with pytest.raises(InputError, match=r"a.jsonl, byte 29: .*data.malformed"):
+        read(path, DataConfig())
+    reason = "not UTF-8" if case in ("not UTF-8", "half a pair") else "cut, or without a text"
+    skipping = read(path, DataConfig(malformed="skip"))
+    assert skipping.skipped == Counter({reason: 1, "empty": 1}) and f"1 {reason}" in str(skipping)
+    replacing = read(path, DataConfig(malformed="replace"))
+    replaced = reason == "not UTF-8"
+    assert replacing.skipped == Counter({"not UTF-8, replaced" if replaced else reason: 1, "empty": 1})
+    contents = {bytes(each[1:-1]).decode() for each in every_document(path, DataConfig(malformed="replace"))}
+    assert {"one", "two"} < contents if replaced else {"one", "two"} == contents
+    if case == "not UTF-8":
+        assert contents == {"one", "two", "caf\N{REPLACEMENT CHARACTER}"}
+
+
+def test_malformed_text_and_parquet_are_treated_alike(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    content = [b"one", b"caf\xe9", b"", b"two", None]
+    parquet.write_table(pyarrow.table({"text": pyarrow.array(content, pyarrow.binary())}), tmp_path / "a.parquet")
+    for number, each in enumerate(content[:-1]):
+        (tmp_path / f"{number}.txt").write_bytes(each)
+    for path, where, others in (
+        (tmp_path / "*.txt", "1.txt", {}),
+        (tmp_path / "a.parquet", "row 1", {"cut, or without a text": 1}),
+    ):
+        with pytest.raises(InputError, match=f"{where}.*: not UTF-8"):
+            read(path, DataConfig())
+        assert read(path, DataConfig(malformed="skip")).skipped == {"not UTF-8": 1, "empty": 1, **others}
+        assert read(path, DataConfig(malformed="replace")).skipped == {"not UTF-8, replaced": 1, "empty": 1, **others}
+
+
+def test_a_missing_or_wrong_column_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"a.jsonl.*no column 'text'.*\['body', 'id'\]"):
+        read(write_jsonl(tmp_path / "a.jsonl", ["x", "y"], "body"), DataConfig())
+    path = write_parquet(tmp_path / "a.parquet", ["x", "y"], "body")
+    with pytest.raises(InputError, match="a.parquet: no column 'text'.* it has id, body"):
+        read(path, DataConfig())
+    with pytest.raises(InputError, match="column 'id' cannot be read as text"):
+        read(path, DataConfig(text_field="id"))
+    assert len(every_document(path, DataConfig(text_field="body"))) == 2
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    arrays = [np.arange(5), np.arange(7)]
+    np.save(tmp_path / "a.npy", np.arange(6).reshape(2, 3))
+    (tmp_path / "b.npy").write_bytes(b"x")
+    write_jsonl(tmp_path / "a.jsonl.gz", ["x" * 999, "y"])
+    write_parquet(tmp_path / "a.parquet", ["x", "y"])
+    for name in ("cut", "bin", "magic", "lonely"):
+        write_megatron(tmp_path / name, arrays)
+    (tmp_path / "lonely.bin").unlink()
+    (tmp_path / "magic.idx").write_bytes(b"IDX" + (tmp_path / "magic.idx").read_bytes()[3:])
+    for name, kept in (("cut.idx", -4), ("bin.bin", -2), ("a.jsonl.gz", -20), ("a.parquet", -9)):
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:kept])
+    cases = {
+        "a.npy": "one-dimensional",
+        "b.npy": "no readable .npy",
+        "a.jsonl.gz": "is it whole",
+        "a.parquet": "no readable Parquet",
+        "cut": "cut.idx is cut",
+        "bin": "bin.bin is cut: it has 11 tokens of 12",
+        "magic": "not an index",
+        "lonely": "lonely.bin: missing",
+    }
+    for name, said in cases.items():
+        with pytest.raises(InputError, match=said):
+            read(tmp_path / name, DataConfig())
+
+
+def test_a_prepared_corpus_that_is_not_whole_or_not_this_tokenizers_is_refused(tmp_path: Path) -> None:
+    documents = some_documents()
+    file = str(train_tokenizer(tmp_path / "tokenizer.json", documents))
+    folder = prepare(tmp_path / "prepared", write_jsonl(tmp_path / "a.jsonl", documents), DataConfig())
+    with pytest.raises(InputError, match="prepared with another tokenizer .data.tokenizer=bytes"):
+        read(folder, DataConfig(tokenizer=file))
+    tokens, index, _ = prepared.shard_files(folder, 0)
+    for path in (tokens, index):
+        content = path.read_bytes()
+        path.write_bytes(content[:-16])
+        with pytest.raises(InputError, match=f"{path.name} is cut"):
+            read(folder, DataConfig())
+        path.write_bytes(content)
+    manifest = (folder / prepared.MANIFEST).read_text()
+    (folder / prepared.MANIFEST).write_text(manifest[:-40])
+    with pytest.raises(InputError, match="manifest.json is damaged"):
+        read(folder, DataConfig())
+    (folder / prepared.MANIFEST).unlink()
+    with pytest.raises(InputError, match="not finished: run jaxopt_llm.prepare again"):
+        read(folder, DataConfig())
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "npy", "megatron"])
+def test_the_hash_sees_another_token_and_not_another_place(suffix: str, tmp_path: Path) -> None:
+    """A large file of tokens is sampled, its size always seen."""
+    found = []
+    for number, documents in enumerate(
+        (["one", "two"], ["one", "two"], ["one", "twO"], ["on", "etwo"], ["one", "two", "x"])
+    ):
+        (tmp_path / str(number)).mkdir()
+        path = tmp_path / str(number) / f"a.{suffix}"
+        arrays = [np.array([256, *each.encode(), 257]) for each in documents]
+        if suffix == "npy":
+            np.save(path, np.concatenate(arrays))
+        elif suffix == "megatron":
+            path = write_megatron(path, arrays).with_suffix(".idx")
+        else:
+            write_jsonl(path, documents)
+        found.append(read(path, DataConfig()).sha256)
+    assert found[0] == found[1] and len(set(found)) == 4
+
+
+def test_weights_and_sources(tmp_path: Path) -> None:
+    paths = tuple(str(write_jsonl(tmp_path / f"{name}.jsonl", [f"{name}{i}" for i in range(20)])) for name in "abc")
+    config = DataConfig(paths=paths, held_out=0.2)
+    tokenizer = load_tokenizer(config)
+    (whole,) = open_corpus(config, tokenizer).sources  # one corpus: an epoch reads every token once
+    mixed = open_corpus(replace(config, weights=(3.0, 0.0, 1.0)), tokenizer)
+    assert [(each.name, each.weight) for each in mixed.sources] == [(paths[0], 3.0), (paths[2], 1.0)]
+    training = documents_of(whole.training)
+    assert [d for each in mixed.sources for d in documents_of(each.training)] == [
+        d for d in training if d[1] != ord("b")
+    ]
+    assert not any(each[1] == ord("b") for each in documents_of(mixed.held_out))
+
+
+def test_what_the_settings_may_not_be() -> None:
+    for settings, said in (
+        ({"paths": ("a", "b"), "weights": (1.0,)}, "1 values for 2"),
+        ({"paths": ("a", "b"), "weights": (1.0, -1.0)}, "negative"),
+        ({"paths": ("a", "b"), "weights": (0.0, 0.0)}, "all zero"),
+        ({"paths": ("a", "a")}, "a twice"),
+        ({"stall_seconds": 0.0}, "data.stall_seconds=0.0"),
+    ):
+        (problem,) = DataConfig(**settings).problems()
+        assert said in problem
+
+
+@pytest.mark.parametrize("documents", [[], ["alone"], ["", "alone"]])
+def test_too_few_documents(documents: list[str], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="training and evaluation need one each"):
+        read(write_jsonl(tmp_path / "a.jsonl", documents), DataConfig())
+
+
+def test_at_least_one_document_is_held_out(tmp_path: Path) -> None:
+    corpus = read(write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three"]), DataConfig(held_out=1e-9))
+    assert (corpus.sources[0].training.documents, corpus.held_out.documents) == (2, 1)

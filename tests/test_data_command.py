@@ -1,0 +1,104 @@
+"""Every source through the real command: the same run whichever the format, mixed, resumed, and refused."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from commands import checkpoint, command, metrics, train
+from texts import train_tokenizer, write_jsonl, write_megatron, write_parquet, write_text
+
+from jaxopt_llm.data.source import standard_library
+from jaxopt_llm.data.tokenizer import JsonTokenizer
+
+STEPS = ("--training.steps", 4, "--evaluation.every", 2, "--data.held-out", 0.2)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same documents in every format, tokenised where that is the format by one BPE."""
+    folder = tmp_path_factory.mktemp("corpus")
+    whole = [each.content.decode() for each in standard_library() if each.name.startswith("email/")]
+    documents = [part for text in whole for part in text[:6000].split("\n\n") if part]
+    tokenizer = JsonTokenizer(train_tokenizer(folder / "tokenizer.json", documents[:50]))
+    arrays = [np.append(ids, tokenizer.end) for ids in tokenizer.encode([each.encode() for each in documents])]
+    write_text(folder / "text", documents)
+    write_jsonl(folder / "a.jsonl", documents)
+    write_parquet(folder / "a.parquet", documents)
+    write_megatron(folder / "a_document", arrays)
+    np.save(folder / "a.npy", np.concatenate(arrays))
+    prepare = ("--input", folder / "a.jsonl", "--output", folder / "prepared", "--tokenizer", folder / "tokenizer.json")
+    prepared = command("prepare", *prepare)
+    assert (prepared.returncode, prepared.stderr) == (0, "")
+    return folder
+
+
+def data(corpus: Path, *names: str) -> tuple[object, ...]:
+    settings = ("--model.vocabulary-size", 400, "--data.tokenizer", corpus / "tokenizer.json")
+    return (*settings, "--data.paths", *(corpus / name for name in names))
+
+
+@pytest.fixture(scope="module")
+def from_jsonl(corpus: Path) -> Path:
+    directory = corpus / "runs" / "jsonl"
+    done = train(directory, *STEPS, *data(corpus, "a.jsonl"))
+    assert (done.returncode, done.stderr) == (0, "")
+    return directory
+
+
+@pytest.mark.parametrize("name", ["text", "a.parquet", "prepared"])
+def test_the_run_is_the_same_whichever_the_format(name: str, corpus: Path, from_jsonl: Path, tmp_path: Path) -> None:
+    done = train(tmp_path, *STEPS, *data(corpus, name))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert metrics(tmp_path) == metrics(from_jsonl)
+
+
+def test_a_mixture_of_all_formats_resumes_as_if_it_had_not_stopped(corpus: Path, tmp_path: Path) -> None:
+    names = ("text", "a.jsonl", "a.parquet", "prepared", "a_document", "a.npy")
+    mixture = (*data(corpus, *names), "--data.weights", 1, 2, 1, 1.5, 1, 0.5)
+    for directory, stops in ((tmp_path / "whole", (4,)), (tmp_path / "resumed", (2, 4))):
+        for steps in stops:
+            done = train(directory, *STEPS, *mixture, "--training.steps", steps)
+            assert (done.returncode, done.stderr) == (0, "")
+    assert metrics(tmp_path / "resumed") == metrics(tmp_path / "whole")
+    jax.tree.map(np.testing.assert_array_equal, checkpoint(tmp_path / "resumed", 4), checkpoint(tmp_path / "whole", 4))
+    records = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 <= record["data_seconds"] <= record["step_seconds"] for record in records)
+    other = train(tmp_path / "whole", *STEPS, *mixture, "--training.steps", 6, "--data.weights", *[1] * 6)
+    assert other.returncode == 2 and "data.weights was" in other.stderr
+
+
+def test_generation_uses_the_runs_tokenizer(corpus: Path, from_jsonl: Path) -> None:
+    written = command("generate", "--checkpoint", from_jsonl, "--prompt", "import email", "--tokens", 5)
+    assert (written.returncode, written.stderr) == (0, "")
+    assert written.stdout.startswith("import email")
+
+
+def test_the_same_corpus_elsewhere_continues_a_run_and_another_does_not(
+    corpus: Path, from_jsonl: Path, tmp_path: Path
+) -> None:
+    moved = tmp_path / "moved.jsonl"
+    moved.write_bytes((corpus / "a.jsonl").read_bytes())
+    settings = data(corpus, "a.jsonl")[:-1]
+    again = train(from_jsonl, *STEPS, *settings, moved)
+    assert (again.returncode, again.stderr) == (0, "") and "finished" in again.stdout
+    moved.write_bytes(moved.read_bytes().replace(b"email", b"Email", 1))
+    other = train(from_jsonl, *STEPS, *settings, moved, "--training.steps", 6)
+    assert other.returncode == 2 and "another corpus" in other.stderr
+
+
+def test_bad_input(corpus: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "high.npy", np.array([5, 400, 0] * 900))
+    write_jsonl(tmp_path / "short.jsonl", ["a", "b"])
+    for settings, said in (
+        (data(corpus, "*.csv"), "*.csv: no such file"),
+        ((*data(corpus, "a.jsonl"), "--model.vocabulary-size", 300), "has 400 tokens"),
+        (("--data.paths", tmp_path / "short.jsonl"), "one row of training.sequence_length 32"),
+        (data(corpus, str(tmp_path / "high.npy")), "has the token id 400, outside"),
+    ):
+        refused = train(tmp_path / "run", *STEPS, *settings)
+        assert refused.returncode == 2, refused.stderr
+        assert refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
+        assert said in refused.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

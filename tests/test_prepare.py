@@ -1,0 +1,119 @@
+"""`jaxopt_llm.prepare` through the real command: restarted, killed, refused."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import ROOT, command
+from texts import train_tokenizer, write_jsonl, write_text
+
+from jaxopt_llm.data.source import standard_library
+
+# The command with shards small enough for a corpus of a few megabytes to have many.
+SMALL_SHARDS = """
+from jaxopt_llm import errors, prepare
+from jaxopt_llm.data import prepared, source
+prepared.SHARD_BYTES = source.PART_BYTES = 2**17
+errors.run(prepare.main)
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two JSONL files of the standard library, 4 MB, and a tokenizer of it."""
+    folder = tmp_path_factory.mktemp("corpus")
+    documents = [each.content.decode(errors="replace") for each in standard_library()][:300]
+    write_jsonl(folder / "a.jsonl", documents[::2])
+    write_jsonl(folder / "b.jsonl", ["", *documents[1::2]])
+    train_tokenizer(folder / "tokenizer.json", documents[:30])
+    return folder
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SMALL_SHARDS, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def arguments(corpus: Path, output: Path, workers: int) -> list[object]:
+    given = ["--input", corpus / "*.jsonl", "--tokenizer", corpus / "tokenizer.json"]
+    return [*given, "--output", output, "--workers", workers]
+
+
+def test_killed_it_goes_on_and_ends_with_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
+    done = start(*arguments(corpus, tmp_path / "whole", 1))
+    stdout, stderr = done.communicate(timeout=300)
+    assert (done.returncode, stderr) == (0, "")
+    shards = len(list((tmp_path / "whole").glob("*.bin")))
+    assert shards > 20
+    assert "300 documents" in stdout and "skipped: 1 empty" in stdout
+    chance = random.Random(0)
+    kept: dict[str, int] = {}
+    for _ in range(3):
+        process = start(*arguments(corpus, tmp_path / "killed", 2))
+        before = len(list((tmp_path / "killed").glob("shard-*[0-9].json")))
+        while len(list((tmp_path / "killed").glob("shard-*[0-9].json"))) == before:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0, 0.1))
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)  # ends when the workers, which hold the pipe too, have followed
+        assert not (tmp_path / "killed" / "manifest.json").exists()
+        finished = {path.name: path.stat().st_ino for path in (tmp_path / "killed").glob("shard-*[0-9].json")}
+        assert kept.items() <= finished.items()  # what was whole is not written again
+        kept = finished
+    last = start(*arguments(corpus, tmp_path / "killed", 2))
+    assert last.communicate(timeout=300)[0] == stdout.replace("whole", "killed") and last.returncode == 0
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    again = start(*arguments(corpus, tmp_path / "killed", 2))
+    assert "finished already" in again.communicate(timeout=300)[0] and again.returncode == 0
+
+
+def test_another_preparation_is_not_overwritten(corpus: Path, tmp_path: Path) -> None:
+    first = command("prepare", "--input", corpus / "a.jsonl", "--output", tmp_path / "out", "--workers", 1)
+    assert (first.returncode, first.stderr) == (0, "")
+    before = contents(tmp_path / "out")
+    tokenizer = ("--tokenizer", corpus / "tokenizer.json")
+    for given, said in (
+        (("--input", corpus / "b.jsonl"), "files"),
+        (("--input", corpus / "a.jsonl", *tokenizer), "tokenizer"),
+        (("--input", corpus / "a.jsonl", "--malformed", "skip"), "malformed"),
+    ):
+        other = command("prepare", *given, "--output", tmp_path / "out")
+        assert other.returncode == 2 and other.stderr.count("\n") == 1, other.stderr
+        assert "another preparation" in other.stderr and said in other.stderr
+    assert contents(tmp_path / "out") == before
+
+
+def test_bad_input_of_the_command(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("kept")
+    (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
+    empty = write_text(tmp_path / "empty", [""])
+    ok, out = ("--input", corpus / "a.jsonl"), ("--output", tmp_path / "out")
+    for given, said in (
+        ((*ok, "--output", tmp_path / "full"), "not empty"),
+        (("--input", corpus / "*.parquet", *out), "no such file"),
+        (("--input", tmp_path / "bad.txt", *out), "bad.txt: not UTF-8"),
+        (("--input", empty, "--output", tmp_path / "nothing"), "nothing to learn from"),
+        ((*ok, *out, "--tokenizer", tmp_path / "none.json"), "none.json"),
+        ((*ok, *out, "--workers", 0), "--workers 0"),
+        (out, "--input"),
+    ):
+        refused = command("prepare", *given)
+        assert refused.returncode == 2 and refused.stderr.count("\n") == 1, (given, refused.stderr)
+        assert refused.stderr.startswith("error: ") and said in refused.stderr
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.txt"]

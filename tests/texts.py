@@ -1,0 +1,72 @@
+"""Documents in every form that a run can read, and the tokens that they are."""
+
+import gzip
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxopt_llm.data.source import Document
+from jaxopt_llm.data.tokenizer import ByteTokenizer
+from jaxopt_llm.data.tokens import Piece, TokenStream, join, tokenize
+
+
+def piece(documents: Sequence[bytes], name: str = "texts") -> Piece:
+    return tokenize(name, [Document(name, each, each) for each in documents], ByteTokenizer())
+
+
+def stream(documents: Sequence[bytes]) -> TokenStream:
+    """All documents, as bytes with their delimiters."""
+    of = piece(documents)
+    return join([of], [np.ones(len(documents), bool)])
+
+
+def write_text(folder: Path, documents: Sequence[str]) -> Path:
+    """One file each, in folders, named in their order."""
+    for number, document in enumerate(documents):
+        path = folder / f"{number // 10:03}" / f"{number:04}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(document.encode())
+    return folder
+
+
+def write_jsonl(path: Path, documents: Sequence[str], field: str = "text") -> Path:
+    content = "".join(json.dumps({"id": i, field: each}) + "\n" for i, each in enumerate(documents)).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def write_parquet(path: Path, documents: Sequence[str], field: str = "text") -> Path:
+    import pyarrow
+    from pyarrow import parquet
+
+    columns = {"id": list(range(len(documents))), field: list(documents)}
+    parquet.write_table(pyarrow.table(columns), path, row_group_size=7)
+    return path
+
+
+def write_megatron(prefix: Path, documents: Sequence[np.ndarray], dtype: str = "<u2", code: int = 8) -> Path:
+    """As Megatron-LM's IndexedDatasetBuilder lays it out, every document in up to two sequences."""
+    sequences = [half for each in documents for half in np.split(each, [each.size // 2]) if half.size]
+    lengths = np.array([each.size for each in sequences], "<i4")
+    width = np.dtype(dtype).itemsize
+    pointers = np.concatenate([[0], np.cumsum(lengths[:-1], dtype="<i8") * width]).astype("<i8")
+    boundaries = np.cumsum(
+        [0, *(len([h for h in np.split(d, [d.size // 2]) if h.size]) for d in documents)], dtype="<i8"
+    )
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, lengths.size, boundaries.size)
+    prefix.with_suffix(".idx").write_bytes(header + lengths.tobytes() + pointers.tobytes() + boundaries.tobytes())
+    prefix.with_suffix(".bin").write_bytes(np.concatenate(sequences).astype(dtype).tobytes())
+    return prefix
+
+
+def train_tokenizer(path: Path, documents: Sequence[str], size: int = 400) -> Path:
+    """A byte-level BPE with <|endoftext|>, as GPT-2's, of the documents."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    library = ByteLevelBPETokenizer()
+    library.train_from_iterator(documents, vocab_size=size, special_tokens=["<|endoftext|>"], show_progress=False)
+    library.save(str(path))
+    return path
