@@ -134,7 +134,11 @@ def parse(arguments: list[str], program: str) -> TrainConfig:
     asks_help = "--help" in overrides or "-h" in overrides
     if path is None and not asks_help:
         raise InputError(f"which recipe? try: {program} --config quickstart.py")
-    config = TrainConfig() if path is None else load(path)
+    return override(TrainConfig() if path is None else load(path), overrides, program)
+
+
+def override(config: TrainConfig, overrides: list[str], program: str) -> TrainConfig:
+    """A configuration with the fields `--section.field VALUE ...` replaced. Exits and raises as `parse` does."""
     _refuse_unknown(overrides)
     if not overrides:
         return config

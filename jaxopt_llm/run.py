@@ -29,12 +29,17 @@ class Run:
     step: int
 
 
-def load(directory: Path) -> Run:
-    """Raises InputError for what is no run directory, CheckpointError where it has no checkpoint that can be used."""
+def load_config(directory: Path) -> TrainConfig:
+    """Raises InputError for what is no run directory."""
     try:
-        config = configuration.from_json((directory / "config.json").read_text())
+        return configuration.from_json((directory / "config.json").read_text())
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"--checkpoint {directory}: not a run directory ({error})") from error
+
+
+def load(directory: Path) -> Run:
+    """Raises InputError for what is no run directory, CheckpointError where it has no checkpoint that can be used."""
+    config = load_config(directory)
     placement = Placement(make_mesh(MeshConfig(), visible_devices()[:1]), 0, config.precision)
     parts, trained, frozen = lora.adapt(make_parts(config.model), config.lora, config.precision)
     trees = {"masters": trained, "frozen": frozen}

@@ -86,6 +86,14 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
     return Corpus(tuple(sources), join(pieces, held_out), identity, skipped)
 
 
+def open_whole(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenStream, Counter[str]]:
+    """Every document of data.paths, none held out and no path weighted, and how many were left out, by reason."""
+    skipped: Counter[str] = Counter()
+    files = chain.from_iterable(find_files(pattern, config) for pattern in config.paths)
+    pieces = list(chain.from_iterable(_open(file, config, tokenizer, skipped)[0] for file in files))
+    return join(pieces, [np.ones(piece.ends.size, bool) for piece in pieces]), skipped
+
+
 def _open(file: File, config: DataConfig, tokenizer: Tokenizer, skipped: Counter[str]) -> tuple[list[Piece], str]:
     """The pieces of a file, and what its contents hash to."""
     if file.format == "prepared":

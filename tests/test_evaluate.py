@@ -1,0 +1,66 @@
+"""The loss of a checkpoint, on what the run held out and on anything else."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from commands import command, train
+from test_bad_input import assert_one_line
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("evaluate") / "run"
+    documents = (json.dumps({"text": f"document {number} " * 5}) for number in range(60))
+    (directory.parent / "documents.jsonl").write_text("\n".join(documents))
+    data = ("--data.paths", directory.parent / "documents.jsonl", "--data.held-out", 0.2)
+    # All of the held-out split: more batches than it has.
+    done = train(directory, "--training.steps", 2, *data, "--evaluation.batches", 1000, "--training.batch-size", 1)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def evaluated(run: Path, *arguments: object) -> tuple[float, float, int]:
+    """Loss, perplexity, tokens."""
+    told = command("evaluate", "--checkpoint", run, *arguments)
+    assert told.returncode == 0, told.stderr
+    found = re.search(r"([\d.]+) nats per token, perplexity ([\d.]+), ([\d,]+) tokens", told.stdout)
+    assert found
+    return float(found[1]), float(found[2]), int(found[3].replace(",", ""))
+
+
+def test_the_held_out_split_has_the_loss_that_the_run_measured(run: Path) -> None:
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    loss, perplexity, tokens = evaluated(run)
+    assert loss == pytest.approx(last["eval_loss"], abs=1e-4)
+    assert perplexity == pytest.approx(math.exp(loss), rel=1e-3)
+    # Whatever the batch, and with rows of nothing at its end.
+    assert evaluated(run, "--training.batch-size", 7) == (loss, perplexity, tokens)
+
+
+def test_any_source_is_read_whole(run: Path) -> None:
+    text = run.parent / "other.txt"
+    text.write_text("x" * 1000)
+    *_, tokens = evaluated(run, "--data.paths", text)
+    assert tokens == 1000 + 1  # and the end of the document; the beginning is nobody's target
+    *_, tokens = evaluated(run, "--data.paths", text, "--batches", 2)
+    assert tokens == 2 * 32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--model.width", 8), "--model.width: the checkpoint has its own"),
+        (("--batches", 0), "--batches 0: must be at least 1"),
+        (("--data.paths", "nowhere.txt"), "nowhere.txt"),
+        (("--data.path", "x"), "did you mean --data.paths"),
+    ],
+)
+def test_bad_input(run: Path, arguments: tuple[object, ...], said: str) -> None:
+    refused = command("evaluate", "--checkpoint", run, *arguments)
+    assert refused.returncode == 2
+    assert_one_line(refused.stderr, said)
