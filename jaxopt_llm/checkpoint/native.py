@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import logging
 import os
 import sys
 import time
@@ -15,15 +14,12 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxopt_llm import tree
-from jaxopt_llm.checkpoint import integrity, policy, steps
+from jaxopt_llm.checkpoint import integrity, policy, quiet, steps
 from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.errors import CheckpointError
 
 # What Orbax and TensorStore raise for a disk that is full, read-only or gone.
 FAILURES = (OSError, ValueError, RuntimeError)
-
-# Orbax logs the traceback of what it also raises in `wait_until_finished`; we say it in a line.
-logging.getLogger("absl").addFilter(lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname)
 
 
 def _to_stderr(line: str) -> None:
@@ -45,6 +41,7 @@ class Checkpoints:
         self._why = ""
         self._config = config
         self._say = say
+        quiet.silence()
         if config is not None:
             self.directory.mkdir(parents=True, exist_ok=True)
             steps.sweep(self.directory)
@@ -210,4 +207,6 @@ def _check_arrays(path: Path, wanted: Mapping[str, tree.Tree]) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    """TensorStore tells where before what, and then all its settings."""
+    what = (str(error).splitlines() or [""])[0].split(" [")[0].rsplit('": ', 1)[-1]
+    return f"{type(error).__name__}: {what}"
