@@ -148,10 +148,13 @@ def test_divergence_ends_the_run_with_3(tmp_path: Path) -> None:
     assert diverged.returncode == 3
     assert diverged.stderr.startswith("error: step ") and diverged.stderr.count("\n") == 1
     assert "3 steps in a row were skipped" in diverged.stderr
-    assert diverged.stdout.count("skipped: loss nan") == 2
+    assert diverged.stdout.count("gradient norm nan\n") == 2
     # The steps before the limit are in the log, without the numbers that are none.
     first, *skipped = metrics(tmp_path / "run")
-    assert first["skipped"] == 0 and [(each["loss"], each["skipped"]) for each in skipped] == [(None, 1), (None, 2)]
+    assert first["skipped"] == 0 and [(each["grad_norm"], each["skipped"]) for each in skipped] == [
+        (None, 1),
+        (None, 2),
+    ]
     # It left no checkpoint, so its directory takes the advice that it gave.
     logged = (tmp_path / "run" / "metrics.jsonl").read_text()
     again = train(tmp_path / "run", "--training.steps", 2)
