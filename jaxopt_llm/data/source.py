@@ -28,7 +28,7 @@ SUFFIXES = {
 }
 COMPRESSED = (".gz", ".bz2", ".zst")
 PLAN = "plan.json"  # in every folder that jaxopt_llm.prepare has begun to write
-PART_BYTES = 2**24  # of a JSONL file: what is read and tokenised in one go
+PART_BYTES = 2**22  # of a JSONL file: what is read and tokenised in one go
 
 # Installed packages, tests, and pydoc's help text: one generated file that would outweigh the rest of a held-out split.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"})
