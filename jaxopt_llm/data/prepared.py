@@ -37,6 +37,7 @@ def plan(files: Sequence[File], config: DataConfig, tokenizer: Tokenizer) -> dic
         "tokenizer_sha256": tokenizer.sha256,
         "vocabulary_size": tokenizer.vocabulary_size,
         "dtype": token_dtype(tokenizer.vocabulary_size).str,
+        "separator": config.separator,
         "text_field": config.text_field,
         "malformed": config.malformed,
         "shard_bytes": shard_bytes(files),

@@ -189,7 +189,12 @@ def _open(file: File) -> BinaryIO:
 
 def _text_rows(part: Part, config: DataConfig) -> Iterator[tuple[str, bytes | None]]:
     with _open(part.file) as stream:
-        yield part.file.name, stream.read()
+        content = stream.read()
+    if not config.separator:
+        yield part.file.name, content
+        return
+    for number, document in enumerate(content.split(config.separator.encode())):
+        yield f"{part.file.name}, document {number}", document
 
 
 def _jsonl_rows(part: Part, config: DataConfig) -> Iterator[tuple[str, bytes | None]]:
