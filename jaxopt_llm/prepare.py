@@ -149,6 +149,7 @@ def main() -> int:
     add("--beginning", default=default.beginning, metavar="TOKEN", help="before each document (the tokenizer's own)")
     add("--end", default=default.end, metavar="TOKEN", help="after each document (default: the tokenizer's own)")
     add("--format", default=default.format, choices=("auto", "text", "jsonl", "parquet"), help="default: by suffix")
+    add("--separator", default=default.separator, metavar="TEXT", help="between documents of a text file (none)")
     add("--text-field", default=default.text_field, metavar="NAME", help="column with the text (default: text)")
     add(
         "--malformed",

@@ -60,13 +60,15 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
     corpus = open_corpus(config.data, tokenizer)
     _check_directory(directory, config, corpus)
 
-    def rows(stream: TokenStream) -> PackedRows:
-        return PackedRows(stream, config.training.sequence_length, config.model.vocabulary_size)
+    def rows(stream: TokenStream, name: str) -> PackedRows:
+        return PackedRows(stream, config.training.sequence_length, config.model.vocabulary_size, name)
 
-    sources = {source.name: rows(source.training) for source in corpus.sources}
+    sources = [rows(source.training, source.name) for source in corpus.sources]
     weights = [source.weight for source in corpus.sources]
     loader = Loader(sources, weights, config.training.batch_size, config.run.seed)
-    held_out_rows = held_out_batches(rows(corpus.held_out), config.training.batch_size, config.evaluation.batches)
+    held_out_rows = held_out_batches(
+        rows(corpus.held_out, "the held-out split"), config.training.batch_size, config.evaluation.batches
+    )
 
     placement = Placement(make_mesh(config.mesh), config.sharding.zero_stage, config.precision)
     program = make_program(

@@ -26,7 +26,7 @@ class Loader:
     once, in another order. A batch may span two epochs.
 
     Args:
-        sources: rows of the training split, by name.
+        sources: rows of the training split.
         weights: share of each source, relative to their sum.
         batch_size: B, sequences per step over all devices.
         seed: of the shuffles, at least 0.
@@ -38,7 +38,7 @@ class Loader:
 
     def __init__(
         self,
-        sources: dict[str, PackedRows],
+        sources: Sequence[PackedRows],
         weights: Sequence[float],
         batch_size: int,
         seed: int,
@@ -52,12 +52,12 @@ class Loader:
             raise InputError(f"training.batch_size={batch_size} does not divide by {count} processes")
         self._batch_size = batch_size
         self._own = range(index * batch_size // count, (index + 1) * batch_size // count)
-        self._names = list(sources)
+        self._names = [rows.name for rows in sources]
         self._shares = _integers(weights)
         # shuffle(seed=seed) would give epoch e the order of epoch e - 1 under seed + 1; seed() hashes the seed first.
         self._shuffled = [
             grain.MapDataset.source(rows).seed(seed + (number << 32)).shuffle().repeat()
-            for number, rows in enumerate(sources.values())
+            for number, rows in enumerate(sources)
         ]
         self.reading = ""  # the source that batch_at reads from, for whoever waits for it
 

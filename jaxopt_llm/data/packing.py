@@ -28,13 +28,14 @@ class PackedRows:
     stream: TokenStream
     sequence_length: int
     vocabulary_size: int
+    name: str = "the corpus"
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
             raise InputError(f"training.sequence_length is {self.sequence_length}: it must be at least 1")
         if self.stream.size <= self.sequence_length:
             raise InputError(
-                f"{self.stream.documents} documents hold {self.stream.size} tokens, but one row of "
+                f"{self.name}: {self.stream.documents} documents hold {self.stream.size} tokens, but one row of "
                 f"training.sequence_length {self.sequence_length} reads {self.sequence_length + 1}: "
                 "shorten it or add documents"
             )

@@ -25,7 +25,7 @@ from jaxopt_llm.errors import InputError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-SHARD_BYTES = 2**26  # of input
+SHARD_BYTES, MOST_SHARDS = 2**22, 4096  # of input, at least: enough shards for all cores, not too many files
 _DOCUMENTS = np.dtype([("end", "<i8"), ("key", "<u8")])
 
 
@@ -37,22 +37,27 @@ def plan(files: Sequence[File], config: DataConfig, tokenizer: Tokenizer) -> dic
         "tokenizer_sha256": tokenizer.sha256,
         "vocabulary_size": tokenizer.vocabulary_size,
         "dtype": token_dtype(tokenizer.vocabulary_size).str,
+        "separator": config.separator,
         "text_field": config.text_field,
         "malformed": config.malformed,
-        "shard_bytes": SHARD_BYTES,
+        "shard_bytes": shard_bytes(files),
         "files": [[file.name, file.format, file.path.stat().st_size, fingerprint(file.path)] for file in files],
     }
 
 
+def shard_bytes(files: Sequence[File]) -> int:
+    return max(SHARD_BYTES, sum(file.path.stat().st_size for file in files) // MOST_SHARDS)
+
+
 def shards(files: Sequence[File]) -> list[list[Part]]:
-    """The parts of all files, in order, in groups of about SHARD_BYTES."""
+    """The parts of all files, in order, in groups of about `shard_bytes`."""
     found: list[list[Part]] = []
-    size = 0.0
+    size, most = 0.0, shard_bytes(files)
     for file in files:
         of_file = parts(file)
         each = file.path.stat().st_size / max(len(of_file), 1)
         for part in of_file:
-            if not found or size + each > SHARD_BYTES:
+            if not found or size + each > most:
                 found.append([])
                 size = 0
             found[-1].append(part)

@@ -28,7 +28,7 @@ SUFFIXES = {
 }
 COMPRESSED = (".gz", ".bz2", ".zst")
 PLAN = "plan.json"  # in every folder that jaxopt_llm.prepare has begun to write
-PART_BYTES = 2**24  # of a JSONL file: what is read and tokenised in one go
+PART_BYTES = 2**22  # of a JSONL file: what is read and tokenised in one go
 
 # Installed packages, tests, and pydoc's help text: one generated file that would outweigh the rest of a held-out split.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"})
@@ -189,7 +189,12 @@ def _open(file: File) -> BinaryIO:
 
 def _text_rows(part: Part, config: DataConfig) -> Iterator[tuple[str, bytes | None]]:
     with _open(part.file) as stream:
-        yield part.file.name, stream.read()
+        content = stream.read()
+    if not config.separator:
+        yield part.file.name, content
+        return
+    for number, document in enumerate(content.split(config.separator.encode())):
+        yield f"{part.file.name}, document {number}", document
 
 
 def _jsonl_rows(part: Part, config: DataConfig) -> Iterator[tuple[str, bytes | None]]:

@@ -298,6 +298,13 @@ def test_what_the_settings_may_not_be() -> None:
         assert said in problem
 
 
+def test_a_separator_divides_text_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one<|end|>two\n<|end|>")
+    config = DataConfig(separator="<|end|>")
+    assert sorted(bytes(each[1:-1]) for each in every_document(tmp_path / "a.txt", config)) == [b"one", b"two\n"]
+    assert read(tmp_path / "a.txt", config).skipped == {"empty": 1}
+
+
 @pytest.mark.parametrize("documents", [[], ["alone"], ["", "alone"]])
 def test_too_few_documents(documents: list[str], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="training and evaluation need one each"):

@@ -21,12 +21,12 @@ def numbered_rows(count: int, first: int = 0) -> PackedRows:
 
 
 def make_loader(rows: int, batch_size: int, seed: int) -> Loader:
-    return Loader({"numbers": numbered_rows(rows)}, [1.0], batch_size, seed)
+    return Loader([numbered_rows(rows)], [1.0], batch_size, seed)
 
 
 def mixture(weights: list[float], batch_size: int = 4, process: tuple[int, int] = (0, 1)) -> Loader:
     """Of sources with rows 0 to 9, 100 to 107 and 200 to 204."""
-    sources = {"a": numbered_rows(10), "b": numbered_rows(8, 100), "c": numbered_rows(5, 200)}
+    sources = [numbered_rows(10), numbered_rows(8, 100), numbered_rows(5, 200)]
     return Loader(sources, weights, batch_size, seed=3, process=process)
 
 
@@ -46,7 +46,7 @@ def assert_same(a: Batch, b: Batch) -> None:
 
 def test_batch_is_stacked_numpy_rows() -> None:
     rows = numbered_rows(10)
-    batch = Loader({"rows": rows}, [1.0], batch_size=3, seed=0).batch_at(0)
+    batch = Loader([rows], [1.0], batch_size=3, seed=0).batch_at(0)
     for field in fields(batch):
         array = getattr(batch, field.name)
         assert isinstance(array, np.ndarray) and array.shape == (3, 4)
@@ -124,7 +124,7 @@ def test_an_epoch_reads_every_token_once() -> None:
         ends = np.unique(random.integers(1, 500, 60))
         of = Piece("numbers", np.arange(ends[-1]), ends, np.zeros(ends.size, np.uint64))
         rows = PackedRows(join([of], [np.ones(ends.size, bool)]), length, vocabulary_size=int(ends[-1]))
-        loader = Loader({"numbers": rows}, [1.0], batch_size=1, seed=0)
+        loader = Loader([rows], [1.0], batch_size=1, seed=0)
         for epoch in range(2):
             batches = [loader.batch_at(step) for step in range(epoch * len(rows), (epoch + 1) * len(rows))]
             real = [batch.segment_ids > 0 for batch in batches]
