@@ -20,7 +20,7 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     """added to the root of the second moment"""
     weight_decay: float = 0.1
-    """decoupled; of matrices and tables, not of norm scales"""
+    """decoupled; of matrices and tables, not of norms and biases"""
     clip_norm: float = 1.0
     """largest global norm of the gradient; larger ones are scaled down to it"""
 
@@ -43,12 +43,12 @@ class OptimizerConfig:
 def adamw(config: OptimizerConfig, schedule: optax.Schedule, specs: tree.Tree) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) for the parameters of one layer, or those outside the stacks.
 
-    specs: of one layer: a stack's leading axis would make a norm scale look like a matrix.
+    specs: of one layer.
     """
 
     def decays(spec: ParamSpec) -> bool:
         assert not spec.leading
-        return len(spec.shape) > 1
+        return bool(spec.contracting)  # not its rank: a bias by heads has two dimensions
 
     return optax.adamw(
         schedule,
