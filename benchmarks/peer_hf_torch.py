@@ -22,17 +22,27 @@ if TYPE_CHECKING:
 
 MODES = ("eager", "compiled")
 Work = dict[str, Any]
+# Switches of the decoder that a Llama does not have.
+NOT_LLAMA = (
+    *("positions", "rope_factor", "norm", "norm_placement", "norm_zero_centered", "qk_norm", "biases", "mlp"),
+    *("attention_scale", "attention_softcap", "logit_softcap", "scale_embedding"),
+)
 
 
 def work(config: "TrainConfig") -> Work:
     """What the peer is to do, as JSON takes it. Raises InputError for what it cannot do, or not on this machine."""
     from jaxopt_llm.errors import InputError
+    from jaxopt_llm.model.config import ModelConfig
     from jaxopt_llm.model.decoder import param_specs
 
     model, training, optimizer = config.model, config.training, config.optimizer
     found = []
     if set(model.pattern) != {"global"}:
         found.append(f"model.pattern={model.pattern}: its Llama has global attention only; set --model.pattern global")
+    for name in NOT_LLAMA:
+        value, plain = getattr(model, name), getattr(ModelConfig(), name)
+        if value != plain:
+            found.append(f"model.{name}={value}: its Llama has none of it; set --model.{name} {plain}")
     if config.mesh.devices > 1:
         found.append(f"the mesh has {config.mesh.devices} devices: it runs on one; set every mesh axis to 1")
     if config.precision.reduce_dtype != "float32":

@@ -7,7 +7,7 @@ Hardware: 2 CPU cores, or one GPU. Expected: below 1.5 nats per byte on held-out
 
 from jaxopt_llm.config import RunConfig, TrainConfig
 from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.model.decoder import ModelConfig
+from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.observe.metrics import LoggingConfig
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.training.evaluation import EvaluationConfig

@@ -23,7 +23,8 @@ from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.model.decoder import ModelConfig, layout, make_parts, param_specs
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.model.decoder import layout, make_parts, param_specs
 from jaxopt_llm.observe.metrics import LoggingConfig
 from jaxopt_llm.observe.profile import ProfileConfig
 from jaxopt_llm.parallel.mesh import AXES, MeshConfig
@@ -98,7 +99,9 @@ RESUME_MAY_CHANGE = (
 # What shapes the arrays of a checkpoint: no resume can change it, whoever allows it.
 CHECKPOINT_IS_SHAPED_BY = (
     *(f"model.{name}" for name in ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width")),
-    *("model.pattern", "model.tied_head", "lora.rank", "lora.targets", "lora.base", "optimizer.name"),
+    *("model.pattern", "model.positions", "model.max_positions", "model.norm", "model.norm_placement"),
+    *("model.qk_norm", "model.biases", "model.mlp", "model.tied_head", "lora.rank", "lora.targets", "lora.base"),
+    "optimizer.name",
 )
 
 
@@ -235,6 +238,11 @@ def validate(config: TrainConfig) -> None:
     ]
     if not config.run.directory:
         found.append("run.directory is empty: name a directory")
+    if config.model.positions == "learned" and config.training.sequence_length > config.model.max_positions:
+        found.append(
+            f"training.sequence_length={config.training.sequence_length} is longer than the table of learned "
+            f"positions: set --model.max-positions to that at least (it is {config.model.max_positions})"
+        )
     if config.run.seed < 0:
         found.append(f"run.seed={config.run.seed}: must be at least 0")
     if not found:

@@ -67,15 +67,25 @@ def generate(
     stops: Sequence[str],
     show: Callable[[str], None] | None = None,
 ) -> list[str]:
-    """What the model continues each prompt with, up to `count` tokens. show: is given the first one's as it comes."""
+    """What the model continues each prompt with, up to `count` tokens. show: is given the first prompt, and its
+    continuation as it comes."""
     tokenizer = source.tokenizer
     beginning = [] if tokenizer.beginning is None else [tokenizer.beginning]
     texts = tokenizer.encode([prompt.encode(errors="surrogateescape") for prompt in prompts])
     # Of an empty prompt without a beginning, the end of a document before it.
     ids = [np.array([*beginning, *text] or [tokenizer.end], np.int32) for text in texts]
+    model, longest = source.config.model, max(each.size for each in ids)
+    if model.positions == "learned" and longest + count > model.max_positions:
+        raise InputError(
+            f"--tokens {count}: with the {longest} of the prompt they exceed the model's {model.max_positions} learned "
+            "positions"
+        )
+    if show:
+        show(prompts[0])
     written = [Continuation(tokenizer, stops) for _ in prompts]
-    size = source.config.model.vocabulary_size
-    for tokens in continuations(source.parts, source.params, ids, count, size, sampling, seed, source.placement):
+    for tokens in continuations(
+        source.parts, source.params, ids, count, model.vocabulary_size, sampling, seed, source.placement
+    ):
         for continuation, token in zip(written, tokens, strict=True):
             continuation.add(int(token))
         if show:
@@ -128,7 +138,6 @@ def main() -> int:
     source = run.load(arguments.checkpoint)
     rest = (arguments.tokens, sampling, arguments.seed, arguments.stop)
     if len(prompts) == 1 and not arguments.prompts:
-        print(prompts[0], end="", flush=True)
         generate(source, prompts, *rest, show=lambda text: print(text, end="", flush=True))
         print()
     else:

@@ -27,6 +27,21 @@ class ReferenceConfig:
     rope_theta: float
     norm_epsilon: float
     layout: tuple[tuple[tuple[str, ...], int], ...]  # segments of (kinds of the period's blocks, repeats)
+    positions: str = "rotary"
+    rope_factor: float = 1.0
+    rope_low_frequency_factor: float = 1.0
+    rope_high_frequency_factor: float = 4.0
+    rope_original_length: int = 8192
+    norm: str = "rms"
+    norm_placement: str = "pre"
+    norm_zero_centered: bool = False
+    qk_norm: str = "none"
+    biases: str = "none"
+    mlp: str = "swiglu"
+    attention_scale: float = 0.0
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    scale_embedding: bool = False
 
 
 def tree_map(function: Callable[[Array], Array], tree: Tree) -> Tree:
@@ -45,16 +60,79 @@ def contract(spec: str, a: Array, b: Array) -> tuple[Array, Callable[[Array], tu
     return np.einsum(spec, a, b, optimize=True), backward
 
 
-def rms_norm(x: Array, scale: Array, epsilon: float) -> tuple[Array, Callable[[Array], tuple[Array, Array]]]:
-    inverse = 1 / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + epsilon)  # [B, S, 1]
-    normed = x * inverse  # [B, S, D]
+def project(spec: str, x: Array, weights: Tree, name: str, biased: bool) -> tuple[Array, Callable]:
+    out, contract_backward = contract(spec, x, weights[name])
 
-    def backward(d_out: Array) -> tuple[Array, Array]:
+    def backward(d_out: Array) -> tuple[Array, Tree]:
+        d_x, d_weight = contract_backward(d_out)
+        return d_x, {name: d_weight} | ({f"{name}_bias": d_out.sum(axis=(0, 1))} if biased else {})
+
+    return out + (weights[f"{name}_bias"] if biased else 0), backward
+
+
+def norm(x: Array, weights: Tree, config: ReferenceConfig) -> tuple[Array, Callable[[Array], tuple[Array, Tree]]]:
+    """Over the last dimensions of x [B, S, ...], as many as the scale has."""
+    axes = tuple(range(x.ndim - weights["scale"].ndim, x.ndim))
+    others = tuple(range(axes[0]))
+
+    def mean(x: Array) -> Array:
+        return np.mean(x, axis=axes, keepdims=True)
+
+    centred = x - mean(x) if config.norm == "layer" else x
+    inverse = 1 / np.sqrt(mean(centred**2) + config.norm_epsilon)
+    normed = centred * inverse
+    scale = weights["scale"] + (1 if config.norm_zero_centered else 0)
+
+    def backward(d_out: Array) -> tuple[Array, Tree]:
         d_normed = d_out * scale
-        d_x = inverse * (d_normed - normed * np.mean(d_normed * normed, axis=-1, keepdims=True))
-        return d_x, np.sum(d_out * normed, axis=(0, 1))
+        d_x = inverse * (d_normed - normed * mean(d_normed * normed))
+        d_weights = {"scale": np.sum(d_out * normed, axis=others)}
+        if config.norm == "layer":
+            return d_x - mean(d_x), d_weights | {"bias": np.sum(d_out, axis=others)}
+        return d_x, d_weights
 
-    return normed * scale, backward
+    return normed * scale + (weights["bias"] if config.norm == "layer" else 0), backward
+
+
+def norm_if(present: bool, name: str, x: Array, weights: Tree, config: ReferenceConfig) -> tuple[Array, Callable]:
+    """The norm of this name, or x; the backward names the gradient."""
+    if not present:
+        return x, lambda d_out: (d_out, {})
+    out, norm_backward = norm(x, weights[name], config)
+
+    def backward(d_out: Array) -> tuple[Array, Tree]:
+        d_x, d_weights = norm_backward(d_out)
+        return d_x, {name: d_weights}
+
+    return out, backward
+
+
+def softcap(x: Array, cap: float) -> tuple[Array, Callable[[Array], Array]]:
+    """A cap of 0 is none."""
+    if not cap:
+        return x, lambda d_out: d_out
+    tanh = np.tanh(x / cap)
+    return cap * tanh, lambda d_out: d_out * (1 - tanh**2)
+
+
+def rotary_frequencies(config: ReferenceConfig) -> Array:
+    """Radians per token of each pair, [K/2], in the cases of Llama 3.1's own code."""
+    frequencies = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
+    scaled = []
+    for frequency in frequencies:
+        wavelength = 2 * np.pi / frequency
+        low = config.rope_original_length / config.rope_low_frequency_factor
+        high = config.rope_original_length / config.rope_high_frequency_factor
+        if wavelength < high:
+            scaled.append(frequency)
+        elif wavelength > low:
+            scaled.append(frequency / config.rope_factor)
+        else:
+            smooth = (config.rope_original_length / wavelength - config.rope_low_frequency_factor) / (
+                config.rope_high_frequency_factor - config.rope_low_frequency_factor
+            )
+            scaled.append((1 - smooth) * frequency / config.rope_factor + smooth * frequency)
+    return np.array(scaled)
 
 
 def rotate(x: Array, angles: Array) -> Array:
@@ -64,12 +142,16 @@ def rotate(x: Array, angles: Array) -> Array:
     return np.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
 
-def attend(q: Array, k: Array, v: Array, visible: Array) -> tuple[Array, Callable[[Array], tuple[Array, Array, Array]]]:
+def attend(
+    q: Array, k: Array, v: Array, visible: Array, scale: float = 0.0, cap: float = 0.0
+) -> tuple[Array, Callable[[Array], tuple[Array, Array, Array]]]:
     """Softmax attention of q [B, S, H, K] over k, v [B, T, G, K] where visible [B, S, T]; query head h reads h // R."""
+    scale = scale or 1 / np.sqrt(q.shape[-1])
     batch, length, heads, head_dim = q.shape
     grouped = (batch, length, k.shape[2], heads // k.shape[2], head_dim)  # B, S, G, R, K
     scores, scores_backward = contract("bsgrk,btgk->bgrst", q.reshape(grouped), k)
-    scores = np.where(visible[:, None, None], scores / np.sqrt(head_dim), -np.inf)  # [B, G, R, S, T]
+    scores, cap_backward = softcap(scores * scale, cap)
+    scores = np.where(visible[:, None, None], scores, -np.inf)  # [B, G, R, S, T]
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))  # the maximum is finite: a token sees itself
     weights /= weights.sum(axis=-1, keepdims=True)
     out, out_backward = contract("bgrst,btgk->bsgrk", weights, v)
@@ -77,65 +159,98 @@ def attend(q: Array, k: Array, v: Array, visible: Array) -> tuple[Array, Callabl
     def backward(d_out: Array) -> tuple[Array, Array, Array]:
         d_weights, d_v = out_backward(d_out.reshape(grouped))
         d_scores = weights * (d_weights - np.sum(d_weights * weights, axis=-1, keepdims=True))
-        d_q, d_k = scores_backward(d_scores / np.sqrt(head_dim))
+        d_q, d_k = scores_backward(cap_backward(d_scores) * scale)
         return d_q.reshape(q.shape), d_k, d_v
 
     return out.reshape(q.shape), backward
 
 
-def attention(x: Array, weights: Tree, angles: Array, visible: Array) -> tuple[Array, Callable]:
-    q, q_backward = contract("bsd,dhk->bshk", x, weights["query"])  # [B, S, H, K]
-    k, k_backward = contract("bsd,dgk->bsgk", x, weights["key"])  # [B, S, G, K]
-    v, v_backward = contract("bsd,dgk->bsgk", x, weights["value"])  # [B, S, G, K]
-    heads, attend_backward = attend(rotate(q, angles), rotate(k, angles), v, visible)  # [B, S, H, K]
-    out, out_backward = contract("bshk,hkd->bsd", heads, weights["output"])  # [B, S, D]
+def attention(
+    x: Array, weights: Tree, config: ReferenceConfig, angles: Array, visible: Array
+) -> tuple[Array, Callable]:
+    """weights: of the whole block, whose norms of queries and keys lie beside the projections."""
+    projections = weights["attention"]
+    biased, all_biased = config.biases in ("qkv", "all"), config.biases == "all"
+    q, q_backward = project("bsd,dhk->bshk", x, projections, "query", biased)  # [B, S, H, K]
+    k, k_backward = project("bsd,dgk->bsgk", x, projections, "key", biased)  # [B, S, G, K]
+    v, v_backward = project("bsd,dgk->bsgk", x, projections, "value", biased)  # [B, S, G, K]
+    q, query_norm_backward = norm_if(config.qk_norm != "none", "query_norm", q, weights, config)
+    k, key_norm_backward = norm_if(config.qk_norm != "none", "key_norm", k, weights, config)
+    heads, attend_backward = attend(
+        rotate(q, angles), rotate(k, angles), v, visible, config.attention_scale, config.attention_softcap
+    )  # [B, S, H, K]
+    out, out_backward = project("bshk,hkd->bsd", heads, projections, "output", all_biased)  # [B, S, D]
 
     def backward(d_out: Array) -> tuple[Array, Tree]:
         d_heads, d_output = out_backward(d_out)
         d_q, d_k, d_v = attend_backward(d_heads)
-        dx_q, d_query = q_backward(rotate(d_q, -angles))
-        dx_k, d_key = k_backward(rotate(d_k, -angles))
+        d_q, d_query_norm = query_norm_backward(rotate(d_q, -angles))
+        d_k, d_key_norm = key_norm_backward(rotate(d_k, -angles))
+        dx_q, d_query = q_backward(d_q)
+        dx_k, d_key = k_backward(d_k)
         dx_v, d_value = v_backward(d_v)
-        return dx_q + dx_k + dx_v, {"query": d_query, "key": d_key, "value": d_value, "output": d_output}
+        d_projections = d_query | d_key | d_value | d_output
+        return dx_q + dx_k + dx_v, {"attention": d_projections} | d_query_norm | d_key_norm
 
     return out, backward
 
 
-def mlp(x: Array, weights: Tree) -> tuple[Array, Callable[[Array], tuple[Array, Tree]]]:
-    gate, gate_backward = contract("bsd,df->bsf", x, weights["gate"])  # [B, S, F]
-    up, up_backward = contract("bsd,df->bsf", x, weights["up"])  # [B, S, F]
-    sigmoid = 1 / (1 + np.exp(-gate))
-    silu = gate * sigmoid
-    out, out_backward = contract("bsf,fd->bsd", silu * up, weights["down"])  # [B, S, D]
+def silu(x: Array) -> tuple[Array, Array]:
+    """The value and the derivative."""
+    sigmoid = 1 / (1 + np.exp(-x))
+    return x * sigmoid, sigmoid + x * sigmoid * (1 - sigmoid)
+
+
+def gelu(x: Array) -> tuple[Array, Array]:
+    """The value and the derivative of the tanh form."""
+    root = np.sqrt(2 / np.pi)
+    tanh = np.tanh(root * (x + 0.044715 * x**3))
+    return x * (1 + tanh) / 2, (1 + tanh) / 2 + x * (1 - tanh**2) / 2 * root * (1 + 3 * 0.044715 * x**2)
+
+
+def mlp(x: Array, weights: Tree, config: ReferenceConfig) -> tuple[Array, Callable[[Array], tuple[Array, Tree]]]:
+    biased = config.biases == "all"
+    up, up_backward = project("bsd,df->bsf", x, weights, "up", biased)  # [B, S, F]
+    if config.mlp == "gelu":
+        hidden, slope = gelu(up)
+    else:
+        gate, gate_backward = project("bsd,df->bsf", x, weights, "gate", biased)  # [B, S, F]
+        activated, slope = {"swiglu": silu, "geglu": gelu}[config.mlp](gate)
+        hidden = activated * up
+    out, out_backward = project("bsf,fd->bsd", hidden, weights, "down", biased)  # [B, S, D]
 
     def backward(d_out: Array) -> tuple[Array, Tree]:
         d_hidden, d_down = out_backward(d_out)
-        dx_gate, d_gate = gate_backward(d_hidden * up * (sigmoid + silu * (1 - sigmoid)))
-        dx_up, d_up = up_backward(d_hidden * silu)
-        return dx_gate + dx_up, {"gate": d_gate, "up": d_up, "down": d_down}
+        if config.mlp == "gelu":
+            d_x, d_up = up_backward(d_hidden * slope)
+            return d_x, d_up | d_down
+        dx_gate, d_gate = gate_backward(d_hidden * up * slope)
+        dx_up, d_up = up_backward(d_hidden * activated)
+        return dx_gate + dx_up, d_gate | d_up | d_down
 
     return out, backward
 
 
-def block(x: Array, weights: Tree, epsilon: float, angles: Array, visible: Array) -> tuple[Array, Callable]:
-    normed, attention_norm_backward = rms_norm(x, weights["attention_norm"]["scale"], epsilon)
-    attended, attention_backward = attention(normed, weights["attention"], angles, visible)
+def block(x: Array, weights: Tree, config: ReferenceConfig, angles: Array, visible: Array) -> tuple[Array, Callable]:
+    pre, post = config.norm_placement in ("pre", "both"), config.norm_placement in ("post", "both")
+    normed, attention_norm_backward = norm_if(pre, "attention_norm", x, weights, config)
+    attended, attention_backward = attention(normed, weights, config, angles, visible)
+    attended, attention_post_backward = norm_if(post, "attention_post_norm", attended, weights, config)
     x = x + attended
-    normed, mlp_norm_backward = rms_norm(x, weights["mlp_norm"]["scale"], epsilon)
-    transformed, mlp_backward = mlp(normed, weights["mlp"])
+    normed, mlp_norm_backward = norm_if(pre, "mlp_norm", x, weights, config)
+    transformed, mlp_backward = mlp(normed, weights["mlp"], config)
+    transformed, mlp_post_backward = norm_if(post, "mlp_post_norm", transformed, weights, config)
 
     def backward(d_out: Array) -> tuple[Array, Tree]:
-        d_normed, d_mlp = mlp_backward(d_out)
-        d_x, d_mlp_scale = mlp_norm_backward(d_normed)
+        d_transformed, d_mlp_post = mlp_post_backward(d_out)
+        d_normed, d_mlp = mlp_backward(d_transformed)
+        d_x, d_mlp_norm = mlp_norm_backward(d_normed)
         d_middle = d_out + d_x
-        d_normed, d_attention = attention_backward(d_middle)
-        d_x, d_attention_scale = attention_norm_backward(d_normed)
-        return d_middle + d_x, {
-            "attention_norm": {"scale": d_attention_scale},
-            "attention": d_attention,
-            "mlp_norm": {"scale": d_mlp_scale},
-            "mlp": d_mlp,
-        }
+        d_attended, d_attention_post = attention_post_backward(d_middle)
+        d_normed, d_attention = attention_backward(d_attended)
+        d_x, d_attention_norm = attention_norm_backward(d_normed)
+        d_norms = d_attention_norm | d_attention_post | d_mlp_norm | d_mlp_post
+        return d_middle + d_x, {"mlp": d_mlp} | d_attention | d_norms
 
     return x + transformed, backward
 
@@ -144,7 +259,7 @@ def visibility(kind: str, window: int, segment_ids: Array, positions: Array) -> 
     """Which tokens [B, S] see which [B, T]."""
     distance = positions[:, :, None] - positions[:, None, :]  # [B, S, T]
     visible = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (distance >= 0)
-    return {"global": visible, "sliding": visible & (distance < window)}[kind]
+    return {"global": visible, "sliding": visible & (distance < window), "global_nope": visible}[kind]
 
 
 def decoder(
@@ -157,10 +272,13 @@ def decoder(
     head_name = "head" if "head" in outer else "embedding"
     # Dropping the padding rows of the head excludes them from the softmax.
     head = outer[head_name]["table"][: config.vocabulary_size]  # [V, D]
-    frequencies = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)  # [K/2]
-    angles = positions[:, :, None] * frequencies  # [B, S, K/2]
+    angles = positions[:, :, None] * rotary_frequencies(config)  # [B, S, K/2]
+    learned = config.positions == "learned"
+    embedding_scale = np.sqrt(head.shape[1]) if config.scale_embedding else 1.0
 
-    x = outer["embedding"]["table"][tokens]  # [B, S, D]
+    x = outer["embedding"]["table"][tokens] * embedding_scale  # [B, S, D]
+    if learned:
+        x = x + outer["positions"]["table"][positions]
     tape = []
     for i, (kinds, repeats) in enumerate(config.layout):
         for repeat in range(repeats):
@@ -168,15 +286,18 @@ def decoder(
                 stack = params[f"segment_{i}"][f"block_{j}"]
                 weights = {group: {name: leaf[repeat] for name, leaf in stack[group].items()} for group in stack}
                 visible = visibility(kind, config.window, segment_ids, positions)
-                x, block_backward = block(x, weights, config.norm_epsilon, angles, visible)
+                turned = np.zeros_like(angles) if learned or kind == "global_nope" else angles
+                x, block_backward = block(x, weights, config, turned, visible)
                 tape.append((i, repeat, j, block_backward))
-    normed, norm_backward = rms_norm(x, outer["final_norm"]["scale"], config.norm_epsilon)
+    normed, norm_backward = norm(x, outer["final_norm"], config)
     out, out_backward = contract("bsd,vd->bsv", normed, head)  # [B, S, V]
+    out, cap_backward = softcap(out, config.logit_softcap)
 
     def backward(d_out: Array) -> Tree:
         gradients = tree_map(np.zeros_like, params)
-        d_normed, d_head = out_backward(d_out)
-        d_x, gradients["outer"]["final_norm"]["scale"] = norm_backward(d_normed)
+        d_normed, d_head = out_backward(cap_backward(d_out))
+        d_x, d_final_norm = norm_backward(d_normed)
+        gradients["outer"]["final_norm"].update(d_final_norm)
         for i, repeat, j, block_backward in reversed(tape):
             d_x, d_weights = block_backward(d_x)
             for group, leaves in d_weights.items():
@@ -184,7 +305,9 @@ def decoder(
                     gradients[f"segment_{i}"][f"block_{j}"][group][name][repeat] = leaf
         gradients["outer"][head_name]["table"][: config.vocabulary_size] += d_head
         # `+=` with an index array would keep only one of the occurrences of a token.
-        np.add.at(gradients["outer"]["embedding"]["table"], tokens, d_x)
+        np.add.at(gradients["outer"]["embedding"]["table"], tokens, d_x * embedding_scale)
+        if learned:
+            np.add.at(gradients["outer"]["positions"]["table"], positions, d_x)
         return gradients
 
     return out, backward

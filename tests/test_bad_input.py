@@ -29,6 +29,23 @@ CASES = {
         ["heads of size 2", "mlp of size 16", "mesh.tensor=3", "training.batch_size=4", "mesh.data=3"],
     ),
     "heads and groups": (["--model.heads", "3", "--model.kv-heads", "2"], ["model.heads=3", "model.kv_heads=2"]),
+    "sequences longer than the positions": (
+        ["--model.positions", "learned", "--model.max-positions", "8"],
+        ["training.sequence_length=32", "--model.max-positions", "8"],
+    ),
+    "rotary kinds and factors without rotary": (
+        ["--model.positions", "learned", "--model.pattern", "global_nope", "--model.rope-factor", "8"],
+        ["model.pattern", "write global", "model.rope_factor=8"],
+    ),
+    "frequencies upside down": (
+        ["--model.rope-low-frequency-factor", "5"],
+        ["model.rope_high_frequency_factor=4", "above model.rope_low_frequency_factor=5"],
+    ),
+    "switches below their range": (
+        ["--model.attention-softcap=-1", "--model.logit-softcap=-1", "--model.rope-factor", "0.5"],
+        ["model.attention_softcap=-1", "model.logit_softcap=-1", "model.rope_factor=0.5"],
+    ),
+    "no such norm": (["--model.norm", "batch"], ["--model.norm", "rms"]),
     "no directory": (["--run.directory="], ["run.directory is empty"]),
     "rank above the matrix": (["--lora.rank", "100"], ["lora.rank=100", "attention"]),
     "pattern given twice": (

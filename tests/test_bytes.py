@@ -13,7 +13,7 @@ import pytest
 
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model import param
-from jaxopt_llm.model.decoder import ModelConfig
+from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.parallel import hlo
 from jaxopt_llm.parallel.hlo import Collective
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh

@@ -5,11 +5,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import toy
 from commands import command, train
 
+from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.data.tokenizer import ByteTokenizer
 from jaxopt_llm.errors import InputError
-from jaxopt_llm.generate import Continuation, main
+from jaxopt_llm.execution.decode import Sampling
+from jaxopt_llm.generate import Continuation, generate, main
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.model.decoder import make_parts
+from jaxopt_llm.run import Run
 
 
 def shown(text: str, *stops: str, end: bool = True) -> tuple[list[str], str]:
@@ -77,6 +83,14 @@ def test_bad_input(arguments: str, said: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(sys, "argv", ["generate", *given])
     with pytest.raises(InputError, match=said):
         main()
+
+
+def test_it_stays_within_the_learned_positions() -> None:
+    config = TrainConfig(model=ModelConfig(positions="learned", max_positions=8))
+    parts = make_parts(config.model)
+    source = Run(config, ByteTokenizer(), parts, parts.specs, toy.placement(), step=1)
+    with pytest.raises(InputError, match="--tokens 5: with the 4 of the prompt.*8 learned positions"):
+        generate(source, ["abc", "ab"], 5, Sampling(), 0, ())
 
 
 @pytest.mark.core

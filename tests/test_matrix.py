@@ -24,6 +24,24 @@ from jaxopt_llm.training.program import make_program
 from jaxopt_llm.training.schedule import ScheduleConfig
 from jaxopt_llm.training.step import TrainingConfig
 
+# By which head, and with many of the decoder's switches on.
+MODELS = {
+    "tied": toy.CONFIG,
+    "untied": replace(toy.CONFIG, tied_head=False),
+    "gpt": replace(
+        toy.CONFIG, norm="layer", positions="learned", max_positions=16, biases="all", mlp="gelu", attention_softcap=5.0
+    ),
+    "gemma": replace(
+        toy.CONFIG,
+        norm_placement="both",
+        norm_zero_centered=True,
+        qk_norm="projection",
+        mlp="geglu",
+        attention_softcap=5.0,
+        logit_softcap=5.0,
+        scale_embedding=True,
+    ),
+}
 ROWS, LENGTH = 24, 16
 DEVICES = 8
 CASES = pairwise(
@@ -34,7 +52,7 @@ CASES = pairwise(
         "split": ({"data": 2}, {"fsdp": 2}, {"data": 2, "fsdp": 2}),
         "accumulation": (1, 3),
         "remat": ("none", "full"),
-        "tied": (True, False),
+        "model": ("tied", "untied"),
         "adapt": ("full", "lora", "lora-int8"),
     },
     lambda case: case["pipeline"] * case["tensor"] * math.prod(case["split"].values()) <= DEVICES,
@@ -46,16 +64,18 @@ BASIC = {
     "split": {},
     "accumulation": 3,
     "remat": "full",
-    "tied": True,
+    "model": "tied",
     "adapt": "full",
 }
 # Beyond the cover: the third batch axis, more devices along one, key-value heads fewer than `tensor`, which are
-# repeated, and stages of unequal layers.
+# repeated, stages of unequal layers, and the decoder's other switches.
 EXTRAS = [
     BASIC | {"split": {"fsdp": 2, "expert": 2}},
     BASIC | {"zero": 3, "tensor": 4, "split": {"fsdp": 2}, "accumulation": 1, "remat": "none"},
     BASIC | {"zero": 2, "split": {"fsdp": 8}},
-    BASIC | {"pipeline": 3, "tensor": 2, "tied": False},
+    BASIC | {"pipeline": 3, "tensor": 2, "model": "untied"},
+    BASIC | {"model": "gpt", "zero": 2, "pipeline": 2, "tensor": 2, "split": {"fsdp": 2}},
+    BASIC | {"model": "gemma", "zero": 3, "tensor": 4, "split": {"fsdp": 2}},
 ]
 # Every product, tables included, but for the MLPs of the second segment.
 ADAPT = {
@@ -75,16 +95,16 @@ class Result(NamedTuple):
     frozen: Params
 
 
-def compute(placement: Placement, accumulation: int, remat: str, tied: bool, adapt: str) -> Result:
+def compute(placement: Placement, accumulation: int, remat: str, model: str, adapt: str) -> Result:
     """The real training step, twice: loss, norm and gradients of the first, and the parameters after the second."""
-    model = replace(toy.CONFIG, tied_head=tied)
     training = TrainingConfig(batch_size=ROWS, sequence_length=LENGTH, accumulation=accumulation)
     # An epsilon under which rounding noise of a zero gradient does not become a full step; a clip that always acts.
     optimizer = OptimizerConfig(learning_rate=1e-2, epsilon=1e-3, clip_norm=0.5)
     policy = RematConfig(remat)  # type: ignore[arg-type]
-    program = make_program(model, training, optimizer, ScheduleConfig(1, 10), policy, ADAPT[adapt], placement)
+    of = (MODELS[model], training, optimizer, ScheduleConfig(1, 10), policy, ADAPT[adapt])
+    program = make_program(*of, placement)
     saved = jax.tree.map(placement.saved, training_state.checkpoint_specs(program.specs))
-    state = training_state.resume(program.specs, 0, placement, **jax.device_put(initial(tied, adapt), saved))
+    state = training_state.resume(program.specs, 0, placement, **jax.device_put(initial(model, adapt), saved))
 
     first, second = (toy.microbatches(toy.packed(ROWS, LENGTH, seed), accumulation) for seed in range(2))
     state, metrics = program.step(state, jax.device_put(first, program.rows))
@@ -97,12 +117,12 @@ def compute(placement: Placement, accumulation: int, remat: str, tied: bool, ada
 
 
 @functools.cache
-def fresh(tied: bool, adapt: str) -> dict[str, Params]:
-    return initialize(toy.placement(), tied, adapt)
+def fresh(model: str, adapt: str) -> dict[str, Params]:
+    return initialize(toy.placement(), model, adapt)
 
 
 @functools.cache
-def initial(tied: bool, adapt: str) -> dict[str, Params]:
+def initial(model: str, adapt: str) -> dict[str, Params]:
     """What a checkpoint before the first step holds, made on one device, but for the adapters' zeros: A would have no
     gradient."""
     random = np.random.default_rng(0)
@@ -110,14 +130,14 @@ def initial(tied: bool, adapt: str) -> dict[str, Params]:
     def value(path: str, leaf: np.ndarray) -> np.ndarray:
         return random.normal(scale=0.1, size=leaf.shape).astype(leaf.dtype) if path.endswith("lora_b") else leaf
 
-    trees = fresh(tied, adapt)
+    trees = fresh(model, adapt)
     return {**trees, "masters": tree.map_with_path(value, trees["masters"])}
 
 
-def initialize(placement: Placement, tied: bool, adapt: str) -> dict[str, Params]:
-    model, policy = replace(toy.CONFIG, tied_head=tied), RematConfig("none")
+def initialize(placement: Placement, model: str, adapt: str) -> dict[str, Params]:
     training, optimizer, schedule = TrainingConfig(), OptimizerConfig(), ScheduleConfig()
-    program = make_program(model, training, optimizer, schedule, policy, ADAPT[adapt], placement)
+    of = (MODELS[model], training, optimizer, schedule, RematConfig("none"), ADAPT[adapt])
+    program = make_program(*of, placement)
     return to_host(program.kept(training_state.initialize(program.specs, program.optimizers, 0, placement)))
 
 
@@ -126,8 +146,8 @@ def to_host(leaves: Any) -> Any:
 
 
 @functools.cache
-def one_device(tied: bool, adapt: str) -> Result:
-    return compute(toy.placement(), 1, "none", tied, adapt)
+def one_device(model: str, adapt: str) -> Result:
+    return compute(toy.placement(), 1, "none", model, adapt)
 
 
 def assert_equal(found: Params, expected: Params, share: float = 1e-5) -> None:
@@ -144,21 +164,20 @@ def assert_equal(found: Params, expected: Params, share: float = 1e-5) -> None:
 def name(case: dict[str, Any]) -> str:
     sizes = {"pipeline": case["pipeline"], **case["split"], "tensor": case["tensor"]}
     axes = "-".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
-    head = "tied" if case["tied"] else "untied"
-    return f"zero{case['zero']}-{axes}-accumulate{case['accumulation']}-{case['remat']}-{head}-{case['adapt']}"
+    return f"zero{case['zero']}-{axes}-accumulate{case['accumulation']}-{case['remat']}-{case['model']}-{case['adapt']}"
 
 
 @pytest.mark.parametrize("case", CASES + EXTRAS, ids=name)
 def test_placement_changes_nothing(case: dict[str, Any]) -> None:
     placement = toy.placement(case["zero"], pipeline=case["pipeline"], **case["split"], tensor=case["tensor"])
-    found = compute(placement, case["accumulation"], case["remat"], case["tied"], case["adapt"])
-    expected = one_device(case["tied"], case["adapt"])
+    found = compute(placement, case["accumulation"], case["remat"], case["model"], case["adapt"])
+    expected = one_device(case["model"], case["adapt"])
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
     assert found.norm == pytest.approx(expected.norm, rel=1e-6)
     assert_equal(found.gradients, expected.gradients)
     assert_equal(found.masters, expected.masters)
     if case["adapt"] != "full":
-        jax.tree.map(np.testing.assert_array_equal, found.frozen, initial(case["tied"], case["adapt"])["frozen"])
+        jax.tree.map(np.testing.assert_array_equal, found.frozen, initial(case["model"], case["adapt"])["frozen"])
 
 
 @pytest.mark.gpu
@@ -166,8 +185,8 @@ def test_placement_changes_nothing(case: dict[str, Any]) -> None:
 def test_a_gpu_computes_what_the_cpu_does(gpu: jax.Device, compute_dtype: str, share: float) -> None:
     precision = PrecisionConfig(compute_dtype=compute_dtype)  # type: ignore[arg-type]
     with jax.default_matmul_precision("highest"):
-        found = compute(Placement(make_mesh(MeshConfig(), [gpu]), 3, precision), 3, "full", True, "full")
-    expected = one_device(True, "full")
+        found = compute(Placement(make_mesh(MeshConfig(), [gpu]), 3, precision), 3, "full", "tied", "full")
+    expected = one_device("tied", "full")
     assert found.loss == pytest.approx(expected.loss, rel=share / 10)
     assert found.norm == pytest.approx(expected.norm, rel=share)
     assert_equal(found.gradients, expected.gradients, share)
@@ -184,8 +203,8 @@ def test_a_gpu_computes_what_the_cpu_does(gpu: jax.Device, compute_dtype: str, s
     ],
 )
 def test_initial_values_are_equal_to_the_bit(zero: int, split: dict[str, int], adapt: str) -> None:
-    found = initialize(toy.placement(zero, **split), False, adapt)
-    jax.tree.map(np.testing.assert_array_equal, found, fresh(False, adapt))
+    found = initialize(toy.placement(zero, **split), "untied", adapt)
+    jax.tree.map(np.testing.assert_array_equal, found, fresh("untied", adapt))
 
 
 def test_the_model_and_its_batches_are_heterogeneous() -> None:
@@ -205,8 +224,10 @@ def test_the_model_and_its_batches_are_heterogeneous() -> None:
 def test_sixteen_bits_stay_close(zero: int, reduce_dtype: str, stages: int) -> None:
     """bf16 has 8 bits: gradients within 2% as a whole and 4% leaf by leaf of float32's, whatever the placement."""
     precision = PrecisionConfig(compute_dtype="bfloat16", reduce_dtype=reduce_dtype)  # type: ignore[arg-type]
-    found = compute(replace(toy.placement(zero, pipeline=stages, fsdp=2), precision=precision), 1, "full", True, "full")
-    expected = one_device(True, "full")
+    found = compute(
+        replace(toy.placement(zero, pipeline=stages, fsdp=2), precision=precision), 1, "full", "tied", "full"
+    )
+    expected = one_device("tied", "full")
     assert found.loss == pytest.approx(expected.loss, rel=1e-3)
     assert found.norm == pytest.approx(expected.norm, rel=2e-2)
     assert toy.distance(found.gradients, expected.gradients) < 2e-2

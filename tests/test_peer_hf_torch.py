@@ -74,6 +74,7 @@ def test_parameters_loss_and_gradient_are_the_same(tied: bool) -> None:
     "change, part",
     [
         ({"model": toy.CONFIG}, "--model.pattern global"),
+        ({"model": dataclasses.replace(MODEL, biases="qkv")}, "--model.biases none"),
         ({"mesh": MeshConfig(fsdp=2)}, "2 devices"),
         ({"precision": PrecisionConfig(reduce_dtype="bfloat16")}, "precision.reduce_dtype"),
         ({}, "pip install 'jaxopt_llm[peer]'"),

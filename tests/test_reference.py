@@ -61,8 +61,12 @@ def leaves(tree: Tree) -> Iterator[Array]:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_gradients_match_finite_differences(tied: bool):
-    params, batch = parameters(tied), (*inputs(), SEGMENT_IDS, POSITIONS)
-    _, gradients = loss_and_gradients(params, CONFIG, *batch)
+    assert_finite_differences(parameters(tied), CONFIG, (*inputs(), SEGMENT_IDS, POSITIONS))
+
+
+def assert_finite_differences(params: Tree, config: ReferenceConfig, batch: tuple[Array, ...]) -> None:
+    """Leaf by leaf; params float64. batch: (tokens, targets, loss_mask, segment_ids, positions)."""
+    _, gradients = loss_and_gradients(params, config, *batch)
     rng = np.random.default_rng(2)
     step = 1e-5
     for leaf, gradient in zip(leaves(params), leaves(gradients), strict=True):
@@ -72,7 +76,7 @@ def test_gradients_match_finite_differences(tied: bool):
         losses = []
         for sign in (1, -1):
             leaf[...] = original + sign * step * direction
-            losses.append(loss_and_gradients(params, CONFIG, *batch)[0])
+            losses.append(loss_and_gradients(params, config, *batch)[0])
         leaf[...] = original
         np.testing.assert_allclose((losses[0] - losses[1]) / (2 * step), np.sum(gradient * direction), rtol=1e-6)
 

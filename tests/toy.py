@@ -11,8 +11,9 @@ from texts import stream
 from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokenizer import ByteTokenizer
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.decoder import ModelConfig, Params, layout
-from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.model.decoder import Params, layout
+from jaxopt_llm.model.param import ParamSpec, zeros
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement
@@ -35,14 +36,15 @@ QUICK_COMPILE = {"xla_backend_optimization_level": 0}  # LLVM's optimisations ar
 
 
 def params(specs: Params) -> Params:
-    """Random values of an initialisation's size, but scales away from 1: a dropped or swapped one shows."""
+    """Random values of an initialisation's size, but scales and biases away from 1 and 0: a dropped or swapped one
+    shows."""
     random = np.random.default_rng(0)
 
     def values(spec: ParamSpec) -> np.ndarray:
         if spec.contracting:
             draw = random.normal(size=spec.shape) / np.sqrt(spec.fan_in)
         else:
-            draw = random.uniform(0.5, 1.5, spec.shape)
+            draw = random.uniform(0.5, 1.5, spec.shape) - (spec.init is zeros)
         return draw.astype(np.float32)
 
     return jax.tree.map(values, specs)

@@ -4,7 +4,7 @@ Hardware: one GPU of 80 GB. It is not for learning: there is no tokenizer of 32,
 """
 
 from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.model.decoder import ModelConfig
+from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.training.step import TrainingConfig
 
 

@@ -5,7 +5,7 @@ Hardware: one GPU. It is not for learning: there is no tokenizer of 32,000 ids y
 
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.model.decoder import ModelConfig
+from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.training.step import TrainingConfig
 
 

@@ -1,7 +1,7 @@
 """The smallest decoder that has everything: tries a benchmark out on a CPU, where its figures mean nothing."""
 
 from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.model.decoder import ModelConfig
+from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.training.step import TrainingConfig
 
 

@@ -75,7 +75,8 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
         if documents < 2:
             raise InputError(
                 f"data.paths {name}: {documents} documents, and training and evaluation need one each"
-                f"{''.join(f'; {count} {why}' for why, count in sorted(skipped.items()))} (a text file is one document, unless data.separator divides it)"
+                f"{''.join(f'; {count} {why}' for why, count in sorted(skipped.items()))} (a text file is one "
+                "document, unless data.separator divides it)"
             )
         training, evaluation = split(of_source, config.held_out)
         if weight:

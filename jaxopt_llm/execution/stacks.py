@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from jaxopt_llm import tree
 from jaxopt_llm.model import param
+from jaxopt_llm.model.config import Kind
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.decoder import Auxiliary, Kind, Params, Parts
+from jaxopt_llm.model.decoder import Auxiliary, Params, Parts
 
 
 @dataclass(frozen=True)

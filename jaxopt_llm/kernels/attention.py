@@ -29,57 +29,72 @@ def attention(
     key_positions: jax.Array | None = None,
     key_segment_ids: jax.Array | None = None,
     window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
-    """Causal softmax attention with grouped queries, scaled by 1 / sqrt(K), softmax in float32.
+    """Causal softmax attention with grouped queries, softmax in float32.
 
     q: [B, S, H, K]; k, v: [B, T, G, K], G dividing H; query head h reads key-value head h // (H / G).
     positions, segment_ids: int [B, S]; those of the keys [B, T], the queries' own by default (then T = S, and both
         are in row order: positions grow by one within a segment).
     A query sees the keys of its segment at its own position or before it and, with a window, fewer than `window`
     positions before; one that sees nothing gives 0. Returns [B, S, H, K] in q's dtype.
+    scale: multiplies the scores, 1 / sqrt(K) by default.
+    softcap: then bounds them, as softcap × tanh(score / softcap), before what is not visible is masked.
 
     Runs in blocks of queries and saves, beside operands and result, the log of the softmax's sum for the
     backward, which forms the scores again block by block (Dao et al. 2022, arXiv:2205.14135; Rabe & Staats 2021,
     arXiv:2112.05682): nothing of size [S, T] is ever whole.
     """
-    queries = (positions, segment_ids)
-    if key_positions is None and key_segment_ids is None:
-        return _attention(window, True, q, k, v, queries, queries)
-    assert key_positions is not None and key_segment_ids is not None, (
-        "keys have both positions and segments, or neither"
-    )
-    return _attention(window, False, q, k, v, queries, (key_positions, key_segment_ids))
+    queries = keys = (positions, segment_ids)
+    in_order = key_positions is None
+    assert in_order is (key_segment_ids is None), "keys have both positions and segments, or neither"
+    if key_positions is not None and key_segment_ids is not None:
+        keys = (key_positions, key_segment_ids)
+    form = _Form(window, in_order, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap)
+    return _attention(form, q, k, v, queries, keys)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(
-    window: int | None, in_order: bool, q: jax.Array, k: jax.Array, v: jax.Array, queries: Where, keys: Where
-) -> jax.Array:
-    """in_order: keys are the queries' own, in row order."""
-    return _forward(window, in_order, q, k, v, queries, keys)[0]
+@dataclass(frozen=True)
+class _Form:
+    """window, scale, softcap: as `attention` takes them; in_order: keys are the queries' own, in row order."""
+
+    window: int | None
+    in_order: bool
+    scale: float
+    softcap: float | None
+
+    @property
+    def reach(self) -> int | None:
+        """How many rows before itself a query may need, where rows say so."""
+        return self.window if self.in_order else None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(form: _Form, q: jax.Array, k: jax.Array, v: jax.Array, queries: Where, keys: Where) -> jax.Array:
+    return _forward(form, q, k, v, queries, keys)[0]
 
 
 def _forward(
-    window: int | None, in_order: bool, q: jax.Array, k: jax.Array, v: jax.Array, queries: Where, keys: Where
+    form: _Form, q: jax.Array, k: jax.Array, v: jax.Array, queries: Where, keys: Where
 ) -> tuple[jax.Array, Any]:
     outs, log_sums = [], []
-    for rows, seen in _parts(window, in_order, q.shape[1], k.shape[1]):
+    for rows, seen in _parts(form, q.shape[1], k.shape[1]):
         part = (q[:, rows], k[:, seen], v[:, seen], _rows(queries, rows), _rows(keys, seen))
-        out, log_sum = _forward_part(window, window if in_order else None, *part)
+        out, log_sum = _forward_part(form, *part)
         outs.append(out)
         log_sums.append(log_sum)
     out = jnp.concatenate(outs, axis=1)
     return out, (q, k, v, queries, keys, out, log_sums)
 
 
-def _backward(window: int | None, in_order: bool, residuals: Any, gradient: jax.Array) -> Any:
+def _backward(form: _Form, residuals: Any, gradient: jax.Array) -> Any:
     q, k, v, queries, keys, out, log_sums = residuals
     mean = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)  # [B, S, H, 1]
     d_queries, d_keys, d_values = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for (rows, seen), log_sum in zip(_parts(window, in_order, q.shape[1], k.shape[1]), log_sums, strict=True):
+    for (rows, seen), log_sum in zip(_parts(form, q.shape[1], k.shape[1]), log_sums, strict=True):
         part = (q[:, rows], k[:, seen], v[:, seen], _rows(queries, rows), _rows(keys, seen))
-        reach = window if in_order else None
-        d_q, d_k, d_v = _backward_part(window, reach, part, log_sum, gradient[:, rows], mean[:, rows])
+        d_q, d_k, d_v = _backward_part(form, part, log_sum, gradient[:, rows], mean[:, rows])
         d_queries.append(d_q)
         d_keys, d_values = d_keys.at[:, seen].add(d_k), d_values.at[:, seen].add(d_v)
     return jnp.concatenate(d_queries, axis=1), d_keys.astype(k.dtype), d_values.astype(v.dtype), None, None
@@ -88,9 +103,9 @@ def _backward(window: int | None, in_order: bool, residuals: Any, gradient: jax.
 _attention.defvjp(_forward, _backward)
 
 
-def _parts(window: int | None, in_order: bool, queries: int, keys: int) -> list[tuple[slice, slice]]:
+def _parts(form: _Form, queries: int, keys: int) -> list[tuple[slice, slice]]:
     """Rows of queries, and the rows of keys that they may see. With a window, blocks look for their own."""
-    if window is not None or not in_order:
+    if form.window is not None or not form.in_order:
         return [(slice(0, queries), slice(0, keys))]
     size = max(-(-queries // CAUSAL_PARTS), CAUSAL_ROWS)
     ends = [min(start + size, queries) for start in range(0, queries, size)]
@@ -102,19 +117,17 @@ def _rows(where: Where, rows: slice) -> Where:
 
 
 def _forward_part(
-    window: int | None, reach: int | None, q: jax.Array, k: jax.Array, v: jax.Array, queries: Where, keys: Where
+    form: _Form, q: jax.Array, k: jax.Array, v: jax.Array, queries: Where, keys: Where
 ) -> tuple[jax.Array, jax.Array]:
-    """The output, and for the backward the log of the softmax's sum, by blocks.
-
-    reach: how many rows before itself a query may need, where rows say so.
-    """
+    """The output, and for the backward the log of the softmax's sum, by blocks."""
     keys_by_head, values_by_head = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # [B, G, T, K]
 
     def block(_: None, each: Any) -> tuple[None, tuple[jax.Array, jax.Array]]:
         index, q, queries = each
-        near = _Near.of_block(index, q.shape[3], k.shape[1], reach)
-        visible = _visible(queries, near.take_where(keys), window)[:, None, None]
-        scores = _scores("BGRSK,BGTK->BGRST", q, near.take(keys_by_head, 2), visible)
+        near = _Near.of_block(index, q.shape[3], k.shape[1], form.reach)
+        visible = _visible(queries, near.take_where(keys), form.window)[:, None, None]
+        scores = _scores(form, "BGRSK,BGTK->BGRST", q, near.take(keys_by_head, 2))
+        scores = jnp.where(visible, scores, MASKED)
         peak = jnp.max(scores, axis=-1)
         weights = jnp.exp(scores - peak[..., None])
         # A query that sees nothing: output 0 now, and weights exp(-inf) = 0 in the backward.
@@ -129,7 +142,7 @@ def _forward_part(
 
 
 def _backward_part(
-    window: int | None, reach: int | None, operands: Any, log_sum: jax.Array, gradient: jax.Array, mean: jax.Array
+    form: _Form, operands: Any, log_sum: jax.Array, gradient: jax.Array, mean: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, in its dtype, and of k and v, in float32. mean: of d_weights under the softmax, [B, S, H, 1]."""
     q, k, v, queries, keys = operands
@@ -137,14 +150,17 @@ def _backward_part(
 
     def block(totals: tuple[jax.Array, jax.Array], each: Any) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         index, q, queries, log_sum, d_out, mean = each
-        near = _Near.of_block(index, q.shape[3], k.shape[1], reach)
+        near = _Near.of_block(index, q.shape[3], k.shape[1], form.reach)
         near_keys, near_values = near.take(keys_by_head, 2), near.take(values_by_head, 2)
         # Keys before queries: every product below then reads its operands as they lie, or transposes one of size K.
-        visible = jnp.swapaxes(_visible(queries, near.take_where(keys), window), 1, 2)[:, None, :, None]
-        scores = _scores("BGTK,BGRSK->BGTRS", near_keys, q, visible)
-        weights = jnp.exp(scores - log_sum[:, :, None])
+        visible = jnp.swapaxes(_visible(queries, near.take_where(keys), form.window), 1, 2)[:, None, :, None]
+        scores = _scores(form, "BGTK,BGRSK->BGTRS", near_keys, q)
+        weights = jnp.exp(jnp.where(visible, scores, MASKED) - log_sum[:, :, None])
         d_weights = _einsum("BGTK,BGRSK->BGTRS", near_values, d_out)
-        d_scores = (weights * (d_weights - mean[:, :, None, ..., 0]) / math.sqrt(q.shape[-1])).astype(q.dtype)
+        d_scores = weights * (d_weights - mean[:, :, None, ..., 0]) * form.scale
+        if form.softcap is not None:
+            d_scores *= 1 - jnp.square(scores / form.softcap)  # of the scores before masking: those are infinite
+        d_scores = d_scores.astype(q.dtype)
         d_keys = _einsum("BGTRS,BGRSK->BGTK", d_scores, q)
         d_values = _einsum("BGTRS,BGRSK->BGTK", weights.astype(v.dtype), d_out)
         d_queries = jnp.moveaxis(_einsum("BGTK,BGTRS->BGKRS", near_keys, d_scores).astype(q.dtype), 2, 4)
@@ -165,9 +181,10 @@ def _visible(queries: Where, keys: Where, window: int | None) -> jax.Array:
     return visible if window is None else visible & (distance < window)
 
 
-def _scores(subscripts: str, x: jax.Array, y: jax.Array, visible: jax.Array) -> jax.Array:
-    """Masked scores, float32, of queries and keys in the order that `subscripts` says, each with K as its last."""
-    return jnp.where(visible, _einsum(subscripts, x, y) / math.sqrt(x.shape[-1]), MASKED)
+def _scores(form: _Form, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Scores, float32, of queries and keys in the order that `subscripts` says, before masking."""
+    scores = _einsum(subscripts, x, y) * form.scale
+    return scores if form.softcap is None else form.softcap * jnp.tanh(scores / form.softcap)
 
 
 def _einsum(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -3,18 +3,19 @@
 Letters: B batch, S sequence, T cache length, D width, H heads, G key-value heads, K head size.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxopt_llm.kernels.attention import attention
-from jaxopt_llm.model import weights
+from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.layers import recomputed, rotary
+from jaxopt_llm.model.layers import Function, project, recomputed, rotary, with_biases
 from jaxopt_llm.model.param import ParamSpec, normal
 from jaxopt_llm.model.weights import Weight
+
+BIASED = {"none": (), "qkv": ("query", "key", "value"), "all": ("query", "key", "value", "output")}
 
 
 @struct.dataclass
@@ -25,11 +26,10 @@ class Cache:
     value: jax.Array
 
 
-def attention_specs(
-    width: int, heads: int, kv_heads: int, head_dim: int, residual_scale: float
-) -> dict[str, ParamSpec]:
+def attention_specs(config: ModelConfig, residual_scale: float) -> dict[str, ParamSpec]:
+    width, heads, kv_heads, head_dim = config.width, config.heads, config.kv_heads, config.head_dim
     kv = ParamSpec((width, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), (0,), normal())
-    return {
+    specs = {
         "query": ParamSpec((width, heads, head_dim), ("embed", "heads", "head_dim"), (0,), normal()),
         "key": kv,
         "value": kv,
@@ -37,34 +37,43 @@ def attention_specs(
             (heads, head_dim, width), ("heads", "head_dim", "embed"), (0, 1), normal(residual_scale)
         ),
     }  # fmt: skip
+    return with_biases(specs, *BIASED[config.biases])
 
 
 def self_attention(
     params: dict[str, Weight],
-    norm: Callable[[jax.Array], jax.Array],
     x: jax.Array,
     context: Context,
     *,
-    rope_theta: float,
+    norm: Function,
+    query_norm: Function,
+    key_norm: Function,
+    frequencies: np.ndarray | None,
     window: int | None,
+    scale: float | None,
+    softcap: float | None,
     cache: Cache | None,
 ) -> tuple[jax.Array, Cache | None]:
     """Attention to norm(x). x: [B, S, D] -> [B, S, D], and the cache with this call's keys and values written at
-    `context.cache_index`."""
+    `context.cache_index`.
+
+    frequencies: rotary, [K/2]; None turns nothing. window, scale, softcap: see kernels/attention.py.
+    """
     constrain = context.placement.constrain
 
     @recomputed
-    def project(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def inward(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         x = norm(x)
         return (
-            weights.einsum("BSD,DHK->BSHK", x, params["query"]),
-            weights.einsum("BSD,DGK->BSGK", x, params["key"]),
-            weights.einsum("BSD,DGK->BSGK", x, params["value"]),
+            project("BSD,DHK->BSHK", x, params, "query"),
+            project("BSD,DGK->BSGK", x, params, "key"),
+            project("BSD,DGK->BSGK", x, params, "value"),
         )
 
-    q, k, v = project(x)
-    q = rotary(q, context.positions, rope_theta)
-    k = rotary(k, context.positions, rope_theta)
+    q, k, v = inward(x)
+    q, k = query_norm(q), key_norm(k)
+    if frequencies is not None:
+        q, k = rotary(q, context.positions, frequencies), rotary(k, context.positions, frequencies)
     key_positions = key_segment_ids = None
     if cache is not None:
         at = (0, context.cache_index, 0, 0)
@@ -89,5 +98,7 @@ def self_attention(
         key_positions=key_positions,
         key_segment_ids=key_segment_ids,
         window=window,
+        scale=scale,
+        softcap=softcap,
     )
-    return weights.einsum("BSHK,HKD->BSD", out, params["output"]), cache
+    return project("BSHK,HKD->BSD", out, params, "output"), cache

@@ -4,10 +4,11 @@ An executor (execution/) decides how the parts are run; they know neither mesh n
 Letters: B batch, S sequence, D width, V vocabulary (padded).
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,66 +16,19 @@ import numpy as np
 from flax import struct
 
 from jaxopt_llm.kernels.cross_entropy import cross_entropy
-from jaxopt_llm.model import weights
+from jaxopt_llm.model import layers, weights
 from jaxopt_llm.model.attention import Cache, attention_specs, self_attention
 from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.config import Kind, ModelConfig
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.layers import rms_norm, swiglu, swiglu_specs
-from jaxopt_llm.model.param import ParamSpec, normal, ones
+from jaxopt_llm.model.layers import Function
+from jaxopt_llm.model.param import ParamSpec, normal
 from jaxopt_llm.model.weights import Weight
 from jaxopt_llm.parallel.sharding import Placement
 
 VOCABULARY_MULTIPLE = 128  # table rows are padded to it; a constant, so that values never depend on the mesh
 
-Kind = Literal["global", "sliding"]
 Params = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    vocabulary_size: int = 258
-    """token ids; the byte tokenizer has 258"""
-    width: int = 128
-    """size of the residual stream"""
-    layers: int = 4
-    """number of blocks"""
-    heads: int = 4
-    """query heads"""
-    kv_heads: int = 2
-    """key-value heads, each shared by heads / kv_heads query heads"""
-    head_dim: int = 32
-    """size of one head; even, because rotary positions turn pairs"""
-    mlp_width: int = 384
-    """hidden size of the MLP"""
-    pattern: tuple[Kind, ...] = ("global",)
-    """attention of successive blocks, repeated: global sees the whole document, sliding the last `window` tokens"""
-    window: int = 128
-    """tokens that a sliding block sees, its own among them"""
-    rope_theta: float = 10_000.0
-    """base of the rotary frequencies"""
-    norm_epsilon: float = 1e-5
-    """added to the mean square in norms"""
-    tied_head: bool = True
-    """whether the embedding table is the head"""
-
-    def problems(self) -> list[str]:
-        found = [
-            f"model.{name}={getattr(self, name)}: must be at least 1"
-            for name in ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "window")
-            if getattr(self, name) < 1
-        ]
-        found += [
-            f"model.{name}={getattr(self, name)}: must be above 0"
-            for name in ("rope_theta", "norm_epsilon")
-            if not getattr(self, name) > 0
-        ]
-        if not self.pattern:
-            found.append("model.pattern: must name at least one kind of block")
-        if self.kv_heads >= 1 and self.heads % self.kv_heads:
-            found.append(f"model.heads={self.heads} does not divide by model.kv_heads={self.kv_heads}")
-        if self.head_dim % 2:
-            found.append(f"model.head_dim={self.head_dim}: must be even")
-        return found
 
 
 @dataclass(frozen=True)
@@ -145,17 +99,20 @@ def param_specs(config: ModelConfig) -> Params:
     vocabulary = -(-config.vocabulary_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     # A row of the table is both a vector of the residual stream and, tied, a classifier over it: fan-in `width`.
     table = ParamSpec((vocabulary, config.width), ("vocabulary", "embed"), (1,), normal())
-    norm = {"scale": ParamSpec((config.width,), ("embed",), (), ones)}
-    outer = {"embedding": {"table": table}, "final_norm": norm}
+    outer = {"embedding": {"table": table}, "final_norm": _norm_specs(config, embed=config.width)}
+    if config.positions == "learned":
+        rows = ParamSpec((config.max_positions, config.width), ("positions", "embed"), (1,), normal())
+        outer["positions"] = {"table": rows}
     if not config.tied_head:
         outer["head"] = {"table": table}
     # Each block adds to the residual stream twice; its variance stays near 1 (Radford et al. 2019, GPT-2).
     residual_scale = 1 / math.sqrt(2 * config.layers)
     block = {
-        "attention_norm": norm,
-        "attention": attention_specs(config.width, config.heads, config.kv_heads, config.head_dim, residual_scale),
-        "mlp_norm": norm,
-        "mlp": swiglu_specs(config.width, config.mlp_width, residual_scale),
+        "attention": attention_specs(config, residual_scale),
+        "mlp": layers.mlp_specs(
+            config.mlp, config.width, config.mlp_width, residual_scale, biased=config.biases == "all"
+        ),
+        **{name: _norm_specs(config, **dims) for name, dims in _block_norms(config).items()},
     }
     specs: Params = {"outer": outer}
     for number, segment in enumerate(layout(config)):
@@ -164,14 +121,44 @@ def param_specs(config: ModelConfig) -> Params:
     return specs
 
 
+def _block_norms(config: ModelConfig) -> dict[str, dict[str, int]]:
+    """A block's norms, each with the dimensions that it runs over, by logical axis."""
+    heads, kv_heads, head = {"heads": config.heads}, {"kv_heads": config.kv_heads}, {"head_dim": config.head_dim}
+    placed = {
+        "pre": ("attention_norm", "mlp_norm"),
+        "post": ("attention_post_norm", "mlp_post_norm"),
+        "both": ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm"),
+    }[config.norm_placement]
+    of_qk: dict[str, dict[str, dict[str, int]]] = {
+        "none": {},
+        "head": {"query_norm": head, "key_norm": head},
+        "projection": {"query_norm": heads | head, "key_norm": kv_heads | head},
+    }
+    return {name: {"embed": config.width} for name in placed} | of_qk[config.qk_norm]
+
+
+def _norm_specs(config: ModelConfig, **dims: int) -> dict[str, ParamSpec]:
+    return layers.norm_specs(config.norm, config.norm_zero_centered, tuple(dims.values()), tuple(dims))
+
+
 def make_parts(config: ModelConfig) -> Parts:
-    """The parts of a decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied or untied head."""
+    """The parts of a decoder, its switches read once: see ModelConfig."""
+    norm = functools.partial(
+        layers.norm, kind=config.norm, epsilon=config.norm_epsilon, zero_centered=config.norm_zero_centered
+    )
+    frequencies = layers.rotary_frequencies(config) if config.positions == "rotary" else None
+    windows: dict[Kind, int] = {"sliding": config.window}
+    turning: dict[Kind, np.ndarray | None] = {"global": frequencies, "sliding": frequencies}
 
     def make_context(batch: Batch, placement: Placement) -> Context:
         return Context(positions=batch.positions, segment_ids=batch.segment_ids, placement=placement)
 
     def embed(outer: Params, tokens: jax.Array, context: Context) -> jax.Array:
         x = weights.take(outer["embedding"]["table"], tokens)
+        if config.scale_embedding:
+            x = x * math.sqrt(config.width)
+        if config.positions == "learned":
+            x = x + weights.take(outer["positions"]["table"], context.positions)
         return context.placement.constrain(x, "batch", "sequence", "embed")
 
     def block(
@@ -180,26 +167,34 @@ def make_parts(config: ModelConfig) -> Parts:
         def residual(x: jax.Array, update: jax.Array) -> jax.Array:
             return context.placement.constrain(x + update, "batch", "sequence", "embed")
 
-        def norm(name: str) -> Callable[[jax.Array], jax.Array]:
-            return lambda x: rms_norm(x, params[name]["scale"], config.norm_epsilon)
+        def normed(name: str) -> Function:
+            """This norm, or nothing in a block that has none of this name."""
+            return functools.partial(norm, params[name]) if name in params else lambda x: x
 
         attended, cache = self_attention(
             params["attention"],
-            norm("attention_norm"),
             x,
             context,
-            rope_theta=config.rope_theta,
-            window=config.window if kind == "sliding" else None,
+            norm=normed("attention_norm"),
+            query_norm=normed("query_norm"),
+            key_norm=normed("key_norm"),
+            frequencies=turning.get(kind),
+            window=windows.get(kind),
+            scale=config.attention_scale or None,
+            softcap=config.attention_softcap or None,
             cache=cache,
         )
-        x = residual(x, attended)
-        x = residual(x, swiglu(params["mlp"], norm("mlp_norm"), x))
+        x = residual(x, normed("attention_post_norm")(attended))
+        transformed = layers.mlp(params["mlp"], x, norm=normed("mlp_norm"), kind=config.mlp)
+        x = residual(x, normed("mlp_post_norm")(transformed))
         return x, cache, zero_auxiliary()
 
     def logits(outer: Params, x: jax.Array, context: Context) -> jax.Array:
-        x = rms_norm(x, outer["final_norm"]["scale"], config.norm_epsilon)
+        x = norm(outer["final_norm"], x)
         table: Weight = outer["embedding" if config.tied_head else "head"]["table"]
         out = weights.einsum("BSD,VD->BSV", x, table, dtype=jnp.dtype(jnp.float32))
+        if config.logit_softcap:
+            out = layers.softcap(out, config.logit_softcap)
         return context.placement.constrain(out, "batch", "sequence", "vocabulary")
 
     def head_loss(outer: Params, x: jax.Array, batch: Batch, context: Context) -> jax.Array:

@@ -6,7 +6,8 @@ import jax
 
 from jaxopt_llm import tree
 from jaxopt_llm.model import param
-from jaxopt_llm.model.decoder import ModelConfig, Params, layout
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.model.decoder import Params, layout
 from jaxopt_llm.model.param import ParamSpec
 
 
@@ -43,9 +44,10 @@ def per_token(config: ModelConfig, trainable: Params, frozen: Params, sequence_l
 
 def _product_weights(config: ModelConfig, specs: Params) -> int:
     """Weights that a product sums over. A table counts as the head: looking rows up is no product."""
+    looked_up = ("outer/positions/",) if config.tied_head else ("outer/positions/", "outer/embedding/")
 
     def weights(path: str, spec: ParamSpec) -> int:
-        if not spec.contracting or (path.startswith("outer/embedding/") and not config.tied_head):
+        if not spec.contracting or path.startswith(looked_up):
             return 0
         size = param.count(spec)
         return size // spec.shape[0] * config.vocabulary_size if "vocabulary" in spec.axes else size

@@ -1,13 +1,17 @@
 """The small layers of a decoder. Letters: B batch, S sequence, D width, H heads, K head size, F MLP width."""
 
 import functools
+import math
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxopt_llm.model import weights
-from jaxopt_llm.model.param import ParamSpec, normal
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.model.param import ParamSpec, normal, ones, zeros
 from jaxopt_llm.model.weights import Weight
 
 # The backward computes what is elementwise again from its operands, whatever the rematerialisation policy: what it
@@ -18,50 +22,140 @@ recomputed = functools.partial(
     jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(weights.KEPT)
 )
 
+Function = Callable[[jax.Array], jax.Array]
 
-def rms_norm(x: jax.Array, scale: Weight, epsilon: float) -> jax.Array:
-    """Zhang & Sennrich 2019 (arXiv:1910.07467), in float32. x: [B, S, D], scale: [D]."""
+
+# --- norms
+
+
+def norm_specs(
+    kind: Literal["rms", "layer"], zero_centered: bool, shape: tuple[int, ...], axes: tuple[str, ...]
+) -> dict[str, ParamSpec]:
+    scale = {"scale": ParamSpec(shape, axes, (), zeros if zero_centered else ones)}
+    return scale if kind == "rms" else scale | {"bias": ParamSpec(shape, axes, (), zeros)}
+
+
+def norm(
+    params: dict[str, Weight], x: jax.Array, *, kind: Literal["rms", "layer"], epsilon: float, zero_centered: bool
+) -> jax.Array:
+    """RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) or LayerNorm (Ba et al. 2016, arXiv:1607.06450), in float32.
+
+    x: [B, S, ...], normed over as many of its last dimensions as the scale has.
+    zero_centered: the scale is kept as its distance from 1: near it 16 bits then round less.
+    """
 
     @recomputed
-    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
-        return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+    def run(x: jax.Array, params: dict[str, jax.Array]) -> jax.Array:
+        wide, params = x.astype(jnp.float32), {name: each.astype(jnp.float32) for name, each in params.items()}
+        dims = tuple(range(-params["scale"].ndim, 0))
+        if kind == "layer":
+            wide = wide - jnp.mean(wide, dims, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, dims, keepdims=True) + epsilon)
+        wide = wide * (1 + params["scale"] if zero_centered else params["scale"])
+        return (wide + params["bias"] if kind == "layer" else wide).astype(x.dtype)
 
-    return norm(x, weights.materialise(scale))
+    return run(x, {name: weights.materialise(each) for name, each in params.items()})
 
 
-def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), halves paired as in Llama's checkpoints.
+# --- rotary positions
 
-    x: [B, S, H, K]; positions: int [B, S].
+
+def rotary_frequencies(config: ModelConfig) -> np.ndarray:
+    """Radians per token of each pair, float32 [K/2] (Su et al. 2021, arXiv:2104.09864), scaled as Llama 3.1 does
+    (Grattafiori et al. 2024, arXiv:2407.21783)."""
+    half = config.head_dim // 2
+    frequencies = config.rope_theta ** (-np.arange(half) / half)
+    turns = config.rope_original_length * frequencies / (2 * math.pi)
+    low, high = config.rope_low_frequency_factor, config.rope_high_frequency_factor
+    unscaled = np.clip((turns - low) / (high - low), 0, 1)  # share of the frequency that stays as it is
+    return (frequencies * (unscaled + (1 - unscaled) / config.rope_factor)).astype(np.float32)
+
+
+def rotary(x: jax.Array, positions: jax.Array, frequencies: np.ndarray) -> jax.Array:
+    """Rotary position embedding, halves paired as in Llama's checkpoints.
+
+    x: [B, S, H, K]; positions: int [B, S]; frequencies: [K/2].
     """
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = positions[..., None].astype(jnp.float32) * frequencies  # [B, S, K/2]
     cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
     x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
 
 
-def swiglu_specs(width: int, mlp_width: int, residual_scale: float) -> dict[str, ParamSpec]:
-    return {
-        "gate": ParamSpec((width, mlp_width), ("embed", "mlp"), (0,), normal()),
-        "up": ParamSpec((width, mlp_width), ("embed", "mlp"), (0,), normal()),
-        "down": ParamSpec((mlp_width, width), ("mlp", "embed"), (0,), normal(residual_scale)),
-    }
+# --- projections
 
 
-def swiglu(params: dict[str, Weight], norm: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Shazeer 2020 (arXiv:2002.05202), of norm(x). x: [B, S, D]."""
+def with_biases(specs: dict[str, ParamSpec], *names: str) -> dict[str, ParamSpec]:
+    """The specs, and a bias for each named projection: of its output's dimensions, split as they are."""
+
+    def bias(spec: ParamSpec) -> ParamSpec:
+        dims = [dim for dim in range(len(spec.shape)) if dim not in spec.contracting]
+        return ParamSpec(tuple(spec.shape[dim] for dim in dims), tuple(spec.axes[dim] for dim in dims), (), zeros)
+
+    return specs | {f"{name}_bias": bias(specs[name]) for name in names}
+
+
+def project(subscripts: str, x: jax.Array, params: dict[str, Weight], name: str) -> jax.Array:
+    """The product of x and a projection, and its bias added where it has one."""
+    y = weights.einsum(subscripts, x, params[name])
+    if f"{name}_bias" not in params:
+        return y
+    # In float32 for the backward: the bias's gradient sums over thousands of positions.
+    return (y.astype(jnp.float32) + weights.materialise(params[f"{name}_bias"]).astype(jnp.float32)).astype(y.dtype)
+
+
+# --- MLP
+
+gelu = functools.partial(jax.nn.gelu, approximate=True)  # Hendrycks & Gimpel 2016, arXiv:1606.08415
+
+# From the projections of norm(x), gate before up, to what `down` multiplies (Shazeer 2020, arXiv:2002.05202).
+HIDDEN: dict[str, Callable[..., jax.Array]] = {
+    "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
+    "geglu": lambda gate, up: gelu(gate) * up,
+    "gelu": gelu,
+}
+
+
+def mlp_specs(
+    kind: Literal["swiglu", "geglu", "gelu"], width: int, mlp_width: int, residual_scale: float, biased: bool
+) -> dict[str, ParamSpec]:
+    inward = ParamSpec((width, mlp_width), ("embed", "mlp"), (0,), normal())
+    outward = ParamSpec((mlp_width, width), ("mlp", "embed"), (0,), normal(residual_scale))
+    specs = ({} if kind == "gelu" else {"gate": inward}) | {"up": inward, "down": outward}
+    return with_biases(specs, *specs) if biased else specs
+
+
+def mlp(params: dict[str, Weight], x: jax.Array, *, norm: Function, kind: str) -> jax.Array:
+    """The MLP of norm(x). x: [B, S, D] -> [B, S, D]."""
 
     @recomputed
-    def project(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def inward(x: jax.Array) -> list[jax.Array]:
         x = norm(x)
-        return weights.einsum("BSD,DF->BSF", x, params["gate"]), weights.einsum("BSD,DF->BSF", x, params["up"])
+        return [project("BSD,DF->BSF", x, params, name) for name in ("gate", "up") if name in params]
 
     @recomputed
-    def down(gate: jax.Array, up: jax.Array, weight: Weight) -> jax.Array:
-        return weights.einsum("BSF,FD->BSD", jax.nn.silu(gate) * up, weight)
+    def outward(*projected: jax.Array) -> jax.Array:
+        return project("BSF,FD->BSD", HIDDEN[kind](*projected), params, "down")
 
-    return down(*project(x), params["down"])
+    return outward(*inward(x))
+
+
+# --- soft-cap
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def softcap(x: jax.Array, cap: float) -> jax.Array:
+    """cap × tanh(x / cap). Its backward wants the result alone, which what follows keeps anyway."""
+    return cap * jnp.tanh(x / cap)
+
+
+def _softcap_forward(x: jax.Array, cap: float) -> tuple[jax.Array, jax.Array]:
+    capped = softcap(x, cap)
+    return capped, capped
+
+
+def _softcap_backward(cap: float, capped: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    return (gradient * (1 - jnp.square(capped / cap)),)
+
+
+softcap.defvjp(_softcap_forward, _softcap_backward)

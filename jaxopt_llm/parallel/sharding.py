@@ -23,6 +23,7 @@ PARAMETER_AXES: dict[str, tuple[str, ...]] = {
     "virtual": (),
     "stages": ("pipeline",),
     "layers": (),
+    "positions": (),
     "embed": (),
     "head_dim": (),
     "heads": ("tensor",),

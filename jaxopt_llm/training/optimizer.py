@@ -80,15 +80,14 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """For the parameters of one layer of a section, or those outside the stacks.
 
-    specs: of one layer: a stack's leading axis would make a norm scale look like a matrix.
+    specs: of one layer.
     """
 
     def decay(path: str, spec: ParamSpec) -> float:
         assert not spec.leading
         if config.decay_groups:
             return config.weight_decay * groups.number(config.decay_groups, f"{section}/{path}")
-        # A bias may have a head's two dimensions.
-        return config.weight_decay if len(spec.shape) > 1 and not path.endswith("bias") else 0.0
+        return config.weight_decay if spec.contracting else 0.0  # not by rank: a bias by heads has two dimensions
 
     decays = tree.map_with_path(decay, specs)
     factors = tree.map_with_path(lambda path, spec: groups.number(config.rate_groups, f"{section}/{path}"), specs)

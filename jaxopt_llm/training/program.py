@@ -14,7 +14,8 @@ from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.execution.stages import rest_on_stages
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.decoder import ModelConfig, Params, Parts, make_parts
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.model.decoder import Params, Parts, make_parts
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training import update

@@ -8,7 +8,8 @@ import toy
 
 from jaxopt_llm.execution.stages import rest_on_stages, split
 from jaxopt_llm.model import param
-from jaxopt_llm.model.decoder import ModelConfig, Segment, layout, make_parts
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.model.decoder import Segment, layout, make_parts
 
 pytestmark = pytest.mark.core
 

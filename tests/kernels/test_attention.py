@@ -46,23 +46,30 @@ def cached(length: int, first: int) -> Arrays:
 
 
 def output_and_gradients(
-    window: int | None, compiler_options: dict[str, Any] | None = toy.QUICK_COMPILE
+    window: int | None, compiler_options: dict[str, Any] | None = toy.QUICK_COMPILE, **of_scores: float
 ) -> Callable[..., Any]:
     def run(q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array, where: Arrays) -> tuple[jax.Array, ...]:
-        out, backward = jax.vjp(lambda q, k, v: attention(q, k, v, window=window, **where), q, k, v)
+        out, backward = jax.vjp(lambda q, k, v: attention(q, k, v, window=window, **where, **of_scores), q, k, v)
         return out, *backward(gradient)
 
     return jax.jit(run, compiler_options=compiler_options)
 
 
 def expected(
-    window: int | None, q: np.ndarray, k: np.ndarray, v: np.ndarray, gradient: np.ndarray, where: Arrays
+    window: int | None,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    gradient: np.ndarray,
+    where: Arrays,
+    scale: float = 0.0,
+    softcap: float = 0.0,
 ) -> tuple[np.ndarray, ...]:
     of_queries, of_keys = where["positions"], where.get("key_positions", where["positions"])
     distance = of_queries[:, :, None] - of_keys[:, None, :]
     same = where["segment_ids"][:, :, None] == where.get("key_segment_ids", where["segment_ids"])[:, None, :]
     visible = same & (distance >= 0) & (distance < (window or np.inf))
-    out, backward = reference.attend(*(x.astype(np.float64) for x in (q, k, v)), visible)
+    out, backward = reference.attend(*(x.astype(np.float64) for x in (q, k, v)), visible, scale, softcap)
     return out, *backward(gradient.astype(np.float64))
 
 
@@ -86,6 +93,21 @@ def test_output_and_gradients_are_the_references(
     arrays = operands(queries, keys, heads, kv_heads=2)
     actual = output_and_gradients(window)(*arrays, where)
     for name, got, want in zip(("out", "q", "k", "v"), actual, expected(window, *arrays, where), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("window, where", [(None, packed_rows(10)), (6, one_document(16)), (3, cached(12, first=5))])
+def test_scaled_and_capped_scores_are_the_references(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, where: Arrays
+) -> None:
+    monkeypatch.setattr(kernel, "QUERY_BLOCK", 4)
+    monkeypatch.setattr(kernel, "CAUSAL_ROWS", 1)
+    queries, keys = (where.get(name, where["positions"]).shape[1] for name in ("positions", "key_positions"))
+    arrays, of_scores = operands(queries, keys, heads=4, kv_heads=2), {"scale": 0.7, "softcap": 1.2}
+    actual = output_and_gradients(window, **of_scores)(*arrays, where)
+    capped, without = (expected(window, *arrays, where, **each) for each in (of_scores, {"scale": 0.7}))
+    assert toy.distance(capped, without) > 0.1
+    for name, got, want in zip(("out", "q", "k", "v"), actual, capped, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6, err_msg=name)
 
 

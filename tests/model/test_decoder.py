@@ -14,8 +14,9 @@ import toy
 from jaxopt_llm import tree
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.decoder import Auxiliary, ModelConfig, Params, Parts, layout, make_parts
+from jaxopt_llm.model.decoder import Auxiliary, Params, Parts, layout, make_parts
 from jaxopt_llm.parallel import hlo
 
 pytestmark = pytest.mark.core

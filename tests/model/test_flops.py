@@ -1,6 +1,7 @@
 """What a model needs is what its compiled step does, less what is recomputed."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import toy
 
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model import flops
-from jaxopt_llm.model.decoder import ModelConfig
+from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.parallel import hlo
 from jaxopt_llm.training.lora import LoraConfig
 from jaxopt_llm.training.optimizer import OptimizerConfig
@@ -21,10 +22,18 @@ ROWS, SEQUENCE = 2, 8
 CONFIG = dataclasses.replace(toy.CONFIG, vocabulary_size=256, pattern=("global",))
 
 
-@pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=2)])
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_compiled_step_does_as_many(tied: bool, lora: LoraConfig) -> None:
-    config = dataclasses.replace(CONFIG, tied_head=tied)
+@pytest.mark.parametrize(
+    "switches, lora",
+    [
+        ({}, LoraConfig()),
+        ({}, LoraConfig(rank=2)),
+        ({"tied_head": False}, LoraConfig()),
+        ({"tied_head": False}, LoraConfig(rank=2)),
+        ({"positions": "learned", "mlp": "gelu", "biases": "all"}, LoraConfig()),
+    ],
+)
+def test_the_compiled_step_does_as_many(switches: dict[str, Any], lora: LoraConfig) -> None:
+    config = dataclasses.replace(CONFIG, **switches)
     training = TrainingConfig(batch_size=ROWS, sequence_length=SEQUENCE)
     program = make_program(
         config, training, OptimizerConfig(), ScheduleConfig(), RematConfig("none"), lora, toy.placement()

@@ -7,9 +7,9 @@ import pytest
 import toy
 
 from jaxopt_llm.model.attention import attention_specs, self_attention
+from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.layers import rms_norm, swiglu, swiglu_specs
-from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.model.layers import mlp, mlp_specs, norm, norm_specs
 
 pytestmark = pytest.mark.core
 
@@ -28,21 +28,33 @@ def kept(layer, specs, width: int) -> int:  # type: ignore[no-untyped-def]
     return sum(np.shape(leaf) == (*ROWS, width) for leaf in jax.tree.leaves(backward))
 
 
-def test_swiglu_keeps_its_input_gate_and_up() -> None:
-    specs = swiglu_specs(WIDTH, MLP_WIDTH, 1.0)
-    assert kept(lambda params, x: swiglu(params, jnp.tanh, x), specs, MLP_WIDTH) == 2
-    assert kept(lambda params, x: swiglu(params, jnp.tanh, x), specs, WIDTH) == 1
+@pytest.mark.parametrize("kind, projections", [("swiglu", 2), ("geglu", 2), ("gelu", 1)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_an_mlp_keeps_its_input_and_projections(kind: str, projections: int, biased: bool) -> None:
+    specs = mlp_specs(kind, WIDTH, MLP_WIDTH, 1.0, biased)  # type: ignore[arg-type]
+
+    def layer(params: dict, x: jax.Array) -> jax.Array:
+        return mlp(params, x, norm=jnp.tanh, kind=kind)
+
+    assert kept(layer, specs, MLP_WIDTH) == projections
+    assert kept(layer, specs, WIDTH) == 1
 
 
-def test_attention_keeps_its_input_and_not_the_norm_of_it() -> None:
+@pytest.mark.parametrize("biases", ["none", "all"])
+def test_attention_keeps_its_input_and_not_the_norm_of_it(biases: str) -> None:
+    config = ModelConfig(width=WIDTH, heads=2, kv_heads=1, head_dim=6, biases=biases)  # type: ignore[arg-type]
+    none = dict.fromkeys(("window", "scale", "softcap", "cache"))
+    frequencies = np.ones(3, np.float32)
     context = Context(positions=POSITIONS, segment_ids=jnp.ones_like(POSITIONS), placement=toy.placement())
 
     def layer(params: dict, x: jax.Array) -> jax.Array:
-        return self_attention(params, jnp.tanh, x, context, rope_theta=1e4, window=None, cache=None)[0]
+        norms = {"norm": jnp.tanh, "query_norm": lambda q: q, "key_norm": lambda k: k}
+        return self_attention(params, x, context, **norms, frequencies=frequencies, **none)[0]
 
-    assert kept(layer, attention_specs(WIDTH, 2, 1, 6, 1.0), WIDTH) == 1
+    assert kept(layer, attention_specs(config, 1.0), WIDTH) == 1
 
 
-def test_a_norm_keeps_its_input() -> None:
-    scale = {"scale": ParamSpec((WIDTH,), ("embed",))}
-    assert kept(lambda params, x: rms_norm(x, params["scale"], 1e-5), scale, WIDTH) == 1
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_norm_keeps_its_input(kind: str) -> None:
+    specs = norm_specs(kind, False, (WIDTH,), ("embed",))  # type: ignore[arg-type]
+    assert kept(lambda params, x: norm(params, x, kind=kind, epsilon=1e-5, zero_centered=False), specs, WIDTH) == 1

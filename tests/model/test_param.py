@@ -6,7 +6,8 @@ import pytest
 import toy
 
 from jaxopt_llm.model import param
-from jaxopt_llm.model.decoder import ModelConfig, param_specs
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.model.decoder import param_specs
 from jaxopt_llm.model.param import ParamSpec, normal
 from jaxopt_llm.tree import Tree
 

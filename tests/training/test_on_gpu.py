@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.decoder import ModelConfig
+from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.parallel import hlo
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
 from jaxopt_llm.parallel.precision import PrecisionConfig

@@ -1,0 +1,104 @@
+"""ModelConfig: one decoder whose switches cover Llama, Mistral, Qwen, Gemma 2, Phi-3, OLMo 2, SmolLM3 and GPT-2/3."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["global", "sliding", "global_nope"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    vocabulary_size: int = 258
+    """token ids; the byte tokenizer has 258"""
+    width: int = 128
+    """size of the residual stream"""
+    layers: int = 4
+    """number of blocks"""
+    heads: int = 4
+    """query heads"""
+    kv_heads: int = 2
+    """key-value heads, each shared by heads / kv_heads query heads"""
+    head_dim: int = 32
+    """size of one head; even, because rotary positions turn pairs"""
+    mlp_width: int = 384
+    """hidden size of the MLP"""
+    pattern: tuple[Kind, ...] = ("global",)
+    """attention of successive blocks, repeated: global sees the whole document, sliding the last `window` tokens,
+    global_nope is global without rotary positions (SmolLM3)"""
+    window: int = 128
+    """tokens that a sliding block sees, its own among them"""
+    positions: Literal["rotary", "learned"] = "rotary"
+    """rotary turns queries and keys in every block but the nope ones; learned adds a row of a table to the embedding
+    (GPT-2)"""
+    max_positions: int = 1024
+    """rows of the table of learned positions; no sequence may be longer"""
+    rope_theta: float = 10_000.0
+    """base of the rotary frequencies"""
+    rope_factor: float = 1.0
+    """slows the low rotary frequencies down, as Llama 3.1 does for sequences so many times longer; 1 scales none"""
+    rope_low_frequency_factor: float = 1.0
+    """turns in rope_original_length tokens up to which a frequency is slowed down by all of rope_factor"""
+    rope_high_frequency_factor: float = 4.0
+    """turns in rope_original_length tokens from which a frequency stays as it is; in between the two are mixed"""
+    rope_original_length: int = 8192
+    """tokens of a sequence before the frequencies were scaled"""
+    norm: Literal["rms", "layer"] = "rms"
+    """rms divides by the root mean square; layer subtracts the mean before, and adds a bias after"""
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    """of a sublayer's input, of its output before it joins the residual stream (OLMo 2), or both (Gemma 2)"""
+    norm_zero_centered: bool = False
+    """whether norm scales are kept as their distance from 1, as in Gemma's checkpoints"""
+    norm_epsilon: float = 1e-5
+    """added to the mean square in norms"""
+    qk_norm: Literal["none", "head", "projection"] = "none"
+    """norms of queries and keys before they are turned: of each head (Qwen3), or of all heads together (OLMo 2)"""
+    biases: Literal["none", "qkv", "all"] = "none"
+    """of the query, key and value projections (Qwen2), or of every projection of the blocks (GPT-2)"""
+    mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
+    """swiglu and geglu gate the hidden layer with SiLU or GELU of a second projection; gelu has that one alone. GELU is
+    the tanh form"""
+    attention_scale: float = 0.0
+    """factor of the attention scores; 0 stands for 1 / sqrt(head_dim)"""
+    attention_softcap: float = 0.0
+    """bounds attention scores smoothly to ± this (Gemma 2); 0 does not"""
+    logit_softcap: float = 0.0
+    """bounds logits smoothly to ± this (Gemma 2); 0 does not"""
+    scale_embedding: bool = False
+    """whether embeddings are multiplied by sqrt(width) (Gemma)"""
+    tied_head: bool = True
+    """whether the embedding table is the head"""
+
+    def problems(self) -> list[str]:
+        sizes = ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "window")
+        found = [
+            f"model.{name}={getattr(self, name)}: must be at least 1"
+            for name in (*sizes, "max_positions", "rope_factor", "rope_original_length")
+            if getattr(self, name) < 1
+        ]
+        found += [
+            f"model.{name}={getattr(self, name)}: must be above 0"
+            for name in ("rope_theta", "norm_epsilon", "rope_low_frequency_factor")
+            if not getattr(self, name) > 0
+        ]
+        found += [
+            f"model.{name}={getattr(self, name)}: must be at least 0"
+            for name in ("attention_scale", "attention_softcap", "logit_softcap")
+            if getattr(self, name) < 0
+        ]
+        if self.rope_high_frequency_factor <= self.rope_low_frequency_factor:
+            found.append(
+                f"model.rope_high_frequency_factor={self.rope_high_frequency_factor}: must be above "
+                f"model.rope_low_frequency_factor={self.rope_low_frequency_factor}"
+            )
+        if not self.pattern:
+            found.append("model.pattern: must name at least one kind of block")
+        if self.positions == "learned":
+            if "global_nope" in self.pattern:
+                found.append("model.pattern: with model.positions=learned no block is rotary; write global")
+            if self.rope_factor > 1:
+                found.append(f"model.rope_factor={self.rope_factor}: scales nothing with model.positions=learned")
+        if self.kv_heads >= 1 and self.heads % self.kv_heads:
+            found.append(f"model.heads={self.heads} does not divide by model.kv_heads={self.kv_heads}")
+        if self.head_dim % 2:
+            found.append(f"model.head_dim={self.head_dim}: must be even")
+        return found
