@@ -42,10 +42,9 @@ class Corpus:
 
     def __str__(self) -> str:
         streams = [*(source.training for source in self.sources), self.held_out]
-        skipped = "".join(f"; {count:,} {why}" for why, count in sorted(self.skipped.items()))
         return (
             f"{sum(stream.documents for stream in streams):,} documents, {sum(s.size for s in streams):,} tokens, "
-            f"of which {self.held_out.size:,} held out{skipped}"
+            f"of which {self.held_out.size:,} held out{_reasons(self.skipped)}"
         )
 
 
@@ -74,9 +73,8 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
         documents = sum(piece.ends.size for piece in of_source)
         if documents < 2:
             raise InputError(
-                f"data.paths {name}: {documents} documents, and training and evaluation need one each"
-                f"{''.join(f'; {count} {why}' for why, count in sorted(skipped.items()))} (a text file is one "
-                "document, unless data.separator divides it)"
+                f"data.paths {name}: {documents} documents{_reasons(skipped)}; training and evaluation need one each "
+                "(a text file is one document, unless data.separator divides it)"
             )
         training, evaluation = split(of_source, config.held_out)
         if weight:
@@ -107,6 +105,10 @@ def _open(file: File, config: DataConfig, tokenizer: Tokenizer, skipped: Counter
         return [numpy_piece(file.name, file.path, tokenizer.end)], fingerprint(file.path)
     pieces = [tokenize(file.name, read(part, config, skipped), tokenizer) for part in parts(file)]
     return pieces, _sha256(pieces)
+
+
+def _reasons(skipped: Counter[str]) -> str:
+    return "".join(f"; {count:,} {why}" for why, count in sorted(skipped.items()))
 
 
 def _sha256(pieces: list[Piece]) -> str:
