@@ -158,11 +158,14 @@ class Checkpoints:
 
     def _give_up(self, step: int, error: Exception) -> None:
         self.failed, self._why = step, _first_line(error)
-        try:
-            steps.sweep(self.directory)
-            freed = "what it wrote is freed"
-        except OSError as left:
-            freed = f"what it wrote could not be freed: {_first_line(left)}"
+        freed = ""
+        for _ in range(5):  # writes of other leaves that are on their way make their directories again
+            try:
+                steps.sweep(self.directory)
+                freed = "what it wrote is freed"
+            except OSError as left:
+                freed = f"what it wrote could not be freed: {_first_line(left)}"
+            time.sleep(0.1)
         self._say(f"checkpoint {self.directory / str(step)} could not be saved: {self._why}; {freed}")
 
     def _delete_old(self) -> None:
