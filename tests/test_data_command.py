@@ -1,12 +1,16 @@
 """Every source through the real command: the same run whichever the format, mixed, resumed, and refused."""
 
 import json
+import random
+import signal
+import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from commands import checkpoint, command, metrics, train
+from commands import checkpoint, command, metrics, start_training, train
+from test_death import finish
 from texts import train_tokenizer, write_jsonl, write_megatron, write_parquet, write_text
 
 from jaxopt_llm.data.source import standard_library
@@ -102,3 +106,35 @@ def test_bad_input(corpus: Path, tmp_path: Path) -> None:
         assert refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
         assert said in refused.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "names"),
+    [
+        ("sgd", ["text"]),
+        ("lion", ["a.jsonl"]),
+        ("adafactor", ["a.parquet"]),
+        ("muon", ["prepared"]),
+        ("adamw", ["a_document"]),
+        ("adamw", ["a.npy", "text"]),
+    ],
+)
+def test_killed_at_random_moments_it_ends_equal_to_the_bit(
+    optimizer: str, names: list[str], corpus: Path, tmp_path: Path
+) -> None:
+    """Four times each; tests/test_death.py kills one more often."""
+    steps = 60
+    run = (*data(corpus, *names), "--optimizer.name", optimizer, "--data.held-out", 0.2, "--training.steps", steps)
+    finish(start_training(tmp_path / "whole", *run))
+    chance = random.Random(f"{optimizer} {names}")
+    for _ in range(4):
+        process = start_training(tmp_path / "killed", *run, "--checkpoint.every", 1, "--checkpoint.keep", 1)
+        next(line for line in process.stdout if line.startswith("step"))
+        time.sleep(chance.uniform(0, 0.4))
+        process.kill()
+        finish(process, -signal.SIGKILL)
+    stdout, _ = finish(start_training(tmp_path / "killed", *run))
+    assert "continues from step" in stdout
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+    ended = [checkpoint(tmp_path / name, steps) for name in ("killed", "whole")]
+    jax.tree.map(np.testing.assert_array_equal, *ended)

@@ -14,6 +14,7 @@ import toy
 
 from jaxopt_llm import tree
 from jaxopt_llm.checkpoint.native import Checkpoints
+from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.decoder import Params, make_parts
 from jaxopt_llm.model.param import ParamSpec
@@ -243,8 +244,8 @@ def test_placement_changes_no_step(name: str, placed: str) -> None:
 def test_resumed_it_goes_on_equal_to_the_bit(name: str, placed: str, tmp_path: Path) -> None:
     of, placement = program(name, placed)
     state = run(name, placed, begin(name, placed), 0, 1)
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(2, **of.kept(state))
+    with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
+        checkpoints.save(2, of.kept(state), {})
     whole = of.kept(run(name, placed, state, 2))
     with Checkpoints(tmp_path) as checkpoints:
         saved = placement.abstract(training_state.checkpoint_specs(of.specs))
