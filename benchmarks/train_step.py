@@ -29,9 +29,8 @@ RUNS_BY_ITSELF = "--measure-since"  # how this file starts itself: seconds since
 # As the README advises on CPUs. Not for the peer: eager torch is 6% slower with it.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
-Contender = tuple[
-    str, list[str], dict[str, str]
-]  # a file that measures, its arguments, what it adds to the environment
+# A file that measures, its arguments, what it adds to the environment.
+Contender = tuple[str, list[str], dict[str, str]]
 
 
 def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
@@ -112,6 +111,15 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
     }
 
 
+def import_seconds(runs: int) -> float | None:
+    """Of jaxopt_llm.train, beyond jax's own: the median. None where a package that it wants is missing."""
+    timed = "import jax, time; clock = time.time(); import jaxopt_llm.train; print(time.time() - clock)"
+    finished = [subprocess.run([sys.executable, "-c", timed], capture_output=True, text=True) for _ in range(runs)]
+    if any(each.returncode for each in finished):
+        return None
+    return statistics.median(float(each.stdout) for each in finished)
+
+
 def run_alternating(runs: int, steps: int, contenders: dict[str, Contender]) -> list[list[dict[str, Any]]]:
     """One process of each contender in turn, `runs` times; the results of each.
 
@@ -176,6 +184,9 @@ def show(report: dict[str, Any]) -> None:
         "tokens/s": [f"{column['tokens_per_second']:,.0f}" for column in columns.values()],
         "step seconds": [f"{column['step_seconds']:.4f}" for column in columns.values()],
         "seconds to first step, cold / warm": [first_step(column["first_step_seconds"]) for column in columns.values()],
+        "seconds to import, beyond jax": [
+            "-" if report["import_seconds"] is None else f"{report['import_seconds']:.1f}"
+        ],
         "peak memory, measured": [memory(column["measured_peak_bytes"]) for column in columns.values()],
         "peak memory, planned per device": [memory(report["planned_peak_bytes"])],
         "TFLOP per step (matmuls, as compiled)": [f"{report['flops_per_step'] / 1e12:.4f}"],
@@ -212,7 +223,8 @@ def main() -> int:
         configuration.validate(config)
         contenders |= peer_hf_torch.contenders(config)
     ours, *peers = map(summarise, run_alternating(own.runs, own.steps, contenders))
-    report = {"command": sys.argv, "python": platform.python_version(), **ours}
+    python = {"python": platform.python_version(), "import_seconds": import_seconds(own.runs)}
+    report = {"command": sys.argv, **python, **ours}
     if peers:
         for peer in peers:
             if "unavailable" not in peer:

@@ -121,9 +121,10 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
         else:
             state = training_state.initialize(program.specs, program.optimizers, config.run.seed, placement)
             _set_aside(directory / "metrics.jsonl")
-        log = MetricsLog(directory / "metrics.jsonl", start)
+        log = MetricsLog(directory / "metrics.jsonl", start, progress.say)
         _record(directory, config, corpus)
-        dashboards = scope.enter_context(Dashboards(config.logging, directory, start, dataclasses.asdict(config)))
+        settings = dataclasses.asdict(config)
+        dashboards = scope.enter_context(Dashboards(config.logging, directory, start, settings, progress.say))
         profiler = scope.enter_context(Profiler(config.profile, directory))
         tokens = config.training.batch_size * config.training.sequence_length
         meter = Meter(tokens, _utilisation(config, program, placement))

@@ -85,7 +85,7 @@ def test_a_full_disk_costs_the_saves_that_it_lasts(room_again: bool, tmp_path: P
     process = start_training(run, *EVERY_TWO, "--training.steps", 30, "--evaluation.batches", 200)
     try:
         next(line for line in process.stdout if line.startswith("step      6"))
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (16_384, resource.RLIM_INFINITY))
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
         failed = next(line for line in process.stdout if "could not be saved" in line)
         whole_then = [path.name for path in (run / "checkpoints").iterdir() if path.name.isdecimal()]
         if room_again:

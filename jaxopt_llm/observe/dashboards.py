@@ -2,6 +2,8 @@
 
 import hashlib
 import importlib
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,12 +18,18 @@ class Dashboards:
     What an interrupted run wrote after the step it is resumed from is no longer shown.
     """
 
-    def __init__(self, config: LoggingConfig, directory: Path, resume_step: int, settings: dict[str, Any]) -> None:
-        """settings: the run's configuration. Raises InputError where a package is missing."""
-        self._board = self._run = None
-        if config.tensorboard:
-            board = _package("tensorboardX", "logging.tensorboard=True", "--logging.tensorboard False")
-            self._board = board.SummaryWriter(str(directory / "tensorboard"), purge_step=resume_step + 1)
+    def __init__(
+        self,
+        config: LoggingConfig,
+        directory: Path,
+        resume_step: int,
+        settings: dict[str, Any],
+        say: Callable[[str], None],
+    ) -> None:
+        """settings: the run's configuration. say: told, in a line, what could not be written. Raises InputError where a
+        package is missing."""
+        self._board = _Board(directory / "tensorboard", resume_step + 1, say) if config.tensorboard else None
+        self._run = None
         if config.wandb_project:
             wandb = _package("wandb", f"logging.wandb_project={config.wandb_project}", "an empty project")
             # Of the directory, so that a resume continues it.
@@ -40,9 +48,7 @@ class Dashboards:
         # None stands for what is not finite.
         numbers = {name: value for name, value in record.items() if name != "step" and value is not None}
         if self._board is not None:
-            for name, value in numbers.items():
-                self._board.add_scalar(name, value, record["step"])
-            self._board.flush()
+            self._board.write(record["step"], numbers)
         if self._run is not None:
             self._run.log(numbers, step=record["step"])
 
@@ -50,10 +56,41 @@ class Dashboards:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._board is not None:
-            self._board.close()
         if self._run is not None:
             self._run.finish()
+
+
+class _Board:
+    """TensorBoard's files. Not tensorboardX's SummaryWriter: a full disk ends its thread, and the run then waits for it
+    for ever."""
+
+    def __init__(self, folder: Path, step: int, say: Callable[[str], None]) -> None:
+        """step: the first that will be written."""
+        self._package = _package("tensorboardX", "logging.tensorboard=True", "--logging.tensorboard False")
+        self._folder, self._say = folder, say
+        folder.mkdir(exist_ok=True)
+        self._begin(step)
+
+    def _begin(self, step: int) -> None:
+        """A new file: what others hold of this step and later ones is no longer shown."""
+        event, writer = importlib.import_module("tensorboardX.proto.event_pb2"), self._package.event_file_writer
+        self._writer = writer.EventsWriter(str(self._folder / "events"), filename_suffix=f".{step}")
+        start = event.SessionLog(status=event.SessionLog.START)
+        self._writer.write_event(event.Event(wall_time=time.time(), step=step, session_log=start))
+        self._writer.flush()
+        self._event = event.Event
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        try:
+            if self._writer is None:
+                self._begin(step)
+            for name, value in numbers.items():
+                summary = self._package.summary.scalar(name, value)
+                self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
+            self._writer.flush()
+        except OSError as error:
+            self._say(f"{self._folder} could not be written at step {step} ({error}): metrics.jsonl has its record")
+            self._writer = None  # the file may end in half an event: the next begins another
 
 
 def _package(name: str, asked: str, instead: str) -> ModuleType:

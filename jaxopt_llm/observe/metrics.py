@@ -1,7 +1,9 @@
 """metrics.jsonl: one JSON object per logged step, the record of a run."""
 
+import errno
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,23 +31,41 @@ def replace_text(path: Path, text: str) -> None:
 class MetricsLog:
     """Appends records to a file. Python writes floats so that they read back to the same bits."""
 
-    def __init__(self, path: Path, resume_step: int) -> None:
+    def __init__(self, path: Path, resume_step: int, say: Callable[[str], None]) -> None:
         """Cuts the file back to `resume_step` first: what an interrupted run logged after its last checkpoint is
-        about to happen again."""
+        about to happen again. say: told, in a line, that a record could not be written."""
         if path.exists():
             try:
                 kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= resume_step]
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(f"{path} has a line that is no record ({error}); mend or move the file") from error
             replace_text(path, "".join(kept))
-        self._file = path.open("a")
+        self._path, self._say = path, say
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
 
     def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        """What a full disk does not take waits for the next record."""
+        self._waiting += (json.dumps(record, allow_nan=False) + "\n").encode()
+        try:
+            self._append()
+        except OSError as error:
+            self._say(f"{self._path} could not be written ({error}): its records wait for the next one")
+
+    def _append(self) -> None:
+        whole = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(self._waiting) < len(self._waiting):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self._file.truncate(whole)  # no half lines
+            raise
+        self._waiting = b""
 
     def close(self) -> None:
-        self._file.close()
+        """Raises OSError where a record could not be written to the end."""
+        with self._file:
+            self._append()
 
 
 def _whole_lines(path: Path) -> list[str]:

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from disks import files_no_larger_than
 
 from jaxopt_llm.observe.metrics import MetricsLog
 
 
 def write(path: Path, *steps: int, resume_step: int = 0) -> None:
-    log = MetricsLog(path, resume_step)
+    log = MetricsLog(path, resume_step, print)
     for step in steps:
         log.write({"step": step, "resumed_at": resume_step})
     log.close()
@@ -51,15 +52,31 @@ def test_a_torn_last_line_is_dropped(path: Path, torn: str) -> None:
 
 
 def test_a_record_is_in_the_file_before_the_next_is_written(path: Path) -> None:
-    log = MetricsLog(path, 0)
+    log = MetricsLog(path, 0, print)
     log.write({"step": 1, "resumed_at": 0})
     assert read(path) == [(1, 0)]
     log.close()
 
 
+def test_what_a_full_disk_does_not_take_waits_for_the_next_record(path: Path) -> None:
+    said: list[str] = []
+    log = MetricsLog(path, 0, said.append)
+    log.write({"step": 1, "resumed_at": 0})
+    with files_no_larger_than(path.stat().st_size + 5):
+        log.write({"step": 2, "resumed_at": 0})
+        assert read(path) == [(1, 0)]  # and not five bytes more
+    assert len(said) == 1 and str(path) in said[0]
+    log.write({"step": 3, "resumed_at": 0})
+    assert read(path) == [(1, 0), (2, 0), (3, 0)]
+    with files_no_larger_than(path.stat().st_size):
+        log.write({"step": 4, "resumed_at": 0})
+        with pytest.raises(OSError):
+            log.close()
+
+
 @pytest.mark.parametrize("value", [0.1, 1 / 3, float(np.float32(1 / 3)), 5e-324, -0.0, 1e300])
 def test_floats_read_back_to_the_same_bits(path: Path, value: float) -> None:
-    log = MetricsLog(path, 0)
+    log = MetricsLog(path, 0, print)
     log.write({"step": 1, "loss": value})
     log.close()
     assert json.loads(path.read_text())["loss"].hex() == value.hex()
