@@ -1,5 +1,6 @@
 """Errors that end a command with one line and an exit code, never a traceback."""
 
+import argparse
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -38,6 +39,13 @@ class Preempted(CommandError):
 
     def __init__(self, step: int) -> None:
         super().__init__(f"preempted at step {step}; run again to continue")
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Whose errors end a command as its other errors do."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message)
 
 
 def run(main: Callable[[], int]) -> NoReturn:

@@ -1,12 +1,10 @@
 """python -m jaxopt_llm.evaluate --checkpoint RUN_DIR [--batches N] [--data.paths PATH ...] [--section.field VALUE]"""
 
-import argparse
 import dataclasses
 import functools
 import math
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -45,13 +43,8 @@ def evaluate(source: Run, rows: PackedRows, batch_size: int, most: int | None) -
     return total / max(tokens, 1), tokens
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(message)
-
-
 def main() -> int:
-    parser = _Parser(
+    parser = errors.ArgumentParser(
         prog=PROGRAM,
         description="The loss of a run's last checkpoint on its own held-out documents or, with --data.paths, on all "
         "documents there. Fields of data, training.batch_size (rows at once) and training.sequence_length may be given "

@@ -1,12 +1,10 @@
 """python -m jaxopt_llm.generate --checkpoint RUN_DIR --prompt TEXT [--prompt TEXT ...] [--tokens N] ..."""
 
-import argparse
 import io
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 
@@ -97,13 +95,8 @@ def generate(
     return [continuation.text for continuation in written]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(message)
-
-
 def main() -> int:
-    parser = _Parser(
+    parser = errors.ArgumentParser(
         prog="python -m jaxopt_llm.generate",
         description="Continues text. One prompt is written out with its continuation as it comes; of several each is a "
         'line of JSON, {"prompt": ..., "text": ...}, where text is the continuation alone.',

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -130,14 +130,9 @@ def _skipped(counts: Sequence[dict[str, Any]]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in sorted(total.items()))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(message)
-
-
 def main() -> int:
     default = DataConfig()
-    parser = _Parser(
+    parser = errors.ArgumentParser(
         prog="python -m jaxopt_llm.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument

@@ -1,5 +1,6 @@
 """Damaged checkpoints and disks without room, through the real commands."""
 
+import os
 import resource
 import shutil
 from pathlib import Path
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from commands import checkpoint, command, metrics, start_training, train
+from damages import DAMAGES, flip, largest
 
 pytestmark = pytest.mark.core
 
@@ -23,18 +25,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def flip(path: Path) -> str:
-    """A byte in the middle of the largest file of its weights, whose name it returns."""
-    file = max((each for each in path.glob("masters/**/*") if each.is_file()), key=lambda each: each.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    return file.name
-
-
 def test_from_the_checkpoint_before_a_damaged_one_the_run_ends_equal_to_the_bit(whole: Path, tmp_path: Path) -> None:
     run = shutil.copytree(whole, tmp_path / "run")
-    name = flip(run / "checkpoints" / "8")
+    file = largest(run / "checkpoints" / "8")
+    name, _ = file.name, flip(file)
     written = command("generate", "--checkpoint", run, "--prompt", "def ", "--tokens", 3)
     assert written.returncode == 0 and written.stdout.startswith("def ")
     assert name in written.stderr and "/6 is whole" in written.stderr and written.stderr.count("\n") == 2
@@ -43,6 +37,24 @@ def test_from_the_checkpoint_before_a_damaged_one_the_run_ends_equal_to_the_bit(
     assert name in resumed.stdout and "8.damaged.1" in resumed.stdout and "continues from step 6" in resumed.stdout
     assert metrics(run) == metrics(whole)
     jax.tree.map(np.testing.assert_array_equal, checkpoint(run, 8), checkpoint(whole, 8))
+
+
+def test_of_many_damaged_checkpoints_each_is_named_and_the_last_whole_one_is_used(tmp_path: Path) -> None:
+    """Whatever the damage: step 2 alone is whole."""
+    steps = 2 + len(DAMAGES)
+    every = ("--checkpoint.every", 1, "--checkpoint.keep", steps, "--training.steps", steps)
+    run = tmp_path / "run"
+    assert train(run, *every).returncode == 0
+    logged, last = metrics(run), checkpoint(run, steps)
+    found = {step: damage(run / "checkpoints" / str(step)) for step, damage in enumerate(DAMAGES.values(), start=3)}
+    resumed = train(run, *every)
+    assert (resumed.returncode, resumed.stderr) == (0, "")
+    for step, what in found.items():
+        (line,) = [line for line in resumed.stdout.splitlines() if f"{step}.damaged.1" in line]
+        assert what in line and os.path.lexists(run / "checkpoints" / f"{step}.damaged.1")
+    assert "continues from step 2" in resumed.stdout
+    assert metrics(run) == logged
+    jax.tree.map(np.testing.assert_array_equal, checkpoint(run, steps), last)
 
 
 def test_verify_and_list_and_a_run_without_a_whole_checkpoint(whole: Path, tmp_path: Path) -> None:
@@ -55,7 +67,8 @@ def test_verify_and_list_and_a_run_without_a_whole_checkpoint(whole: Path, tmp_p
     for line, step in zip(listed, (4, 6, 8), strict=True):
         assert line.split()[0] == str(step) and f"{losses[step]:.4f}" in line and line.endswith("newest")
 
-    names = [flip(run / "checkpoints" / step) for step in ("4", "6", "8")]
+    files = [largest(run / "checkpoints" / step) for step in ("4", "6", "8")]
+    names = [file.name for file in files if flip(file)]
     verified = command("checkpoint", "verify", run)
     assert verified.returncode == 4
     assert all(name in line for name, line in zip(names, verified.stdout.splitlines(), strict=True))

@@ -1,17 +1,15 @@
 """Which checkpoint is used, whatever happened to those on disk; and saves that fail."""
 
-import json
-import os
-import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from damages import DAMAGES, flip, largest
+from disks import files_no_larger_than
 
-from jaxopt_llm.checkpoint import integrity, steps
 from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.errors import CheckpointError
@@ -50,94 +48,6 @@ def directory(two: Path, tmp_path: Path) -> Path:
     return shutil.copytree(two, tmp_path / "checkpoints")
 
 
-def largest(path: Path) -> Path:
-    """Of the files of its arrays."""
-    return max((each for each in path.glob("weights/**/*") if each.is_file()), key=lambda each: each.stat().st_size)
-
-
-def flip(file: Path, place: float = 0.5) -> str:
-    content = bytearray(file.read_bytes())
-    content[int(place * len(content))] ^= 1
-    file.write_bytes(content)
-    return f"{file.name} has another SHA-256"
-
-
-def truncate(file: Path) -> str:
-    os.truncate(file, file.stat().st_size - 1)
-    return f"{file.name} has {file.stat().st_size:,} bytes and had {file.stat().st_size + 1:,}"
-
-
-def remove(path: Path) -> str:
-    largest(path).unlink()
-    return "is missing"
-
-
-def add(path: Path) -> str:
-    (path / "weights" / "more").write_text("")
-    return "weights/more is not in the manifest"
-
-
-def link(path: Path) -> str:
-    """To the same content."""
-    file = largest(path)
-    file.rename(path.parent / "moved")
-    file.symlink_to(path.parent / "moved")
-    return f"{file.name} is a symbolic link"
-
-
-def link_whole(path: Path) -> str:
-    path.rename(path.parent / "moved")
-    path.symlink_to(path.parent / "moved", target_is_directory=True)
-    return "it is a symbolic link"
-
-
-def rename_another(path: Path) -> str:
-    shutil.rmtree(path)
-    shutil.copytree(path.with_name("2"), path)
-    return "it is of step 2"
-
-
-def change_manifest(path: Path) -> str:
-    """A hash, the way that leaves JSON."""
-    file = path / integrity.MANIFEST
-    manifest = json.loads(file.read_text())
-    next(iter(manifest["files"].values()))["sha256"] = "0" * 64
-    file.write_text(json.dumps(manifest))
-    return "manifest.json is damaged"
-
-
-def instead(content: str | None) -> Callable[[Path], str]:
-    """An empty directory, or a file, in its place."""
-
-    def replace(path: Path) -> str:
-        shutil.rmtree(path)
-        if content is None:
-            path.mkdir()
-        else:
-            path.write_text(content)
-        return "it is empty" if content is None else "it is no directory"
-
-    return replace
-
-
-DAMAGES: dict[str, Callable[[Path], str]] = {
-    "flipped byte": lambda path: flip(largest(path)),
-    "flipped byte of the record": lambda path: flip(path / steps.RECORD),
-    "damaged metadata": lambda path: flip(path / "weights" / "_METADATA"),
-    "truncated": lambda path: truncate(largest(path)),
-    "missing file": remove,
-    "extra file": add,
-    "symbolic link": link,
-    "symbolic link as a step": link_whole,
-    "another step": rename_another,
-    "empty directory": instead(None),
-    "file as a step": instead("7"),
-    "changed manifest": change_manifest,
-    "cut manifest": lambda path: truncate(path / integrity.MANIFEST) and "manifest.json is damaged",
-    "no manifest": lambda path: (path / integrity.MANIFEST).unlink() or "it has no manifest.json",
-}
-
-
 @pytest.mark.parametrize("case", DAMAGES)
 def test_what_is_damaged_is_named_and_set_aside_and_the_step_before_is_used(case: str, directory: Path) -> None:
     what = DAMAGES[case](directory / "7")
@@ -151,7 +61,7 @@ def test_what_is_damaged_is_named_and_set_aside_and_the_step_before_is_used(case
     step, values, said = latest(directory, KEEPS_ALL)
     assert (step, values) == (2, [2, 2, 2])
     assert what in said[0] and said[0].endswith("set aside as 7.damaged.1")
-    assert {path.name for path in directory.iterdir()} - {"moved"} == {"2", "7.damaged.1"}
+    assert {path.name for path in directory.iterdir()} - {"7.moved"} == {"2", "7.damaged.1"}
 
     save(directory, 7)
     assert latest(directory) == (7, [7, 7, 7], [])
@@ -198,17 +108,6 @@ def test_another_models_checkpoint_is_named_and_left_alone(
 
 
 @contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Bytes; writing beyond fails, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@contextmanager
 def nothing_to_write_in(directory: Path) -> Iterator[None]:
     """Bits of permission would not keep root out: a file stands in the directory's place."""
     aside = directory.rename(directory.with_name("aside"))
@@ -226,7 +125,7 @@ def test_a_save_that_fails_costs_itself_alone(
     weights = {"weights": {"w": jnp.full(3, 9)}}
     config = CheckpointConfig(every=20, keep=1)
     with Checkpoints(directory, config, said.append) as checkpoints:
-        with nothing_to_write_in(directory) if room is None else files_of_at_most(room):
+        with nothing_to_write_in(directory) if room is None else files_no_larger_than(room):
             checkpoints.save(9, weights, {})
             with pytest.raises(CheckpointError, match="step 10 could not be saved"):
                 checkpoints.save_last(10, weights, {})
