@@ -50,7 +50,7 @@ def test_of_many_damaged_checkpoints_each_is_named_and_the_last_whole_one_is_use
     resumed = train(run, *every)
     assert (resumed.returncode, resumed.stderr) == (0, "")
     for step, what in found.items():
-        (line,) = [line for line in resumed.stdout.splitlines() if f"{step}.damaged.1" in line]
+        (line,) = [line for line in resumed.stdout.splitlines() if f"/{step} is damaged" in line]
         assert what in line and os.path.lexists(run / "checkpoints" / f"{step}.damaged.1")
     assert "continues from step 2" in resumed.stdout
     assert metrics(run) == logged
