@@ -40,7 +40,9 @@ def evaluate(source: Run, rows: PackedRows, batch_size: int, most: int | None) -
         batch: Batch = jax.tree.map(lambda *fields: jnp.asarray(np.stack(fields)[None]), *of_batch)
         total += float(loss(source.params, batch)[0])
         tokens += int(np.sum(batch.loss_mask))
-    return total / max(tokens, 1), tokens
+    if not tokens:
+        raise InputError("nothing to predict there: no document has a token after its first")
+    return total / tokens, tokens
 
 
 def main() -> int:

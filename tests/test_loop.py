@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,8 +13,12 @@ import toy
 from jaxopt_llm import config as configuration
 from jaxopt_llm import train as command
 from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.errors import InputError
+from jaxopt_llm.model import flops
+from jaxopt_llm.model.decoder import param_specs
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.parallel.topology import CHIPS
 
 
 def tiny(directory: Path, **sections: Any) -> TrainConfig:
@@ -89,6 +94,26 @@ def test_metrics_are_read_a_step_late(tmp_path: Path, monkeypatch: pytest.Monkey
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
     assert ["eval_loss" in record for record in records] == [False, False, False, True, True]
+
+
+def test_records_have_the_utilisation_of_a_known_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "chip_of", lambda kind: CHIPS["h200"])
+    config = tiny(tmp_path / "run")
+    with Preemption() as preemption:
+        command.train(config, preemption)
+    record = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    needed = flops.per_token(config.model, param_specs(config.model), {}, 32)
+    per_token_and_second = record["tokens_per_second"] / (8 * CHIPS["h200"].peak_flops["float32"])
+    assert record["mfu"] == pytest.approx(needed.causal * per_token_and_second)
+    assert record["mfu_full_attention"] == pytest.approx(needed.full * per_token_and_second)
+
+
+def test_a_step_that_exceeds_what_xla_may_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 2**30})
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    command._check_memory(2**30, 1)
+    with pytest.raises(InputError, match="needs 1.5 GiB per device, XLA may use 1.0 GiB"):
+        command._check_memory(3 * 2**29, 1)
 
 
 def test_a_profile_of_the_steps_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
