@@ -53,6 +53,9 @@ def test_what_is_drawn_is_a_function_of_seed_row_and_index() -> None:
     assert len({tuple(row) for row in drawn}) == 3
     np.testing.assert_array_equal(written([PROMPTS[0]], 6, Sampling(temperature=1.0), seed=1), drawn[:1])
     assert (written([PROMPTS[0]], 6, Sampling(temperature=1.0), seed=2) != drawn[:1]).any()
+    even = jnp.zeros((1, 1000))
+    at = [int(choose(even, Sampling(temperature=1.0), jnp.uint32(1), jnp.int32(index))[0]) for index in range(3)]
+    assert len(set(at)) == 3
 
 
 def test_draws_have_the_softmax_of_the_logits_over_the_temperature() -> None:
