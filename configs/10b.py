@@ -1,0 +1,24 @@
+"""A Llama-style decoder of 10B parameters."""
+
+from jaxopt_llm.config import RunConfig, TrainConfig
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.training.step import TrainingConfig
+
+
+def get_config() -> TrainConfig:
+    return TrainConfig(
+        run=RunConfig(directory="runs/10b"),
+        model=ModelConfig(
+            vocabulary_size=32_000,
+            width=5120,
+            layers=36,
+            heads=40,
+            kv_heads=8,
+            head_dim=128,
+            mlp_width=13_824,
+            tied_head=False,
+        ),
+        training=TrainingConfig(batch_size=32, sequence_length=4096, accumulation=4),
+        mesh=MeshConfig(fsdp=8),
+    )
