@@ -1,12 +1,15 @@
-"""A Llama-style decoder of 10B parameters."""
+"""x"""
 
 from jaxopt_llm.config import RunConfig, TrainConfig
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.training.optimizer import OptimizerConfig
+from jaxopt_llm.training.schedule import ScheduleConfig
 from jaxopt_llm.training.step import TrainingConfig
 
 
 def get_config() -> TrainConfig:
+    steps = 100_000
     return TrainConfig(
         run=RunConfig(directory="runs/10b"),
         model=ModelConfig(
@@ -19,6 +22,8 @@ def get_config() -> TrainConfig:
             mlp_width=13_824,
             tied_head=False,
         ),
-        training=TrainingConfig(batch_size=32, sequence_length=4096, accumulation=4),
+        training=TrainingConfig(steps=steps, batch_size=32, sequence_length=4096),
+        optimizer=OptimizerConfig(learning_rate=3e-4),
+        schedule=ScheduleConfig(warmup_steps=2000, decay_steps=steps),
         mesh=MeshConfig(fsdp=8),
     )

@@ -30,7 +30,7 @@ def make_evaluate(parts: Parts, executor: Executor, placement: Placement) -> Cal
         params = tree.merge(state.trainable, state.frozen)
         return executor.loss(parts, params, batch, placement)[0], jnp.sum(batch.loss_mask)
 
-    compiled = jax.jit(sums, out_shardings=placement.replicated, compiler_options=compiler_options(placement.mesh))
+    compiled = jax.jit(sums, out_shardings=placement.replicated, compiler_options=compiler_options(placement.mesh, 1))
 
     def evaluate(state: TrainState, batches: list[Batch]) -> float:
         totals = [compiled(state, batch) for batch in batches]

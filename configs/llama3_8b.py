@@ -1,0 +1,30 @@
+"""x"""
+
+from jaxopt_llm.config import RunConfig, TrainConfig
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.training.optimizer import OptimizerConfig
+from jaxopt_llm.training.schedule import ScheduleConfig
+from jaxopt_llm.training.step import TrainingConfig
+
+
+def get_config() -> TrainConfig:
+    steps = 1_000_000
+    return TrainConfig(
+        run=RunConfig(directory="runs/llama3_8b"),
+        model=ModelConfig(
+            vocabulary_size=128_256,
+            width=4096,
+            layers=32,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            mlp_width=14_336,
+            rope_theta=500_000.0,
+            tied_head=False,
+        ),
+        training=TrainingConfig(steps=steps, batch_size=16, sequence_length=8192),
+        optimizer=OptimizerConfig(learning_rate=3e-4),
+        schedule=ScheduleConfig(warmup_steps=8000, decay_steps=steps),
+        mesh=MeshConfig(fsdp=8),
+    )
