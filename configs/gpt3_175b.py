@@ -1,4 +1,17 @@
-"""x"""
+"""GPT-3 175B (Brown et al. 2020, arXiv:2005.14165): 174,604,836,864 parameters.
+
+    python -m jaxopt_llm.train --config gpt3_175b.py --data.paths prepared --data.tokenizer tokenizer.json
+
+Hardware: 12 hosts of 8 GPUs of 80 GB, on every host (scripts/slurm.sbatch). As compiled,
+
+    python -m jaxopt_llm.plan --config gpt3_175b.py --gpu h100 --hosts 12 --gpus-per-host 8
+
+PEAK GiB at the peak and SENT GiB sent, of each GPU in a step. ZeRO-3 between hosts, tensor
+parallelism inside: 96 heads divide by the 96 GPUs. All layers are dense, where the paper alternates with banded ones.
+The paper's batch is 1536 rows: --training.batch-size 1536 --training.accumulation 32. Megatron's layout of it, tensor
+parallelism in an interleaved pipeline with selective recomputation, is finished by the issues on pipeline schedules
+and on rematerialisation policies.
+"""
 
 from jaxopt_llm.config import RunConfig, TrainConfig
 from jaxopt_llm.model.config import ModelConfig

@@ -1,4 +1,15 @@
-"""x"""
+"""Llama 3 8B (Llama team 2024, arXiv:2407.21783): 8,030,261,248 parameters.
+
+    python -m jaxopt_llm.train --config llama3_8b.py --data.paths prepared --data.tokenizer tokenizer.json
+
+Hardware: 8 GPUs of 80 GB in one host. As compiled,
+
+    python -m jaxopt_llm.plan --config llama3_8b.py --gpu h100 --hosts 1 --gpus-per-host 8
+
+34.1 GiB at the peak and 50.6 GiB sent, of each GPU in a step. ZeRO-3, 2 rows of 8192 tokens
+on each GPU; the logits of 128,256 tokens are whole, until there is a loss in chunks. The paper's batch grows from
+1024 rows of 4096 tokens: --training.accumulation raises --training.batch-size.
+"""
 
 from jaxopt_llm.config import RunConfig, TrainConfig
 from jaxopt_llm.model.config import ModelConfig

@@ -42,9 +42,9 @@ class Memory:
 
     What rests is counted from the shardings: masters, compute copy and frozen parameters as `parameters`, moments as
     `optimizer`. Temporaries are those that XLA has alive when it holds most, told apart by the scope that they come
-    from, gradients that are summed up by their shape. `activations` are what else the forward and the backward hold, the
-    gradients of activations among it. `other` is the batch, and what none of this explains: mostly space that lies
-    unused between temporaries.
+    from, gradients that are summed up by their shape. `activations` are what else the forward and the backward hold,
+    the gradients of activations among it. `other` is the batch, and what none of this explains: copies without a
+    source, and space that lies unused between temporaries.
     """
 
     parameters: int
