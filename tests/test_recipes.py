@@ -76,9 +76,7 @@ def compiled(layers: int, devices: int, stage: int, data: int = 1, accumulation:
     training = dataclasses.replace(recipe.training, batch_size=devices * accumulation, accumulation=accumulation)
     model = dataclasses.replace(recipe.model, layers=layers)
     placement = Placement(mesh, stage, recipe.precision)
-    program = make_program(
-        model, training, recipe.optimizer, recipe.schedule, recipe.remat, recipe.lora, placement
-    )
+    program = make_program(model, training, recipe.optimizer, recipe.schedule, recipe.remat, recipe.lora, placement)
     options = {"xla_gpu_enable_triton_gemm": False}  # products as calls, by which a schedule can be read
     executable = program.step.lower(program.state, program.batch).compile(compiler_options=options)
     return hlo.memory(executable), str(executable.as_text())
@@ -110,10 +108,9 @@ def test_zero_at_size(stage: int, devices: int) -> None:
 
 @pytest.mark.slow
 def test_hybrid_sharding_at_size_crosses_hosts_once_a_step() -> None:
-    mesh = {"devices": 16, "data": 2}
     deep, shallow = (compiled(layers, 16, 3, data=2, accumulation=3)[1] for layers in (4, 2))
     between, inside = (
-        (moved(deep, **mesh, *(axis,)) - moved(shallow, **mesh, *(axis,))) / 2 for axis in ("data", "fsdp")
+        (moved(deep, 16, axis, data=2) - moved(shallow, 16, axis, data=2)) / 2 for axis in ("data", "fsdp")
     )
     assert between == pytest.approx(2 * 1 / 2 * 4 * layer_parameters() / 8, rel=0.02)
     assert inside == pytest.approx(3 * 7 / 8 * (4 + 2 + 2) * layer_parameters(), rel=0.02)
