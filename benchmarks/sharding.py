@@ -42,7 +42,7 @@ def placed(config: TrainConfig, devices: int, stage: int, tensor: int) -> TrainC
         config,
         training=dataclasses.replace(config.training, batch_size=rows * mesh.fsdp, accumulation=1),
         mesh=mesh,
-        sharding=dataclasses.replace(config.sharding, zero_stage=stage),
+        sharding=dataclasses.replace(config.sharding, zero_stage=stage),  # type: ignore[arg-type]
     )
 
 

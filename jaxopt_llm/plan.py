@@ -108,7 +108,8 @@ def make_plan(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int) -> 
             f"{config.mesh.devices} (--mesh.* of the recipe): change one of the two"
         )
     chip = CHIPS[gpu]
-    placement = Placement(make_mesh(config.mesh, devices), config.sharding.zero_stage, config.precision)
+    mesh = make_mesh(config.mesh, devices)
+    placement = Placement(mesh, config.sharding.zero_stage, config.precision)
     program = make_program(
         config.model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
     )
@@ -129,7 +130,7 @@ def make_plan(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int) -> 
         compile_seconds=compile_seconds,
         memory=_memory(program, placement, hlo.memory(compiled), temporaries),
         limit=int(chip.memory_bytes * float(MEMORY_FRACTION)),
-        collectives=tuple(_traffic(hlo.collectives(text, placement.mesh), placement.mesh, chip, gpus_per_host)),
+        collectives=tuple(_traffic(hlo.collectives(text, mesh), mesh, chip, gpus_per_host)),
         flops=computed,
         flops_seconds=computed / chip.peak_flops[config.precision.compute_dtype],
         model_flops=needed.causal * tokens / len(devices),
@@ -159,9 +160,10 @@ def _resting_bytes(trees: tree.Tree) -> int:
 
 
 def _gradient_shapes(program: Program, placement: Placement) -> set[tuple[int, ...]]:
-    """Of the gradients of all layers and of what lies outside the stacks, on each device."""
-    specs = program.specs.masters
-    return {_squeezed(placement.gradients(spec).shard_shape(spec.shape)) for spec in jax.tree.leaves(specs)}
+    """Of the gradients of all layers and of what lies outside the stacks on each device, in one group and summed."""
+    places = (placement.gradients, placement.masters)
+    specs = jax.tree.leaves(program.specs.masters)
+    return {_squeezed(place(spec).shard_shape(spec.shape)) for spec in specs for place in places}
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:

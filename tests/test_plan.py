@@ -89,7 +89,7 @@ def test_links() -> None:
 @pytest.mark.parametrize(
     ("source", "opcode", "shape", "kind"),
     [
-        ("jit(step)/transpose(jvp())/while/body/rematted_computation/gather_weight/x", "fusion", (8,), "gathered_weights"),
+        ("jit(step)/jvp()/while/body/gather_weight/sharding_constraint", "fusion", (8,), "gathered_weights"),
         ("jit(step)/transpose(jvp(weight_gradient))/scatter-add", "fusion", (8,), "gradients"),
         ("", "reduce-scatter", (8,), "gradients"),
         ("jit(step)/transpose(jvp())/while", "while", (1, 36, 640), "gradients"),
