@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from jaxopt_llm import tree
@@ -130,13 +131,15 @@ class Checkpoints:
             + ": make room there, then run again to continue"
         )
 
-    def restore(self, step: int, **abstract: tree.Tree) -> dict[str, tree.Tree]:
+    def restore(self, step: int, dtype: str | None = None, **abstract: tree.Tree) -> dict[str, tree.Tree]:
         """The trees of these names, in the shapes, dtypes and shardings of trees of ShapeDtypeStructs.
 
+        dtype: what they are cast to while they are read, so that a device never holds more.
         Raises CheckpointError where the checkpoint holds other leaves, shapes or dtypes, or cannot be read.
         """
         path = self.directory / str(step)
-        items = {name: ocp.args.StandardRestore(each) for name, each in abstract.items()}
+        cast = abstract if dtype is None else jax.tree.map(lambda x: x.update(dtype=jnp.dtype(dtype)), abstract)
+        items = {name: ocp.args.StandardRestore(each) for name, each in cast.items()}
         try:
             _check_arrays(path, abstract)
             return dict(self._checkpointer.restore(path, args=ocp.args.Composite(**items)))
