@@ -27,6 +27,7 @@ from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import layout, make_parts, param_specs
 from jaxopt_llm.observe.metrics import LoggingConfig
 from jaxopt_llm.observe.profile import ProfileConfig
+from jaxopt_llm.parallel.launchers import DistributedConfig
 from jaxopt_llm.parallel.mesh import AXES, MeshConfig
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
@@ -63,6 +64,7 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     remat: RematConfig = field(default_factory=RematConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -93,7 +95,8 @@ RESUME_MAY_CHANGE = (
     "training.steps",
     "training.accumulation",
     "training.skip_limit",
-    *(f"{section}.*" for section in ("mesh", "sharding", "remat", "checkpoint", "evaluation", "logging", "profile")),
+    *(f"{section}.*" for section in ("mesh", "distributed", "sharding", "remat")),
+    *(f"{section}.*" for section in ("checkpoint", "evaluation", "logging", "profile")),
 )
 
 # What shapes the arrays of a checkpoint: no resume can change it, whoever allows it.
@@ -223,6 +226,7 @@ def validate(config: TrainConfig) -> None:
         *config.optimizer.problems(),
         *config.schedule.problems(),
         *config.profile.problems(),
+        *config.distributed.problems(),
         *config.checkpoint.problems(),
     ]
     at_least_one = (

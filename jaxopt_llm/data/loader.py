@@ -4,7 +4,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import grain
 import jax
@@ -30,10 +30,10 @@ class Loader:
         weights: share of each source, relative to their sum.
         batch_size: B, sequences per step over all devices.
         seed: of the shuffles, at least 0.
-        process: index and count of the processes that share every batch: this one reads the rows of a B / count.
+        own: which of a batch's rows this process reads, counted from 0 (default: all).
 
     Raises:
-        InputError: a batch size below 1, or that does not divide by the processes, or a negative seed.
+        InputError: a batch size below 1, or a negative seed.
     """
 
     def __init__(
@@ -42,16 +42,13 @@ class Loader:
         weights: Sequence[float],
         batch_size: int,
         seed: int,
-        process: tuple[int, int] = (0, 1),
+        own: Sequence[int] | None = None,
     ) -> None:
         _check_batch_size(batch_size)
         if seed < 0:
             raise InputError(f"run.seed is {seed}: it must be at least 0")
-        index, count = process
-        if batch_size % count:
-            raise InputError(f"training.batch_size={batch_size} does not divide by {count} processes")
         self._batch_size = batch_size
-        self._own = range(index * batch_size // count, (index + 1) * batch_size // count)
+        self._own = range(batch_size) if own is None else own
         self._names = [rows.name for rows in sources]
         self._shares = _integers(weights)
         # shuffle(seed=seed) would give epoch e the order of epoch e - 1 under seed + 1; seed() hashes the seed first.
@@ -62,14 +59,13 @@ class Loader:
         self.reading = ""  # the source that batch_at reads from, for whoever waits for it
 
     def batch_at(self, step: int) -> Batch:
-        """Returns this process's rows of the batch of a step, counted from 0: NumPy arrays [B / processes, S]."""
+        """Returns this process's rows of the batch of a step, counted from 0: NumPy arrays [own rows, S]."""
         rows = []
         for row in self._own:
             source, number = mixed(step * self._batch_size + row, self._shares)
             self.reading = self._names[source]
             rows.append(self._shuffled[source][number])
-        batch: Batch = jax.tree.map(lambda *fields: np.stack(fields), *rows)
-        return batch
+        return _stack(rows)
 
 
 def mixed(row: int, shares: Sequence[int]) -> tuple[int, int]:
@@ -120,7 +116,7 @@ def read_ahead(loader: Loader, first: int, stall_seconds: float) -> Iterator[tup
         asked.put(None)
 
 
-def held_out_batches(rows: PackedRows, batch_size: int, count: int) -> list[Batch]:
+def held_out_batches(rows: PackedRows, batch_size: int, count: int, own: Sequence[int] | None = None) -> list[Batch]:
     """Returns at most `count` batches of rows spread evenly over the split: the same ones at every evaluation.
 
     Spread, because documents come in order and the first rows would all be from a few of them.
@@ -129,6 +125,7 @@ def held_out_batches(rows: PackedRows, batch_size: int, count: int) -> list[Batc
         rows: the held-out split.
         batch_size: B, sequences per batch over all devices.
         count: most batches to read; never more than one pass.
+        own: which of a batch's rows this process reads, counted from 0 (default: all).
 
     Raises:
         InputError: not enough rows for one batch.
@@ -141,8 +138,13 @@ def held_out_batches(rows: PackedRows, batch_size: int, count: int) -> list[Batc
         )
     count = min(count, len(rows) // batch_size)
     spread = grain.MapDataset.source(rows)[:: len(rows) // (count * batch_size)]
-    batches = spread.batch(batch_size, drop_remainder=True)
-    return [batches[i] for i in range(count)]
+    own = range(batch_size) if own is None else own
+    return [_stack(spread[first + row] for row in own) for first in range(0, count * batch_size, batch_size)]
+
+
+def _stack(rows: Iterable[Batch]) -> Batch:
+    batch: Batch = jax.tree.map(lambda *fields: np.stack(fields), *rows)
+    return batch
 
 
 def _integers(weights: Sequence[float]) -> list[int]:

@@ -9,8 +9,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 class ProgressLine:
     """Shows steps done, the last logged numbers and the time that remains. A context manager."""
 
-    def __init__(self, steps: int) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
+    def __init__(self, steps: int, shown: bool = True) -> None:
+        """shown: whether this process prints anything."""
+        self._console = Console(highlight=False, soft_wrap=True, quiet=not shown)
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
         self._progress = Progress(
             *columns, TimeRemainingColumn(), console=self._console, disable=not self._console.is_terminal

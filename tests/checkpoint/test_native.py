@@ -131,9 +131,12 @@ def test_a_save_that_fails_costs_itself_alone(
                 checkpoints.save_last(10, weights, {})
         assert len(said) == 3 and all("could not be saved" in line and "\n" not in line for line in said)
         assert {path.name for path in directory.iterdir()} == {"2", "7"}
-        assert [step for step in range(10, 14) if checkpoints.due(step)] == [12, 13]  # a tenth of 20 later
+        assert [step for step in range(10, 14) if checkpoints.due(step, checkpoints.failed)] == [
+            12,
+            13,
+        ]  # a tenth of 20 later
         checkpoints.save_last(12, weights, {})
-        assert not checkpoints.due(13)
+        assert not checkpoints.due(13, checkpoints.failed)
     assert latest(directory) == (12, [9, 9, 9], [])
     assert [path.name for path in directory.iterdir()] == ["12"]
     assert "Traceback" not in capfd.readouterr().err

@@ -1,7 +1,7 @@
 """Batches as a function of (seed, step), and the fixed held-out batches."""
 
-import itertools
 import threading
+from collections.abc import Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -24,10 +24,10 @@ def make_loader(rows: int, batch_size: int, seed: int) -> Loader:
     return Loader([numbered_rows(rows)], [1.0], batch_size, seed)
 
 
-def mixture(weights: list[float], batch_size: int = 4, process: tuple[int, int] = (0, 1)) -> Loader:
+def mixture(weights: list[float], batch_size: int = 4, own: Sequence[int] | None = None) -> Loader:
     """Of sources with rows 0 to 9, 100 to 107 and 200 to 204."""
     sources = [numbered_rows(10), numbered_rows(8, 100), numbered_rows(5, 200)]
-    return Loader(sources, weights, batch_size, seed=3, process=process)
+    return Loader(sources, weights, batch_size, seed=3, own=own)
 
 
 def numbers(batch: Batch) -> list[int]:
@@ -169,14 +169,21 @@ def test_the_order_of_a_mixture_never_changes() -> None:
     ]
 
 
-def test_processes_share_each_batch() -> None:
+def test_a_process_reads_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    packed = PackedRows.__getitem__
+    monkeypatch.setattr(PackedRows, "__getitem__", lambda rows, n: read.append(n) or packed(rows, n))
+    weights, own = [0.6, 0.3, 0.1], [3, 0]
     for step in (0, 7):
-        whole = numbers(mixture([0.6, 0.3, 0.1]).batch_at(step))
-        for count in (1, 2, 4):
-            own = [numbers(mixture([0.6, 0.3, 0.1], process=(index, count)).batch_at(step)) for index in range(count)]
-            assert list(itertools.chain(*own)) == whole
-    with pytest.raises(InputError, match="training.batch_size=4 does not divide by 3"):
-        mixture([1.0, 1.0, 1.0], process=(0, 3))
+        whole = numbers(mixture(weights).batch_at(step))
+        read.clear()
+        assert numbers(mixture(weights, own=own).batch_at(step)) == [whole[row] for row in own]
+        assert len(read) == len(own)
+    whole = [numbers(batch) for batch in held_out_batches(numbered_rows(30), 4, count=2)]
+    read.clear()
+    batches = held_out_batches(numbered_rows(30), 4, count=2, own=own)
+    assert [numbers(batch) for batch in batches] == [[rows[row] for row in own] for rows in whole]
+    assert len(read) == 2 * len(own)
 
 
 class Slow(Loader):

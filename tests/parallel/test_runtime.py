@@ -10,7 +10,6 @@ import pytest
 
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.parallel import runtime
-from jaxopt_llm.parallel.mesh import MeshConfig
 from jaxopt_llm.parallel.topology import gpu_topology
 
 
@@ -18,7 +17,7 @@ from jaxopt_llm.parallel.topology import gpu_topology
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     environment = {"XDG_CACHE_HOME": str(tmp_path)}
     monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(runtime, "simulate_cpu_devices", lambda mesh: None)
+    monkeypatch.setattr(runtime, "simulate_cpu_devices", lambda devices: None)
     return environment
 
 
@@ -39,7 +38,7 @@ def test_a_cache_that_others_can_write_is_refused(monkeypatch: pytest.MonkeyPatc
     runtime.compilation_cache().mkdir(parents=True)
     runtime.compilation_cache().chmod(0o777)
     with pytest.raises(InputError, match="can be written by others: mend it with chmod 700"):
-        runtime.start(MeshConfig(), cache=True)
+        runtime.start(1, cache=True)
 
 
 @pytest.mark.parametrize("users", [{}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}])
@@ -48,7 +47,7 @@ def test_the_memory_fraction_is_raised_unless_the_user_set_one(
 ) -> None:
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     environment.update(users)
-    runtime.start(MeshConfig(), cache=False)
+    runtime.start(1, cache=False)
     # JAX refuses to start with both variables.
     fractions = {name: value for name, value in environment.items() if "FRACTION" in name}
     assert fractions == (users or {"XLA_CLIENT_MEM_FRACTION": runtime.MEMORY_FRACTION})
