@@ -19,7 +19,7 @@ from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.parallel.mesh import BATCH_AXES
+from jaxopt_llm.parallel.mesh import BATCH_AXES, MeshConfig
 from jaxopt_llm.run import Run
 
 PROGRAM = "python -m jaxopt_llm.evaluate"
@@ -62,17 +62,18 @@ def main() -> int:
         raise InputError(f"--batches {own.batches}: must be at least 1")
     trained = run.load_config(own.checkpoint)
     elsewhere = any(argument.split("=")[0] == "--data.paths" for argument in overrides)
+    trained = dataclasses.replace(trained, mesh=MeshConfig())  # a batch need not divide as the run's had to
     if elsewhere:  # the weights are of the run's own paths
         trained = dataclasses.replace(trained, data=dataclasses.replace(trained.data, weights=(), format="auto"))
     config = configuration.override(trained, overrides, PROGRAM)
     _check(trained, config)
-    source = run.load(own.checkpoint)
+    source = run.load(own.checkpoint, config.data)
     if elsewhere:
         stream, skipped = open_whole(config.data, source.tokenizer)
         what = f"{', '.join(config.data.paths)}{''.join(f', {count:,} {why}' for why, count in skipped.items())}"
     else:
         stream, what = open_corpus(config.data, source.tokenizer).held_out, "the held-out split"
-    rows = PackedRows(stream, config.training.sequence_length, config.model.vocabulary_size)
+    rows = PackedRows(stream, config.training.sequence_length, config.model.vocabulary_size, what)
     loss, tokens = evaluate(source, rows, config.training.batch_size, own.batches)
     print(
         f"step {source.step} on {what} ({stream.documents:,} documents): {loss:.4f} nats per token, "

@@ -88,7 +88,10 @@ def generate(
     continuation as it comes."""
     tokenizer = source.tokenizer
     beginning = [] if tokenizer.beginning is None else [tokenizer.beginning]
-    texts = tokenizer.encode([prompt.encode(errors="surrogateescape") for prompt in prompts])
+    try:
+        texts = tokenizer.encode([prompt.encode(errors="surrogateescape") for prompt in prompts])
+    except UnicodeError as error:
+        raise InputError(f"a prompt is not text that the tokenizer takes ({error})") from error
     # Of an empty prompt without a beginning, the end of a document before it.
     ids = [np.array([*beginning, *text] or [tokenizer.end], np.int32) for text in texts]
     model, longest = source.config.model, max(each.size for each in ids)
@@ -165,7 +168,7 @@ def _read_prompts(file: Path) -> list[str]:
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
             prompt = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"--prompts {file}: line {number} is no JSON ({error})") from error
         if not isinstance(prompt, str):
             raise InputError(f'--prompts {file}: line {number} is no JSON string, as in "def main"')

@@ -12,6 +12,7 @@ from jaxopt_llm import config as configuration
 from jaxopt_llm import tree
 from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.errors import CheckpointError, InputError
 from jaxopt_llm.model.decoder import Params, Parts, make_parts
@@ -40,9 +41,18 @@ def load_config(directory: Path) -> TrainConfig:
         raise InputError(f"--checkpoint {directory}: not a run directory ({error})") from error
 
 
-def load(directory: Path) -> Run:
-    """Raises InputError for what is no run directory, CheckpointError where it has no checkpoint that can be used."""
+def load(directory: Path, data: DataConfig | None = None) -> Run:
+    """data: names the tokenizer, where that is not where the run had it.
+
+    Raises InputError for what is no run directory, CheckpointError where it has no checkpoint that can be used.
+    """
     config = load_config(directory)
+    tokenizer = load_tokenizer(data or config.data)
+    if tokenizer.vocabulary_size > config.model.vocabulary_size:
+        raise InputError(
+            f"data.tokenizer: it has {tokenizer.vocabulary_size} tokens, the model's vocabulary "
+            f"{config.model.vocabulary_size}"
+        )
     parts, trained, frozen = lora.adapt(make_parts(config.model), config.lora, config.precision)
     dtype = config.precision.compute_dtype
     devices = visible_devices()
@@ -63,7 +73,7 @@ def load(directory: Path) -> Run:
             except CheckpointError:
                 if (directory / "checkpoints" / str(step)).exists():
                     raise  # else the run, which is still on, has a newer one and deleted it
-    return Run(config, load_tokenizer(config.data), parts, tree.merge(params, frozen), placement, step)
+    return Run(config, tokenizer, parts, tree.merge(params, frozen), placement, step)
 
 
 def devices_for(needed: int, devices: Sequence[jax.Device], limit: int | None) -> Sequence[jax.Device]:

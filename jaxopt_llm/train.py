@@ -25,10 +25,11 @@ from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokenizer import load_tokenizer
 from jaxopt_llm.data.tokens import TokenStream
 from jaxopt_llm.errors import InputError, Preempted, TrainingDiverged
+from jaxopt_llm.files import replace_durably
 from jaxopt_llm.model import flops, leaves, param
 from jaxopt_llm.observe.dashboards import Dashboards
 from jaxopt_llm.observe.meter import Meter
-from jaxopt_llm.observe.metrics import MetricsLog, replace_text
+from jaxopt_llm.observe.metrics import MetricsLog
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.observe.profile import ProfileConfig, Profiler
 from jaxopt_llm.observe.progress import ProgressLine
@@ -40,7 +41,7 @@ from jaxopt_llm.parallel.runtime import repeatable
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.parallel.topology import chip_of
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.evaluation import make_evaluate
+from jaxopt_llm.training.evaluation import evaluate, make_held_out
 from jaxopt_llm.training.program import Program, make_program
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Metrics
@@ -73,7 +74,6 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
     program = make_program(
         config.model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
     )
-    evaluate = make_evaluate(program.parts, program.executor, placement)
     own = OwnRows(program.batch.tokens.shape, program.rows)
     loader = Loader(sources, weights, config.training.batch_size, config.run.seed, own.numbers)
     held_out_rows = held_out_batches(
@@ -82,7 +82,6 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
         config.evaluation.batches,
         own.numbers,
     )
-    held_out = [own.place(batch) for batch in held_out_rows]
 
     with (
         ProgressLine(config.training.steps, processes.first) as progress,
@@ -106,14 +105,20 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
         divided = program.parts.specs if config.sharding.zero_stage == 3 else program.specs.masters
         for path in placement.undivided(divided):
             progress.say(f"ZeRO leaves {path} whole: no dimension of it divides")
+        ends = config.schedule.ends_at
+        if ends is not None and ends < config.training.steps:
+            progress.say(f"the learning rate has its final value from step {ends} on: see --schedule.decay-steps")
         clock = time.perf_counter()
-        options = (
-            repeatable(directory, processes.first)
-            if config.run.deterministic and jax.default_backend() == "gpu"
-            else None
-        )
-        compiled = program.step.lower(program.state, program.batch).compile(compiler_options=options)
-        peak = hlo.memory(compiled).peak
+
+        def compiled(jitted: Any) -> Any:
+            lowered = jitted.lower(program.state, program.batch)
+            repeats = config.run.deterministic and jax.default_backend() == "gpu"
+            options = repeatable(lowered, directory, processes.first) if repeats else None
+            return lowered.compile(compiler_options=options)
+
+        run_step = compiled(program.step)
+        held_out = compiled(make_held_out(program.parts, program.executor, placement))
+        peak = max(hlo.memory(each).peak for each in (run_step, held_out))
         progress.say(
             f"compiled in {time.perf_counter() - clock:.1f} s; {peak / 2**30:.2f} GiB per device while it runs"
         )
@@ -150,7 +155,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             values = {name: _finite(metrics[name]) for name in ("loss", "grad_norm", "learning_rate")}
             record = meter.record(step, {**values, "skipped": int(metrics["skipped"])})
             if measured is not None:
-                record["eval_loss"] = told["eval_loss"] = evaluate(measured, held_out)
+                record["eval_loss"] = told["eval_loss"] = evaluate(held_out, measured, map(own.place, held_out_rows))
                 _check_finite(directory, step, held_out_loss=told["eval_loss"])
                 meter.restart(step)
             for write in recorders:
@@ -160,31 +165,44 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
         if vote.now(preemption.requested()):
             raise Preempted(start)
         meter.restart(start)
-        batches = read_ahead(loader, start, config.data.stall_seconds)
-        unread: tuple[int, Metrics] | None = None
+        batches = scope.enter_context(
+            contextlib.closing(read_ahead(loader, start, config.data.stall_seconds, preemption.requested))
+        )
+        latest: tuple[int, Metrics] | None = None  # the step that ran last,
+        told: dict[str, float] | None = None  # and what its checkpoint tells, once its numbers are read
+        postponed = False
         for step in range(start + 1, config.training.steps + 1):
             profiler.before(step)
-            batch, waited = next(batches)
+            try:
+                batch, waited = next(batches)
+            except (InputError, Preempted):
+                if latest and processes.count == 1:  # of several, the others are in the next step already
+                    told = told or conclude(*latest)
+                    if _sound(latest[1]):
+                        checkpoints.save_last(latest[0], program.kept(state), told)
+                raise
             meter.waited(waited)
-            state, metrics = compiled(state, own.place(batch))
+            state, metrics = run_step(state, own.place(batch))
             profiler.after(step, metrics)
             progress.advance(step)
-            if unread:
-                conclude(*unread)  # a step late: the device already runs the next
-            unread = step, metrics
+            if latest and told is None:
+                conclude(*latest)  # a step late: the device already runs the next
+            latest, told = (step, metrics), None
 
             last = step == config.training.steps
             measured = last or step % config.evaluation.every == 0
             asked, failed = vote.any(preemption.requested(), checkpoints.failed)
-            saved = checkpoints.due(step, failed)
+            saved = checkpoints.due(step, failed) or postponed
             stop = asked and not last
             if not (measured or saved or stop):
                 continue
             told = conclude(step, metrics, state if measured else None)
-            unread = None
-            if last or stop:
+            postponed = saved and not _sound(metrics)
+            if log is not None:
+                log.sync()
+            if last or (stop and _sound(metrics)):
                 checkpoints.save_last(step, program.kept(state), told)
-            elif saved:
+            elif saved and not postponed:
                 checkpoints.save(step, program.kept(state), told)
                 meter.restart(step)
             if stop:
@@ -203,6 +221,12 @@ def _utilisation(config: TrainConfig, program: Program, placement: Placement) ->
     needed = flops.per_token(config.model, program.specs.masters, program.specs.frozen, config.training.sequence_length)
     peaks = peak * placement.mesh.size
     return {"mfu": needed.causal / peaks, "mfu_full_attention": needed.full / peaks}
+
+
+def _sound(metrics: Metrics) -> bool:
+    """Whether a step's parameters may take the place of older ones in a checkpoint: of a step that was skipped they may
+    be what made its loss not finite."""
+    return not int(metrics["skipped_in_a_row"])
 
 
 def _finite(value: jax.Array) -> float | None:
@@ -284,15 +308,15 @@ def _set_aside(log: Path) -> None:
 
 def _record(directory: Path, config: TrainConfig, corpus: Corpus) -> None:
     """Makes the run directory this configuration's, before there is a checkpoint that says whose it is."""
-    replace_text(
+    replace_durably(
         directory / "corpus.json", json.dumps({"name": corpus.name, "summary": str(corpus), "sha256": corpus.sha256})
     )
-    replace_text(directory / "config.json", configuration.to_json(config))
+    replace_durably(directory / "config.json", configuration.to_json(config))
 
 
 def main() -> int:
     arguments = [argument for argument in sys.argv[1:] if argument != PRINT_CONFIG]
-    config = configuration.parse(arguments, "python -m jaxopt_llm.train")
+    config: TrainConfig = configuration.parse(arguments, "python -m jaxopt_llm.train")
     configuration.validate(config)
     if PRINT_CONFIG in sys.argv[1:]:
         print(configuration.to_json(config))

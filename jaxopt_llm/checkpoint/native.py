@@ -67,9 +67,11 @@ class Checkpoints:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._wait()
-        self._background.shutdown()
-        self._handler.close()
+        try:
+            self._wait()
+        finally:
+            self._background.shutdown()
+            self._handler.close()
 
     def latest_step(self) -> int | None:
         """The step of the newest checkpoint that is whole, every file of it read; None where there is none yet.
@@ -140,11 +142,14 @@ class Checkpoints:
         return time.perf_counter() - began
 
     def save_last(self, step: int, trees: Mapping[str, tree.Tree], record: Mapping[str, Any]) -> float:
-        """The same, waiting until it is on disk. Raises CheckpointError where it fails twice."""
+        """The same, waiting until it is on disk; nothing more where that step was saved already. Raises CheckpointError
+        where it fails twice."""
         began = time.perf_counter()
+        self._wait()
         for _ in range(2):
-            self.save(step, trees, record)
-            self._wait()
+            if self._saved != step or self.failed:
+                self.save(step, trees, record)
+                self._wait()
             if not self.failed:
                 return time.perf_counter() - began
         left = max(steps.by_step(self.directory), default=None)
@@ -211,6 +216,8 @@ class Checkpoints:
         try:
             act()
             own = ""
+        except jax.errors.JaxRuntimeError:
+            raise  # the device's failure, not the disk's
         except FAILURES as error:
             own = _first_line(error)
         return next(filter(None, channel.exchange(own)), "")

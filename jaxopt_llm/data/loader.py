@@ -4,14 +4,14 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 import grain
 import jax
 import numpy as np
 
 from jaxopt_llm.data.packing import PackedRows
-from jaxopt_llm.errors import InputError
+from jaxopt_llm.errors import InputError, Preempted
 from jaxopt_llm.model.batch import Batch
 
 _AHEAD = 2  # batches beside the one that is asked for
@@ -60,12 +60,14 @@ class Loader:
 
     def batch_at(self, step: int) -> Batch:
         """Returns this process's rows of the batch of a step, counted from 0: NumPy arrays [own rows, S]."""
-        rows = []
+        return _stack(self.rows_at(step))
+
+    def rows_at(self, step: int) -> Iterator[Batch]:
+        """The rows of `batch_at`, one by one: fields [S]."""
         for row in self._own:
             source, number = mixed(step * self._batch_size + row, self._shares)
             self.reading = self._names[source]
-            rows.append(self._shuffled[source][number])
-        return _stack(rows)
+            yield self._shuffled[source][number]
 
 
 def mixed(row: int, shares: Sequence[int]) -> tuple[int, int]:
@@ -79,41 +81,61 @@ def mixed(row: int, shares: Sequence[int]) -> tuple[int, int]:
     return len(shares) - 1, row
 
 
-def read_ahead(loader: Loader, first: int, stall_seconds: float) -> Iterator[tuple[Batch, float]]:
-    """Yields the batches from step `first` on, each with the seconds that it was waited for; reads in the background.
+def read_ahead(
+    loader: Loader, first: int, stall_seconds: float, stopping: Callable[[], bool]
+) -> Generator[tuple[Batch, float], None, None]:
+    """Yields the batches from step `first` on, each with the seconds that it was waited for; reads in the background
+    until it is closed.
 
-    Raises what reading raises, and InputError where one batch takes longer than `stall_seconds`.
+    Raises what reading raises; InputError where one batch takes longer than `stall_seconds`; Preempted where it is
+    waited for one and `stopping()`.
     """
     asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     read: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
 
+    closed = threading.Event()
+
     def serve() -> None:
         for step in iter(asked.get, None):
             try:
-                read.put(loader.batch_at(step))
+                read.put(_stack(itertools.takewhile(lambda _: not closed.is_set(), loader.rows_at(step))))
             except Exception as error:
                 read.put(error)
 
     # A daemon: a read that never returns must not keep the process.
-    threading.Thread(target=serve, name="read-ahead", daemon=True).start()
+    thread = threading.Thread(target=serve, name="read-ahead", daemon=True)
+    thread.start()
     try:
         for step in range(first, first + _AHEAD):
             asked.put(step)
         for step in itertools.count(first + _AHEAD):
             asked.put(step)
             clock = time.perf_counter()
-            try:
-                batch = read.get(timeout=stall_seconds)
-            except queue.Empty:
-                raise InputError(
-                    f"no batch in {stall_seconds:g} s: reading data.paths {loader.reading} stalls; see to its storage, "
-                    "or raise data.stall_seconds"
-                ) from None
+            while (batch := _next(read)) is None:
+                if stopping():
+                    raise Preempted(step - _AHEAD)
+                if time.perf_counter() - clock > stall_seconds:
+                    raise InputError(
+                        f"no batch in {stall_seconds:g} s: reading data.paths {loader.reading} stalls; see to its "
+                        "storage, or raise data.stall_seconds"
+                    )
             if isinstance(batch, Exception):
                 raise batch
             yield batch, time.perf_counter() - clock
     finally:
+        closed.set()
         asked.put(None)
+        # A thread that comes back from a library's code while the interpreter ends would abort the process. One that
+        # reads from storage that stalls is not waited for.
+        thread.join(timeout=5)
+
+
+def _next(read: queue.SimpleQueue[Batch | Exception]) -> Batch | Exception | None:
+    """None where there is none in a moment."""
+    try:
+        return read.get(timeout=0.2)
+    except queue.Empty:
+        return None
 
 
 def held_out_batches(rows: PackedRows, batch_size: int, count: int, own: Sequence[int] | None = None) -> list[Batch]:
@@ -128,7 +150,7 @@ def held_out_batches(rows: PackedRows, batch_size: int, count: int, own: Sequenc
         own: which of a batch's rows this process reads, counted from 0 (default: all).
 
     Raises:
-        InputError: not enough rows for one batch.
+        InputError: not enough rows for one batch, or none with anything to predict.
     """
     _check_batch_size(batch_size)
     if len(rows) < batch_size:
@@ -139,6 +161,8 @@ def held_out_batches(rows: PackedRows, batch_size: int, count: int, own: Sequenc
     count = min(count, len(rows) // batch_size)
     spread = grain.MapDataset.source(rows)[:: len(rows) // (count * batch_size)]
     own = range(batch_size) if own is None else own
+    if not any(np.any(spread[row].loss_mask) for row in range(count * batch_size)):
+        raise InputError("the held-out split has nothing to predict: no document there has a token after its first")
     return [_stack(spread[first + row] for row in own) for first in range(0, count * batch_size, batch_size)]
 
 

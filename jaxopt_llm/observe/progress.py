@@ -1,5 +1,6 @@
 """What a person watching sees: a live line on a terminal, plain lines elsewhere."""
 
+import contextlib
 from typing import Any
 
 from rich.console import Console
@@ -26,7 +27,9 @@ class ProgressLine:
         self._progress.stop()
 
     def say(self, line: str) -> None:
-        self._console.print(line, markup=False)
+        """A full disk, or a reader who has gone, costs no run its life: what is said is in metrics.jsonl, too."""
+        with contextlib.suppress(OSError):
+            self._console.print(line, markup=False)
 
     def advance(self, step: int) -> None:
         self._progress.update(self._task, completed=step)

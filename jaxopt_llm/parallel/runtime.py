@@ -4,7 +4,9 @@ import hashlib
 import os
 import platform
 import stat
+import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -26,15 +28,22 @@ def start(devices: int, *, cache: bool) -> None:
     if not cache:
         jax.config.update("jax_enable_compilation_cache", False)
     elif not jax.config.values["jax_compilation_cache_dir"]:
-        jax.config.update("jax_compilation_cache_dir", str(_private(compilation_cache())))
+        try:
+            jax.config.update("jax_compilation_cache_dir", str(_private(compilation_cache())))
+        except OSError as error:
+            print(
+                f"compiled programs are not kept ({error}); JAX_COMPILATION_CACHE_DIR names a directory for them",
+                file=sys.stderr,
+            )
 
 
-def repeatable(directory: Path, writes: bool = True) -> dict[str, str | bool]:
-    """Compiler options with which a program gives the same bits every time, there and on GPUs of the same kind: without
-    operations that add in any order, and with the algorithms that autotuning chose at the first start.
+def repeatable(program: Any, directory: Path, writes: bool = True) -> dict[str, str | bool]:
+    """Compiler options with which a lowered program gives the same bits every time, there and on GPUs of the same kind:
+    without operations that add in any order, and with the algorithms that autotuning chose for it at the first start.
 
     writes: whether this process keeps them; those of a job choose together."""
-    choices = directory / "autotuning.textproto"
+    name = hashlib.sha256(program.as_text().encode()).hexdigest()[:16]
+    choices = directory / f"autotuning.{name}.textproto"
     options: dict[str, str | bool] = {"xla_gpu_exclude_nondeterministic_ops": True}
     if choices.exists():
         return options | {"xla_gpu_load_autotune_results_from": str(choices)}
