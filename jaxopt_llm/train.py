@@ -70,7 +70,9 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
         rows(corpus.held_out, "the held-out split"), config.training.batch_size, config.evaluation.batches
     )
 
-    placement = Placement(make_mesh(config.mesh), config.sharding.zero_stage, config.precision)
+    placement = Placement(
+        make_mesh(config.mesh), config.sharding.zero_stage, config.precision, config.sharding.sequence_parallel
+    )
     program = make_program(
         config.model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
     )
