@@ -27,7 +27,7 @@ from jaxopt_llm.training.step import TrainingConfig
 # By which head, and with many of the decoder's switches on.
 MODELS = {
     "tied": toy.CONFIG,
-    "untied": replace(toy.CONFIG, tied_head=False),
+    "untied": replace(toy.CONFIG, tied_head=False, norm_placement="post", qk_norm="head", biases="qkv"),
     "gpt": replace(
         toy.CONFIG, norm="layer", positions="learned", max_positions=16, biases="all", mlp="gelu", attention_softcap=5.0
     ),
@@ -50,7 +50,7 @@ CASES = pairwise(
         "zero": (0, 1, 2, 3),
         "tensor": (1, 2, 4),  # of which 4 exceeds the key-value heads: they are repeated
         "sequence_parallel": (False, True),
-        "split": ({}, {"data": 2}, {"fsdp": 2}, {"fsdp": 4}, {"data": 2, "fsdp": 2}, {"fsdp": 2, "expert": 2}),
+        "split": ({}, {"data": 2}, {"fsdp": 2}, {"data": 2, "fsdp": 2}),
         "accumulation": (1, 3),
         "remat": ("none", "full"),
         "model": ("tied", "untied"),
@@ -72,14 +72,16 @@ BASIC = {
     "model": "tied",
     "adapt": "full",
 }
-# Beyond the cover: more devices along one axis, stages of unequal layers, and the decoder's other switches.
+# Beyond the cover: the third batch axis, more devices along one, stages of unequal layers, and the decoder's other
+# switches, under tensor and under sequence parallelism.
 EXTRAS = [
+    BASIC | {"split": {"fsdp": 2, "expert": 2}},
     BASIC | {"zero": 2, "split": {"fsdp": 8}},
     BASIC | {"pipeline": 3, "tensor": 2, "sequence_parallel": True, "model": "untied"},
     BASIC | {"model": "gpt", "zero": 2, "pipeline": 2, "tensor": 2, "split": {"fsdp": 2}},
     BASIC | {"model": "gpt", "zero": 3, "tensor": 4, "sequence_parallel": True, "split": {"fsdp": 2}},
     BASIC | {"model": "gemma", "zero": 3, "tensor": 4, "split": {"fsdp": 2}},
-    BASIC | {"model": "gemma", "pipeline": 2, "tensor": 4, "sequence_parallel": True},
+    BASIC | {"model": "gemma", "pipeline": 2, "tensor": 2, "sequence_parallel": True},
 ]
 # Every product, tables included, but for the MLPs of the second segment.
 ADAPT = {
