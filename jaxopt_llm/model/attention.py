@@ -88,7 +88,9 @@ def self_attention(
         key_positions = jnp.arange(k.shape[1]) - context.cache_padding[:, None]
         key_segment_ids = (key_positions >= 0).astype(jnp.int32)  # the tokens are 1, what pads them is 0
     if context.placement.replicates("kv_heads", k.shape[2]):
-        # Repeated, heads split over `tensor` again: a group cannot be cut.
+        # Repeated, heads split over `tensor` again: a group cannot be cut. Pinned before it, too: their gradients are
+        # summed in 16 bits, not in what precedes.
+        k, v = (by_head(each, "kv_heads") for each in (k, v))
         k, v = (by_head(jnp.repeat(each, q.shape[2] // each.shape[2], axis=2), "heads") for each in (k, v))
     out = attention(
         q,
