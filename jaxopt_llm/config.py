@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from jax.sharding import AbstractMesh
-
 from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.errors import InputError
@@ -29,8 +27,8 @@ from jaxopt_llm.observe.profile import ProfileConfig
 from jaxopt_llm.parallel.launchers import DistributedConfig
 from jaxopt_llm.parallel.mesh import AXES, MeshConfig
 from jaxopt_llm.parallel.precision import PrecisionConfig
-from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
-from jaxopt_llm.training import lora, optimizer
+from jaxopt_llm.parallel.sharding import ShardingConfig
+from jaxopt_llm.training import lora, optimizer, shapes
 from jaxopt_llm.training.evaluation import EvaluationConfig
 from jaxopt_llm.training.lora import LoraConfig
 from jaxopt_llm.training.optimizer import OptimizerConfig
@@ -274,7 +272,8 @@ def validate(config: TrainConfig) -> None:
     if not found:
         found = [
             *lora.target_problems(param_specs(config.model), config.lora),
-            *_indivisible(config),
+            *shapes.problems(config.model, config.training, config.mesh, config.sharding),
+            *_too_many_stages(config),
             *_missing_features(config),
         ]
     if not found:
@@ -319,26 +318,14 @@ def _described(hint: Any) -> str:
     ]
 
 
-def _indivisible(config: TrainConfig) -> list[str]:
-    found = []
-    rows, shards = config.training.batch_size, config.training.accumulation * config.mesh.batch_shards
-    if rows % shards:
-        near = max(rows // shards, 1) * shards
-        found.append(
-            f"training.batch_size={rows} does not divide by training.accumulation={config.training.accumulation} × "
-            f"mesh.data={config.mesh.data} × mesh.fsdp={config.mesh.fsdp} × mesh.expert={config.mesh.expert} "
-            f"(nearest that do: {near} and {near + shards})"
-        )
-    sizes = dataclasses.astuple(config.mesh)
-    placement = Placement(AbstractMesh(sizes, AXES), config.sharding.zero_stage, config.precision)
-    found += placement.problems(param_specs(config.model))
+def _too_many_stages(config: TrainConfig) -> list[str]:
     periods = sum(segment.repeats for segment in layout(config.model))
-    if config.mesh.pipeline > periods:
-        found.append(
-            f"mesh.pipeline={config.mesh.pipeline} stages exceed the layers: model.layers={config.model.layers} with a "
-            f"pattern of {len(config.model.pattern)} can be split into {periods} at most"
-        )
-    return found
+    if config.mesh.pipeline <= periods:
+        return []
+    return [
+        f"mesh.pipeline={config.mesh.pipeline} stages exceed the layers: model.layers={config.model.layers} with a "
+        f"pattern of {len(config.model.pattern)} can be split into {periods} at most"
+    ]
 
 
 def _missing_features(config: TrainConfig) -> list[str]:

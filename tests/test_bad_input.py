@@ -25,8 +25,11 @@ CASES = {
         ["training.batch_size=4", "mesh.fsdp=3", "training.accumulation=2", "nearest", "6"],
     ),
     "indivisible sizes, all named": (
-        ["--mesh.tensor", "3", "--mesh.data", "3"],
-        ["heads of size 2", "mlp of size 16", "mesh.tensor=3", "training.batch_size=4", "mesh.data=3"],
+        ["--mesh.tensor", "3", "--mesh.data", "3", "--sharding.sequence-parallel", "True"],
+        [
+            "training.batch_size=4 does not divide by training.accumulation=1 × mesh.data=3",
+            *("model.heads=2", "model.mlp_width=16", "training.sequence_length=32", "mesh.tensor=3 (nearest"),
+        ],
     ),
     "heads and groups": (["--model.heads", "3", "--model.kv-heads", "2"], ["model.heads=3", "model.kv_heads=2"]),
     "sequences longer than the positions": (
