@@ -14,7 +14,7 @@ FLOORS = (
     ("training",),
     ("config",),
     ("run",),
-    ("train", "evaluate", "generate", "prepare", "checkpoint/__main__"),
+    ("train", "evaluate", "generate", "prepare", "plan", "checkpoint/__main__"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")

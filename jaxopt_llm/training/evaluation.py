@@ -31,7 +31,7 @@ def make_held_out(parts: Parts, executor: Executor, placement: Placement) -> Any
         params = tree.merge(state.trainable, state.frozen)
         return executor.loss(parts, params, batch, placement)[0], jnp.sum(batch.loss_mask)
 
-    return jax.jit(sums, out_shardings=placement.replicated, compiler_options=compiler_options(placement.mesh))
+    return jax.jit(sums, out_shardings=placement.replicated, compiler_options=compiler_options(placement.mesh, 1))
 
 
 def evaluate(held_out: Any, state: TrainState, batches: Iterable[Batch]) -> float:
