@@ -62,6 +62,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             f"{tokenizer.vocabulary_size} tokens"
         )
     corpus = open_corpus(config.data, tokenizer)
+    processes.check_same("data.paths", corpus.sha256)
     _check_directory(directory, config, corpus)
 
     def rows(stream: TokenStream, name: str) -> PackedRows:
@@ -302,7 +303,7 @@ def main() -> int:
     runtime.start(config.mesh.devices // job.processes, cache=not config.run.deterministic)
     directory = Path(config.run.directory)
     with (
-        distributed.joined(job, config.distributed.timeout_seconds) as processes,
+        distributed.joined(job, configuration.shared(config), config.distributed.timeout_seconds) as processes,
         sole_owner(directory) if processes.first else contextlib.nullcontext(),
         Preemption() as preemption,
     ):
