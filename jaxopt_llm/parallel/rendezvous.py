@@ -207,17 +207,18 @@ class Watch:
     def __init__(self, job: Job, peers: dict[int, Peer], timeout_seconds: float) -> None:
         self._job, self._peers, self._timeout = job, peers, timeout_seconds
         self._ending = threading.Lock()  # whoever has it ends the process
+        self._leaving = False
         for peer in peers.values():
             peer.connection.settimeout(1)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
     def leave(self) -> None:
-        """Ends the watch: all are about to leave."""
+        """Ends the watch, once all others leave, too."""
+        self._leaving = True
         for peer in list(self._peers.values()):
             peer.send({"bye": True})
-        self._peers = {}
-        self._thread.join()
+        self._thread.join(self._timeout)
 
     def fail(self, error: BaseException) -> NoReturn:
         """Ends all processes by an error of this one."""
@@ -235,7 +236,7 @@ class Watch:
                 for key, _ in selector.select(min(pause, 0.5)):
                     if not self._hear(key.data):
                         selector.unregister(key.fileobj)
-                if time.monotonic() > sent + pause:
+                if not self._leaving and time.monotonic() > sent + pause:
                     sent = time.monotonic()
                     for index, peer in list(self._peers.items()):
                         peer.send()
@@ -244,20 +245,15 @@ class Watch:
 
     def _hear(self, index: int) -> bool:
         """Whether there is more to come from a process."""
-        peer = self._peers.get(index)
-        if peer is None:
-            return False
-        messages = peer.receive()
-        if messages is None:
-            if self._peers:
-                self._lost(index, "has died")
-            return False
-        for message in messages:
+        messages = self._peers[index].receive()
+        if messages is None and not self._leaving:
+            self._lost(index, "has died")
+        for message in messages or []:
             if "end" in message:
                 self._end(message["end"], message["code"])
-            if "bye" in message:
-                self._peers.pop(index, None)
-                return False
+        if messages is None or any("bye" in message for message in messages):
+            del self._peers[index]
+            return False
         return True
 
     def _lost(self, index: int, how: str) -> NoReturn:
