@@ -48,8 +48,12 @@ def command(module: str, *arguments: object) -> subprocess.CompletedProcess[str]
 
 def start(module: str, *arguments: object, **environment: str) -> subprocess.Popen[str]:
     """The same, still running."""
+    return start_python("-m", f"jaxopt_llm.{module}", *arguments, **environment)
+
+
+def start_python(*arguments: object, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", f"jaxopt_llm.{module}", *map(str, arguments)],
+        [sys.executable, *map(str, arguments)],
         env={**os.environ, **ENVIRONMENT, **environment},
         cwd=ROOT.parent,
         stdout=subprocess.PIPE,

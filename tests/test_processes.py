@@ -1,6 +1,7 @@
 """Several processes, through the real command on one machine: they learn, save and stop as one."""
 
 import json
+import resource
 import shutil
 import signal
 import socket
@@ -10,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from commands import checkpoint, metrics, start_training
+from commands import checkpoint, command, metrics, start_python, start_training
 from test_death import finish, logged, wait_until
 
 # Two rows of devices that split the batch, and two columns that split the matrices.
@@ -89,26 +90,61 @@ def test_many_processes_learn_and_stop_as_one(corpus: tuple[str, Path], tmp_path
     jax.tree.map(np.testing.assert_array_equal, checkpoint(stopped, 20), checkpoint(whole, 20))
 
 
+WAITS = """
+import sys, time
+from jaxopt_llm import errors
+from jaxopt_llm.parallel import distributed
+from jaxopt_llm.parallel.launchers import Job
+
+def main():
+    with distributed.joined(Job(sys.argv[1], 2, int(sys.argv[2])), {}, timeout_seconds=3):
+        print("joined", file=sys.stderr, flush=True)
+        time.sleep(1000)
+
+errors.run(main)
+"""
+
+
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("to", [0, 1])
-def test_the_loss_of_one_ends_the_others(
-    sent: signal.Signals, to: int, corpus: tuple[str, Path], tmp_path: Path
-) -> None:
-    processes = start_job(2, tmp_path, *RUN, *corpus, "--training.steps", 100000, timeout=5)
+def test_the_loss_of_one_ends_the_others(sent: signal.Signals, to: int) -> None:
+    address = free_address()
+    processes = [start_python("-c", WAITS, address, index) for index in range(2)]
+    for process in processes:
+        assert process.stderr.readline() == "joined\n"
+    assert_ends_the_other(processes, sent, to, timeout=3)
+
+
+def assert_ends_the_other(processes: list[subprocess.Popen[str]], sent: signal.Signals, to: int, timeout: int) -> None:
     lost, left = processes[to], processes[1 - to]
-    wait_until(lambda: logged(tmp_path) >= 2, lost)
     lost.send_signal(sent)
     try:
         _, stderr = left.communicate(timeout=60)
     finally:
-        lost.kill(), left.kill()
-    if (sent, to) == (signal.SIGKILL, 0):
-        # XLA's own coordinator has died with it, and XLA may abort before the watch says so.
-        assert left.returncode in (5, -signal.SIGABRT)
-        return
-    how = "has died" if sent == signal.SIGKILL else "has not answered for 5 s"
-    assert stderr == f"error: process {to} of 2 {how}; run again to continue from the last checkpoint\n"
+        lost.kill()
+        left.kill()
+    if (sent, to) == (signal.SIGKILL, 0) and left.returncode == -signal.SIGABRT:
+        return  # JAX's own coordinator has died with it, and JAX may abort before the watch says so
+    how = "has died" if sent == signal.SIGKILL else f"has not answered for {timeout} s"
+    assert stderr.splitlines()[-1] == (
+        f"error: process {to} of 2 {how}; run again to continue from the last checkpoint"
+    )
     assert left.returncode == 5
+
+
+def test_a_save_that_fails_on_one_is_given_up_by_all_and_tried_again(corpus: tuple[str, Path], tmp_path: Path) -> None:
+    """And the death of one in the middle of a step ends the other."""
+    run = (*RUN, *corpus, "--training.steps", 100000, "--checkpoint.every", 20)
+    processes = start_job(2, tmp_path, *run, timeout=5)
+    limits = resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE)
+    wait_until(lambda: logged(tmp_path) >= 2, processes[0])
+    resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, (100, limits[1]))
+    told = next(line for line in processes[0].stdout if "could not be saved" in line)
+    assert "what it wrote is freed" in told
+    resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, limits)
+    wait_until(lambda: any(path.name.isdigit() for path in (tmp_path / "checkpoints").iterdir()), processes[0])
+    assert_ends_the_other(processes, signal.SIGKILL, 1, timeout=5)
+    assert command("checkpoint", "verify", tmp_path).returncode == 0
 
 
 def test_processes_with_other_settings_are_refused(tmp_path: Path) -> None:

@@ -138,10 +138,13 @@ class Channel:
         """What each process tells, by their numbers."""
         if self._count == 1:
             return [told]
-        store, call = global_state.client, f"{self._name}/{next(self._calls)}"
+        store, call = global_state.client, next(self._calls)
         assert store is not None
-        store.key_value_set(f"{call}/{self._index}", told)
-        return [store.blocking_key_value_get(f"{call}/{index}", _DAY) for index in range(self._count)]
+        store.key_value_set(f"{self._name}/{call}/{self._index}", told)
+        values = [store.blocking_key_value_get(f"{self._name}/{call}/{index}", _DAY) for index in range(self._count)]
+        if call:  # all have read what was told before
+            store.key_value_delete(f"{self._name}/{call - 1}/{self._index}")
+        return values
 
 
 class Vote:

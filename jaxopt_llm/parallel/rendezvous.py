@@ -267,7 +267,7 @@ class Watch:
         os._exit(code)
 
     def _tell_all(self, why: str, code: int) -> None:
-        for peer in self._peers.values():
+        for peer in list(self._peers.values()):
             peer.send({"end": why, "code": code})
             with contextlib.suppress(OSError):
                 peer.connection.shutdown(socket.SHUT_WR)
