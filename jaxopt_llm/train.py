@@ -55,6 +55,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
     step.
     """
     directory = Path(config.run.directory)
+    processes.check_shared(directory)
     tokenizer = load_tokenizer(config.data)
     if tokenizer.vocabulary_size > config.model.vocabulary_size:
         raise InputError(
@@ -98,7 +99,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
         trained = f", of which {param.count(program.specs.masters):,} are trained," if config.lora.rank else ""
         progress.say(
             f"{leaves.count(program.parts.specs):,} parameters{trained} on {placement.mesh.size} "
-            f"{jax.devices()[0].device_kind} device(s) of {processes.count} process(es), run directory {directory}"
+            f"{jax.devices()[0].device_kind} device(s){processes}, run directory {directory}"
         )
         progress.say(f"data: {corpus}")
         if config.mesh.pipeline > 1:

@@ -1,17 +1,19 @@
 """Several processes, through the real command on one machine: they learn, save and stop as one."""
 
 import json
+import os
 import resource
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from commands import checkpoint, command, metrics, start_python, start_training
+from commands import ENVIRONMENT, ROOT, checkpoint, command, metrics, start_python, start_training, tiny
 from test_death import finish, logged, wait_until
 
 # Two rows of devices that split the batch, and two columns that split the matrices.
@@ -81,10 +83,19 @@ def test_many_processes_learn_and_stop_as_one(corpus: tuple[str, Path], tmp_path
     assert 3 <= step < 20
     assert [path.name for path in (stopped / "checkpoints").iterdir()] == [str(step)]
 
-    for count in (4, 1):
-        shutil.copytree(stopped, tmp_path / str(count))
-        train_job(count, tmp_path / str(count), *run)
-        assert_learnt_as(tmp_path / str(count), alone)
+    for directory in (tmp_path / "four", tmp_path / "one"):
+        shutil.copytree(stopped, directory)
+    script = subprocess.run(
+        [ROOT / "scripts" / "local-processes", "4", *map(str, (*tiny(tmp_path / "four"), *run))],
+        env={**os.environ, **ENVIRONMENT, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (script.returncode, script.stderr) == (0, "")
+    train_job(1, tmp_path / "one", *run)
+    for directory in (tmp_path / "four", tmp_path / "one"):
+        assert_learnt_as(directory, alone)
     train_job(2, stopped, *run)
     assert metrics(stopped) == metrics(whole)
     jax.tree.map(np.testing.assert_array_equal, checkpoint(stopped, 20), checkpoint(whole, 20))
@@ -99,6 +110,8 @@ from jaxopt_llm.parallel.launchers import Job
 def main():
     with distributed.joined(Job(sys.argv[1], 2, int(sys.argv[2])), {}, timeout_seconds=3):
         print("joined", file=sys.stderr, flush=True)
+        if sys.argv[3:]:
+            raise errors.InputError("no batch")
         time.sleep(1000)
 
 errors.run(main)
@@ -113,6 +126,15 @@ def test_the_loss_of_one_ends_the_others(sent: signal.Signals, to: int) -> None:
     for process in processes:
         assert process.stderr.readline() == "joined\n"
     assert_ends_the_other(processes, sent, to, timeout=3)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_of_one_ends_all_with_its_line(failing: int) -> None:
+    address = free_address()
+    processes = [start_python("-c", WAITS, address, index, *["fail"] * (index == failing)) for index in range(2)]
+    for index, process in enumerate(processes):
+        whose = "" if index == failing else f"process {failing}: "
+        assert finish(process, 2)[1].splitlines()[-1] == f"error: {whose}no batch"
 
 
 def assert_ends_the_other(processes: list[subprocess.Popen[str]], sent: signal.Signals, to: int, timeout: int) -> None:
@@ -145,6 +167,17 @@ def test_a_save_that_fails_on_one_is_given_up_by_all_and_tried_again(corpus: tup
     wait_until(lambda: any(path.name.isdigit() for path in (tmp_path / "checkpoints").iterdir()), processes[0])
     assert_ends_the_other(processes, signal.SIGKILL, 1, timeout=5)
     assert command("checkpoint", "verify", tmp_path).returncode == 0
+
+
+def test_a_directory_that_is_not_shared_is_refused(tmp_path: Path) -> None:
+    job = ("--distributed.coordinator", free_address(), "--distributed.processes", 2, "--mesh.fsdp", 2)
+    processes = []
+    for index in range(2):
+        (tmp_path / str(index)).mkdir()
+        overrides = (*job, "--distributed.process-id", index, "--run.directory", "run")
+        processes.append(start_training(tmp_path, *overrides, folder=tmp_path / str(index)))
+    for process in processes:
+        assert "run.directory run is not shared: process 1 does not see" in finish(process, 2)[1]
 
 
 def test_processes_with_other_settings_are_refused(tmp_path: Path) -> None:

@@ -105,6 +105,9 @@ class Processes:
     def __init__(self, job: Job) -> None:
         self.index, self.count = job.index, job.processes
 
+    def __str__(self) -> str:
+        return f" of {self.count} processes" if self.count > 1 else ""
+
     @property
     def first(self) -> bool:
         """Whether this is the one that prints, and writes what is not sharded."""
@@ -119,6 +122,23 @@ class Processes:
         other = next((index for index, each in enumerate(values) if each != values[0]), None)
         if other is not None:
             raise InputError(f"{what} of process {other} is not that of process 0: all must read the same files")
+
+    def check_shared(self, directory: Path) -> None:
+        """Raises InputError where another process does not see what the first writes into the directory."""
+        if self.count == 1:
+            return
+        channel = self.channel("shared")
+        new = f".seen-by-all-{time.time_ns()}"
+        if self.first:
+            (directory / new).touch()
+        seen = channel.exchange(new)[0] in (os.listdir(directory) if directory.is_dir() else ())
+        blind = [index for index, sees in enumerate(channel.exchange(str(seen))) if sees != "True"]
+        if self.first:
+            (directory / new).unlink()
+        if blind:
+            raise InputError(
+                f"run.directory {directory} is not shared: process {blind[0]} does not see what process 0 writes there"
+            )
 
     def vote(self) -> "Vote":
         return Vote(self.count)
