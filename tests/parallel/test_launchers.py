@@ -83,3 +83,8 @@ def test_a_process_per_device_is_refused(environment: dict[str, str], option: st
 def test_half_a_job_is_refused(config: DistributedConfig, told: str) -> None:
     with pytest.raises(InputError, match=told):
         launchers.find(config, {})
+
+
+def test_variables_that_are_no_numbers_are_refused() -> None:
+    with pytest.raises(InputError, match="WORLD_SIZE.*is no number: .*'four'"):
+        launchers.find(DistributedConfig(), {**TORCHRUN, "WORLD_SIZE": "four"})
