@@ -19,6 +19,7 @@ from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.parallel.mesh import BATCH_AXES
 from jaxopt_llm.run import Run
 
 PROGRAM = "python -m jaxopt_llm.evaluate"
@@ -30,6 +31,7 @@ def evaluate(source: Run, rows: PackedRows, batch_size: int, most: int | None) -
     loss = jax.jit(
         functools.partial(scan.loss, source.parts, placement=source.placement, remat=RematConfig("none")),
     )
+    batch_size += -batch_size % source.placement.size(*BATCH_AXES)
     total, tokens = 0.0, 0
     batches = -(-len(rows) // batch_size)
     for number in range(batches if most is None else min(most, batches)):

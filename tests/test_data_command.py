@@ -10,9 +10,10 @@ import jax
 import numpy as np
 import pytest
 from commands import checkpoint, command, metrics, start_training, train
-from test_death import finish
+from test_death import finish, wait_until
 from texts import train_tokenizer, write_jsonl, write_megatron, write_parquet, write_text
 
+from jaxopt_llm.checkpoint.steps import by_step
 from jaxopt_llm.data.source import standard_library
 from jaxopt_llm.data.tokenizer import JsonTokenizer
 
@@ -108,6 +109,7 @@ def test_bad_input(corpus: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("optimizer", "names"),
     [
@@ -120,17 +122,18 @@ def test_bad_input(corpus: Path, tmp_path: Path) -> None:
     ],
 )
 def test_killed_at_random_moments_it_ends_equal_to_the_bit(
-    optimizer: str, names: list[str], corpus: Path, tmp_path: Path
+    optimizer: str, names: list[str], kills: int, corpus: Path, tmp_path: Path
 ) -> None:
-    """Twice each; tests/test_death.py kills one ten times."""
-    steps = 60
+    """tests/test_death.py kills one at its start and in the middle of a save, too."""
+    steps = 30 * kills
     run = (*data(corpus, *names), "--optimizer.name", optimizer, "--data.held-out", 0.2, "--training.steps", steps)
     finish(start_training(tmp_path / "whole", *run))
     chance = random.Random(f"{optimizer} {names}")
-    for _ in range(2):
+    for _ in range(kills):
+        before = max(by_step(tmp_path / "killed" / "checkpoints"), default=0)
         process = start_training(tmp_path / "killed", *run, "--checkpoint.every", 1, "--checkpoint.keep", 1)
-        next(line for line in process.stdout if line.startswith("step"))
-        time.sleep(chance.uniform(0, 0.4))
+        wait_until(lambda before=before: max(by_step(tmp_path / "killed" / "checkpoints"), default=0) > before, process)
+        time.sleep(chance.uniform(0, 0.3))
         process.kill()
         finish(process, -signal.SIGKILL)
     stdout, _ = finish(start_training(tmp_path / "killed", *run))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -146,17 +147,19 @@ class Checkpoints:
             + ": make room there, then run again to continue"
         )
 
-    def restore(self, step: int, **abstract: tree.Tree) -> dict[str, tree.Tree]:
+    def restore(self, step: int, dtype: str | None = None, **abstract: tree.Tree) -> dict[str, tree.Tree]:
         """The trees of these names, in the shapes, dtypes and shardings of trees of ShapeDtypeStructs.
 
+        dtype: what they are cast to while they are read, so that a device never holds more.
         Raises CheckpointError where the checkpoint holds other leaves, shapes or dtypes, or cannot be read.
         """
         path = self.directory / str(step)
+        cast = abstract if dtype is None else jax.tree.map(lambda x: x.update(dtype=jnp.dtype(dtype)), abstract)
         try:
             _check_arrays(path, abstract)
             return {
                 name: self._handler.restore(epath.Path(path / name), args=ocp.args.StandardRestore(each))
-                for name, each in abstract.items()
+                for name, each in cast.items()
             }
         except FAILURES as error:
             raise CheckpointError(f"checkpoint {path} cannot be read: {_first_line(error)}") from error
