@@ -304,7 +304,7 @@ def main() -> int:
     runtime.start(config.mesh.devices // job.processes, cache=not config.run.deterministic)
     directory = Path(config.run.directory)
     with (
-        distributed.joined(job, configuration.shared(config), config.distributed.timeout_seconds) as processes,
+        distributed.joined(job, config.distributed, configuration.shared(config)) as processes,
         sole_owner(directory) if processes.first else contextlib.nullcontext(),
         Preemption() as preemption,
     ):

@@ -105,10 +105,10 @@ WAITS = """
 import sys, time
 from jaxopt_llm import errors
 from jaxopt_llm.parallel import distributed
-from jaxopt_llm.parallel.launchers import Job
+from jaxopt_llm.parallel.launchers import DistributedConfig, Job
 
 def main():
-    with distributed.joined(Job(sys.argv[1], 2, int(sys.argv[2])), {}, timeout_seconds=3):
+    with distributed.joined(Job(sys.argv[1], 2, int(sys.argv[2])), DistributedConfig(timeout_seconds=3), {}):
         print("joined", file=sys.stderr, flush=True)
         if sys.argv[3:]:
             raise errors.InputError("no batch")

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.errors import InputError, Preempted
 from jaxopt_llm.parallel import rendezvous
-from jaxopt_llm.parallel.launchers import Job
+from jaxopt_llm.parallel.launchers import DistributedConfig, Job
 from jaxopt_llm.parallel.rendezvous import Watch
 
 WORD_OF_DEATH = 5  # seconds that it takes at most
@@ -55,7 +55,7 @@ def _initialize(job: Job, coordinator: str, timeout_seconds: int) -> None:
 
 
 @contextlib.contextmanager
-def joined(job: Job, facts: Mapping[str, Any], timeout_seconds: int) -> Iterator["Processes"]:
+def joined(job: Job, config: DistributedConfig, facts: Mapping[str, Any]) -> Iterator["Processes"]:
     """The processes of the job, which leave together. Must be entered before JAX opens a device.
 
     facts: what must be equal on all, by name. Raises InputError where they do not come together; an error of one after
@@ -64,12 +64,12 @@ def joined(job: Job, facts: Mapping[str, Any], timeout_seconds: int) -> Iterator
     if job.processes == 1:
         yield ALONE
         return
-    coordinator, peers = rendezvous.meet(job, {**facts, **_version()}, timeout_seconds)
-    watch = Watch(job, peers, timeout_seconds)
+    coordinator, peers = rendezvous.meet(job, {**facts, **_version()}, config.timeout_seconds)
+    watch = Watch(job, peers, config.timeout_seconds)
     if job.index:  # only the first prints: Gloo would, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     try:
-        _initialize(job, coordinator, timeout_seconds)
+        _initialize(job, coordinator, config.timeout_seconds)
         yield Processes(job)
     except Preempted as preempted:
         stopped: Preempted | None = preempted
