@@ -134,7 +134,7 @@ def test_an_error_of_one_ends_all_with_its_line(failing: int) -> None:
     processes = [start_python("-c", WAITS, address, index, *["fail"] * (index == failing)) for index in range(2)]
     for index, process in enumerate(processes):
         whose = "" if index == failing else f"process {failing}: "
-        assert finish(process, 2)[1].splitlines()[-1] == f"error: {whose}no batch"
+        assert f"error: {whose}no batch" in finish(process, 2)[1].splitlines()
 
 
 def assert_ends_the_other(processes: list[subprocess.Popen[str]], sent: signal.Signals, to: int, timeout: int) -> None:
@@ -150,9 +150,8 @@ def assert_ends_the_other(processes: list[subprocess.Popen[str]], sent: signal.S
         assert left.returncode in (5, -signal.SIGABRT)
         return
     how = "has died" if sent == signal.SIGKILL else f"has not answered for {timeout} s"
-    assert stderr.splitlines()[-1] == (
-        f"error: process {to} of 2 {how}; run again to continue from the last checkpoint"
-    )
+    told = f"error: process {to} of 2 {how}; run again to continue from the last checkpoint"
+    assert told in stderr.splitlines()
     assert left.returncode == 5
 
 

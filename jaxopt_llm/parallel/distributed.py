@@ -23,7 +23,7 @@ from jaxopt_llm.parallel import rendezvous
 from jaxopt_llm.parallel.launchers import DistributedConfig, Job
 from jaxopt_llm.parallel.rendezvous import Watch
 
-WORD_OF_DEATH = 5  # seconds that it takes at most
+_NEWS = 5  # seconds until the watch knows that a process has died, at most
 _DAY = 24 * 3600 * 1000  # ms: who is only slow is waited for, and who is gone ends the job otherwise
 
 
@@ -74,7 +74,7 @@ def joined(job: Job, config: DistributedConfig, facts: Mapping[str, Any]) -> Ite
     except Preempted as preempted:
         stopped: Preempted | None = preempted
     except JaxRuntimeError as error:
-        time.sleep(WORD_OF_DEATH)  # if it is because another process has died, the watch is about to say so
+        time.sleep(_NEWS)  # where another process has died, the watch says so, and this ends here
         watch.fail(error)
     except BaseException as error:
         watch.fail(error)

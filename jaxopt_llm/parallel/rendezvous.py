@@ -267,7 +267,12 @@ class Watch:
         os._exit(code)
 
     def _tell_all(self, why: str, code: int) -> None:
-        for peer in list(self._peers.values()):
+        """And waits a second at most until they have ended: where JAX's coordinator is gone, JAX aborts."""
+        peers = list(self._peers.values())
+        for peer in peers:
             peer.send({"end": why, "code": code})
+        for peer in peers:
+            peer.connection.settimeout(1)
             with contextlib.suppress(OSError):
-                peer.connection.shutdown(socket.SHUT_WR)
+                while peer.connection.recv(65536):
+                    pass
