@@ -125,7 +125,16 @@ def test_the_loss_of_one_ends_the_others(sent: signal.Signals, to: int) -> None:
     processes = [start_python("-c", WAITS, address, index) for index in range(2)]
     for process in processes:
         assert process.stderr.readline() == "joined\n"
+    assert listens_on(processes[0].pid) == {"0100007F"}  # 127.0.0.1, and no other interface
     assert_ends_the_other(processes, sent, to, timeout=3)
+
+
+def listens_on(pid: int) -> set[str]:
+    """The IPv4 addresses, in the kernel's hexadecimal."""
+    links = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
+    tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    sockets = [line.split() for table in tables for line in table]
+    return {each[1].split(":")[0][-8:] for each in sockets if each[3] == "0A" and f"socket:[{each[9]}]" in links}
 
 
 @pytest.mark.parametrize("failing", [0, 1])
