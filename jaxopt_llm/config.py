@@ -173,6 +173,11 @@ def get(config: TrainConfig, name: str) -> Any:
     return functools.reduce(getattr, name.split("."), config)
 
 
+def shared(config: TrainConfig) -> dict[str, Any]:
+    """What all processes of a job must have alike: every field by its name, but for the process's own number."""
+    return {name: get(config, name) for name in FIELDS if name != "distributed.process_id"}
+
+
 def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
     """What a resume may not change and does."""
     found = []

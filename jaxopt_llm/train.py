@@ -56,6 +56,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
     step.
     """
     directory = Path(config.run.directory)
+    processes.check_shared(directory)
     tokenizer = load_tokenizer(config.data)
     if tokenizer.vocabulary_size > config.model.vocabulary_size:
         raise InputError(
@@ -63,6 +64,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             f"{tokenizer.vocabulary_size} tokens"
         )
     corpus = open_corpus(config.data, tokenizer)
+    processes.check_same("data.paths", corpus.sha256)
     _check_directory(directory, config, corpus)
 
     def rows(stream: TokenStream, name: str) -> PackedRows:
@@ -98,7 +100,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
         trained = f", of which {param.count(program.specs.masters):,} are trained," if config.lora.rank else ""
         progress.say(
             f"{leaves.count(program.parts.specs):,} parameters{trained} on {placement.mesh.size} "
-            f"{jax.devices()[0].device_kind} device(s) of {processes.count} process(es), run directory {directory}"
+            f"{jax.devices()[0].device_kind} device(s){processes}, run directory {directory}"
         )
         progress.say(f"data: {corpus}")
         if config.mesh.pipeline > 1:
@@ -328,7 +330,7 @@ def main() -> int:
     runtime.start(config.mesh.devices // job.processes, cache=not config.run.deterministic)
     directory = Path(config.run.directory)
     with (
-        distributed.joined(job, config.distributed.timeout_seconds) as processes,
+        distributed.joined(job, config.distributed, configuration.shared(config)) as processes,
         sole_owner(directory) if processes.first else contextlib.nullcontext(),
         Preemption() as preemption,
     ):

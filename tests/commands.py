@@ -46,12 +46,16 @@ def command(module: str, *arguments: object) -> subprocess.CompletedProcess[str]
     return subprocess.CompletedProcess(process.args, process.returncode, *output)
 
 
-def start(module: str, *arguments: object, **environment: str) -> subprocess.Popen[str]:
-    """The same, still running."""
+def start(module: str, *arguments: object, folder: Path = ROOT.parent, **environment: str) -> subprocess.Popen[str]:
+    """The same, still running, from any folder."""
+    return start_python("-m", f"jaxopt_llm.{module}", *arguments, folder=folder, **environment)
+
+
+def start_python(*arguments: object, folder: Path = ROOT.parent, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", f"jaxopt_llm.{module}", *map(str, arguments)],
+        [sys.executable, *map(str, arguments)],
         env={**os.environ, **ENVIRONMENT, **environment},
-        cwd=ROOT.parent,
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -63,8 +67,10 @@ def train(directory: Path, *overrides: object) -> subprocess.CompletedProcess[st
     return command("train", *tiny(directory), *overrides)
 
 
-def start_training(directory: Path, *overrides: object, **environment: str) -> subprocess.Popen[str]:
-    return start("train", *tiny(directory), *overrides, **environment)
+def start_training(
+    directory: Path, *overrides: object, folder: Path = ROOT.parent, **environment: str
+) -> subprocess.Popen[str]:
+    return start("train", *tiny(directory), *overrides, folder=folder, **environment)
 
 
 def tiny(directory: Path) -> list[object]:

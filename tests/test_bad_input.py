@@ -57,6 +57,14 @@ CASES = {
     ),
     "what no resume can change": (["--run.allow-change", "lora.rank"], ["lora.rank", "no resume can change it"]),
     "more stages than layers": (["--mesh.pipeline", "3"], ["mesh.pipeline=3", "model.layers=2"]),
+    "devices that do not divide": (
+        ["--distributed.processes", "2", "--distributed.coordinator", "127.0.0.1:7000"],
+        ["mesh: 1 device(s) do not divide over 2 processes", "--distributed.processes"],
+    ),
+    "no address": (
+        ["--distributed.coordinator", "here", "--distributed.timeout-seconds", "0"],
+        ["distributed.coordinator=here: must be host:port", "distributed.timeout_seconds=0"],
+    ),
     "no ring yet": (["--mesh.context", "2"], ["mesh.context=2"]),
     "larger than the host": (["--model.width", "100000000"], ["GiB", "this host has"]),
     "not finite": (["--optimizer.learning-rate", "inf"], ["optimizer.learning_rate=inf", "float32"]),

@@ -18,6 +18,7 @@ from etils import epath
 
 from jaxopt_llm import tree
 from jaxopt_llm.checkpoint import integrity, policy, quiet, steps
+from jaxopt_llm.checkpoint.integrity import Files
 from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.errors import CheckpointError
 from jaxopt_llm.parallel.distributed import ALONE, Channel, Processes
@@ -51,7 +52,7 @@ class Checkpoints:
         self._why = ""
         self._config = config
         self._say = say
-        self._first = processes.first
+        self._first, self._share = processes.first, (processes.index, processes.count)
         self._now, self._later = processes.channel("checkpoint"), processes.channel("checkpoint in the background")
         quiet.silence()
         if config is not None and processes.first:
@@ -79,29 +80,20 @@ class Checkpoints:
         Newer ones that are damaged are named and, but by a reader, set aside. Raises CheckpointError where none is
         whole though there are, or were, some.
         """
-        found: tuple[int | None, str] = (None, "")
-        if self._first:
-            try:
-                found = self._find_latest(), ""
-            except CheckpointError as error:
-                found = None, str(error)
-        step: int | None
-        step, why = json.loads(self._now.exchange(json.dumps(found))[0])
-        if why:
-            raise CheckpointError(why)
-        return step
-
-    def _find_latest(self) -> int | None:
         damaged = False
-        for step, path in reversed(steps.by_step(self.directory).items()):
-            found = steps.damage(path)
+        there = self._now.exchange(json.dumps(sorted(steps.by_step(self.directory))))[0]
+        for step in reversed(json.loads(there)):
+            path = self.directory / str(step)
+            found = next(filter(None, self._now.exchange(steps.damage(path, self._share) or "")), None)
             if found is None:
                 if damaged:
                     self._say(f"checkpoint {path} is whole: it is used instead")
                 return step
-            if not os.path.lexists(path):  # deleted meanwhile, by the run that a reader looks at
-                return self._find_latest()
-            aside = "" if self._config is None else f"; set aside as {steps.set_aside(path).name}"
+            if self._config is None and not os.path.lexists(path):  # deleted meanwhile, by the run that is looked at
+                return self.latest_step()
+            aside = ""
+            if self._config is not None and self._first:
+                aside = f"; set aside as {steps.set_aside(path).name}"
             self._say(f"checkpoint {path} is damaged: {found}{aside}")
             damaged = True
         if damaged or steps.all_set_aside(self.directory):
@@ -133,8 +125,9 @@ class Checkpoints:
         }
         path = steps.working(self.directory, step)
         writes: list[Any] = []
-        why = self._together(self._now, lambda: self._begin(path, trees))
-        why = why or self._together(self._now, lambda: writes.extend(self._copy(path, trees)))
+        why, _ = self._together(self._now, lambda: self._begin(path, trees))
+        if not why:
+            why, _ = self._together(self._now, lambda: writes.extend(self._copy(path, trees)))
         if why:
             self._give_up(step, why)
         else:
@@ -196,31 +189,40 @@ class Checkpoints:
 
     def _finish(self, path: Path, contents: dict[str, Any], writes: list[Any]) -> None:
         """In the background."""
-        why = self._together(self._later, lambda: [write.result() for write in writes])
-        why = why or self._together(self._later, lambda: self._commit(path, contents))
+
+        def write() -> Files:
+            for each in writes:
+                each.result()
+            return integrity.settle(path, f"*/ocdbt.process_{self._share[0]}")
+
+        why, files = self._together(self._later, write)
+        if not why:
+            why, _ = self._together(self._later, lambda: self._commit(path, contents, files))
         if why:
             self._give_up(contents["step"], why)
         elif self._first:
             self._delete_old()
 
-    def _commit(self, path: Path, contents: dict[str, Any]) -> None:
+    def _commit(self, path: Path, contents: dict[str, Any], files: list[Files]) -> None:
+        """files: those that each process has written."""
         if self._first:
             for name in contents["arrays"]:
                 self._handler.finalize(epath.Path(path / name))
             (path / steps.RECORD).write_text(json.dumps(contents))
-            integrity.seal(path)
+            integrity.seal(path, {name: each for own in files for name, each in own.items()})
             steps.commit(path)
 
-    def _together(self, channel: Channel, act: Callable[[], object]) -> str:
-        """Acts on every process, and waits for all. Returns what went wrong on the first that failed, or nothing."""
+    def _together(self, channel: Channel, act: Callable[[], Any]) -> tuple[str, list[Any]]:
+        """Acts on every process, and waits for all. Returns what went wrong on the first that failed, or nothing, and
+        what the acts returned."""
         try:
-            act()
-            own = ""
+            told = "", act()
         except jax.errors.JaxRuntimeError:
             raise  # the device's failure, not the disk's
         except FAILURES as error:
-            own = _first_line(error)
-        return next(filter(None, channel.exchange(own)), "")
+            told = _first_line(error), None
+        every = [json.loads(each) for each in channel.exchange(json.dumps(told))]
+        return next((why for why, _ in every if why), ""), [result for _, result in every]
 
     def _give_up(self, step: int, why: str) -> None:
         self.failed, self._why = True, why

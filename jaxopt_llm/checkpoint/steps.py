@@ -24,9 +24,9 @@ def all_set_aside(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.damaged.*"))
 
 
-def damage(path: Path) -> str | None:
-    """What is wrong with the checkpoint, or None."""
-    found = integrity.damage(path)
+def damage(path: Path, share: tuple[int, int] = (0, 1)) -> str | None:
+    """What is wrong with the checkpoint, or None. share: see integrity.damage."""
+    found = integrity.damage(path, share)
     if found is None and record(path)["step"] != int(path.name):
         return f"it is of step {record(path)['step']}"
     return found

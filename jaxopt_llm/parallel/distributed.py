@@ -1,20 +1,29 @@
 """Several processes as one job: their start, what they tell each other, and which rows of a batch each holds."""
 
 import contextlib
+import hashlib
+import importlib.metadata
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.distributed import global_state  # its key-value store has no public name
+from jax.errors import JaxRuntimeError
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.errors import InputError, Preempted
-from jaxopt_llm.parallel.launchers import Job
+from jaxopt_llm.parallel import rendezvous
+from jaxopt_llm.parallel.launchers import DistributedConfig, Job
+from jaxopt_llm.parallel.rendezvous import Watch
 
+_NEWS = 5  # seconds until the watch knows that a process has died, at most
 _DAY = 24 * 3600 * 1000  # ms: who is only slow is waited for, and who is gone ends the job otherwise
 
 
@@ -27,39 +36,67 @@ def check_divides(devices: int, job: Job) -> None:
         )
 
 
-def initialize(job: Job, timeout_seconds: int) -> None:
+def _initialize(job: Job, coordinator: str, timeout_seconds: int) -> None:
     """JAX's own start. Must run before JAX touches a backend."""
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     # On CPUs two programs would run side by side, and Gloo take the messages of one for those of the other.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.distributed.initialize(
-        job.coordinator,
+        coordinator,
         job.processes,
         job.index,
         # Else JAX would give a process of SLURM or Open MPI one device of its host, and any other all.
         cluster_detection_method="deactivate",
-        coordinator_bind_address=job.coordinator,  # else all interfaces
+        coordinator_bind_address=coordinator,  # else all interfaces
         initialization_timeout=timeout_seconds,
-        heartbeat_timeout_seconds=timeout_seconds,
+        heartbeat_timeout_seconds=2 * timeout_seconds,  # it would abort: the watch comes first
         shutdown_timeout_seconds=timeout_seconds,
     )
 
 
 @contextlib.contextmanager
-def joined(job: Job, timeout_seconds: int) -> Iterator["Processes"]:
-    """The processes of the job, of which none leaves before the others. Must be entered before JAX opens a device."""
+def joined(job: Job, config: DistributedConfig, facts: Mapping[str, Any]) -> Iterator["Processes"]:
+    """The processes of the job, which leave together. Must be entered before JAX opens a device.
+
+    facts: what must be equal on all, by name. Raises InputError where they do not come together; an error of one after
+    that ends all.
+    """
     if job.processes == 1:
         yield ALONE
         return
+    coordinator, peers = rendezvous.meet(job, {**facts, **_version()}, config.timeout_seconds)
+    watch = Watch(job, peers, config.timeout_seconds)
     if job.index:  # only the first prints: Gloo would, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    initialize(job, timeout_seconds)
     try:
+        _initialize(job, coordinator, config.timeout_seconds)
         yield Processes(job)
-    except Preempted as stopped:
+    except Preempted as preempted:
+        stopped: Preempted | None = preempted
+    except JaxRuntimeError as error:
+        time.sleep(_NEWS)  # where another process has died, the watch says so, and this ends here
+        watch.fail(error)
+    except BaseException as error:
+        watch.fail(error)
+    else:
+        stopped = None
+    jax.distributed.shutdown()  # waits for all
+    watch.leave()
+    if stopped:
         if job.index:
             sys.exit(stopped.exit_code)  # the first says so
-        raise
+        raise stopped
+
+
+def _version() -> dict[str, str]:
+    """What the program is that runs: a step that is compiled otherwise would not fit those of the others."""
+    package = Path(__file__).parent.parent
+    sources = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        sources.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    libraries = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "grain", "orbax-checkpoint")}
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {**libraries, "XLA_FLAGS": flags, "the code of jaxopt_llm, by its hash,": sources.hexdigest()[:16]}
 
 
 class Processes:
@@ -68,6 +105,9 @@ class Processes:
     def __init__(self, job: Job) -> None:
         self.index, self.count = job.index, job.processes
 
+    def __str__(self) -> str:
+        return f" of {self.count} processes" if self.count > 1 else ""
+
     @property
     def first(self) -> bool:
         """Whether this is the one that prints, and writes what is not sharded."""
@@ -75,6 +115,30 @@ class Processes:
 
     def channel(self, name: str) -> "Channel":
         return Channel(name, self.index, self.count)
+
+    def check_same(self, what: str, value: str) -> None:
+        """Raises InputError where another process has something else than the first."""
+        values = self.channel(what).exchange(value)
+        other = next((index for index, each in enumerate(values) if each != values[0]), None)
+        if other is not None:
+            raise InputError(f"{what} of process {other} is not that of process 0: all must read the same files")
+
+    def check_shared(self, directory: Path) -> None:
+        """Raises InputError where another process does not see what the first writes into the directory."""
+        if self.count == 1:
+            return
+        channel = self.channel("shared")
+        new = f".seen-by-all-{time.time_ns()}"
+        if self.first:
+            (directory / new).touch()
+        seen = channel.exchange(new)[0] in (os.listdir(directory) if directory.is_dir() else ())
+        blind = [index for index, sees in enumerate(channel.exchange(str(seen))) if sees != "True"]
+        if self.first:
+            (directory / new).unlink()
+        if blind:
+            raise InputError(
+                f"run.directory {directory} is not shared: process {blind[0]} does not see what process 0 writes there"
+            )
 
     def vote(self) -> "Vote":
         return Vote(self.count)
@@ -94,10 +158,13 @@ class Channel:
         """What each process tells, by their numbers."""
         if self._count == 1:
             return [told]
-        store, call = global_state.client, f"{self._name}/{next(self._calls)}"
+        store, call = global_state.client, next(self._calls)
         assert store is not None
-        store.key_value_set(f"{call}/{self._index}", told)
-        return [store.blocking_key_value_get(f"{call}/{index}", _DAY) for index in range(self._count)]
+        store.key_value_set(f"{self._name}/{call}/{self._index}", told)
+        values = [store.blocking_key_value_get(f"{self._name}/{call}/{index}", _DAY) for index in range(self._count)]
+        if call:  # all have read what was told before
+            store.key_value_delete(f"{self._name}/{call - 1}/{self._index}")
+        return values
 
 
 class Vote:

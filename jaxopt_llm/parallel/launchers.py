@@ -32,7 +32,8 @@ class DistributedConfig:
             )
             if value < least
         ]
-        if self.coordinator and not re.fullmatch(r".+:[0-9]{1,5}", self.coordinator):
+        port = re.fullmatch(r".+:([0-9]{1,5})", self.coordinator)
+        if self.coordinator and not (port and 0 < int(port[1]) < 2**16):
             found.append(f"distributed.coordinator={self.coordinator}: must be host:port")
         return found
 
@@ -50,7 +51,10 @@ def find(config: DistributedConfig, environment: Mapping[str, str]) -> Job:
     """The job that the configuration tells; where it tells nothing, the first launcher that has left its variables.
 
     Raises InputError for half of a job."""
-    found = next((job for job in (launched(environment) for launched in LAUNCHERS) if job), Job("", 1, 0))
+    try:
+        found = next((job for job in (launched(environment) for launched in LAUNCHERS) if job), Job("", 1, 0))
+    except ValueError as error:
+        raise InputError(f"a variable of a launcher (RANK, WORLD_SIZE, SLURM_*, ...) is no number: {error}") from error
     job = Job(
         config.coordinator or found.coordinator,
         config.processes or found.processes,

@@ -11,7 +11,7 @@ import pytest
 from damages import DAMAGES, flip, largest
 from disks import files_no_larger_than
 
-from jaxopt_llm.checkpoint import steps
+from jaxopt_llm.checkpoint import integrity, steps
 from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.errors import CheckpointError
@@ -69,6 +69,14 @@ def test_what_is_damaged_is_named_and_set_aside_and_the_step_before_is_used(case
     assert latest(directory) == (7, [7, 7, 7], [])
     (directory / "7" / "extra").touch()
     assert "set aside as 7.damaged.2" in latest(directory, KEEPS_ALL)[2][0]
+
+
+def test_processes_that_look_together_look_at_every_file(directory: Path) -> None:
+    for file in (path for path in (directory / "7").rglob("*") if path.is_file() and path.name != "manifest.json"):
+        flip(file)
+        found = [integrity.damage(directory / "7", (index, 3)) for index in range(3)]
+        assert sum(each is not None for each in found) == 1, file
+        flip(file)
 
 
 def test_none_left_is_an_error_until_someone_has_looked(directory: Path) -> None:
