@@ -25,8 +25,11 @@ CASES = {
         ["training.batch_size=4", "mesh.fsdp=3", "training.accumulation=2", "nearest", "6"],
     ),
     "indivisible sizes, all named": (
-        ["--mesh.tensor", "3", "--mesh.data", "3"],
-        ["heads of size 2", "mlp of size 16", "mesh.tensor=3", "training.batch_size=4", "mesh.data=3"],
+        ["--mesh.tensor", "3", "--mesh.data", "3", "--sharding.sequence-parallel", "True"],
+        [
+            "training.batch_size=4 does not divide by training.accumulation=1 × mesh.data=3",
+            *("model.heads=2", "model.mlp_width=16", "training.sequence_length=32", "mesh.tensor=3 (nearest"),
+        ],
     ),
     "heads and groups": (["--model.heads", "3", "--model.kv-heads", "2"], ["model.heads=3", "model.kv_heads=2"]),
     "sequences longer than the positions": (
@@ -54,9 +57,24 @@ CASES = {
     ),
     "what no resume can change": (["--run.allow-change", "lora.rank"], ["lora.rank", "no resume can change it"]),
     "more stages than layers": (["--mesh.pipeline", "3"], ["mesh.pipeline=3", "model.layers=2"]),
+    "devices that do not divide": (
+        ["--distributed.processes", "2", "--distributed.coordinator", "127.0.0.1:7000"],
+        ["mesh: 1 device(s) do not divide over 2 processes", "--distributed.processes"],
+    ),
+    "no address": (
+        ["--distributed.coordinator", "here", "--distributed.timeout-seconds", "0"],
+        ["distributed.coordinator=here: must be host:port", "distributed.timeout_seconds=0"],
+    ),
     "no ring yet": (["--mesh.context", "2"], ["mesh.context=2"]),
     "larger than the host": (["--model.width", "100000000"], ["GiB", "this host has"]),
-    "not finite": (["--optimizer.learning-rate", "inf"], ["optimizer.learning_rate=inf", "finite"]),
+    "not finite": (["--optimizer.learning-rate", "inf"], ["optimizer.learning_rate=inf", "float32"]),
+    "not in float32": (["--optimizer.epsilon", "1e-320"], ["optimizer.epsilon=1e-320", "float32"]),
+    "more layers than can be named": (["--model.layers", "2147483647"], ["model.layers=2147483647", "10,000"]),
+    "best of what nobody measured": (
+        ["--checkpoint.keep-best", "1", "--evaluation.every", "200"],
+        ["checkpoint.keep_best=1", "checkpoint.every=500", "evaluation.every=200"],
+    ),
+    "a profile after the end": (["--profile.start-step", "9", "--training.steps", "5"], ["profile.start_step=9"]),
     "beyond a word": (["--run.seed", "99999999999999999999"], ["run.seed=99999999999999999999"]),
     "vocabulary too small": (["--model.vocabulary-size", "100"], ["model.vocabulary_size=100", "258"]),
     "held-out share": (["--data.held-out", "1.5"], ["data.held_out", "1.5"]),

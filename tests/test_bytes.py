@@ -58,6 +58,7 @@ def compiled(
     reduce: str = "float32",
     tied: bool = True,
     adapters_over: str | None = None,
+    sequence_parallel: bool = False,
 ) -> Compiled:
     model = ModelConfig(
         width=WIDTH,
@@ -69,7 +70,8 @@ def compiled(
         vocabulary_size=VOCABULARY,
         tied_head=tied,
     )
-    placement = Placement(make_mesh(mesh, gpu_topology("h200")), stage, PrecisionConfig(reduce_dtype=reduce))
+    precision = PrecisionConfig(reduce_dtype=reduce)
+    placement = Placement(make_mesh(mesh, gpu_topology("h200")), stage, precision, sequence_parallel)
     lora = LoraConfig(rank=RANK, base=adapters_over) if adapters_over else LoraConfig()
     training = TrainingConfig(batch_size=ROWS * accumulation, sequence_length=SEQUENCE, accumulation=accumulation)
     program = make_program(model, training, OptimizerConfig(), ScheduleConfig(), RematConfig(remat), lora, placement)

@@ -27,7 +27,7 @@ from jaxopt_llm.training.step import TrainingConfig
 # By which head, and with many of the decoder's switches on.
 MODELS = {
     "tied": toy.CONFIG,
-    "untied": replace(toy.CONFIG, tied_head=False),
+    "untied": replace(toy.CONFIG, tied_head=False, norm_placement="post", qk_norm="head", biases="qkv"),
     "gpt": replace(
         toy.CONFIG, norm="layer", positions="learned", max_positions=16, biases="all", mlp="gelu", attention_softcap=5.0
     ),
@@ -48,34 +48,40 @@ CASES = pairwise(
     {
         "pipeline": (1, 2),
         "zero": (0, 1, 2, 3),
-        "tensor": (1, 2),
-        "split": ({"data": 2}, {"fsdp": 2}, {"data": 2, "fsdp": 2}),
+        "tensor": (1, 2, 4),  # of which 4 exceeds the key-value heads: they are repeated
+        "sequence_parallel": (False, True),
+        "split": ({}, {"data": 2}, {"fsdp": 2}, {"data": 2, "fsdp": 2}),
         "accumulation": (1, 3),
         "remat": ("none", "full"),
         "model": ("tied", "untied"),
         "adapt": ("full", "lora", "lora-int8"),
     },
-    lambda case: case["pipeline"] * case["tensor"] * math.prod(case["split"].values()) <= DEVICES,
+    lambda case: (
+        case["pipeline"] * case["tensor"] * math.prod(case["split"].values()) <= DEVICES
+        and case["tensor"] > case["sequence_parallel"]
+    ),
 )
 BASIC = {
     "pipeline": 1,
     "zero": 1,
     "tensor": 1,
+    "sequence_parallel": False,
     "split": {},
     "accumulation": 3,
     "remat": "full",
     "model": "tied",
     "adapt": "full",
 }
-# Beyond the cover: the third batch axis, more devices along one, key-value heads fewer than `tensor`, which are
-# repeated, stages of unequal layers, and the decoder's other switches.
+# Beyond the cover: the third batch axis, more devices along one, stages of unequal layers, and the decoder's other
+# switches, under tensor and under sequence parallelism.
 EXTRAS = [
     BASIC | {"split": {"fsdp": 2, "expert": 2}},
-    BASIC | {"zero": 3, "tensor": 4, "split": {"fsdp": 2}, "accumulation": 1, "remat": "none"},
     BASIC | {"zero": 2, "split": {"fsdp": 8}},
-    BASIC | {"pipeline": 3, "tensor": 2, "model": "untied"},
+    BASIC | {"pipeline": 3, "tensor": 2, "sequence_parallel": True, "model": "untied"},
     BASIC | {"model": "gpt", "zero": 2, "pipeline": 2, "tensor": 2, "split": {"fsdp": 2}},
+    BASIC | {"model": "gpt", "zero": 3, "tensor": 4, "sequence_parallel": True, "split": {"fsdp": 2}},
     BASIC | {"model": "gemma", "zero": 3, "tensor": 4, "split": {"fsdp": 2}},
+    BASIC | {"model": "gemma", "pipeline": 2, "tensor": 2, "sequence_parallel": True},
 ]
 # Every product, tables included, but for the MLPs of the second segment.
 ADAPT = {
@@ -161,15 +167,19 @@ def assert_equal(found: Params, expected: Params, share: float = 1e-5) -> None:
     tree.map_with_path(check, found, expected)
 
 
+def sizes(case: dict[str, Any]) -> dict[str, int]:
+    return {"pipeline": case["pipeline"], **case["split"], "tensor": case["tensor"]}
+
+
 def name(case: dict[str, Any]) -> str:
-    sizes = {"pipeline": case["pipeline"], **case["split"], "tensor": case["tensor"]}
-    axes = "-".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
+    axes = "-".join(f"{axis}{size}" for axis, size in sizes(case).items() if size > 1)
+    axes += "-sequence" if case["sequence_parallel"] else ""
     return f"zero{case['zero']}-{axes}-accumulate{case['accumulation']}-{case['remat']}-{case['model']}-{case['adapt']}"
 
 
 @pytest.mark.parametrize("case", CASES + EXTRAS, ids=name)
 def test_placement_changes_nothing(case: dict[str, Any]) -> None:
-    placement = toy.placement(case["zero"], pipeline=case["pipeline"], **case["split"], tensor=case["tensor"])
+    placement = toy.placement(case["zero"], sequence_parallel=case["sequence_parallel"], **sizes(case))
     found = compute(placement, case["accumulation"], case["remat"], case["model"], case["adapt"])
     expected = one_device(case["model"], case["adapt"])
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
@@ -205,6 +215,10 @@ def test_a_gpu_computes_what_the_cpu_does(gpu: jax.Device, compute_dtype: str, s
 def test_initial_values_are_equal_to_the_bit(zero: int, split: dict[str, int], adapt: str) -> None:
     found = initialize(toy.placement(zero, **split), "untied", adapt)
     jax.tree.map(np.testing.assert_array_equal, found, fresh("untied", adapt))
+
+
+def test_the_cover_has_many_meshes() -> None:
+    assert len({tuple(sizes(case).items()) for case in CASES}) >= 16
 
 
 def test_the_model_and_its_batches_are_heterogeneous() -> None:

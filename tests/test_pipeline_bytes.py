@@ -28,17 +28,20 @@ def test_memory_is_flat_in_the_number_of_microbatches(mesh: MeshConfig, stage: i
     assert many.memory.temporaries <= 1.02 * few.memory.temporaries
 
 
-@pytest.mark.parametrize(("mesh", "stage"), [(DEEP, 1), (MIXED, 3)])
+@pytest.mark.parametrize(
+    ("mesh", "stage", "sequence_parallel"), [(DEEP, 1, False), (MIXED, 3, False), (MIXED, 3, True)]
+)
 def test_between_stages_there_are_neighbours_permutes_and_one_sum_of_what_is_outside_the_stacks(
-    mesh: MeshConfig, stage: int
+    mesh: MeshConfig, stage: int, sequence_parallel: bool
 ) -> None:
     microbatches = 8
-    step = compiled(LAYERS, mesh, stage, accumulation=microbatches)
+    step = compiled(LAYERS, mesh, stage, accumulation=microbatches, sequence_parallel=sequence_parallel)
     between = [each for each in step.collectives if "pipeline" in each.axes and each.array_bytes > 1000]
     permutes = [each for each in between if each.kind == "collective-permute"]
     activation = ROWS // mesh.fsdp * SEQUENCE * WIDTH * 2
     assert {each.axes for each in permutes} == {("pipeline",)}
-    assert {each.array_bytes for each in permutes} == {activation}
+    sent = activation // mesh.tensor if sequence_parallel else activation
+    assert {each.array_bytes for each in permutes} == {sent}
     each_way = microbatches + mesh.pipeline - 1
     assert sum(each.times for each in permutes) in (2 * each_way, 2 * each_way - 1)  # nobody reads the very last
 

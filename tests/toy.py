@@ -91,11 +91,13 @@ def reference_mean(config: ModelConfig, params: Params, batch: Batch) -> tuple[f
     return loss / tokens, reference.tree_map(lambda gradient: gradient / tokens, gradients)
 
 
-def placement(zero_stage: int = 0, compute_dtype: str = "float32", **axes: int) -> Placement:
+def placement(
+    zero_stage: int = 0, compute_dtype: str = "float32", sequence_parallel: bool = False, **axes: int
+) -> Placement:
     """On the first devices, as many as the mesh needs."""
     mesh = MeshConfig(**axes)
     precision = PrecisionConfig(compute_dtype=compute_dtype)  # type: ignore[arg-type]
-    return Placement(make_mesh(mesh, jax.devices("cpu")[: mesh.devices]), zero_stage, precision)
+    return Placement(make_mesh(mesh, jax.devices("cpu")[: mesh.devices]), zero_stage, precision, sequence_parallel)
 
 
 def distance(found: Any, expected: Any) -> float:

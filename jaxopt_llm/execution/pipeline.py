@@ -128,7 +128,7 @@ class _Stage:
             )
 
         x = jax.eval_shape(embedded)
-        return self.placement.constrain(jnp.zeros(x.shape, x.dtype), "batch", "sequence", "embed")
+        return self.placement.constrain(jnp.zeros(x.shape, x.dtype), "batch", "residual_sequence", "embed")
 
     def send(self, x: jax.Array, to: int) -> jax.Array:
         """What the neighbour on the other side sends; zeros where there is none. to: 1 is the next stage, -1 the one

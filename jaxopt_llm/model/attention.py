@@ -59,15 +59,17 @@ def self_attention(
 
     frequencies: rotary, [K/2]; None turns nothing. window, scale, softcap: see kernels/attention.py.
     """
-    constrain = context.placement.constrain
+
+    def by_head(x: jax.Array, heads: str) -> jax.Array:
+        return context.placement.constrain(x, "batch", "sequence", heads, "head_dim")
 
     @recomputed
     def inward(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        x = norm(x)
+        x = context.placement.enter(norm(x))
         return (
-            project("BSD,DHK->BSHK", x, params, "query"),
-            project("BSD,DGK->BSGK", x, params, "key"),
-            project("BSD,DGK->BSGK", x, params, "value"),
+            by_head(project("BSD,DHK->BSHK", x, params, "query"), "heads"),
+            by_head(project("BSD,DGK->BSGK", x, params, "key"), "kv_heads"),
+            by_head(project("BSD,DGK->BSGK", x, params, "value"), "kv_heads"),
         )
 
     q, k, v = inward(x)
@@ -86,9 +88,10 @@ def self_attention(
         key_positions = jnp.arange(k.shape[1]) - context.cache_padding[:, None]
         key_segment_ids = (key_positions >= 0).astype(jnp.int32)  # the tokens are 1, what pads them is 0
     if context.placement.replicates("kv_heads", k.shape[2]):
-        # Repeated, heads split over `tensor` again: a group cannot be cut.
-        k = constrain(jnp.repeat(k, q.shape[2] // k.shape[2], axis=2), "batch", "sequence", "heads", "head_dim")
-        v = constrain(jnp.repeat(v, q.shape[2] // v.shape[2], axis=2), "batch", "sequence", "heads", "head_dim")
+        # Repeated, heads split over `tensor` again: a group cannot be cut. Pinned before it, too: their gradients are
+        # summed in 16 bits, not in what precedes.
+        k, v = (by_head(each, "kv_heads") for each in (k, v))
+        k, v = (by_head(jnp.repeat(each, q.shape[2] // each.shape[2], axis=2), "heads") for each in (k, v))
     out = attention(
         q,
         k,
@@ -101,4 +104,4 @@ def self_attention(
         scale=scale,
         softcap=softcap,
     )
-    return project("BSHK,HKD->BSD", out, params, "output"), cache
+    return context.placement.leave(project("BSHK,HKD->BSD", by_head(out, "heads"), params, "output")), cache

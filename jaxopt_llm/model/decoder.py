@@ -95,8 +95,12 @@ def layout(config: ModelConfig) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
+def padded_vocabulary(size: int) -> int:
+    return -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
 def param_specs(config: ModelConfig) -> Params:
-    vocabulary = -(-config.vocabulary_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    vocabulary = padded_vocabulary(config.vocabulary_size)
     # A row of the table is both a vector of the residual stream and, tied, a classifier over it: fan-in `width`.
     table = ParamSpec((vocabulary, config.width), ("vocabulary", "embed"), (1,), normal())
     outer = {"embedding": {"table": table}, "final_norm": _norm_specs(config, embed=config.width)}
@@ -151,21 +155,27 @@ def make_parts(config: ModelConfig) -> Parts:
     turning: dict[Kind, np.ndarray | None] = {"global": frequencies, "sliding": frequencies}
 
     def make_context(batch: Batch, placement: Placement) -> Context:
-        return Context(positions=batch.positions, segment_ids=batch.segment_ids, placement=placement)
+        # Pinned: what reads a part of the sequence would else split what attention compares, every position with each.
+        positions, segment_ids = (
+            placement.constrain(field, "batch", "sequence") for field in (batch.positions, batch.segment_ids)
+        )
+        return Context(positions=positions, segment_ids=segment_ids, placement=placement)
 
     def embed(outer: Params, tokens: jax.Array, context: Context) -> jax.Array:
+        tokens = context.placement.constrain(tokens, "batch", "sequence")
         x = weights.take(outer["embedding"]["table"], tokens)
+        x = context.placement.leave(context.placement.constrain(x, "batch", "sequence", "embed"))
         if config.scale_embedding:
             x = x * math.sqrt(config.width)
         if config.positions == "learned":
             x = x + weights.take(outer["positions"]["table"], context.positions)
-        return context.placement.constrain(x, "batch", "sequence", "embed")
+        return context.placement.constrain(x, "batch", "residual_sequence", "embed")
 
     def block(
         kind: Kind, params: Params, x: jax.Array, context: Context, layer: dict[str, jax.Array], cache: Cache | None
     ) -> tuple[jax.Array, Cache | None, Auxiliary]:
         def residual(x: jax.Array, update: jax.Array) -> jax.Array:
-            return context.placement.constrain(x + update, "batch", "sequence", "embed")
+            return context.placement.constrain(x + update, "batch", "residual_sequence", "embed")
 
         def normed(name: str) -> Function:
             """This norm, or nothing in a block that has none of this name."""
@@ -185,12 +195,12 @@ def make_parts(config: ModelConfig) -> Parts:
             cache=cache,
         )
         x = residual(x, normed("attention_post_norm")(attended))
-        transformed = layers.mlp(params["mlp"], x, norm=normed("mlp_norm"), kind=config.mlp)
+        transformed = layers.mlp(params["mlp"], x, context, norm=normed("mlp_norm"), kind=config.mlp)
         x = residual(x, normed("mlp_post_norm")(transformed))
         return x, cache, zero_auxiliary()
 
     def logits(outer: Params, x: jax.Array, context: Context) -> jax.Array:
-        x = norm(outer["final_norm"], x)
+        x = context.placement.enter(norm(outer["final_norm"], x))
         table: Weight = outer["embedding" if config.tied_head else "head"]["table"]
         out = weights.einsum("BSD,VD->BSV", x, table, dtype=jnp.dtype(jnp.float32))
         if config.logit_softcap:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxopt_llm.model import weights
 from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.param import ParamSpec, normal, ones, zeros
 from jaxopt_llm.model.weights import Weight
 
@@ -125,17 +126,18 @@ def mlp_specs(
     return with_biases(specs, *specs) if biased else specs
 
 
-def mlp(params: dict[str, Weight], x: jax.Array, *, norm: Function, kind: str) -> jax.Array:
+def mlp(params: dict[str, Weight], x: jax.Array, context: Context, *, norm: Function, kind: str) -> jax.Array:
     """The MLP of norm(x). x: [B, S, D] -> [B, S, D]."""
 
     @recomputed
     def inward(x: jax.Array) -> list[jax.Array]:
-        x = norm(x)
-        return [project("BSD,DF->BSF", x, params, name) for name in ("gate", "up") if name in params]
+        x = context.placement.enter(norm(x))
+        hidden = [project("BSD,DF->BSF", x, params, name) for name in ("gate", "up") if name in params]
+        return [context.placement.constrain(each, "batch", "sequence", "mlp") for each in hidden]
 
     @recomputed
     def outward(*projected: jax.Array) -> jax.Array:
-        return project("BSF,FD->BSD", HIDDEN[kind](*projected), params, "down")
+        return context.placement.leave(project("BSF,FD->BSD", HIDDEN[kind](*projected), params, "down"))
 
     return outward(*inward(x))
 

@@ -5,6 +5,7 @@ placements laid over the parameters' table: of compute parameters, gradients, ma
 placement is an explicit argument, never ambient, because a jitted function must not remember a stale one.
 """
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -34,6 +35,7 @@ PARAMETER_AXES: dict[str, tuple[str, ...]] = {
 ACTIVATION_AXES: dict[str, tuple[str, ...]] = {
     "batch": BATCH_AXES,
     "sequence": ("context",),
+    "residual_sequence": ("context",),  # of the residual stream and its norms
     "embed": (),
     "head_dim": (),
     "heads": ("tensor",),
@@ -41,6 +43,8 @@ ACTIVATION_AXES: dict[str, tuple[str, ...]] = {
     "mlp": ("tensor",),
     "vocabulary": ("tensor",),
 }
+# Laid over that table by sharding.sequence_parallel.
+SEQUENCE_PARALLEL_AXES = {"residual_sequence": ("context", "tensor")}
 # Axes that rest replicated where they are smaller than what would split them, by intent: with fewer key-value heads
 # than `tensor`, each device computes the heads that its queries read.
 REPLICATED_WHEN_SMALLER = ("kv_heads",)
@@ -68,6 +72,8 @@ class Spec(Protocol):
 class ShardingConfig:
     zero_stage: Literal[0, 1, 2, 3] = 3
     """what mesh.fsdp divides: 0 nothing, 1 masters and moments, 2 and gradients, 3 and compute parameters"""
+    sequence_parallel: bool = False
+    """whether mesh.tensor also divides, along the sequence, norms and the residual stream (Korthikanti et al. 2022)"""
 
 
 @dataclass(frozen=True)
@@ -118,13 +124,42 @@ def reduce_gradient(gradient: jax.Array, shardings: WeightShardings) -> jax.Arra
     return jax.lax.with_sharding_constraint(gradient.astype(shardings.reduce_dtype), shardings.gradient)
 
 
+# Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) in place of tensor parallelism's all-reduces: a
+# gather where a product begins and a reduce-scatter where it ends, each the other's transpose. Their backwards are
+# written out, because a constraint's own is the same constraint, which would sum first and split after. A layer's 4
+# all-reduces become 4 reduce-scatters and 6 gathers, of which the backward's last 2 bring the products' inputs back
+# for the weights' gradients; with full rematerialisation its 5 become 5 and 8.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather_sequence(x: jax.Array, split: NamedSharding, whole: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, split), whole)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _scatter_sequence(y: jax.Array, split: NamedSharding, whole: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(y, split)
+
+
+_gather_sequence.defvjp(
+    lambda x, split, whole: (_gather_sequence(x, split, whole), None),
+    lambda split, whole, _, dy: (_scatter_sequence(dy, split, whole),),
+)
+_scatter_sequence.defvjp(
+    lambda y, split, whole: (_scatter_sequence(y, split, whole), None),
+    lambda split, whole, _, dy: (_gather_sequence(dy, split, whole),),
+)
+
+
 @dataclass(frozen=True)
 class Placement:
-    """mesh, ZeRO stage and dtypes; `grouped` are the batch axes that a surrounding `vmap` stands for."""
+    """mesh, ZeRO stage, dtypes and whether the residual stream's sequence is split over `tensor`; `grouped` are the
+    batch axes that a surrounding `vmap` stands for."""
 
     mesh: Mesh | AbstractMesh
     zero_stage: int
     precision: PrecisionConfig
+    sequence_parallel: bool = False
     grouped: tuple[str, ...] = ()
 
     @property
@@ -157,12 +192,33 @@ class Placement:
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Pins an activation, with one logical axis for each of its dimensions."""
-        return jax.lax.with_sharding_constraint(x, self.activation(*axes))
+        split = (
+            None if axis and self.replicates(axis, size) else axis for axis, size in zip(axes, x.shape, strict=True)
+        )
+        return jax.lax.with_sharding_constraint(x, self.activation(*split))
 
     def activation(self, *axes: str | None) -> NamedSharding:
         absent = {axis for axis in AXES if self.size(axis) == 1 or axis in self.grouped}
-        dims = (ACTIVATION_AXES[axis] if axis else () for axis in axes)
+        table = ACTIVATION_AXES | SEQUENCE_PARALLEL_AXES if self.sequence_parallel else ACTIVATION_AXES
+        dims = (table[axis] if axis else () for axis in axes)
         return self._sharding(tuple(tuple(axis for axis in dim if axis not in absent) for dim in dims))
+
+    def enter(self, x: jax.Array) -> jax.Array:
+        """[B, S, D] of the residual stream, as a product split over `tensor` reads it: with all its positions."""
+        return _gather_sequence(x, *self._sequences) if self._splits_sequence else x
+
+    def leave(self, y: jax.Array) -> jax.Array:
+        """A product [B, S, D] that sums over what `tensor` splits, as it joins the residual stream: `enter`
+        transposed."""
+        return _scatter_sequence(y, *self._sequences) if self._splits_sequence else y
+
+    @property
+    def _splits_sequence(self) -> bool:
+        return self.sequence_parallel and self.size("tensor") > 1
+
+    @property
+    def _sequences(self) -> tuple[NamedSharding, NamedSharding]:
+        return self.activation("batch", "residual_sequence", "embed"), self.activation("batch", "sequence", "embed")
 
     # --- parameters
 
@@ -258,19 +314,6 @@ class Placement:
             lambda path, spec: path if self._dims(spec, STORAGE_AXES) == self._dims(spec) else None, specs
         )
         return jax.tree.leaves(whole)
-
-    def problems(self, specs: tree.Tree) -> list[str]:
-        """What the user asked to split and does not divide: sizes and setting, and the first parameter that has it."""
-        first: dict[str, str] = {}
-
-        def check(path: str, spec: Spec) -> None:
-            for size, axis, dim in zip(spec.shape, spec.axes, self._dims(spec), strict=True):
-                if size % self.size(*dim):
-                    setting = " × ".join(f"mesh.{name}={self.size(name)}" for name in dim)
-                    first.setdefault(f"{axis} of size {size} does not divide by {setting}", path)
-
-        tree.map_with_path(check, specs)
-        return [f"{problem} (in {path})" for problem, path in first.items()]
 
     def _storage(self, stage: int) -> tuple[str, ...]:
         """What divides an array that ZeRO divides from this stage on."""

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.core
 
 ROWS, WIDTH, MLP_WIDTH = (2, 3), 4, 5
 POSITIONS = jnp.broadcast_to(jnp.arange(3), ROWS)
+CONTEXT = Context(positions=POSITIONS, segment_ids=jnp.ones_like(POSITIONS), placement=toy.placement())
 
 
 def kept(layer, specs, width: int) -> int:  # type: ignore[no-untyped-def]
@@ -34,7 +35,7 @@ def test_an_mlp_keeps_its_input_and_projections(kind: str, projections: int, bia
     specs = mlp_specs(kind, WIDTH, MLP_WIDTH, 1.0, biased)  # type: ignore[arg-type]
 
     def layer(params: dict, x: jax.Array) -> jax.Array:
-        return mlp(params, x, norm=jnp.tanh, kind=kind)
+        return mlp(params, x, CONTEXT, norm=jnp.tanh, kind=kind)
 
     assert kept(layer, specs, MLP_WIDTH) == projections
     assert kept(layer, specs, WIDTH) == 1
@@ -45,11 +46,10 @@ def test_attention_keeps_its_input_and_not_the_norm_of_it(biases: str) -> None:
     config = ModelConfig(width=WIDTH, heads=2, kv_heads=1, head_dim=6, biases=biases)  # type: ignore[arg-type]
     none = dict.fromkeys(("window", "scale", "softcap", "cache"))
     frequencies = np.ones(3, np.float32)
-    context = Context(positions=POSITIONS, segment_ids=jnp.ones_like(POSITIONS), placement=toy.placement())
 
     def layer(params: dict, x: jax.Array) -> jax.Array:
         norms = {"norm": jnp.tanh, "query_norm": lambda q: q, "key_norm": lambda k: k}
-        return self_attention(params, x, context, **norms, frequencies=frequencies, **none)[0]
+        return self_attention(params, x, CONTEXT, **norms, frequencies=frequencies, **none)[0]
 
     assert kept(layer, attention_specs(config, 1.0), WIDTH) == 1
 

@@ -1,7 +1,5 @@
 """Where parameters and activations live: the tables, ZeRO's overlay, and the sum over gradient groups."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxopt_llm.errors import InputError
-from jaxopt_llm.model.decoder import param_specs
 from jaxopt_llm.model.param import ParamSpec
 
 pytestmark = pytest.mark.core
@@ -83,25 +80,11 @@ def test_a_stage_divides_what_it_says(stage: int) -> None:
 # ---- What the tables refuse, and what they replicate.
 
 
-def test_a_size_that_does_not_divide_is_named_with_its_setting_and_first_parameter() -> None:
-    specs = param_specs(dataclasses.replace(toy.CONFIG, mlp_width=27))
-    assert toy.placement(tensor=2).problems(specs) == [
-        "mlp of size 27 does not divide by mesh.tensor=2 (in segment_0/block_0/mlp/down)"
-    ]
-    assert toy.placement(fsdp=8).problems(specs) == []
-
-
 @pytest.mark.parametrize("kv_heads, tensor, expected", [(2, 2, "tensor"), (2, 4, None), (1, 8, None)])
 def test_fewer_key_value_heads_than_tensor_are_replicated(kv_heads: int, tensor: int, expected: str | None) -> None:
     spec = ParamSpec((16, kv_heads, 4), KEY.axes)
     placement = toy.placement(tensor=tensor)
     assert dims(placement.parameters(spec)) == (None, expected, None)
-    assert placement.problems(spec) == []
-
-
-def test_key_value_heads_that_would_be_cut_are_a_problem() -> None:
-    (problem,) = toy.placement(tensor=2).problems({"key": ParamSpec((16, 3, 4), KEY.axes)})
-    assert problem == "kv_heads of size 3 does not divide by mesh.tensor=2 (in key)"
 
 
 def test_two_dimensions_on_one_mesh_axis_are_an_error() -> None:
@@ -116,8 +99,15 @@ def test_two_dimensions_on_one_mesh_axis_are_an_error() -> None:
 
 def test_activations_are_split_over_the_batch_axes_in_use() -> None:
     placement = toy.placement(data=2, fsdp=2, tensor=2)
+    assert dims(placement.activation("residual_sequence")) == (None,)
     assert dims(placement.activation("batch", "sequence", "embed")) == (("data", "fsdp"), None, None)
     assert dims(placement.activation(None, "batch", "sequence", "mlp")) == (None, ("data", "fsdp"), None, "tensor")
+
+
+def test_sequence_parallelism_splits_the_residual_stream_alone() -> None:
+    placement = toy.placement(fsdp=2, tensor=2, sequence_parallel=True)
+    assert dims(placement.activation("batch", "residual_sequence", "embed")) == ("fsdp", "tensor", None)
+    assert dims(placement.activation("batch", "sequence", "heads")) == ("fsdp", None, "tensor")
 
 
 @pytest.mark.parametrize("stage, left", [(0, None), (1, None), (2, "fsdp"), (3, "fsdp")])

@@ -1,0 +1,59 @@
+"""Sizes that do not divide over the mesh, each with the nearest that do, known before anything is compiled."""
+
+import math
+
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.model.decoder import VOCABULARY_MULTIPLE, padded_vocabulary
+from jaxopt_llm.parallel.mesh import BATCH_AXES, MeshConfig
+from jaxopt_llm.parallel.sharding import ShardingConfig
+from jaxopt_llm.training.step import TrainingConfig
+
+
+def problems(model: ModelConfig, training: TrainingConfig, mesh: MeshConfig, sharding: ShardingConfig) -> list[str]:
+    """Of the rows of a microbatch, and of what mesh.tensor splits."""
+    batch = {"training.accumulation": training.accumulation} | {f"mesh.{a}": getattr(mesh, a) for a in BATCH_AXES}
+    over = " × ".join(f"{name}={size}" for name, size in batch.items())
+    shards = math.prod(batch.values())
+    found = _unless_multiple(f"training.batch_size={training.batch_size}", training.batch_size, shards, over)
+
+    def over_tensor(tensor: int) -> list[str]:
+        return tensor_problems(model, training.sequence_length, sharding.sequence_parallel, tensor)
+
+    if split := over_tensor(mesh.tensor):
+        fewer = next(tensor for tensor in range(mesh.tensor - 1, 0, -1) if not over_tensor(tensor))
+        found += [*split, f"or mesh.tensor={fewer}, which divides them as they are"]
+    return found
+
+
+def tensor_problems(model: ModelConfig, sequence_length: int, sequence_parallel: bool, tensor: int) -> list[str]:
+    """Of every logical axis that the placement's tables lay over `tensor`."""
+    over, heads, kv_heads = f"mesh.tensor={tensor}", model.heads, model.kv_heads
+    padded = padded_vocabulary(model.vocabulary_size)
+    vocabulary = f"model.vocabulary_size={model.vocabulary_size}, padded to {padded},"
+    found = [
+        *_unless_multiple(f"model.heads={heads}", heads, tensor, over, step=kv_heads),
+        *_unless_multiple(f"model.mlp_width={model.mlp_width}", model.mlp_width, tensor, over),
+        *_unless_multiple(vocabulary, padded, tensor, over, step=VOCABULARY_MULTIPLE),
+    ]
+    # Fewer than `tensor` are replicated, as Placement.replicates says.
+    if kv_heads > tensor and kv_heads % tensor:
+        works = [n for n in range(1, heads + 1) if heads % n == 0 and (n < tensor or n % tensor == 0)]
+        below, above = [n for n in works if n < kv_heads], [n for n in works if n > kv_heads]
+        found.append(_sentence(f"model.kv_heads={kv_heads}", over, [*below[-1:], *above[:1]]))
+    if sequence_parallel:
+        length = f"training.sequence_length={sequence_length}, which sharding.sequence_parallel splits,"
+        found += _unless_multiple(length, sequence_length, tensor, over)
+    return found
+
+
+def _unless_multiple(what: str, size: int, divisor: int, over: str, step: int = 1) -> list[str]:
+    """step: what the size must be a multiple of anyway."""
+    if size % divisor == 0:
+        return []
+    step = math.lcm(divisor, step)
+    below = size // step * step
+    return [_sentence(what, over, [near for near in (below, below + step) if near])]
+
+
+def _sentence(what: str, over: str, nearest: list[int]) -> str:
+    return f"{what} does not divide by {over} (nearest that do: {' and '.join(map(str, nearest))})"

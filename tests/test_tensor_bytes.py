@@ -1,0 +1,76 @@
+"""What tensor and sequence parallelism hold and move, read off programs compiled for eight H200s."""
+
+from collections import Counter
+
+import pytest
+from test_bytes import ROWS, SEQUENCE, SHARE, TENSOR, WIDTH, Compiled, compiled, layer_parameters, per_layer
+
+from jaxopt_llm.parallel.mesh import MeshConfig
+
+ACTIVATION = ROWS * SEQUENCE * WIDTH * 2  # bytes of [B, S, D] in 16 bits
+MIXED = MeshConfig(data=2, fsdp=2, tensor=2)
+
+pytestmark = pytest.mark.core
+
+
+def whole_activations(step: Compiled, kind: str) -> float:
+    """Arrays [B, S, D] that collectives of this kind work on in one step, several combined into one or not."""
+    found = [each for each in step.collectives if each.kind == kind and each.array_bytes >= ACTIVATION]
+    assert all(each.axes == ("tensor",) for each in found)
+    assert {dtype for each in found for dtype in each.dtypes} <= {"bf16"}
+    return sum(each.array_bytes * each.times for each in found) / ACTIVATION
+
+
+@pytest.mark.parametrize(("remat", "gathers", "scatters"), [("none", 2 + 4, 2 + 2), ("full", 2 + 2 + 4, 2 + 1 + 2)])
+def test_sequence_parallelism_gathers_and_scatters_as_megatron_does(remat: str, gathers: int, scatters: int) -> None:
+    """Korthikanti et al. 2022 (arXiv:2205.05198): each product's input is gathered and its sum scattered, attention's
+    and the MLP's, forward and backward. The backward gathers the inputs once more, for the weights' gradients. What
+    is recomputed is that forward without its last sum."""
+    of = {"remat": remat, "sequence_parallel": True}
+    assert per_layer(lambda step: whole_activations(step, "all-gather"), TENSOR, 0, **of) == gathers
+    assert per_layer(lambda step: whole_activations(step, "reduce-scatter"), TENSOR, 0, **of) == scatters
+    assert whole_activations(compiled(8, TENSOR, 0, **of), "all-reduce") == 0
+    moved = per_layer(Compiled.wire_bytes, TENSOR, 0, **of)
+    assert moved == pytest.approx((gathers + scatters) * SHARE * ACTIVATION, rel=0.01), "something else is moved"
+
+
+@pytest.mark.parametrize(("remat", "kept"), [("none", 2), ("full", 1)])
+def test_what_the_backward_keeps_of_the_residual_stream_is_divided(remat: str, kept: int) -> None:
+    """A block's input, and without rematerialisation the MLP's too."""
+    whole, divided = (
+        per_layer(lambda step: step.memory.temporaries, TENSOR, 0, remat=remat, sequence_parallel=on)
+        for on in (False, True)
+    )
+    assert whole - divided == pytest.approx(kept * SHARE * ACTIVATION, rel=0.02)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_outside_the_stacks_the_table_is_never_moved(sequence_parallel: bool) -> None:
+    """The embedding's sum and that of the head's input's gradient, or gather and scatter of each; and of the loss a few
+    numbers per token."""
+    step = compiled(8, TENSOR, 0, sequence_parallel=sequence_parallel)
+    outside = [each for each in step.collectives if each.times == 1]
+    moved = Counter()
+    for each in outside:
+        moved[each.kind] += each.array_bytes
+    large = {kind: total for kind, total in moved.items() if total > 0.02 * ACTIVATION}
+    kinds = ("all-gather", "reduce-scatter") if sequence_parallel else ("all-reduce",)
+    assert large == pytest.approx(dict.fromkeys(kinds, 2 * ACTIVATION), rel=0.02)
+
+
+def test_composed_axes_each_move_their_own_and_as_much_for_every_layer_at_any_depth() -> None:
+    programs = {layers: compiled(layers, MIXED, 3, sequence_parallel=True) for layers in (4, 32)}
+    inside = {layers: [each for each in step.collectives if each.times > 1] for layers, step in programs.items()}
+    assert len(inside[4]) == len(inside[32])
+    expected = {
+        "fsdp": (4 + 2 + 2) * layer_parameters() / MIXED.tensor / 2,
+        "data": 2 * 4 * layer_parameters() / MIXED.tensor / MIXED.fsdp / 2,
+        "tensor": (8 + 5) * ACTIVATION / MIXED.data / MIXED.fsdp / 2,
+    }
+    for layers, found in inside.items():
+        assert sum(each.wire_bytes * each.times for each in found) / layers == pytest.approx(
+            sum(expected.values()), rel=2e-3
+        )
+        for axis, bytes_per_layer in expected.items():
+            moved = sum(each.wire_bytes * each.times for each in found if each.axes == (axis,))
+            assert moved / layers == pytest.approx(bytes_per_layer, rel=2e-3), axis

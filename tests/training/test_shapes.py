@@ -1,0 +1,77 @@
+"""What does not divide over the mesh, and whether the sizes that are offered instead do."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import toy
+
+from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.parallel.sharding import ACTIVATION_AXES, PARAMETER_AXES, SEQUENCE_PARALLEL_AXES, ShardingConfig
+from jaxopt_llm.training import shapes
+from jaxopt_llm.training.step import TrainingConfig
+
+pytestmark = pytest.mark.core
+
+MODEL = replace(toy.CONFIG, heads=8, kv_heads=4, mlp_width=32, vocabulary_size=500)
+TRAINING = TrainingConfig(batch_size=24, sequence_length=32)
+
+
+def problems(tensor: int, sequence_parallel: bool = True, **sizes: int) -> list[str]:
+    """Of the sizes above but for these."""
+    of: dict[str, Any] = {"model": MODEL, "training": TRAINING}
+    for section, config in of.items():
+        of[section] = replace(config, **{name: size for name, size in sizes.items() if hasattr(config, name)})
+    mesh = MeshConfig(data=2, fsdp=2, tensor=tensor)
+    return shapes.problems(**of, mesh=mesh, sharding=ShardingConfig(sequence_parallel=sequence_parallel))
+
+
+@pytest.mark.parametrize(
+    "tensor, name, size, nearest",
+    [
+        (4, "batch_size", 10, [8, 12]),
+        (4, "batch_size", 3, [4]),
+        (8, "heads", 12, [8, 16]),
+        (4, "heads", 6, [4, 8]),  # multiples of the four key-value heads, too
+        (2, "kv_heads", 1, []),
+        (8, "kv_heads", 4, []),
+        (4, "mlp_width", 30, [28, 32]),
+        (4, "sequence_length", 30, [28, 32]),
+    ],
+)
+def test_a_size_is_named_with_the_nearest_that_work(tensor: int, name: str, size: int, nearest: list[int]) -> None:
+    found = problems(tensor, **{name: size})
+    if not nearest:
+        assert not found
+        return
+    assert re.search(rf"\.{name}={size}\b.* does not divide by .*mesh\.(tensor={tensor}|data=2 × )", found[0])
+    assert found[0].endswith(f"(nearest that do: {' and '.join(map(str, nearest))})")
+    for near in nearest:
+        assert not problems(tensor, **{name: near})
+
+
+def test_key_value_heads_are_a_divisor_of_the_heads_and_fewer_than_tensor_or_a_multiple() -> None:
+    (found, other) = problems(4, heads=24, kv_heads=6)
+    assert found == "model.kv_heads=6 does not divide by mesh.tensor=4 (nearest that do: 4 and 8)"
+    assert other == "or mesh.tensor=2, which divides them as they are"
+    assert not problems(4, heads=24, kv_heads=3)
+
+
+def test_a_vocabulary_is_padded_first() -> None:
+    found, _ = problems(3, heads=12, kv_heads=3, mlp_width=30, sequence_length=30)
+    assert found.startswith("model.vocabulary_size=500, padded to 512, does not divide by mesh.tensor=3 (nearest that")
+    assert found.endswith("do: 384 and 768)")
+
+
+def test_a_sequence_need_not_divide_unless_it_is_split() -> None:
+    assert not problems(4, sequence_parallel=False, sequence_length=30)
+
+
+def test_all_is_said_at_once_about_every_axis_that_the_tables_lay_over_tensor() -> None:
+    found = problems(5, batch_size=7, kv_heads=8)
+    fields = ["batch_size", "heads", "mlp_width", "vocabulary_size", "kv_heads", "sequence_length"]
+    assert [re.match(r"\w+\.(\w+)=", each)[1] for each in found[:-1]] == fields  # type: ignore[index]
+    tables = (PARAMETER_AXES, ACTIVATION_AXES, SEQUENCE_PARALLEL_AXES)
+    split = {name for table in tables for name, axes in table.items() if "tensor" in axes}
+    assert split == {"heads", "mlp", "vocabulary", "kv_heads", "residual_sequence"}
