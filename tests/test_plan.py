@@ -43,7 +43,8 @@ def test_memory_by_kind(plans: dict[int, Plan]) -> None:
     assert few.parameters == pytest.approx(4 / 8 * plans[1].parameters, rel=1e-3)
     assert few.optimizer == pytest.approx(8 / 8 * plans[1].parameters, rel=1e-3)
     stacks = plans[1].parameters - 7_680 * 1024
-    assert few.gradients == pytest.approx(4 / 8 * stacks, rel=0.35)  # beside the sums, a layer's whole or the table's
+    # Of every layer its part; beside those, at most one layer's and the table's, whole.
+    assert 4 / 8 * stacks <= few.gradients <= 1.01 * (4 / 8 * stacks + 4 * (stacks / 8 + 7_680 * 1024))
     for memory in (few, many):
         assert memory.gathered_weights > 0 or memory.gradients > 4 / 8 * stacks
         assert memory.other < 0.06 * memory.peak
