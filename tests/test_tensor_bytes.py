@@ -59,7 +59,7 @@ def test_what_the_backward_keeps_of_the_residual_stream_is_divided(remat: str, k
         per_layer(lambda step: step.memory.temporaries, TENSOR, 0, remat=remat, sequence_parallel=on)
         for on in (False, True)
     )
-    assert whole - divided == pytest.approx(kept * SHARE * ACTIVATION, rel=0.02)
+    assert whole - divided == pytest.approx(kept * SHARE * ACTIVATION, rel=0.05)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -78,7 +78,11 @@ def test_outside_the_stacks_the_table_is_never_moved(sequence_parallel: bool) ->
 
 def test_composed_axes_each_move_their_own_and_as_much_for_every_layer_at_any_depth() -> None:
     programs = {layers: compiled(layers, MIXED, 3, sequence_parallel=True) for layers in (4, 32)}
-    inside = {layers: [each for each in step.collectives if each.times > 1] for layers, step in programs.items()}
+    inside = {
+        # Norms' scales apart: whose are summed together is as XLA likes.
+        layers: [each for each in step.collectives if each.times > 1 and each.array_bytes > 16 * WIDTH]
+        for layers, step in programs.items()
+    }
     assert len(inside[4]) == len(inside[32])
     expected = {
         "fsdp": (4 + 2 + 2) * layer_parameters() / MIXED.tensor / 2,
