@@ -59,6 +59,7 @@ def parts(on_cpu: bool) -> list[Part]:
     def train_step(name: str, runs: int, *more: str) -> list[str]:
         return ["benchmarks/train_step.py", "--config", recipe(name), "--runs", str(runs), *more, "--json"]
 
+    filled = ["benchmarks/fill_gpu.py", "--config", recipe("llama_1b"), *(["--gigabytes", "0.1"] if on_cpu else [])]
     # Only the files that have such tests: what others import may be missing here.
     having = (path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text())
     tests = sorted(str(path.relative_to(ROOT)) for path in having)
@@ -68,6 +69,7 @@ def parts(on_cpu: bool) -> list[Part]:
         Part("1b-step", train_step("llama_1b", runs=1), read_step, describe_step, seconds=130),
         Part("tests", [*pytest, *tests, "--junit-xml"], read_junit, describe_tests, seconds=180),
         Part("train-step", train_step("llama_small", runs=2), read_step, describe_step, seconds=100),
+        Part("filled", [*filled, "--json"], read_step, describe_filled, seconds=150),
         Part("peer", peer, read_step, describe_peer, seconds=180, needs=("torch", "transformers")),
     ]
 
@@ -104,6 +106,11 @@ def describe_step(report: dict[str, Any]) -> str:
         + f"; peak {measured / GIB:.2f} GiB, {measured / planned:.2f} × the planned {planned / GIB:.2f}; "
         f"compiled in {report['compile_seconds']:.0f} s"
     )
+
+
+def describe_filled(report: dict[str, Any]) -> str:
+    planned, limit = report["planned_peak_bytes"], report["limit_bytes"]
+    return f"{report['layers']} layers, planned for {planned / limit:.0%} of the memory: {describe_step(report)}"
 
 
 def describe_peer(report: dict[str, Any]) -> str:

@@ -1,7 +1,10 @@
 """Errors that end a command with one line and an exit code, never a traceback."""
 
 import argparse
+import os
+import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -31,6 +34,15 @@ class CheckpointError(CommandError):
     exit_code = 4
 
 
+class ProcessLost(CommandError):
+    """Another process of the job has died or does not answer. The same command continues from the last checkpoint."""
+
+    exit_code = 5
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}; run again to continue from the last checkpoint")
+
+
 class Preempted(CommandError):
     """A signal stopped the run. No error: what it did is saved, and the same command continues it."""
 
@@ -52,13 +64,33 @@ def run(main: Callable[[], int]) -> NoReturn:
     """Runs a command and exits with its code; what the user can mend becomes one line on standard error."""
     try:
         code = main()
-    except CommandError as error:
-        print(error.label + " ".join(str(error).split()), file=sys.stderr)
-        code = error.exit_code
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = InputError.exit_code
-    except KeyboardInterrupt:
-        print("interrupted; run again to continue from the last checkpoint", file=sys.stderr)
-        code = 130
+    except (CommandError, OSError, KeyboardInterrupt) as error:
+        code = report(error)
+    try:
+        sys.stdout.flush()
+    except OSError:  # else the interpreter's own flush would fail, and change the exit code
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
+
+
+def report(error: BaseException) -> int:
+    """Tells an error: what the user can mend as one line, what is a fault of this program with its traceback. Returns
+    the exit code."""
+    if isinstance(error, CommandError):
+        print(error.label + line(error), file=sys.stderr, flush=True)
+        return error.exit_code
+    if isinstance(error, BrokenPipeError):
+        return 128 + signal.SIGPIPE  # as a program that it ends: who read the output has had enough
+    if isinstance(error, OSError):
+        print(f"error: {line(error)}", file=sys.stderr, flush=True)
+        return InputError.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
+    traceback.print_exception(error)
+    return 1
+
+
+def line(error: BaseException) -> str:
+    """What an error says, on one line."""
+    return " ".join(str(error).split())

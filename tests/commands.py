@@ -46,12 +46,16 @@ def command(module: str, *arguments: object) -> subprocess.CompletedProcess[str]
     return subprocess.CompletedProcess(process.args, process.returncode, *output)
 
 
-def start(module: str, *arguments: object, **environment: str) -> subprocess.Popen[str]:
-    """The same, still running."""
+def start(module: str, *arguments: object, folder: Path = ROOT.parent, **environment: str) -> subprocess.Popen[str]:
+    """The same, still running, from any folder."""
+    return start_python("-m", f"jaxopt_llm.{module}", *arguments, folder=folder, **environment)
+
+
+def start_python(*arguments: object, folder: Path = ROOT.parent, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", f"jaxopt_llm.{module}", *map(str, arguments)],
+        [sys.executable, *map(str, arguments)],
         env={**os.environ, **ENVIRONMENT, **environment},
-        cwd=ROOT.parent,
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -63,8 +67,10 @@ def train(directory: Path, *overrides: object) -> subprocess.CompletedProcess[st
     return command("train", *tiny(directory), *overrides)
 
 
-def start_training(directory: Path, *overrides: object, **environment: str) -> subprocess.Popen[str]:
-    return start("train", *tiny(directory), *overrides, **environment)
+def start_training(
+    directory: Path, *overrides: object, folder: Path = ROOT.parent, **environment: str
+) -> subprocess.Popen[str]:
+    return start("train", *tiny(directory), *overrides, folder=folder, **environment)
 
 
 def tiny(directory: Path) -> list[object]:
@@ -80,5 +86,6 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
 
 def checkpoint(directory: Path, step: int, names: tuple[str, ...] = ("masters", "moments")) -> Any:
     with ocp.CheckpointManager(directory / "checkpoints") as manager:
-        items = {name: ocp.args.StandardRestore() for name in names}
+        device = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])  # whichever devices wrote it
+        items = {name: ocp.args.StandardRestore(fallback_sharding=device) for name in names}
         return jax.tree.map(np.asarray, dict(manager.restore(step, args=ocp.args.Composite(**items))))

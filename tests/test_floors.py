@@ -7,14 +7,14 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jaxopt_llm"
 FLOORS = (
-    ("errors", "tree", "kernels"),  # neither of them imports another
+    ("errors", "tree", "files", "kernels"),  # neither of them imports another
     ("parallel",),
     ("model",),
     ("execution", "data", "checkpoint", "observe"),
     ("training",),
     ("config",),
     ("run",),
-    ("train", "evaluate", "generate", "prepare", "checkpoint/__main__"),
+    ("train", "evaluate", "generate", "prepare", "plan", "checkpoint/__main__"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")

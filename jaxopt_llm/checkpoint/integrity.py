@@ -9,30 +9,43 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from jaxopt_llm.files import replace_durably, sync_directory
+
 MANIFEST = "manifest.json"
 THREADS = min(8, os.cpu_count() or 1)  # hashlib lets go of the GIL: each hashes 1 to 2 GB/s
 
 
-def seal(directory: Path) -> None:
+Files = dict[str, dict[str, Any]]  # relative path -> size and SHA-256
+
+
+def settle(directory: Path, within: str) -> Files:
+    """Hashes the files below the directories that a pattern names, and returns when they would survive a power cut.
+
+    They are read back: from the page cache, that is as they were meant to be written. What the disk makes of them is
+    for `damage` to find.
+    """
+    folders = [path.relative_to(directory) for path in sorted(directory.glob(within))]
+    return _settle(directory, [name for each in folders for name in _names(directory / each, f"{each}/")])
+
+
+def seal(directory: Path, settled: Files) -> None:
     """Writes the manifest of what is in a directory, and returns when everything in it would survive a power cut.
 
-    The files are read back for their hashes: from the page cache, that is as they were meant to be written. What the
-    disk makes of them is for `damage` to find.
+    settled: files that the processes that wrote them have hashed.
     """
     names = _names(directory)
-    with ThreadPoolExecutor(THREADS) as pool:
-        hashes = list(pool.map(_hash_and_sync, (directory / name for name in names)))
-    files = {
-        name: {"size": (directory / name).stat().st_size, "sha256": sha256}
-        for name, sha256 in zip(names, hashes, strict=True)
-    }
+    hashed = settled | _settle(directory, [name for name in names if name not in settled])
+    files = {name: hashed[name] for name in names}
     for folder in {directory, *((directory / name).parent for name in names)}:
         sync_directory(folder)
     replace_durably(directory / MANIFEST, json.dumps({"files": files, "sha256": _digest(files)}, indent=1))
 
 
-def damage(directory: Path) -> str | None:
-    """What is wrong with a sealed directory: the first thing found, or None. Follows no symbolic link."""
+def damage(directory: Path, share: tuple[int, int] = (0, 1)) -> str | None:
+    """What is wrong with a sealed directory: the first thing found, or None. Follows no symbolic link.
+
+    share: index and count of processes that look together, of which each hashes some of the files.
+    """
     try:
         mode = directory.lstat().st_mode
         if not stat.S_ISDIR(mode):
@@ -56,8 +69,10 @@ def damage(directory: Path) -> str | None:
             size = (directory / name).stat().st_size
             if size != recorded["size"]:
                 return f"{name} has {size:,} bytes and had {recorded['size']:,}"
+        index, count = share
+        own = sorted(files, key=lambda name: files[name]["size"])[index::count]
         with ThreadPoolExecutor(THREADS) as pool:
-            for name, sha256 in zip(files, pool.map(_hash, (directory / name for name in files)), strict=True):
+            for name, sha256 in zip(own, pool.map(_hash, (directory / name for name in own)), strict=True):
                 if sha256 != files[name]["sha256"]:
                     return f"{name} has another SHA-256 than when it was written"
     except OSError as error:
@@ -70,26 +85,6 @@ def size(path: Path) -> int:
     if path.is_symlink() or not path.is_dir():
         return path.lstat().st_size
     return sum((path / name).lstat().st_size for name in _names(path))
-
-
-def replace_durably(path: Path, text: str) -> None:
-    """Writes a file whole or, if the process or the machine dies, not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Makes durable which names the directory has."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _names(directory: Path, within: str = "") -> list[str]:
@@ -107,17 +102,26 @@ def _names(directory: Path, within: str = "") -> list[str]:
     ]
 
 
-def _read_manifest(directory: Path) -> dict[str, Any] | None:
-    """File -> size and hash; None where it is not what was written."""
+def _settle(directory: Path, names: list[str]) -> Files:
+    with ThreadPoolExecutor(THREADS) as pool:
+        hashes = pool.map(_hash_and_sync, (directory / name for name in names))
+        return {
+            name: {"size": (directory / name).stat().st_size, "sha256": sha256}
+            for name, sha256 in zip(names, hashes, strict=True)
+        }
+
+
+def _read_manifest(directory: Path) -> Files | None:
+    """None where it is not what was written."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
-        files: dict[str, Any] = manifest["files"]
+        files: Files = manifest["files"]
         return files if manifest["sha256"] == _digest(files) else None
     except (ValueError, KeyError, TypeError):
         return None
 
 
-def _digest(files: dict[str, Any]) -> str:
+def _digest(files: Files) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 

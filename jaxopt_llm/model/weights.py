@@ -18,6 +18,7 @@ from jaxopt_llm.parallel.sharding import Placed, WeightShardings, gather, reduce
 
 Whole = Placed | Int8Weight  # one array to compute with
 Weight = Whole | LoraWeight
+GRADIENT = "weight_gradient"  # the scope under which a compiled program and a profile name it
 KEPT = "gathered weight"  # the name under which jax.checkpoint knows a gathered weight that the backward reuses
 
 
@@ -105,6 +106,7 @@ def _einsum_backward(subscripts, dtype, residuals, dy):
     return dx, None, reduce_gradient(dw, shardings)
 
 
+@jax.named_scope(GRADIENT)
 def _weight_gradient(left: str, result: str, right: str, x: jax.Array, dy: jax.Array, shardings: WeightShardings):
     rows = "".join(axis for axis in left if axis not in right)  # what is summed over: batch and sequence
     inputs, outputs = left.removeprefix(rows), result.removeprefix(rows)
@@ -136,7 +138,8 @@ def _take_backward(residuals, dy):
     if not shardings.trainable:
         return None, None, None
     # In float32: a frequent token's row sums over thousands of positions.
-    gradient = jnp.zeros(table.array.shape, jnp.float32).at[ids].add(dy.astype(jnp.float32))
+    with jax.named_scope(GRADIENT):
+        gradient = jnp.zeros(table.array.shape, jnp.float32).at[ids].add(dy.astype(jnp.float32))
     # Whole rows first: asked for divided rows, XLA gathers every device's positions instead of reducing the rows.
     gradient = jax.lax.with_sharding_constraint(gradient, shardings.gathered)
     return None, reduce_gradient(gradient, shardings), None

@@ -7,8 +7,9 @@ computation has instructions. The notations are those that jax 0.10.2 and 0.11.2
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -274,32 +275,56 @@ def _called(instruction: _Instruction) -> list[str]:
 
 
 def _trip_count(module: _Module, computation: _Computation, loop: _Instruction) -> int | None:
-    """What XLA states in a compiled program; else read off a loop that counts from 0 by 1 up to a constant."""
+    """What XLA states in a compiled program; else read off a loop that counts by 1 up to a constant."""
     if known := loop.find(r'"known_trip_count":\{"n":"(\d+)"\}'):
         return int(known)
     condition, body = (module[loop.find(rf"\b{part}=%?([\w.-]+)") or ""] for part in ("condition", "body"))
-    initial, test, update = computation[loop.operands[0]], _root(condition), _root(body)
-    if (initial.opcode, test.opcode, update.opcode) != ("tuple", "compare", "tuple") or not test.find("(direction=LT)"):
+    initial, update = computation[loop.operands[0]], _root(body)
+    test = _scalar(module, condition, _root(condition).name)
+    if (initial.opcode, update.opcode) != ("tuple", "tuple") or not isinstance(test, tuple) or test[0] != "LT":
         return None
-    counter, limit = (condition[name] for name in test.operands)
-    if (counter.opcode, limit.opcode) != ("get-tuple-element", "constant"):
+    _, counter, limit = test
+    if not isinstance(counter, tuple) or counter[0] != "element":
         return None
-    index = _number(counter)
-    start, step = computation[initial.operands[index]], body[update.operands[index]]
-    if (start.opcode, _number(start), step.opcode) != ("constant", 0, "add"):
-        return None
-    addends = {(body[name].opcode, _number(body[name])) for name in step.operands}
-    return _number(limit) if addends == {("get-tuple-element", index), ("constant", 1)} else None
+    start, step = (
+        _scalar(module, where, each.operands[counter[1]]) for where, each in ((computation, initial), (body, update))
+    )
+    counts = step in (("add", counter, 1), ("add", 1, counter))
+    return limit - start if counts and isinstance(start, int) and isinstance(limit, int) else None
+
+
+_Scalar = Any  # an integer, ("element", index) of the loop's state, ("add" or "LT", _Scalar, _Scalar), or None
+
+
+def _scalar(module: _Module, computation: _Computation, name: str, arguments: Sequence[_Scalar] = ()) -> _Scalar:
+    """What a loop counts with, through the copies and fusions that XLA wraps it in. arguments: of a fusion."""
+    instruction = computation[name]
+
+    def operands() -> list[_Scalar]:
+        return [_scalar(module, computation, each, arguments) for each in instruction.operands]
+
+    match instruction.opcode:
+        case "constant":
+            text = instruction.operands[0]
+            return int(text) if text.isdigit() else None
+        case "get-tuple-element":
+            return "element", int(instruction.find(r"\bindex=(\d+)") or -1)
+        case "parameter":
+            return arguments[int(instruction.operands[0])] if arguments else None
+        case "copy":
+            return operands()[0]
+        case "fusion":
+            callee = module[_called(instruction)[0]]
+            return _scalar(module, callee, _root(callee).name, operands())
+        case "add":
+            return "add", *operands()
+        case "compare":
+            return (instruction.find(r"direction=(\w+)"), *operands())
+    return None
 
 
 def _root(computation: _Computation) -> _Instruction:
     return next(instruction for instruction in computation.values() if instruction.is_root)
-
-
-def _number(instruction: _Instruction) -> int:
-    """The value of an integer constant or the index of a tuple's element; -1 of anything else."""
-    text = instruction.operands[0] if instruction.opcode == "constant" else instruction.find(r"\bindex=(\d+)") or ""
-    return int(text) if text.isdigit() else -1
 
 
 def _times(instruction: _Instruction, run: _Run) -> int:

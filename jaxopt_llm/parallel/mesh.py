@@ -41,16 +41,29 @@ class MeshConfig:
         return math.prod(getattr(self, axis) for axis in BATCH_AXES)
 
 
-def simulate_cpu_devices(config: MeshConfig) -> None:
-    """Lets the CPU pose as as many devices as the mesh has. Must run before JAX touches a backend."""
-    jax.config.update("jax_num_cpu_devices", config.devices)
+def simulate_cpu_devices(count: int) -> None:
+    """Lets the CPU pose as so many devices. Must run before JAX touches a backend."""
+    jax.config.update("jax_num_cpu_devices", count)
 
 
-def compiler_options(mesh: Mesh | AbstractMesh) -> dict[str, str]:
-    """For programs over the mesh. On CPUs XLA aborts on 16-bit sums over devices in a region that is manual over
-    `pipeline` alone, in the pass that would widen them."""
-    on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
-    return {"xla_disable_hlo_passes": "all-reduce-promotion"} if on_cpu and mesh.shape["pipeline"] > 1 else {}
+# What lets GPUs compute while they exchange. Collectives are scheduled around computation by their estimated time (XLA
+# 0.10.2 does so on several GPUs unasked); reductions of gradients are spread over layers unasked, and double buffering
+# of loops doubles the program for nothing.
+SCHEDULED: dict[str, str | bool] = {"xla_gpu_enable_latency_hiding_scheduler": True}
+# A layer's weights are gathered while the layer before computes, for one layer's gathered weights more. XLA does it to
+# every loop: of one over microbatches it would keep a copy of all gradients.
+GATHERED_AHEAD: dict[str, str | bool] = {"xla_gpu_enable_pipelined_all_gather": True}
+
+
+def compiler_options(mesh: Mesh | AbstractMesh, microbatches: int) -> dict[str, str | bool]:
+    """For programs over the mesh, with so many microbatches. On CPUs XLA aborts on 16-bit sums over devices in a region
+    that is manual over `pipeline` alone, in the pass that would widen them."""
+    if not isinstance(mesh, Mesh) or mesh.size == 1:
+        return {}
+    stages = mesh.shape["pipeline"]
+    if mesh.devices.flat[0].platform == "cpu":
+        return {"xla_disable_hlo_passes": "all-reduce-promotion"} if stages > 1 else {}
+    return SCHEDULED | GATHERED_AHEAD if microbatches * stages == 1 else SCHEDULED
 
 
 def visible_devices() -> list[jax.Device]:

@@ -50,6 +50,8 @@ SEQUENCE_PARALLEL_AXES = {"residual_sequence": ("context", "tensor")}
 REPLICATED_WHEN_SMALLER = ("kv_heads",)
 STORAGE_AXES = ("fsdp", "context", "expert")  # ZeRO divides storage by their product
 
+GATHER = "gather_weight"  # the scope under which a compiled program and a profile name it
+
 Dims = tuple[tuple[str, ...], ...]  # mesh axes of each dimension
 
 
@@ -105,6 +107,7 @@ class Placed:
     shardings: WeightShardings = struct.field(pytree_node=False)
 
 
+@jax.named_scope(GATHER)
 def gather(weight: Placed, dtype: Any = None) -> jax.Array:
     """The weight in compute dtype, or in this one, whole but for `tensor`.
 

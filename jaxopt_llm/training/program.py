@@ -71,7 +71,15 @@ def make_program(
         specs=specs,
         optimizers=optimizers,
         step=make_step(
-            parts, specs, optimizers, learning_rate, optimizer.clip_norm, training.skip_outliers, executor, placement
+            parts,
+            specs,
+            optimizers,
+            learning_rate,
+            optimizer.clip_norm,
+            training.skip_outliers,
+            executor,
+            placement,
+            training.accumulation,
         ),
         kept=training_state.kept(specs, placement),
         state=training_state.abstract(specs, placement),

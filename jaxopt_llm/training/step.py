@@ -58,8 +58,9 @@ def make_step(
     skip_outliers: float,
     executor: Executor,
     placement: Placement,
+    microbatches: int = 1,
 ) -> Step:
-    """The jitted step; it consumes the state it is given. Batch fields: [M, B, S].
+    """The jitted step; it consumes the state it is given. Batch fields: [M, B, S], M microbatches.
 
     Metrics, float32 but for the counts: loss and grad_norm (neither need be finite), learning_rate, and how many steps
     were skipped, this one included: `skipped` in all, `skipped_in_a_row` up to here.
@@ -102,5 +103,5 @@ def make_step(
         in_shardings=(resting, rows),
         out_shardings=(resting, placement.replicated),
         donate_argnums=0,
-        compiler_options=compiler_options(placement.mesh),
+        compiler_options=compiler_options(placement.mesh, microbatches),
     )

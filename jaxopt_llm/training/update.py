@@ -21,6 +21,7 @@ from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.sharding import Placement
 
 Optimizers = dict[str, optax.GradientTransformation]  # by section
+UPDATE = "update"  # the scope under which a compiled program and a profile name it
 
 
 def make_optimizers(make: Callable[[str, tree.Tree], optax.GradientTransformation], specs: Params) -> Optimizers:
@@ -75,6 +76,7 @@ def global_norm(gradients: Params) -> jax.Array:
     return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(gradients)))
 
 
+@jax.named_scope(UPDATE)
 def apply(
     optimizers: Optimizers,
     specs: Params,

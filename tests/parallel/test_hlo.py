@@ -128,7 +128,7 @@ def test_a_function_that_is_called_twice_counts_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "step", "stop"), [(1, 1, lambda i: i < 8), (0, 2, lambda i: i < 8), (0, 1, lambda i: i <= 8)]
+    ("start", "step", "stop"), [(0, 2, lambda i: i < 8), (0, 1, lambda i: i <= 8), (0, 1, lambda i: i < i + 1)]
 )
 def test_other_uncompiled_loops_are_not_guessed(start: int, step: int, stop: Callable[[Any], Any]) -> None:
     def loop(w: jax.Array, x: jax.Array) -> jax.Array:

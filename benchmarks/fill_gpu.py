@@ -1,0 +1,97 @@
+"""Planned and measured peak of a model that fills one GPU: as many layers of a recipe as 80% of its memory takes.
+
+    python benchmarks/fill_gpu.py --config benchmarks/recipes/llama_1b.py [--share 0.8] [--gigabytes N] --json FILE
+
+Programs of two depths give the bytes of a layer; benchmarks/train_step.py then runs the depth that follows from them.
+--gigabytes stands for the GPU's memory, where there is none to ask.
+"""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jaxopt_llm import config as configuration
+from jaxopt_llm import errors
+from jaxopt_llm.errors import InputError
+
+DEPTHS = (2, 4)  # layers of the programs that are planned from
+PROBE = "--probe"  # how this file starts itself, so that no process but the measured one holds the GPU
+
+
+def probe(recipe: str) -> dict[str, Any]:
+    """The planned peaks of both depths, and the bytes that XLA may use on this device."""
+    import jax
+
+    from jaxopt_llm.parallel import hlo
+    from jaxopt_llm.parallel.mesh import make_mesh
+    from jaxopt_llm.parallel.sharding import Placement
+    from jaxopt_llm.training.program import make_program
+
+    config = configuration.load(recipe)
+
+    def peak(layers: int) -> int:
+        model = dataclasses.replace(config.model, layers=layers)
+        placement = Placement(make_mesh(config.mesh, jax.devices()[:1]), config.sharding.zero_stage, config.precision)
+        program = make_program(
+            model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
+        )
+        return hlo.memory(program.step.lower(program.state, program.batch).compile()).peak
+
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    return {"peaks": [peak(layers) for layers in DEPTHS], "limit": limit}
+
+
+RECIPE = """
+import dataclasses
+from jaxopt_llm import config
+def get_config():
+    base = config.load({recipe!r})
+    return dataclasses.replace(base, model=dataclasses.replace(base.model, layers={layers}))
+"""
+
+
+def main() -> int:
+    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="recipe for one GPU, whose model.layers are replaced")
+    parser.add_argument("--share", type=float, default=0.8, help="of the memory that XLA may use (default: 0.8)")
+    parser.add_argument("--gigabytes", type=float, help="the memory, where the device does not say")
+    parser.add_argument("--json", type=Path, required=True, help="file to write the figures to")
+    asked = parser.parse_args()
+    said = subprocess.run(
+        [sys.executable, __file__, PROBE, asked.config], stdout=subprocess.PIPE, text=True, check=False
+    )
+    if said.returncode:
+        return said.returncode
+    found = json.loads(said.stdout.splitlines()[-1])
+    limit = asked.gigabytes * 1e9 if asked.gigabytes else found["limit"]
+    if limit is None:
+        raise InputError("this device does not say how much memory it has: give --gigabytes")
+    (few, many), (shallow, deep) = DEPTHS, found["peaks"]
+    per_layer = (deep - shallow) / (many - few)
+    layers = int((asked.share * limit - shallow) / per_layer) + few
+    if layers < 1:
+        raise InputError(f"--share {asked.share} of {limit / 1e9:.1f} GB holds no layer of {asked.config}")
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder) / "filled.py"
+        recipe.write_text(RECIPE.format(recipe=str(Path(asked.config).resolve()), layers=layers))
+        step = [sys.executable, str(Path(__file__).parent / "train_step.py"), "--config", str(recipe), "--runs", "1"]
+        done = subprocess.run([*step, "--steps", "3", "--json", str(asked.json)], check=False)
+    if done.returncode:
+        return done.returncode
+    report = json.loads(asked.json.read_text())
+    asked.json.write_text(json.dumps(report | {"layers": layers, "limit_bytes": limit}, indent=2) + "\n")
+    return 0
+
+
+def probe_and_print() -> int:
+    print(json.dumps(probe(sys.argv[2])))
+    return 0
+
+
+if __name__ == "__main__":
+    errors.run(probe_and_print if sys.argv[1:2] == [PROBE] else main)

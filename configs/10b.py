@@ -1,0 +1,39 @@
+"""A Llama-style decoder, with the sizes of Llama 2 13B in 36 layers and 8 key-value heads: 10,237,096,960 parameters.
+
+    python -m jaxopt_llm.train --config 10b.py --data.paths prepared --data.tokenizer tokenizer.json
+
+Hardware: 8 GPUs of 80 GB in one host. As compiled,
+
+    python -m jaxopt_llm.plan --config 10b.py --gpu h100 --hosts 1 --gpus-per-host 8
+
+35.8 GiB at the peak and 66.2 GiB sent, of each GPU in a step. ZeRO-3, 4 rows of 4096 tokens
+on each GPU. More GPUs: --mesh.data N with N hosts reduces inside each host and once a step between them.
+"""
+
+from jaxopt_llm.config import RunConfig, TrainConfig
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.training.optimizer import OptimizerConfig
+from jaxopt_llm.training.schedule import ScheduleConfig
+from jaxopt_llm.training.step import TrainingConfig
+
+
+def get_config() -> TrainConfig:
+    steps = 100_000
+    return TrainConfig(
+        run=RunConfig(directory="runs/10b"),
+        model=ModelConfig(
+            vocabulary_size=32_000,
+            width=5120,
+            layers=36,
+            heads=40,
+            kv_heads=8,
+            head_dim=128,
+            mlp_width=13_824,
+            tied_head=False,
+        ),
+        training=TrainingConfig(steps=steps, batch_size=32, sequence_length=4096),
+        optimizer=OptimizerConfig(learning_rate=3e-4),
+        schedule=ScheduleConfig(warmup_steps=2000, decay_steps=steps),
+        mesh=MeshConfig(fsdp=8),
+    )

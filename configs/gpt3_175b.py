@@ -1,0 +1,47 @@
+"""GPT-3 175B (Brown et al. 2020, arXiv:2005.14165): 174,604,836,864 parameters.
+
+    python -m jaxopt_llm.train --config gpt3_175b.py --data.paths prepared --data.tokenizer tokenizer.json
+
+Hardware: 12 hosts of 8 GPUs of 80 GB, on every host (scripts/slurm.sbatch). As compiled,
+
+    python -m jaxopt_llm.plan --config gpt3_175b.py --gpu h100 --hosts 12 --gpus-per-host 8
+
+49.3 GiB at the peak and 307.4 GiB sent, of each GPU in a step. ZeRO-3 between hosts, tensor
+parallelism inside: 96 heads divide by the 96 GPUs. All layers are dense, where the paper alternates with banded ones.
+The paper's batch is 1536 rows: --training.batch-size 1536 --training.accumulation 32. Megatron's layout of it, tensor
+parallelism in an interleaved pipeline with selective recomputation, is finished by the issues on pipeline schedules
+and on rematerialisation policies.
+"""
+
+from jaxopt_llm.config import RunConfig, TrainConfig
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.training.optimizer import OptimizerConfig
+from jaxopt_llm.training.schedule import ScheduleConfig
+from jaxopt_llm.training.step import TrainingConfig
+
+
+def get_config() -> TrainConfig:
+    steps = 95_000
+    return TrainConfig(
+        run=RunConfig(directory="runs/gpt3_175b"),
+        model=ModelConfig(
+            vocabulary_size=50_257,
+            width=12_288,
+            layers=96,
+            heads=96,
+            kv_heads=96,
+            head_dim=128,
+            mlp_width=49_152,
+            positions="learned",
+            max_positions=2048,
+            norm="layer",
+            biases="all",
+            mlp="gelu",
+            tied_head=True,
+        ),
+        training=TrainingConfig(steps=steps, batch_size=48, sequence_length=2048),
+        optimizer=OptimizerConfig(learning_rate=0.6e-4),
+        schedule=ScheduleConfig(warmup_steps=120, decay_steps=steps),
+        mesh=MeshConfig(fsdp=12, tensor=8),
+    )

@@ -1,0 +1,41 @@
+"""Llama 3 8B (Llama team 2024, arXiv:2407.21783): 8,030,261,248 parameters.
+
+    python -m jaxopt_llm.train --config llama3_8b.py --data.paths prepared --data.tokenizer tokenizer.json
+
+Hardware: 8 GPUs of 80 GB in one host. As compiled,
+
+    python -m jaxopt_llm.plan --config llama3_8b.py --gpu h100 --hosts 1 --gpus-per-host 8
+
+34.1 GiB at the peak and 50.6 GiB sent, of each GPU in a step. ZeRO-3, 2 rows of 8192 tokens
+on each GPU; the logits of 128,256 tokens are whole, until there is a loss in chunks. The paper's batch grows from
+1024 rows of 4096 tokens: --training.accumulation raises --training.batch-size.
+"""
+
+from jaxopt_llm.config import RunConfig, TrainConfig
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.training.optimizer import OptimizerConfig
+from jaxopt_llm.training.schedule import ScheduleConfig
+from jaxopt_llm.training.step import TrainingConfig
+
+
+def get_config() -> TrainConfig:
+    steps = 1_000_000
+    return TrainConfig(
+        run=RunConfig(directory="runs/llama3_8b"),
+        model=ModelConfig(
+            vocabulary_size=128_256,
+            width=4096,
+            layers=32,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            mlp_width=14_336,
+            rope_theta=500_000.0,
+            tied_head=False,
+        ),
+        training=TrainingConfig(steps=steps, batch_size=16, sequence_length=8192),
+        optimizer=OptimizerConfig(learning_rate=3e-4),
+        schedule=ScheduleConfig(warmup_steps=8000, decay_steps=steps),
+        mesh=MeshConfig(fsdp=8),
+    )

@@ -1,0 +1,112 @@
+"""What keeps processes from coming together is said by all of them, before JAX starts and in time."""
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jaxopt_llm.errors import InputError
+from jaxopt_llm.parallel.launchers import Job
+from jaxopt_llm.parallel.rendezvous import meet
+
+pytestmark = pytest.mark.core
+
+FACTS = {"training.steps": 4, "mesh.fsdp": 2}
+
+
+@pytest.fixture
+def coordinator() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """What each call, in a thread of its own, returns, or the InputError that it raises."""
+    results: list[Any] = [None] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            results[number] = calls[number]()
+        except InputError as error:
+            results[number] = str(error)
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+def process(
+    coordinator: str, index: int, processes: int = 2, timeout: float = 30, **facts: object
+) -> Callable[[], Any]:
+    return lambda: meet(Job(coordinator, processes, index), {**FACTS, **facts}, timeout)
+
+
+def test_all_learn_where_jax_is_to_listen(coordinator: str) -> None:
+    (first, peers), (second, to_first), (third, _) = together(*(process(coordinator, index, 3) for index in range(3)))
+    host, port = first.split(":")
+    assert host == "127.0.0.1" and port not in ("0", coordinator.split(":")[1])
+    assert first == second == third
+    assert (sorted(peers), list(to_first)) == ([1, 2], [0])
+
+
+def test_what_differs_is_named(coordinator: str) -> None:
+    told = together(process(coordinator, 0), process(coordinator, 1, **{"training.steps": 5}))
+    assert told[0] == told[1]
+    assert told[0].endswith("must be equal: training.steps is 5 on process 1 and 4 on process 0")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_two_processes_with_one_number_are_refused(coordinator: str, index: int) -> None:
+    numbers = [0, 1, index]
+    for told in together(*(process(coordinator, number, 3) for number in numbers)):
+        assert told.startswith(f"two processes have number {index}, on {socket.gethostname()} and")
+
+
+def test_other_counts_of_processes_are_refused(coordinator: str) -> None:
+    for told in together(process(coordinator, 0, 2), process(coordinator, 1, 3)):
+        assert "has distributed.processes=3, process 0 has 2" in told
+
+
+def test_who_is_missing_is_named_in_time(coordinator: str) -> None:
+    for told in together(process(coordinator, 0, 4, timeout=2), process(coordinator, 2, 4, timeout=30)):
+        assert told.startswith("of 4 processes, number 1, 3 did not come in 2 s")
+
+
+def test_a_coordinator_that_does_not_answer_is_named_in_time(coordinator: str) -> None:
+    (told,) = together(process(coordinator, 1, timeout=1))
+    assert f"distributed.coordinator={coordinator} was not reached in 1 s" in told and "refused" in told
+
+
+def test_a_port_in_use_is_named(coordinator: str) -> None:
+    with socket.create_server(("127.0.0.1", int(coordinator.split(":")[1]))) as other:
+        threading.Thread(target=lambda: [other.accept()[0].sendall(b"HTTP/1.1 400\n") for _ in range(2)]).start()
+        first, second = together(process(coordinator, 0), process(coordinator, 1))
+    assert f"{coordinator}: the port is in use by another program" in first
+    assert f"{coordinator}: it is no coordinator of jaxopt_llm" in second
+
+
+def test_an_address_of_another_host_is_named() -> None:
+    (told,) = together(process("192.0.2.1:7000", 0))
+    assert "192.0.2.1:7000: process 0 cannot listen there" in told
+
+
+def test_strangers_do_not_disturb(coordinator: str) -> None:
+    host, port = coordinator.split(":")
+
+    def stranger() -> None:
+        while True:
+            try:
+                with socket.create_connection((host, int(port))) as connection:
+                    connection.sendall(b"GET / HTTP/1.1\n\n")
+                    return
+            except OSError:
+                continue
+
+    first, _, second = together(process(coordinator, 0), stranger, process(coordinator, 1))
+    assert first[0] == second[0]

@@ -1,0 +1,62 @@
+"""Which rows of a batch a process reads, for processes that have some of eight devices each."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
+from jaxopt_llm.parallel.precision import PrecisionConfig
+from jaxopt_llm.parallel.rows import OwnRows
+from jaxopt_llm.parallel.sharding import Placement
+
+pytestmark = pytest.mark.core
+
+MICROBATCHES, ROWS, LENGTH = 2, 8, 4
+
+
+def rows_sharding(**axes: int) -> NamedSharding:
+    placement = Placement(make_mesh(MeshConfig(**axes)), 0, PrecisionConfig())
+    return placement.activation(None, "batch", "sequence")
+
+
+def numbers(sharding: NamedSharding, processes: int) -> list[list[int]]:
+    """Of the rows that each process reads, where the first has the first devices."""
+    held = sharding.devices_indices_map((MICROBATCHES, ROWS, LENGTH))
+    each = 8 // processes
+    found = []
+    for first in range(0, 8, each):
+        own = {device: held[device] for device in jax.devices()[first : first + each]}
+        sees = SimpleNamespace(addressable_devices_indices_map=lambda shape, own=own: own)
+        found.append(OwnRows((MICROBATCHES, ROWS, LENGTH), sees).numbers)  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("axes", "processes", "expected"),
+    [
+        # Of each microbatch the half that its devices hold, not half of the batch.
+        ({"data": 2, "fsdp": 4}, 2, [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]),
+        ({"fsdp": 2, "tensor": 4}, 2, [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]),
+        # Two processes to a row of `tensor`, or to the stages of a pipeline, read the same rows.
+        ({"fsdp": 2, "tensor": 4}, 4, [[0, 1, 2, 3, 8, 9, 10, 11]] * 2 + [[4, 5, 6, 7, 12, 13, 14, 15]] * 2),
+        ({"pipeline": 2, "fsdp": 4}, 2, [list(range(16))] * 2),
+        ({"pipeline": 2, "fsdp": 4}, 4, [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]] * 2),
+        ({"context": 2, "fsdp": 4}, 4, [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]]),
+    ],
+)
+def test_a_process_reads_what_its_devices_hold(axes: dict[str, int], processes: int, expected: list[list[int]]) -> None:
+    assert numbers(rows_sharding(**axes), processes) == expected
+
+
+@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 4}, {"fsdp": 2, "context": 2, "tensor": 2}, {"tensor": 8}])
+def test_rows_are_placed_as_microbatches(axes: dict[str, int]) -> None:
+    sharding = rows_sharding(**axes)
+    batch = np.arange(MICROBATCHES * ROWS * LENGTH).reshape(MICROBATCHES * ROWS, LENGTH)
+    own = OwnRows((MICROBATCHES, ROWS, LENGTH), sharding)
+    assert own.numbers == list(range(MICROBATCHES * ROWS))
+    placed = own.place({"tokens": batch})["tokens"]
+    assert placed.sharding == sharding
+    np.testing.assert_array_equal(placed, batch.reshape(MICROBATCHES, ROWS, LENGTH))

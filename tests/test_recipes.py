@@ -1,0 +1,146 @@
+"""The recipes of configs/ and what their docstrings promise of them."""
+
+import ast
+import dataclasses
+import functools
+import re
+import shlex
+from collections.abc import Iterator
+
+import pytest
+
+from jaxopt_llm import config as configuration
+from jaxopt_llm.config import RECIPES
+from jaxopt_llm.model import param
+from jaxopt_llm.model.decoder import param_specs
+from jaxopt_llm.parallel import hlo
+from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
+from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.topology import gpu_topology
+from jaxopt_llm.plan import GIB, Plan, make_plan
+from jaxopt_llm.training.program import make_program
+
+SIZED = ("llama2_7b", "10b", "llama3_8b", "llama2_70b", "gpt3_175b")
+# One compiles in a run of all tests; the others by name.
+COMPILED = [SIZED[0], *(pytest.param(name, marks=pytest.mark.slow) for name in SIZED[1:])]
+
+
+def docstring(name: str) -> str:
+    found = ast.get_docstring(ast.parse((RECIPES / f"{name}.py").read_text()))
+    assert found
+    return " ".join(found.split())
+
+
+def number(pattern: str, text: str) -> float:
+    match = re.search(rf"([\d,.]*\d) {pattern}", text)
+    assert match, f"no number before {pattern!r}"
+    return float(match[1].replace(",", ""))
+
+
+@functools.cache
+def plan(name: str) -> Plan:
+    """By the command in its docstring."""
+    command = re.search(r"jaxopt_llm\.plan (.*?--gpus-per-host \d+)", docstring(name))
+    assert command
+    options = shlex.split(command[1])
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    config = configuration.load(given["--config"])
+    return make_plan(config, given["--gpu"], int(given["--hosts"]), int(given["--gpus-per-host"]))
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_a_recipe_is_valid_and_has_the_parameters_that_it_says(name: str) -> None:
+    config = configuration.load(f"{name}.py")
+    configuration.validate(config)
+    assert param.count(param_specs(config.model)) == pytest.approx(number("parameters", docstring(name)), rel=1e-3)
+    assert f"--config {name}.py" in docstring(name)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_recipe_fits_with_a_share_to_spare_and_its_docstring_says_by_how_much(name: str) -> None:
+    found, said = plan(name), docstring(name)
+    assert found.spare >= 0
+    assert found.memory.peak / GIB == pytest.approx(number("GiB at the peak", said), rel=0.02)
+    sent = sum(each.bytes for each in found.collectives)
+    assert sent / GIB == pytest.approx(number("GiB sent", said), rel=0.02)
+
+
+# ---- ZeRO at the size of the 10B recipe.
+
+
+@functools.cache
+def compiled(layers: int, devices: int, stage: int, data: int = 1, accumulation: int = 1) -> tuple[hlo.Memory, str]:
+    """One row of 4096 tokens on each GPU."""
+    recipe = configuration.load("10b.py")
+    mesh = make_mesh(MeshConfig(data=data, fsdp=devices // data), gpu_topology("h200", -(-devices // 8), 8))
+    training = dataclasses.replace(recipe.training, batch_size=devices * accumulation, accumulation=accumulation)
+    model = dataclasses.replace(recipe.model, layers=layers)
+    placement = Placement(mesh, stage, recipe.precision)
+    program = make_program(model, training, recipe.optimizer, recipe.schedule, recipe.remat, recipe.lora, placement)
+    options = {"xla_gpu_enable_triton_gemm": False}  # products as calls, by which a schedule can be read
+    executable = program.step.lower(program.state, program.batch).compile(compiler_options=options)
+    return hlo.memory(executable), str(executable.as_text())
+
+
+def moved(text: str, devices: int, *axes: str, data: int = 1) -> int:
+    mesh = make_mesh(MeshConfig(data=data, fsdp=devices // data), gpu_topology("h200", -(-devices // 8), 8))
+    found = hlo.collectives(text, mesh)
+    return sum(each.wire_bytes * each.times for each in found if not axes or each.axes == axes)
+
+
+def layer_parameters() -> int:
+    specs = param_specs(configuration.load("10b.py").model)
+    return param.count(param.layer_specs(specs["segment_0"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [8, 64])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_at_size(stage: int, devices: int) -> None:
+    deep, shallow = (compiled(layers, devices, stage) for layers in (4, 2))
+    resting = {0: 12, 1: 2 + 12 / devices, 2: 2 + 12 / devices, 3: 12 / devices}[stage]
+    assert (deep[0].arguments - shallow[0].arguments) / 2 == pytest.approx(resting * layer_parameters(), rel=0.02)
+    sent = (moved(deep[1], devices) - moved(shallow[1], devices)) / 2
+    share = (devices - 1) / devices
+    per_parameter = {0: 8, 1: 4 + 2, 2: 4 + 2, 3: 4 + 2 + 2}[stage] * share
+    assert sent == pytest.approx(per_parameter * layer_parameters(), rel=0.02)
+
+
+@pytest.mark.slow
+def test_hybrid_sharding_at_size_crosses_hosts_once_a_step() -> None:
+    deep, shallow = (compiled(layers, 16, 3, data=2, accumulation=3)[1] for layers in (4, 2))
+    between, inside = (
+        (moved(deep, 16, axis, data=2) - moved(shallow, 16, axis, data=2)) / 2 for axis in ("data", "fsdp")
+    )
+    assert between == pytest.approx(2 * 1 / 2 * 4 * layer_parameters() / 8, rel=0.02)
+    assert inside == pytest.approx(3 * 7 / 8 * (4 + 2 + 2) * layer_parameters(), rel=0.02)
+
+
+def gathers_and_products(text: str) -> Iterator[tuple[int, int]]:
+    """(bytes gathered, products scheduled between start and end) of every asynchronous gather within a loop's body."""
+    for body in re.findall(r"^%\S+ \(.*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL):
+        lines = body.splitlines()
+        if "transpose(jvp" not in body and "jvp()/while/body" not in body:
+            continue
+        starts = {line.split(" = ")[0].strip(): i for i, line in enumerate(lines) if " all-gather-start(" in line}
+        for i, line in enumerate(lines):
+            if done := re.search(r" = (.*) all-gather-done\((%[\w.-]+)", line):
+                between = lines[starts[done[2]] : i]
+                yield array_bytes(done[1]), sum("__cublas$" in each for each in between)
+
+
+def array_bytes(kind: str) -> int:
+    shapes = re.findall(r"bf16\[([\d,]+)\]", kind)
+    return sum(2 * functools.reduce(int.__mul__, map(int, shape.split(","))) for shape in shapes)
+
+
+def test_the_next_layers_weights_are_gathered_while_this_one_multiplies() -> None:
+    _, text = compiled(4, 8, 3)
+    gathers = list(gathers_and_products(text))
+    hidden = sum(size for size, products in gathers if products)
+    assert hidden >= 0.7 * sum(size for size, _ in gathers) > 2 * 2 * layer_parameters()
+
+
+def test_nothing_of_sequence_by_sequence_is_whole() -> None:
+    _, text = compiled(4, 8, 3)
+    assert not [each for each in hlo.array_shapes(text) if each.shape.count(4096) > 1]
