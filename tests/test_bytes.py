@@ -5,7 +5,8 @@ Bytes per layer are the difference between programs of 16 and of 8 layers: what 
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -59,6 +60,7 @@ def compiled(
     tied: bool = True,
     adapters_over: str | None = None,
     sequence_parallel: bool = False,
+    switches: tuple[tuple[str, Any], ...] = (),
 ) -> Compiled:
     model = ModelConfig(
         width=WIDTH,
@@ -70,6 +72,7 @@ def compiled(
         vocabulary_size=VOCABULARY,
         tied_head=tied,
     )
+    model = replace(model, **dict(switches))
     precision = PrecisionConfig(reduce_dtype=reduce)
     placement = Placement(make_mesh(mesh, gpu_topology("h200")), stage, precision, sequence_parallel)
     lora = LoraConfig(rank=RANK, base=adapters_over) if adapters_over else LoraConfig()
