@@ -1,6 +1,6 @@
 """The same documents in every format are the same tokens; what cannot be read is refused, or skipped and counted."""
 
-import json
+import itertools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -30,18 +30,22 @@ def prepare(folder: Path, of: Path, config: DataConfig) -> Path:
     """As the command does, in this process."""
     folder.mkdir()
     files, tokenizer = find_files(str(of), config), load_tokenizer(config)
-    plan, shards = prepared.plan(files, config, tokenizer), prepared.shards(files)
+    looked = prepared.look_at(files, config, lambda: None)
+    plan = prepared.plan(files, [fingerprint for fingerprint, _ in looked], config, tokenizer)
+    shards = prepared.shards(files, [parts for _, parts in looked])
     prepared.write_json(folder / source.PLAN, plan)
     for number, shard in enumerate(shards):
         prepared.write_shard(folder, number, shard, config, tokenizer)
-    counts = [json.loads(prepared.shard_files(folder, number)[2].read_text()) for number in range(len(shards))]
-    prepared.write_json(folder / prepared.MANIFEST, {"plan": plan, "shards": counts})
+    collection = prepared.Collection(folder, plan["dtype"])
+    collection.grow()
+    collection.finish(plan)
     return folder
 
 
 def documents_of(stream: TokenStream) -> list[list[int]]:
     whole = stream.read(0, stream.size).tolist()
-    return [whole[i:j] for i, j in zip(stream.starts, stream.starts[1:], strict=False)]
+    bounds = [*stream.borders(0, stream.size).tolist(), stream.size]
+    return [whole[i:j] for i, j in itertools.pairwise(bounds)]
 
 
 def read(path: Path, config: DataConfig) -> Corpus:
@@ -88,7 +92,7 @@ def test_every_format_holds_the_same_tokens(
     monkeypatch.setattr(source, "PART_BYTES", 1000)
     monkeypatch.setattr(prepared, "SHARD_BYTES", 5000)
     texts["prepared in shards"] = prepare(tmp_path / "shards", jsonl, config)
-    assert len(list(texts["prepared in shards"].glob("*.bin"))) > 3
+    assert len((texts["prepared in shards"] / prepared.SHARDS).read_text().splitlines()) > 3
     training, held_out = splits(text)
     assert len(held_out) > 3 and sorted([*training, *held_out]) == sorted(expected)
     assert [each for each in expected if each in training] == training
@@ -236,10 +240,9 @@ def test_a_prepared_corpus_that_is_not_whole_or_not_this_tokenizers_is_refused(t
     folder = prepare(tmp_path / "prepared", write_jsonl(tmp_path / "a.jsonl", documents), DataConfig())
     with pytest.raises(InputError, match="prepared with another tokenizer .data.tokenizer=bytes"):
         read(folder, DataConfig(tokenizer=file))
-    tokens, index, _ = prepared.shard_files(folder, 0)
-    for path in (tokens, index):
+    for path in [prepared.array_file(folder, name) for name in ("tokens", "ends", "keys")]:
         content = path.read_bytes()
-        path.write_bytes(content[:-16])
+        path.write_bytes(content[:-8])
         with pytest.raises(InputError, match=f"{path.name} is cut"):
             read(folder, DataConfig())
         path.write_bytes(content)

@@ -10,7 +10,7 @@ from texts import stream
 
 from jaxopt_llm.data.loader import Loader, held_out_batches, mixed, read_ahead
 from jaxopt_llm.data.packing import PackedRows
-from jaxopt_llm.data.tokens import Piece, join
+from jaxopt_llm.data.tokens import IndexedPiece, join_whole
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.model.batch import Batch
 
@@ -122,8 +122,8 @@ def test_an_epoch_reads_every_token_once() -> None:
     random = np.random.default_rng(0)
     for length in (1, 5, 16, 64):
         ends = np.unique(random.integers(1, 500, 60))
-        of = Piece("numbers", np.arange(ends[-1]), ends, np.zeros(ends.size, np.uint64))
-        rows = PackedRows(join([of], [np.ones(ends.size, bool)]), length, vocabulary_size=int(ends[-1]))
+        of = IndexedPiece("numbers", np.arange(ends[-1]), ends, np.zeros(ends.size, np.uint64))
+        rows = PackedRows(join_whole([of]), length, vocabulary_size=int(ends[-1]))
         loader = Loader([rows], [1.0], batch_size=1, seed=0)
         for epoch in range(2):
             batches = [loader.batch_at(step) for step in range(epoch * len(rows), (epoch + 1) * len(rows))]
