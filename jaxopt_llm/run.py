@@ -1,5 +1,6 @@
 """What a training run left, as the commands that read it want it."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def load_config(directory: Path) -> TrainConfig:
 def load(directory: Path) -> Run:
     """Raises InputError for what is no run directory, CheckpointError where it has no checkpoint that can be used."""
     config = load_config(directory)
+    tokenizer = _load_tokenizer(directory, config)
     placement = Placement(make_mesh(MeshConfig(), visible_devices()[:1]), 0, config.precision)
     parts, trained, frozen = lora.adapt(make_parts(config.model), config.lora, config.precision)
     trees = {"masters": trained, "frozen": frozen}
@@ -50,4 +52,19 @@ def load(directory: Path) -> Run:
             raise CheckpointError(f"--checkpoint {directory}: it has no checkpoint yet")
         restored = checkpoints.restore(step, **held)
     params = tree.merge(restored["masters"], restored.get("frozen", frozen))
-    return Run(config, load_tokenizer(config.data), parts, params, placement, step)
+    return Run(config, tokenizer, parts, params, placement, step)
+
+
+def _load_tokenizer(directory: Path, config: TrainConfig) -> Tokenizer:
+    """Another file under the same name would give other ids, in silence."""
+    tokenizer = load_tokenizer(config.data)
+    try:
+        trained = json.loads((directory / "corpus.json").read_text())["tokenizer_sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"--checkpoint {directory}: corpus.json does not say its tokenizer ({error!r})") from error
+    if trained != tokenizer.sha256:
+        raise InputError(
+            f"--checkpoint {directory}: data.tokenizer={config.data.tokenizer} is another than the run was trained "
+            "with: bring that file back"
+        )
+    return tokenizer

@@ -20,7 +20,7 @@ from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.data.corpus import Corpus, open_corpus
 from jaxopt_llm.data.loader import Loader, held_out_batches, read_ahead
 from jaxopt_llm.data.packing import PackedRows
-from jaxopt_llm.data.tokenizer import load_tokenizer
+from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens import TokenStream
 from jaxopt_llm.errors import InputError, Preempted, TrainingDiverged
 from jaxopt_llm.model import flops, leaves, param
@@ -122,7 +122,7 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
             state = training_state.initialize(program.specs, program.optimizers, config.run.seed, placement)
             _set_aside(directory / "metrics.jsonl")
         log = MetricsLog(directory / "metrics.jsonl", start, progress.say)
-        _record(directory, config, corpus)
+        _record(directory, config, corpus, tokenizer)
         settings = dataclasses.asdict(config)
         dashboards = scope.enter_context(Dashboards(config.logging, directory, start, settings, progress.say))
         profiler = scope.enter_context(Profiler(config.profile, directory))
@@ -270,11 +270,10 @@ def _set_aside(log: Path) -> None:
         log.rename(next(path for path in free if not path.exists()))
 
 
-def _record(directory: Path, config: TrainConfig, corpus: Corpus) -> None:
+def _record(directory: Path, config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer) -> None:
     """Makes the run directory this configuration's, before there is a checkpoint that says whose it is."""
-    replace_text(
-        directory / "corpus.json", json.dumps({"name": corpus.name, "summary": str(corpus), "sha256": corpus.sha256})
-    )
+    told = {"name": corpus.name, "summary": str(corpus), "sha256": corpus.sha256, "tokenizer_sha256": tokenizer.sha256}
+    replace_text(directory / "corpus.json", json.dumps(told))
     replace_text(directory / "config.json", configuration.to_json(config))
 
 

@@ -1,5 +1,6 @@
 """Files of text, and the documents in them."""
 
+import codecs
 import glob
 import io
 import json
@@ -145,11 +146,9 @@ def read(part: Part, config: DataConfig, skipped: Counter[str]) -> Iterator[Docu
                 _refuse(f"{where}: cut, or no text in {config.text_field!r}", config)
                 skipped["cut, or without a text"] += 1
                 continue
-            try:
-                if not content.isascii():
-                    content.decode()
-            except UnicodeDecodeError as error:
-                _refuse(f"{where}: not UTF-8 ({error.reason} at byte {error.start} of the text)", config)
+            wrong = _not_utf8(content)
+            if wrong:
+                _refuse(f"{where}: not UTF-8 ({wrong} of the text)", config)
                 skipped["not UTF-8" if config.malformed == "skip" else "not UTF-8, replaced"] += 1
                 if config.malformed == "skip":
                     continue
@@ -222,6 +221,18 @@ def _refuse(what: str, config: DataConfig) -> None:
         raise InputError(f"{what}; mend it, or choose data.malformed skip or replace")
 
 
+def _not_utf8(content: bytes) -> str | None:
+    """What is wrong, and at which byte. Decodes a block at a time: the whole can be four times its bytes."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for at in range(0, len(content), _BLOCK):
+        kept = len(decoder.getstate()[0])  # the beginning of a character that the block before cut
+        try:
+            decoder.decode(content[at : at + _BLOCK], final=at + _BLOCK >= len(content))
+        except UnicodeDecodeError as error:
+            return f"{error.reason} at byte {at - kept + error.start}"
+    return None
+
+
 def _open(file: File) -> BinaryIO:
     if not _compressed(file):
         return file.path.open("rb")
@@ -234,7 +245,8 @@ def _text_rows(part: Part, config: DataConfig) -> Iterator[tuple[str, bytes | No
     name = part.file.name
     with _open(part.file) as stream:
         if not config.separator:
-            yield name, _checked(name, stream.read(MOST_BYTES + 1))
+            whole = not _compressed(part.file) and part.last <= MOST_BYTES
+            yield name, _checked(name, stream.read(-1 if whole else MOST_BYTES + 1))
             return
         separator = config.separator.encode()
         ends = _compressed(part.file) or part.last == part.file.path.stat().st_size

@@ -1,7 +1,6 @@
 """Documents as tokens: pieces in memory or in mapped files, and the streams that are laid through them."""
 
 import hashlib
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,13 +85,12 @@ class IndexedPiece:
 
     def borders(self, first: int, last: int) -> NDArray[np.int64]:
         ends = self.ends[:]
-        low = bisect_left(ends, first)
-        high = bisect_left(ends, last, low)
+        low, high = ends.searchsorted(first), ends.searchsorted(last)
         check_rising(ends[max(low - 1, 0) : high + 2], self.name)
         return np.concatenate([np.zeros(int(first == 0), np.int64), ends[low:high]])
 
     def where(self, token: int) -> str:
-        return f"{self.name}, document {bisect_right(self.ends[:], token)}"
+        return f"{self.name}, document {self.ends[:].searchsorted(token, side='right')}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,10 +137,10 @@ class TokenStream:
 
     def _parts(self, first: int, count: int) -> Iterator[tuple[int, Piece, int, int]]:
         """What stream positions [first, first + count) are: from which on, tokens [begin, end) of which piece."""
-        at, span = first, int(np.searchsorted(self.starts, first, side="right")) - 1
+        at, span = first, int(self.starts.searchsorted(first, side="right")) - 1
         while at < first + count:
             origin = int(self.origins[span]) + at - int(self.starts[span])
-            number = int(np.searchsorted(self._bounds, origin, side="right")) - 1
+            number = int(self._bounds.searchsorted(origin, side="right")) - 1
             begin = origin - int(self._bounds[number])
             take = min(first + count, int(self.starts[span + 1])) - at
             yield at, self.pieces[number], begin, begin + take
@@ -271,7 +269,7 @@ def numbered_keys(first: int, last: int) -> NDArray[np.uint64]:
 
 
 def check_rising(ends: NDArray[np.int64], name: str) -> None:
-    if (np.diff(ends) < 0).any():
+    if (ends[1:] < ends[:-1]).any():
         raise InputError(
             f"{name}: its index is damaged, documents end before they begin; bring the file back or make it anew "
             "(jaxopt_llm.prepare --verify reads a prepared corpus whole)"
