@@ -56,18 +56,19 @@ def prepare(config: DataConfig, directory: Path, workers: int) -> None:
         for left in directory.glob("*.tmp"):  # by a process that died
             left.unlink()
         prepared.write_json(directory / PLAN, plan)
-        collection = prepared.Collection(directory, plan["dtype"])
         if (directory / prepared.MANIFEST).exists():
             console.print(f"{directory} is finished already", markup=False)
         else:
+            collection = prepared.Collection(directory, plan["dtype"])
             shards = prepared.shards(files, [parts for _, parts in looked])
             _write(shards, collection, config, directory, workers, console)
             if not sum(each["tokens"] for each in collection.shards):
                 skipped = _skipped(collection.shards) or "empty"
                 raise InputError(f"nothing to learn from in {', '.join(config.paths)}: {skipped}")
             collection.finish(plan)
-    documents, tokens = (sum(each[name] for each in collection.shards) for name in ("documents", "tokens"))
-    skipped = _skipped(collection.shards) or "nothing"
+    written = prepared.read_shards(directory)
+    documents, tokens = (sum(each[name] for each in written) for name in ("documents", "tokens"))
+    skipped = _skipped(written) or "nothing"
     console.print(f"{documents:,} documents, {tokens:,} tokens in {directory}; skipped: {skipped}", markup=False)
     console.print(f"train on it with --data.paths {directory} --data.tokenizer {config.tokenizer}", markup=False)
 

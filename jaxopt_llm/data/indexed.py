@@ -18,7 +18,7 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _STRETCHES = 1024  # of a .npy, at most
-_BLOCK = 2**14  # tokens looked at in one go
+_BLOCK = 2**12  # tokens looked at in one go
 
 
 @dataclass(frozen=True, eq=False)

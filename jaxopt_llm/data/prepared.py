@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +130,10 @@ class Collection:
     def __init__(self, directory: Path, dtype: str) -> None:
         self._directory = directory
         self._types = dict(zip(_ARRAYS, map(np.dtype, (dtype, "<i8", "<u8")), strict=True))
-        record = directory / SHARDS
-        record.touch()
-        lines = [line for line in record.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-        os.truncate(record, sum(map(len, lines)))
-        self.shards: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        (directory / SHARDS).touch()
+        written = (directory / SHARDS).read_bytes()
+        os.truncate(directory / SHARDS, written.rfind(b"\n") + 1)
+        self.shards = read_shards(directory)
         self._documents = sum(each["documents"] for each in self.shards)
         self._tokens = sum(each["tokens"] for each in self.shards)
         for name in _ARRAYS:
@@ -185,6 +185,15 @@ class Collection:
         return (self._tokens if name == "tokens" else self._documents) * self._types[name].itemsize
 
 
+def read_shards(directory: Path) -> list[dict[str, Any]]:
+    """What is known of each shard that is in the corpus's own files."""
+    path = directory / SHARDS
+    try:
+        return [json.loads(line) for line in path.read_bytes().splitlines()]
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is damaged ({error}): remove {directory}, and prepare the corpus anew") from error
+
+
 def array_file(directory: Path, name: str) -> Path:
     return directory / f"{name}.bin"
 
@@ -197,19 +206,30 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(_temporary(path), path)
 
 
+@dataclass(frozen=True)
+class _Manifest:
+    sha256: str
+    tokens: int
+    documents: int
+    dtype: np.dtype[np.integer]
+    tokenizer: str
+    tokenizer_sha256: str
+    shards_sha256: str
+
+
 def prepared_piece(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[IndexedPiece, str]:
     """Maps the files, without reading them; returns them and the hash of the manifest, which stands for all tokens.
 
     Raises:
         InputError: unfinished, damaged, or prepared with another tokenizer.
     """
-    piece, asked, digest = _open(name, directory)
-    if asked["tokenizer_sha256"] != tokenizer.sha256:
+    manifest = _read_manifest(directory)
+    if manifest.tokenizer_sha256 != tokenizer.sha256:
         raise InputError(
-            f"{directory} was prepared with another tokenizer (data.tokenizer={asked['tokenizer']}, or other "
+            f"{directory} was prepared with another tokenizer (data.tokenizer={manifest.tokenizer}, or other "
             "delimiters): train with that one, or prepare the corpus anew"
         )
-    return piece, digest
+    return IndexedPiece(name, *_arrays(directory, manifest)), manifest.sha256
 
 
 def verify(directory: Path, workers: int) -> tuple[int, int]:
@@ -218,13 +238,12 @@ def verify(directory: Path, workers: int) -> tuple[int, int]:
     Raises:
         InputError: damaged, and where.
     """
-    piece, _, _ = _open(directory.name, directory)
-    manifest = json.loads((directory / MANIFEST).read_text())
-    record = (directory / SHARDS).read_bytes()
-    if hashlib.sha256(record).hexdigest() != manifest["shards_sha256"]:
-        raise InputError(f"{directory / SHARDS} is damaged: prepare the corpus anew")
-    shards = [json.loads(line) for line in record.splitlines()]
-    tokens = np.cumsum([0, *(each["tokens"] for each in shards)]) * piece.tokens.dtype.itemsize
+    manifest = _read_manifest(directory)
+    _arrays(directory, manifest)
+    shards = read_shards(directory)
+    if hashlib.sha256((directory / SHARDS).read_bytes()).hexdigest() != manifest.shards_sha256:
+        raise InputError(f"{directory / SHARDS} is damaged: bring it back, or prepare the corpus anew")
+    tokens = np.cumsum([0, *(each["tokens"] for each in shards)]) * manifest.dtype.itemsize
     documents = np.cumsum([0, *(each["documents"] for each in shards)]) * 8
 
     def damage(number: int) -> str | None:
@@ -245,36 +264,46 @@ def verify(directory: Path, workers: int) -> tuple[int, int]:
     return len(shards), int(tokens[-1] + 2 * documents[-1])
 
 
-def _open(name: str, directory: Path) -> tuple[IndexedPiece, dict[str, Any], str]:
-    """The files as a piece, the plan, and the hash of the manifest."""
-    if not (directory / MANIFEST).is_file():
+def _read_manifest(directory: Path) -> _Manifest:
+    path = directory / MANIFEST
+    if not path.is_file():
         raise InputError(f"{directory} is not finished: run jaxopt_llm.prepare again to complete it")
-    content = (directory / MANIFEST).read_bytes()
+    content = path.read_bytes()
     try:
-        manifest = json.loads(content)
-        asked, tokens, documents = manifest["plan"], int(manifest["tokens"]), int(manifest["documents"])
+        told = json.loads(content)
+        asked = told["plan"]
         if asked["format"] != FORMAT:
             raise InputError(
                 f"{directory} is of format {asked['format']}, this version reads {FORMAT}: prepare it anew"
             )
-        dtype = np.dtype(asked["dtype"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{directory / MANIFEST} is damaged ({error!r}): prepare the corpus anew") from error
-    arrays = []
-    for each, (kind, size) in zip(_ARRAYS, ((dtype, tokens), ("<i8", documents), ("<u8", documents)), strict=True):
-        array = MappedArray(array_file(directory, each), np.dtype(kind), size)
-        has, needed = array.path.stat().st_size if array.path.is_file() else 0, size * array.dtype.itemsize
-        if has != needed:
-            raise InputError(
-                f"{array.path} is cut or not this corpus's: {has} bytes of {needed}; prepare the corpus anew"
-            )
-        arrays.append(array)
-    piece = IndexedPiece(name, *arrays)
-    if not documents or piece.ends[documents - 1] != tokens:
-        raise InputError(
-            f"{array_file(directory, 'ends')} is damaged: its documents do not end where the tokens do; prepare it anew"
+        return _Manifest(
+            hashlib.sha256(content).hexdigest(),
+            int(told["tokens"]),
+            int(told["documents"]),
+            np.dtype(asked["dtype"]),
+            asked["tokenizer"],
+            asked["tokenizer_sha256"],
+            told["shards_sha256"],
         )
-    return piece, asked, hashlib.sha256(content).hexdigest()
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is damaged ({error!r}): prepare the corpus anew") from error
+
+
+def _arrays(directory: Path, manifest: _Manifest) -> list[MappedArray]:
+    """Tokens, ends and keys, of the sizes that the manifest says."""
+    types = (manifest.dtype, np.dtype("<i8"), np.dtype("<u8"))
+    sizes = (manifest.tokens, manifest.documents, manifest.documents)
+    arrays = []
+    for name, dtype, size in zip(_ARRAYS, types, sizes, strict=True):
+        path, needed = array_file(directory, name), size * dtype.itemsize
+        has = path.stat().st_size if path.is_file() else 0
+        if has != needed:
+            raise InputError(f"{path} is cut or not this corpus's: {has} bytes of {needed}; prepare the corpus anew")
+        arrays.append(MappedArray(path, dtype, size))
+    _, ends, _ = arrays
+    if not ends.size or ends[ends.size - 1] != manifest.tokens:
+        raise InputError(f"{ends.path} is damaged: its documents do not end where the tokens do; prepare it anew")
+    return arrays
 
 
 def _sha256(files: Sequence[Path], first: int, last: int) -> str:

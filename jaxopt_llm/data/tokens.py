@@ -184,15 +184,18 @@ def split(pieces: Sequence[Piece], share: float) -> tuple[list[Runs], list[Runs]
     held out).
     """
     held_out = [_below(piece, share) for piece in pieces]
-    some = any(piece.size for piece in pieces)
-    if some and not any(map(_tokens, pieces, map(_each, held_out))):
+    size = sum(piece.size for piece in pieces)
+
+    def held_tokens() -> int:
+        return sum(map(_tokens, pieces, map(_each, held_out)))
+
+    if size and not held_tokens():
         number, group = _extreme(pieces, lowest=True)
         held_out[number] = np.union1d(held_out[number], [group])
-    training = [_others(held, piece.groups) for piece, held in zip(pieces, held_out, strict=True)]
-    if some and not any(map(_tokens, pieces, training)):
+    if size and held_tokens() == size:
         number, group = _extreme(pieces, lowest=False)
         held_out[number] = np.setdiff1d(held_out[number], [group])
-        training[number] = _others(held_out[number], pieces[number].groups)
+    training = [_others(held, piece.groups) for piece, held in zip(pieces, held_out, strict=True)]
     return training, [_each(held) for held in held_out]
 
 

@@ -184,11 +184,12 @@ class Slow(Loader):
 
     def __init__(self) -> None:
         self.asked: list[int] = []
-        self.let = threading.Semaphore(0)
+        self.let, self.begun = threading.Semaphore(0), threading.Semaphore(0)
         self.reading = "slow.jsonl"
 
     def batch_at(self, step: int) -> Batch:
         self.asked.append(step)
+        self.begun.release()
         self.let.acquire()
         if step == 7:
             raise InputError("damaged")
@@ -203,6 +204,13 @@ def test_batches_are_read_ahead_in_order_and_no_further() -> None:
     with pytest.raises(InputError, match="damaged"):
         next(batches)
     assert loader.asked == list(range(5, 5 + len(loader.asked))) and len(loader.asked) <= 5
+
+
+def test_two_batches_are_read_before_they_are_asked_for() -> None:
+    loader = Slow()
+    loader.let.release(n=100)
+    next(read_ahead(loader, 0, stall_seconds=60))
+    assert all(loader.begun.acquire(timeout=60) for _ in range(3))
 
 
 def test_waiting_is_measured_and_ends() -> None:

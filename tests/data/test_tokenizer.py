@@ -60,6 +60,17 @@ def test_a_tokenizer_file_gives_its_librarys_ids(file: Path) -> None:
     assert loaded.decode([*encoded[0], loaded.end]) == TEXTS[0]
 
 
+def test_a_tokenizer_file_that_cuts_and_pads_does_neither(file: Path, tmp_path: Path) -> None:
+    settings = json.loads(file.read_text())
+    settings["truncation"] = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    padding = {"direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    settings["padding"] = {"strategy": {"Fixed": 500}, **padding}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
+    texts = [text.encode() for text in TEXTS]
+    for ids, expected in zip(JsonTokenizer(tmp_path).encode(texts), JsonTokenizer(file).encode(texts), strict=True):
+        assert ids.tolist() == expected.tolist()
+
+
 def changed(file: Path, folder: Path, special: list[str], **declared: object) -> Path:
     """The tokenizer with other special tokens, and a tokenizer_config.json beside it."""
     settings = json.loads(file.read_text())
