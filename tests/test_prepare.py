@@ -137,6 +137,10 @@ def test_verifying_names_what_is_damaged(corpus: Path, tmp_path: Path) -> None:
     (out / "shards.jsonl").write_bytes(record.replace(b"0", b"1", 1))
     refused = command("prepare", "--verify", out)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "shards.jsonl is damaged" in refused.stderr
+    (out / "shards.jsonl").unlink()
+    before = contents(out)
+    again = command("prepare", "--input", corpus / "a.jsonl", "--output", out)
+    assert again.returncode == 2 and contents(out) == before
 
 
 def test_another_preparation_is_not_overwritten(corpus: Path, tmp_path: Path) -> None:
