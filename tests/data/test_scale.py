@@ -127,9 +127,9 @@ def test_a_numpy_file_is_read_only_where_documents_are_held_out() -> None:
 
 def test_a_numpy_file_that_grows_keeps_its_split() -> None:
     """Up to the next power of two."""
-    values = np.arange(1, 5001) % 7
+    values = np.arange(1, 8001) % 7
     held_out = []
-    for size in (4200, 5000):
+    for size in (4200, 8000):
         piece = DelimitedPiece("a.npy", values[:size], 0)
         _, runs = split([piece], 0.1)
         held_out.append({int(begin) for begin in piece.begins(runs[0].ravel())})
@@ -162,7 +162,7 @@ def test_text_is_read_whole_wherever_its_parts_are_cut(
     random = np.random.default_rng(0)
     alphabet = ["\n", "a", "b", "x", separator, "ab", "é"]
     text = "".join(alphabet[i] for i in random.integers(0, len(alphabet), 600))
-    (tmp_path / "a.txt").write_text(text + "\n" * 30 + "ab" * 20)
+    (tmp_path / "a.txt").write_text(text + "\n" * 30 + "ab" * 20 + "." + separator)
     content = (tmp_path / "a.txt").read_bytes()
     config = DataConfig(separator=separator)
     monkeypatch.setattr(source, "PART_BYTES", size)
