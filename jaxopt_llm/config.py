@@ -9,7 +9,6 @@ import difflib
 import functools
 import io
 import json
-import math
 import re
 import runpy
 import typing
@@ -27,6 +26,7 @@ from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import layout, make_parts, param_specs
 from jaxopt_llm.observe.metrics import LoggingConfig
 from jaxopt_llm.observe.profile import ProfileConfig
+from jaxopt_llm.parallel.launchers import DistributedConfig
 from jaxopt_llm.parallel.mesh import AXES, MeshConfig
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
@@ -63,6 +63,7 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     remat: RematConfig = field(default_factory=RematConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -93,7 +94,8 @@ RESUME_MAY_CHANGE = (
     "training.steps",
     "training.accumulation",
     "training.skip_limit",
-    *(f"{section}.*" for section in ("mesh", "sharding", "remat", "checkpoint", "evaluation", "logging", "profile")),
+    *(f"{section}.*" for section in ("mesh", "distributed", "sharding", "remat")),
+    *(f"{section}.*" for section in ("checkpoint", "evaluation", "logging", "profile")),
 )
 
 # What shapes the arrays of a checkpoint: no resume can change it, whoever allows it.
@@ -112,6 +114,8 @@ def load(path: str) -> TrainConfig:
         names = sorted(recipe.name for recipe in RECIPES.glob("*.py"))
         raise InputError(f"--config {path}: no such file, here or in configs/ (which has {', '.join(names)})")
     try:
+        if file.suffix == ".json":  # as --print-config writes it, and each run directory has it
+            return from_json(file.read_text())
         get_config = runpy.run_path(str(file)).get("get_config")
         if get_config is None:
             raise InputError(f"--config {file}: must define get_config() -> TrainConfig")
@@ -175,10 +179,15 @@ def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
     """What a resume may not change and does."""
     found = []
     for name in FIELDS:
-        allowed = {name, name.split(".")[0] + ".*"} & {*RESUME_MAY_CHANGE, *new.run.allow_change}
+        allowed = {name, name.split(".")[0] + ".*"} & {*RESUME_MAY_CHANGE, *_underscored(new.run.allow_change)}
         if not allowed and get(old, name) != get(new, name):
             found.append(f"{name} was {get(old, name)} and is {get(new, name)}")
     return found
+
+
+def _underscored(names: tuple[str, ...]) -> list[str]:
+    """Names of fields, which may be spelt with dashes, as flags are."""
+    return [name.replace("-", "_") for name in names]
 
 
 def to_json(config: TrainConfig) -> str:
@@ -223,6 +232,7 @@ def validate(config: TrainConfig) -> None:
         *config.optimizer.problems(),
         *config.schedule.problems(),
         *config.profile.problems(),
+        *config.distributed.problems(),
         *config.checkpoint.problems(),
     ]
     at_least_one = (
@@ -230,12 +240,28 @@ def validate(config: TrainConfig) -> None:
         *("checkpoint.every", "checkpoint.keep", "evaluation.every", "evaluation.batches", "logging.every"),
     )
     found += [f"{name}={get(config, name)}: must be at least 1" for name in at_least_one if get(config, name) < 1]
-    found += [f"run.allow_change: {name}: no such field" for name in config.run.allow_change if name not in FIELDS]
+    allowed = _underscored(config.run.allow_change)
+    found += [f"run.allow_change: {name}: no such field" for name in allowed if name not in FIELDS]
     found += [
         f"run.allow_change: {name} shapes what a checkpoint holds: no resume can change it"
-        for name in config.run.allow_change
+        for name in allowed
         if name in CHECKPOINT_IS_SHAPED_BY
     ]
+    if (
+        config.checkpoint.keep_best
+        and config.evaluation.every > 0
+        and config.checkpoint.every % config.evaluation.every
+    ):
+        found.append(
+            f"checkpoint.keep_best={config.checkpoint.keep_best} chooses among checkpoints that were evaluated: "
+            f"checkpoint.every={config.checkpoint.every} must be a multiple of "
+            f"evaluation.every={config.evaluation.every}"
+        )
+    if config.profile.start_step > config.training.steps:
+        found.append(
+            f"profile.start_step={config.profile.start_step} comes after the last of "
+            f"training.steps={config.training.steps}"
+        )
     if not config.run.directory:
         found.append("run.directory is empty: name a directory")
     if config.model.positions == "learned" and config.training.sequence_length > config.model.max_positions:
@@ -278,8 +304,8 @@ def _is_a(value: Any, hint: Any) -> bool:
         return isinstance(value, tuple) and all(_is_a(each, typing.get_args(hint)[0]) for each in value)
     if hint is int:
         return type(value) is int and abs(value) < 2**31  # what device programs count with
-    if hint is float:
-        return type(value) in (int, float) and math.isfinite(value)
+    if hint is float:  # what device programs compute with: 1e-320 would be 0 there
+        return type(value) in (int, float) and (value == 0 or 2.0**-126 <= abs(value) < 2.0**128)
     return type(value) is hint
 
 
@@ -288,7 +314,9 @@ def _described(hint: Any) -> str:
         return "one of " + ", ".join(map(repr, typing.get_args(hint)))
     if typing.get_origin(hint) is tuple:
         return f"a tuple, each {_described(typing.get_args(hint)[0])}"
-    return {int: "a whole number below 2**31", float: "a finite number", bool: "True or False", str: "text"}[hint]
+    return {int: "a whole number below 2**31", float: "a number that float32 has", bool: "True or False", str: "text"}[
+        hint
+    ]
 
 
 def _indivisible(config: TrainConfig) -> list[str]:

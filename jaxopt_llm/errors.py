@@ -1,6 +1,8 @@
 """Errors that end a command with one line and an exit code, never a traceback."""
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -55,10 +57,16 @@ def run(main: Callable[[], int]) -> NoReturn:
     except CommandError as error:
         print(error.label + " ".join(str(error).split()), file=sys.stderr)
         code = error.exit_code
+    except BrokenPipeError:
+        code = 128 + signal.SIGPIPE  # as a program that it ends: who read the output has had enough
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         code = InputError.exit_code
     except KeyboardInterrupt:
-        print("interrupted; run again to continue from the last checkpoint", file=sys.stderr)
-        code = 130
+        print("interrupted", file=sys.stderr)
+        code = 128 + signal.SIGINT
+    try:
+        sys.stdout.flush()
+    except OSError:  # else the interpreter's own flush would fail, and change the exit code
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)

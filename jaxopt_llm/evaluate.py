@@ -19,6 +19,7 @@ from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.parallel.mesh import BATCH_AXES, MeshConfig
 from jaxopt_llm.run import Run
 
 PROGRAM = "python -m jaxopt_llm.evaluate"
@@ -30,6 +31,7 @@ def evaluate(source: Run, rows: PackedRows, batch_size: int, most: int | None) -
     loss = jax.jit(
         functools.partial(scan.loss, source.parts, placement=source.placement, remat=RematConfig("none")),
     )
+    batch_size += -batch_size % source.placement.size(*BATCH_AXES)
     total, tokens = 0.0, 0
     batches = -(-len(rows) // batch_size)
     for number in range(batches if most is None else min(most, batches)):
@@ -60,17 +62,18 @@ def main() -> int:
         raise InputError(f"--batches {own.batches}: must be at least 1")
     trained = run.load_config(own.checkpoint)
     elsewhere = any(argument.split("=")[0] == "--data.paths" for argument in overrides)
+    trained = dataclasses.replace(trained, mesh=MeshConfig())  # a batch need not divide as the run's had to
     if elsewhere:  # the weights are of the run's own paths
         trained = dataclasses.replace(trained, data=dataclasses.replace(trained.data, weights=(), format="auto"))
     config = configuration.override(trained, overrides, PROGRAM)
     _check(trained, config)
-    source = run.load(own.checkpoint)
+    source = run.load(own.checkpoint, config.data)
     if elsewhere:
         stream, skipped = open_whole(config.data, source.tokenizer)
         what = f"{', '.join(config.data.paths)}{''.join(f', {count:,} {why}' for why, count in skipped.items())}"
     else:
         stream, what = open_corpus(config.data, source.tokenizer).held_out, "the held-out split"
-    rows = PackedRows(stream, config.training.sequence_length, config.model.vocabulary_size)
+    rows = PackedRows(stream, config.training.sequence_length, config.model.vocabulary_size, what)
     loss, tokens = evaluate(source, rows, config.training.batch_size, own.batches)
     print(
         f"step {source.step} on {what} ({stream}): {loss:.4f} nats per token, "

@@ -18,12 +18,16 @@ MOST_TOKENS = 100_000  # the cache holds keys and values of all of them
 
 
 class Continuation:
-    """The text of one prompt's tokens as they come: up to the end of the document, or to a stop string."""
+    """The text that is added to one prompt as its tokens come: up to the end of the document, or to a stop string.
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    Tokens are decoded after those before them: at the start of what it decodes a tokenizer may drop a space.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self._tokenizer, self._stops = tokenizer, stops
-        self._ids: list[int] = []
-        self._given = 0
+        self._before = list(prompt)  # the tokens that came last into the text, or the prompt
+        self._pending: list[int] = []  # those after them that end within a character
+        self._shown = 0
         self.done = False
         self.text = ""
 
@@ -31,28 +35,43 @@ class Continuation:
         if self.done:
             return
         if token == self._tokenizer.end:
-            self.done = True
+            self.end()
             return
-        self._ids.append(token)
-        self.text = self._tokenizer.decode(self._ids)
-        found = [self.text.find(stop) for stop in self._stops if stop in self.text]
+        self._pending.append(token)
+        self._take(whole_characters=True)
+
+    def end(self) -> None:
+        """No token follows."""
+        if not self.done:
+            self._take(whole_characters=False)
+        self.done = True
+
+    def _take(self, whole_characters: bool) -> None:
+        decode = self._tokenizer.decode
+        new = decode(self._before + self._pending)[len(decode(self._before)) :]
+        if not self._pending or (whole_characters and new.endswith("\N{REPLACEMENT CHARACTER}")):
+            return
+        self._before, self._pending = self._pending, []
+        old = len(self.text)
+        self.text += new
+        begins = [self.text.find(stop, max(0, old - len(stop))) for stop in self._stops]
+        found = [begin for begin in begins if begin >= 0]
         if found:
             self.text, self.done = self.text[: min(found)], True
 
-    def news(self, last: bool) -> str:
-        """What can be shown that was not yet: not a character or a stop string of which only a part is there."""
+    def news(self) -> str:
+        """What can be shown that was not yet: of a stop string no part."""
         until = len(self.text)
-        if not (last or self.done):
+        if not self.done:
             begun = [
                 length
                 for stop in self._stops
                 for length in range(1, min(len(stop), until + 1))
                 if self.text.endswith(stop[:length])
             ]
-            broken = until - len(self.text.rstrip("\N{REPLACEMENT CHARACTER}"))
-            until -= max([broken, *begun])
-        new = self.text[self._given : until]
-        self._given = max(self._given, until)
+            until -= max(begun, default=0)
+        new = self.text[self._shown : until]
+        self._shown = max(self._shown, until)
         return new
 
 
@@ -69,7 +88,10 @@ def generate(
     continuation as it comes."""
     tokenizer = source.tokenizer
     beginning = [] if tokenizer.beginning is None else [tokenizer.beginning]
-    texts = tokenizer.encode([prompt.encode(errors="surrogateescape") for prompt in prompts])
+    try:
+        texts = tokenizer.encode([prompt.encode(errors="surrogateescape") for prompt in prompts])
+    except UnicodeError as error:
+        raise InputError(f"a prompt is not text that the tokenizer takes ({error})") from error
     # Of an empty prompt without a beginning, the end of a document before it.
     ids = [np.array([*beginning, *text] or [tokenizer.end], np.int32) for text in texts]
     model, longest = source.config.model, max(each.size for each in ids)
@@ -80,18 +102,20 @@ def generate(
         )
     if show:
         show(prompts[0])
-    written = [Continuation(tokenizer, stops) for _ in prompts]
+    written = [Continuation(tokenizer, each.tolist(), stops) for each in ids]
     for tokens in continuations(
         source.parts, source.params, ids, count, model.vocabulary_size, sampling, seed, source.placement
     ):
         for continuation, token in zip(written, tokens, strict=True):
             continuation.add(int(token))
         if show:
-            show(written[0].news(last=False))
+            show(written[0].news())
         if all(continuation.done for continuation in written):
             break
+    for continuation in written:
+        continuation.end()
     if show:
-        show(written[0].news(last=True))
+        show(written[0].news())
     return [continuation.text for continuation in written]
 
 
@@ -144,7 +168,7 @@ def _read_prompts(file: Path) -> list[str]:
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
             prompt = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"--prompts {file}: line {number} is no JSON ({error})") from error
         if not isinstance(prompt, str):
             raise InputError(f'--prompts {file}: line {number} is no JSON string, as in "def main"')

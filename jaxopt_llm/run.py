@@ -1,15 +1,19 @@
 """What a training run left, as the commands that read it want it."""
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from jaxopt_llm import config as configuration
 from jaxopt_llm import tree
 from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.errors import CheckpointError, InputError
 from jaxopt_llm.model.decoder import Params, Parts, make_parts
@@ -20,7 +24,7 @@ from jaxopt_llm.training import lora
 
 @dataclass(frozen=True)
 class Run:
-    """A run's last checkpoint, on one device."""
+    """A run's last checkpoint, in compute dtype. placement: one device, or one that splits `params` over `fsdp`."""
 
     config: TrainConfig
     tokenizer: Tokenizer
@@ -38,33 +42,60 @@ def load_config(directory: Path) -> TrainConfig:
         raise InputError(f"--checkpoint {directory}: not a run directory ({error})") from error
 
 
-def load(directory: Path) -> Run:
-    """Raises InputError for what is no run directory, CheckpointError where it has no checkpoint that can be used."""
+def load(directory: Path, data: DataConfig | None = None) -> Run:
+    """data: names the tokenizer, where that is not where the run had it.
+
+    Raises InputError for what is no run directory, CheckpointError where it has no checkpoint that can be used.
+    """
     config = load_config(directory)
-    tokenizer = _load_tokenizer(directory, config)
-    placement = Placement(make_mesh(MeshConfig(), visible_devices()[:1]), 0, config.precision)
+    tokenizer = load_tokenizer(data or config.data)
+    if tokenizer.vocabulary_size > config.model.vocabulary_size:
+        raise InputError(
+            f"data.tokenizer: it has {tokenizer.vocabulary_size} tokens, the model's vocabulary "
+            f"{config.model.vocabulary_size}"
+        )
+    _check_tokenizer(directory, tokenizer)
     parts, trained, frozen = lora.adapt(make_parts(config.model), config.lora, config.precision)
-    trees = {"masters": trained, "frozen": frozen}
-    held = {name: placement.abstract(specs) for name, specs in trees.items() if jax.tree.leaves(specs)}
+    dtype = config.precision.compute_dtype
+    devices = visible_devices()
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    held = devices_for(_bytes(trained, dtype) + _bytes(frozen), devices, limit)
+    placement = Placement(make_mesh(MeshConfig(fsdp=len(held)), held), 3, config.precision)
     with Checkpoints(directory / "checkpoints") as checkpoints:
-        step = checkpoints.latest_step()
-        if step is None:
-            raise CheckpointError(f"--checkpoint {directory}: it has no checkpoint yet")
-        restored = checkpoints.restore(step, **held)
-    params = tree.merge(restored["masters"], restored.get("frozen", frozen))
-    return Run(config, tokenizer, parts, params, placement, step)
+        while True:
+            step = checkpoints.latest_step()
+            if step is None:
+                raise CheckpointError(f"--checkpoint {directory}: it has no checkpoint yet")
+            try:
+                # Training casts its masters to it, too, before they meet anything.
+                params = checkpoints.restore(step, dtype, masters=placement.abstract(trained))["masters"]
+                if jax.tree.leaves(frozen):
+                    frozen = checkpoints.restore(step, frozen=placement.abstract(frozen))["frozen"]
+                break
+            except CheckpointError:
+                if (directory / "checkpoints" / str(step)).exists():
+                    raise  # else the run, which is still on, has a newer one and deleted it
+    return Run(config, tokenizer, parts, tree.merge(params, frozen), placement, step)
 
 
-def _load_tokenizer(directory: Path, config: TrainConfig) -> Tokenizer:
+def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     """Another file under the same name would give other ids, in silence."""
-    tokenizer = load_tokenizer(config.data)
     try:
         trained = json.loads((directory / "corpus.json").read_text())["tokenizer_sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"--checkpoint {directory}: corpus.json does not say its tokenizer ({error!r})") from error
     if trained != tokenizer.sha256:
         raise InputError(
-            f"--checkpoint {directory}: data.tokenizer={config.data.tokenizer} is another than the run was trained "
-            "with: bring that file back"
+            f"--checkpoint {directory}: data.tokenizer, or its data.beginning or data.end, is another than the run was "
+            "trained with: bring that one back"
         )
-    return tokenizer
+
+
+def devices_for(needed: int, devices: Sequence[jax.Device], limit: int | None) -> Sequence[jax.Device]:
+    """The first device alone, where parameters of `needed` bytes leave a quarter of its `limit` to what is computed;
+    else all. None: a device without a limit of its own."""
+    return devices[:1] if limit is None or needed <= 0.75 * limit else devices
+
+
+def _bytes(leaves: tree.Tree, dtype: str | None = None) -> int:
+    return sum(math.prod(leaf.shape) * jnp.dtype(dtype or leaf.dtype).itemsize for leaf in jax.tree.leaves(leaves))

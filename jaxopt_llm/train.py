@@ -8,7 +8,9 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -23,21 +25,23 @@ from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens import TokenStream
 from jaxopt_llm.errors import InputError, Preempted, TrainingDiverged
+from jaxopt_llm.files import replace_durably
 from jaxopt_llm.model import flops, leaves, param
-from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.observe.dashboards import Dashboards
 from jaxopt_llm.observe.meter import Meter
-from jaxopt_llm.observe.metrics import MetricsLog, replace_text
+from jaxopt_llm.observe.metrics import MetricsLog
 from jaxopt_llm.observe.preemption import Preemption
-from jaxopt_llm.observe.profile import Profiler
+from jaxopt_llm.observe.profile import ProfileConfig, Profiler
 from jaxopt_llm.observe.progress import ProgressLine
-from jaxopt_llm.parallel import hlo, runtime
+from jaxopt_llm.parallel import distributed, hlo, launchers, runtime
+from jaxopt_llm.parallel.distributed import ALONE, Processes
 from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.rows import OwnRows
 from jaxopt_llm.parallel.runtime import repeatable
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.parallel.topology import chip_of
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.evaluation import make_evaluate
+from jaxopt_llm.training.evaluation import evaluate, make_held_out
 from jaxopt_llm.training.program import Program, make_program
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Metrics
@@ -45,10 +49,11 @@ from jaxopt_llm.training.step import Metrics
 PRINT_CONFIG = "--print-config"  # prints what would be trained, checked, and stops
 
 
-def train(config: TrainConfig, preemption: Preemption) -> None:
+def train(config: TrainConfig, preemption: Preemption, processes: Processes = ALONE) -> None:
     """Trains from the run directory's last checkpoint, or from the start, to `training.steps`.
 
-    Raises Preempted, after the step and its checkpoint, where a signal asks for a stop before the last step.
+    Raises Preempted, after the step and its checkpoint, where a signal to any process asks for a stop before the last
+    step.
     """
     directory = Path(config.run.directory)
     tokenizer = load_tokenizer(config.data)
@@ -65,27 +70,22 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
 
     sources = [rows(source.training, source.name) for source in corpus.sources]
     weights = [source.weight for source in corpus.sources]
-    loader = Loader(sources, weights, config.training.batch_size, config.run.seed)
-    held_out_rows = held_out_batches(
-        rows(corpus.held_out, "the held-out split"), config.training.batch_size, config.evaluation.batches
-    )
-
     placement = Placement(make_mesh(config.mesh), config.sharding.zero_stage, config.precision)
     program = make_program(
         config.model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
     )
-    evaluate = make_evaluate(program.parts, program.executor, placement)
-
-    def on_devices(batch: Batch) -> Batch:
-        """Fields [B, S] -> [M, B / M, S]."""
-        microbatches = jax.tree.map(lambda x: x.reshape(config.training.accumulation, -1, x.shape[-1]), batch)
-        return jax.device_put(microbatches, program.rows)
-
-    held_out = [on_devices(batch) for batch in held_out_rows]
+    own = OwnRows(program.batch.tokens.shape, program.rows)
+    loader = Loader(sources, weights, config.training.batch_size, config.run.seed, own.numbers)
+    held_out_rows = held_out_batches(
+        rows(corpus.held_out, "the held-out split"),
+        config.training.batch_size,
+        config.evaluation.batches,
+        own.numbers,
+    )
 
     with (
-        ProgressLine(config.training.steps) as progress,
-        Checkpoints(directory / "checkpoints", config.checkpoint, progress.say) as checkpoints,
+        ProgressLine(config.training.steps, processes.first) as progress,
+        Checkpoints(directory / "checkpoints", config.checkpoint, progress.say, processes) as checkpoints,
         contextlib.ExitStack() as scope,
     ):
         start = checkpoints.latest_step() or 0
@@ -96,7 +96,7 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
         trained = f", of which {param.count(program.specs.masters):,} are trained," if config.lora.rank else ""
         progress.say(
             f"{leaves.count(program.parts.specs):,} parameters{trained} on {placement.mesh.size} "
-            f"{jax.devices()[0].device_kind} device(s), run directory {directory}"
+            f"{jax.devices()[0].device_kind} device(s) of {processes.count} process(es), run directory {directory}"
         )
         progress.say(f"data: {corpus}")
         if config.mesh.pipeline > 1:
@@ -105,14 +105,24 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
         divided = program.parts.specs if config.sharding.zero_stage == 3 else program.specs.masters
         for path in placement.undivided(divided):
             progress.say(f"ZeRO leaves {path} whole: no dimension of it divides")
+        ends = config.schedule.ends_at
+        if ends is not None and ends < config.training.steps:
+            progress.say(f"the learning rate has its final value from step {ends} on: see --schedule.decay-steps")
         clock = time.perf_counter()
-        options = repeatable(directory) if config.run.deterministic and jax.default_backend() == "gpu" else None
-        compiled = program.step.lower(program.state, program.batch).compile(compiler_options=options)
-        peak = hlo.memory(compiled).peak
+
+        def compiled(jitted: Any) -> Any:
+            lowered = jitted.lower(program.state, program.batch)
+            repeats = config.run.deterministic and jax.default_backend() == "gpu"
+            options = repeatable(lowered, directory, processes.first) if repeats else None
+            return lowered.compile(compiler_options=options)
+
+        run_step = compiled(program.step)
+        held_out = compiled(make_held_out(program.parts, program.executor, placement))
+        peak = max(hlo.memory(each).peak for each in (run_step, held_out))
         progress.say(
             f"compiled in {time.perf_counter() - clock:.1f} s; {peak / 2**30:.2f} GiB per device while it runs"
         )
-        _check_memory(peak, placement.mesh.size)
+        _check_memory(peak, jax.local_device_count())
         if start:
             saved = placement.abstract(training_state.checkpoint_specs(program.specs))
             restored = checkpoints.restore(start, **saved)
@@ -120,14 +130,20 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
             progress.say(f"continues from step {start}")
         else:
             state = training_state.initialize(program.specs, program.optimizers, config.run.seed, placement)
-            _set_aside(directory / "metrics.jsonl")
-        log = MetricsLog(directory / "metrics.jsonl", start, progress.say)
-        _record(directory, config, corpus, tokenizer)
-        settings = dataclasses.asdict(config)
-        dashboards = scope.enter_context(Dashboards(config.logging, directory, start, settings, progress.say))
-        profiler = scope.enter_context(Profiler(config.profile, directory))
+        log: MetricsLog | None = None
+        recorders: list[Callable[[dict[str, Any]], None]] = []
+        if processes.first:
+            if not start:
+                _set_aside(directory / "metrics.jsonl")
+            log = MetricsLog(directory / "metrics.jsonl", start, progress.say)
+            _record(directory, config, corpus, tokenizer)
+            settings = dataclasses.asdict(config)
+            dashboards = scope.enter_context(Dashboards(config.logging, directory, start, settings, progress.say))
+            recorders = [log.write, dashboards.write, progress.show]
+        profiler = scope.enter_context(Profiler(config.profile if processes.first else ProfileConfig(), directory))
         tokens = config.training.batch_size * config.training.sequence_length
         meter = Meter(tokens, _utilisation(config, program, placement))
+        vote = processes.vote()
 
         def conclude(step: int, metrics: Metrics, measured: TrainState | None = None) -> dict[str, float]:
             """Reads a step's numbers, which waits for it, and records them where they are due. measured: the state
@@ -139,46 +155,60 @@ def train(config: TrainConfig, preemption: Preemption) -> None:
             values = {name: _finite(metrics[name]) for name in ("loss", "grad_norm", "learning_rate")}
             record = meter.record(step, {**values, "skipped": int(metrics["skipped"])})
             if measured is not None:
-                record["eval_loss"] = told["eval_loss"] = evaluate(measured, held_out)
+                record["eval_loss"] = told["eval_loss"] = evaluate(held_out, measured, map(own.place, held_out_rows))
                 _check_finite(directory, step, held_out_loss=told["eval_loss"])
                 meter.restart(step)
-            log.write(record)
-            dashboards.write(record)
-            progress.show(record)
+            for write in recorders:
+                write(record)
             return told
 
-        if preemption.requested():
+        if vote.now(preemption.requested()):
             raise Preempted(start)
         meter.restart(start)
-        batches = read_ahead(loader, start, config.data.stall_seconds)
-        unread: tuple[int, Metrics] | None = None
+        batches = scope.enter_context(
+            contextlib.closing(read_ahead(loader, start, config.data.stall_seconds, preemption.requested))
+        )
+        latest: tuple[int, Metrics] | None = None  # the step that ran last,
+        told: dict[str, float] | None = None  # and what its checkpoint tells, once its numbers are read
+        postponed = False
         for step in range(start + 1, config.training.steps + 1):
             profiler.before(step)
-            batch, waited = next(batches)
+            try:
+                batch, waited = next(batches)
+            except (InputError, Preempted):
+                if latest and processes.count == 1:  # of several, the others are in the next step already
+                    told = told or conclude(*latest)
+                    if _sound(latest[1]):
+                        checkpoints.save_last(latest[0], program.kept(state), told)
+                raise
             meter.waited(waited)
-            state, metrics = compiled(state, on_devices(batch))
+            state, metrics = run_step(state, own.place(batch))
             profiler.after(step, metrics)
             progress.advance(step)
-            if unread:
-                conclude(*unread)  # a step late: the device already runs the next
-            unread = step, metrics
+            if latest and told is None:
+                conclude(*latest)  # a step late: the device already runs the next
+            latest, told = (step, metrics), None
 
             last = step == config.training.steps
             measured = last or step % config.evaluation.every == 0
-            saved = checkpoints.due(step)
-            stop = preemption.requested() and not last
+            asked, failed = vote.any(preemption.requested(), checkpoints.failed)
+            saved = checkpoints.due(step, failed) or postponed
+            stop = asked and not last
             if not (measured or saved or stop):
                 continue
             told = conclude(step, metrics, state if measured else None)
-            unread = None
-            if last or stop:
+            postponed = saved and not _sound(metrics)
+            if log is not None:
+                log.sync()
+            if last or (stop and _sound(metrics)):
                 checkpoints.save_last(step, program.kept(state), told)
-            elif saved:
+            elif saved and not postponed:
                 checkpoints.save(step, program.kept(state), told)
                 meter.restart(step)
             if stop:
                 raise Preempted(step)
-        log.close()
+        if log is not None:
+            log.close()
 
 
 def _utilisation(config: TrainConfig, program: Program, placement: Placement) -> dict[str, float]:
@@ -191,6 +221,12 @@ def _utilisation(config: TrainConfig, program: Program, placement: Placement) ->
     needed = flops.per_token(config.model, program.specs.masters, program.specs.frozen, config.training.sequence_length)
     peaks = peak * placement.mesh.size
     return {"mfu": needed.causal / peaks, "mfu_full_attention": needed.full / peaks}
+
+
+def _sound(metrics: Metrics) -> bool:
+    """Whether a step's parameters may take the place of older ones in a checkpoint: of a step that was skipped they may
+    be what made its loss not finite."""
+    return not int(metrics["skipped_in_a_row"])
 
 
 def _finite(value: jax.Array) -> float | None:
@@ -273,20 +309,27 @@ def _set_aside(log: Path) -> None:
 def _record(directory: Path, config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer) -> None:
     """Makes the run directory this configuration's, before there is a checkpoint that says whose it is."""
     told = {"name": corpus.name, "summary": str(corpus), "sha256": corpus.sha256, "tokenizer_sha256": tokenizer.sha256}
-    replace_text(directory / "corpus.json", json.dumps(told))
-    replace_text(directory / "config.json", configuration.to_json(config))
+    replace_durably(directory / "corpus.json", json.dumps(told))
+    replace_durably(directory / "config.json", configuration.to_json(config))
 
 
 def main() -> int:
     arguments = [argument for argument in sys.argv[1:] if argument != PRINT_CONFIG]
-    config = configuration.parse(arguments, "python -m jaxopt_llm.train")
+    config: TrainConfig = configuration.parse(arguments, "python -m jaxopt_llm.train")
     configuration.validate(config)
     if PRINT_CONFIG in sys.argv[1:]:
         print(configuration.to_json(config))
         return 0
-    runtime.start(config.mesh, cache=not config.run.deterministic)
-    with sole_owner(Path(config.run.directory)), Preemption() as preemption:
-        train(config, preemption)
+    job = launchers.find(config.distributed, os.environ)
+    distributed.check_divides(config.mesh.devices, job)
+    runtime.start(config.mesh.devices // job.processes, cache=not config.run.deterministic)
+    directory = Path(config.run.directory)
+    with (
+        distributed.joined(job, config.distributed.timeout_seconds) as processes,
+        sole_owner(directory) if processes.first else contextlib.nullcontext(),
+        Preemption() as preemption,
+    ):
+        train(config, preemption, processes)
     return 0
 
 

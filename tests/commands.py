@@ -80,5 +80,6 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
 
 def checkpoint(directory: Path, step: int, names: tuple[str, ...] = ("masters", "moments")) -> Any:
     with ocp.CheckpointManager(directory / "checkpoints") as manager:
-        items = {name: ocp.args.StandardRestore() for name in names}
+        device = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])  # whichever devices wrote it
+        items = {name: ocp.args.StandardRestore(fallback_sharding=device) for name in names}
         return jax.tree.map(np.asarray, dict(manager.restore(step, args=ocp.args.Composite(**items))))

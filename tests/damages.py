@@ -87,6 +87,7 @@ DAMAGES: dict[str, Callable[[Path], str]] = {
     "truncated": lambda path: truncate(largest(path)),
     "missing file": remove,
     "extra file": add,
+    "pipe": lambda path: os.mkfifo(path / "pipe") or "pipe is no file",
     "symbolic link": link,
     "symbolic link as a step": link_whole,
     "another step": rename_another,

@@ -52,6 +52,11 @@ class Reads(ast.NodeVisitor):
             if isinstance(target, ast.Name):
                 self.scopes[-1][target.id] = self.type_of(node.value)
 
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self.generic_visit(node)
+        if isinstance(node.target, ast.Name):
+            self.scopes[-1][node.target.id] = annotation(node.annotation)
+
     def visit_Attribute(self, node: ast.Attribute) -> None:
         self.found.add((self.type_of(node.value), node.attr))
         self.generic_visit(node)

@@ -14,7 +14,8 @@ from jaxopt_llm.errors import CheckpointError, InputError, Preempted, TrainingDi
         (CheckpointError("unreadable"), 4, "error: unreadable"),
         (Preempted(3), 75, "preempted at step 3; run again to continue"),
         (FileNotFoundError(2, "No such file", "a.txt"), 2, "error: [Errno 2] No such file: 'a.txt'"),
-        (KeyboardInterrupt(), 130, "interrupted; run again to continue from the last checkpoint"),
+        (BrokenPipeError(32, "Broken pipe"), 141, ""),
+        (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
 def test_one_line_and_a_code(error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,7 +25,7 @@ def test_one_line_and_a_code(error: BaseException, code: int, line: str, capsys:
     with pytest.raises(SystemExit) as stop:
         errors.run(main)
     assert stop.value.code == code
-    assert capsys.readouterr().err == line + "\n"
+    assert capsys.readouterr().err == (line and line + "\n")
 
 
 def test_a_defect_keeps_its_traceback() -> None:

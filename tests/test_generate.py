@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import toy
 from commands import command, train
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
 
 from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.data.tokenizer import ByteTokenizer
+from jaxopt_llm.data.tokenizer import ByteTokenizer, JsonTokenizer
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution.decode import Sampling
 from jaxopt_llm.generate import Continuation, generate, main
@@ -20,12 +22,13 @@ from jaxopt_llm.run import Run
 
 def shown(text: str, *stops: str, end: bool = True) -> tuple[list[str], str]:
     """What is shown after each byte of a text (and the end of the document), and the whole."""
-    continuation = Continuation(ByteTokenizer(), stops)
+    continuation = Continuation(ByteTokenizer(), (), stops)
     news = []
     for token in [*text.encode(), *([ByteTokenizer.end] if end else [])]:
         continuation.add(token)
-        news.append(continuation.news(last=False))
-    news.append(continuation.news(last=True))
+        news.append(continuation.news())
+    continuation.end()
+    news.append(continuation.news())
     assert "".join(news) == continuation.text
     return news, continuation.text
 
@@ -55,8 +58,22 @@ def test_a_stop_string_ends_it_and_no_part_of_one_is_shown(text: str, stops: tup
         assert expected.startswith(so_far)
 
 
+def test_a_continuation_keeps_the_space_that_its_tokenizer_drops_at_a_start(tmp_path: Path) -> None:
+    """As the tokenizers of Llama 2 and Mistral do."""
+    library = Tokenizer(WordLevel({"\u2581hello": 0, "\u2581world": 1, "</s>": 2}, unk_token="</s>"))
+    library.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    library.add_special_tokens(["</s>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = JsonTokenizer(tmp_path)
+    assert tokenizer.decode([1]) == "world"
+    continuation = Continuation(tokenizer, [0], ["lo wo"])
+    for token in (1, 1, 0, 1):
+        continuation.add(token)
+    assert continuation.text == " world world hel"
+
+
 def test_nothing_follows_the_end_of_the_document() -> None:
-    continuation = Continuation(ByteTokenizer(), ())
+    continuation = Continuation(ByteTokenizer(), (), ())
     for token in (104, ByteTokenizer.end, 105):
         continuation.add(token)
     assert (continuation.text, continuation.done) == ("h", True)

@@ -1,24 +1,31 @@
 """The loop of a run: what it reads when, and what it leaves beside the metrics."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
+import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import toy
+from boards import events
 
 from jaxopt_llm import config as configuration
 from jaxopt_llm import train as command
 from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.errors import InputError
+from jaxopt_llm.errors import InputError, Preempted, TrainingDiverged
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.decoder import param_specs
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import MeshConfig
 from jaxopt_llm.parallel.topology import CHIPS
+from jaxopt_llm.training import guard
 
 
 def tiny(directory: Path, **sections: Any) -> TrainConfig:
@@ -133,3 +140,80 @@ def test_a_profile_of_the_steps_that_were_asked_for(tmp_path: Path, monkeypatch:
         command.train(tiny(tmp_path / "run", profile=profile), preemption)
     assert running == [("start", 1), ("stop", 2)]  # before step 2, and after step 3, which is not counted yet
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
+
+
+def test_what_is_recorded_and_compiled_is_as_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repeated: list[str] = []
+
+    def waiting(*arguments: Any) -> Any:
+        with contextlib.closing(read_ahead(*arguments)) as batches:
+            yield from ((batch, 0.25) for batch, _ in batches)
+
+    def repeatable(lowered: Any, *_: Any) -> dict[str, Any]:
+        repeated.append(lowered.as_text().split()[1])
+        return {}
+
+    read_ahead = command.read_ahead
+    monkeypatch.setattr(command, "read_ahead", waiting)
+    monkeypatch.setattr(command, "repeatable", repeatable)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(guard, "HISTORY", 4)
+    config = tiny(tmp_path / "run")
+    config = dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, deterministic=True),
+        training=dataclasses.replace(config.training, steps=9, skip_outliers=1.001),
+        logging=configuration.LoggingConfig(every=2),
+    )
+    with Preemption() as preemption:
+        command.train(config, preemption)
+    assert repeated == ["@jit_step", "@jit_sums"]
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [2, 4, 6, 8, 9]
+    assert all(record["data_seconds"] > 0.1 for record in records)
+    assert records[-1]["skipped"] > 0
+    shown = [event for event in events(tmp_path / "run") if event.summary.value]
+    losses = [
+        (event.step, value.simple_value) for event in shown for value in event.summary.value if value.tag == "loss"
+    ]
+    assert losses == [(record["step"], np.float32(record["loss"])) for record in records]
+
+
+@pytest.mark.parametrize("told", [InputError("damaged"), Preempted(3)])
+def test_what_was_learnt_before_a_batch_that_does_not_come_is_kept(
+    told: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ending(*arguments: Any) -> Any:
+        with contextlib.closing(read_ahead(*arguments)) as batches:
+            yield from itertools.islice(batches, 3)
+            raise told
+
+    read_ahead = command.read_ahead
+    monkeypatch.setattr(command, "read_ahead", ending)
+    with Preemption() as preemption, pytest.raises(type(told)):
+        command.train(tiny(tmp_path / "run"), preemption)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"]
+
+
+def test_a_held_out_loss_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "evaluate", lambda *_: math.nan)
+    with Preemption() as preemption, pytest.raises(TrainingDiverged, match="step 4: held out loss nan"):
+        command.train(tiny(tmp_path / "run"), preemption)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_repeatable_run_compiles_anew(deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[bool] = []
+    monkeypatch.setattr(command.runtime, "start", lambda devices, *, cache: kept.append(cache))
+    monkeypatch.setattr(command, "train", lambda *_: None)
+    arguments = [
+        "--config",
+        "quickstart.py",
+        "--run.directory",
+        str(tmp_path),
+        "--run.deterministic",
+        str(deterministic),
+    ]
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    assert command.main() == 0
+    assert kept == [not deterministic]

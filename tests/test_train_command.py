@@ -1,13 +1,16 @@
 """The main command and its run directory: start, stop, resume, finish."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from commands import TIMINGS, TINY, checkpoint, command, metrics, train
+from commands import ENVIRONMENT, TIMINGS, TINY, checkpoint, command, metrics, tiny, train
 
 from jaxopt_llm.config import from_json
 
@@ -144,6 +147,10 @@ def test_generation_continues_the_prompt(whole: Path) -> None:
 
 def test_divergence_ends_the_run_with_3(tmp_path: Path) -> None:
     broken = ("--training.steps", 8, "--optimizer.learning-rate", 1e38, "--training.skip-limit", 3)
+    # What is skipped may have spoilt parameters before it: it takes no older checkpoint's place.
+    kept = ("--checkpoint.every", 1, "--checkpoint.keep", 1)
+    assert train(tmp_path / "saved", *broken, *kept).returncode == 3
+    assert [path.name for path in (tmp_path / "saved" / "checkpoints").iterdir()] == ["1"]
     diverged = train(tmp_path / "run", *broken)
     assert diverged.returncode == 3
     assert diverged.stderr.startswith("error: step ") and diverged.stderr.count("\n") == 1
@@ -161,6 +168,14 @@ def test_divergence_ends_the_run_with_3(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2]
     assert (tmp_path / "run" / "metrics.1.jsonl").read_text() == logged
+
+
+def test_who_reads_what_it_says_costs_the_run_nothing(tmp_path: Path) -> None:
+    run = [sys.executable, "-m", "jaxopt_llm.train", *map(str, tiny(tmp_path)), "--training.steps", "3"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(run, stdout=full, stderr=subprocess.PIPE, env={**os.environ, **ENVIRONMENT}, timeout=300)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert len(metrics(tmp_path)) == 3
 
 
 def test_help_lists_every_field_with_its_unit() -> None:

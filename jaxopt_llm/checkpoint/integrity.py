@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from jaxopt_llm.files import replace_durably, sync_directory
+
 MANIFEST = "manifest.json"
 THREADS = min(8, os.cpu_count() or 1)  # hashlib lets go of the GIL: each hashes 1 to 2 GB/s
 
@@ -70,26 +72,6 @@ def size(path: Path) -> int:
     if path.is_symlink() or not path.is_dir():
         return path.lstat().st_size
     return sum((path / name).lstat().st_size for name in _names(path))
-
-
-def replace_durably(path: Path, text: str) -> None:
-    """Writes a file whole or, if the process or the machine dies, not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Makes durable which names the directory has."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _names(directory: Path, within: str = "") -> list[str]:

@@ -1,5 +1,6 @@
 """Checkpoints in the run directory, by Orbax: one layout whatever the mesh that wrote or reads them."""
 
+import asyncio
 import datetime
 import json
 import os
@@ -11,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from etils import epath
 
 from jaxopt_llm import tree
 from jaxopt_llm.checkpoint import integrity, policy, quiet, steps
 from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.errors import CheckpointError
+from jaxopt_llm.parallel.distributed import ALONE, Channel, Processes
 
 # What Orbax and TensorStore raise for a disk that is full, read-only or gone.
 FAILURES = (OSError, ValueError, RuntimeError)
@@ -33,22 +37,29 @@ class Checkpoints:
     """
 
     def __init__(
-        self, directory: Path, config: CheckpointConfig | None = None, say: Callable[[str], None] = _to_stderr
+        self,
+        directory: Path,
+        config: CheckpointConfig | None = None,
+        say: Callable[[str], None] = _to_stderr,
+        processes: Processes = ALONE,
     ) -> None:
-        """config: None for a reader, which changes nothing. say: told, in a line, what was damaged or not saved."""
+        """config: None for a reader, which changes nothing. say: told, in a line, what was damaged or not saved.
+        processes: that save and restore together, each what its devices hold."""
         self.directory = directory.absolute()
-        self.failed: int | None = None  # the step of the last save, where that one failed
+        self.failed = False  # whether the last save did
+        self._saved = 0  # its step
         self._why = ""
         self._config = config
         self._say = say
+        self._first = processes.first
+        self._now, self._later = processes.channel("checkpoint"), processes.channel("checkpoint in the background")
         quiet.silence()
-        if config is not None:
+        if config is not None and processes.first:
             self.directory.mkdir(parents=True, exist_ok=True)
             steps.sweep(self.directory)
-        # A directory that cannot be made is then an error of `save`, not a wait of twenty minutes.
-        options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-        handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(async_options=options))
-        self._checkpointer = ocp.AsyncCheckpointer(handler, async_options=options)
+        # Its own barriers would keep the other processes for minutes where one fails: `_together` is instead of them.
+        alone = ocp.options.MultiprocessingOptions(active_processes={processes.index})
+        self._handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
         self._background = ThreadPoolExecutor(1, "checkpoint")
         self._finishing: Future[None] | None = None
 
@@ -56,9 +67,11 @@ class Checkpoints:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._wait()
-        self._background.shutdown()
-        self._checkpointer.close()
+        try:
+            self._wait()
+        finally:
+            self._background.shutdown()
+            self._handler.close()
 
     def latest_step(self) -> int | None:
         """The step of the newest checkpoint that is whole, every file of it read; None where there is none yet.
@@ -66,6 +79,19 @@ class Checkpoints:
         Newer ones that are damaged are named and, but by a reader, set aside. Raises CheckpointError where none is
         whole though there are, or were, some.
         """
+        found: tuple[int | None, str] = (None, "")
+        if self._first:
+            try:
+                found = self._find_latest(), ""
+            except CheckpointError as error:
+                found = None, str(error)
+        step: int | None
+        step, why = json.loads(self._now.exchange(json.dumps(found))[0])
+        if why:
+            raise CheckpointError(why)
+        return step
+
+    def _find_latest(self) -> int | None:
         damaged = False
         for step, path in reversed(steps.by_step(self.directory).items()):
             found = steps.damage(path)
@@ -74,7 +100,7 @@ class Checkpoints:
                     self._say(f"checkpoint {path} is whole: it is used instead")
                 return step
             if not os.path.lexists(path):  # deleted meanwhile, by the run that a reader looks at
-                return self.latest_step()
+                return self._find_latest()
             aside = "" if self._config is None else f"; set aside as {steps.set_aside(path).name}"
             self._say(f"checkpoint {path} is damaged: {found}{aside}")
             damaged = True
@@ -85,9 +111,9 @@ class Checkpoints:
             )
         return None
 
-    def due(self, step: int) -> bool:
-        """Whether a checkpoint follows this step."""
-        return self._config is not None and self._config.due(step, self.failed)
+    def due(self, step: int, failed: bool) -> bool:
+        """Whether a checkpoint follows this step. failed: whether the last save did, on any process."""
+        return self._config is not None and self._config.due(step, self._saved if failed else None)
 
     def save(self, step: int, trees: Mapping[str, tree.Tree], record: Mapping[str, Any]) -> float:
         """Copies the trees off the devices and writes them in the background, once the save before is done; returns
@@ -98,30 +124,33 @@ class Checkpoints:
         """
         began = time.perf_counter()
         self._wait()
+        self.failed, self._saved = False, step
         contents = {
             "step": step,
             **record,
             "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "arrays": {name: _described(each) for name, each in trees.items()},
         }
-        items = {name: ocp.args.StandardSave(each) for name, each in trees.items()}
         path = steps.working(self.directory, step)
-        try:
-            steps.sweep(self.directory)  # what threads of a save that failed wrote after it was freed
-            self._checkpointer.save(path, args=ocp.args.Composite(**items))
-        except FAILURES as error:
-            self._give_up(step, error)
+        writes: list[Any] = []
+        why = self._together(self._now, lambda: self._begin(path, trees))
+        why = why or self._together(self._now, lambda: writes.extend(self._copy(path, trees)))
+        if why:
+            self._give_up(step, why)
         else:
-            self._finishing = self._background.submit(self._finish, path, contents)
+            self._finishing = self._background.submit(self._finish, path, contents, writes)
         return time.perf_counter() - began
 
     def save_last(self, step: int, trees: Mapping[str, tree.Tree], record: Mapping[str, Any]) -> float:
-        """The same, waiting until it is on disk. Raises CheckpointError where it fails twice."""
+        """The same, waiting until it is on disk; nothing more where that step was saved already. Raises CheckpointError
+        where it fails twice."""
         began = time.perf_counter()
+        self._wait()
         for _ in range(2):
-            self.save(step, trees, record)
-            self._wait()
-            if self.failed is None:
+            if self._saved != step or self.failed:
+                self.save(step, trees, record)
+                self._wait()
+            if not self.failed:
                 return time.perf_counter() - began
         left = max(steps.by_step(self.directory), default=None)
         raise CheckpointError(
@@ -130,43 +159,82 @@ class Checkpoints:
             + ": make room there, then run again to continue"
         )
 
-    def restore(self, step: int, **abstract: tree.Tree) -> dict[str, tree.Tree]:
+    def restore(self, step: int, dtype: str | None = None, **abstract: tree.Tree) -> dict[str, tree.Tree]:
         """The trees of these names, in the shapes, dtypes and shardings of trees of ShapeDtypeStructs.
 
+        dtype: what they are cast to while they are read, so that a device never holds more.
         Raises CheckpointError where the checkpoint holds other leaves, shapes or dtypes, or cannot be read.
         """
         path = self.directory / str(step)
-        items = {name: ocp.args.StandardRestore(each) for name, each in abstract.items()}
+        cast = abstract if dtype is None else jax.tree.map(lambda x: x.update(dtype=jnp.dtype(dtype)), abstract)
         try:
             _check_arrays(path, abstract)
-            return dict(self._checkpointer.restore(path, args=ocp.args.Composite(**items)))
+            return {
+                name: self._handler.restore(epath.Path(path / name), args=ocp.args.StandardRestore(each))
+                for name, each in cast.items()
+            }
         except FAILURES as error:
             raise CheckpointError(f"checkpoint {path} cannot be read: {_first_line(error)}") from error
 
-    def _finish(self, path: Path, contents: dict[str, Any]) -> None:
+    def _begin(self, path: Path, trees: Mapping[str, tree.Tree]) -> None:
+        if self._first:
+            steps.sweep(self.directory)  # what threads of a save that failed wrote after it was freed
+            for name in trees:
+                (path / name).mkdir(parents=True)
+
+    def _copy(self, path: Path, trees: Mapping[str, tree.Tree]) -> list[Any]:
+        """Takes this process's part off its devices. Returns the writes that are then on their way."""
+
+        async def copy() -> list[Any]:
+            saves = [
+                self._handler.async_save(epath.Path(path / name), args=ocp.args.StandardSave(trees[name]))
+                for name in trees
+            ]
+            return [write for writes in await asyncio.gather(*saves) for write in writes]
+
+        return asyncio.run(copy())
+
+    def _finish(self, path: Path, contents: dict[str, Any], writes: list[Any]) -> None:
         """In the background."""
-        try:
-            self._checkpointer.wait_until_finished()
+        why = self._together(self._later, lambda: [write.result() for write in writes])
+        why = why or self._together(self._later, lambda: self._commit(path, contents))
+        if why:
+            self._give_up(contents["step"], why)
+        elif self._first:
+            self._delete_old()
+
+    def _commit(self, path: Path, contents: dict[str, Any]) -> None:
+        if self._first:
+            for name in contents["arrays"]:
+                self._handler.finalize(epath.Path(path / name))
             (path / steps.RECORD).write_text(json.dumps(contents))
             integrity.seal(path)
             steps.commit(path)
-        except FAILURES as error:
-            self._give_up(contents["step"], error)
-            return
-        self.failed = None
-        self._delete_old()
 
-    def _give_up(self, step: int, error: Exception) -> None:
-        self.failed, self._why = step, _first_line(error)
+    def _together(self, channel: Channel, act: Callable[[], object]) -> str:
+        """Acts on every process, and waits for all. Returns what went wrong on the first that failed, or nothing."""
+        try:
+            act()
+            own = ""
+        except jax.errors.JaxRuntimeError:
+            raise  # the device's failure, not the disk's
+        except FAILURES as error:
+            own = _first_line(error)
+        return next(filter(None, channel.exchange(own)), "")
+
+    def _give_up(self, step: int, why: str) -> None:
+        self.failed, self._why = True, why
         freed = ""
-        for _ in range(5):  # writes of other leaves that are on their way make their directories again
+        for _ in range(
+            5 if self._first else 0
+        ):  # writes of other leaves that are on their way make their directories again
             try:
                 steps.sweep(self.directory)
                 freed = "what it wrote is freed"
             except OSError as left:
                 freed = f"what it wrote could not be freed: {_first_line(left)}"
             time.sleep(0.1)
-        self._say(f"checkpoint {self.directory / str(step)} could not be saved: {self._why}; {freed}")
+        self._say(f"checkpoint {self.directory / str(step)} could not be saved: {why}; {freed}")
 
     def _delete_old(self) -> None:
         assert self._config is not None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.checkpoint import integrity
+from jaxopt_llm.files import sync_directory
 
 RECORD = "checkpoint.json"  # beside the arrays: what they are, and what else it takes to go on
 
@@ -54,14 +55,14 @@ def working(directory: Path, step: int) -> Path:
 def commit(path: Path) -> None:
     """Gives a sealed working directory its step's name."""
     path.rename(path.with_suffix(""))
-    integrity.sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 def set_aside(path: Path) -> Path:
     """Renames what is damaged. Returns its new path."""
     free = (path.with_name(f"{path.name}.damaged.{number}") for number in itertools.count(1))
     aside = path.rename(next(each for each in free if not each.exists()))
-    integrity.sync_directory(path.parent)
+    sync_directory(path.parent)
     return aside
 
 
@@ -74,4 +75,4 @@ def sweep(directory: Path) -> None:
     """Frees what a dead process or a failed save left half written or half deleted."""
     for pattern in ("*.writing*", "*.deleting"):
         for path in directory.glob(pattern):
-            shutil.rmtree(path)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

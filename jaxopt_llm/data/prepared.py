@@ -31,6 +31,7 @@ from jaxopt_llm.data.source import File, Part, parts, read
 from jaxopt_llm.data.tokenizer import Tokenizer
 from jaxopt_llm.data.tokens import IndexedPiece, fingerprint, token_dtype, tokenized
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.files import replace_durably
 
 MANIFEST, SHARDS = "manifest.json", "shards.jsonl"
 FORMAT = 2
@@ -199,11 +200,7 @@ def array_file(directory: Path, name: str) -> Path:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Whole or, if the process dies, not at all."""
-    with _temporary(path).open("w") as file:
-        file.write(json.dumps(value, indent=1) + "\n")
-        _sync(file)
-    os.replace(_temporary(path), path)
+    replace_durably(path, json.dumps(value, indent=1) + "\n")
 
 
 @dataclass(frozen=True)

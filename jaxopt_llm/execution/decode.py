@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from jaxopt_llm.execution import scan
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Params, Parts
+from jaxopt_llm.parallel.mesh import BATCH_AXES
 from jaxopt_llm.parallel.sharding import Placement
 
 
@@ -68,6 +69,8 @@ def continuations(
 
     prompts: ids, none empty. Shorter ones are padded on the left, where their rows see nothing.
     """
+    given = len(prompts)
+    prompts = [*prompts, *[prompts[-1]] * (-given % placement.size(*BATCH_AXES))]  # a batch divides over devices
     longest = max(prompt.size for prompt in prompts)
     padding = np.array([longest - prompt.size for prompt in prompts], np.int32)
     padded = np.stack([np.pad(prompt, (longest - prompt.size, 0)) for prompt in prompts])
@@ -89,5 +92,5 @@ def continuations(
     for index in range(1, count):
         before = tokens
         tokens, caches = compiled(params, caches, tokens[:, None], jnp.int32(longest + index - 1), jnp.int32(index))
-        yield np.asarray(before)
-    yield np.asarray(tokens)
+        yield np.asarray(before)[:given]
+    yield np.asarray(tokens)[:given]

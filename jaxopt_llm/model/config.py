@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["global", "sliding", "global_nope"]
+MOST_LAYERS = 10_000  # a layout names every layer
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class ModelConfig:
             for name in (*sizes, "max_positions", "rope_factor", "rope_original_length")
             if getattr(self, name) < 1
         ]
+        if self.layers > MOST_LAYERS:
+            found.append(f"model.layers={self.layers}: must be at most {MOST_LAYERS:,}")
         found += [
             f"model.{name}={getattr(self, name)}: must be above 0"
             for name in ("rope_theta", "norm_epsilon", "rope_low_frequency_factor")

@@ -15,7 +15,8 @@ from jaxopt_llm.observe.metrics import LoggingConfig
 class Dashboards:
     """Writes every number of a record under its name and step. A context manager.
 
-    What an interrupted run wrote after the step it is resumed from is no longer shown.
+    What an interrupted run wrote after the step it is resumed from TensorBoard no longer shows; Weights & Biases, which
+    forgets nothing, shows it and what comes in its place.
     """
 
     def __init__(
@@ -35,14 +36,21 @@ class Dashboards:
             # Of the directory, so that a resume continues it.
             whole = directory.resolve()
             identity = f"{whole.name}-{hashlib.sha256(str(whole).encode()).hexdigest()[:8]}"
-            self._run = wandb.init(
-                project=config.wandb_project,
-                id=identity,
-                name=whole.name,
-                dir=directory,
-                config=settings,
-                resume="allow",
-            )
+            try:
+                self._run = wandb.init(
+                    project=config.wandb_project,
+                    id=identity,
+                    name=whole.name,
+                    dir=directory,
+                    config=settings,
+                    resume="allow",
+                )
+            except wandb.Error as error:
+                raise InputError(
+                    f"logging.wandb_project={config.wandb_project}: {error}; WANDB_MODE=offline needs no server"
+                ) from error
+            # By our own step: what is logged at an earlier one of its steps than the last is ignored.
+            self._run.define_metric("*", step_metric="step")
 
     def write(self, record: dict[str, Any]) -> None:
         # None stands for what is not finite.
@@ -50,7 +58,7 @@ class Dashboards:
         if self._board is not None:
             self._board.write(record["step"], numbers)
         if self._run is not None:
-            self._run.log(numbers, step=record["step"])
+            self._run.log({"step": record["step"], **numbers})
 
     def __enter__(self) -> "Dashboards":
         return self

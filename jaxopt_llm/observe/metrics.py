@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.files import replace_durably
 
 
 @dataclass(frozen=True)
@@ -19,13 +20,6 @@ class LoggingConfig:
     """whether records also go to the run directory's tensorboard/"""
     wandb_project: str = ""
     """project of Weights & Biases that records also go to; empty is off"""
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Writes a file whole or, if the process dies, not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 class MetricsLog:
@@ -39,7 +33,7 @@ class MetricsLog:
                 kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= resume_step]
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(f"{path} has a line that is no record ({error}); mend or move the file") from error
-            replace_text(path, "".join(kept))
+            replace_durably(path, "".join(kept))
         self._path, self._say = path, say
         self._file = path.open("ab", buffering=0)
         self._waiting = b""
@@ -61,6 +55,10 @@ class MetricsLog:
             self._file.truncate(whole)  # no half lines
             raise
         self._waiting = b""
+
+    def sync(self) -> None:
+        """Until what is written would survive a power cut: no checkpoint is to be newer than its records."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Raises OSError where a record could not be written to the end."""

@@ -1,5 +1,6 @@
 """What a person watching sees: a live line on a terminal, plain lines elsewhere."""
 
+import contextlib
 from typing import Any
 
 from rich.console import Console
@@ -9,8 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 class ProgressLine:
     """Shows steps done, the last logged numbers and the time that remains. A context manager."""
 
-    def __init__(self, steps: int) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
+    def __init__(self, steps: int, shown: bool = True) -> None:
+        """shown: whether this process prints anything."""
+        self._console = Console(highlight=False, soft_wrap=True, quiet=not shown)
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
         self._progress = Progress(
             *columns, TimeRemainingColumn(), console=self._console, disable=not self._console.is_terminal
@@ -25,7 +27,9 @@ class ProgressLine:
         self._progress.stop()
 
     def say(self, line: str) -> None:
-        self._console.print(line, markup=False)
+        """A full disk, or a reader who has gone, costs no run its life: what is said is in metrics.jsonl, too."""
+        with contextlib.suppress(OSError):
+            self._console.print(line, markup=False)
 
     def advance(self, step: int) -> None:
         self._progress.update(self._task, completed=step)

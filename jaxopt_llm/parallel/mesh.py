@@ -41,9 +41,9 @@ class MeshConfig:
         return math.prod(getattr(self, axis) for axis in BATCH_AXES)
 
 
-def simulate_cpu_devices(config: MeshConfig) -> None:
-    """Lets the CPU pose as as many devices as the mesh has. Must run before JAX touches a backend."""
-    jax.config.update("jax_num_cpu_devices", config.devices)
+def simulate_cpu_devices(count: int) -> None:
+    """Lets the CPU pose as so many devices. Must run before JAX touches a backend."""
+    jax.config.update("jax_num_cpu_devices", count)
 
 
 def compiler_options(mesh: Mesh | AbstractMesh) -> dict[str, str]:

@@ -4,12 +4,14 @@ import hashlib
 import os
 import platform
 import stat
+import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxopt_llm.errors import InputError
-from jaxopt_llm.parallel.mesh import MeshConfig, simulate_cpu_devices
+from jaxopt_llm.parallel.mesh import simulate_cpu_devices
 
 # Of a GPU's memory, given to XLA at the start (JAX's own default is 0.75). The rest is the CUDA context's, NCCL's, and
 # the libraries' own: without it, what the compiler says fits would not.
@@ -17,26 +19,35 @@ MEMORY_FRACTION = "0.92"
 _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
-def start(mesh: MeshConfig, *, cache: bool) -> None:
+def start(devices: int, *, cache: bool) -> None:
     """Simulated devices on CPUs, the memory fraction on GPUs, and the cache of compiled programs; what the user's
-    environment says of the last two stands."""
-    simulate_cpu_devices(mesh)
+    environment says of the last two stands. devices: of this process."""
+    simulate_cpu_devices(devices)
     if not any(name in os.environ for name in _FRACTION_VARIABLES):
         os.environ[_FRACTION_VARIABLES[0]] = MEMORY_FRACTION
     if not cache:
         jax.config.update("jax_enable_compilation_cache", False)
     elif not jax.config.values["jax_compilation_cache_dir"]:
-        jax.config.update("jax_compilation_cache_dir", str(_private(compilation_cache())))
+        try:
+            jax.config.update("jax_compilation_cache_dir", str(_private(compilation_cache())))
+        except OSError as error:
+            print(
+                f"compiled programs are not kept ({error}); JAX_COMPILATION_CACHE_DIR names a directory for them",
+                file=sys.stderr,
+            )
 
 
-def repeatable(directory: Path) -> dict[str, str | bool]:
-    """Compiler options with which a program gives the same bits every time, there and on GPUs of the same kind: without
-    operations that add in any order, and with the algorithms that autotuning chose at the first start."""
-    choices = directory / "autotuning.textproto"
+def repeatable(program: Any, directory: Path, writes: bool = True) -> dict[str, str | bool]:
+    """Compiler options with which a lowered program gives the same bits every time, there and on GPUs of the same kind:
+    without operations that add in any order, and with the algorithms that autotuning chose for it at the first start.
+
+    writes: whether this process keeps them; those of a job choose together."""
+    name = hashlib.sha256(program.as_text().encode()).hexdigest()[:16]
+    choices = directory / f"autotuning.{name}.textproto"
     options: dict[str, str | bool] = {"xla_gpu_exclude_nondeterministic_ops": True}
     if choices.exists():
         return options | {"xla_gpu_load_autotune_results_from": str(choices)}
-    return options | {"xla_gpu_dump_autotune_results_to": str(choices)}
+    return options | ({"xla_gpu_dump_autotune_results_to": str(choices)} if writes else {})
 
 
 def compilation_cache() -> Path:

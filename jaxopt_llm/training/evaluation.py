@@ -1,7 +1,8 @@
 """Held-out loss."""
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +24,21 @@ class EvaluationConfig:
     """held-out batches that one measurement reads, each of training.batch_size sequences"""
 
 
-def make_evaluate(parts: Parts, executor: Executor, placement: Placement) -> Callable[[TrainState, list[Batch]], float]:
-    """evaluate(state, batches on the devices, fields [M, B, S]) -> mean loss per real token, in nats."""
+def make_held_out(parts: Parts, executor: Executor, placement: Placement) -> Any:
+    """Jitted (state, batch), fields [M, B, S] -> the sums of loss, in nats, and of real tokens."""
 
     def sums(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         params = tree.merge(state.trainable, state.frozen)
         return executor.loss(parts, params, batch, placement)[0], jnp.sum(batch.loss_mask)
 
-    compiled = jax.jit(sums, out_shardings=placement.replicated, compiler_options=compiler_options(placement.mesh))
+    return jax.jit(sums, out_shardings=placement.replicated, compiler_options=compiler_options(placement.mesh))
 
-    def evaluate(state: TrainState, batches: list[Batch]) -> float:
-        totals = [compiled(state, batch) for batch in batches]
-        return sum(float(loss) for loss, _ in totals) / sum(int(tokens) for _, tokens in totals)
 
-    return evaluate
+def evaluate(held_out: Any, state: TrainState, batches: Iterable[Batch]) -> float:
+    """Mean loss per real token, in nats. held_out: what `make_held_out` gives, compiled or not. One batch at a time is
+    on the devices."""
+    loss, tokens = 0.0, 0
+    for batch in batches:
+        of_batch = held_out(state, batch)
+        loss, tokens = loss + float(of_batch[0]), tokens + int(of_batch[1])
+    return loss / tokens

@@ -21,10 +21,14 @@ class ScheduleConfig:
     cooldown_steps: int = 100
     """steps of wsd's fall, the last before decay_steps"""
 
+    @property
+    def ends_at(self) -> int | None:
+        """The step from which on the rate is the final one; None where it has no end."""
+        return self.decay_steps if self.kind in ("cosine", "linear", "wsd") else None
+
     def problems(self) -> list[str]:
         found = []
-        ends = self.kind in ("cosine", "linear", "wsd")
-        if self.warmup_steps < 0 or (ends and self.warmup_steps >= self.decay_steps):
+        if self.warmup_steps < 0 or (self.ends_at is not None and self.warmup_steps >= self.decay_steps):
             found.append(
                 f"schedule.warmup_steps={self.warmup_steps} must be at least 0 and below "
                 f"schedule.decay_steps={self.decay_steps}"

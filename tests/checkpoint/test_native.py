@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 from damages import DAMAGES, flip, largest
 from disks import files_no_larger_than
 
+from jaxopt_llm.checkpoint import steps
 from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.errors import CheckpointError
@@ -89,6 +91,38 @@ def test_what_a_dead_process_left_is_no_checkpoint_and_is_freed(directory: Path)
     assert {path.name for path in directory.iterdir()} == {"2", "7"}
 
 
+def test_one_that_is_deleted_while_it_is_looked_at_gives_way_to_a_newer_one(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage = steps.damage
+
+    def deleted(path: Path) -> str | None:
+        if path.name == "7":
+            save(directory, 8)
+            shutil.rmtree(path)
+        return damage(path)
+
+    monkeypatch.setattr(steps, "damage", deleted)
+    assert latest(directory) == (8, [8, 8, 8], [])
+
+
+def test_a_save_frees_what_threads_of_a_failed_one_wrote_later(directory: Path) -> None:
+    with Checkpoints(directory, KEEPS_ALL) as checkpoints:
+        (directory / "8.writing" / "weights").mkdir(parents=True)
+        (directory / "9.writing").touch()
+        checkpoints.save(9, {"weights": {"w": jnp.full(3, 9)}}, {})
+    assert {path.name for path in directory.iterdir()} == {"2", "7", "9"}
+
+
+def test_a_device_that_fails_is_no_disk_that_is_full(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("INTERNAL: lost")
+
+    monkeypatch.setattr(Checkpoints, "_copy", fail)
+    with Checkpoints(directory, KEEPS_ALL) as checkpoints, pytest.raises(jax.errors.JaxRuntimeError):
+        checkpoints.save(9, {"weights": {"w": jnp.full(3, 9)}}, {})
+
+
 @pytest.mark.parametrize(
     ("wanted", "named"),
     [
@@ -131,9 +165,12 @@ def test_a_save_that_fails_costs_itself_alone(
                 checkpoints.save_last(10, weights, {})
         assert len(said) == 3 and all("could not be saved" in line and "\n" not in line for line in said)
         assert {path.name for path in directory.iterdir()} == {"2", "7"}
-        assert [step for step in range(10, 14) if checkpoints.due(step)] == [12, 13]  # a tenth of 20 later
+        assert [step for step in range(10, 14) if checkpoints.due(step, checkpoints.failed)] == [
+            12,
+            13,
+        ]  # a tenth of 20 later
         checkpoints.save_last(12, weights, {})
-        assert not checkpoints.due(13)
+        assert not checkpoints.due(13, checkpoints.failed)
     assert latest(directory) == (12, [9, 9, 9], [])
     assert [path.name for path in directory.iterdir()] == ["12"]
     assert "Traceback" not in capfd.readouterr().err

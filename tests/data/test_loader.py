@@ -1,7 +1,7 @@
 """Batches as a function of (seed, step), and the fixed held-out batches."""
 
-import itertools
 import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -11,7 +11,7 @@ from texts import stream
 from jaxopt_llm.data.loader import Loader, held_out_batches, mixed, read_ahead
 from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokens import IndexedPiece, join_whole
-from jaxopt_llm.errors import InputError
+from jaxopt_llm.errors import InputError, Preempted
 from jaxopt_llm.model.batch import Batch
 
 
@@ -24,10 +24,10 @@ def make_loader(rows: int, batch_size: int, seed: int) -> Loader:
     return Loader([numbered_rows(rows)], [1.0], batch_size, seed)
 
 
-def mixture(weights: list[float], batch_size: int = 4, process: tuple[int, int] = (0, 1)) -> Loader:
+def mixture(weights: list[float], batch_size: int = 4, own: Sequence[int] | None = None) -> Loader:
     """Of sources with rows 0 to 9, 100 to 107 and 200 to 204."""
     sources = [numbered_rows(10), numbered_rows(8, 100), numbered_rows(5, 200)]
-    return Loader(sources, weights, batch_size, seed=3, process=process)
+    return Loader(sources, weights, batch_size, seed=3, own=own)
 
 
 def numbers(batch: Batch) -> list[int]:
@@ -169,14 +169,21 @@ def test_the_order_of_a_mixture_never_changes() -> None:
     ]
 
 
-def test_processes_share_each_batch() -> None:
+def test_a_process_reads_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    packed = PackedRows.__getitem__
+    monkeypatch.setattr(PackedRows, "__getitem__", lambda rows, n: read.append(n) or packed(rows, n))
+    weights, own = [0.6, 0.3, 0.1], [3, 0]
     for step in (0, 7):
-        whole = numbers(mixture([0.6, 0.3, 0.1]).batch_at(step))
-        for count in (1, 2, 4):
-            own = [numbers(mixture([0.6, 0.3, 0.1], process=(index, count)).batch_at(step)) for index in range(count)]
-            assert list(itertools.chain(*own)) == whole
-    with pytest.raises(InputError, match="training.batch_size=4 does not divide by 3"):
-        mixture([1.0, 1.0, 1.0], process=(0, 3))
+        whole = numbers(mixture(weights).batch_at(step))
+        read.clear()
+        assert numbers(mixture(weights, own=own).batch_at(step)) == [whole[row] for row in own]
+        assert len(read) == len(own)
+    whole = [numbers(batch) for batch in held_out_batches(numbered_rows(30), 4, count=2)]
+    read.clear()
+    batches = held_out_batches(numbered_rows(30), 4, count=2, own=own)
+    assert [numbers(batch) for batch in batches] == [[rows[row] for row in own] for rows in whole]
+    assert len(read) == 2 * len(own) + 1  # to see that there is something to predict
 
 
 class Slow(Loader):
@@ -187,20 +194,20 @@ class Slow(Loader):
         self.let, self.begun = threading.Semaphore(0), threading.Semaphore(0)
         self.reading = "slow.jsonl"
 
-    def batch_at(self, step: int) -> Batch:
+    def rows_at(self, step: int) -> Iterator[Batch]:
         self.asked.append(step)
         self.begun.release()
         self.let.acquire()
         if step == 7:
             raise InputError("damaged")
-        return Batch(step, step, step, step, step)
+        yield Batch(step, step, step, step, step)
 
 
 def test_batches_are_read_ahead_in_order_and_no_further() -> None:
     loader = Slow()
     loader.let.release(n=100)
-    batches = read_ahead(loader, 5, stall_seconds=60)
-    assert [next(batches)[0].tokens for _ in range(2)] == [5, 6]
+    batches = read_ahead(loader, 5, 60, lambda: False)
+    assert [next(batches)[0].tokens.tolist() for _ in range(2)] == [[5], [6]]
     with pytest.raises(InputError, match="damaged"):
         next(batches)
     assert loader.asked == list(range(5, 5 + len(loader.asked))) and len(loader.asked) <= 5
@@ -209,15 +216,52 @@ def test_batches_are_read_ahead_in_order_and_no_further() -> None:
 def test_two_batches_are_read_before_they_are_asked_for() -> None:
     loader = Slow()
     loader.let.release(n=100)
-    next(read_ahead(loader, 0, stall_seconds=60))
+    batches = read_ahead(loader, 0, 60, lambda: False)
+    next(batches)
     assert all(loader.begun.acquire(timeout=60) for _ in range(3))
+    batches.close()
 
 
 def test_waiting_is_measured_and_ends() -> None:
     loader = Slow()
-    batches = read_ahead(loader, 0, stall_seconds=1)
+    batches = read_ahead(loader, 0, 1, lambda: False)
     loader.let.release()
     assert next(batches)[1] >= 0
     with pytest.raises(InputError, match="no batch in 1 s: .*slow.jsonl stalls.*data.stall_seconds"):
         next(batches)
     loader.let.release(n=100)
+
+
+def test_who_waits_for_a_batch_can_be_stopped() -> None:
+    stops: list[bool] = []
+    batches = read_ahead(loader := Slow(), 3, 60, lambda: bool(stops))
+    loader.let.release()
+    next(batches)
+    stops.append(True)
+    with pytest.raises(Preempted, match="step 4"):
+        next(batches)
+    loader.let.release(n=100)
+
+
+def test_reading_ends_between_two_rows() -> None:
+    """Not with the batch: an interpreter that ends meanwhile aborts."""
+    read: list[int] = []
+
+    class Endless(Slow):
+        def rows_at(self, step: int) -> Iterator[Batch]:
+            while True:
+                read.append(step)
+                yield Batch(step, step, step, step, step)
+
+    before = threading.active_count()
+    batches = read_ahead(Endless(), 0, 0.1, lambda: False)
+    with pytest.raises(InputError, match="stalls"):
+        next(batches)
+    assert read and threading.active_count() == before
+
+
+def test_a_held_out_split_of_which_nothing_can_be_predicted_is_refused() -> None:
+    of = IndexedPiece("ends", np.zeros(40, np.int64), np.arange(1, 41), np.zeros(40, np.uint64))
+    rows = PackedRows(join_whole([of]), 4, vocabulary_size=1)
+    with pytest.raises(InputError, match="nothing to predict"):
+        held_out_batches(rows, batch_size=2, count=1)

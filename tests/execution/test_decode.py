@@ -11,6 +11,7 @@ from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.decode import Sampling, candidates, choose, continuations
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import make_parts
+from jaxopt_llm.parallel.sharding import Placement
 
 pytestmark = pytest.mark.core
 
@@ -22,9 +23,15 @@ GREEDY = Sampling()
 PROMPTS = [np.array(ids, np.int32) for ids in ([256, 7, 9, 30, 2, 11], [256, 5], [256, 40, 41, 42])]
 
 
-def written(prompts: Sequence[np.ndarray], count: int, sampling: Sampling = GREEDY, seed: int = 0) -> np.ndarray:
+def written(
+    prompts: Sequence[np.ndarray],
+    count: int,
+    sampling: Sampling = GREEDY,
+    seed: int = 0,
+    placement: Placement = PLACEMENT,
+) -> np.ndarray:
     """[B, count]"""
-    return np.stack([*continuations(PARTS, PARAMS, prompts, count, SIZE, sampling, seed, PLACEMENT)], axis=1)
+    return np.stack([*continuations(PARTS, PARAMS, prompts, count, SIZE, sampling, seed, placement)], axis=1)
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +53,10 @@ def test_greedy_takes_the_likeliest_token_of_the_real_ones(greedy: np.ndarray) -
 def test_a_prompt_is_continued_the_same_beside_others(greedy: np.ndarray) -> None:
     for prompt, expected in zip(PROMPTS, greedy, strict=True):
         np.testing.assert_array_equal(written([prompt], 6)[0], expected)
+
+
+def test_it_is_the_same_on_devices_that_divide_the_parameters(greedy: np.ndarray) -> None:
+    np.testing.assert_array_equal(written(PROMPTS, 6, placement=toy.placement(3, fsdp=8)), greedy)
 
 
 def test_what_is_drawn_is_a_function_of_seed_row_and_index() -> None:

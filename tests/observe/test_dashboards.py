@@ -1,32 +1,18 @@
 """TensorBoard shows what metrics.jsonl holds."""
 
-import struct
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+from boards import events, events_of
 from disks import files_no_larger_than
-from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.event_pb2 import SessionLog
 
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.observe.dashboards import Dashboards
 from jaxopt_llm.observe.metrics import LoggingConfig
-
-
-def events(directory: Path) -> list[Event]:
-    """Of the one file."""
-    (file,) = (directory / "tensorboard").iterdir()
-    return events_of(file)
-
-
-def events_of(file: Path) -> list[Event]:
-    """A record: its length, a checksum, its bytes, a checksum."""
-    found, content = [], file.read_bytes()
-    while content:
-        (length,) = struct.unpack("<Q", content[:8])
-        found.append(Event.FromString(content[12 : 12 + length]))
-        content = content[16 + length :]
-    return found
 
 
 def test_a_record_is_one_scalar_a_number(tmp_path: Path) -> None:
@@ -66,6 +52,53 @@ def test_nothing_is_written_where_it_is_off(tmp_path: Path) -> None:
 def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(InputError, match="logging.wandb_project=mine wants the package wandb"):
-        Dashboards(
-            LoggingConfig(tensorboard=False, wandb_project="mine"), tmp_path, resume_step=0, settings={}, say=print
-        )
+        Dashboards(WANDB, tmp_path, resume_step=0, settings={}, say=print)
+
+
+WANDB = LoggingConfig(tensorboard=False, wandb_project="mine")
+
+
+class FakeWandb(ModuleType):
+    """What is called of the package."""
+
+    class Error(Exception):
+        pass
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.calls: list[tuple[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> "FakeWandb":
+            self.calls.append((name, (*arguments, options)))
+            return self
+
+        return call
+
+
+def test_weights_and_biases_has_every_record_at_its_own_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for step in (7, 5):  # resumed before what was logged
+        with Dashboards(WANDB, tmp_path, resume_step=4, settings={"seed": 1}, say=print) as dashboards:
+            dashboards.write({"step": step, "loss": 0.5, "grad_norm": None})
+    runs = [options for name, (*_, options) in fake.calls if name == "init"]
+    assert [run["config"] for run in runs] == [{"seed": 1}] * 2
+    assert runs[0]["id"] == runs[1]["id"] and runs[1]["resume"] == "allow"
+    assert [told for name, told in fake.calls if name == "log"] == [
+        ({"step": step, "loss": 0.5}, {}) for step in (7, 5)
+    ]
+    assert fake.calls[1] == ("define_metric", ("*", {"step_metric": "step"}))
+    assert fake.calls[-1][0] == "finish"
+
+
+def test_a_server_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+
+    def init(**_: Any) -> None:
+        raise fake.Error("no route")
+
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(fake, "init", init, raising=False)
+    with pytest.raises(InputError, match="no route; WANDB_MODE=offline"):
+        Dashboards(WANDB, tmp_path, resume_step=0, settings={}, say=print)

@@ -10,7 +10,6 @@ import pytest
 
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.parallel import runtime
-from jaxopt_llm.parallel.mesh import MeshConfig
 from jaxopt_llm.parallel.topology import gpu_topology
 
 
@@ -18,7 +17,7 @@ from jaxopt_llm.parallel.topology import gpu_topology
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     environment = {"XDG_CACHE_HOME": str(tmp_path)}
     monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(runtime, "simulate_cpu_devices", lambda mesh: None)
+    monkeypatch.setattr(runtime, "simulate_cpu_devices", lambda devices: None)
     return environment
 
 
@@ -39,7 +38,7 @@ def test_a_cache_that_others_can_write_is_refused(monkeypatch: pytest.MonkeyPatc
     runtime.compilation_cache().mkdir(parents=True)
     runtime.compilation_cache().chmod(0o777)
     with pytest.raises(InputError, match="can be written by others: mend it with chmod 700"):
-        runtime.start(MeshConfig(), cache=True)
+        runtime.start(1, cache=True)
 
 
 @pytest.mark.parametrize("users", [{}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}])
@@ -48,7 +47,7 @@ def test_the_memory_fraction_is_raised_unless_the_user_set_one(
 ) -> None:
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     environment.update(users)
-    runtime.start(MeshConfig(), cache=False)
+    runtime.start(1, cache=False)
     # JAX refuses to start with both variables.
     fractions = {name: value for name, value in environment.items() if "FRACTION" in name}
     assert fractions == (users or {"XLA_CLIENT_MEM_FRACTION": runtime.MEMORY_FRACTION})
@@ -59,11 +58,33 @@ def test_xla_takes_the_options_of_a_repeatable_run(tmp_path: Path) -> None:
     device = jax.sharding.SingleDeviceSharding(gpu_topology("h200")[0])
     # No product: without a device nothing can be tuned, and jax 0.11.2 then has no repeatable choice for one.
     lowered = jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct((256,), jnp.float32, sharding=device))
-    first = runtime.repeatable(tmp_path)
-    assert first["xla_gpu_dump_autotune_results_to"] == str(tmp_path / "autotuning.textproto")
+    first = runtime.repeatable(lowered, tmp_path)
+    assert first["xla_gpu_exclude_nondeterministic_ops"]
+    choices = Path(str(first["xla_gpu_dump_autotune_results_to"]))
     lowered.compile(compiler_options=first)
-    (tmp_path / "autotuning.textproto").write_text("version: 3\n")
-    second = runtime.repeatable(tmp_path)
-    assert second["xla_gpu_load_autotune_results_from"] == str(tmp_path / "autotuning.textproto")
+    choices.write_text("version: 3\n")
+    second = runtime.repeatable(lowered, tmp_path)
+    assert second["xla_gpu_exclude_nondeterministic_ops"]
+    assert second["xla_gpu_load_autotune_results_from"] == str(choices) and choices.parent == tmp_path
     assert "xla_gpu_dump_autotune_results_to" not in second
     lowered.compile(compiler_options=second)
+    other = jax.jit(jnp.cos).lower(jax.ShapeDtypeStruct((256,), jnp.float32, sharding=device))
+    assert runtime.repeatable(other, tmp_path)["xla_gpu_dump_autotune_results_to"] != str(choices)
+    assert "xla_gpu_dump_autotune_results_to" not in runtime.repeatable(other, tmp_path, writes=False)
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_home_that_cannot_be_written_costs_the_cache_alone(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment["XDG_CACHE_HOME"] = "/proc"
+    monkeypatch.setitem(jax.config.values, "jax_compilation_cache_dir", None)
+    runtime.start(1, cache=True)
+    assert "compiled programs are not kept" in capsys.readouterr().err
+
+
+def test_programs_are_kept_by_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = runtime.compilation_cache()
+    monkeypatch.setattr(runtime, "_processor", lambda: "another")
+    assert runtime.compilation_cache().parent == here.parent
+    assert runtime.compilation_cache() != here
