@@ -1,5 +1,6 @@
 """What a training run left, as the commands that read it want it."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ def load(directory: Path, data: DataConfig | None = None) -> Run:
             f"data.tokenizer: it has {tokenizer.vocabulary_size} tokens, the model's vocabulary "
             f"{config.model.vocabulary_size}"
         )
+    _check_tokenizer(directory, tokenizer)
     parts, trained, frozen = lora.adapt(make_parts(config.model), config.lora, config.precision)
     dtype = config.precision.compute_dtype
     devices = visible_devices()
@@ -74,6 +76,19 @@ def load(directory: Path, data: DataConfig | None = None) -> Run:
                 if (directory / "checkpoints" / str(step)).exists():
                     raise  # else the run, which is still on, has a newer one and deleted it
     return Run(config, tokenizer, parts, tree.merge(params, frozen), placement, step)
+
+
+def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
+    """Another file under the same name would give other ids, in silence."""
+    try:
+        trained = json.loads((directory / "corpus.json").read_text())["tokenizer_sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"--checkpoint {directory}: corpus.json does not say its tokenizer ({error!r})") from error
+    if trained != tokenizer.sha256:
+        raise InputError(
+            f"--checkpoint {directory}: data.tokenizer, or its data.beginning or data.end, is another than the run was "
+            "trained with: bring that one back"
+        )
 
 
 def devices_for(needed: int, devices: Sequence[jax.Device], limit: int | None) -> Sequence[jax.Device]:
