@@ -18,7 +18,7 @@ from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.errors import CheckpointError, InputError
 from jaxopt_llm.model.decoder import Params, Parts, make_parts
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh, visible_devices
-from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
 from jaxopt_llm.training import lora
 
 
@@ -60,7 +60,7 @@ def load(directory: Path, data: DataConfig | None = None) -> Run:
     devices = visible_devices()
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     held = devices_for(_bytes(trained, dtype) + _bytes(frozen), devices, limit)
-    placement = Placement(make_mesh(MeshConfig(fsdp=len(held)), held), 3, config.precision)
+    placement = Placement(make_mesh(MeshConfig(fsdp=len(held)), held), ShardingConfig(zero_stage=3), config.precision)
     with Checkpoints(directory / "checkpoints") as checkpoints:
         while True:
             step = checkpoints.latest_step()

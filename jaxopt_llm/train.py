@@ -72,9 +72,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
 
     sources = [rows(source.training, source.name) for source in corpus.sources]
     weights = [source.weight for source in corpus.sources]
-    placement = Placement(
-        make_mesh(config.mesh), config.sharding.zero_stage, config.precision, config.sharding.sequence_parallel
-    )
+    placement = Placement(make_mesh(config.mesh), config.sharding, config.precision)
     program = make_program(
         config.model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
     )
