@@ -36,7 +36,7 @@ def probe(recipe: str, share: float, gigabytes: float) -> dict[str, Any]:
     if limit is None:
         raise InputError("this device does not say how much memory it has: give --gigabytes")
     config = configuration.load(recipe)
-    placement = Placement(make_mesh(config.mesh, jax.devices()[:1]), config.sharding.zero_stage, config.precision)
+    placement = Placement(make_mesh(config.mesh, jax.devices()[:1]), config.sharding, config.precision)
 
     def peak(layers: int) -> int:
         model = dataclasses.replace(config.model, layers=layers)

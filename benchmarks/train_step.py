@@ -50,9 +50,7 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
     config = configuration.parse(arguments, "benchmarks/train_step.py")
     configuration.validate(config)
     simulate_cpu_devices(config.mesh.devices)
-    placement = Placement(
-        make_mesh(config.mesh), config.sharding.zero_stage, config.precision, config.sharding.sequence_parallel
-    )
+    placement = Placement(make_mesh(config.mesh), config.sharding, config.precision)
     program = make_program(
         config.model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
     )

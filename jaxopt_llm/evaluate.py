@@ -76,7 +76,7 @@ def main() -> int:
     rows = PackedRows(stream, config.training.sequence_length, config.model.vocabulary_size, what)
     loss, tokens = evaluate(source, rows, config.training.batch_size, own.batches)
     print(
-        f"step {source.step} on {what} ({stream.documents:,} documents): {loss:.4f} nats per token, "
+        f"step {source.step} on {what} ({stream}): {loss:.4f} nats per token, "
         f"perplexity {math.exp(min(loss, 700)):.4g}, {tokens:,} tokens"
     )
     return 0

@@ -109,7 +109,7 @@ def make_plan(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int) -> 
         )
     chip = CHIPS[gpu]
     mesh = make_mesh(config.mesh, devices)
-    placement = Placement(mesh, config.sharding.zero_stage, config.precision)
+    placement = Placement(mesh, config.sharding, config.precision)
     program = make_program(
         config.model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
     )

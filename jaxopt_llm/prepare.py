@@ -1,7 +1,9 @@
 """python -m jaxopt_llm.prepare --input PATH [PATH ...] --output DIR [--tokenizer FILE] [...]
+python -m jaxopt_llm.prepare --verify DIR
 
 Tokenises a corpus once, on all cores, into memory-mapped files that training reads with --data.paths DIR. Killed and
-run again, it keeps the shards that are whole and ends with the same bytes.
+run again, it keeps the shards that are whole and ends with the same bytes. --verify reads such a corpus whole and says
+what of it is damaged.
 """
 
 import argparse
@@ -11,10 +13,12 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,7 @@ from jaxopt_llm import errors
 from jaxopt_llm.checkpoint.lock import sole_owner
 from jaxopt_llm.data import prepared
 from jaxopt_llm.data.config import DataConfig
-from jaxopt_llm.data.source import PLAN, Part, find_files
+from jaxopt_llm.data.source import PLAN, Part, find_all
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.errors import InputError
 
@@ -37,30 +41,34 @@ def prepare(config: DataConfig, directory: Path, workers: int) -> None:
         InputError: what reading the sources raises; the directory holds another preparation, or anything else.
     """
     tokenizer = load_tokenizer(config)
-    files = [file for pattern in config.paths for file in find_files(pattern, config)]
+    files = list(chain.from_iterable(find_all(config)))
     for file in files:
         if file.format not in ("text", "jsonl", "parquet"):
             raise InputError(f"--input {file.path} holds tokens, not text: train on it as it is")
-    plan = prepared.plan(files, config, tokenizer)
+    console = Console(highlight=False, soft_wrap=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("looking at files", total=len(files))
+        looked = prepared.look_at(files, config, lambda: progress.advance(task))
+    plan = prepared.plan(files, [fingerprint for fingerprint, _ in looked], config, tokenizer)
     _check(directory, plan)
     with sole_owner(directory, "--output"):
         _check(directory, plan)  # nobody else writes there from here on
         for left in directory.glob("*.tmp"):  # by a process that died
             left.unlink()
         prepared.write_json(directory / PLAN, plan)
-        shards = prepared.shards(files)
-        console = Console(highlight=False, soft_wrap=True)
         if (directory / prepared.MANIFEST).exists():
             console.print(f"{directory} is finished already", markup=False)
         else:
-            _write(shards, config, directory, workers, console)
-            counts = [json.loads(prepared.shard_files(directory, i)[2].read_text()) for i in range(len(shards))]
-            if not sum(each["tokens"] for each in counts):
-                raise InputError(f"nothing to learn from in {', '.join(config.paths)}: {_skipped(counts) or 'empty'}")
-            prepared.write_json(directory / prepared.MANIFEST, {"plan": plan, "shards": counts})
-        counts = json.loads((directory / prepared.MANIFEST).read_text())["shards"]
-    documents, tokens = (sum(each[name] for each in counts) for name in ("documents", "tokens"))
-    skipped = _skipped(counts) or "nothing"
+            collection = prepared.Collection(directory, plan["dtype"])
+            shards = prepared.shards(files, [parts for _, parts in looked])
+            _write(shards, collection, config, directory, workers, console)
+            if not sum(each["tokens"] for each in collection.shards):
+                skipped = _skipped(collection.shards) or "empty"
+                raise InputError(f"nothing to learn from in {', '.join(config.paths)}: {skipped}")
+            collection.finish(plan)
+    written = prepared.read_shards(directory)
+    documents, tokens = (sum(each[name] for each in written) for name in ("documents", "tokens"))
+    skipped = _skipped(written) or "nothing"
     console.print(f"{documents:,} documents, {tokens:,} tokens in {directory}; skipped: {skipped}", markup=False)
     console.print(f"train on it with --data.paths {directory} --data.tokenizer {config.tokenizer}", markup=False)
 
@@ -80,18 +88,29 @@ def _check(directory: Path, plan: dict[str, Any]) -> None:
         )
 
 
-def _write(shards: list[list[Part]], config: DataConfig, directory: Path, workers: int, console: Console) -> None:
-    missing = [i for i in range(len(shards)) if not prepared.shard_files(directory, i)[2].exists()]
+def _write(
+    shards: list[list[Part]],
+    collection: prepared.Collection,
+    config: DataConfig,
+    directory: Path,
+    workers: int,
+    console: Console,
+) -> None:
+    missing = [i for i in range(len(shards)) if i not in collection]
+    # Of fewer shards than workers, as one compressed file is, the tokenizer's own threads make more of the cores.
+    alone = len(missing) < workers
     # Spawned, because a fork would copy the locks of this process's threads.
     pool = ProcessPoolExecutor(
-        min(workers, len(missing)) or 1, multiprocessing.get_context("spawn"), _start_worker, (config,)
+        min(workers, len(missing)) or 1, multiprocessing.get_context("spawn"), _start_worker, (config, alone)
     )
     with pool, Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("shards", total=len(shards), completed=len(shards) - len(missing))
         done = [pool.submit(_work, directory, number, shards[number]) for number in missing]
         try:
+            collection.grow()
             for each in as_completed(done):
                 each.result()
+                collection.grow()
                 progress.advance(task)
         except BrokenProcessPool as error:
             raise InputError(
@@ -101,12 +120,19 @@ def _write(shards: list[list[Part]], config: DataConfig, directory: Path, worker
             pool.shutdown(cancel_futures=True)
 
 
+def verify(directory: Path, workers: int) -> None:
+    clock = time.perf_counter()
+    shards, size = prepared.verify(directory, workers)
+    rate = size / 1e6 / (time.perf_counter() - clock)
+    print(f"{directory} is whole: {shards:,} shards, {size / 1e6:,.1f} MB read at {rate:,.0f} MB/s")
+
+
 _worker: tuple[DataConfig, Tokenizer]
 
 
-def _start_worker(config: DataConfig) -> None:
+def _start_worker(config: DataConfig, alone: bool) -> None:
     global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = str(alone).lower()  # else the workers are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches them too; the parent ends them
     _worker = config, load_tokenizer(config)
     parent = multiprocessing.parent_process()
@@ -136,10 +162,9 @@ def main() -> int:
         prog="python -m jaxopt_llm.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="files, folders or globs of text, JSONL or Parquet")
-    add(
-        "--output", type=Path, required=True, metavar="DIR", help="a new directory, or one of an unfinished preparation"
-    )
+    add("--input", nargs="+", metavar="PATH", help="files, folders or globs of text, JSONL or Parquet")
+    add("--output", type=Path, metavar="DIR", help="a new directory, or one of an unfinished preparation")
+    add("--verify", type=Path, metavar="DIR", help="read a prepared corpus whole instead, and say what is damaged")
     add("--tokenizer", default=default.tokenizer, metavar="FILE", help="a tokenizer.json, or bytes (the default)")
     add("--beginning", default=default.beginning, metavar="TOKEN", help="before each document (the tokenizer's own)")
     add("--end", default=default.end, metavar="TOKEN", help="after each document (default: the tokenizer's own)")
@@ -154,10 +179,18 @@ def main() -> int:
     )
     add("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes (default: one per core)")
     arguments = vars(parser.parse_args(sys.argv[1:]))
-    workers, directory = arguments.pop("workers"), arguments.pop("output")
+    workers, paths, directory = (arguments.pop(name) for name in ("workers", "input", "output"))
+    verified = arguments.pop("verify")
     if workers < 1:
         raise InputError(f"--workers {workers}: must be at least 1")
-    prepare(DataConfig(paths=tuple(arguments.pop("input")), **arguments), directory, workers)
+    if verified:
+        if paths or directory:
+            raise InputError("--verify reads what is there: give it without --input and --output")
+        verify(verified, workers)
+    elif paths and directory:
+        prepare(DataConfig(paths=tuple(paths), **arguments), directory, workers)
+    else:
+        raise InputError("--input PATH and --output DIR are needed, or --verify DIR")
     return 0
 
 

@@ -1,5 +1,6 @@
 """What a training run left, as the commands that read it want it."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.errors import CheckpointError, InputError
 from jaxopt_llm.model.decoder import Params, Parts, make_parts
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh, visible_devices
-from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
 from jaxopt_llm.training import lora
 
 
@@ -53,12 +54,13 @@ def load(directory: Path, data: DataConfig | None = None) -> Run:
             f"data.tokenizer: it has {tokenizer.vocabulary_size} tokens, the model's vocabulary "
             f"{config.model.vocabulary_size}"
         )
+    _check_tokenizer(directory, tokenizer)
     parts, trained, frozen = lora.adapt(make_parts(config.model), config.lora, config.precision)
     dtype = config.precision.compute_dtype
     devices = visible_devices()
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     held = devices_for(_bytes(trained, dtype) + _bytes(frozen), devices, limit)
-    placement = Placement(make_mesh(MeshConfig(fsdp=len(held)), held), 3, config.precision)
+    placement = Placement(make_mesh(MeshConfig(fsdp=len(held)), held), ShardingConfig(zero_stage=3), config.precision)
     with Checkpoints(directory / "checkpoints") as checkpoints:
         while True:
             step = checkpoints.latest_step()
@@ -74,6 +76,19 @@ def load(directory: Path, data: DataConfig | None = None) -> Run:
                 if (directory / "checkpoints" / str(step)).exists():
                     raise  # else the run, which is still on, has a newer one and deleted it
     return Run(config, tokenizer, parts, tree.merge(params, frozen), placement, step)
+
+
+def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
+    """Another file under the same name would give other ids, in silence."""
+    try:
+        trained = json.loads((directory / "corpus.json").read_text())["tokenizer_sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"--checkpoint {directory}: corpus.json does not say its tokenizer ({error!r})") from error
+    if trained != tokenizer.sha256:
+        raise InputError(
+            f"--checkpoint {directory}: data.tokenizer, or its data.beginning or data.end, is another than the run was "
+            "trained with: bring that one back"
+        )
 
 
 def devices_for(needed: int, devices: Sequence[jax.Device], limit: int | None) -> Sequence[jax.Device]:

@@ -22,7 +22,7 @@ from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.data.corpus import Corpus, open_corpus
 from jaxopt_llm.data.loader import Loader, held_out_batches, read_ahead
 from jaxopt_llm.data.packing import PackedRows
-from jaxopt_llm.data.tokenizer import load_tokenizer
+from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens import TokenStream
 from jaxopt_llm.errors import InputError, Preempted, TrainingDiverged
 from jaxopt_llm.files import replace_durably
@@ -72,9 +72,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
 
     sources = [rows(source.training, source.name) for source in corpus.sources]
     weights = [source.weight for source in corpus.sources]
-    placement = Placement(
-        make_mesh(config.mesh), config.sharding.zero_stage, config.precision, config.sharding.sequence_parallel
-    )
+    placement = Placement(make_mesh(config.mesh), config.sharding, config.precision)
     program = make_program(
         config.model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
     )
@@ -140,7 +138,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             if not start:
                 _set_aside(directory / "metrics.jsonl")
             log = MetricsLog(directory / "metrics.jsonl", start, progress.say)
-            _record(directory, config, corpus)
+            _record(directory, config, corpus, tokenizer)
             settings = dataclasses.asdict(config)
             dashboards = scope.enter_context(Dashboards(config.logging, directory, start, settings, progress.say))
             recorders = [log.write, dashboards.write, progress.show]
@@ -310,11 +308,10 @@ def _set_aside(log: Path) -> None:
         log.rename(next(path for path in free if not path.exists()))
 
 
-def _record(directory: Path, config: TrainConfig, corpus: Corpus) -> None:
+def _record(directory: Path, config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer) -> None:
     """Makes the run directory this configuration's, before there is a checkpoint that says whose it is."""
-    replace_durably(
-        directory / "corpus.json", json.dumps({"name": corpus.name, "summary": str(corpus), "sha256": corpus.sha256})
-    )
+    told = {"name": corpus.name, "summary": str(corpus), "sha256": corpus.sha256, "tokenizer_sha256": tokenizer.sha256}
+    replace_durably(directory / "corpus.json", json.dumps(told))
     replace_durably(directory / "config.json", configuration.to_json(config))
 
 

@@ -5,7 +5,8 @@ Bytes per layer are the difference between programs of 16 and of 8 layers: what 
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from jaxopt_llm.parallel import hlo
 from jaxopt_llm.parallel.hlo import Collective
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
 from jaxopt_llm.parallel.precision import PrecisionConfig
-from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
 from jaxopt_llm.parallel.topology import gpu_topology
 from jaxopt_llm.training.lora import LoraConfig
 from jaxopt_llm.training.optimizer import OptimizerConfig
@@ -59,6 +60,7 @@ def compiled(
     tied: bool = True,
     adapters_over: str | None = None,
     sequence_parallel: bool = False,
+    switches: tuple[tuple[str, Any], ...] = (),
 ) -> Compiled:
     model = ModelConfig(
         width=WIDTH,
@@ -70,8 +72,9 @@ def compiled(
         vocabulary_size=VOCABULARY,
         tied_head=tied,
     )
+    model = replace(model, **dict(switches))
     precision = PrecisionConfig(reduce_dtype=reduce)
-    placement = Placement(make_mesh(mesh, gpu_topology("h200")), stage, precision, sequence_parallel)
+    placement = Placement(make_mesh(mesh, gpu_topology("h200")), ShardingConfig(stage, sequence_parallel), precision)
     lora = LoraConfig(rank=RANK, base=adapters_over) if adapters_over else LoraConfig()
     training = TrainingConfig(batch_size=ROWS * accumulation, sequence_length=SEQUENCE, accumulation=accumulation)
     program = make_program(model, training, OptimizerConfig(), ScheduleConfig(), RematConfig(remat), lora, placement)

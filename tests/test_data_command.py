@@ -1,19 +1,26 @@
 """Every source through the real command: the same run whichever the format, mixed, resumed, and refused."""
 
 import json
+import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from commands import checkpoint, command, metrics, start_training, train
+from commands import ENVIRONMENT, checkpoint, command, metrics, start_training, tiny, train
 from test_death import finish, wait_until
 from texts import train_tokenizer, write_jsonl, write_megatron, write_parquet, write_text
 
 from jaxopt_llm.checkpoint.steps import by_step
+from jaxopt_llm.data.config import DataConfig
+from jaxopt_llm.data.corpus import open_corpus
+from jaxopt_llm.data.loader import Loader
+from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.source import standard_library
 from jaxopt_llm.data.tokenizer import JsonTokenizer
 
@@ -72,6 +79,59 @@ def test_a_mixture_of_all_formats_resumes_as_if_it_had_not_stopped(corpus: Path,
     assert all(0 <= record["data_seconds"] <= record["step_seconds"] for record in records)
     other = train(tmp_path / "whole", *STEPS, *mixture, "--training.steps", 6, "--data.weights", *[1] * 6)
     assert other.returncode == 2 and "data.weights was" in other.stderr
+
+
+# The command, whose batches are written down, and whose fourth never comes.
+WATCHED = """
+import json, sys, time
+from jaxopt_llm import errors, train
+from jaxopt_llm.data.loader import Loader
+read, log = Loader.rows_at, open(sys.argv.pop(1), "w")
+def rows_at(self, step):
+    while step == 4:
+        time.sleep(1)
+    for row in read(self, step):
+        print(json.dumps(row.tokens.tolist()), file=log, flush=True)
+        yield row
+Loader.rows_at = rows_at
+errors.run(train.main)
+"""
+
+
+def test_a_run_reads_the_rows_of_its_weights_and_seed_and_waits_no_longer_than_it_says(
+    corpus: Path, tmp_path: Path
+) -> None:
+    settings = ("--data.weights", 9, 1, "--run.seed", 1, "--data.held-out", 0.2, "--data.stall-seconds", 5)
+    paths = [corpus / "a.jsonl", corpus / "a.npy"]
+    given = [*tiny(tmp_path / "run"), *data(corpus, *map(str, paths)), *settings, "--training.steps", 9]
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, tmp_path / "log", *map(str, given)],
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and "no batch in 5 s: reading data.paths" in done.stderr, done.stderr
+    tokenizer = JsonTokenizer(corpus / "tokenizer.json")
+    config = DataConfig(paths=tuple(map(str, paths)), weights=(9, 1), held_out=0.2)
+    rows = [PackedRows(source.training, 32, 400) for source in open_corpus(config, tokenizer).sources]
+    loader = Loader(rows, [0.9, 0.1], batch_size=4, seed=1)
+    expected = [row.tolist() for step in range(4) for row in loader.batch_at(step).tokens]
+    assert [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()] == expected
+
+
+def test_another_tokenizer_under_the_same_name_is_refused(corpus: Path, tmp_path: Path) -> None:
+    settings = [*data(corpus, "a.jsonl"), "--data.tokenizer", tmp_path / "tokenizer.json", "--training.steps", 1]
+    content = (corpus / "tokenizer.json").read_bytes()
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    done = train(tmp_path / "run", *settings)
+    assert (done.returncode, done.stderr) == (0, "")
+    train_tokenizer(tmp_path / "tokenizer.json", ["other texts"])
+    for module in ("evaluate", "generate"):
+        refused = command(
+            module, "--checkpoint", tmp_path / "run", *(["--prompt", "x"] if module == "generate" else [])
+        )
+        assert refused.returncode == 2 and "is another than the run was trained with" in refused.stderr
 
 
 def test_generation_uses_the_runs_tokenizer(corpus: Path, from_jsonl: Path) -> None:

@@ -16,7 +16,7 @@ from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.decoder import Params, make_parts
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
 from jaxopt_llm.parallel.precision import PrecisionConfig
-from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.lora import LoraConfig
 from jaxopt_llm.training.optimizer import OptimizerConfig
@@ -195,7 +195,9 @@ def test_placement_changes_nothing(case: dict[str, Any]) -> None:
 def test_a_gpu_computes_what_the_cpu_does(gpu: jax.Device, compute_dtype: str, share: float) -> None:
     precision = PrecisionConfig(compute_dtype=compute_dtype)  # type: ignore[arg-type]
     with jax.default_matmul_precision("highest"):
-        found = compute(Placement(make_mesh(MeshConfig(), [gpu]), 3, precision), 3, "full", "tied", "full")
+        found = compute(
+            Placement(make_mesh(MeshConfig(), [gpu]), ShardingConfig(), precision), 3, "full", "tied", "full"
+        )
     expected = one_device("tied", "full")
     assert found.loss == pytest.approx(expected.loss, rel=share / 10)
     assert found.norm == pytest.approx(expected.norm, rel=share)

@@ -73,6 +73,17 @@ def test_kinds_add_up_to_the_compilers_peak(monkeypatch: pytest.MonkeyPatch) -> 
         assert each.seconds == pytest.approx(each.bytes / (4 * CHIPS["a100"].network_bytes_per_second))
 
 
+def test_sequence_parallelism_is_planned_for() -> None:
+    config = dataclasses.replace(
+        CONFIG,
+        model=dataclasses.replace(CONFIG.model, layers=2),
+        mesh=MeshConfig(tensor=8),
+        sharding=dataclasses.replace(CONFIG.sharding, sequence_parallel=True),
+    )
+    moved = make_plan(config, "h200", 1, 8).collectives
+    assert {each.kind for each in moved if each.bytes > 1e6} == {"all-gather", "reduce-scatter"}
+
+
 def test_links() -> None:
     mesh = AbstractMesh((1, 2, 4, 1, 1, 2), AXES)  # 16 GPUs: data 2, fsdp 4, tensor 2
     chip = CHIPS["h100"]

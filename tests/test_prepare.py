@@ -1,5 +1,6 @@
 """`jaxopt_llm.prepare` through the real command: restarted, killed, refused."""
 
+import json
 import os
 import random
 import signal
@@ -8,11 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from commands import ROOT, command
 from texts import train_tokenizer, write_jsonl, write_text
 
+from jaxopt_llm.data import prepared
 from jaxopt_llm.data.source import standard_library
+from jaxopt_llm.errors import InputError
 
 # The command with shards small enough for a corpus of a few megabytes to have many.
 SMALL_SHARDS = """
@@ -44,6 +48,12 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     )
 
 
+def finished(folder: Path) -> int:
+    """Shards that a killed command would not make again."""
+    record = folder / "shards.jsonl"
+    return record.read_bytes().count(b"\n") if record.exists() else 0
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -57,29 +67,81 @@ def test_killed_it_goes_on_and_ends_with_the_same_bytes(corpus: Path, tmp_path: 
     done = start(*arguments(corpus, tmp_path / "whole", 1))
     stdout, stderr = done.communicate(timeout=300)
     assert (done.returncode, stderr) == (0, "")
-    shards = len(list((tmp_path / "whole").glob("*.bin")))
-    assert shards > 20
+    assert not list((tmp_path / "whole").glob("shard-*"))
+    assert finished(tmp_path / "whole") > 20
     assert "300 documents" in stdout and "skipped: 1 empty" in stdout
     chance = random.Random(0)
-    kept: dict[str, int] = {}
+    kept = 0
     for _ in range(3):
         process = start(*arguments(corpus, tmp_path / "killed", 2))
-        before = len(list((tmp_path / "killed").glob("shard-*[0-9].json")))
-        while len(list((tmp_path / "killed").glob("shard-*[0-9].json"))) == before:
+        while finished(tmp_path / "killed") == kept:
             assert process.poll() is None, process.communicate()
             time.sleep(0.002)
         time.sleep(chance.uniform(0, 0.1))
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)  # ends when the workers, which hold the pipe too, have followed
         assert not (tmp_path / "killed" / "manifest.json").exists()
-        finished = {path.name: path.stat().st_ino for path in (tmp_path / "killed").glob("shard-*[0-9].json")}
-        assert kept.items() <= finished.items()  # what was whole is not written again
-        kept = finished
+        assert finished(tmp_path / "killed") > kept
+        kept = finished(tmp_path / "killed")
     last = start(*arguments(corpus, tmp_path / "killed", 2))
     assert last.communicate(timeout=300)[0] == stdout.replace("whole", "killed") and last.returncode == 0
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
     again = start(*arguments(corpus, tmp_path / "killed", 2))
     assert "finished already" in again.communicate(timeout=300)[0] and again.returncode == 0
+
+
+def test_what_was_appended_but_not_recorded_is_cut_off(tmp_path: Path) -> None:
+    """As after a kill between the two, or in the middle of either."""
+    record = {"documents": 1, "tokens": 1, "tokens_sha256": "", "skipped": {}}
+    for shard in range(3):
+        for name, dtype in (("tokens", "<u2"), ("ends", "<i8"), ("keys", "<u8")):
+            np.array([1 if name == "ends" else shard], dtype).tofile(tmp_path / f"shard-{shard:05}.{name}")
+        prepared.write_json(tmp_path / f"shard-{shard:05}.json", record)
+    left = contents(tmp_path)
+    for _ in range(2):
+        prepared.Collection(tmp_path, "<u2").grow()
+        whole = contents(tmp_path)
+        assert np.fromfile(tmp_path / "ends.bin", "<i8").tolist() == [1, 2, 3]
+        assert set(whole) == {"tokens.bin", "ends.bin", "keys.bin", "shards.jsonl"}
+        for name in ("tokens.bin", "ends.bin", "shards.jsonl"):  # the third shard was being appended
+            (tmp_path / name).write_bytes(whole[name] + b"xyz")
+        for name in left:
+            (tmp_path / name).write_bytes(left[name])
+    for name in left:
+        (tmp_path / name).unlink()
+    assert len(prepared.Collection(tmp_path, "<u2").shards) == 3
+    assert contents(tmp_path) == whole
+    (tmp_path / "keys.bin").write_bytes(whole["keys.bin"][:-1])
+    with pytest.raises(InputError, match="keys.bin has 23 bytes of 24"):
+        prepared.Collection(tmp_path, "<u2")
+
+
+def test_verifying_names_what_is_damaged(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    made = start("--input", corpus / "a.jsonl", "--output", out)
+    made.communicate(timeout=300)
+    whole = command("prepare", "--verify", out)
+    assert (whole.returncode, whole.stderr) == (0, "") and "is whole: " in whole.stdout
+    shard = finished(out) // 2
+    sizes = [json.loads(line) for line in (out / "shards.jsonl").read_text().splitlines()]
+    tokens, documents = (sum(each[name] for each in sizes[:shard]) for name in ("tokens", "documents"))
+    for name, byte in (("tokens", 2 * tokens), ("ends", 8 * documents), ("keys", 8 * documents + 5)):
+        content = (out / f"{name}.bin").read_bytes()
+        changed = bytearray(content)
+        changed[byte] ^= 1
+        (out / f"{name}.bin").write_bytes(changed)
+        with pytest.raises(InputError, match=rf"{out} is damaged: [^;]* {name}.bin[^;]*, shard {shard};"):
+            prepared.verify(out, workers=2)
+        (out / f"{name}.bin").write_bytes(content)
+    record = (out / "shards.jsonl").read_bytes()
+    (out / "shards.jsonl").write_bytes(record.replace(b"0", b"1", 1))
+    refused = command("prepare", "--verify", out)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "shards.jsonl is damaged" in refused.stderr
+    (out / "shards.jsonl").unlink()
+    before = contents(out)
+    again = start("--input", corpus / "a.jsonl", "--output", out)  # no reason to begin anew
+    assert "shards.jsonl is damaged" in again.communicate(timeout=300)[1]
+    assert again.returncode == 2 and contents(out) == before
 
 
 def test_another_preparation_is_not_overwritten(corpus: Path, tmp_path: Path) -> None:
@@ -112,6 +174,9 @@ def test_bad_input_of_the_command(corpus: Path, tmp_path: Path) -> None:
         ((*ok, *out, "--tokenizer", tmp_path / "none.json"), "none.json"),
         ((*ok, *out, "--workers", 0), "--workers 0"),
         (out, "--input"),
+        ((*ok, *out, "--verify", tmp_path), "--verify"),
+        (("--verify", tmp_path / "full"), "not finished"),
+        (("--input", corpus / "*.jsonl", corpus / "a.jsonl", *out), "a.jsonl; every document would come twice"),
     ):
         refused = command("prepare", *given)
         assert refused.returncode == 2 and refused.stderr.count("\n") == 1, (given, refused.stderr)

@@ -109,7 +109,7 @@ from jaxopt_llm.parallel.launchers import DistributedConfig, Job
 
 def main():
     with distributed.joined(Job(sys.argv[1], 2, int(sys.argv[2])), DistributedConfig(timeout_seconds=3), {}):
-        print("joined", file=sys.stderr, flush=True)
+        sys.stderr.write("joined\\n")
         if sys.argv[3:]:
             raise errors.InputError("no batch")
         time.sleep(1000)

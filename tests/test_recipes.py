@@ -15,7 +15,7 @@ from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import param_specs
 from jaxopt_llm.parallel import hlo
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
-from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
 from jaxopt_llm.parallel.topology import gpu_topology
 from jaxopt_llm.plan import GIB, Plan, make_plan
 from jaxopt_llm.training.program import make_program
@@ -75,7 +75,7 @@ def compiled(layers: int, devices: int, stage: int, data: int = 1, accumulation:
     mesh = make_mesh(MeshConfig(data=data, fsdp=devices // data), gpu_topology("h200", -(-devices // 8), 8))
     training = dataclasses.replace(recipe.training, batch_size=devices * accumulation, accumulation=accumulation)
     model = dataclasses.replace(recipe.model, layers=layers)
-    placement = Placement(mesh, stage, recipe.precision)
+    placement = Placement(mesh, ShardingConfig(stage), recipe.precision)
     program = make_program(model, training, recipe.optimizer, recipe.schedule, recipe.remat, recipe.lora, placement)
     options = {"xla_gpu_enable_triton_gemm": False}  # products as calls, by which a schedule can be read
     executable = program.step.lower(program.state, program.batch).compile(compiler_options=options)

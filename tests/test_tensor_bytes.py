@@ -34,6 +34,24 @@ def test_sequence_parallelism_gathers_and_scatters_as_megatron_does(remat: str, 
     assert moved == pytest.approx((gathers + scatters) * SHARE * ACTIVATION, rel=0.01), "something else is moved"
 
 
+GPT = (("norm", "layer"), ("positions", "learned"), ("biases", "all"), ("mlp", "gelu"))
+
+
+def test_switches_move_no_more_than_their_gradients() -> None:
+    """Biases and norms are replicated over `tensor`, as key-value heads fewer than it are, of which keys' and values'
+    gradients are summed over the heads that read them; learned positions leave attention's masks whole."""
+    step = compiled(8, TENSOR, 0, "none", sequence_parallel=True, switches=(*GPT, ("kv_heads", 2)))
+    inside = [each for each in step.collectives if each.times > 1]
+    small = [each for each in inside if each.array_bytes < ACTIVATION]
+    large = sum(each.array_bytes * each.times for each in inside) - sum(each.array_bytes * each.times for each in small)
+    assert large == 8 * (6 + 4) * ACTIVATION
+    heads = [each for each in small if each.dtypes == ("bf16",)]
+    keys_and_values = 2 * ROWS * SEQUENCE * 2 * 128 * 2
+    assert {each.array_bytes for each in heads if each.kind == "all-gather"} == {keys_and_values}
+    assert sum(each.array_bytes for each in heads) < 2 * keys_and_values
+    assert sum(each.array_bytes for each in small if each not in heads) < 0.02 * ACTIVATION
+
+
 @pytest.mark.parametrize(("remat", "kept"), [("none", 2), ("full", 1)])
 def test_what_the_backward_keeps_of_the_residual_stream_is_divided(remat: str, kept: int) -> None:
     """A block's input, and without rematerialisation the MLP's too."""
@@ -41,7 +59,7 @@ def test_what_the_backward_keeps_of_the_residual_stream_is_divided(remat: str, k
         per_layer(lambda step: step.memory.temporaries, TENSOR, 0, remat=remat, sequence_parallel=on)
         for on in (False, True)
     )
-    assert whole - divided == pytest.approx(kept * SHARE * ACTIVATION, rel=0.02)
+    assert whole - divided == pytest.approx(kept * SHARE * ACTIVATION, rel=0.05)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -60,7 +78,11 @@ def test_outside_the_stacks_the_table_is_never_moved(sequence_parallel: bool) ->
 
 def test_composed_axes_each_move_their_own_and_as_much_for_every_layer_at_any_depth() -> None:
     programs = {layers: compiled(layers, MIXED, 3, sequence_parallel=True) for layers in (4, 32)}
-    inside = {layers: [each for each in step.collectives if each.times > 1] for layers, step in programs.items()}
+    inside = {
+        # Norms' scales apart: whose are summed together is as XLA likes.
+        layers: [each for each in step.collectives if each.times > 1 and each.array_bytes > 16 * WIDTH]
+        for layers, step in programs.items()
+    }
     assert len(inside[4]) == len(inside[32])
     expected = {
         "fsdp": (4 + 2 + 2) * layer_parameters() / MIXED.tensor / 2,

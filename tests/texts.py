@@ -10,17 +10,16 @@ import numpy as np
 
 from jaxopt_llm.data.source import Document
 from jaxopt_llm.data.tokenizer import ByteTokenizer
-from jaxopt_llm.data.tokens import Piece, TokenStream, join, tokenize
+from jaxopt_llm.data.tokens import IndexedPiece, TokenStream, join_whole, tokenize
 
 
-def piece(documents: Sequence[bytes], name: str = "texts") -> Piece:
+def piece(documents: Sequence[bytes], name: str = "texts") -> IndexedPiece:
     return tokenize(name, [Document(name, each, each) for each in documents], ByteTokenizer())
 
 
 def stream(documents: Sequence[bytes]) -> TokenStream:
     """All documents, as bytes with their delimiters."""
-    of = piece(documents)
-    return join([of], [np.ones(len(documents), bool)])
+    return join_whole([piece(documents)])
 
 
 def write_text(folder: Path, documents: Sequence[str]) -> Path:

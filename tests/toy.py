@@ -16,7 +16,7 @@ from jaxopt_llm.model.decoder import Params, layout
 from jaxopt_llm.model.param import ParamSpec, zeros
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
 from jaxopt_llm.parallel.precision import PrecisionConfig
-from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
 
 CONFIG = ModelConfig(
     vocabulary_size=ByteTokenizer.vocabulary_size,
@@ -97,7 +97,9 @@ def placement(
     """On the first devices, as many as the mesh needs."""
     mesh = MeshConfig(**axes)
     precision = PrecisionConfig(compute_dtype=compute_dtype)  # type: ignore[arg-type]
-    return Placement(make_mesh(mesh, jax.devices("cpu")[: mesh.devices]), zero_stage, precision, sequence_parallel)
+    return Placement(
+        make_mesh(mesh, jax.devices("cpu")[: mesh.devices]), ShardingConfig(zero_stage, sequence_parallel), precision
+    )  # type: ignore[arg-type]
 
 
 def distance(found: Any, expected: Any) -> float:

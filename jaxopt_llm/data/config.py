@@ -18,7 +18,8 @@ class DataConfig:
     """of the files: auto goes by suffix; prepared is what jaxopt_llm.prepare writes, megatron a .bin/.idx pair, numpy
     a one-dimensional .npy of token ids"""
     separator: str = ""
-    """what stands between the documents of a text file, as in <|endoftext|>; empty: the file is one document"""
+    """what stands between the documents of a text file, as in <|endoftext|>; empty: the file is one document, of which
+    none may exceed 1 GiB"""
     text_field: str = "text"
     """column of JSONL and Parquet files that holds the text"""
     tokenizer: str = "bytes"

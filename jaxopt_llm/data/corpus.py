@@ -2,6 +2,7 @@
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -9,10 +10,19 @@ import numpy as np
 
 from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.data.indexed import megatron_piece, numpy_piece
-from jaxopt_llm.data.prepared import prepared_pieces
-from jaxopt_llm.data.source import File, find_files, parts, read, standard_library
+from jaxopt_llm.data.prepared import prepared_piece
+from jaxopt_llm.data.source import File, find_all, parts, read, standard_library
 from jaxopt_llm.data.tokenizer import Tokenizer
-from jaxopt_llm.data.tokens import Piece, TokenStream, fingerprint, join, split, tokenize
+from jaxopt_llm.data.tokens import (
+    IndexedPiece,
+    Piece,
+    TokenStream,
+    fingerprint,
+    join,
+    join_whole,
+    split,
+    tokenize,
+)
 from jaxopt_llm.errors import InputError
 
 
@@ -42,8 +52,10 @@ class Corpus:
 
     def __str__(self) -> str:
         streams = [*(source.training for source in self.sources), self.held_out]
+        documents = sum(stream.documents or 0 for stream in streams)
+        known = all(stream.documents is not None for stream in streams)
         return (
-            f"{sum(stream.documents for stream in streams):,} documents, {sum(s.size for s in streams):,} tokens, "
+            f"{f'{documents:,} documents, ' if known else ''}{sum(s.size for s in streams):,} tokens, "
             f"of which {self.held_out.size:,} held out{_reasons(self.skipped)}"
         )
 
@@ -57,28 +69,28 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
     skipped: Counter[str] = Counter()
     opened: list[tuple[str, list[Piece], str]] = []
     if config.paths:
-        for pattern in config.paths:
-            found = [_open(file, config, tokenizer, skipped) for file in find_files(pattern, config)]
+        for pattern, files in zip(config.paths, find_all(config), strict=True):
+            found = [_open(file, config, tokenizer, skipped) for file in files]
             pieces = list(chain.from_iterable(pieces for pieces, _ in found))
             opened.append((pattern, pieces, "\n".join(digest for _, digest in found)))
     else:
-        pieces = [tokenize(each.name, [each], tokenizer) for each in standard_library()]
-        opened.append(("Python's standard library", pieces, _sha256(pieces)))
+        library = [tokenize(each.name, [each], tokenizer) for each in standard_library()]
+        opened.append(("Python's standard library", [*library], _sha256(library)))
     if not config.weights:  # one corpus, of which an epoch reads every token once
         names, lists, digests = zip(*opened, strict=True)
         opened = [(", ".join(names), list(chain.from_iterable(lists)), "\n".join(digests))]
     weights = config.weights or (1.0,)
     sources, pieces, held_out = [], [], []
     for (name, of_source, _), weight in zip(opened, weights, strict=True):
-        documents = sum(piece.ends.size for piece in of_source)
-        if documents < 2:
-            raise InputError(
-                f"data.paths {name}: {documents} documents{_reasons(skipped)}; training and evaluation need one each "
-                "(a text file is one document, unless data.separator divides it)"
-            )
         training, evaluation = split(of_source, config.held_out)
+        trained = join(of_source, training)
+        if not trained.size or trained.size == sum(piece.size for piece in of_source):
+            raise InputError(
+                f"data.paths {name}: {1 if trained.size else 0} documents{_reasons(skipped)}; training and evaluation "
+                "need one each (a text file is one document, unless data.separator divides it)"
+            )
         if weight:
-            sources.append(Source(name, weight, join(of_source, training)))
+            sources.append(Source(name, weight, trained))
             pieces += of_source
             held_out += evaluation
     identity = hashlib.sha256("\n".join(digest for _, _, digest in opened).encode()).hexdigest()
@@ -88,22 +100,22 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
 def open_whole(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenStream, Counter[str]]:
     """Every document of data.paths, none held out and no path weighted, and how many were left out, by reason."""
     skipped: Counter[str] = Counter()
-    files = chain.from_iterable(find_files(pattern, config) for pattern in config.paths)
+    files = chain.from_iterable(find_all(config))
     pieces = list(chain.from_iterable(_open(file, config, tokenizer, skipped)[0] for file in files))
-    return join(pieces, [np.ones(piece.ends.size, bool) for piece in pieces]), skipped
+    return join_whole(pieces), skipped
 
 
-def _open(file: File, config: DataConfig, tokenizer: Tokenizer, skipped: Counter[str]) -> tuple[list[Piece], str]:
+def _open(file: File, config: DataConfig, tokenizer: Tokenizer, skipped: Counter[str]) -> tuple[Sequence[Piece], str]:
     """The pieces of a file, and what its contents hash to."""
     if file.format == "prepared":
-        return prepared_pieces(file.name, file.path, tokenizer)
+        piece, digest = prepared_piece(file.name, file.path, tokenizer)
+        return [piece], digest
     if file.format == "megatron":
-        return [megatron_piece(file.name, file.path)], fingerprint(file.path) + fingerprint(
-            file.path.with_suffix(".bin")
-        )
+        pair = (file.path, file.path.with_suffix(".bin"))
+        return [megatron_piece(file.name, file.path)], "".join(map(fingerprint, pair))
     if file.format == "numpy":
-        return [numpy_piece(file.name, file.path, tokenizer.end)], fingerprint(file.path)
-    pieces = [tokenize(file.name, read(part, config, skipped), tokenizer) for part in parts(file)]
+        return [numpy_piece(file.name, file.path, tokenizer.end)], f"{fingerprint(file.path)} by stretches"
+    pieces = [tokenize(file.name, read(part, config, skipped), tokenizer) for part in parts(file, config)]
     return pieces, _sha256(pieces)
 
 
@@ -111,10 +123,10 @@ def _reasons(skipped: Counter[str]) -> str:
     return "".join(f"; {count:,} {why}" for why, count in sorted(skipped.items()))
 
 
-def _sha256(pieces: list[Piece]) -> str:
+def _sha256(pieces: Sequence[IndexedPiece]) -> str:
     digest = hashlib.sha256()
     for piece in pieces:
         # The sizes keep a token from moving between one array and the next unseen.
-        for each in (np.array([piece.tokens.size, piece.ends.size]), piece.tokens, piece.ends, piece.keys):
+        for each in (np.array([piece.size, piece.documents]), piece.tokens[:], piece.ends[:], piece.keys[:]):
             digest.update(np.ascontiguousarray(each).data)
     return digest.hexdigest()

@@ -35,9 +35,8 @@ class PackedRows:
             raise InputError(f"training.sequence_length is {self.sequence_length}: it must be at least 1")
         if self.stream.size <= self.sequence_length:
             raise InputError(
-                f"{self.name}: {self.stream.documents} documents hold {self.stream.size} tokens, but one row of "
-                f"training.sequence_length {self.sequence_length} reads {self.sequence_length + 1}: "
-                "shorten it or add documents"
+                f"{self.name} has {self.stream}, but one row of training.sequence_length "
+                f"{self.sequence_length} reads {self.sequence_length + 1}: shorten it or add documents"
             )
 
     def __len__(self) -> int:
@@ -49,28 +48,30 @@ class PackedRows:
         first = index * self.sequence_length
         count = min(self.sequence_length + 1, self.stream.size - first)
         window = self.stream.read(first, count)  # [S + 1], or fewer at the stream's end
-        document = self.stream.documents_of(first, count)
-        self._check_ids(window, document)
-        at = np.arange(first, first + count)
+        self._check_ids(window, first)
+        begins = np.zeros(count, bool)
+        begins[self.stream.borders(first, count) - first] = True
+        begins[0] = True  # a document from the row before is a new segment
+        at = np.arange(count)
         row = Batch(
             tokens=window[:-1].astype(np.int32),
             targets=window[1:].astype(np.int32),
-            loss_mask=document[1:] == document[:-1],
-            segment_ids=(document - document[0] + 1)[:-1].astype(np.int32),
-            positions=(at - np.maximum(self.stream.starts[document], first))[:-1].astype(np.int32),
+            loss_mask=~begins[1:],
+            segment_ids=np.cumsum(begins)[:-1].astype(np.int32),
+            positions=(at - np.maximum.accumulate(np.where(begins, at, 0)))[:-1].astype(np.int32),
         )
         if count > self.sequence_length:
             return row
         padded: Batch = jax.tree.map(lambda field: np.pad(field, (0, self.sequence_length + 1 - count)), row)
         return padded
 
-    def _check_ids(self, window: NDArray[np.int64], document: NDArray[np.int64]) -> None:
+    def _check_ids(self, window: NDArray[np.int64], first: int) -> None:
         """On the device, where the embedding table is read, another id would become some token in silence."""
         if window.min() >= 0 and window.max() < self.vocabulary_size:
             return
         at = int(((window < 0) | (window >= self.vocabulary_size)).argmax())
         raise InputError(
-            f"{self.stream.where(int(document[at]))} has the token id {window[at]}, outside "
+            f"{self.stream.where(first + at)} has the token id {window[at]}, outside "
             f"model.vocabulary_size={self.vocabulary_size}: raise it, or read this data with the tokenizer that it was "
             "made for"
         )

@@ -1,35 +1,49 @@
-"""A corpus as `jaxopt_llm.prepare` leaves it: shards of tokens to map into memory, and a manifest written last.
+"""A corpus as `jaxopt_llm.prepare` leaves it: tokens in one file to map into memory, and a manifest written last.
 
-plan.json                  what was asked for: another request never writes here
-shard-00000.bin            tokens, uint16 or uint32, little-endian
-shard-00000.documents      of each document, int64: where it ends in the shard; uint64: its key
-shard-00000.json           counts and SHA-256; written last, so a shard that has it is whole
-manifest.json              the plan and all shards; written last of all, so a corpus that has it is whole
+prepared-plan.json         what was asked for: another request never writes here
+tokens.bin                 uint16 or uint32, little-endian
+ends.bin, keys.bin         of each document, int64: where it ends in the tokens; uint64: its key
+shards.jsonl               what each stretch of these files holds, and its SHA-256
+manifest.json              the plan, the totals and the SHA-256 of shards.jsonl; written last of all, so a corpus that
+                           has it is whole
+
+While it is made there are files shard-00000.tokens, .ends, .keys and, written last, .json: what one worker made of some
+parts. In their order they are appended to the files above, and then deleted.
 """
 
 import hashlib
 import json
 import os
+import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxopt_llm.data.config import DataConfig
+from jaxopt_llm.data.mapped import MappedArray
 from jaxopt_llm.data.source import File, Part, parts, read
 from jaxopt_llm.data.tokenizer import Tokenizer
-from jaxopt_llm.data.tokens import Piece, fingerprint, token_dtype, tokenize
+from jaxopt_llm.data.tokens import IndexedPiece, fingerprint, token_dtype, tokenized
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.files import replace_durably
 
-MANIFEST = "manifest.json"
-FORMAT = 1
+MANIFEST, SHARDS = "manifest.json", "shards.jsonl"
+FORMAT = 2
 SHARD_BYTES, MOST_SHARDS = 2**22, 4096  # of input, at least: enough shards for all cores, not too many files
-_DOCUMENTS = np.dtype([("end", "<i8"), ("key", "<u8")])
+_ARRAYS = ("tokens", "ends", "keys")
+_READERS = 32  # of many files, which wait for storage more than they compute
+_BLOCK = 2**22  # bytes read at once
 
 
-def plan(files: Sequence[File], config: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+def plan(
+    files: Sequence[File], fingerprints: Sequence[str], config: DataConfig, tokenizer: Tokenizer
+) -> dict[str, Any]:
     """What the bytes of a preparation depend on, and nothing else: not where the files lie, not how many workers."""
     return {
         "format": FORMAT,
@@ -41,20 +55,34 @@ def plan(files: Sequence[File], config: DataConfig, tokenizer: Tokenizer) -> dic
         "text_field": config.text_field,
         "malformed": config.malformed,
         "shard_bytes": shard_bytes(files),
-        "files": [[file.name, file.format, file.path.stat().st_size, fingerprint(file.path)] for file in files],
+        "files": [
+            [file.name, file.format, file.path.stat().st_size, found]
+            for file, found in zip(files, fingerprints, strict=True)
+        ],
     }
+
+
+def look_at(files: Sequence[File], config: DataConfig, progress: Callable[[], None]) -> list[tuple[str, list[Part]]]:
+    """The fingerprint and the parts of each file; progress: called after each."""
+
+    def look(file: File) -> tuple[str, list[Part]]:
+        found = fingerprint(file.path), parts(file, config)
+        progress()
+        return found
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        return list(pool.map(look, files))
 
 
 def shard_bytes(files: Sequence[File]) -> int:
     return max(SHARD_BYTES, sum(file.path.stat().st_size for file in files) // MOST_SHARDS)
 
 
-def shards(files: Sequence[File]) -> list[list[Part]]:
+def shards(files: Sequence[File], of_files: Iterable[Sequence[Part]]) -> list[list[Part]]:
     """The parts of all files, in order, in groups of about `shard_bytes`."""
     found: list[list[Part]] = []
     size, most = 0.0, shard_bytes(files)
-    for file in files:
-        of_file = parts(file)
+    for file, of_file in zip(files, of_files, strict=True):
         each = file.path.stat().st_size / max(len(of_file), 1)
         for part in of_file:
             if not found or size + each > most:
@@ -66,86 +94,226 @@ def shards(files: Sequence[File]) -> list[list[Part]]:
 
 
 def write_shard(directory: Path, number: int, of: Sequence[Part], config: DataConfig, tokenizer: Tokenizer) -> None:
-    """Writes a shard whole: whenever the process dies, what lies under the shard's names is whole or lacks its JSON."""
+    """Writes a shard whole: whenever the process dies, what lies under the shard's names is whole or lacks its JSON.
+    Memory holds a few megabytes of text at a time."""
     skipped: Counter[str] = Counter()
-    # One piece per part, so that a part is all that a worker holds as Python objects.
-    pieces = [tokenize(part.file.name, read(part, config, skipped), tokenizer) for part in of]
-    documents = np.empty(sum(piece.ends.size for piece in pieces), _DOCUMENTS)
-    bounds = np.cumsum([0, *(piece.tokens.size for piece in pieces)])
-    documents["end"] = np.concatenate([piece.ends + bound for piece, bound in zip(pieces, bounds, strict=False)])
-    documents["key"] = np.concatenate([piece.keys for piece in pieces])
+    paths = [directory / f"shard-{number:05}.{name}" for name in _ARRAYS]
     digest = hashlib.sha256()
-    tokens, index, record = shard_files(directory, number)
-    with _temporary(tokens).open("wb") as file:
-        for piece in pieces:
-            digest.update(piece.tokens.data)
-            file.write(piece.tokens.data)
-        _sync(file)
-    with _temporary(index).open("wb") as file:
-        file.write(documents.data)
-        _sync(file)
-    counts = {
-        "documents": documents.size,
-        "tokens": int(bounds[-1]),
-        "sha256": digest.hexdigest(),
-        "skipped": dict(sorted(skipped.items())),
-    }
-    for each in (tokens, index):
-        os.replace(_temporary(each), each)
-    write_json(record, counts)
+    documents = end = 0
+    with ExitStack() as stack:
+        files = [stack.enter_context(_temporary(path).open("wb")) for path in paths]
+        for part in of:
+            for tokens, lengths, keys in tokenized(read(part, config, skipped), tokenizer):
+                digest.update(tokens.data)
+                for file, array in zip(files, (tokens, end + np.cumsum(lengths), keys), strict=True):
+                    file.write(array.data)
+                documents, end = documents + lengths.size, end + tokens.size
+        for file in files:
+            _sync(file)
+    for path in paths:
+        os.replace(_temporary(path), path)
+    counts = {"documents": documents, "tokens": end, "tokens_sha256": digest.hexdigest()}
+    write_json(shard_record(directory, number), {**counts, "skipped": dict(sorted(skipped.items()))})
 
 
-def shard_files(directory: Path, number: int) -> tuple[Path, Path, Path]:
-    """Its tokens, its documents, its counts."""
-    stem = directory / f"shard-{number:05}"
-    return stem.with_suffix(".bin"), stem.with_suffix(".documents"), stem.with_suffix(".json")
+def shard_record(directory: Path, number: int) -> Path:
+    """What of a shard is written last."""
+    return directory / f"shard-{number:05}.json"
+
+
+class Collection:
+    """The shards that are in the corpus's own files, in order. After a kill, what is beyond them is cut off.
+
+    Raises:
+        InputError: the files hold less than the shards that they should.
+    """
+
+    def __init__(self, directory: Path, dtype: str) -> None:
+        self._directory = directory
+        self._types = dict(zip(_ARRAYS, map(np.dtype, (dtype, "<i8", "<u8")), strict=True))
+        (directory / SHARDS).touch()
+        written = (directory / SHARDS).read_bytes()
+        os.truncate(directory / SHARDS, written.rfind(b"\n") + 1)
+        self.shards = read_shards(directory)
+        self._documents = sum(each["documents"] for each in self.shards)
+        self._tokens = sum(each["tokens"] for each in self.shards)
+        for name in _ARRAYS:
+            path, size = array_file(directory, name), self._size(name)
+            path.touch()
+            if path.stat().st_size < size:
+                raise InputError(
+                    f"{path} has {path.stat().st_size} bytes of {size}: remove {directory}, and begin anew"
+                )
+            os.truncate(path, size)
+        for left in directory.glob("shard-*"):
+            if int(left.stem.removeprefix("shard-")) < len(self.shards):
+                left.unlink()
+
+    def __contains__(self, number: int) -> bool:
+        return number < len(self.shards) or shard_record(self._directory, number).exists()
+
+    def grow(self) -> None:
+        """Takes in the shards that are next, as far as they are whole."""
+        while (record := shard_record(self._directory, len(self.shards))).exists():
+            counts = json.loads(record.read_text())
+            tokens, ends, keys = (record.with_suffix(f".{name}") for name in _ARRAYS)
+            moved = np.fromfile(ends, "<i8") + self._tokens
+            digest = hashlib.sha256(moved.data)
+            with array_file(self._directory, "ends").open("ab") as file:
+                file.write(moved.data)
+                _sync(file)
+            for path, name in ((tokens, "tokens"), (keys, "keys")):
+                with path.open("rb") as source, array_file(self._directory, name).open("ab") as file:
+                    shutil.copyfileobj(source, file, _BLOCK)
+                    _sync(file)
+            digest.update(keys.read_bytes())
+            counts["documents_sha256"] = digest.hexdigest()
+            with (self._directory / SHARDS).open("a") as file:
+                file.write(json.dumps(counts) + "\n")
+                _sync(file)
+            self.shards.append(counts)
+            self._documents += counts["documents"]
+            self._tokens += counts["tokens"]
+            for path in (tokens, ends, keys, record):
+                path.unlink()
+
+    def finish(self, plan: dict[str, Any]) -> None:
+        digest = hashlib.sha256((self._directory / SHARDS).read_bytes()).hexdigest()
+        totals = {"documents": self._documents, "tokens": self._tokens, "shards_sha256": digest}
+        write_json(self._directory / MANIFEST, {"plan": plan, **totals})
+
+    def _size(self, name: str) -> int:
+        return (self._tokens if name == "tokens" else self._documents) * self._types[name].itemsize
+
+
+def read_shards(directory: Path) -> list[dict[str, Any]]:
+    """What is known of each shard that is in the corpus's own files."""
+    path = directory / SHARDS
+    try:
+        return [json.loads(line) for line in path.read_bytes().splitlines()]
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is damaged ({error}): remove {directory}, and prepare the corpus anew") from error
+
+
+def array_file(directory: Path, name: str) -> Path:
+    return directory / f"{name}.bin"
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Whole or, if the process dies, not at all."""
-    with _temporary(path).open("w") as file:
-        file.write(json.dumps(value, indent=1) + "\n")
-        _sync(file)
-    os.replace(_temporary(path), path)
+    replace_durably(path, json.dumps(value, indent=1) + "\n")
 
 
-def prepared_pieces(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[list[Piece], str]:
-    """Maps the shards; returns them and the hash of the manifest, which stands for all their tokens.
+@dataclass(frozen=True)
+class _Manifest:
+    sha256: str
+    tokens: int
+    documents: int
+    dtype: np.dtype[np.integer]
+    tokenizer: str
+    tokenizer_sha256: str
+    shards_sha256: str
+
+
+def prepared_piece(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[IndexedPiece, str]:
+    """Maps the files, without reading them; returns them and the hash of the manifest, which stands for all tokens.
 
     Raises:
         InputError: unfinished, damaged, or prepared with another tokenizer.
     """
-    if not (directory / MANIFEST).is_file():
+    manifest = _read_manifest(directory)
+    if manifest.tokenizer_sha256 != tokenizer.sha256:
+        raise InputError(
+            f"{directory} was prepared with another tokenizer (data.tokenizer={manifest.tokenizer}, or other "
+            "delimiters): train with that one, or prepare the corpus anew"
+        )
+    return IndexedPiece(name, *_arrays(directory, manifest)), manifest.sha256
+
+
+def verify(directory: Path, workers: int) -> tuple[int, int]:
+    """Reads all of a prepared corpus; returns the number of its shards and of the bytes read.
+
+    Raises:
+        InputError: damaged, and where.
+    """
+    manifest = _read_manifest(directory)
+    _arrays(directory, manifest)
+    shards = read_shards(directory)
+    if hashlib.sha256((directory / SHARDS).read_bytes()).hexdigest() != manifest.shards_sha256:
+        raise InputError(f"{directory / SHARDS} is damaged: bring it back, or prepare the corpus anew")
+    tokens = np.cumsum([0, *(each["tokens"] for each in shards)]) * manifest.dtype.itemsize
+    documents = np.cumsum([0, *(each["documents"] for each in shards)]) * 8
+
+    def damage(number: int) -> str | None:
+        bounds = [
+            (("tokens",), tokens[number : number + 2], shards[number]["tokens_sha256"]),
+            (("ends", "keys"), documents[number : number + 2], shards[number]["documents_sha256"]),
+        ]
+        for names, (first, last), expected in bounds:
+            if _sha256([array_file(directory, name) for name in names], int(first), int(last)) != expected:
+                return f"bytes {first:,} to {last:,} of {' or '.join(f'{name}.bin' for name in names)}, shard {number}"
+        return None
+
+    with ThreadPoolExecutor(workers) as pool:  # hashing lets other threads run
+        damaged = [each for each in pool.map(damage, range(len(shards))) if each]
+    if damaged:
+        told = "; ".join(damaged[:5]) + (f"; and {len(damaged) - 5} more" if len(damaged) > 5 else "")
+        raise InputError(f"{directory} is damaged: {told}; bring it back, or prepare the corpus anew")
+    return len(shards), int(tokens[-1] + 2 * documents[-1])
+
+
+def _read_manifest(directory: Path) -> _Manifest:
+    path = directory / MANIFEST
+    if not path.is_file():
         raise InputError(f"{directory} is not finished: run jaxopt_llm.prepare again to complete it")
-    content = (directory / MANIFEST).read_bytes()
+    content = path.read_bytes()
     try:
-        manifest = json.loads(content)
-        asked, counts = manifest["plan"], manifest["shards"]
+        told = json.loads(content)
+        asked = told["plan"]
         if asked["format"] != FORMAT:
             raise InputError(
                 f"{directory} is of format {asked['format']}, this version reads {FORMAT}: prepare it anew"
             )
-        if asked["tokenizer_sha256"] != tokenizer.sha256:
-            raise InputError(
-                f"{directory} was prepared with another tokenizer (data.tokenizer={asked['tokenizer']}, or other "
-                "delimiters): train with that one, or prepare the corpus anew"
-            )
-        dtype = np.dtype(asked["dtype"])
-        pieces = [_shard(f"{name}/shard-{i:05}", directory, i, each, dtype) for i, each in enumerate(counts)]
+        return _Manifest(
+            hashlib.sha256(content).hexdigest(),
+            int(told["tokens"]),
+            int(told["documents"]),
+            np.dtype(asked["dtype"]),
+            asked["tokenizer"],
+            asked["tokenizer_sha256"],
+            told["shards_sha256"],
+        )
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{directory / MANIFEST} is damaged ({error!r}): prepare the corpus anew") from error
-    return pieces, hashlib.sha256(content).hexdigest()
+        raise InputError(f"{path} is damaged ({error!r}): prepare the corpus anew") from error
 
 
-def _shard(name: str, directory: Path, number: int, counts: dict[str, Any], dtype: np.dtype[np.integer]) -> Piece:
-    tokens, index, _ = shard_files(directory, number)
-    for path, size in ((tokens, counts["tokens"] * dtype.itemsize), (index, counts["documents"] * _DOCUMENTS.itemsize)):
+def _arrays(directory: Path, manifest: _Manifest) -> list[MappedArray]:
+    """Tokens, ends and keys, of the sizes that the manifest says."""
+    types = (manifest.dtype, np.dtype("<i8"), np.dtype("<u8"))
+    sizes = (manifest.tokens, manifest.documents, manifest.documents)
+    arrays = []
+    for name, dtype, size in zip(_ARRAYS, types, sizes, strict=True):
+        path, needed = array_file(directory, name), size * dtype.itemsize
         has = path.stat().st_size if path.is_file() else 0
-        if has != size:
-            raise InputError(f"{path} is cut or not this corpus's: {has} bytes of {size}; prepare the corpus anew")
-    documents = np.fromfile(index, _DOCUMENTS)
-    mapped = np.memmap(tokens, dtype, "r") if counts["tokens"] else np.empty(0, dtype)
-    return Piece(name, mapped, documents["end"].copy(), documents["key"].copy())
+        if has != needed:
+            raise InputError(f"{path} is cut or not this corpus's: {has} bytes of {needed}; prepare the corpus anew")
+        arrays.append(MappedArray(path, dtype, size))
+    _, ends, _ = arrays
+    if not ends.size or ends[ends.size - 1] != manifest.tokens:
+        raise InputError(f"{ends.path} is damaged: its documents do not end where the tokens do; prepare it anew")
+    return arrays
+
+
+def _sha256(files: Sequence[Path], first: int, last: int) -> str:
+    """Of bytes [first, last) of each."""
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            file.seek(first)
+            left = last - first
+            while left and (block := file.read(min(_BLOCK, left))):
+                digest.update(block)
+                left -= len(block)
+    return digest.hexdigest()
 
 
 def _temporary(path: Path) -> Path:

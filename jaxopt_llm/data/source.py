@@ -1,5 +1,6 @@
 """Files of text, and the documents in them."""
 
+import codecs
 import glob
 import io
 import json
@@ -27,8 +28,11 @@ SUFFIXES = {
     ".bin": "megatron",
 }
 COMPRESSED = (".gz", ".bz2", ".zst")
-PLAN = "plan.json"  # in every folder that jaxopt_llm.prepare has begun to write
-PART_BYTES = 2**22  # of a JSONL file: what is read and tokenised in one go
+PLAN = "prepared-plan.json"  # in every folder that jaxopt_llm.prepare has begun to write
+PART_BYTES = 2**22  # of a file that can be divided: what is read and tokenised in one go
+MOST_BYTES = 2**30  # of one document, which is held in memory whole, several times over
+_FIRST_ROWS = 100  # of a JSONL file, of which one must have the column
+_BLOCK = 2**18  # bytes read at once where documents are looked for
 
 # Installed packages, tests, and pydoc's help text: one generated file that would outweigh the rest of a held-out split.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"})
@@ -48,8 +52,8 @@ class File:
 
 @dataclass(frozen=True)
 class Part:
-    """Some documents of a file: lines that begin in bytes [first, last) of JSONL, row groups [first, last) of
-    Parquet, the whole of what can only be read from its beginning."""
+    """Some documents of a file: those that begin in bytes [first, last) of JSONL or of text with a separator, row
+    groups [first, last) of Parquet, the whole of what can only be read from its beginning."""
 
     file: File
     first: int
@@ -63,6 +67,26 @@ class Document:
     name: str
     content: bytes
     key: bytes
+
+
+def find_all(config: DataConfig) -> list[list[File]]:
+    """What each of data.paths stands for.
+
+    Raises:
+        InputError: what `find_files` raises, or a file that is found twice.
+    """
+    found = [find_files(pattern, config) for pattern in config.paths]
+    seen: dict[Path, tuple[str, Path]] = {}
+    for pattern, files in zip(config.paths, found, strict=True):
+        for file in files:
+            resolved = file.path.resolve()
+            other, path = seen.setdefault(resolved, (pattern, file.path))
+            if (other, path) != (pattern, file.path):
+                raise InputError(
+                    f"data.paths: {other} and {pattern} both read {resolved}; every document would come twice: leave "
+                    "one out, or give a path more weight with data.weights"
+                )
+    return found
 
 
 def find_files(pattern: str, config: DataConfig) -> list[File]:
@@ -79,19 +103,16 @@ def find_files(pattern: str, config: DataConfig) -> list[File]:
         return [File(path.name, path, "prepared")]
     if path.is_dir():
         root = path
-        below = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
-        wanted = set(SUFFIXES.values()) if config.format == "auto" else {config.format}
-        found = [p for p in below if p.is_file() and (config.format == "text" or _format_of(p) in wanted)]
+        wanted = {*SUFFIXES.values(), "prepared"} if config.format == "auto" else {config.format}
+        found = [p for p in _below(path) if (config.format == "text" and p.is_file()) or _kind(p) in wanted]
     else:
         pair = path.with_name(path.name + ".idx")
-        matches = (
-            [path] if path.is_file() else [pair] if pair.is_file() else map(Path, glob.glob(pattern, recursive=True))
-        )
+        matches = [path] if path.is_file() else [pair] if pair.is_file() else _glob(pattern)
         found = [p for p in matches if p.is_file() or _is_prepared(p)]
         root = Path(os.path.commonpath([p.parent for p in found])) if found else path
     files = set()
     for each in found:
-        kind = "prepared" if each.is_dir() else config.format if config.format != "auto" else _format_of(each)
+        kind = _kind(each) if each.is_dir() or config.format == "auto" else config.format
         if kind is None:
             raise InputError(f"data.paths {each}: its suffix tells no format; name it with data.format")
         each = each.with_suffix(".idx") if kind == "megatron" else each
@@ -102,12 +123,12 @@ def find_files(pattern: str, config: DataConfig) -> list[File]:
     return sorted(files, key=lambda file: file.name)
 
 
-def parts(file: File) -> list[Part]:
+def parts(file: File, config: DataConfig) -> list[Part]:
     """A text file in pieces that can be read, and tokenised, on their own: they depend on the file alone."""
     if file.format == "parquet":
         return [Part(file, group, group + 1) for group in range(_parquet(file).num_row_groups)]
     size = file.path.stat().st_size
-    if file.format != "jsonl" or file.path.suffix in COMPRESSED:
+    if _compressed(file) or not (file.format == "jsonl" or config.separator):
         return [Part(file, 0, size)]
     return [Part(file, first, min(first + PART_BYTES, size)) for first in range(0, size, PART_BYTES)]
 
@@ -125,10 +146,9 @@ def read(part: Part, config: DataConfig, skipped: Counter[str]) -> Iterator[Docu
                 _refuse(f"{where}: cut, or no text in {config.text_field!r}", config)
                 skipped["cut, or without a text"] += 1
                 continue
-            try:
-                content.decode()
-            except UnicodeDecodeError as error:
-                _refuse(f"{where}: not UTF-8 ({error.reason} at byte {error.start} of the text)", config)
+            wrong = _not_utf8(content)
+            if wrong:
+                _refuse(f"{where}: not UTF-8 ({wrong} of the text)", config)
                 skipped["not UTF-8" if config.malformed == "skip" else "not UTF-8, replaced"] += 1
                 if config.malformed == "skip":
                     continue
@@ -165,7 +185,29 @@ def standard_library() -> list[Document]:
     return documents
 
 
-def _format_of(path: Path) -> str | None:
+def _below(folder: Path) -> Iterator[Path]:
+    """The files and prepared folders below a folder: of prepared ones not the files, of hidden ones nothing."""
+    for above, subfolders, names in os.walk(folder):
+        seen = [Path(above, name) for name in subfolders if not name.startswith(".")]
+        subfolders[:] = [path.name for path in seen if not _is_prepared(path)]
+        yield from (path for path in seen if _is_prepared(path))
+        yield from (path for name in names if not name.startswith(".") and (path := Path(above, name)).is_file())
+
+
+def _glob(pattern: str) -> list[Path]:
+    """Of prepared folders not the files: `**` matches both."""
+    matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
+    ready = {folder for folder in {path.parent for path in matches} if _is_prepared(folder)}
+    return [path for path in matches if path.parent not in ready]
+
+
+def _compressed(file: File) -> bool:
+    return file.path.suffix in COMPRESSED
+
+
+def _kind(path: Path) -> str | None:
+    if path.is_dir():
+        return "prepared"
     name = Path(path.stem) if path.suffix in COMPRESSED else path
     return SUFFIXES.get(name.suffix)
 
@@ -179,8 +221,20 @@ def _refuse(what: str, config: DataConfig) -> None:
         raise InputError(f"{what}; mend it, or choose data.malformed skip or replace")
 
 
+def _not_utf8(content: bytes) -> str | None:
+    """What is wrong, and at which byte. Decodes a block at a time: the whole can be four times its bytes."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for at in range(0, len(content), _BLOCK):
+        kept = len(decoder.getstate()[0])  # the beginning of a character that the block before cut
+        try:
+            decoder.decode(content[at : at + _BLOCK], final=at + _BLOCK >= len(content))
+        except UnicodeDecodeError as error:
+            return f"{error.reason} at byte {at - kept + error.start}"
+    return None
+
+
 def _open(file: File) -> BinaryIO:
-    if file.path.suffix not in COMPRESSED:
+    if not _compressed(file):
         return file.path.open("rb")
     import pyarrow
 
@@ -188,31 +242,97 @@ def _open(file: File) -> BinaryIO:
 
 
 def _text_rows(part: Part, config: DataConfig) -> Iterator[tuple[str, bytes | None]]:
+    name = part.file.name
     with _open(part.file) as stream:
-        content = stream.read()
-    if not config.separator:
-        yield part.file.name, content
-        return
-    for number, document in enumerate(content.split(config.separator.encode())):
-        yield f"{part.file.name}, document {number}", document
+        if not config.separator:
+            whole = not _compressed(part.file) and part.last <= MOST_BYTES
+            yield name, _checked(name, stream.read(-1 if whole else MOST_BYTES + 1))
+            return
+        separator = config.separator.encode()
+        ends = _compressed(part.file) or part.last == part.file.path.stat().st_size
+        last = math.inf if ends else part.last  # a document may begin where the file ends, and is empty
+        for at, document in _divided(stream, part.first, last, separator, name):
+            yield f"{name}, byte {at}", document
+
+
+def _divided(stream: BinaryIO, first: int, last: float, separator: bytes, name: str) -> Iterator[tuple[int, bytes]]:
+    """The documents that begin in bytes [first, last), and where: as if the file had been divided whole."""
+    at = _free(stream, first - len(separator), separator) if first else 0
+    if first:
+        stream.seek(at)
+    rest, seen = bytearray(), 0  # from `at` on, and how much of it holds no separator
+    for block in iter(lambda: stream.read(_BLOCK), b""):
+        rest += block
+        done = 0
+        while (end := rest.find(separator, seen)) >= 0:
+            if first <= at + done:
+                yield at + done, bytes(rest[done:end])
+            seen = done = end + len(separator)
+            if at + done >= last:
+                return
+        if at + done < first and at + len(rest) - len(separator) >= last:
+            return  # in the middle of a document that runs across the whole part
+        del rest[:done]
+        at, seen = at + done, max(len(rest) - len(separator) + 1, 0)
+        if len(rest) > MOST_BYTES:
+            _checked(f"{name}, byte {at}", rest)
+    if first <= at:
+        yield at, bytes(rest)
+
+
+def _free(stream: BinaryIO, at: int, separator: bytes) -> int:
+    """The last byte up to `at` that certainly is inside no separator: where they overlap, as two newlines do in
+    three, the first counts, so only one with no other just before it is sure to be one."""
+    while at > 0:
+        first = max(at - len(separator) + 1, 0)
+        stream.seek(first)
+        found = stream.read(at - first + len(separator) - 1).rfind(separator)
+        if found < 0:
+            return at
+        at = first + found
+    return 0
+
+
+def _checked(where: str, document: bytes | bytearray) -> bytes:
+    if len(document) > MOST_BYTES:
+        raise InputError(
+            f"{where}: a document of more than {MOST_BYTES / 2**30:g} GiB, which would not fit in memory as tokens; "
+            "divide it, a text file with data.separator"
+        )
+    return bytes(document)
 
 
 def _jsonl_rows(part: Part, config: DataConfig) -> Iterator[tuple[str, bytes | None]]:
-    at, stop = part.first, math.inf if part.file.path.suffix in COMPRESSED else part.last
+    at, stop = part.first, math.inf if _compressed(part.file) else part.last
+    rows = lacking = 0
+    where = ""
     with _open(part.file) as stream:
         if at:
             stream.seek(at - 1)
-            at += len(stream.readline()) - 1  # the rest of a line that began before, or the newline alone
-        for line in stream:
-            if at >= stop:
-                return
+            # The rest of a line that began before, or the newline alone; no further than the part goes.
+            at += len(stream.readline(part.last - at + 1)) - 1
+        while at < stop and (line := stream.readline(MOST_BYTES + 1)):
             where = f"{part.file.name}, byte {at}"
-            at += len(line)
-            if not line.isspace():
-                yield where, _text_of(where, line, config)
+            at += len(_checked(where, line))
+            if line.isspace():
+                continue
+            rows += 1
+            try:
+                yield where, _text_of(line, config)
+            except _NoColumn as error:
+                lacking += 1
+                if config.malformed == "error" or (rows == lacking == _FIRST_ROWS and not part.first):
+                    raise InputError(f"{where}: {error}") from error
+                yield where, None
+    if rows and rows == lacking and not part.first:
+        raise InputError(f"{where}: no row before it has a column {config.text_field!r} (data.text_field), either")
 
 
-def _text_of(where: str, line: bytes, config: DataConfig) -> bytes | None:
+class _NoColumn(Exception):
+    pass
+
+
+def _text_of(line: bytes, config: DataConfig) -> bytes | None:
     """The text of a JSON line, whose bytes that are no UTF-8 it keeps; None where it has none."""
     try:
         row = json.loads(line.removeprefix(b"\xef\xbb\xbf").decode(errors="surrogateescape"))
@@ -220,8 +340,7 @@ def _text_of(where: str, line: bytes, config: DataConfig) -> bytes | None:
     except (ValueError, TypeError, RecursionError):
         return None
     except KeyError:
-        _refuse(f"{where}: no column {config.text_field!r} (data.text_field) among {sorted(row)}", config)
-        return None
+        raise _NoColumn(f"no column {config.text_field!r} (data.text_field) among {sorted(row)}") from None
     if not isinstance(text, str):
         return None
     try:

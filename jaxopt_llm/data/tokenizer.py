@@ -30,7 +30,7 @@ class Tokenizer(Protocol):
     @property
     def sha256(self) -> str: ...
 
-    def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.int32]]:
+    def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
         """Returns ids [N] of each text, without delimiters. Raises UnicodeDecodeError where one must be UTF-8."""
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -45,8 +45,8 @@ class ByteTokenizer:
     vocabulary_size = 258
     sha256 = hashlib.sha256(b"bytes").hexdigest()
 
-    def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.int32]]:
-        return [np.frombuffer(text, np.uint8).astype(np.int32) for text in texts]
+    def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
+        return [np.frombuffer(text, np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Raises ValueError for a negative id."""
@@ -102,7 +102,7 @@ class JsonTokenizer:
         self.beginning = None if first == self.end and not beginning else first
         self.sha256 = hashlib.sha256(content + f"\0{self.beginning}\0{self.end}".encode()).hexdigest()
 
-    def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.int32]]:
+    def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
         strings = [text.decode() for text in texts]
         encoded = self._library.encode_batch_fast(strings, add_special_tokens=False)
         return [np.array(each.ids, np.int32) for each in encoded]

@@ -262,7 +262,8 @@ class Watch:
 
     def _end(self, why: str, code: int) -> NoReturn:
         self._ending.acquire()
-        print(f"error: {why}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"error: {why}\n")  # at once: print() would let another thread's line into it
+        sys.stderr.flush()
         self._tell_all(why, code)
         os._exit(code)
 

@@ -153,28 +153,26 @@ _scatter_sequence.defvjp(
 
 @dataclass(frozen=True)
 class Placement:
-    """mesh, ZeRO stage, dtypes and whether the residual stream's sequence is split over `tensor`; `grouped` are the
-    batch axes that a surrounding `vmap` stands for."""
+    """mesh, what is divided over it, and dtypes; `grouped` are the batch axes that a surrounding `vmap` stands for."""
 
     mesh: Mesh | AbstractMesh
-    zero_stage: int
+    sharding: ShardingConfig
     precision: PrecisionConfig
-    sequence_parallel: bool = False
     grouped: tuple[str, ...] = ()
 
     @property
     def compute_copy(self) -> bool:
         """Whether compute parameters rest beside the masters. In stages 0 and 3 the masters are cast in the block."""
-        return self.zero_stage in (1, 2)
+        return self.sharding.zero_stage in (1, 2)
 
     @property
     def divides_masters(self) -> bool:
-        return self.zero_stage >= 1
+        return self.sharding.zero_stage >= 1
 
     @property
     def gradient_groups(self) -> tuple[str, ...]:
         """The batch axes on which gradients are whole: one group each, summed once after the microbatches."""
-        axes = BATCH_AXES if self.zero_stage < 2 else ("data",)
+        axes = BATCH_AXES if self.sharding.zero_stage < 2 else ("data",)
         return tuple(axis for axis in axes if self.size(axis) > 1)
 
     def group(self) -> "Placement":
@@ -199,7 +197,7 @@ class Placement:
 
     def activation(self, *axes: str | None) -> NamedSharding:
         absent = {axis for axis in AXES if self.size(axis) == 1 or axis in self.grouped}
-        table = ACTIVATION_AXES | SEQUENCE_PARALLEL_AXES if self.sequence_parallel else ACTIVATION_AXES
+        table = ACTIVATION_AXES | SEQUENCE_PARALLEL_AXES if self.sharding.sequence_parallel else ACTIVATION_AXES
         dims = (table[axis] if axis else () for axis in axes)
         return self._sharding(tuple(tuple(axis for axis in dim if axis not in absent) for dim in dims))
 
@@ -214,7 +212,7 @@ class Placement:
 
     @property
     def _splits_sequence(self) -> bool:
-        return self.sequence_parallel and self.size("tensor") > 1
+        return self.sharding.sequence_parallel and self.size("tensor") > 1
 
     @property
     def _sequences(self) -> tuple[NamedSharding, NamedSharding]:
@@ -308,7 +306,7 @@ class Placement:
 
     def undivided(self, specs: tree.Tree) -> list[str]:
         """Paths of the parameters that ZeRO leaves whole because none of their dimensions divides."""
-        if self.size(*STORAGE_AXES) == 1 or self.zero_stage == 0:
+        if self.size(*STORAGE_AXES) == 1 or self.sharding.zero_stage == 0:
             return []
         whole = tree.map_with_path(
             lambda path, spec: path if self._dims(spec, STORAGE_AXES) == self._dims(spec) else None, specs
@@ -317,7 +315,7 @@ class Placement:
 
     def _storage(self, stage: int) -> tuple[str, ...]:
         """What divides an array that ZeRO divides from this stage on."""
-        return STORAGE_AXES if self.zero_stage >= stage else ()
+        return STORAGE_AXES if self.sharding.zero_stage >= stage else ()
 
     def _dims(self, spec: Spec, *overlays: tuple[str, ...]) -> Dims:
         """Mesh axes of each dimension: the parameters' table, with groups of storage axes laid over it, in order.

@@ -104,11 +104,11 @@ def test_one_that_is_deleted_while_it_is_looked_at_gives_way_to_a_newer_one(
 ) -> None:
     damage = steps.damage
 
-    def deleted(path: Path) -> str | None:
+    def deleted(path: Path, share: tuple[int, int]) -> str | None:
         if path.name == "7":
             save(directory, 8)
             shutil.rmtree(path)
-        return damage(path)
+        return damage(path, share)
 
     monkeypatch.setattr(steps, "damage", deleted)
     assert latest(directory) == (8, [8, 8, 8], [])

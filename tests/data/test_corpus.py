@@ -1,6 +1,6 @@
 """The same documents in every format are the same tokens; what cannot be read is refused, or skipped and counted."""
 
-import json
+import itertools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from texts import train_tokenizer, write_jsonl, write_megatron, write_parquet, w
 
 from jaxopt_llm.data import prepared, source
 from jaxopt_llm.data.config import DataConfig
-from jaxopt_llm.data.corpus import Corpus, open_corpus
+from jaxopt_llm.data.corpus import Corpus, open_corpus, open_whole
 from jaxopt_llm.data.source import find_files
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens import TokenStream
@@ -30,18 +30,22 @@ def prepare(folder: Path, of: Path, config: DataConfig) -> Path:
     """As the command does, in this process."""
     folder.mkdir()
     files, tokenizer = find_files(str(of), config), load_tokenizer(config)
-    plan, shards = prepared.plan(files, config, tokenizer), prepared.shards(files)
+    looked = prepared.look_at(files, config, lambda: None)
+    plan = prepared.plan(files, [fingerprint for fingerprint, _ in looked], config, tokenizer)
+    shards = prepared.shards(files, [parts for _, parts in looked])
     prepared.write_json(folder / source.PLAN, plan)
     for number, shard in enumerate(shards):
         prepared.write_shard(folder, number, shard, config, tokenizer)
-    counts = [json.loads(prepared.shard_files(folder, number)[2].read_text()) for number in range(len(shards))]
-    prepared.write_json(folder / prepared.MANIFEST, {"plan": plan, "shards": counts})
+    collection = prepared.Collection(folder, plan["dtype"])
+    collection.grow()
+    collection.finish(plan)
     return folder
 
 
 def documents_of(stream: TokenStream) -> list[list[int]]:
     whole = stream.read(0, stream.size).tolist()
-    return [whole[i:j] for i, j in zip(stream.starts, stream.starts[1:], strict=False)]
+    bounds = [*stream.borders(0, stream.size).tolist(), stream.size]
+    return [whole[i:j] for i, j in itertools.pairwise(bounds)]
 
 
 def read(path: Path, config: DataConfig) -> Corpus:
@@ -88,7 +92,7 @@ def test_every_format_holds_the_same_tokens(
     monkeypatch.setattr(source, "PART_BYTES", 1000)
     monkeypatch.setattr(prepared, "SHARD_BYTES", 5000)
     texts["prepared in shards"] = prepare(tmp_path / "shards", jsonl, config)
-    assert len(list(texts["prepared in shards"].glob("*.bin"))) > 3
+    assert len((texts["prepared in shards"] / prepared.SHARDS).read_text().splitlines()) > 3
     training, held_out = splits(text)
     assert len(held_out) > 3 and sorted([*training, *held_out]) == sorted(expected)
     assert [each for each in expected if each in training] == training
@@ -203,6 +207,94 @@ def test_a_missing_or_wrong_column_is_named(tmp_path: Path) -> None:
     assert len(every_document(path, DataConfig(text_field="body"))) == 2
 
 
+def test_a_column_that_no_row_has_is_refused_whatever_the_policy(tmp_path: Path) -> None:
+    """A misspelt name would skip a corpus row by row; a row without it is skipped, and counted."""
+    skipping = DataConfig(malformed="skip", held_out=0.3)
+    many = write_jsonl(tmp_path / "many.jsonl", [f"{i}" for i in range(200)], "body")
+    few = write_jsonl(tmp_path / "few.jsonl", ["x", "y"], "body")
+    late = tmp_path / "late.jsonl"
+    late.write_bytes(many.read_bytes() + b'{"text": "a"}\n')
+    mixed = tmp_path / "mixed.jsonl"
+    for path in (many, few, late):
+        with pytest.raises(InputError, match=rf"{path.name}.*no .*column 'text' .data.text_field"):
+            read(path, skipping)
+    for path in (many, few):
+        mixed.write_bytes(b'{"text": "a"}\n' + path.read_bytes() + b'{"text": "b"}\n')
+        assert read(mixed, skipping).skipped == {"cut, or without a text": 200 if path == many else 2}
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert sorted(bytes(each[1:-1]) for each in every_document(path, DataConfig())) == [b"one", b"two"]
+
+
+def test_a_character_across_blocks_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "_BLOCK", 4)
+    text = "aé∂🙂" * 5
+    path = write_jsonl(tmp_path / "a.jsonl", [text, "x"])
+    assert sorted(bytes(each[1:-1]).decode() for each in every_document(path, DataConfig())) == [text, "x"]
+    (tmp_path / "a.txt").write_bytes(text.encode() + b"\xff" + text.encode())
+    with pytest.raises(InputError, match=f"not UTF-8 .invalid start byte at byte {len(text.encode())} of the text"):
+        read(tmp_path / "a.txt", DataConfig())
+
+
+def test_a_file_is_read_once(tmp_path: Path) -> None:
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl", [name, name * 2])
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
+    for paths in (("*.jsonl",), ("[ab].jsonl", "a.jsonl"), (".", "b.jsonl"), ("a.jsonl", "./a.jsonl")):
+        config = DataConfig(paths=tuple(f"{tmp_path}/{path}" for path in paths))
+        for opened in (open_corpus, open_whole):
+            with pytest.raises(InputError, match=r"both read .*/[ab]\.jsonl; every document would come twice"):
+                opened(config, load_tokenizer(config))
+
+
+def test_a_prepared_corpus_is_found_in_a_folder_and_by_a_glob(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    write_jsonl(tmp_path / "texts" / "a.jsonl", ["one", "two"])
+    prepare(tmp_path / "texts" / "ready", write_jsonl(tmp_path / "b.jsonl", ["three", "four"]), DataConfig())
+    for pattern in ("texts", "texts/**", "texts/*"):
+        names = [f"{f.name} {f.format}" for f in find_files(str(tmp_path / pattern), DataConfig())]
+        assert names == ["a.jsonl jsonl", "ready prepared"], pattern
+    assert len(every_document(tmp_path / "texts", DataConfig())) == 4
+    (only,) = find_files(str(tmp_path / "texts"), DataConfig(format="prepared"))
+    assert only.name == "ready"
+    assert [f.name for f in find_files(str(tmp_path / "texts"), DataConfig(format="text"))] == ["a.jsonl"]
+
+
+def test_an_index_that_lies_is_refused_where_it_is_read(tmp_path: Path) -> None:
+    arrays = [np.arange(5), np.arange(7), np.arange(9), np.arange(3)]
+    sequences, header = 8, 34
+    pointers, boundaries = header + 4 * sequences, header + 12 * sequences
+    for name, at, change, said in (
+        ("gap", pointers + 8 * 3, 6, "do not lie end to end"),
+        ("falling", boundaries + 8 * 2, 3, "do not rise|index is damaged"),
+        ("outside", boundaries + 8 * 2, 5, "sequences that it has not"),
+        ("first", boundaries, 1, "not those of 8 sequences"),
+        ("last", boundaries + 8 * 4, 1, "not those of 8 sequences"),
+    ):
+        index = write_megatron(tmp_path / name, arrays).with_suffix(".idx")
+        content = bytearray(index.read_bytes())
+        content[at] += change
+        index.write_bytes(content)
+        with pytest.raises(InputError, match=f"{name}.*{said}"):
+            every_document(index, DataConfig(held_out=0.3))
+
+
+def test_ends_of_documents_that_lie_are_refused_where_they_are_read(tmp_path: Path) -> None:
+    folder = prepare(tmp_path / "prepared", write_jsonl(tmp_path / "a.jsonl", list("abcdefgh")), DataConfig())
+    file = prepared.array_file(folder, "ends")
+    whole = np.fromfile(file, "<i8")
+    for document in range(8):
+        changed = whole.copy()
+        changed[document] ^= 2**40
+        changed.tofile(file)
+        said = "its index is damaged" if document < 7 else "do not end where the tokens do"
+        with pytest.raises(InputError, match=said):
+            every_document(folder, DataConfig())
+
+
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     arrays = [np.arange(5), np.arange(7)]
     np.save(tmp_path / "a.npy", np.arange(6).reshape(2, 3))
@@ -236,10 +328,9 @@ def test_a_prepared_corpus_that_is_not_whole_or_not_this_tokenizers_is_refused(t
     folder = prepare(tmp_path / "prepared", write_jsonl(tmp_path / "a.jsonl", documents), DataConfig())
     with pytest.raises(InputError, match="prepared with another tokenizer .data.tokenizer=bytes"):
         read(folder, DataConfig(tokenizer=file))
-    tokens, index, _ = prepared.shard_files(folder, 0)
-    for path in (tokens, index):
+    for path in [prepared.array_file(folder, name) for name in ("tokens", "ends", "keys")]:
         content = path.read_bytes()
-        path.write_bytes(content[:-16])
+        path.write_bytes(content[:-8])
         with pytest.raises(InputError, match=f"{path.name} is cut"):
             read(folder, DataConfig())
         path.write_bytes(content)
@@ -314,3 +405,8 @@ def test_too_few_documents(documents: list[str], tmp_path: Path) -> None:
 def test_at_least_one_document_is_held_out(tmp_path: Path) -> None:
     corpus = read(write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three"]), DataConfig(held_out=1e-9))
     assert (corpus.sources[0].training.documents, corpus.held_out.documents) == (2, 1)
+
+
+def test_never_all_documents_are_held_out(tmp_path: Path) -> None:
+    corpus = read(write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three"]), DataConfig(held_out=1 - 1e-9))
+    assert (corpus.sources[0].training.documents, corpus.held_out.documents) == (1, 2)

@@ -10,7 +10,7 @@ from texts import stream
 
 from jaxopt_llm.data.loader import Loader, held_out_batches, mixed, read_ahead
 from jaxopt_llm.data.packing import PackedRows
-from jaxopt_llm.data.tokens import Piece, join
+from jaxopt_llm.data.tokens import IndexedPiece, join_whole
 from jaxopt_llm.errors import InputError, Preempted
 from jaxopt_llm.model.batch import Batch
 
@@ -122,8 +122,8 @@ def test_an_epoch_reads_every_token_once() -> None:
     random = np.random.default_rng(0)
     for length in (1, 5, 16, 64):
         ends = np.unique(random.integers(1, 500, 60))
-        of = Piece("numbers", np.arange(ends[-1]), ends, np.zeros(ends.size, np.uint64))
-        rows = PackedRows(join([of], [np.ones(ends.size, bool)]), length, vocabulary_size=int(ends[-1]))
+        of = IndexedPiece("numbers", np.arange(ends[-1]), ends, np.zeros(ends.size, np.uint64))
+        rows = PackedRows(join_whole([of]), length, vocabulary_size=int(ends[-1]))
         loader = Loader([rows], [1.0], batch_size=1, seed=0)
         for epoch in range(2):
             batches = [loader.batch_at(step) for step in range(epoch * len(rows), (epoch + 1) * len(rows))]
@@ -191,11 +191,12 @@ class Slow(Loader):
 
     def __init__(self) -> None:
         self.asked: list[int] = []
-        self.let = threading.Semaphore(0)
+        self.let, self.begun = threading.Semaphore(0), threading.Semaphore(0)
         self.reading = "slow.jsonl"
 
     def rows_at(self, step: int) -> Iterator[Batch]:
         self.asked.append(step)
+        self.begun.release()
         self.let.acquire()
         if step == 7:
             raise InputError("damaged")
@@ -210,6 +211,15 @@ def test_batches_are_read_ahead_in_order_and_no_further() -> None:
     with pytest.raises(InputError, match="damaged"):
         next(batches)
     assert loader.asked == list(range(5, 5 + len(loader.asked))) and len(loader.asked) <= 5
+
+
+def test_two_batches_are_read_before_they_are_asked_for() -> None:
+    loader = Slow()
+    loader.let.release(n=100)
+    batches = read_ahead(loader, 0, 60, lambda: False)
+    next(batches)
+    assert all(loader.begun.acquire(timeout=60) for _ in range(3))
+    batches.close()
 
 
 def test_waiting_is_measured_and_ends() -> None:
@@ -251,7 +261,7 @@ def test_reading_ends_between_two_rows() -> None:
 
 
 def test_a_held_out_split_of_which_nothing_can_be_predicted_is_refused() -> None:
-    of = Piece("ends", np.zeros(40, np.int64), np.arange(1, 41), np.zeros(40, np.uint64))
-    rows = PackedRows(join([of], [np.ones(40, bool)]), 4, vocabulary_size=1)
+    of = IndexedPiece("ends", np.zeros(40, np.int64), np.arange(1, 41), np.zeros(40, np.uint64))
+    rows = PackedRows(join_whole([of]), 4, vocabulary_size=1)
     with pytest.raises(InputError, match="nothing to predict"):
         held_out_batches(rows, batch_size=2, count=1)

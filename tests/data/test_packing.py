@@ -9,7 +9,7 @@ from texts import piece, stream
 
 from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokenizer import ByteTokenizer
-from jaxopt_llm.data.tokens import Piece, join
+from jaxopt_llm.data.tokens import IndexedPiece, join, join_whole
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.model.batch import Batch
 
@@ -82,14 +82,15 @@ def test_chosen_documents_of_several_pieces_are_one_stream(seed: int) -> None:
     lists = [random_documents(100 * seed + i, int(random.integers(0, 9)), 12) for i in range(6)]
     masks = [random.random(len(each)) < 0.6 for each in lists]
     copied = [d for each, mask in zip(lists, masks, strict=True) for d, kept in zip(each, mask, strict=True) if kept]
-    joined, expected = join([piece(each) for each in lists], masks), stream(copied)
-    assert joined.starts.tolist() == expected.starts.tolist()
+    runs = [np.flatnonzero(mask)[:, None] + [0, 1] for mask in masks]
+    joined, expected = join([piece(each) for each in lists], runs), stream(copied)
+    assert (joined.size, joined.documents) == (expected.size, len(copied))
     for first, stop in random.integers(0, joined.size + 1, (50, 2)):
         count = max(int(stop) - int(first), 1)
         if first < joined.size:
             count = min(count, joined.size - int(first))
             assert joined.read(int(first), count).tolist() == expected.read(int(first), count).tolist()
-            assert joined.documents_of(int(first), count).tolist() == expected.documents_of(int(first), count).tolist()
+            assert joined.borders(int(first), count).tolist() == expected.borders(int(first), count).tolist()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -101,7 +102,8 @@ def test_loss_is_on_everything_but_beginnings_of_documents(case: str) -> None:
 def test_stream_is_the_delimited_documents() -> None:
     found = stream([b"ab", b"", b"c"])
     assert found.read(0, 9).tolist() == [BEGINNING, 97, 98, END, BEGINNING, END, BEGINNING, 99, END]
-    assert found.starts.tolist() == [0, 4, 6, 9]
+    assert found.borders(0, 9).tolist() == [0, 4, 6]
+    assert found.borders(1, 5).tolist() == [4]
 
 
 def test_a_document_continued_from_the_row_before_restarts() -> None:
@@ -128,7 +130,7 @@ def test_a_row_outside_the_source_is_an_index_error() -> None:
 @pytest.mark.parametrize("documents", [[], [b"ab"]])
 def test_too_little_for_one_row_is_an_input_error_with_the_numbers(documents: list[bytes]) -> None:
     tokens = sum(len(d) + 2 for d in documents)
-    with pytest.raises(InputError, match=f"{len(documents)} documents hold {tokens} tokens.* 4 reads 5"):
+    with pytest.raises(InputError, match=f"has {len(documents)} documents, {tokens} tokens.* 4 reads 5"):
         packed(documents, 4)
 
 
@@ -140,8 +142,8 @@ def test_a_sequence_length_below_one_is_an_input_error() -> None:
 @pytest.mark.parametrize("wrong", [-1, 300, 2**32 + 5])
 def test_an_id_outside_the_vocabulary_is_an_input_error_that_says_where(wrong: int) -> None:
     ids = np.array([0, 1, 299, 2, wrong, 5, 6, 7], np.int64)
-    of = Piece("b.npy", ids, ends=np.array([3, 5, 8]), keys=np.zeros(3, np.uint64))
-    rows = PackedRows(join([of], [np.ones(3, bool)]), 2, vocabulary_size=300)
+    of = IndexedPiece("b.npy", ids, ends=np.array([3, 5, 8]), keys=np.zeros(3, np.uint64))
+    rows = PackedRows(join_whole([of]), 2, vocabulary_size=300)
     rows[0], rows[3]
     for row in (1, 2):
         with pytest.raises(InputError, match=f"b.npy, document 1 has the token id {wrong}, outside.*=300"):

@@ -33,7 +33,7 @@ def read(held_out: float = 0.25) -> Corpus:
 def splits(corpus: Corpus) -> tuple[list[str], list[str]]:
     """Names of the files of both splits, in order."""
     streams = (corpus.sources[0].training, corpus.held_out)
-    return tuple([s.where(i).removesuffix(", document 0") for i in range(s.documents)] for s in streams)
+    return tuple([s.where(int(at)).removesuffix(", document 0") for at in s.borders(0, s.size)] for s in streams)
 
 
 def names(corpus: Corpus) -> tuple[set[str], set[str]]:

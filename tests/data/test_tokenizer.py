@@ -17,7 +17,7 @@ TEXTS = ["def f(x):\n\treturn x\n", "naïve ∂L/∂w 🙂\0", "the cat sat on t
 
 def test_every_byte_is_its_own_id() -> None:
     (ids,) = tokenizer.encode([bytes(range(256))])
-    assert ids.dtype == np.int32
+    assert ids.dtype == np.uint8
     assert ids.tolist() == list(range(256))
 
 
@@ -58,6 +58,17 @@ def test_a_tokenizer_file_gives_its_librarys_ids(file: Path) -> None:
     # One token that declares itself for both ends of a document is put at its end alone.
     assert (loaded.beginning, loaded.end) == (None, library.token_to_id("<|endoftext|>"))
     assert loaded.decode([*encoded[0], loaded.end]) == TEXTS[0]
+
+
+def test_a_tokenizer_file_that_cuts_and_pads_does_neither(file: Path, tmp_path: Path) -> None:
+    settings = json.loads(file.read_text())
+    settings["truncation"] = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    padding = {"direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    settings["padding"] = {"strategy": {"Fixed": 500}, **padding}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
+    texts = [text.encode() for text in TEXTS]
+    for ids, expected in zip(JsonTokenizer(tmp_path).encode(texts), JsonTokenizer(file).encode(texts), strict=True):
+        assert ids.tolist() == expected.tolist()
 
 
 def changed(file: Path, folder: Path, special: list[str], **declared: object) -> Path:

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.rows import OwnRows
-from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
 
 pytestmark = pytest.mark.core
 
@@ -18,7 +18,7 @@ MICROBATCHES, ROWS, LENGTH = 2, 8, 4
 
 
 def rows_sharding(**axes: int) -> NamedSharding:
-    placement = Placement(make_mesh(MeshConfig(**axes)), 0, PrecisionConfig())
+    placement = Placement(make_mesh(MeshConfig(**axes)), ShardingConfig(0), PrecisionConfig())
     return placement.activation(None, "batch", "sequence")
 
 

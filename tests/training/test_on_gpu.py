@@ -15,7 +15,7 @@ from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.parallel import hlo
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
 from jaxopt_llm.parallel.precision import PrecisionConfig
-from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.lora import LoraConfig
 from jaxopt_llm.training.optimizer import OptimizerConfig
@@ -32,7 +32,7 @@ MODEL = ModelConfig(width=512, layers=4, heads=8, kv_heads=4, head_dim=64, mlp_w
 
 
 def placement(device: jax.Device) -> Placement:
-    return Placement(make_mesh(MeshConfig(), [device]), 3, PrecisionConfig(compute_dtype="bfloat16"))
+    return Placement(make_mesh(MeshConfig(), [device]), ShardingConfig(), PrecisionConfig(compute_dtype="bfloat16"))
 
 
 @functools.cache
