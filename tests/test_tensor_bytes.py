@@ -77,12 +77,6 @@ def test_outside_the_stacks_the_table_is_never_moved(sequence_parallel: bool) ->
 
 def test_composed_axes_each_move_their_own_and_as_much_for_every_layer_at_any_depth() -> None:
     shallow, deep = (compiled(layers, MIXED, 3, sequence_parallel=True) for layers in (4, 32))
-
-    def large(step: Compiled) -> int:
-        """Norms' scales apart: whose are summed together is as XLA likes."""
-        return sum(each.array_bytes > 16 * WIDTH for each in step.collectives)
-
-    assert large(deep) == large(shallow)
     expected = {
         "fsdp": (4 + 2 + 2) * layer_parameters() / MIXED.tensor / 2,
         "data": 2 * 4 * layer_parameters() / MIXED.tensor / MIXED.fsdp / 2,
