@@ -163,8 +163,8 @@ def make_parts(config: ModelConfig) -> Parts:
 
     def embed(outer: Params, tokens: jax.Array, context: Context) -> jax.Array:
         tokens = context.placement.constrain(tokens, "batch", "sequence")
-        x = weights.take(outer["embedding"]["table"], tokens)
-        x = context.placement.leave(context.placement.constrain(x, "batch", "sequence", "embed"))
+        # Not pinned whole first, which would save a permute of it: inside a pipeline XLA of jax 0.11.2 aborts.
+        x = context.placement.leave(weights.take(outer["embedding"]["table"], tokens))
         if config.scale_embedding:
             x = x * math.sqrt(config.width)
         if config.positions == "learned":
