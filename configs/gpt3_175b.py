@@ -6,7 +6,7 @@ Hardware: 12 hosts of 8 GPUs of 80 GB, on every host (scripts/slurm.sbatch). As 
 
     python -m jaxopt_llm.plan --config gpt3_175b.py --gpu h100 --hosts 12 --gpus-per-host 8
 
-49.3 GiB at the peak and 307.4 GiB sent, of each GPU in a step. ZeRO-3 between hosts, tensor
+49.1 GiB at the peak and 307.4 GiB sent, of each GPU in a step. ZeRO-3 between hosts, tensor
 parallelism inside: 96 heads divide by the 96 GPUs. All layers are dense, where the paper alternates with banded ones.
 The paper's batch is 1536 rows: --training.batch-size 1536 --training.accumulation 32. Megatron's layout of it, tensor
 parallelism in an interleaved pipeline with selective recomputation, is finished by the issues on pipeline schedules

@@ -52,8 +52,8 @@ def simulate_cpu_devices(count: int) -> None:
 SCHEDULED: dict[str, str | bool] = {"xla_gpu_enable_latency_hiding_scheduler": True}
 # A layer's weights are gathered while the layer before computes, for one layer's gathered weights more and, seen in
 # XLA 0.10.2, constants of attention's masks that it then keeps (10B, 4 rows a GPU: 2.9 GiB). XLA does it to every loop:
-# of one over microbatches it would keep copies of gradients (10B, 4 microbatches: 27.2 -> 35.7 GiB). From jax 0.11 on
-# XLA has no such option, and refuses it.
+# of one over microbatches it would keep copies of gradients (10B, 4 microbatches: 27.2 -> 35.7 GiB), and under sequence
+# parallelism it sums over `tensor` once more what nobody reads. From jax 0.11 on XLA has no such option, and refuses it.
 GATHERED_AHEAD: dict[str, str | bool] = (
     {"xla_gpu_enable_pipelined_all_gather": True} if jax.__version_info__ < (0, 11) else {}
 )
@@ -67,7 +67,7 @@ def compiler_options(mesh: Mesh | AbstractMesh, microbatches: int) -> dict[str, 
     stages = mesh.shape["pipeline"]
     if mesh.devices.flat[0].platform == "cpu":
         return {"xla_disable_hlo_passes": "all-reduce-promotion"} if stages > 1 else {}
-    return SCHEDULED | GATHERED_AHEAD if microbatches * stages == 1 else SCHEDULED
+    return SCHEDULED | GATHERED_AHEAD if microbatches * stages * mesh.shape["tensor"] == 1 else SCHEDULED
 
 
 def visible_devices() -> list[jax.Device]:
