@@ -53,7 +53,7 @@ SCHEDULED: dict[str, str | bool] = {"xla_gpu_enable_latency_hiding_scheduler": T
 # A layer's weights are gathered while the layer before computes, for one layer's gathered weights more and, seen in
 # XLA 0.10.2, constants of attention's masks that it then keeps (10B, 4 rows a GPU: 2.9 GiB). XLA does it to every loop:
 # of one over microbatches it would keep copies of gradients (10B, 4 microbatches: 27.2 -> 35.7 GiB), and under sequence
-# parallelism it sums over `tensor` once more what nobody reads. From jax 0.11 on XLA has no such option, and refuses it.
+# parallelism it sums over `tensor` once more what nobody reads. From jax 0.11 on XLA refuses the option.
 GATHERED_AHEAD: dict[str, str | bool] = (
     {"xla_gpu_enable_pipelined_all_gather": True} if jax.__version_info__ < (0, 11) else {}
 )
