@@ -169,17 +169,19 @@ def test_bad_input(corpus: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+KILLED = [
+    ("sgd", ["text"]),
+    ("lion", ["a.jsonl"]),
+    ("adafactor", ["a.parquet"]),
+    ("adamw", ["a_document"]),
+    ("muon", ["prepared"]),
+    ("adamw", ["a.npy", "text"]),
+]
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "names"),
-    [
-        ("sgd", ["text"]),
-        ("lion", ["a.jsonl"]),
-        ("adafactor", ["a.parquet"]),
-        ("muon", ["prepared"]),
-        ("adamw", ["a_document"]),
-        ("adamw", ["a.npy", "text"]),
-    ],
+    ("optimizer", "names", "kills"),
+    [*((*pair, 2) for pair in KILLED[-2:]), *(pytest.param(*pair, 20, marks=pytest.mark.slow) for pair in KILLED)],
 )
 def test_killed_at_random_moments_it_ends_equal_to_the_bit(
     optimizer: str, names: list[str], kills: int, corpus: Path, tmp_path: Path

@@ -19,7 +19,7 @@ from boards import events
 from jaxopt_llm import config as configuration
 from jaxopt_llm import train as command
 from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.errors import InputError, Preempted, TrainingDiverged
+from jaxopt_llm.errors import InputError, TrainingDiverged
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.decoder import param_specs
 from jaxopt_llm.observe.preemption import Preemption
@@ -179,18 +179,17 @@ def test_what_is_recorded_and_compiled_is_as_configured(tmp_path: Path, monkeypa
     assert losses == [(record["step"], np.float32(record["loss"])) for record in records]
 
 
-@pytest.mark.parametrize("told", [InputError("damaged"), Preempted(3)])
 def test_what_was_learnt_before_a_batch_that_does_not_come_is_kept(
-    told: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ending(*arguments: Any) -> Any:
         with contextlib.closing(read_ahead(*arguments)) as batches:
             yield from itertools.islice(batches, 3)
-            raise told
+            raise InputError("damaged")
 
     read_ahead = command.read_ahead
     monkeypatch.setattr(command, "read_ahead", ending)
-    with Preemption() as preemption, pytest.raises(type(told)):
+    with Preemption() as preemption, pytest.raises(InputError):
         command.train(tiny(tmp_path / "run"), preemption)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"]
 
