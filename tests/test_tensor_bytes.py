@@ -10,8 +10,6 @@ from jaxopt_llm.parallel.mesh import MeshConfig
 ACTIVATION = ROWS * SEQUENCE * WIDTH * 2  # bytes of [B, S, D] in 16 bits
 MIXED = MeshConfig(data=2, fsdp=2, tensor=2)
 
-pytestmark = pytest.mark.core
-
 
 def whole_activations(step: Compiled, kind: str) -> float:
     """Arrays [B, S, D] that collectives of this kind work on in one step, several combined into one or not."""
@@ -21,6 +19,7 @@ def whole_activations(step: Compiled, kind: str) -> float:
     return sum(each.array_bytes * each.times for each in found) / ACTIVATION
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("remat", "gathers", "scatters"), [("none", 2 + 4, 2 + 2), ("full", 2 + 2 + 4, 2 + 1 + 2)])
 def test_sequence_parallelism_gathers_and_scatters_as_megatron_does(remat: str, gathers: int, scatters: int) -> None:
     """Korthikanti et al. 2022 (arXiv:2205.05198): each product's input is gathered and its sum scattered, attention's
