@@ -114,8 +114,12 @@ GRADIENT = {"float32": 4, "bfloat16": 2}
     ("stage", "accumulation", "reduce"),
     [
         *((stage, 1, "float32") for stage in (0, 1, 2, 3)),
-        *((stage, 3, "float32") for stage in (1, 2, 3)),
-        *((stage, 1, "bfloat16") for stage in (1, 3)),
+        (3, 3, "float32"),
+        (1, 1, "bfloat16"),
+        *(
+            pytest.param(*more, marks=pytest.mark.slow)
+            for more in ((1, 3, "float32"), (2, 3, "float32"), (3, 1, "bfloat16"))
+        ),
     ],
 )
 def test_bytes_moved(stage: int, accumulation: int, reduce: str) -> None:
@@ -161,8 +165,10 @@ def test_peak_per_layer(stage: int, accumulation: int, reduce: str, per_paramete
     assert peak <= 1.1 * (block_input + per_parameter * layer_parameters())
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("stage", "tied"),
+    [(2, True), (3, False), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((2, False), (3, True)))],
+)
 def test_tables_are_reduced_once_a_microbatch(stage: int, tied: bool) -> None:
     """Outside the stacks: each table is reduced once, tied or not, and gathered for each of its uses in stage 3."""
     table, tables = VOCABULARY * WIDTH, 1 if tied else 2
