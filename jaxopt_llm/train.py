@@ -180,6 +180,8 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             except (InputError, Preempted):
                 if latest and processes.count == 1:  # of several, the others are in the next step already
                     told = told or conclude(*latest)
+                    if log is not None:
+                        log.sync()
                     if _sound(latest[1]):
                         checkpoints.save_last(latest[0], program.kept(state), told)
                 raise

@@ -227,9 +227,8 @@ class Checkpoints:
     def _give_up(self, step: int, why: str) -> None:
         self.failed, self._why = True, why
         freed = ""
-        for _ in range(
-            5 if self._first else 0
-        ):  # writes of other leaves that are on their way make their directories again
+        # Several times: writes of other leaves that are on their way make their directories again.
+        for _ in range(5 if self._first else 0):
             try:
                 steps.sweep(self.directory)
                 freed = "what it wrote is freed"

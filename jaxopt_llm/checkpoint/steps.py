@@ -75,4 +75,7 @@ def sweep(directory: Path) -> None:
     """Frees what a dead process or a failed save left half written or half deleted."""
     for pattern in ("*.writing*", "*.deleting"):
         for path in directory.glob(pattern):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
