@@ -47,6 +47,8 @@ def work(config: "TrainConfig") -> Work:
         found.append(f"the mesh has {config.mesh.devices} devices: it runs on one; set every mesh axis to 1")
     if config.precision.reduce_dtype != "float32":
         found.append("precision.reduce_dtype: its gradients are float32; set --precision.reduce_dtype float32")
+    if config.precision.compute_dtype == "float16":
+        found.append("precision.compute_dtype=float16: it scales no loss; set --precision.compute_dtype bfloat16")
     if config.lora.rank:
         found.append(f"lora.rank={config.lora.rank}: it trains all parameters; set --lora.rank 0")
     found += [

@@ -24,6 +24,7 @@ from jaxopt_llm.model.decoder import param_specs
 from jaxopt_llm.parallel.mesh import MeshConfig
 from jaxopt_llm.parallel.topology import CHIPS
 from jaxopt_llm.plan import make_plan
+from jaxopt_llm.validation import validate
 
 HOST = 8  # GPUs of a host
 GIB = 2**30
@@ -66,7 +67,7 @@ def formula(config: TrainConfig) -> dict[str, float]:
 
 def measure(config: TrainConfig, gpu: str, devices: int, stage: int, tensor: int) -> dict[str, Any]:
     one = placed(config, devices, stage, tensor)
-    configuration.validate(one)
+    validate(one)
     plan = make_plan(one, gpu, max(devices // HOST, 1), min(devices, HOST))
     moved = {axis: sum(each.bytes for each in plan.collectives if each.axes == (axis,)) for axis in ("fsdp", "tensor")}
     kinds: dict[str, int] = {}

@@ -43,12 +43,13 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
     from jaxopt_llm.parallel import hlo
     from jaxopt_llm.parallel.mesh import make_mesh, simulate_cpu_devices
     from jaxopt_llm.parallel.sharding import Placement
-    from jaxopt_llm.parallel.topology import chip_of
+    from jaxopt_llm.parallel.topology import chip_of, seconds_at_peak
     from jaxopt_llm.training import state as training_state
     from jaxopt_llm.training.program import make_program
+    from jaxopt_llm.validation import validate
 
     config = configuration.parse(arguments, "benchmarks/train_step.py")
-    configuration.validate(config)
+    validate(config)
     simulate_cpu_devices(config.mesh.devices)
     placement = Placement(make_mesh(config.mesh), config.sharding, config.precision)
     program = make_program(
@@ -85,7 +86,8 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
 
     device = jax.devices()[0]
     tokens = config.training.batch_size * config.training.sequence_length
-    flops = hlo.dot_flops(str(compiled.as_text())) * placement.mesh.size
+    flops_by_dtype = hlo.dot_flops_by_dtype(str(compiled.as_text()))
+    flops = sum(flops_by_dtype.values()) * placement.mesh.size
     memory = hlo.memory(compiled)
     chip = chip_of(device.device_kind)
     statistics_of_device = device.memory_stats() or {}
@@ -105,9 +107,7 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
         "step_seconds": step_seconds,
         "tokens_per_second": tokens / step_seconds,
         "flops_per_second": flops / step_seconds,
-        "share_of_peak_flops": None
-        if chip is None
-        else flops / step_seconds / placement.mesh.size / chip.peak_flops[config.precision.compute_dtype],
+        "share_of_peak_flops": seconds_at_peak(chip, flops_by_dtype) / step_seconds if chip else None,
     }
 
 
@@ -218,9 +218,10 @@ def main() -> int:
     contenders: dict[str, Contender] = {"ours": (__file__, arguments, HUGE_PAGES)}
     if own.peer:
         from jaxopt_llm import config as configuration
+        from jaxopt_llm.validation import validate
 
         config = configuration.parse(arguments, "benchmarks/train_step.py")
-        configuration.validate(config)
+        validate(config)
         contenders |= peer_hf_torch.contenders(config)
     ours, *peers = map(summarise, run_alternating(own.runs, own.steps, contenders))
     python = {"python": platform.python_version(), "import_seconds": import_seconds(own.runs)}

@@ -6,7 +6,7 @@ Hardware: 8 hosts of 8 GPUs of 80 GB, on every host (scripts/slurm.sbatch). As c
 
     python -m jaxopt_llm.plan --config llama2_70b.py --gpu h100 --hosts 8 --gpus-per-host 8
 
-36.2 GiB at the peak and 504.9 GiB sent, of each GPU in a step. ZeRO-3 over all GPUs, 2
+37.1 GiB at the peak and 504.9 GiB sent, of each GPU in a step. ZeRO-3 over all GPUs, 2
 rows of 4096 tokens on each. The paper's batch is 1024 rows: --training.batch-size 1024 --training.accumulation 8.
 """
 

@@ -6,9 +6,9 @@ Hardware: 8 GPUs of 80 GB in one host. As compiled,
 
     python -m jaxopt_llm.plan --config llama3_8b.py --gpu h100 --hosts 1 --gpus-per-host 8
 
-34.1 GiB at the peak and 50.6 GiB sent, of each GPU in a step. ZeRO-3, 2 rows of 8192 tokens
-on each GPU; the logits of 128,256 tokens are whole, until there is a loss in chunks. The paper's batch grows from
-1024 rows of 4096 tokens: --training.accumulation raises --training.batch-size.
+30.9 GiB at the peak and 50.6 GiB sent, of each GPU in a step. ZeRO-3, 2 rows of 8192 tokens
+on each GPU. The paper's batch grows from 1024 rows of 4096 tokens: --training.accumulation raises
+--training.batch-size.
 """
 
 from jaxopt_llm.config import RunConfig, TrainConfig

@@ -11,6 +11,7 @@ import io
 import json
 import re
 import runpy
+import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,20 +22,20 @@ from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.model.decoder import layout, make_parts, param_specs
 from jaxopt_llm.observe.metrics import LoggingConfig
 from jaxopt_llm.observe.profile import ProfileConfig
 from jaxopt_llm.parallel.launchers import DistributedConfig
-from jaxopt_llm.parallel.mesh import AXES, MeshConfig
+from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.parallel.offload import OffloadConfig
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import ShardingConfig
-from jaxopt_llm.training import lora, optimizer, shapes
 from jaxopt_llm.training.evaluation import EvaluationConfig
 from jaxopt_llm.training.lora import LoraConfig
 from jaxopt_llm.training.optimizer import OptimizerConfig
 from jaxopt_llm.training.schedule import ScheduleConfig
 from jaxopt_llm.training.step import TrainingConfig
 
+UNIONS = (typing.Union, types.UnionType)  # as Python up to 3.13 tells `A | B`, by what A and B are
 RECIPES = Path(__file__).parent.parent / "configs"
 
 
@@ -64,6 +65,7 @@ class TrainConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     remat: RematConfig = field(default_factory=RematConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -91,8 +93,10 @@ RESUME_MAY_CHANGE = (
     "data.stall_seconds",
     "training.steps",
     "training.accumulation",
+    "training.loss_chunk",
     "training.skip_limit",
-    *(f"{section}.*" for section in ("mesh", "distributed", "sharding", "remat")),
+    "optimizer.in_backward",
+    *(f"{section}.*" for section in ("mesh", "distributed", "sharding", "remat", "offload")),
     *(f"{section}.*" for section in ("checkpoint", "evaluation", "logging", "profile")),
 )
 
@@ -101,7 +105,7 @@ CHECKPOINT_IS_SHAPED_BY = (
     *(f"model.{name}" for name in ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width")),
     *("model.pattern", "model.positions", "model.max_positions", "model.norm", "model.norm_placement"),
     *("model.qk_norm", "model.biases", "model.mlp", "model.tied_head", "lora.rank", "lora.targets", "lora.base"),
-    "optimizer.name",
+    *("optimizer.name", "optimizer.state_dtype", "precision.loss_scaling"),
 )
 
 
@@ -182,13 +186,13 @@ def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
     """What a resume may not change and does."""
     found = []
     for name in FIELDS:
-        allowed = {name, name.split(".")[0] + ".*"} & {*RESUME_MAY_CHANGE, *_underscored(new.run.allow_change)}
+        allowed = {name, name.split(".")[0] + ".*"} & {*RESUME_MAY_CHANGE, *underscored(new.run.allow_change)}
         if not allowed and get(old, name) != get(new, name):
             found.append(f"{name} was {get(old, name)} and is {get(new, name)}")
     return found
 
 
-def _underscored(names: tuple[str, ...]) -> list[str]:
+def underscored(names: tuple[str, ...]) -> list[str]:
     """Names of fields, which may be spelt with dashes, as flags are."""
     return [name.replace("-", "_") for name in names]
 
@@ -222,72 +226,6 @@ def from_json(text: str) -> TrainConfig:
     return config
 
 
-def validate(config: TrainConfig) -> None:
-    """Raises one InputError that names everything wrong, before any device is touched or array allocated."""
-    found = wrong_types(config)
-    if found:
-        raise InputError("; ".join(found))
-    found = [
-        *config.model.problems(),
-        *config.data.problems(),
-        *config.training.problems(),
-        *config.lora.problems(),
-        *config.optimizer.problems(),
-        *config.schedule.problems(),
-        *config.profile.problems(),
-        *config.distributed.problems(),
-        *config.checkpoint.problems(),
-    ]
-    at_least_one = (
-        *(f"mesh.{axis}" for axis in AXES),
-        *("checkpoint.every", "checkpoint.keep", "evaluation.every", "evaluation.batches", "logging.every"),
-    )
-    found += [f"{name}={get(config, name)}: must be at least 1" for name in at_least_one if get(config, name) < 1]
-    allowed = _underscored(config.run.allow_change)
-    found += [f"run.allow_change: {name}: no such field" for name in allowed if name not in FIELDS]
-    found += [
-        f"run.allow_change: {name} shapes what a checkpoint holds: no resume can change it"
-        for name in allowed
-        if name in CHECKPOINT_IS_SHAPED_BY
-    ]
-    if (
-        config.checkpoint.keep_best
-        and config.evaluation.every > 0
-        and config.checkpoint.every % config.evaluation.every
-    ):
-        found.append(
-            f"checkpoint.keep_best={config.checkpoint.keep_best} chooses among checkpoints that were evaluated: "
-            f"checkpoint.every={config.checkpoint.every} must be a multiple of "
-            f"evaluation.every={config.evaluation.every}"
-        )
-    if config.profile.start_step > config.training.steps:
-        found.append(
-            f"profile.start_step={config.profile.start_step} comes after the last of "
-            f"training.steps={config.training.steps}"
-        )
-    if not config.run.directory:
-        found.append("run.directory is empty: name a directory")
-    if config.model.positions == "learned" and config.training.sequence_length > config.model.max_positions:
-        found.append(
-            f"training.sequence_length={config.training.sequence_length} is longer than the table of learned "
-            f"positions: set --model.max-positions to that at least (it is {config.model.max_positions})"
-        )
-    if config.run.seed < 0:
-        found.append(f"run.seed={config.run.seed}: must be at least 0")
-    if not found:
-        found = [
-            *lora.target_problems(param_specs(config.model), config.lora),
-            *shapes.problems(config.model, config.training, config.mesh, config.sharding),
-            *_too_many_stages(config),
-            *_missing_features(config),
-        ]
-    if not found:
-        _, trained, _ = lora.adapt(make_parts(config.model), config.lora, config.precision)
-        found = optimizer.group_problems(config.optimizer, trained)
-    if found:
-        raise InputError("; ".join(found))
-
-
 def wrong_types(config: Any, prefix: str = "") -> list[str]:
     """Fields whose value is not of the type that they declare: a recipe is Python, which checks none."""
     found = []
@@ -302,6 +240,8 @@ def wrong_types(config: Any, prefix: str = "") -> list[str]:
 
 
 def _is_a(value: Any, hint: Any) -> bool:
+    if typing.get_origin(hint) in UNIONS:
+        return any(_is_a(value, each) for each in typing.get_args(hint))
     if typing.get_origin(hint) is Literal:
         return any(type(value) is type(choice) and value == choice for choice in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
@@ -314,6 +254,8 @@ def _is_a(value: Any, hint: Any) -> bool:
 
 
 def _described(hint: Any) -> str:
+    if typing.get_origin(hint) in UNIONS:
+        return ", or ".join(map(_described, typing.get_args(hint)))
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(repr, typing.get_args(hint)))
     if typing.get_origin(hint) is tuple:
@@ -321,22 +263,6 @@ def _described(hint: Any) -> str:
     return {int: "a whole number below 2**31", float: "a number that float32 has", bool: "True or False", str: "text"}[
         hint
     ]
-
-
-def _too_many_stages(config: TrainConfig) -> list[str]:
-    periods = sum(segment.repeats for segment in layout(config.model))
-    if config.mesh.pipeline <= periods:
-        return []
-    return [
-        f"mesh.pipeline={config.mesh.pipeline} stages exceed the layers: model.layers={config.model.layers} with a "
-        f"pattern of {len(config.model.pattern)} can be split into {periods} at most"
-    ]
-
-
-def _missing_features(config: TrainConfig) -> list[str]:
-    if config.mesh.context == 1:
-        return []
-    return [f"mesh.context={config.mesh.context}: not there yet, no ring attention; use mesh.fsdp and mesh.tensor"]
 
 
 def _split_config(arguments: list[str]) -> tuple[str | None, list[str]]:

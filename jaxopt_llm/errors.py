@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 
@@ -22,8 +22,16 @@ class InputError(CommandError):
     exit_code = 2
 
 
+class OutOfMemory(InputError):
+    """The configuration needs more memory than there is. details: lines that follow the message's own."""
+
+    def __init__(self, message: str, details: Sequence[str]) -> None:
+        super().__init__(message)
+        self.details = tuple(details)
+
+
 class TrainingDiverged(CommandError):
-    """The loss is no longer finite, or too many steps in a row were skipped."""
+    """The loss is no longer finite, too many steps in a row were skipped, or the loss scale fell below its floor."""
 
     exit_code = 3
 
@@ -77,7 +85,8 @@ def report(error: BaseException) -> int:
     """Tells an error: what the user can mend as one line, what is a fault of this program with its traceback. Returns
     the exit code."""
     if isinstance(error, CommandError):
-        print(error.label + line(error), file=sys.stderr, flush=True)
+        details = error.details if isinstance(error, OutOfMemory) else ()
+        print("\n".join((error.label + line(error), *details)), file=sys.stderr, flush=True)
         return error.exit_code
     if isinstance(error, BrokenPipeError):
         return 128 + signal.SIGPIPE  # as a program that it ends: who read the output has had enough

@@ -21,6 +21,7 @@ from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.parallel.mesh import BATCH_AXES, MeshConfig
 from jaxopt_llm.run import Run
+from jaxopt_llm.validation import validate
 
 PROGRAM = "python -m jaxopt_llm.evaluate"
 MAY_DIFFER = ("data.", "training.batch_size", "training.sequence_length")
@@ -83,7 +84,7 @@ def main() -> int:
 
 
 def _check(trained: TrainConfig, config: TrainConfig) -> None:
-    configuration.validate(config)
+    validate(config)
     changed = [
         name for name in configuration.FIELDS if configuration.get(trained, name) != configuration.get(config, name)
     ]

@@ -1,62 +1,60 @@
 """python -m jaxopt_llm.plan --config FILE [--gpu CHIP --hosts N --gpus-per-host N] [--json] [--section.field VALUE ...]
+python -m jaxopt_llm.plan --search [--explain] [--write FILE] [--allow FIELD ...] --config FILE ...
 
-Compiles a recipe's step for GPUs that need not be there, and says what each would hold and move.
+Compiles a recipe's step for GPUs that need not be there, and says what each would hold and move. With --search it finds
+the fastest settings of the recipe's model and batch that fit them: mesh, ZeRO stage, rematerialisation, offload,
+accumulation.
 """
 
 import argparse
 import collections
 import dataclasses
+import functools
 import json
-import math
+import multiprocessing
+import os
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxopt_llm import config as configuration
-from jaxopt_llm import errors, tree
+from jaxopt_llm import errors
+from jaxopt_llm.advice import Advice, advice_lines, advise
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.model import flops, leaves
-from jaxopt_llm.model.weights import GRADIENT
-from jaxopt_llm.parallel import hlo, topology
-from jaxopt_llm.parallel.buffers import Buffer, compile_and_list
+from jaxopt_llm.parallel import hlo, links, topology
+from jaxopt_llm.parallel.buffers import compile_and_list
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.runtime import MEMORY_FRACTION
-from jaxopt_llm.parallel.sharding import GATHER, Placement
+from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.parallel.topology import CHIPS, Chip
-from jaxopt_llm.training.program import Program, make_program
-from jaxopt_llm.training.update import UPDATE
+from jaxopt_llm.search import choose, explain, recipe, report
+from jaxopt_llm.search.remedies import remedies
+from jaxopt_llm.search.roofline import Cluster
+from jaxopt_llm.search.walk import ALLOWED
+from jaxopt_llm.training.activations import Activations
+from jaxopt_llm.training.memory import (
+    GIB,
+    Held,
+    Known,
+    Memory,
+    by_kind,
+    kind_lines,
+    largest,
+    largest_lines,
+)
+from jaxopt_llm.training.program import make_program
+from jaxopt_llm.validation import validate
 
 PROGRAM = "python -m jaxopt_llm.plan"
-GIB = 2**30
-REDUCED = ("f32", "bf16")  # what gradients are summed in, in XLA's names
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on each GPU, by kind; together they are the compiler's own peak, `hlo.Memory.peak`.
-
-    What rests is counted from the shardings: masters, compute copy and frozen parameters as `parameters`, moments as
-    `optimizer`. Temporaries are those that XLA has alive when it holds most, told apart by the scope that they come
-    from, gradients that are summed up by their shape. `activations` are what else the forward and the backward hold,
-    the gradients of activations among it. `other` is the batch, and what none of this explains: copies without a
-    source, and space that lies unused between temporaries.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    gathered_weights: int
-    other: int
-
-    @property
-    def peak(self) -> int:
-        return sum(dataclasses.astuple(self))
+AT_ONCE = 8  # programs that a search compiles side by side, at most: each takes a core and 1 to 2 GB
 
 
 @dataclass(frozen=True)
@@ -87,6 +85,11 @@ class Plan:
     parameters: int
     compile_seconds: float
     memory: Memory
+    largest: tuple[Held, ...]  # arrays, of those alive at the peak
+    advice: tuple[Advice, ...]  # what would save most; none where it fits
+    host_bytes: int  # of host memory for each GPU
+    pcie_bytes: int  # between each GPU and its host in a step
+    pcie_seconds: float  # by the link's rate, reads and writes one after the other
     limit: int  # bytes of a GPU that XLA may use
     collectives: tuple[Traffic, ...]
     flops: int  # of each GPU's matmuls in a step, as compiled
@@ -109,18 +112,21 @@ def make_plan(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int) -> 
         )
     chip = CHIPS[gpu]
     mesh = make_mesh(config.mesh, devices)
-    placement = Placement(mesh, config.sharding, config.precision)
+    placement = Placement(mesh, config.sharding, config.precision, config.offload)
     program = make_program(
         config.model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
     )
-    lowered = program.step.lower(program.state, program.batch)
+    lowered = topology.lower(program.step, program.state, program.batch)
     clock = time.perf_counter()
-    compiled, temporaries = compile_and_list(lowered, {})
+    compiled, temporaries = compile_and_list(lowered)
     compile_seconds = time.perf_counter() - clock
-    text = str(compiled.as_text())
+    text, memory = str(compiled.as_text()), hlo.memory(compiled)
     tokens = config.training.batch_size * config.training.sequence_length
     needed = flops.per_token(config.model, program.specs.masters, program.specs.frozen, config.training.sequence_length)
-    computed = hlo.dot_flops(text)
+    computed = hlo.dot_flops_by_dtype(text)
+    over_pcie = hlo.host_traffic(text)
+    known = Known.of(program, Activations(config.model, config.training, placement), config.remat)
+    held, limit = by_kind(program, known, memory, temporaries), int(chip.memory_bytes * float(MEMORY_FRACTION))
     return Plan(
         gpu=chip.name,
         hosts=hosts,
@@ -128,65 +134,18 @@ def make_plan(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int) -> 
         jax=jax.__version__,
         parameters=leaves.count(program.parts.specs),
         compile_seconds=compile_seconds,
-        memory=_memory(program, placement, hlo.memory(compiled), temporaries),
-        limit=int(chip.memory_bytes * float(MEMORY_FRACTION)),
+        memory=held,
+        largest=largest(program, known, temporaries),
+        advice=advise(config, held.peak - limit) if held.peak > limit else (),
+        host_bytes=memory.host,
+        pcie_bytes=over_pcie,
+        pcie_seconds=over_pcie / chip.pcie_bytes_per_second,
+        limit=limit,
         collectives=tuple(_traffic(hlo.collectives(text, mesh), mesh, chip, gpus_per_host)),
-        flops=computed,
-        flops_seconds=computed / chip.peak_flops[config.precision.compute_dtype],
+        flops=sum(computed.values()),
+        flops_seconds=topology.seconds_at_peak(chip, computed),
         model_flops=needed.causal * tokens / len(devices),
     )
-
-
-# ---- Memory.
-
-
-def _memory(program: Program, placement: Placement, total: hlo.Memory, temporaries: Sequence[Buffer]) -> Memory:
-    state = program.state
-    kinds = dict.fromkeys((field.name for field in dataclasses.fields(Memory)), 0)
-    kinds["parameters"] = _resting_bytes((state.masters, state.compute, state.frozen))
-    kinds["optimizer"] = _resting_bytes(state.moments)
-    summed = _gradient_shapes(program, placement)
-    for buffer in temporaries:
-        kinds[_kind(buffer, summed)] += buffer.bytes
-    kinds["other"] += total.peak - sum(kinds.values())
-    return Memory(**kinds)
-
-
-def _resting_bytes(trees: tree.Tree) -> int:
-    """On each device, of ShapeDtypeStructs with shardings."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(trees)
-    )
-
-
-def _gradient_shapes(program: Program, placement: Placement) -> set[tuple[int, ...]]:
-    """Of the gradients of all layers and of what lies outside the stacks on each device, in one group and summed."""
-    places = (placement.gradients, placement.masters)
-    specs = jax.tree.leaves(program.specs.masters)
-    return {_squeezed(place(spec).shard_shape(spec.shape)) for spec in specs for place in places}
-
-
-def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without dimensions of size 1, which groups of gradients add."""
-    return tuple(size for size in shape if size > 1)
-
-
-def _kind(buffer: Buffer, gradient_shapes: set[tuple[int, ...]]) -> str:
-    """What a temporary is. The first that holds: one scope may lie in another."""
-    scopes = buffer.source.split("/")
-    if any(GATHER in scope for scope in scopes):
-        return "gathered_weights"
-    # XLA names no source for what it made of several: those are gradients, as nothing else is reduced and scattered so.
-    of_gradients = buffer.opcode.startswith("reduce-scatter") and not buffer.source
-    if of_gradients or any(GRADIENT in scope for scope in scopes):
-        return "gradients"
-    if any(UPDATE in scope.split("(") for scope in scopes):
-        return "optimizer"
-    if _squeezed(buffer.shape) in gradient_shapes and buffer.dtype in REDUCED:
-        return "gradients"
-    if "jvp(" in buffer.source:
-        return "activations"
-    return "other"
 
 
 # ---- What is moved.
@@ -197,7 +156,7 @@ def _traffic(collectives: Sequence[hlo.Collective], mesh: Mesh, chip: Chip, gpus
     for each in collectives:
         groups[each.axes, each.kind, each.dtypes].append(each)
     for (axes, kind, dtypes), alike in groups.items():
-        link, rate = _link(axes, kind, mesh, chip, gpus_per_host)
+        link, rate = links.link(axes, kind, mesh, chip, gpus_per_host)
         sent = sum(each.wire_bytes * each.times for each in alike)
         overlapped = sum(each.wire_bytes * each.times for each in alike if each.asynchronous)
         yield Traffic(
@@ -212,22 +171,6 @@ def _traffic(collectives: Sequence[hlo.Collective], mesh: Mesh, chip: Chip, gpus
         )
 
 
-def _link(axes: tuple[str, ...], kind: str, mesh: Mesh, chip: Chip, gpus_per_host: int) -> tuple[str, float]:
-    """The slowest link between the devices along these axes, and bytes per second over it for each device.
-
-    Where a group has several GPUs in a host, as many rings leave it, each through a network card of its own (so NCCL),
-    and each carries its part of what a GPU sends. A permute has one neighbour and one card.
-    """
-    hosts = np.arange(mesh.size).reshape(mesh.axis_sizes) // gpus_per_host
-    along = [mesh.axis_names.index(axis) for axis in axes]
-    groups = np.moveaxis(hosts, along, range(-len(along), 0)).reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
-    if np.all(groups == groups[:, :1]):
-        return "nvlink", chip.nvlink_bytes_per_second
-    fewest = min(np.unique(group, return_counts=True)[1].min() for group in groups)
-    rings = 1 if kind == "collective-permute" else int(fewest)
-    return "network", min(rings * chip.network_bytes_per_second, chip.nvlink_bytes_per_second)
-
-
 # ---- What is said.
 
 
@@ -236,11 +179,11 @@ def show(plan: Plan) -> str:
         f"{plan.parameters:,} parameters on {plan.hosts} × {plan.gpus_per_host} {plan.gpu}; compiled in "
         f"{plan.compile_seconds:.1f} s with jax {plan.jax}",
         "",
-        "memory of each GPU         GiB",
-        *(f"  {name.replace('_', ' '):18} {size / GIB:9.2f}" for name, size in dataclasses.asdict(plan.memory).items()),
-        f"  {'peak':18} {plan.memory.peak / GIB:9.2f}",
+        *kind_lines(plan.memory),
         f"  {'XLA may use':18} {plan.limit / GIB:9.2f}   {float(MEMORY_FRACTION):.0%} of the GPU's",
         f"  {'fits, spare' if plan.spare >= 0 else 'DOES NOT FIT, lacks':18} {abs(plan.spare) / GIB:8.2f}",
+        *_host_lines(plan),
+        *((*largest_lines(plan.largest), *advice_lines(plan.advice)) if plan.spare < 0 else ()),
         "",
         f"{'collectives of a step':44} {'times':>7} {'GiB sent':>9} {'ms':>9} {'overlapped':>10}",
     ]
@@ -259,6 +202,13 @@ def show(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _host_lines(plan: Plan) -> list[str]:
+    if not plan.host_bytes:
+        return []
+    moved = f"{plan.pcie_bytes / GIB:.2f} GiB over PCIe a step, {plan.pcie_seconds * 1e3:,.0f} ms at its rate"
+    return [f"  {'host, for each GPU':18} {plan.host_bytes / GIB:9.2f}   {moved}"]
+
+
 def to_json(plan: Plan) -> str:
     """With what follows from the fields: memory.peak, spare, fits."""
     told = dataclasses.asdict(plan)
@@ -275,14 +225,94 @@ def main() -> int:
     add("--hosts", type=int, default=1, metavar="N", help="machines (default: 1)")
     add("--gpus-per-host", type=int, default=8, metavar="N", help="of each machine (default: 8)")
     add("--json", action="store_true", help="print JSON: bytes, seconds and FLOPs, of each GPU")
+    add("--search", action="store_true", help="find the fastest settings that fit these GPUs, for the recipe's batch")
+    add("--explain", action="store_true", help="with --search: show what else was tried, and why it was left")
+    add("--write", type=Path, metavar="FILE", help="with --search: save the fastest as a recipe, a new file")
+    add(
+        "--allow", nargs="+", default=[], choices=sorted(ALLOWED), metavar="FIELD",
+        help=f"with --search: what it may also narrow, of {', '.join(sorted(ALLOWED))}",
+    )  # fmt: skip
     own, arguments = parser.parse_known_args()
+    for option in ("explain", "write", "allow"):
+        if getattr(own, option) and not own.search:
+            raise InputError(f"--{option} goes with --search")
     config = configuration.parse(arguments, PROGRAM)
-    configuration.validate(config)
-    jax.config.update("jax_platforms", "cpu")  # where there are GPUs, too: none is touched
-    jax.config.update("jax_enable_compilation_cache", False)  # what comes out of it dumps no buffers
+    validate(config)
+    _without_gpu()
+    if own.search:
+        return _search(config, own)
     plan = make_plan(config, own.gpu, own.hosts, own.gpus_per_host)
     print(to_json(plan) if own.json else show(plan))
     return 0
+
+
+def _without_gpu() -> None:
+    jax.config.update("jax_platforms", "cpu")  # where there are GPUs, too: none is touched
+    jax.config.update("jax_enable_compilation_cache", False)  # what comes out of it dumps no buffers
+
+
+def _search(config: TrainConfig, own: argparse.Namespace) -> int:
+    if own.write:
+        _refuse(own.write)
+    cluster, allowed = Cluster(own.gpu, own.hosts, own.gpus_per_host), tuple(dict.fromkeys(own.allow))
+    topology.gpu_topology(own.gpu, own.hosts, own.gpus_per_host)  # what is missing is said before anything is searched
+    limit = int(cluster.chip.memory_bytes * float(MEMORY_FRACTION))
+    clock, at_once = time.perf_counter(), min(os.cpu_count() or 1, AT_ONCE)
+    plan_of = functools.partial(make_plan, gpu=own.gpu, hosts=own.hosts, gpus_per_host=own.gpus_per_host)
+    with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn"), _without_gpu) as processes:
+
+        def compile_all(settings: Sequence[TrainConfig]) -> Iterable[Plan]:
+            for each in settings:
+                print(f"compiling {report.words(each, config)}", file=sys.stderr, flush=True)
+            return (map if len(settings) == 1 else processes.map)(plan_of, settings)
+
+        found = choose.search(config, cluster, limit, allowed, compile_all, at_once)
+    seconds = time.perf_counter() - clock
+    steps = [] if found.winner else remedies(found, allowed, float(MEMORY_FRACTION))
+    if own.json:
+        told = report.to_json(found, seconds, lambda plan: json.loads(to_json(plan)))
+        told |= {"next_steps": steps} | ({"tree": explain.tree(found).splitlines()} if own.explain else {})
+        print(json.dumps(told, indent=2))
+    else:
+        print(report.show(found, seconds), *(["", explain.tree(found)] if own.explain else []), sep="\n")
+    if found.winner is None:
+        least = min(-choice.plan.spare for choice in found.choices)
+        raise InputError(
+            f"nothing fits: of what was compiled the least lacks {least / GIB:.1f} GiB of each GPU. Cheapest next "
+            f"step: {'; or '.join(steps)}"
+        )
+    if own.write:
+        with own.write.open("x") as file:
+            file.write(recipe.source(found.winner.config, _docstring(own, found, found.winner)))
+    return 0
+
+
+def _refuse(file: Path) -> None:
+    """Raises InputError for what no recipe can be written to: before the search, which takes minutes."""
+    if file.exists():
+        raise InputError(f"--write {file}: exists, and is not overwritten: name a new file")
+    if not file.parent.is_dir():
+        raise InputError(f"--write {file}: no such folder as {file.parent}")
+    if file.suffix != ".py":
+        raise InputError(f"--write {file}: a recipe is Python: name it {file.with_suffix('.py')}")
+
+
+def _docstring(own: argparse.Namespace, found: choose.Search, winner: choose.Choice) -> str:
+    plan = winner.plan
+    assert isinstance(plan, Plan)
+    gpus = f"--gpu {own.gpu} --hosts {own.hosts} --gpus-per-host {own.gpus_per_host}"
+    sent = sum(each.bytes for each in plan.collectives)
+    return f"""{plan.parameters:,} parameters on {plan.hosts} × {plan.gpus_per_host} {plan.gpu}: the fastest of
+{len(found.candidates):,} settings by the roofline of docs/plan.md, {winner.time.total:.2f} s a step.
+
+    python -m jaxopt_llm.train --config {own.write.name} --data.paths prepared --data.tokenizer tokenizer.json
+
+{report.words(winner.config, found.recipe)}. As compiled,
+
+    python -m jaxopt_llm.plan --config {own.write.name} {gpus}
+
+{plan.memory.peak / GIB:.1f} GiB at the peak and {sent / GIB:.1f} GiB sent, of each GPU in a step.
+"""
 
 
 if __name__ == "__main__":

@@ -18,13 +18,15 @@ from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.errors import CheckpointError, InputError
 from jaxopt_llm.model.decoder import Params, Parts, make_parts
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh, visible_devices
+from jaxopt_llm.parallel.offload import OffloadConfig
 from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
 from jaxopt_llm.training import lora
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's last checkpoint, in compute dtype. placement: one device, or one that splits `params` over `fsdp`."""
+    """A run's last checkpoint, in compute dtype. placement: one device, or one that splits `params` over `fsdp`; what
+    the devices cannot hold together, the stacks, rests in host memory."""
 
     config: TrainConfig
     tokenizer: Tokenizer
@@ -55,12 +57,19 @@ def load(directory: Path, data: DataConfig | None = None) -> Run:
             f"{config.model.vocabulary_size}"
         )
     _check_tokenizer(directory, tokenizer)
-    parts, trained, frozen = lora.adapt(make_parts(config.model), config.lora, config.precision)
+    parts = make_parts(config.model, config.training.loss_chunk)
+    parts, trained, frozen = lora.adapt(parts, config.lora, config.precision)
     dtype = config.precision.compute_dtype
     devices = visible_devices()
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
-    held = devices_for(_bytes(trained, dtype) + _bytes(frozen), devices, limit)
-    placement = Placement(make_mesh(MeshConfig(fsdp=len(held)), held), ShardingConfig(zero_stage=3), config.precision)
+    needed = _bytes(trained, dtype) + _bytes(frozen)
+    held = devices_for(needed, devices, limit)
+    placement = Placement(
+        make_mesh(MeshConfig(fsdp=len(held)), held),
+        ShardingConfig(zero_stage=3),
+        config.precision.for_evaluation(),
+        OffloadConfig(parameters=not fits(needed, held, limit)),
+    )
     with Checkpoints(directory / "checkpoints") as checkpoints:
         while True:
             step = checkpoints.latest_step()
@@ -75,7 +84,8 @@ def load(directory: Path, data: DataConfig | None = None) -> Run:
             except CheckpointError:
                 if (directory / "checkpoints" / str(step)).exists():
                     raise  # else the run, which is still on, has a newer one and deleted it
-    return Run(config, tokenizer, parts, tree.merge(params, frozen), placement, step)
+    params = jax.device_put(tree.merge(params, frozen), jax.tree.map(placement.resting_parameters, parts.specs))
+    return Run(config, tokenizer, parts, params, placement, step)
 
 
 def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
@@ -92,9 +102,14 @@ def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
 
 
 def devices_for(needed: int, devices: Sequence[jax.Device], limit: int | None) -> Sequence[jax.Device]:
-    """The first device alone, where parameters of `needed` bytes leave a quarter of its `limit` to what is computed;
-    else all. None: a device without a limit of its own."""
-    return devices[:1] if limit is None or needed <= 0.75 * limit else devices
+    """The first device alone, where parameters of `needed` bytes fit there; else all."""
+    return devices[:1] if fits(needed, devices[:1], limit) else devices
+
+
+def fits(needed: int, devices: Sequence[jax.Device], limit: int | None) -> bool:
+    """Whether parameters of `needed` bytes, divided over devices, leave a quarter of their `limit` to what is computed.
+    None: devices without a limit of their own."""
+    return limit is None or needed <= 0.75 * limit * len(devices)
 
 
 def _bytes(leaves: tree.Tree, dtype: str | None = None) -> int:

@@ -33,6 +33,7 @@ from jaxopt_llm.observe.metrics import MetricsLog
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.observe.profile import ProfileConfig, Profiler
 from jaxopt_llm.observe.progress import ProgressLine
+from jaxopt_llm.oom import Explainer
 from jaxopt_llm.parallel import distributed, hlo, launchers, runtime
 from jaxopt_llm.parallel.distributed import ALONE, Processes
 from jaxopt_llm.parallel.mesh import make_mesh
@@ -40,11 +41,13 @@ from jaxopt_llm.parallel.rows import OwnRows
 from jaxopt_llm.parallel.runtime import repeatable
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.parallel.topology import chip_of
+from jaxopt_llm.training import moments
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.evaluation import evaluate, make_held_out
 from jaxopt_llm.training.program import Program, make_program
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Metrics
+from jaxopt_llm.validation import validate
 
 PRINT_CONFIG = "--print-config"  # prints what would be trained, checked, and stops
 
@@ -72,7 +75,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
 
     sources = [rows(source.training, source.name) for source in corpus.sources]
     weights = [source.weight for source in corpus.sources]
-    placement = Placement(make_mesh(config.mesh), config.sharding, config.precision)
+    placement = Placement(make_mesh(config.mesh), config.sharding, config.precision, config.offload)
     program = make_program(
         config.model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
     )
@@ -101,37 +104,55 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             f"{jax.devices()[0].device_kind} device(s){processes}, run directory {directory}"
         )
         progress.say(f"data: {corpus}")
+        if config.precision.compute_dtype == "float16" and not config.precision.scales_loss and processes.first:
+            print(
+                "warning: float16 without loss scaling rounds small gradients to zero; set --precision.loss-scaling "
+                "dynamic",
+                file=sys.stderr,
+            )
         if config.mesh.pipeline > 1:
             idle = (config.mesh.pipeline - 1) / (config.training.accumulation + config.mesh.pipeline - 1)
             progress.say(f"pipeline: {idle:.0%} of a step is idle; fewer with more --training.accumulation")
         divided = program.parts.specs if config.sharding.zero_stage == 3 else program.specs.masters
         for path in placement.undivided(divided):
             progress.say(f"ZeRO leaves {path} whole: no dimension of it divides")
+        wide = moments.in_no_blocks(program.specs.masters) if config.optimizer.state_dtype == "int8" else []
+        if wide:
+            progress.say(
+                f"optimizer.state_dtype: the moments of {len(wide)} matrices stay in 32 bits, {wide[0]} first: no "
+                f"block of {moments.BLOCKS[-1]} to {moments.BLOCKS[0]} values divides their last dimension"
+            )
         ends = config.schedule.ends_at
         if ends is not None and ends < config.training.steps:
             progress.say(f"the learning rate has its final value from step {ends} on: see --schedule.decay-steps")
         clock = time.perf_counter()
+        explainer = Explainer(config, program, placement, checkpoints)
+        lowered_step = program.step.lower(program.state, program.batch)
 
-        def compiled(jitted: Any) -> Any:
-            lowered = jitted.lower(program.state, program.batch)
+        def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
             repeats = config.run.deterministic and jax.default_backend() == "gpu"
             options = repeatable(lowered, directory, processes.first) if repeats else None
             return lowered.compile(compiler_options=options)
 
-        run_step = compiled(program.step)
-        held_out = compiled(make_held_out(program.parts, program.executor, placement))
-        peak = max(hlo.memory(each).peak for each in (run_step, held_out))
+        with explainer.during(lambda: "compiling", lowered_step):
+            run_step = compiled(lowered_step)
+            lowered = make_held_out(program.parts, program.executor, placement).lower(program.state, program.batch)
+            held_out = compiled(lowered)
+        needed = [hlo.memory(each) for each in (run_step, held_out)]
+        peak, on_host = max(each.peak for each in needed), max(each.host for each in needed)
+        beside = f" and {on_host / 2**30:.2f} GiB of the host" if on_host else ""
         progress.say(
-            f"compiled in {time.perf_counter() - clock:.1f} s; {peak / 2**30:.2f} GiB per device while it runs"
+            f"compiled in {time.perf_counter() - clock:.1f} s; {peak / 2**30:.2f} GiB per device{beside} while it runs"
         )
-        _check_memory(peak, jax.local_device_count())
-        if start:
-            saved = placement.abstract(training_state.checkpoint_specs(program.specs))
-            restored = checkpoints.restore(start, **saved)
-            state = training_state.resume(program.specs, start, placement, **restored)
-            progress.say(f"continues from step {start}")
-        else:
-            state = training_state.initialize(program.specs, program.optimizers, config.run.seed, placement)
+        explainer.check({"the step": (lowered_step, run_step), "an evaluation": (lowered, held_out)})
+        with explainer.during(lambda: f"bringing the state of step {start} onto the devices", lowered_step):
+            if start:
+                saved = placement.abstract(training_state.checkpoint_specs(program.specs))
+                restored = checkpoints.restore(start, **saved)
+                state = training_state.resume(program.specs, start, placement, **restored)
+                progress.say(f"continues from step {start}")
+            else:
+                state = training_state.initialize(program.specs, program.optimizers, config.run.seed, placement)
         log: MetricsLog | None = None
         recorders: list[Callable[[dict[str, Any]], None]] = []
         if processes.first:
@@ -154,7 +175,8 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             told: dict[str, float] = {"tokens": step * tokens}
             if measured is None and step % config.logging.every:
                 return told
-            values = {name: _finite(metrics[name]) for name in ("loss", "grad_norm", "learning_rate")}
+            names = ("loss", "grad_norm", "learning_rate", "loss_scale")
+            values = {name: _finite(metrics[name]) for name in names if name in metrics}
             record = meter.record(step, {**values, "skipped": int(metrics["skipped"])})
             if measured is not None:
                 record["eval_loss"] = told["eval_loss"] = evaluate(held_out, measured, map(own.place, held_out_rows))
@@ -173,6 +195,9 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
         latest: tuple[int, Metrics] | None = None  # the step that ran last,
         told: dict[str, float] | None = None  # and what its checkpoint tells, once its numbers are read
         postponed = False
+        step = start
+        # Numbers are read a step late, and an allocation that fails is told no earlier.
+        scope.enter_context(explainer.during(lambda: f"in step {step} or the one before", lowered_step))
         for step in range(start + 1, config.training.steps + 1):
             profiler.before(step)
             try:
@@ -216,21 +241,27 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
 
 
 def _utilisation(config: TrainConfig, program: Program, placement: Placement) -> dict[str, float]:
-    """The share of the devices' peak that one token per second is, by the name of its convention; nothing where the
-    peak is not known."""
-    chip = chip_of(jax.devices()[0].device_kind)
-    peak = chip.peak_flops.get(config.precision.compute_dtype) if chip else None
-    if peak is None:
+    """The share of the devices' peak that one token per second is, by the name of its convention: the time that its
+    operations take there, each kind at the peak of its dtype. Nothing where the peak is not known."""
+    chip, precision = chip_of(jax.devices()[0].device_kind), config.precision
+    if chip is None:
         return {}
-    needed = flops.per_token(config.model, program.specs.masters, program.specs.frozen, config.training.sequence_length)
-    peaks = peak * placement.mesh.size
-    return {"mfu": needed.causal / peaks, "mfu_full_attention": needed.full / peaks}
+    masters = program.specs.masters
+    needed = flops.per_token(config.model, masters, program.specs.frozen, config.training.sequence_length)
+    narrow = flops.quantised_per_token(config.model, masters, precision)
+    peak = chip.peak_flops[precision.compute_dtype]
+    peak_of_narrow = chip.peak_flops[{"fp8": "float8", "int8": "int8"}[precision.matmul]] if narrow else peak
+
+    def seconds(operations: float) -> float:
+        return ((operations - narrow) / peak + narrow / peak_of_narrow) / placement.mesh.size
+
+    return {"mfu": seconds(needed.causal), "mfu_full_attention": seconds(needed.full)}
 
 
 def _sound(metrics: Metrics) -> bool:
     """Whether a step's parameters may take the place of older ones in a checkpoint: of a step that was skipped they may
     be what made its loss not finite."""
-    return not int(metrics["skipped_in_a_row"])
+    return not int(metrics["skipped_in_a_row"]) and not int(metrics["overflow"])
 
 
 def _finite(value: jax.Array) -> float | None:
@@ -239,16 +270,26 @@ def _finite(value: jax.Array) -> float | None:
 
 
 def _check_skips(step: int, metrics: Metrics, config: TrainConfig, progress: ProgressLine) -> None:
-    """Reports a skipped step. Raises TrainingDiverged at training.skip_limit of them in a row."""
-    in_a_row = int(metrics["skipped_in_a_row"])
-    if not in_a_row:
+    """Reports a skipped step. Raises TrainingDiverged at training.skip_limit of them in a row, and where overflows have
+    brought the loss scale below precision.min_loss_scale."""
+    if _sound(metrics):
         return
     told = f"loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm'])}"
-    if in_a_row >= config.training.skip_limit:
-        raise TrainingDiverged(
-            f"step {step}: {told}; {in_a_row} steps in a row were skipped; {config.run.directory} keeps the "
-            "checkpoints before them; try a lower --optimizer.learning-rate or a longer --schedule.warmup-steps"
-        )
+    mend = (
+        f"{config.run.directory} keeps the checkpoints before them; try a lower --optimizer.learning-rate or a longer "
+        "--schedule.warmup-steps"
+    )
+    if int(metrics["overflow"]):
+        scale = float(metrics["loss_scale"])
+        told += f", loss scale now {scale:g}"
+        if scale < config.precision.min_loss_scale:
+            raise TrainingDiverged(
+                f"step {step}: {told}, below precision.min_loss_scale={config.precision.min_loss_scale:g}: overflows "
+                f"that no scale prevents; {mend}, or --precision.compute-dtype bfloat16"
+            )
+    elif (in_a_row := int(metrics["skipped_in_a_row"])) >= config.training.skip_limit:
+        skipped = f"{in_a_row} steps in a row were skipped; " if in_a_row > 1 else ""
+        raise TrainingDiverged(f"step {step}: {told}; {skipped}{mend}")
     progress.say(f"step {step:>6}  skipped: {told}")
 
 
@@ -258,25 +299,6 @@ def _check_finite(directory: Path, step: int, **values: float) -> None:
         raise TrainingDiverged(
             f"step {step}: {told}; {directory} keeps the checkpoints before it; try a lower "
             "--optimizer.learning-rate or a longer --schedule.warmup-steps"
-        )
-
-
-def _check_memory(needed: int, devices: int) -> None:
-    """needed: bytes per device. Simulated devices share the host's memory, which the system would give out until it
-    kills the process; a GPU's fails in the middle of the first step."""
-    mend = "make the model, training.batch_size or training.sequence_length smaller"
-    if jax.default_backend() == "cpu":
-        has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if needed * devices > has:
-            raise InputError(
-                f"the step needs {needed * devices / 2**30:,.1f} GiB on the simulated devices together, this host has "
-                f"{has / 2**30:,.1f} GiB; {mend}"
-            )
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", needed)
-    if needed > limit:
-        raise InputError(
-            f"the step needs {needed / 2**30:,.1f} GiB per device, XLA may use {limit / 2**30:,.1f} GiB; {mend}, or "
-            "raise training.accumulation, sharding.zero_stage or mesh.fsdp"
         )
 
 
@@ -320,7 +342,7 @@ def _record(directory: Path, config: TrainConfig, corpus: Corpus, tokenizer: Tok
 def main() -> int:
     arguments = [argument for argument in sys.argv[1:] if argument != PRINT_CONFIG]
     config: TrainConfig = configuration.parse(arguments, "python -m jaxopt_llm.train")
-    configuration.validate(config)
+    validate(config)
     if PRINT_CONFIG in sys.argv[1:]:
         print(configuration.to_json(config))
         return 0

@@ -24,6 +24,10 @@ def map_with_path(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree
     return jax.tree_util.tree_map_with_path(lambda path, *leaves: function(path_string(path), *leaves), tree, *rest)
 
 
+def leaves_with_path(tree: Tree) -> list[tuple[str, Leaf]]:
+    return [(path_string(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
 def first_match(path: str, patterns: Sequence[str]) -> str | None:
     """The first of the patterns that fits a path: globs, as in `*/mlp/*`, whose `*` crosses slashes."""
     return next((pattern for pattern in patterns if fnmatchcase(path, pattern)), None)

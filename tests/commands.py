@@ -11,12 +11,14 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import warm
 
 ROOT = Path(__file__).parent.parent
 # Small enough to compile and run in seconds.
 TINY = {
     "model.width": 16,
     "model.layers": 2,
+    "model.pattern": "global",
     "model.heads": 2,
     "model.kv-heads": 1,
     "model.head-dim": 8,
@@ -52,9 +54,11 @@ def start(module: str, *arguments: object, folder: Path = ROOT.parent, **environ
 
 
 def start_python(*arguments: object, folder: Path = ROOT.parent, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    whole = {**os.environ, **ENVIRONMENT, **environment}
+    forked = arguments[0] == "-m" and warm.fits(whole)
+    return (warm.Forked if forked else subprocess.Popen)(
         [sys.executable, *map(str, arguments)],
-        env={**os.environ, **ENVIRONMENT, **environment},
+        env=whole,
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -2,11 +2,14 @@
 
 import os
 from collections.abc import Iterator
+from importlib.metadata import version
 
 # Read when JAX loads its CUDA plugin; without it the plugin wants a driver.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 # Compiling is most of what a test on the CPU costs. By the environment, for the commands that tests start, too.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+if version("jaxlib") < "0.11":  # which has the older, quicker code generator no more, and aborts on its name
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
 # Tests side by side share the GPU, of which JAX would give the first process three quarters.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

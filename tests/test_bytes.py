@@ -1,10 +1,12 @@
-"""What ZeRO and tensor parallelism promise, read off programs compiled for eight H200s.
+"""What ZeRO promises, read off programs compiled for eight H200s.
 
 Bytes per layer are the difference between programs of 16 and of 8 layers: what is outside the stacks cancels.
 """
 
 import functools
+import itertools
 import math
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,17 +14,21 @@ import jax
 import numpy as np
 import pytest
 
+from jaxopt_llm import advice
+from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model import param
 from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.parallel import hlo
+from jaxopt_llm.parallel import hlo, topology
 from jaxopt_llm.parallel.hlo import Collective
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
+from jaxopt_llm.parallel.offload import OFF, OffloadConfig
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
 from jaxopt_llm.parallel.topology import gpu_topology
+from jaxopt_llm.training import update
 from jaxopt_llm.training.lora import LoraConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig
+from jaxopt_llm.training.optimizer import OptimizerConfig, make_optimizer
 from jaxopt_llm.training.program import Program, make_program
 from jaxopt_llm.training.schedule import ScheduleConfig
 from jaxopt_llm.training.step import TrainingConfig
@@ -30,6 +36,7 @@ from jaxopt_llm.training.step import TrainingConfig
 DEVICES = 8
 # Rows of a microbatch; so few queries are attended to in one part, which halves the time to compile.
 ROWS, SEQUENCE, WIDTH, VOCABULARY = 8, 128, 1024, 7_680
+LOSS_CHUNK = 64  # tokens: fewer than any device has
 RANK = 16  # of adapters, where there are any
 SHARE = (DEVICES - 1) / DEVICES  # of an array, sent by each device of a ring that gathers or scatters it
 
@@ -54,13 +61,19 @@ def compiled(
     layers: int,
     mesh: MeshConfig,
     stage: int,
-    remat: str = "full",
+    remat: str | tuple[str, ...] = "full",
     accumulation: int = 1,
     reduce: str = "float32",
     tied: bool = True,
     adapters_over: str | None = None,
     sequence_parallel: bool = False,
     switches: tuple[tuple[str, Any], ...] = (),
+    offload: OffloadConfig = OFF,
+    remat_offload: tuple[str, ...] = (),
+    state_dtype: str = "float32",
+    in_backward: bool = False,
+    matmul: str = "compute_dtype",
+    exempt: int = 0,
 ) -> Compiled:
     model = ModelConfig(
         width=WIDTH,
@@ -73,16 +86,34 @@ def compiled(
         tied_head=tied,
     )
     model = replace(model, **dict(switches))
-    precision = PrecisionConfig(reduce_dtype=reduce)
-    placement = Placement(make_mesh(mesh, gpu_topology("h200")), ShardingConfig(stage, sequence_parallel), precision)
+    precision = PrecisionConfig(
+        compute_dtype="float16" if reduce == "float16" else "bfloat16",
+        reduce_dtype=reduce,
+        matmul=matmul,
+        compute_dtype_layers=exempt,
+    )
+    placement = Placement(
+        make_mesh(mesh, gpu_topology("h200")), ShardingConfig(stage, sequence_parallel), precision, offload
+    )
     lora = LoraConfig(rank=RANK, base=adapters_over) if adapters_over else LoraConfig()
-    training = TrainingConfig(batch_size=ROWS * accumulation, sequence_length=SEQUENCE, accumulation=accumulation)
-    program = make_program(model, training, OptimizerConfig(), ScheduleConfig(), RematConfig(remat), lora, placement)
+    training = TrainingConfig(
+        batch_size=ROWS * accumulation, sequence_length=SEQUENCE, accumulation=accumulation, loss_chunk=LOSS_CHUNK
+    )
+    optimizer = OptimizerConfig(
+        state_dtype=state_dtype, in_backward=in_backward, clip_norm=0 if in_backward else OptimizerConfig.clip_norm
+    )
+    policy = RematConfig(remat, offload=remat_offload)
+    program = make_program(model, training, optimizer, ScheduleConfig(), policy, lora, placement)
     # Matmuls as cuBLAS calls, not Triton fusions: it compiles in half the time and moves the same bytes.
-    options = {"xla_gpu_enable_triton_gemm": False}
-    executable = program.step.lower(program.state, program.batch).compile(compiler_options=options)
+    options = {} if matmul == "fp8" else {"xla_gpu_enable_triton_gemm": False}  # with fp8 the step says so itself
+    executable = topology.compile(topology.lower(program.step, program.state, program.batch), options)
     text = executable.as_text()
     return Compiled(program, hlo.memory(executable), hlo.collectives(text, placement.mesh), text)
+
+
+def slow(*cases: tuple[Any, ...]) -> list[Any]:
+    """Parameters of a test that differ from its others' by what another test shows."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 def layer_parameters() -> int:
@@ -96,7 +127,6 @@ def per_layer(measure, *arguments, **settings) -> float:
 
 
 FSDP = MeshConfig(fsdp=DEVICES)
-TENSOR = MeshConfig(tensor=DEVICES)
 
 
 @pytest.mark.parametrize(("stage", "per_parameter"), [(0, 12), (1, 2 + 12 / 8), (2, 2 + 12 / 8), (3, 12 / 8)])
@@ -107,7 +137,7 @@ def test_resting_bytes(stage: int, per_parameter: float) -> None:
     assert step.memory.aliased >= step.memory.arguments - batch - 4096, "the state is not updated in place"
 
 
-GRADIENT = {"float32": 4, "bfloat16": 2}
+GRADIENT = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @pytest.mark.parametrize(
@@ -115,11 +145,7 @@ GRADIENT = {"float32": 4, "bfloat16": 2}
     [
         *((stage, 1, "float32") for stage in (0, 1, 2, 3)),
         (3, 3, "float32"),
-        (1, 1, "bfloat16"),
-        *(
-            pytest.param(*more, marks=pytest.mark.slow)
-            for more in ((1, 3, "float32"), (2, 3, "float32"), (3, 1, "bfloat16"))
-        ),
+        *slow((1, 1, "bfloat16"), (1, 3, "float32"), (2, 3, "float32"), (3, 1, "bfloat16"), (3, 1, "float16")),
     ],
 )
 def test_bytes_moved(stage: int, accumulation: int, reduce: str) -> None:
@@ -150,11 +176,10 @@ def test_stage_3_holds_one_layer_at_a_time(remat: str) -> None:
     [
         (0, 1, "float32", 4 + 1),  # the largest leaf, a quarter of the layer, beside its sum over devices
         (1, 1, "float32", 4 + 4 / 8),
-        (1, 1, "bfloat16", 2 + 4 / 8),
         (2, 1, "float32", 4 / 8),
-        (2, 3, "float32", 4 / 8 + 4 / 8),
         (3, 1, "float32", 4 / 8),
         (3, 3, "float32", 4 / 8 + 4 / 8),
+        *slow((1, 1, "bfloat16", 2 + 4 / 8), (2, 3, "float32", 4 / 8 + 4 / 8)),
     ],
 )
 def test_peak_per_layer(stage: int, accumulation: int, reduce: str, per_parameter: float) -> None:
@@ -167,7 +192,7 @@ def test_peak_per_layer(stage: int, accumulation: int, reduce: str, per_paramete
 
 @pytest.mark.parametrize(
     ("stage", "tied"),
-    [(2, True), (3, False), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((2, False), (3, True)))],
+    [(2, True), (3, False), *slow((2, False), (3, True))],
 )
 def test_tables_are_reduced_once_a_microbatch(stage: int, tied: bool) -> None:
     """Outside the stacks: each table is reduced once, tied or not, and gathered for each of its uses in stage 3."""
@@ -188,35 +213,6 @@ def test_tables_are_reduced_once_a_microbatch(stage: int, tied: bool) -> None:
     assert moved["all-reduce"] < 1e-3 * table
 
 
-@pytest.mark.parametrize(("remat", "reductions"), [("none", 4), ("full", 5)])
-def test_tensor_parallelism_reduces_as_megatron_does(remat: str, reductions: int) -> None:
-    """Shoeybi et al. 2019 (arXiv:1909.08053): two all-reduces forward, two backward. Recomputation repeats the
-    attention's; the MLP's is the block's output, which no backward needs."""
-    activation = ROWS * SEQUENCE * WIDTH * 2
-
-    def count(step: Compiled) -> int:
-        found = [each for each in step.collectives if each.axes == ("tensor",) and each.array_bytes == activation]
-        assert {each.kind for each in found} == {"all-reduce"}
-        assert {dtype for each in found for dtype in each.dtypes} == {"bf16"}
-        return sum(each.times for each in found)
-
-    assert per_layer(count, TENSOR, 0, remat) == reductions
-    moved = per_layer(Compiled.wire_bytes, TENSOR, 0, remat)
-    assert moved == pytest.approx(reductions * 2 * SHARE * activation, rel=0.02), "something else is moved"
-
-
-@pytest.mark.parametrize("mesh", [TENSOR, MeshConfig(fsdp=4, tensor=2)])
-def test_split_vocabulary_is_never_whole(mesh: MeshConfig) -> None:
-    step = compiled(8, mesh, 3 if mesh.fsdp > 1 else 0)
-    logits = ROWS // mesh.fsdp * SEQUENCE * VOCABULARY  # elements, of one device's rows
-    whole = [each for each in hlo.array_shapes(step.text) if VOCABULARY in each.shape]
-    assert all(math.prod(each.shape) < logits for each in whole)
-    part = VOCABULARY // mesh.tensor
-    assert any(
-        math.prod(each.shape) == logits // mesh.tensor and part in each.shape for each in hlo.array_shapes(step.text)
-    )
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_program_does_not_grow_with_depth(stage: int) -> None:
     deep, shallow = (hlo.instruction_count(compiled(layers, FSDP, stage).text) for layers in (16, 8))
@@ -233,9 +229,130 @@ def test_hybrid_sharding_reduces_between_replicas_once_a_step() -> None:
     assert inside == pytest.approx(3 * 3 / 4 * (4 + 2 * 2) * layer_parameters(), rel=0.02)
 
 
-# ---- Adapters over a frozen base.
+# ---- Optimizer state on the host.
 
-BASES = ("float", "int8")
+
+@pytest.mark.parametrize("stage", [3, *slow((1,))])
+def test_offloaded_optimizer_state_passes_the_device_a_layer_at_a_time(stage: int) -> None:
+    kept, offloaded = (compiled(8, FSDP, stage, offload=OffloadConfig(optimizer=on)) for on in (False, True))
+    moved = (8 if stage == 3 else 12) / 8 * param.count(kept.program.specs.masters)  # bytes on each device
+    assert offloaded.memory.host == pytest.approx(moved, rel=1e-3)
+    assert kept.memory.arguments - offloaded.memory.arguments == pytest.approx(moved, rel=1e-3)
+    assert kept.memory.host == 0
+    # Of the state no more than two layers' is ever on the device, or the table's.
+    largest = max(2 * layer_parameters(), VOCABULARY * WIDTH)
+    assert offloaded.memory.temporaries - kept.memory.temporaries < 12 / 8 * largest
+
+
+# ---- Parameters on the host.
+
+
+def assert_read_from_the_last(text: str) -> None:
+    """What a backward slices out of host memory: either a kernel's, which is told where, or a copy that counts down.
+    XLA of jax 0.10.2 would count up (openxla/xla#46231)."""
+    computations = [each for each in text.split("\n\n") if "S(5)} parameter(0)" in each and "transpose(jvp" in each]
+    strides = re.findall(r'byte_stride":"(-?)\d+"', "".join(computations))
+    assert computations and all(sign == "-" for sign in strides)
+
+
+def of_the_base(stage: int, base: str) -> float:
+    """Bytes on each device of eight layers of what the adapters adapt."""
+    return 8 * base_bytes(base)[0] / (8 if stage == 3 else 1)
+
+
+@pytest.mark.parametrize(("stage", "base"), [(3, "int8"), *slow((0, "float"), (3, "float"))])
+def test_an_offloaded_base_passes_the_device_a_layer_at_a_time(stage: int, base: str) -> None:
+    kept, offloaded = (
+        compiled(8, FSDP, stage, adapters_over=base, offload=OffloadConfig(parameters=on)) for on in (False, True)
+    )
+    moved = of_the_base(stage, base)
+    assert offloaded.memory.host == pytest.approx(moved, rel=1e-3)
+    assert kept.memory.arguments - offloaded.memory.arguments == pytest.approx(moved, rel=1e-3)
+    assert offloaded.memory.temporaries - kept.memory.temporaries < 2 / 8 * moved
+    # Once for the forward and once for the backward.
+    assert hlo.host_traffic(offloaded.text) == 2 * offloaded.memory.host
+    assert_read_from_the_last(offloaded.text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "passes"), [(0, 4), (1, 3), (3, 4)])
+def test_offloaded_parameters_pass_the_device_a_layer_at_a_time(stage: int, passes: int) -> None:
+    """passes: of a step over PCIe: to the forward and to the backward, to the update and back; in stage 1 the update
+    writes the compute copy and reads none."""
+    kept, offloaded = (compiled(8, FSDP, stage, offload=OffloadConfig(parameters=on)) for on in (False, True))
+    moved = 8 * layer_parameters() * {0: 4, 1: 2, 3: 4 / 8}[stage]
+    assert offloaded.memory.host == pytest.approx(moved, rel=1e-3)
+    assert kept.memory.arguments - offloaded.memory.arguments == pytest.approx(moved, rel=1e-3)
+    assert offloaded.memory.temporaries - kept.memory.temporaries < 2 / 8 * moved
+    assert hlo.host_traffic(offloaded.text) == passes * offloaded.memory.host
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_layer_more_on_the_host_costs_its_input_and_its_adapters_gradients(remat: str) -> None:
+    peak = per_layer(
+        lambda step: step.memory.temporaries,
+        *(FSDP, 3, remat),
+        adapters_over="int8",
+        offload=OffloadConfig(parameters=True),
+    )
+    kept = per_layer(lambda step: step.memory.temporaries, FSDP, 3, remat, adapters_over="int8")
+    assert peak <= 1.02 * kept
+
+
+# ---- Moments in fewer bits.
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "per_parameter"),
+    [
+        (3, "int8", (4 + 2.0625) / 8),
+        *slow((3, "bfloat16", (4 + 4) / 8), (0, "int8", 4 + 2.0625), (1, "int8", 2 + (4 + 2.0625) / 8)),
+    ],
+)
+def test_moments_in_fewer_bits_rest_smaller_and_move_nothing(stage: int, dtype: str, per_parameter: float) -> None:
+    """12 bytes of state per parameter become 6, of which 4 are the master's."""
+    few, wide = compiled(8, FSDP, stage, state_dtype=dtype), compiled(8, FSDP, stage)
+    assert few.memory.arguments == pytest.approx(param.count(few.program.specs.masters) * per_parameter, rel=0.01)
+    batch = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(few.program.batch)) / DEVICES
+    assert few.memory.aliased >= few.memory.arguments - batch - 4096, "the state is not updated in place"
+    assert few.memory.temporaries <= 1.01 * wide.memory.temporaries
+    moved, before = (
+        sorted((each.kind, each.axes, each.dtypes, each.array_bytes, each.times) for each in step.collectives)
+        for step in (few, wide)
+    )
+    assert moved == before
+
+
+@pytest.mark.parametrize("layers", [8, pytest.param(32, marks=pytest.mark.slow)])
+def test_the_update_of_codes_holds_a_layer_and_moves_nothing(layers: int) -> None:
+    """By itself: in a step, the backward holds more than the update and hides it."""
+    program = compiled(8, FSDP, 3).program
+    specs = {
+        section: jax.tree.map(lambda spec: spec.layer().stack(layers) if spec.leading else spec, leaves)
+        for section, leaves in program.specs.masters.items()
+    }
+    placement = Placement(
+        make_mesh(MeshConfig(fsdp=4, tensor=2), gpu_topology("h200")), ShardingConfig(3), PrecisionConfig()
+    )
+    make = functools.partial(make_optimizer, OptimizerConfig(state_dtype="int8"), lambda count: 1e-3)
+    optimizers = update.make_optimizers(make, specs)
+    both = (specs, update.state_specs(optimizers, specs))
+
+    def abstract(spec: param.ParamSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=placement.masters(spec))
+
+    (masters, moments), resting = jax.tree.map(abstract, both), jax.tree.map(placement.masters, both)
+    scale, good = (jax.ShapeDtypeStruct((), dtype, sharding=placement.replicated) for dtype in (np.float32, np.bool_))
+    apply = functools.partial(update.apply, optimizers, specs, placement=placement)
+    update_step = jax.jit(apply, donate_argnums=0, out_shardings=(*resting, None))
+    executable = topology.compile(update_step.lower((masters, moments, None), masters, scale, good))
+    assert not hlo.collectives(executable.as_text(), placement.mesh)
+    # jax 0.11.2: 2.42 layers' values in 32 bits, 0.10.2 less than 2; in 32 bits, 3 such: the new state.
+    assert hlo.memory(executable).temporaries <= 2.5 * 4 * layer_parameters() / DEVICES
+
+
+# ---- Adapters over a frozen base.
 
 
 def adapter_parameters() -> int:
@@ -250,8 +367,13 @@ def base_bytes(base: str) -> tuple[int, int]:
     return layer + 2 * 2 * WIDTH, 2 * (VOCABULARY * WIDTH + WIDTH)
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage, base",
+    [
+        *((0, "float"), (3, "float"), (3, "int8")),
+        *slow((1, "float"), (2, "float"), (0, "int8"), (1, "int8"), (2, "int8")),
+    ],
+)
 def test_resting_bytes_of_adapters_over_a_frozen_base(stage: int, base: str) -> None:
     """The base rests once, without masters or moments, divided in stage 3; adapters rest as any parameter does."""
     step = compiled(8, FSDP, stage, adapters_over=base)
@@ -264,7 +386,7 @@ def test_resting_bytes_of_adapters_over_a_frozen_base(stage: int, base: str) -> 
     assert step.memory.aliased >= step.memory.arguments - batch - 4096, "the state is not updated in place"
 
 
-@pytest.mark.parametrize("stage, base", [(0, "float"), (1, "float"), (2, "float"), (3, "float"), (3, "int8")])
+@pytest.mark.parametrize("stage, base", [(0, "float"), (3, "float"), (3, "int8"), *slow((1, "float"), (2, "float"))])
 def test_only_adapters_have_gradients_to_move(stage: int, base: str) -> None:
     moved = per_layer(Compiled.wire_bytes, FSDP, stage, adapters_over=base)
     gradient, gather = 4 * SHARE * adapter_parameters(), 2 * SHARE * adapter_parameters()
@@ -297,10 +419,38 @@ def test_an_int8_base_is_gathered_as_codes_a_layer_at_a_time(remat: str) -> None
     [
         # Small leaves are summed over devices as one: each is there summed, transposed, in the message and out of it.
         (0, 4 * 4),
-        (3, 4 / 8),
+        # The gradient's share and, jax 0.11.2 alone, the share of the copy in 16 bits, cast for all layers at once.
+        (3, 4 / 8 + 2 / 8),
     ],
 )
 def test_a_layer_more_costs_its_input_and_its_adapters_gradients(stage: int, per_adapter: float) -> None:
     peak = per_layer(lambda step: step.memory.temporaries, FSDP, stage, adapters_over="float")
     block_input = ROWS // DEVICES * SEQUENCE * WIDTH * 2
     assert peak <= 1.1 * (block_input + per_adapter * adapter_parameters())
+
+
+# ---- What a user is told of memory before anything is compiled (see advice.py).
+
+CONFIG = TrainConfig(
+    model=ModelConfig(
+        width=WIDTH, layers=8, heads=8, kv_heads=8, head_dim=128, mlp_width=4096, vocabulary_size=VOCABULARY
+    ),
+    training=TrainingConfig(batch_size=ROWS, sequence_length=SEQUENCE, loss_chunk=LOSS_CHUNK),
+    mesh=FSDP,
+    sharding=ShardingConfig(zero_stage=0),
+)
+
+
+def test_the_savings_of_stages_are_foretold() -> None:
+    stages = [(replace(CONFIG, sharding=ShardingConfig(stage)), compiled(8, FSDP, stage)) for stage in (0, 1, 2, 3)]
+    for (before, wide), (after, narrow) in itertools.combinations(stages, 2):
+        foretold = advice.predict(before).peak - advice.predict(after).peak
+        assert foretold == pytest.approx(wide.memory.peak - narrow.memory.peak, rel=0.2), (before, after)
+
+
+def test_the_first_advice_makes_it_fit() -> None:
+    peak = compiled(8, FSDP, 0).memory.peak
+    limit = 0.7 * peak
+    first = advice.advise(CONFIG, int(peak - limit))[0]
+    assert (first.settings, first.fits) == ({"sharding.zero_stage": 1}, True)
+    assert compiled(8, FSDP, 1).memory.peak <= limit

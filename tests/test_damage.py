@@ -11,8 +11,6 @@ import pytest
 from commands import checkpoint, command, metrics, start_training, train
 from damages import DAMAGES, flip, largest
 
-pytestmark = pytest.mark.core
-
 EVERY_TWO = ("--evaluation.every", 2, "--checkpoint.every", 2, "--checkpoint.keep", 3)
 
 

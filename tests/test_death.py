@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 from commands import checkpoint, metrics, start_training
 
-pytestmark = pytest.mark.core
-
-STEPS = 40
-# Steps are milliseconds long, evaluations a hundred times as much: that is where most signals arrive.
-RUN = ("--training.steps", STEPS, "--evaluation.every", 2, "--evaluation.batches", 200, "--checkpoint.every", 100)
+STEPS = 24
+# Steps are milliseconds long, evaluations fifty times as much: that is where most signals arrive.
+RUN = ("--training.steps", STEPS, "--evaluation.every", 2, "--evaluation.batches", 100, "--checkpoint.every", 100)
 SAVES_EVERY_STEP = ("--checkpoint.every", 1, "--checkpoint.keep", 1)
 
 
@@ -82,7 +80,7 @@ def test_a_signal_before_the_first_step_leaves_nothing_to_save(tmp_path: Path) -
 
 
 def test_a_signal_at_the_last_step_lets_the_run_finish(tmp_path: Path) -> None:
-    process = start_training(tmp_path, *RUN, "--training.steps", 1)
+    process = start_training(tmp_path, *RUN, "--training.steps", 1, "--evaluation.batches", 200)
     wait_until((tmp_path / "config.json").exists, process)  # what is written before the first step
     time.sleep(0.25)  # past the look at the flag that comes next; the step and its evaluation take longer
     process.send_signal(signal.SIGTERM)

@@ -3,13 +3,14 @@
 import pytest
 
 from jaxopt_llm import errors
-from jaxopt_llm.errors import CheckpointError, InputError, Preempted, TrainingDiverged
+from jaxopt_llm.errors import CheckpointError, InputError, OutOfMemory, Preempted, TrainingDiverged
 
 
 @pytest.mark.parametrize(
     "error, code, line",
     [
         (InputError("two\n lines"), 2, "error: two lines"),
+        (OutOfMemory("no\n room", ("  16 GiB", "  8 GiB")), 2, "error: no room\n  16 GiB\n  8 GiB"),
         (TrainingDiverged("step 3"), 3, "error: step 3"),
         (CheckpointError("unreadable"), 4, "error: unreadable"),
         (Preempted(3), 75, "preempted at step 3; run again to continue"),

@@ -13,7 +13,9 @@ FLOORS = (
     ("execution", "data", "checkpoint", "observe"),
     ("training",),
     ("config",),
-    ("run",),
+    ("validation",),
+    ("advice",),
+    ("search", "run", "oom"),
     ("train", "evaluate", "generate", "prepare", "plan", "checkpoint/__main__"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -46,7 +48,6 @@ def imported(path: Path) -> set[str]:
     return rooms
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_only_go_down(path: Path) -> None:
     own = own_room(path)
@@ -54,7 +55,6 @@ def test_imports_only_go_down(path: Path) -> None:
     assert not above, f"{own} (floor {FLOOR[own]}) imports {above}"
 
 
-@pytest.mark.core
 def test_every_room_has_a_floor() -> None:
     rooms = {own_room(path) for path in MODULES}
     assert rooms == set(FLOOR)

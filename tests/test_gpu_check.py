@@ -12,8 +12,6 @@ import pytest
 from commands import ROOT
 from gpu_check import Part
 
-pytestmark = pytest.mark.core
-
 
 def check(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(

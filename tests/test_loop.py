@@ -7,7 +7,6 @@ import json
 import math
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -37,7 +36,7 @@ def tiny(directory: Path, **sections: Any) -> TrainConfig:
     return dataclasses.replace(
         recipe,
         run=dataclasses.replace(recipe.run, directory=str(directory)),
-        model=toy.CONFIG,
+        model=toy.UNIFORM,
         data=dataclasses.replace(recipe.data, paths=(str(directory.parent / "*.jsonl"),), held_out=0.5),
         mesh=MeshConfig(fsdp=8),
         training=dataclasses.replace(recipe.training, steps=5, batch_size=8, sequence_length=32),
@@ -113,14 +112,6 @@ def test_records_have_the_utilisation_of_a_known_gpu(tmp_path: Path, monkeypatch
     per_token_and_second = record["tokens_per_second"] / (8 * CHIPS["h200"].peak_flops["float32"])
     assert record["mfu"] == pytest.approx(needed.causal * per_token_and_second)
     assert record["mfu_full_attention"] == pytest.approx(needed.full * per_token_and_second)
-
-
-def test_a_step_that_exceeds_what_xla_may_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 2**30})
-    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
-    command._check_memory(2**30, 1)
-    with pytest.raises(InputError, match="needs 1.5 GiB per device, XLA may use 1.0 GiB"):
-        command._check_memory(3 * 2**29, 1)
 
 
 def test_a_profile_of_the_steps_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,15 +24,23 @@ from jaxopt_llm.training.program import make_program
 from jaxopt_llm.training.schedule import ScheduleConfig
 from jaxopt_llm.training.step import TrainingConfig
 
-# By which head, and with many of the decoder's switches on.
+UNTIED: dict[str, Any] = {"tied_head": False, "norm_placement": "post", "qk_norm": "head", "biases": "qkv"}
+# By which head, the one of two segments and two kinds of block, and with many of the decoder's switches on.
 MODELS = {
-    "tied": toy.CONFIG,
-    "untied": replace(toy.CONFIG, tied_head=False, norm_placement="post", qk_norm="head", biases="qkv"),
+    "tied": toy.UNIFORM,
+    "untied": replace(toy.UNIFORM, **UNTIED),
+    "segments": replace(toy.CONFIG, **UNTIED),
     "gpt": replace(
-        toy.CONFIG, norm="layer", positions="learned", max_positions=16, biases="all", mlp="gelu", attention_softcap=5.0
+        toy.UNIFORM,
+        norm="layer",
+        positions="learned",
+        max_positions=16,
+        biases="all",
+        mlp="gelu",
+        attention_softcap=5.0,
     ),
     "gemma": replace(
-        toy.CONFIG,
+        toy.UNIFORM,
         norm_placement="both",
         norm_zero_centered=True,
         qk_norm="projection",
@@ -43,6 +51,7 @@ MODELS = {
     ),
 }
 ROWS, LENGTH = 24, 16
+LOSS_CHUNK = 7  # tokens: less than any device has, and no divisor of what it has
 DEVICES = 8
 CASES = pairwise(
     {
@@ -72,25 +81,33 @@ BASIC = {
     "model": "tied",
     "adapt": "full",
 }
-# Beyond the cover: the third batch axis, more devices along one, stages of unequal layers, and the decoder's other
-# switches, under tensor and under sequence parallelism.
+# Beyond the cover: the third batch axis, more devices along one, segments of unlike blocks, the decoder's other
+# switches, under tensor and under sequence parallelism, and the other rematerialisation policies.
 EXTRAS = [
-    BASIC | {"split": {"fsdp": 2, "expert": 2}},
-    BASIC | {"zero": 2, "split": {"fsdp": 8}},
-    BASIC | {"pipeline": 3, "tensor": 2, "sequence_parallel": True, "model": "untied"},
-    BASIC | {"model": "gpt", "zero": 2, "pipeline": 2, "tensor": 2, "split": {"fsdp": 2}},
-    BASIC | {"model": "gpt", "zero": 3, "tensor": 4, "sequence_parallel": True, "split": {"fsdp": 2}},
-    BASIC | {"model": "gemma", "zero": 3, "tensor": 4, "split": {"fsdp": 2}},
-    BASIC | {"model": "gemma", "pipeline": 2, "tensor": 2, "sequence_parallel": True},
+    BASIC | {"split": {"fsdp": 2, "expert": 2}, "remat": "offload"},
+    BASIC | {"zero": 2, "split": {"fsdp": 8}, "remat": "save_attention"},
+    BASIC | {"pipeline": 3, "tensor": 2, "sequence_parallel": True, "model": "segments", "remat": "every"},
+    BASIC | {"zero": 3, "tensor": 2, "split": {"fsdp": 2}, "accumulation": 1, "model": "segments", "remat": "none"},
+    BASIC | {"model": "gpt", "zero": 3, "tensor": 4, "sequence_parallel": True, "split": {"fsdp": 2}, "remat": "named"},
+    BASIC | {"model": "gemma", "pipeline": 2, "tensor": 2, "sequence_parallel": True, "remat": "offload"},
 ]
+# What is left of the switches' own product with the axes.
+SLOW = [
+    BASIC | {"model": "gpt", "zero": 2, "pipeline": 2, "tensor": 2, "split": {"fsdp": 2}, "remat": "save_qkv"},
+    BASIC | {"model": "gemma", "zero": 3, "tensor": 4, "split": {"fsdp": 2}, "remat": "dots"},
+]
+REMAT = {
+    **{policy: RematConfig(policy) for policy in ("none", "full", "dots", "save_qkv", "save_attention")},
+    "named": RematConfig(("attention_input", "mlp_input", "mlp_gate", "mlp_up", "mlp_output")),
+    "every": RematConfig("full", every=2),
+    "offload": RematConfig("save_qkv", offload=("block_input", "attention", "mlp_up")),
+}
 # Every product, tables included, but for the MLPs of the second segment.
 ADAPT = {
     "full": LoraConfig(),
     "lora": LoraConfig(rank=4, targets=("*/attention/*", "segment_0/*/mlp/*", "outer/*/table")),
     "lora-int8": LoraConfig(rank=4, targets=("*/attention/*", "segment_0/*/mlp/*", "outer/*/table"), base="int8"),
 }
-
-pytestmark = pytest.mark.core
 
 
 class Result(NamedTuple):
@@ -101,13 +118,16 @@ class Result(NamedTuple):
     frozen: Params
 
 
-def compute(placement: Placement, accumulation: int, remat: str, model: str, adapt: str) -> Result:
+def compute(
+    placement: Placement, accumulation: int, remat: str, model: str, adapt: str, loss_chunk: int = LOSS_CHUNK
+) -> Result:
     """The real training step, twice: loss, norm and gradients of the first, and the parameters after the second."""
-    training = TrainingConfig(batch_size=ROWS, sequence_length=LENGTH, accumulation=accumulation)
+    training = TrainingConfig(
+        batch_size=ROWS, sequence_length=LENGTH, accumulation=accumulation, loss_chunk=loss_chunk, z_loss=1e-2
+    )
     # An epsilon under which rounding noise of a zero gradient does not become a full step; a clip that always acts.
     optimizer = OptimizerConfig(learning_rate=1e-2, epsilon=1e-3, clip_norm=0.5)
-    policy = RematConfig(remat)  # type: ignore[arg-type]
-    of = (MODELS[model], training, optimizer, ScheduleConfig(1, 10), policy, ADAPT[adapt])
+    of = (MODELS[model], training, optimizer, ScheduleConfig(1, 10), REMAT[remat], ADAPT[adapt])
     program = make_program(*of, placement)
     saved = jax.tree.map(placement.saved, training_state.checkpoint_specs(program.specs))
     state = training_state.resume(program.specs, 0, placement, **jax.device_put(initial(model, adapt), saved))
@@ -153,7 +173,7 @@ def to_host(leaves: Any) -> Any:
 
 @functools.cache
 def one_device(model: str, adapt: str) -> Result:
-    return compute(toy.placement(), 1, "none", model, adapt)
+    return compute(toy.placement(), 1, "none", model, adapt, loss_chunk=0)
 
 
 def assert_equal(found: Params, expected: Params, share: float = 1e-5) -> None:
@@ -177,13 +197,21 @@ def name(case: dict[str, Any]) -> str:
     return f"zero{case['zero']}-{axes}-accumulate{case['accumulation']}-{case['remat']}-{case['model']}-{case['adapt']}"
 
 
-@pytest.mark.parametrize("case", CASES + EXTRAS, ids=name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, marks=[pytest.mark.core] * (index % 3 == 0)) for index, case in enumerate(CASES)),
+        *(pytest.param(case, marks=pytest.mark.core) for case in EXTRAS),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW),
+    ],
+    ids=name,
+)
 def test_placement_changes_nothing(case: dict[str, Any]) -> None:
     placement = toy.placement(case["zero"], sequence_parallel=case["sequence_parallel"], **sizes(case))
     found = compute(placement, case["accumulation"], case["remat"], case["model"], case["adapt"])
     expected = one_device(case["model"], case["adapt"])
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
-    assert found.norm == pytest.approx(expected.norm, rel=1e-6)
+    assert found.norm == pytest.approx(expected.norm, rel=1e-5)
     assert_equal(found.gradients, expected.gradients)
     assert_equal(found.masters, expected.masters)
     if case["adapt"] != "full":
@@ -191,7 +219,7 @@ def test_placement_changes_nothing(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compute_dtype, share", [("float32", 1e-4), ("bfloat16", 4e-2)])
+@pytest.mark.parametrize("compute_dtype, share", [("float32", 1e-4), ("bfloat16", 4e-2), ("float16", 5e-3)])
 def test_a_gpu_computes_what_the_cpu_does(gpu: jax.Device, compute_dtype: str, share: float) -> None:
     precision = PrecisionConfig(compute_dtype=compute_dtype)  # type: ignore[arg-type]
     with jax.default_matmul_precision("highest"):
@@ -211,12 +239,13 @@ def test_a_gpu_computes_what_the_cpu_does(gpu: jax.Device, compute_dtype: str, s
         (0, {"tensor": 2}, "full"),
         (1, {"data": 2, "fsdp": 2}, "lora"),
         (3, {"fsdp": 4, "tensor": 2}, "full"),
-        (3, {"pipeline": 2, "fsdp": 2, "tensor": 2}, "lora-int8"),
+        pytest.param(3, {"pipeline": 2, "fsdp": 2, "tensor": 2}, "lora-int8", marks=pytest.mark.core),
     ],
 )
-def test_initial_values_are_equal_to_the_bit(zero: int, split: dict[str, int], adapt: str) -> None:
+def test_initial_values_are_equal(zero: int, split: dict[str, int], adapt: str) -> None:
     found = initialize(toy.placement(zero, **split), "untied", adapt)
-    jax.tree.map(np.testing.assert_array_equal, found, fresh("untied", adapt))
+    # To the bit in a run. What is compiled without optimisations, as in these tests, rounds apart in vectors and alone.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=5e-7), found, fresh("untied", adapt))
 
 
 def test_the_cover_has_many_meshes() -> None:
@@ -233,8 +262,9 @@ def test_the_model_and_its_batches_are_heterogeneous() -> None:
 @pytest.mark.parametrize(
     "zero, reduce_dtype, stages",
     [
-        *((0, "bfloat16", 1), (1, "float32", 1), (2, "float32", 1), (3, "bfloat16", 1)),
-        (1, "bfloat16", 2),
+        *((0, "bfloat16", 1), (2, "float32", 1), (1, "bfloat16", 2)),
+        pytest.param(3, "bfloat16", 1, marks=pytest.mark.core),
+        pytest.param(1, "float32", 1, marks=pytest.mark.slow),
     ],
 )
 def test_sixteen_bits_stay_close(zero: int, reduce_dtype: str, stages: int) -> None:

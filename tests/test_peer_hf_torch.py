@@ -77,6 +77,7 @@ def test_parameters_loss_and_gradient_are_the_same(tied: bool) -> None:
         ({"model": dataclasses.replace(MODEL, biases="qkv")}, "--model.biases none"),
         ({"mesh": MeshConfig(fsdp=2)}, "2 devices"),
         ({"precision": PrecisionConfig(reduce_dtype="bfloat16")}, "precision.reduce_dtype"),
+        ({"precision": PrecisionConfig(compute_dtype="float16")}, "precision.compute_dtype=float16"),
         ({}, "pip install 'jaxopt_llm[peer]'"),
     ],
 )

@@ -2,24 +2,30 @@
 
 import dataclasses
 import json
-import math
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 import pytest
 from commands import ROOT, command, start
-from jax.sharding import AbstractMesh
 
+from jaxopt_llm import config as configuration
 from jaxopt_llm import plan as planning
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.parallel.buffers import Buffer
-from jaxopt_llm.parallel.mesh import AXES, MeshConfig, compiler_options, make_mesh
+from jaxopt_llm.parallel.mesh import GATHERED_AHEAD, MeshConfig, compiler_options, make_mesh
 from jaxopt_llm.parallel.topology import CHIPS, gpu_topology
 from jaxopt_llm.plan import Plan, make_plan
+from jaxopt_llm.search import choose
+from jaxopt_llm.search.choose import estimate
+from jaxopt_llm.search.resting import resting
+from jaxopt_llm.search.roofline import Cluster
 from jaxopt_llm.training.step import TrainingConfig
+from jaxopt_llm.validation import validate
 
+TINY = ROOT / "benchmarks" / "recipes" / "tiny.py"
 CONFIG = TrainConfig(
     model=ModelConfig(width=1024, layers=8, heads=8, kv_heads=8, head_dim=128, mlp_width=4096, vocabulary_size=7_680),
     training=TrainingConfig(batch_size=8, sequence_length=128),
@@ -27,15 +33,15 @@ CONFIG = TrainConfig(
 )
 
 
+def with_rows(count: int) -> TrainConfig:
+    """So many on each GPU."""
+    return dataclasses.replace(CONFIG, training=dataclasses.replace(CONFIG.training, batch_size=8 * count))
+
+
 @pytest.fixture(scope="module")
 def plans() -> dict[int, Plan]:
     """With one row on each GPU, and with 16."""
-
-    def rows(count: int) -> Plan:
-        training = dataclasses.replace(CONFIG.training, batch_size=8 * count)
-        return make_plan(dataclasses.replace(CONFIG, training=training), "h200", 1, 8)
-
-    return {count: rows(count) for count in (1, 16)}
+    return {count: make_plan(with_rows(count), "h200", 1, 8) for count in (1, 16)}
 
 
 def test_memory_by_kind(plans: dict[int, Plan]) -> None:
@@ -53,6 +59,20 @@ def test_memory_by_kind(plans: dict[int, Plan]) -> None:
     assert (many.parameters, many.optimizer) == (few.parameters, few.optimizer)
 
 
+@pytest.mark.parametrize("rows", [1, 16])
+def test_the_searchs_arithmetic_agrees_with_the_compiler(plans: dict[int, Plan], rows: int) -> None:
+    said, config = plans[rows], with_rows(rows)
+    rests = resting(config)
+    assert rests is not None
+    found = estimate(config, Cluster("h200", 1, 8), rests)
+    memory, work = found.footprint, found.work
+    assert memory.parameters + memory.optimizer == said.memory.parameters + said.memory.optimizer
+    assert work.flops + work.attention_flops == pytest.approx(said.flops, rel=0.01)
+    sent = sum(each.bytes for each in said.collectives)
+    assert sum(each.bytes for each in work.sent) == pytest.approx(sent, rel=0.02)
+    assert memory.peak == pytest.approx(said.memory.peak, rel=0.1)
+
+
 def test_kinds_add_up_to_the_compilers_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages, with stacks of gradients whole in one group."""
     totals = []
@@ -65,6 +85,8 @@ def test_kinds_add_up_to_the_compilers_peak(monkeypatch: pytest.MonkeyPatch) -> 
     )
     plan = make_plan(config, "a100", 2, 4)
     assert plan.memory.peak == totals[0].peak
+    assert (len(plan.largest), plan.advice) == (6, ())
+    assert all(each.bytes <= getattr(plan.memory, each.kind) for each in plan.largest)
     assert plan.limit == int(0.92 * CHIPS["a100"].memory_bytes)
     assert plan.memory.gradients >= 4 * (plan.parameters - 7_680 * 1024)
     moved = [each for each in plan.collectives if each.bytes > 1e6]
@@ -84,43 +106,76 @@ def test_sequence_parallelism_is_planned_for() -> None:
     assert {each.kind for each in moved if each.bytes > 1e6} == {"all-gather", "reduce-scatter"}
 
 
-def test_links() -> None:
-    mesh = AbstractMesh((1, 2, 4, 1, 1, 2), AXES)  # 16 GPUs: data 2, fsdp 4, tensor 2
-    chip = CHIPS["h100"]
+def test_gathers_run_ahead_only_where_no_loop_over_microbatches_would_keep_gradients() -> None:
+    mesh = make_mesh(MeshConfig(fsdp=8), gpu_topology("h200"))
+    assert compiler_options(mesh, 1).items() >= GATHERED_AHEAD.items()
+    assert not compiler_options(mesh, 4).keys() & GATHERED_AHEAD.keys()
+    assert compiler_options(mesh, 4)["xla_gpu_enable_latency_hiding_scheduler"] is True
+    assert not compiler_options(make_mesh(MeshConfig(fsdp=8), jax.devices("cpu")), 1)
 
-    def link(*axes: str, kind: str = "all-gather", gpus_per_host: int = 8) -> tuple[str, float]:
-        return planning._link(axes, kind, mesh, chip, gpus_per_host)
 
-    assert link("fsdp", "tensor") == ("nvlink", chip.nvlink_bytes_per_second)
-    assert link("data") == ("network", chip.network_bytes_per_second)
-    assert link("data", "fsdp") == ("network", 4 * chip.network_bytes_per_second)
-    assert link("fsdp", gpus_per_host=4) == ("network", 2 * chip.network_bytes_per_second)
-    assert link("data", "fsdp", "tensor", kind="collective-permute") == ("network", chip.network_bytes_per_second)
+@pytest.fixture
+def search(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+    """`plan --search` of the tiny recipe, in this process, whose JAX it leaves as it was."""
+    before = {name: jax.config.values[name] for name in ("jax_platforms", "jax_enable_compilation_cache")}
+
+    def run(*arguments: object) -> int:
+        given = ["plan", "--search", "--config", TINY, "--gpu", "h100", "--gpus-per-host", 2, *arguments]
+        monkeypatch.setattr(sys, "argv", [*map(str, given)])
+        return planning.main()
+
+    yield run
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_the_search_command(
+    search: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(choose, "DOZEN", 1)
+    file = tmp_path / "found.py"
+    assert search("--explain", "--write", file) == 0
+    said, written = capsys.readouterr().out, configuration.load(str(file))
+    assert "fit by arithmetic, 1 compiled, in " in said and "\nmesh\n  > fsdp 2* (" in said
+    validate(written)
+    assert written.mesh.devices == 2 and written.training.batch_size == 4
+    flags = said.split("fastest that fits: ")[1].splitlines()[0].split()
+    assert configuration.override(configuration.load(str(TINY)), flags, "plan") == written
+    with pytest.raises(InputError, match=r"--write .*found.py: exists, and is not overwritten"):
+        search("--write", file)
 
 
 @pytest.mark.parametrize(
-    ("source", "opcode", "shape", "kind"),
+    ("arguments", "complaint"),
     [
-        ("jit(step)/jvp()/while/body/gather_weight/sharding_constraint", "fusion", (8,), "gathered_weights"),
-        ("jit(step)/transpose(jvp(weight_gradient))/scatter-add", "fusion", (8,), "gradients"),
-        ("", "reduce-scatter", (8,), "gradients"),
-        ("jit(step)/transpose(jvp())/while", "while", (1, 36, 640), "gradients"),
-        ("jit(step)/update/while/body/mul", "fusion", (8,), "optimizer"),
-        ("jit(step)/jvp()/while", "while", (36, 4096, 640), "activations"),
-        ("", "copy", (8,), "other"),
+        (("--write", "no/such/folder.py"), "--write no/such/folder.py: no such folder as no/such"),
+        (("--write", "new.json"), "--write new.json: a recipe is Python: name it new.py"),
+        (("--allow", "model.width"), "argument --allow: invalid choice: 'model.width'"),
+        (("--training.sequence-length", 0), "training.sequence_length=0: must be at least 1"),
     ],
-)  # fmt: skip
-def test_what_a_temporary_is(source: str, opcode: str, shape: tuple[int, ...], kind: str) -> None:
-    assert planning._kind(Buffer(math.prod(shape) * 4, "f32", shape, opcode, source), {(36, 640)}) == kind
+)
+def test_bad_input_of_the_search(search: Callable[..., int], arguments: tuple[object, ...], complaint: str) -> None:
+    with pytest.raises(InputError, match=complaint):
+        search(*arguments)
 
 
-def test_gathers_run_ahead_only_where_no_loop_over_microbatches_would_keep_gradients() -> None:
-    mesh = make_mesh(MeshConfig(fsdp=8), gpu_topology("h200"))
-    ahead = "xla_gpu_enable_pipelined_all_gather"
-    assert compiler_options(mesh, 1)[ahead] is True
-    assert ahead not in compiler_options(mesh, 4)
-    assert compiler_options(mesh, 4)["xla_gpu_enable_latency_hiding_scheduler"] is True
-    assert not compiler_options(make_mesh(MeshConfig(fsdp=8), jax.devices("cpu")), 1)
+def test_explain_goes_with_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["plan", "--config", "10b.py", "--explain"])
+    with pytest.raises(InputError, match="--explain goes with --search"):
+        planning.main()
+
+
+@pytest.mark.slow
+def test_the_search_is_at_least_as_good_as_the_recipe_and_its_arithmetic_close() -> None:
+    recipe, cluster = configuration.load("10b.py"), Cluster("h100", 1, 8)
+    limit = int(0.92 * CHIPS["h100"].memory_bytes)
+    found = choose.search(recipe, cluster, limit, (), lambda some: [make_plan(each, "h100", 1, 8) for each in some])
+    assert found.winner is not None
+    of_recipe = next(choice for choice in found.choices if choice.config == recipe)
+    assert of_recipe.fits and found.winner.time.total <= of_recipe.time.total
+    for choice in found.choices:
+        assert choice.candidate.footprint.peak == pytest.approx(choice.plan.memory.peak, rel=0.1)
+        assert choice.candidate.time.total == pytest.approx(choice.time.total, rel=0.05)
 
 
 def test_a_mesh_of_another_size_is_refused() -> None:
@@ -129,8 +184,7 @@ def test_a_mesh_of_another_size_is_refused() -> None:
 
 
 def test_the_command() -> None:
-    recipe = ROOT / "benchmarks" / "recipes" / "tiny.py"
-    done = command("plan", "--config", recipe, "--gpus-per-host", 2, "--mesh.fsdp=2", "--json")
+    done = command("plan", "--config", TINY, "--gpus-per-host", 2, "--mesh.fsdp=2", "--json")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     memory = said["memory"]

@@ -13,12 +13,13 @@ from jaxopt_llm import config as configuration
 from jaxopt_llm.config import RECIPES
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import param_specs
-from jaxopt_llm.parallel import hlo
-from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
+from jaxopt_llm.parallel import hlo, topology
+from jaxopt_llm.parallel.mesh import GATHERED_AHEAD, MeshConfig, make_mesh
 from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
 from jaxopt_llm.parallel.topology import gpu_topology
 from jaxopt_llm.plan import GIB, Plan, make_plan
 from jaxopt_llm.training.program import make_program
+from jaxopt_llm.validation import validate
 
 SIZED = ("llama2_7b", "10b", "llama3_8b", "llama2_70b", "gpt3_175b")
 # One compiles in a run of all tests; the others by name.
@@ -51,7 +52,7 @@ def plan(name: str) -> Plan:
 @pytest.mark.parametrize("name", SIZED)
 def test_a_recipe_is_valid_and_has_the_parameters_that_it_says(name: str) -> None:
     config = configuration.load(f"{name}.py")
-    configuration.validate(config)
+    validate(config)
     assert param.count(param_specs(config.model)) == pytest.approx(number("parameters", docstring(name)), rel=1e-3)
     assert f"--config {name}.py" in docstring(name)
 
@@ -78,7 +79,7 @@ def compiled(layers: int, devices: int, stage: int, data: int = 1, accumulation:
     placement = Placement(mesh, ShardingConfig(stage), recipe.precision)
     program = make_program(model, training, recipe.optimizer, recipe.schedule, recipe.remat, recipe.lora, placement)
     options = {"xla_gpu_enable_triton_gemm": False}  # products as calls, by which a schedule can be read
-    executable = program.step.lower(program.state, program.batch).compile(compiler_options=options)
+    executable = topology.compile(program.step.lower(program.state, program.batch), options)
     return hlo.memory(executable), str(executable.as_text())
 
 
@@ -134,17 +135,18 @@ def array_bytes(kind: str) -> int:
     return sum(2 * functools.reduce(int.__mul__, map(int, shape.split(","))) for shape in shapes)
 
 
-def test_the_next_layers_weights_are_gathered_while_this_one_multiplies() -> None:
+@pytest.mark.core
+def test_weights_are_gathered_while_matrices_multiply() -> None:
     layers = 4
     _, text = compiled(layers, 8, 3)
     gathers = list(gathers_and_products(text))
     total = sum(size for size, _ in gathers)
     assert total == pytest.approx(2 * 2 * layer_parameters(), rel=0.01)  # forward and backward
-    assert sum(size for size, products in gathers if products) > 0.8 * total
-    # The first layer's are gathered before each loop, the others' by the layer before them.
+    assert sum(size for size, products in gathers if products) > (0.8 if GATHERED_AHEAD else 0.75) * total
     mesh = make_mesh(MeshConfig(fsdp=8), gpu_topology("h200"))
     inside = [each for each in hlo.collectives(text, mesh) if each.kind == "all-gather" and each.times > 1]
-    assert {each.times for each in inside} == {layers - 1}
+    # Ahead, the first layer's are gathered before each loop, the others' by the layer before them.
+    assert {each.times for each in inside} == {layers - bool(GATHERED_AHEAD)}
 
 
 def test_nothing_of_sequence_by_sequence_is_whole() -> None:

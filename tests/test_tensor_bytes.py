@@ -1,12 +1,27 @@
 """What tensor and sequence parallelism hold and move, read off programs compiled for eight H200s."""
 
+import math
 from collections import Counter
 
 import pytest
-from test_bytes import ROWS, SEQUENCE, SHARE, TENSOR, WIDTH, Compiled, compiled, layer_parameters, per_layer
+from test_bytes import (
+    DEVICES,
+    LOSS_CHUNK,
+    ROWS,
+    SEQUENCE,
+    SHARE,
+    VOCABULARY,
+    WIDTH,
+    Compiled,
+    compiled,
+    layer_parameters,
+    per_layer,
+)
 
+from jaxopt_llm.parallel import hlo
 from jaxopt_llm.parallel.mesh import MeshConfig
 
+TENSOR = MeshConfig(tensor=DEVICES)
 ACTIVATION = ROWS * SEQUENCE * WIDTH * 2  # bytes of [B, S, D] in 16 bits
 MIXED = MeshConfig(data=2, fsdp=2, tensor=2)
 
@@ -17,6 +32,31 @@ def whole_activations(step: Compiled, kind: str) -> float:
     assert all(each.axes == ("tensor",) for each in found)
     assert {dtype for each in found for dtype in each.dtypes} <= {"bf16"}
     return sum(each.array_bytes * each.times for each in found) / ACTIVATION
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("remat", "reductions"), [("none", 4), ("full", 5)])
+def test_tensor_parallelism_reduces_as_megatron_does(remat: str, reductions: int) -> None:
+    """Shoeybi et al. 2019 (arXiv:1909.08053): two all-reduces forward, two backward. Recomputation repeats the
+    attention's; the MLP's is the block's output, which no backward needs."""
+
+    def count(step: Compiled) -> int:
+        found = [each for each in step.collectives if each.axes == ("tensor",) and each.array_bytes == ACTIVATION]
+        assert {each.kind for each in found} == {"all-reduce"}
+        assert {dtype for each in found for dtype in each.dtypes} == {"bf16"}
+        return sum(each.times for each in found)
+
+    assert per_layer(count, TENSOR, 0, remat) == reductions
+    moved = per_layer(Compiled.wire_bytes, TENSOR, 0, remat)
+    assert moved == pytest.approx(reductions * 2 * SHARE * ACTIVATION, rel=0.02), "something else is moved"
+
+
+@pytest.mark.parametrize("mesh", [TENSOR, MeshConfig(fsdp=4, tensor=2)])
+def test_split_vocabulary_is_never_whole(mesh: MeshConfig) -> None:
+    step = compiled(8, mesh, 3 if mesh.fsdp > 1 else 0)
+    whole = [each for each in hlo.array_shapes(step.text) if VOCABULARY in each.shape]
+    assert all(math.prod(each.shape) < LOSS_CHUNK * VOCABULARY for each in whole)
+    assert any(each.shape == (LOSS_CHUNK, VOCABULARY // mesh.tensor) for each in hlo.array_shapes(step.text))
 
 
 @pytest.mark.core

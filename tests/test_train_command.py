@@ -14,8 +14,6 @@ from commands import ENVIRONMENT, TIMINGS, TINY, checkpoint, command, metrics, t
 
 from jaxopt_llm.config import from_json
 
-pytestmark = pytest.mark.core
-
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -35,6 +33,7 @@ def test_metrics_have_every_field(whole: Path) -> None:
     assert [record["tokens"] for record in records] == [step * 4 * 32 for step in range(1, 9)]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     "placed",
     [
@@ -63,6 +62,7 @@ def test_stopped_and_resumed_equals_not_stopped(whole: Path, tmp_path: Path, pla
             np.testing.assert_allclose(*values, rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.core
 def test_a_pipelines_checkpoint_is_everyones(tmp_path: Path) -> None:
     """Written by stages and read by one device, and back, and the run ends as if there had been no pipeline."""
     directory, plain = tmp_path / "run", tmp_path / "plain"
@@ -91,6 +91,7 @@ def test_a_sixteen_bit_copy_is_made_again_on_resume(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, checkpoint(tmp_path / "resumed", 4), checkpoint(tmp_path / "whole", 4))
 
 
+@pytest.mark.core
 def test_adapters_over_a_frozen_base_resume_and_generate(tmp_path: Path) -> None:
     adapt = ("--lora.rank", 2, "--lora.base", "int8", "--evaluation.every", 2)
     for directory, stops in ((tmp_path / "whole", (4,)), (tmp_path / "resumed", (2, 4))):

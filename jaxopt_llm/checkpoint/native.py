@@ -103,6 +103,12 @@ class Checkpoints:
             )
         return None
 
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint, once what was saved is on disk; None where there is none. Reads no file of
+        it, unlike `latest_step`."""
+        self._wait()
+        return max(steps.by_step(self.directory), default=None)
+
     def due(self, step: int, failed: bool) -> bool:
         """Whether a checkpoint follows this step. failed: whether the last save did, on any process."""
         return self._config is not None and self._config.due(step, self._saved if failed else None)
@@ -145,7 +151,7 @@ class Checkpoints:
                 self._wait()
             if not self.failed:
                 return time.perf_counter() - began
-        left = max(steps.by_step(self.directory), default=None)
+        left = self.newest()
         raise CheckpointError(
             f"step {step} could not be saved to {self.directory} ({self._why}); "
             + ("there is no checkpoint" if left is None else f"the last checkpoint is step {left}")

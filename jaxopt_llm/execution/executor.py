@@ -23,8 +23,8 @@ class LossAndGradients(Protocol):
         """The loss summed over real tokens, their number, the auxiliary sums, and d(cotangent × losses)/d(trainable).
 
         trainable, frozen: the two halves of a `tree.partition` of the parameters; no gradient is formed for `frozen`.
-        batch: fields [M, B, S]. cotangent: float32 scalar, 1 / tokens for the gradient of the mean.
-        Gradients are placed as the masters are.
+        batch: fields [M, B, S]. cotangent: float32 scalar, 1 / tokens for the gradient of the mean, times the loss
+        scale where there is one. Gradients are placed as the masters are.
         """
 
 

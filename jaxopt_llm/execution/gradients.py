@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Auxiliary, Params
-from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.sharding import GROUPS, Placement
 
 Sums = tuple[jax.Array, Auxiliary, Params]  # loss, auxiliary sums and gradients, each summed over real tokens
 
@@ -30,6 +30,23 @@ def _place(sums: Sums, specs: Params, inside: Placement) -> Sums:
     return (*sums[:2], jax.lax.with_sharding_constraint(sums[2], jax.tree.map(inside.gradients, specs)))
 
 
+def sum_of_squares(gradients: Params) -> jax.Array:
+    """Over all leaves, float32."""
+    return sum((jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(gradients)), jnp.float32(0))
+
+
+def in_groups(batch: Batch, placement: Placement) -> Batch:
+    """Fields [B, S] -> [G, B / G, S]; as they are where there are no groups."""
+    groups = placement.gradient_groups
+    return jax.tree.map(lambda x: x.reshape(placement.size(*groups), -1, x.shape[-1]), batch) if groups else batch
+
+
+def each_group(function: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
+    """A function of one gradient group as one of all, [G, ...]; itself where there are no groups."""
+    groups = placement.gradient_groups
+    return jax.vmap(function, spmd_axis_name=groups) if groups else function
+
+
 def sum_over_groups(one_group: Callable[[Batch], Sums], batch: Batch, specs: Params, placement: Placement) -> Sums:
     """Runs `one_group` (fields [M, B / G, S]) on every gradient group of a batch (fields [M, B, S]).
 
@@ -40,7 +57,7 @@ def sum_over_groups(one_group: Callable[[Batch], Sums], batch: Batch, specs: Par
         return one_group(batch)
     count = placement.size(*groups)
     grouped = jax.tree.map(lambda x: x.reshape(x.shape[0], count, -1, x.shape[-1]), batch)  # [M, G, B / G, S]
-    loss, auxiliary, gradients = jax.vmap(one_group, in_axes=1, spmd_axis_name=groups)(grouped)
+    loss, auxiliary, gradients = jax.vmap(one_group, in_axes=1, axis_name=GROUPS, spmd_axis_name=groups)(grouped)
     loss, auxiliary = jax.tree.map(lambda x: jnp.sum(x, axis=0), (loss, auxiliary))
     return loss, auxiliary, {name: _sum_section(specs[name], gradients[name], placement) for name in gradients}
 

@@ -14,7 +14,7 @@ formed inside: nothing of size M × activations exists.
 A step takes the time of M + S - 1 microbatches, so that its idle share is (S - 1) / (M + S - 1), as GPipe's.
 
 Every stage embeds, and in the M ticks of both kinds computes the loss; the first's and the last's alone count. In lock
-step that takes no longer, since all wait for the last stage; it costs the others energy, and the memory of the logits.
+step that takes no longer, since all wait for the last stage; it costs the others energy, and the memory of the loss.
 
 Letters: S stages, M microbatches, B batch, S sequence, D width.
 """
@@ -106,16 +106,19 @@ class _Stage:
         return self.number == self.count - 1
 
     def run(
-        self, taps: Params, received: jax.Array, microbatch: Batch, head: bool
-    ) -> tuple[jax.Array, jax.Array, Auxiliary]:
-        """What the stage sends on, [B, S, D], its share of the loss (0 without `head`), and its auxiliary sums."""
+        self, taps: Params, received: jax.Array, microbatch: Batch, cotangent: jax.Array | None
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], Auxiliary]:
+        """What the stage sends on, [B, S, D], its share of `head_loss` (0 without a cotangent), and its auxiliary
+        sums."""
         parts = self.parts
         context = parts.make_context(microbatch, self.placement)
         outer = self.placement.place(parts.specs["outer"], self.params["outer"], taps["outer"], keep=True)
         x = jnp.where(self.number == 0, parts.embed(outer, microbatch.tokens, context), received)
         x, _, auxiliary = run_stacks(parts, self.stacks, self.params, taps, x, context, self.remat)
-        loss = parts.head_loss(outer, x, microbatch, context) if head else jnp.float32(0)
-        return x, jnp.where(self.is_last, loss, 0.0), auxiliary
+        if cotangent is None:
+            return x, (jnp.float32(0), jnp.float32(0)), auxiliary
+        value, loss = parts.head_loss(outer, x, microbatch, context, jnp.where(self.is_last, cotangent, 0.0))
+        return x, (value, jnp.where(self.is_last, loss, 0.0)), auxiliary
 
     def nothing_received(self, microbatch: Batch) -> jax.Array:
         """Zeros [B, S, D]: what comes before anything was sent."""
@@ -144,7 +147,8 @@ def _forward_alone(stage: _Stage, batch: Batch) -> tuple[jax.Array, Auxiliary]:
     def tick(carry: Any, number: jax.Array) -> tuple[Any, None]:
         received, sums = carry
         index = number - stage.number
-        x, loss, auxiliary = stage.run(no_taps(stage.parts.specs), received, _microbatch(batch, index), head=True)
+        taps = no_taps(stage.parts.specs)
+        x, (_, loss), auxiliary = stage.run(taps, received, _microbatch(batch, index), cotangent=jnp.float32(1))
         runs = (index >= 0) & (index < microbatches)
         sums = jax.tree.map(lambda total, added: total + jnp.where(runs, added, 0), sums, (loss, auxiliary))
         return (stage.send(x, to=1), sums), None
@@ -162,7 +166,7 @@ def _one_forward_one_backward(stage: _Stage, specs: Params, batch: Batch, cotang
     def forward(number: jax.Array, received: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
         index = number - stage.number
         inputs = jax.lax.dynamic_update_index_in_dim(inputs, received, index % room, 0)
-        x, _, _ = stage.run(no_taps(stage.parts.specs), received, _microbatch(batch, index), head=False)
+        x, _, _ = stage.run(no_taps(stage.parts.specs), received, _microbatch(batch, index), cotangent=None)
         return stage.send(x, to=1), inputs
 
     def backward(
@@ -170,14 +174,15 @@ def _one_forward_one_backward(stage: _Stage, specs: Params, batch: Batch, cotang
     ) -> tuple[jax.Array, Sums]:
         index = number - (2 * count - 2 - stage.number)
         runs = (index >= 0) & (index < microbatches)
+        of_this = jnp.where(runs, cotangent, 0.0)
         saved = jax.lax.dynamic_index_in_dim(inputs, index % room, 0, keepdims=False)
 
         def objective(taps: Params, x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, Auxiliary]]:
-            y, loss, auxiliary = stage.run(taps, x, _microbatch(batch, index), head)
-            return (y, loss + auxiliary.loss), (loss, auxiliary)
+            y, (value, loss), auxiliary = stage.run(taps, x, _microbatch(batch, index), of_this if head else None)
+            return (y, value + of_this * auxiliary.loss), (loss, auxiliary)
 
         _, pull, (loss, auxiliary) = jax.vjp(objective, stage.placement.taps(specs), saved, has_aux=True)
-        gradients, dx = pull((jnp.where(runs & ~stage.is_last, received, 0), jnp.where(runs, cotangent, 0)))
+        gradients, dx = pull((jnp.where(runs & ~stage.is_last, received, 0), jnp.float32(1)))
         loss, auxiliary = jax.tree.map(lambda each: jnp.where(runs, each, 0), (loss, auxiliary))
         return stage.send(dx, to=-1), add_sums(sums, (loss, auxiliary, gradients), specs, stage.placement)
 

@@ -41,8 +41,8 @@ def loss_and_gradients(
     params = tree.merge(trainable, frozen)
 
     def objective(taps: Params, microbatch: Batch) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
-        loss, auxiliary = microbatch_loss(parts, params, microbatch, inside, remat, taps)
-        return cotangent * (loss + auxiliary.loss), (loss, auxiliary)
+        value, loss, auxiliary = microbatch_loss(parts, params, microbatch, cotangent, inside, remat, taps)
+        return value + cotangent * auxiliary.loss, (loss, auxiliary)
 
     def one_microbatch(microbatch: Batch) -> Sums:  # fields [B / G, S]
         gradients, (loss, auxiliary) = jax.grad(objective, has_aux=True)(inside.taps(specs), microbatch)
@@ -66,14 +66,23 @@ def loss(
     parts: Parts, params: Params, batch: Batch, placement: Placement, remat: RematConfig
 ) -> tuple[jax.Array, Auxiliary]:
     """See executor.py."""
-    losses = jax.lax.map(lambda each: microbatch_loss(parts, params, each, placement, remat), batch)
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0), losses)
+
+    def one_microbatch(batch: Batch) -> tuple[jax.Array, Auxiliary]:
+        return microbatch_loss(parts, params, batch, jnp.float32(1), placement, remat)[1:]
+
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(one_microbatch, batch))
 
 
 def microbatch_loss(
-    parts: Parts, params: Params, batch: Batch, placement: Placement, remat: RematConfig, taps: Params | None = None
-) -> tuple[jax.Array, Auxiliary]:
-    """The loss summed over the real tokens of one microbatch, fields [B, S].
+    parts: Parts,
+    params: Params,
+    batch: Batch,
+    cotangent: jax.Array,
+    placement: Placement,
+    remat: RematConfig,
+    taps: Params | None = None,
+) -> tuple[jax.Array, jax.Array, Auxiliary]:
+    """The head's objective and loss (see Parts) and the auxiliary sums of one microbatch, fields [B, S].
 
     taps: `placement.taps` of the parameters that want a gradient, None at the others; by default at all.
     """
@@ -82,7 +91,7 @@ def microbatch_loss(
     outer = placement.place(parts.specs["outer"], params["outer"], taps["outer"], keep=True)
     x = parts.embed(outer, batch.tokens, context)
     x, _, auxiliary = run_stacks(parts, model_stacks(parts), params, taps, x, context, remat)
-    return parts.head_loss(outer, x, batch, context), auxiliary
+    return *parts.head_loss(outer, x, batch, context, cotangent), auxiliary
 
 
 def forward(

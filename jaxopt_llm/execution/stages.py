@@ -15,7 +15,7 @@ def split(layout: tuple[Segment, ...], stages: int) -> tuple[np.ndarray, ...]:
     stage has as many slots of a segment as the stage that holds most of it. One virtual stage so far.
     """
     periods = [(number, repeat) for number, segment in enumerate(layout) for repeat in range(segment.repeats)]
-    assert stages <= len(periods), "config.validate refuses more"
+    assert stages <= len(periods), "validation.validate refuses more"
     ends = np.cumsum([len(layout[number].kinds) for number, _ in periods])  # blocks up to the end of each period
     bounds = [0]
     for stage in range(1, stages):

@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 QUERY_BLOCK = 512  # queries at once: scores are [B, H, QUERY_BLOCK, T] in float32
 CAUSAL_PARTS = 4  # of the queries, each with the keys up to its own end: 5/8 of all scores are formed, in 4 loops
 CAUSAL_ROWS = 128  # queries of a part at least: below, a loop more costs more than the scores that it spares
+SAVED = "attention"  # the name under which jax.checkpoint knows result and log-sum-exp: saved, no forward runs again
 MASKED = float(jnp.finfo(jnp.float32).min)  # finite: scores - peak of a query that sees nothing must not be NaN
 
 Where = tuple[jax.Array, jax.Array]  # positions and segment ids, int [B, S] of queries or [B, T] of keys
@@ -84,7 +86,7 @@ def _forward(
         out, log_sum = _forward_part(form, *part)
         outs.append(out)
         log_sums.append(log_sum)
-    out = jnp.concatenate(outs, axis=1)
+    out, log_sums = checkpoint_name((jnp.concatenate(outs, axis=1), log_sums), SAVED)
     return out, (q, k, v, queries, keys, out, log_sums)
 
 

@@ -11,6 +11,7 @@ from flax import struct
 from jaxopt_llm.kernels.attention import attention
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.context import Context
+from jaxopt_llm.model.intermediates import tag
 from jaxopt_llm.model.layers import Function, project, recomputed, rotary, with_biases
 from jaxopt_llm.model.param import ParamSpec, normal
 from jaxopt_llm.model.weights import Weight
@@ -65,7 +66,7 @@ def self_attention(
 
     @recomputed
     def inward(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        x = context.placement.enter(norm(x))
+        x = tag(context.placement.enter(norm(x)), "attention_input")
         return (
             by_head(project("BSD,DHK->BSHK", x, params, "query"), "heads"),
             by_head(project("BSD,DGK->BSGK", x, params, "key"), "kv_heads"),
@@ -73,6 +74,7 @@ def self_attention(
         )
 
     q, k, v = inward(x)
+    q, k, v = tag(q, "query"), tag(k, "key"), tag(v, "value")
     q, k = query_norm(q), key_norm(k)
     if frequencies is not None:
         q, k = rotary(q, context.positions, frequencies), rotary(k, context.positions, frequencies)
@@ -104,4 +106,5 @@ def self_attention(
         scale=scale,
         softcap=softcap,
     )
-    return context.placement.leave(project("BSHK,HKD->BSD", by_head(out, "heads"), params, "output")), cache
+    out = context.placement.leave(project("BSHK,HKD->BSD", by_head(out, "heads"), params, "output"))
+    return tag(out, "attention_output"), cache

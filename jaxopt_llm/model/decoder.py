@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxopt_llm.kernels.cross_entropy import cross_entropy
+from jaxopt_llm.kernels.cross_entropy import Classifier
 from jaxopt_llm.model import layers, weights
 from jaxopt_llm.model.attention import Cache, attention_specs, self_attention
 from jaxopt_llm.model.batch import Batch
@@ -67,7 +67,8 @@ class Parts:
     embed(outer, tokens [B, S], context) -> x [B, S, D]
     block(kind, weights, x, context, layer, cache) -> (x, cache, Auxiliary)
     logits(outer, x, context) -> float32 [B, S, V]
-    head_loss(outer, x, batch, context) -> float32, the sum over real tokens
+    head_loss(outer, x, batch, context, cotangent) -> (objective, loss), float32 sums over real tokens: the loss is the
+        cross-entropy, a measurement; the objective, times the cotangent already, is what is differentiated
     make_cache(kind, batch, length, dtype) -> an empty cache of one layer
     zero_auxiliary() -> what a block with nothing to add returns
     """
@@ -78,7 +79,7 @@ class Parts:
     embed: Callable[[Params, jax.Array, Context], jax.Array]
     block: Callable[[Kind, Params, jax.Array, Context, dict[str, jax.Array], Any], tuple[jax.Array, Any, Auxiliary]]
     logits: Callable[[Params, jax.Array, Context], jax.Array]
-    head_loss: Callable[[Params, jax.Array, Batch, Context], jax.Array]
+    head_loss: Callable[[Params, jax.Array, Batch, Context, jax.Array], tuple[jax.Array, jax.Array]]
     make_cache: Callable[[Kind, int, int, Any], Any]
     zero_auxiliary: Callable[[], Auxiliary]
 
@@ -145,12 +146,13 @@ def _norm_specs(config: ModelConfig, **dims: int) -> dict[str, ParamSpec]:
     return layers.norm_specs(config.norm, config.norm_zero_centered, tuple(dims.values()), tuple(dims))
 
 
-def make_parts(config: ModelConfig) -> Parts:
-    """The parts of a decoder, its switches read once: see ModelConfig."""
+def make_parts(config: ModelConfig, loss_chunk: int = 0, z_loss: float = 0.0) -> Parts:
+    """The parts of a decoder, its switches read once: see ModelConfig and, of the loss, TrainingConfig."""
     norm = functools.partial(
         layers.norm, kind=config.norm, epsilon=config.norm_epsilon, zero_centered=config.norm_zero_centered
     )
     frequencies = layers.rotary_frequencies(config) if config.positions == "rotary" else None
+    classifier = Classifier(config.vocabulary_size, config.logit_softcap, z_loss, loss_chunk)
     windows: dict[Kind, int] = {"sliding": config.window}
     turning: dict[Kind, np.ndarray | None] = {"global": frequencies, "sliding": frequencies}
 
@@ -199,17 +201,22 @@ def make_parts(config: ModelConfig) -> Parts:
         x = residual(x, normed("mlp_post_norm")(transformed))
         return x, cache, zero_auxiliary()
 
-    def logits(outer: Params, x: jax.Array, context: Context) -> jax.Array:
-        x = context.placement.enter(norm(outer["final_norm"], x))
+    def head(outer: Params, x: jax.Array, context: Context) -> tuple[jax.Array, Weight]:
+        """The head's input, with all its positions, and the table."""
         table: Weight = outer["embedding" if config.tied_head else "head"]["table"]
-        out = weights.einsum("BSD,VD->BSV", x, table, dtype=jnp.dtype(jnp.float32))
+        return context.placement.enter(norm(outer["final_norm"], x)), table
+
+    def logits(outer: Params, x: jax.Array, context: Context) -> jax.Array:
+        out = weights.einsum("BSD,VD->BSV", *head(outer, x, context), dtype=jnp.dtype(jnp.float32))
         if config.logit_softcap:
-            out = layers.softcap(out, config.logit_softcap)
+            out = config.logit_softcap * jnp.tanh(out / config.logit_softcap)
         return context.placement.constrain(out, "batch", "sequence", "vocabulary")
 
-    def head_loss(outer: Params, x: jax.Array, batch: Batch, context: Context) -> jax.Array:
-        losses = cross_entropy(logits(outer, x, context), batch.targets, config.vocabulary_size)
-        return jnp.sum(jnp.where(batch.loss_mask, losses, 0.0))
+    def head_loss(
+        outer: Params, x: jax.Array, batch: Batch, context: Context, cotangent: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        tokens = batch.targets, batch.loss_mask
+        return weights.cross_entropy(*head(outer, x, context), tokens, cotangent, classifier, context.placement)
 
     def zero_auxiliary() -> Auxiliary:
         return Auxiliary(loss=jnp.zeros((), jnp.float32), statistics={})

@@ -9,6 +9,7 @@ from jaxopt_llm.model import param
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import Params, layout
 from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel.precision import PrecisionConfig
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,14 @@ def per_token(config: ModelConfig, trainable: Params, frozen: Params, sequence_l
                 seen = _keys_seen(sequence_length, min(window, sequence_length), causal)
                 attention[causal] += segment.repeats * 2 * config.heads * config.head_dim * seen
     return ModelFlops(*(2 * (products + 3 * attention[causal]) for causal in (True, False)))
+
+
+def quantised_per_token(config: ModelConfig, trainable: Params, precision: PrecisionConfig) -> float:
+    """Of those operations, the ones between codes: see `precision.matmul`."""
+    products = {"fp8": 3, "int8": 1}.get(precision.matmul, 0)  # forward, gradient of the input, gradient of the weight
+    stacks = {name: each for name, each in trainable.items() if name != "outer"}
+    share = 1 - 2 * precision.compute_dtype_layers / config.layers  # all layers are of one size
+    return 2 * products * share * _product_weights(config, stacks)
 
 
 def _product_weights(config: ModelConfig, specs: Params) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxopt_llm.model import weights
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.context import Context
+from jaxopt_llm.model.intermediates import Intermediate, tag
 from jaxopt_llm.model.param import ParamSpec, normal, ones, zeros
 from jaxopt_llm.model.weights import Weight
 
@@ -107,8 +108,14 @@ def project(subscripts: str, x: jax.Array, params: dict[str, Weight], name: str)
 
 # --- MLP
 
-gelu = functools.partial(jax.nn.gelu, approximate=True)  # Hendrycks & Gimpel 2016, arXiv:1606.08415
 
+def gelu(x: jax.Array) -> jax.Array:
+    """The tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415), in float32: from 256 on its x² leaves float16's range,
+    and a gradient of 0 would be NaN."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
+
+
+INWARD: dict[str, Intermediate] = {"gate": "mlp_gate", "up": "mlp_up"}
 # From the projections of norm(x), gate before up, to what `down` multiplies (Shazeer 2020, arXiv:2002.05202).
 HIDDEN: dict[str, Callable[..., jax.Array]] = {
     "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
@@ -131,33 +138,15 @@ def mlp(params: dict[str, Weight], x: jax.Array, context: Context, *, norm: Func
 
     @recomputed
     def inward(x: jax.Array) -> list[jax.Array]:
-        x = context.placement.enter(norm(x))
-        hidden = [project("BSD,DF->BSF", x, params, name) for name in ("gate", "up") if name in params]
-        return [context.placement.constrain(each, "batch", "sequence", "mlp") for each in hidden]
+        x = tag(context.placement.enter(norm(x)), "mlp_input")
+        hidden = {name: project("BSD,DF->BSF", x, params, name) for name in INWARD if name in params}
+        return [
+            tag(context.placement.constrain(each, "batch", "sequence", "mlp"), INWARD[name])
+            for name, each in hidden.items()
+        ]
 
     @recomputed
     def outward(*projected: jax.Array) -> jax.Array:
         return context.placement.leave(project("BSF,FD->BSD", HIDDEN[kind](*projected), params, "down"))
 
-    return outward(*inward(x))
-
-
-# --- soft-cap
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def softcap(x: jax.Array, cap: float) -> jax.Array:
-    """cap × tanh(x / cap). Its backward wants the result alone, which what follows keeps anyway."""
-    return cap * jnp.tanh(x / cap)
-
-
-def _softcap_forward(x: jax.Array, cap: float) -> tuple[jax.Array, jax.Array]:
-    capped = softcap(x, cap)
-    return capped, capped
-
-
-def _softcap_backward(cap: float, capped: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
-    return (gradient * (1 - jnp.square(capped / cap)),)
-
-
-softcap.defvjp(_softcap_forward, _softcap_backward)
+    return tag(outward(*inward(x)), "mlp_output")

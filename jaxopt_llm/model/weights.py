@@ -1,4 +1,4 @@
-"""The only place where a weight meets computation: `einsum`, `take` and `materialise`.
+"""The only place where a weight meets computation: `einsum`, `take`, `materialise` and `cross_entropy`.
 
 Blocks hand a weight over as they were given it and never learn what it is. Each operation gathers the weight where it
 is used and writes its own backward, so that the gradient is formed and summed over devices in the reduction's dtype
@@ -7,14 +7,20 @@ and what is kept in between is said here, whatever the rematerialisation policy.
 
 import functools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxopt_llm.kernels import cross_entropy as kernel
+from jaxopt_llm.kernels.cross_entropy import Classifier, Losses, Tokens
+from jaxopt_llm.model import quantised
 from jaxopt_llm.model.leaves import Int8Weight, LoraWeight, dequantise
-from jaxopt_llm.parallel.sharding import Placed, WeightShardings, gather, reduce_gradient
+from jaxopt_llm.model.quantised import Operand, Quantised
+from jaxopt_llm.parallel.sharding import Placed, Placement, WeightShardings, gather, reduce_gradient
 
 Whole = Placed | Int8Weight  # one array to compute with
 Weight = Whole | LoraWeight
@@ -23,7 +29,7 @@ KEPT = "gathered weight"  # the name under which jax.checkpoint knows a gathered
 
 
 def einsum(subscripts: str, x: jax.Array, weight: Weight, dtype: jnp.dtype | None = None) -> jax.Array:
-    """`jnp.einsum(subscripts, x, weight)`, in the weight's compute dtype.
+    """`jnp.einsum(subscripts, x, weight)`, in the weight's compute dtype, or as `precision.matmul` says.
 
     subscripts: "x's axes,weight's axes->result's axes"; every axis appears in at least two of the three.
     dtype: of the result, accumulated in float32 in any case; x's by default.
@@ -51,10 +57,54 @@ def materialise(weight: Weight) -> jax.Array:
     return _materialise(*_split(weight))
 
 
-def _through_rank(subscripts: str) -> tuple[str, str]:
-    """A product's two steps through a low rank: "BSD,DHK->BSHK" -> ("BSD,Dr->BSr", "BSr,HKr->BSHK")."""
+def cross_entropy(
+    x: jax.Array, table: Weight, tokens: Tokens, cotangent: jax.Array, form: Classifier, placement: Placement
+) -> Losses:
+    """cotangent × objective, and the cross-entropy, of logits x · tableᵀ, each summed over the tokens that count.
+
+    x: [B, S, D] with all its positions; table: [V, D]. Only the former is differentiated, by x and table.
+    cotangent: float32 scalar. It is wanted here because the gradients are formed with the loss, in 16 bits: scaled
+        afterwards, small ones would be lost in float16, and a second array of the table's size be needed.
+    The table is gathered once, and its gradient reduced once (see kernels/cross_entropy.py).
+    """
+    xs, tables = zip(*_terms(x, table), strict=True)
+    tables, taps = zip(*map(_split, tables), strict=True)
+    cotangent = jax.lax.stop_gradient(jnp.asarray(cotangent, jnp.float32))
+    objective, loss = _cross_entropy(form, placement, xs, tables, taps, tokens, cotangent)
+    return objective, jax.lax.stop_gradient(loss)
+
+
+def _terms(x: jax.Array, table: Weight) -> list[tuple[jax.Array, Whole]]:
+    """What x · tableᵀ is the sum of: inputs, each with the array that it multiplies."""
+    if not isinstance(table, LoraWeight):
+        return [(x, table)]
+    low = table.scale * einsum("BSD,Dr->BSr", x, table.lora_a)
+    return [*_terms(x, table.base), (low, table.lora_b)]
+
+
+def _axes(subscripts: str) -> tuple[str, str, str]:
+    """Of x, of the weight and of the result."""
     operands, result = subscripts.split("->")
     left, right = operands.split(",")
+    return left, right, result
+
+
+def _summed(axes: str, result: str) -> tuple[int, ...]:
+    """The dimensions of an operand that the product sums over."""
+    return tuple(dim for dim, axis in enumerate(axes) if axis not in result)
+
+
+def _split_sum(gathered: NamedSharding, axes: str, result: str) -> tuple[str, int] | None:
+    """The axis of a weight that the product sums over and devices divide, and between how many."""
+    for axis, by in zip(axes, gathered.spec, strict=True):
+        if by and axis not in result:
+            return axis, math.prod(gathered.mesh.shape[name] for name in jax.tree.leaves(by))
+    return None
+
+
+def _through_rank(subscripts: str) -> tuple[str, str]:
+    """A product's two steps through a low rank: "BSD,DHK->BSHK" -> ("BSD,Dr->BSr", "BSr,HKr->BSHK")."""
+    left, right, result = _axes(subscripts)
     summed = "".join(axis for axis in right if axis not in result)
     others = "".join(axis for axis in right if axis in result)
     low = "".join(axis for axis in left if axis not in summed) + "r"
@@ -78,30 +128,65 @@ def _gather(weight: Whole) -> jax.Array:
     return gather(weight)
 
 
-# In each of the three the weight itself has no cotangent (None): its gradient is the tap's.
+def _gather_operand(weight: Whole, summed: tuple[int, ...]) -> Operand:
+    """The weight as its products take it, gathered so: of codes, a gather moves one byte each.
+
+    summed: the dimensions that they sum over.
+    """
+    shardings = _shardings(weight)
+    if isinstance(weight, Int8Weight) or shardings.matmul == "compute_dtype":
+        return _gather(weight)
+    if shardings.matmul == "int4_qat":  # whole first: what rests on a device need not be of whole groups
+        return quantised.weight(shardings.matmul, _gather(weight), summed)
+    found = quantised.weight(shardings.matmul, weight.array, summed)
+    return Quantised(
+        gather(replace(weight, array=found.codes), found.codes.dtype),
+        gather(Placed(found.scales, None, _of_scales(shardings, found.scales.shape)), jnp.float32),
+    )
+
+
+def _of_scales(shardings: WeightShardings, shape: tuple[int, ...]) -> WeightShardings:
+    """Divided as the weight is where they have more than one along a dimension."""
+
+    def place(of_weight: NamedSharding) -> NamedSharding:
+        return NamedSharding(
+            of_weight.mesh,
+            PartitionSpec(*(by if size > 1 else None for by, size in zip(of_weight.spec, shape, strict=bool(shape)))),
+        )
+
+    return replace(shardings, resting=place(shardings.resting), gathered=place(shardings.gathered))
+
+
+# In each of the four the weight itself has no cotangent (None): its gradient is the tap's.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _einsum(subscripts, dtype, x, weight, tap):
-    return jnp.einsum(subscripts, x, _gather(weight), preferred_element_type=dtype)
+    return _einsum_forward(subscripts, dtype, x, weight, tap)[0]
 
 
 def _einsum_forward(subscripts, dtype, x, weight, tap):
-    gathered = _gather(weight)
-    y = jnp.einsum(subscripts, x, gathered, preferred_element_type=dtype)
-    return y, (x, weight, checkpoint_name(gathered, KEPT) if _shardings(weight).keep else None)
+    shardings = _shardings(weight)
+    left, right, result = _axes(subscripts)
+    gathered = _gather_operand(weight, _summed(right, result))
+    operand = quantised.inputs(shardings.matmul, x, _summed(left, result), shardings.grouped)
+    split = _split_sum(shardings.gathered, right, result)
+    y = quantised.einsum(subscripts, operand, gathered, shardings.compute_dtype, dtype, split)
+    kept = jax.tree.map(lambda array: checkpoint_name(array, KEPT), gathered) if shardings.keep else None
+    return y, (operand, weight, kept)
 
 
 def _einsum_backward(subscripts, dtype, residuals, dy):
     x, weight, gathered = residuals
     shardings = _shardings(weight)
-    gathered = _gather(weight) if gathered is None else gathered
-    operands, result = subscripts.split("->")
-    left, right = operands.split(",")
-    dy = dy.astype(x.dtype)
-    dx = jnp.einsum(f"{result},{right}->{left}", dy, gathered, preferred_element_type=x.dtype)
+    left, right, result = _axes(subscripts)
+    gathered = _gather_operand(weight, _summed(right, result)) if gathered is None else gathered
+    x_dtype = shardings.compute_dtype if isinstance(x, Quantised) else x.dtype
+    dy = quantised.incoming(shardings.matmul, dy.astype(x_dtype), shardings.grouped)
+    dx = quantised.einsum(f"{result},{right}->{left}", dy, gathered, shardings.compute_dtype, x_dtype)
     if not shardings.trainable:
         return dx, None, None
+    x, dy = (quantised.wide(each, shardings.compute_dtype) for each in (x, dy))
     dw = _weight_gradient(left, result, right, x, dy, shardings)
     return dx, None, reduce_gradient(dw, shardings)
 
@@ -110,8 +195,12 @@ def _einsum_backward(subscripts, dtype, residuals, dy):
 def _weight_gradient(left: str, result: str, right: str, x: jax.Array, dy: jax.Array, shardings: WeightShardings):
     rows = "".join(axis for axis in left if axis not in right)  # what is summed over: batch and sequence
     inputs, outputs = left.removeprefix(rows), result.removeprefix(rows)
-    whole_rows = shardings.resting.mesh.shape["context"] == 1  # a split sequence cannot be merged with the batch
-    if whole_rows and right in (inputs + outputs, outputs + inputs):
+    # A split sequence cannot be merged with the batch, nor head sizes that ZeRO splits with their heads: XLA would sum
+    # whole gradients on every device.
+    whole_rows = shardings.resting.mesh.shape["context"] == 1
+    split = {axis for axis, by in zip(right, shardings.gradient.spec, strict=True) if by}
+    mergeable = whole_rows and split <= {*inputs[:1], *outputs[:1]}
+    if mergeable and right in (inputs + outputs, outputs + inputs):
         # As one product of matrices: with more dimensions XLA for CPUs transposes a copy of x or dy.
         shape = [dict(zip(left + result, x.shape + dy.shape, strict=True))[axis] for axis in right]
         x, dy = (array.reshape(math.prod(array.shape[: len(rows)]), -1) for array in (x, dy))
@@ -162,3 +251,93 @@ def _materialise_backward(weight, dy):
 
 
 _materialise.defvjp(_materialise_forward, _materialise_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _cross_entropy(form, placement, xs, tables, taps, tokens, cotangent):
+    where = _Where.of(placement, tables)
+    run = placement.on_each_device(
+        functools.partial(kernel.losses, form, axis=where.vocabulary),
+        (where.xs, where.tables, where.tokens),
+        where.tokens,
+    )
+    return _sum_losses(run(xs, tuple(map(_gather, tables)), tokens), cotangent)
+
+
+def _cross_entropy_forward(form, placement, xs, tables, taps, tokens, cotangent):
+    where = _Where.of(placement, tables)
+    wanted = tuple(_shardings(each).trainable for each in tables)
+
+    def on_device(xs, tables, tokens, cotangent):
+        found = kernel.losses_and_gradients(form, xs, tables, wanted, tokens, cotangent, where.vocabulary)
+        losses, *gradients = found
+        return losses, *jax.tree.map(lambda part: part[None], gradients)
+
+    # Gradients leave the region as each device's part of their sums: outside, XLA reduces them to where they go.
+    run = placement.on_each_device(
+        on_device,
+        (where.xs, where.tables, where.tokens, PartitionSpec()),
+        (
+            where.tokens,
+            PartitionSpec(where.vocabulary, *where.xs),
+            tuple(PartitionSpec(where.rows, *spec) for spec in where.tables),
+        ),
+    )
+    losses, d_xs, d_tables = run(xs, tuple(map(_gather, tables)), tokens, cotangent)
+    return _sum_losses(losses, cotangent), (d_xs, d_tables, tables)
+
+
+def _cross_entropy_backward(form, placement, residuals, cotangents):
+    d_xs, d_tables, tables = residuals
+    scale = cotangents[0]  # 1, where the executor differentiates this alone: XLA then leaves the product out
+    d_xs = tuple(_sum_parts(each, scale, each.dtype) for each in d_xs)
+
+    @jax.named_scope(GRADIENT)
+    def of_tap(table, gradient):
+        shardings = _shardings(table)
+        if not shardings.trainable:
+            return None
+        return reduce_gradient(_sum_parts(gradient, scale, shardings.reduce_dtype), shardings)
+
+    return d_xs, None, tuple(map(of_tap, tables, d_tables)), None, None
+
+
+_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+def _sum_losses(losses: Losses, cotangent: jax.Array) -> Losses:
+    objective, loss = map(jnp.sum, losses)
+    return cotangent * objective, loss
+
+
+def _sum_parts(parts: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """[devices, ...] -> [...], times scale."""
+    scaled = (parts.astype(jnp.float32) * scale).astype(dtype)
+    # Not jnp.sum: it would widen 16-bit values to float32, and so the bytes between devices.
+    return jax.lax.reduce(scaled, jnp.zeros((), dtype), jax.lax.add, (0,))
+
+
+@dataclass(frozen=True)
+class _Where:
+    """How the operands of a cross-entropy are divided. vocabulary: the axis that splits the tables' rows, if any; rows:
+    the axes that split batch and sequence."""
+
+    xs: PartitionSpec
+    tokens: PartitionSpec
+    tables: tuple[PartitionSpec, ...]
+
+    @classmethod
+    def of(cls, placement: Placement, tables: tuple[Whole, ...]) -> "_Where":
+        return cls(
+            xs=placement.activation("batch", "sequence", "embed").spec,
+            tokens=placement.activation("batch", "sequence").spec,
+            tables=tuple(_shardings(each).gathered.spec for each in tables),
+        )
+
+    @property
+    def vocabulary(self) -> str | None:
+        return self.tables[0][0]
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        return tuple(jax.tree.leaves(tuple(self.tokens)))

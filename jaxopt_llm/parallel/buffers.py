@@ -5,19 +5,24 @@
 alive. The notation is that of the jaxlibs of jax 0.10.2 and 0.11.2.
 """
 
+import contextlib
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxopt_llm.parallel import topology
+
+HOST = "color 5,"  # how XLA writes that an allocation is in host memory
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A temporary: no argument, no output, no constant."""
+    """A temporary on the device: no argument, no output, no constant."""
 
     bytes: int
     dtype: str  # in XLA's names: "f32", "bf16"
@@ -26,26 +31,40 @@ class Buffer:
     source: str  # the JAX operation that it comes from, with its named scopes; a loop carries its own; "" if unknown
 
 
-def compile_and_list(lowered: Any, options: Mapping[str, Any]) -> tuple[jax.stages.Compiled, tuple[Buffer, ...]]:
-    """Compiles a lowered program and lists the temporaries that are alive at its peak.
+def compile_and_list(
+    lowered: jax.stages.Lowered, compile: Callable[..., jax.stages.Compiled] = topology.compile
+) -> tuple[jax.stages.Compiled, tuple[Buffer, ...]]:
+    """Compiles a program, by default one lowered for a topology, and lists the temporaries that are alive at its peak.
 
     Their sum is less than `hlo.Memory.temporaries` by what lies unused between them.
 
-    Raises:
-        ValueError: XLA dumped nothing: the program came out of a cache.
+    compile: takes the lowered program, and options for the compiler.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        compiled = lowered.compile(compiler_options={**options, "xla_dump_to": folder})
+    with tempfile.TemporaryDirectory() as folder, _no_cache():
+        compiled = compile(lowered, {"xla_dump_to": folder})
         return compiled, tuple(
             _alive_at_peak(*(_read(Path(folder), name) for name in ("live-range", "buffer-assignment", "values")))
         )
+
+
+@contextlib.contextmanager
+def _no_cache() -> Iterator[None]:
+    """What comes out of JAX's cache of compiled programs dumps nothing. Whether there is one, JAX asks itself once."""
+    enabled = jax.config.values["jax_enable_compilation_cache"]
+    try:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
 
 
 def _read(folder: Path, name: str) -> str:
     """The dump of this name of the one module that has it."""
     found = [*folder.glob(f"*{name}.txt")]
     if len(found) != 1:
-        raise ValueError(f"XLA dumped {len(found)} files *{name}.txt, expected one: is there a compilation cache?")
+        raise ValueError(f"XLA dumped {len(found)} files *{name}.txt, expected one")
     return found[0].read_text()
 
 
@@ -93,9 +112,10 @@ def _alive_at_peak(live_ranges: str, assignment: str, values: str) -> Iterator[B
 
 
 def _temporaries(assignment: str) -> Iterator[tuple[_Key, _Temporary]]:
-    """Every array in what XLA allocates by itself, with its place there."""
+    """Every array in what XLA allocates by itself on the device, with its place there."""
     for allocation in re.split(r"^allocation ", assignment, flags=re.MULTILINE)[1:]:
-        if "preallocated-temp" in allocation.partition("\n")[0]:
+        kind = allocation.partition("\n")[0]
+        if "preallocated-temp" in kind and HOST not in kind:
             for name, index, size, offset, dtype, shape in _VALUE.findall(allocation):
                 dimensions = tuple(map(int, re.findall(r"\d+", shape)))
                 yield (name, index), _Temporary(int(size), int(offset), dtype, dimensions)

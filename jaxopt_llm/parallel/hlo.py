@@ -96,7 +96,13 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
 
 
 def dot_flops(text: str) -> int:
-    """FLOPs of all matmuls, 2 per multiply-add, times the trip counts of the loops around them.
+    """FLOPs of all matmuls: see `dot_flops_by_dtype`."""
+    return sum(dot_flops_by_dtype(text).values())
+
+
+def dot_flops_by_dtype(text: str) -> Mapping[str, int]:
+    """FLOPs of all matmuls by their first operand's dtype, in XLA's names: 2 per multiply-add, times the trip counts of
+    the loops around them.
 
     Counted are dots, also in fusions, and calls of cuBLAS; every branch of a conditional counts once. Not counted are
     kernels (Pallas, Triton, cuDNN), convolutions, and products with a vector that XLA writes as multiply and reduce.
@@ -104,11 +110,13 @@ def dot_flops(text: str) -> int:
     Raises:
         ValueError: a matmul is in a loop without a fixed trip count.
     """
-    return sum(
-        2 * math.prod(instruction.results[0].shape) * _contracted(computation, instruction) * _times(instruction, run)
-        for computation, instruction, run in _walk(text)
-        if _is_matmul(instruction)
-    )
+    flops: dict[str, int] = {}
+    for computation, instruction, run in _walk(text):
+        if _is_matmul(instruction):
+            operand = computation[instruction.operands[0]].results[0]
+            products = math.prod(instruction.results[0].shape) * _contracted(computation, instruction)
+            flops[operand.dtype] = flops.get(operand.dtype, 0) + 2 * products * _times(instruction, run)
+    return flops
 
 
 def collectives(text: str, mesh: jax.sharding.Mesh) -> tuple[Collective, ...]:
@@ -127,6 +135,20 @@ def collectives(text: str, mesh: jax.sharding.Mesh) -> tuple[Collective, ...]:
         _collective(computation, instruction, run, mesh)
         for computation, instruction, run in _walk(text)
         if instruction.opcode.removesuffix("-start") in COLLECTIVES
+    )
+
+
+def host_traffic(text: str) -> int:
+    """Bytes that pass between the device and host memory, both ways together, times the trip counts of the loops
+    around.
+
+    Raises:
+        ValueError: what moves is in a loop without a fixed trip count.
+    """
+    return sum(
+        moved * _times(instruction, run)
+        for computation, instruction, run in _walk(text)
+        if (moved := _moved_between_memories(computation, instruction))
     )
 
 
@@ -153,6 +175,7 @@ def array_shapes(text: str) -> Iterator[ArrayShape]:
 class _Array:
     dtype: str
     shape: tuple[int, ...]
+    layout: str = ""  # {1,0}; {1,0:S(5)} in host memory
 
     @property
     def bytes(self) -> int:
@@ -185,7 +208,7 @@ _Module = Mapping[str, _Computation]  # in the order of the text, callees before
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.-]+) .*\{$")  # %name (parameters) -> type {
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.-]+) = ")  # %name = type opcode(operands), attributes
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")  # f32[8,<=16]
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?")  # f32[8,<=16]{1,0}
 
 
 def _parse(text: str) -> _Module:
@@ -209,7 +232,9 @@ def _parse_instruction(name: str, text: str, is_root: bool) -> _Instruction:
     return _Instruction(
         name=name,
         opcode=text[type_end:opcode_end].strip(),
-        results=tuple(_Array(dtype, tuple(_integers(shape))) for dtype, shape in _ARRAY.findall(text[:type_end])),
+        results=tuple(
+            _Array(dtype, tuple(_integers(shape)), layout) for dtype, shape, layout in _ARRAY.findall(text[:type_end])
+        ),
         operands=tuple(re.findall(r"[\w.-]+", operands)),
         attributes=text[operands_end:],
         is_root=is_root,
@@ -345,6 +370,19 @@ def _contracted(computation: _Computation, matmul: _Instruction) -> int:
     shape = computation[matmul.operands[0]].results[0].shape
     dimensions = matmul.find(r'\blhs_contracting_dim(?:ension)?s(?:=\{|":\[)([^\]}]*)') or ""
     return math.prod(shape[dimension] for dimension in _integers(dimensions))
+
+
+# ---- Host memory.
+
+
+def _moved_between_memories(computation: _Computation, instruction: _Instruction) -> int:
+    """Bytes; 0 of what stays in one memory."""
+    if instruction.opcode not in ("copy", "copy-start", "dynamic-slice", "dynamic-update-slice"):
+        return 0
+    updates = instruction.opcode == "dynamic-update-slice"
+    source, result = computation[instruction.operands[1 if updates else 0]].results[0], instruction.results[0]
+    on_host = ("S(5)" in source.layout, "S(5)" in result.layout)
+    return (source if updates else result).bytes if on_host[0] != on_host[1] else 0
 
 
 # ---- Collectives.

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.parallel.precision import Matmul
 
 # Outermost first. `tensor` is innermost and so falls on the fastest links; `pipeline` moves least and crosses hosts
 # first. XLA also wants `pipeline` first: a nested shard_map over later axes only is the form that it accepts.
@@ -53,21 +54,45 @@ SCHEDULED: dict[str, str | bool] = {"xla_gpu_enable_latency_hiding_scheduler": T
 # A layer's weights are gathered while the layer before computes, for one layer's gathered weights more and, seen in
 # XLA 0.10.2, constants of attention's masks that it then keeps (10B, 4 rows a GPU: 2.9 GiB). XLA does it to every loop:
 # of one over microbatches it would keep copies of gradients (10B, 4 microbatches: 27.2 -> 35.7 GiB), and under sequence
-# parallelism it sums over `tensor` once more what nobody reads. From jax 0.11 on XLA refuses the option.
+# parallelism it sums over `tensor` once more what nobody reads. From jax 0.11 on the option has another name
+# (xla_gpu_pipeline_all_gather) and harms: the backward's gathers all come after its last product (10B, 8 GPUs: 48% of
+# the gathered bytes move beside products). Without it 77% do, all but those of the attention's own weights.
 GATHERED_AHEAD: dict[str, str | bool] = (
     {"xla_gpu_enable_pipelined_all_gather": True} if jax.__version_info__ < (0, 11) else {}
 )
+# What a loop that counts down slices out of host memory XLA of jax 0.10.2 copies from the wrong end, and says nothing
+# (openxla/xla#46231): a backward would find the activations, or the weights, of other layers. Without this pass the
+# slice is a kernel's, which reads the right ones; 0.11.2 copies them as it should.
+NOT_BACKWARDS: dict[str, str | bool] = (
+    {"xla_disable_hlo_passes": "dynamic-slice-annotator"} if jax.__version_info__ < (0, 11, 2) else {}
+)
+
+# Triton's matmuls come first where they are on, with operands widened to 16 bits; only of what they leave does XLA make
+# cuBLASLt's calls in fp8.
+CUBLAS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 
 
-def compiler_options(mesh: Mesh | AbstractMesh, microbatches: int) -> dict[str, str | bool]:
-    """For programs over the mesh, with so many microbatches. On CPUs XLA aborts on 16-bit sums over devices in a region
-    that is manual over `pipeline` alone, in the pass that would widen them."""
-    if not isinstance(mesh, Mesh) or mesh.size == 1:
+def compiler_options(
+    mesh: Mesh | AbstractMesh, microbatches: int, matmul: Matmul = "compute_dtype"
+) -> dict[str, str | bool]:
+    """For programs over the mesh, with so many microbatches and products formed so (see PrecisionConfig). On CPUs XLA
+    aborts on 16-bit sums over devices in a region that is manual over `pipeline` alone, in the pass that would widen
+    them."""
+    if not isinstance(mesh, Mesh):
         return {}
     stages = mesh.shape["pipeline"]
     if mesh.devices.flat[0].platform == "cpu":
         return {"xla_disable_hlo_passes": "all-reduce-promotion"} if stages > 1 else {}
-    return SCHEDULED | GATHERED_AHEAD if microbatches * stages * mesh.shape["tensor"] == 1 else SCHEDULED
+    products = CUBLAS if matmul == "fp8" else {}
+    if mesh.size == 1:
+        return NOT_BACKWARDS | products
+    return NOT_BACKWARDS | products | SCHEDULED | (GATHERED_AHEAD if gathers_ahead(mesh, microbatches) else {})
+
+
+def gathers_ahead(mesh: Mesh | AbstractMesh, microbatches: int) -> bool:
+    """Whether GPUs are told to gather a layer's weights while another computes: not in a loop over microbatches, nor
+    under `tensor`."""
+    return bool(GATHERED_AHEAD) and microbatches * mesh.shape["pipeline"] * mesh.shape["tensor"] == 1
 
 
 def visible_devices() -> list[jax.Device]:

@@ -7,18 +7,20 @@ placement is an explicit argument, never ambient, because a jitted function must
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm import tree
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.parallel.mesh import AXES, BATCH_AXES
-from jaxopt_llm.parallel.precision import PrecisionConfig
+from jaxopt_llm.parallel.offload import HOST, OFF, OffloadConfig
+from jaxopt_llm.parallel.precision import Matmul, PrecisionConfig
 
 PARAMETER_AXES: dict[str, tuple[str, ...]] = {
     "virtual": (),
@@ -50,6 +52,7 @@ SEQUENCE_PARALLEL_AXES = {"residual_sequence": ("context", "tensor")}
 REPLICATED_WHEN_SMALLER = ("kv_heads",)
 STORAGE_AXES = ("fsdp", "context", "expert")  # ZeRO divides storage by their product
 
+GROUPS = "gradient_groups"  # the name of the `vmap` over them, for what is wanted of all groups together
 GATHER = "gather_weight"  # the scope under which a compiled program and a profile name it
 
 Dims = tuple[tuple[str, ...], ...]  # mesh axes of each dimension
@@ -80,8 +83,10 @@ class ShardingConfig:
 class WeightShardings:
     """How one weight is held at rest, while it is used, and as a gradient, and in which dtypes.
 
+    matmul: in what its products are formed (see PrecisionConfig).
     keep: whether the backward reuses the gathered weight (see Placement.place).
     trainable: whether a gradient is formed.
+    grouped: whether a `vmap` over gradient groups is around (see Placement.group).
     """
 
     resting: NamedSharding
@@ -89,8 +94,10 @@ class WeightShardings:
     gradient: NamedSharding
     compute_dtype: str
     reduce_dtype: str
+    matmul: Matmul
     keep: bool
     trainable: bool
+    grouped: bool
 
 
 @struct.dataclass
@@ -153,11 +160,13 @@ _scatter_sequence.defvjp(
 
 @dataclass(frozen=True)
 class Placement:
-    """mesh, what is divided over it, and dtypes; `grouped` are the batch axes that a surrounding `vmap` stands for."""
+    """mesh, what is divided over it, dtypes, and what rests on the host; `grouped` are the batch axes that a
+    surrounding `vmap` stands for."""
 
     mesh: Mesh | AbstractMesh
     sharding: ShardingConfig
     precision: PrecisionConfig
+    offload: OffloadConfig = OFF
     grouped: tuple[str, ...] = ()
 
     @property
@@ -178,6 +187,9 @@ class Placement:
     def group(self) -> "Placement":
         """The placement inside a `vmap` over the gradient groups: activations are no longer split over them."""
         return replace(self, grouped=self.gradient_groups)
+
+    def for_evaluation(self) -> "Placement":
+        return replace(self, precision=self.precision.for_evaluation())
 
     def size(self, *axes: str) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
@@ -210,6 +222,17 @@ class Placement:
         transposed."""
         return _scatter_sequence(y, *self._sequences) if self._splits_sequence else y
 
+    def on_each_device(self, function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
+        """`function` of each device's own parts, in which collectives are written out; inputs, outputs: PartitionSpecs.
+
+        Over all axes of the mesh: over some alone XLA would gather what the others divide.
+        """
+        kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        automatic = {axis for axis, kind in kinds if kind is not AxisType.Manual}  # a pipeline's region has its own
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, axis_names=automatic, check_vma=False
+        )
+
     @property
     def _splits_sequence(self) -> bool:
         return self.sharding.sequence_parallel and self.size("tensor") > 1
@@ -224,9 +247,17 @@ class Placement:
         """Of master parameters and their moments."""
         return self._sharding(self._dims(spec, self._storage(1)))
 
+    def optimizer_state(self, spec: Spec) -> NamedSharding:
+        """Of what the update alone reads: moments, and masters beside a compute copy. Counts stay on the device."""
+        return _resting(self.masters(spec), self.offload.optimizer and len(spec.shape) > spec.leading)
+
     def parameters(self, spec: Spec) -> NamedSharding:
         """Of the parameters that the model reads: the compute copy, or the masters where there is none."""
         return self._sharding(self._dims(spec, self._storage(3)))
+
+    def resting_parameters(self, spec: Spec) -> NamedSharding:
+        """The same between their uses. What is outside the stacks stays on the device."""
+        return _resting(self.parameters(spec), self.offload.parameters and spec.leading > 0)
 
     def saved(self, spec: Spec) -> NamedSharding:
         """Of what a checkpoint holds, on its way there and back. A stack is whole there, not split over stages, so that
@@ -234,12 +265,20 @@ class Placement:
         return self._sharding(self._dims(spec, self._storage(1), ("pipeline",)))
 
     def abstract(self, specs: tree.Tree) -> tree.Tree:
-        """What a checkpoint holds as ShapeDtypeStructs with shardings: what to restore into."""
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.saved(x)), specs)
+        """What a checkpoint holds as ShapeDtypeStructs with shardings: what to restore into. On the host where a part
+        rests there: the devices may not hold it."""
+        on_host = self.offload.optimizer or self.offload.parameters
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_resting(self.saved(x), on_host)), specs
+        )
 
     def gradients(self, spec: Spec) -> NamedSharding:
         """Of gradients, within one gradient group."""
         return self._sharding(self._dims(spec, self._storage(2)))
+
+    def gathered(self, spec: Spec) -> NamedSharding:
+        """Of parameters while they are used, and of gradients before they are reduced: whole but for `tensor`."""
+        return self._sharding(self._dims(spec))
 
     def compute_parameters(self, specs: tree.Tree, masters: tree.Tree) -> tree.Tree:
         """The compute copy of the masters: one gather in compute dtype."""
@@ -278,23 +317,33 @@ class Placement:
 
         return jax.tree.map(zeros, specs)
 
-    def place(self, specs: tree.Tree, weights: tree.Tree, taps: tree.Tree, keep: bool) -> tree.Tree:
+    def place(
+        self,
+        specs: tree.Tree,
+        weights: tree.Tree,
+        taps: tree.Tree,
+        keep: bool,
+        matmul: Matmul = "compute_dtype",
+    ) -> tree.Tree:
         """Weights as the model takes them. They are gathered where they are used, again in the backward unless `keep`.
 
         taps: `taps(specs)`, or a tree with None for the weights that want no gradient.
         keep: whether the backward reuses the forward's gathered weight. True within a rematerialised block, where the
             forward is the recomputation, a moment ago; else it would keep every gathered layer alive.
+        matmul: in what their products are formed (see PrecisionConfig).
         """
 
         def leaf(spec: Spec, array: jax.Array, tap: jax.Array | None) -> Placed:
             shardings = WeightShardings(
                 resting=self.parameters(spec),
-                gathered=self._sharding(self._dims(spec)),
+                gathered=self.gathered(spec),
                 gradient=self.gradients(spec),
                 compute_dtype=self.precision.compute_dtype,
                 reduce_dtype=self.precision.reduce_dtype,
+                matmul=matmul,
                 keep=keep,
                 trainable=tap is not None,
+                grouped=bool(self.grouped),
             )
             return Placed(array, tap, shardings)
 
@@ -343,3 +392,7 @@ class Placement:
             raise InputError(f"sharding: two dimensions of one array are on the same mesh axis: {dims}")
         entries = [dim if len(dim) > 1 else dim[0] if dim else None for dim in dims]
         return NamedSharding(self.mesh, PartitionSpec(*entries))
+
+
+def _resting(sharding: NamedSharding, on_host: bool) -> NamedSharding:
+    return sharding.with_memory_kind(HOST) if on_host else sharding

@@ -1,15 +1,22 @@
 """The GPUs we know, and devices to compile for on a machine that has none."""
 
+import functools
 import importlib.util
 import os
 import pkgutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.extend.mlir import ir
 
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.parallel.offload import HOST
+from jaxopt_llm.parallel.precision import Matmul
 
 
 @dataclass(frozen=True)
@@ -26,23 +33,42 @@ class Chip:
     memory_bytes: int
     memory_bytes_per_second: float
     peak_flops: Mapping[str, float]
-    nvlink_bytes_per_second: float  # one GPU, one direction
+    nvlink_bytes_per_second: float  # one GPU, one direction; over PCIe where there is no NVLink
     network_bytes_per_second: float  # one GPU, one direction
+    pcie_bytes_per_second: float  # to the host over 16 lanes, one direction
     compute_capability: tuple[int, int]
     cores: int  # streaming multiprocessors
     float32_units_per_core: int
     clock_ghz: float
+    threads_per_core: int
     shared_memory_bytes_per_core: int
     shared_memory_bytes_per_block: int  # the opt-in limit
     l2_cache_bytes: int
 
 
+FLOAT8_CAPABILITY = (8, 9)
+# The keys of Chip.peak_flops, by XLA's names of the operands' dtype.
+PEAK_OF = {
+    "f8e4m3fn": "float8",
+    "f8e5m2": "float8",
+    "s8": "int8",
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f32": "float32",
+}
+
+_ADA = {"bfloat16": 165.2e12, "float16": 165.2e12, "float32": 82.6e12, "float8": 330.3e12, "int8": 660.6e12}
 _HOPPER = {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 494.7e12, "float8": 1978.9e12, "int8": 1978.9e12}
 
 # Peaks and NVLink: NVIDIA's datasheets of the A100 80GB, H100 and H200 (SXM) and of HGX B200 (an eighth of the board),
 # and the whitepaper "NVIDIA H100 Tensor Core GPU Architecture". They quote peaks with sparsity, twice the dense ones,
 # and NVLink in both directions together. Network: DGX A100 (200 Gb/s per GPU), DGX H100, H200 and B200 (400 Gb/s).
+# PCIe: generation 4 for the A100, 5 for the others, without the protocol's own bytes.
 # Memory (as the driver reports it), cores, clocks and caches: openxla/xla, xla/backends/gpu/target_config/specs.
+# RTX 4090: NVIDIA's whitepaper "NVIDIA Ada GPU Architecture", peaks of products summed in float32; memory and cache as
+# deviceQuery prints them under driver 13.0, threads and shared memory by the CUDA programming guide. It has neither
+# NVLink nor, in NVIDIA's driver, a direct way to its neighbours: PCIe's rate is what its link has, not what NCCL gets
+# by way of the host. Nor is there a usual network: one card of 100 Gb/s for 8 is assumed.
 CHIPS: Mapping[str, Chip] = {
     "a100": Chip(
         name="NVIDIA A100-SXM4-80GB",
@@ -51,10 +77,12 @@ CHIPS: Mapping[str, Chip] = {
         peak_flops={"bfloat16": 312e12, "float16": 312e12, "float32": 156e12, "int8": 624e12},
         nvlink_bytes_per_second=300e9,
         network_bytes_per_second=25e9,
+        pcie_bytes_per_second=32e9,
         compute_capability=(8, 0),
         cores=108,
         float32_units_per_core=64,
         clock_ghz=1.41,
+        threads_per_core=2048,
         shared_memory_bytes_per_core=167_936,
         shared_memory_bytes_per_block=166_912,
         l2_cache_bytes=41_943_040,
@@ -66,10 +94,12 @@ CHIPS: Mapping[str, Chip] = {
         peak_flops=_HOPPER,
         nvlink_bytes_per_second=450e9,
         network_bytes_per_second=50e9,
+        pcie_bytes_per_second=64e9,
         compute_capability=(9, 0),
         cores=132,
         float32_units_per_core=128,
         clock_ghz=1.98,
+        threads_per_core=2048,
         shared_memory_bytes_per_core=233_472,
         shared_memory_bytes_per_block=232_448,
         l2_cache_bytes=52_428_800,
@@ -81,10 +111,12 @@ CHIPS: Mapping[str, Chip] = {
         peak_flops=_HOPPER,
         nvlink_bytes_per_second=450e9,
         network_bytes_per_second=50e9,
+        pcie_bytes_per_second=64e9,
         compute_capability=(9, 0),
         cores=132,
         float32_units_per_core=128,
         clock_ghz=1.98,
+        threads_per_core=2048,
         shared_memory_bytes_per_core=233_472,
         shared_memory_bytes_per_block=232_448,
         l2_cache_bytes=52_428_800,
@@ -96,20 +128,116 @@ CHIPS: Mapping[str, Chip] = {
         peak_flops={"bfloat16": 2250e12, "float16": 2250e12, "float32": 1125e12, "float8": 4500e12, "int8": 4500e12},
         nvlink_bytes_per_second=900e9,
         network_bytes_per_second=50e9,
+        pcie_bytes_per_second=64e9,
         compute_capability=(10, 0),
         cores=148,
         float32_units_per_core=128,
         clock_ghz=1.965,
+        threads_per_core=2048,
         shared_memory_bytes_per_core=233_472,
         shared_memory_bytes_per_block=232_448,
         l2_cache_bytes=132_644_864,
     ),
+    "4090": Chip(
+        name="NVIDIA GeForce RTX 4090",
+        memory_bytes=25_250_627_584,
+        memory_bytes_per_second=1.008e12,
+        peak_flops=_ADA,
+        nvlink_bytes_per_second=32e9,
+        network_bytes_per_second=1.5625e9,
+        pcie_bytes_per_second=32e9,
+        compute_capability=(8, 9),
+        cores=128,
+        float32_units_per_core=128,
+        clock_ghz=2.52,
+        threads_per_core=1536,
+        shared_memory_bytes_per_core=102_400,
+        shared_memory_bytes_per_block=101_376,
+        l2_cache_bytes=75_497_472,
+    ),
 }
+
+
+def seconds_at_peak(chip: Chip, flops: Mapping[str, float]) -> float:
+    """Of products, by XLA's names of their operands' dtype (see hlo.dot_flops_by_dtype)."""
+    return sum(count / chip.peak_flops[PEAK_OF[dtype]] for dtype, count in flops.items())
+
+
+def lower(function: Any, *arguments: Any) -> jax.stages.Lowered:
+    """`function.lower(*arguments)`, with those in host memory placed there.
+
+    JAX places them by the jitted function's shardings, which drop a memory that devices of a topology do not have.
+    arguments: ShapeDtypeStructs, those in host memory with shardings over the abstract mesh, which keep it.
+    """
+    lowered = function.lower(*arguments)
+    module = lowered.compiler_ir()
+    (main,) = (each for each in module.body.operations if each.attributes["sym_name"].value == "main")
+    kept = sorted(lowered._lowering.compile_args["kept_var_idx"])
+    shardings = [each.sharding for each in jax.tree.leaves(arguments)]
+    with module.context:
+        given, results = (list(main.attributes[name]) for name in ("arg_attrs", "res_attrs"))
+        for i, number in enumerate(kept):
+            if shardings[number].memory_kind == HOST:
+                given[i] = _in_host_memory(given[i])
+                if "tf.aliasing_output" in given[i]:
+                    result = given[i]["tf.aliasing_output"].value  # which takes the place of a donated argument
+                    results[result] = _in_host_memory(results[result])
+        main.attributes["arg_attrs"], main.attributes["res_attrs"] = map(ir.ArrayAttr.get, (given, results))
+    return lowered
+
+
+def _in_host_memory(attributes: Any) -> ir.DictAttr:
+    own = {each.name: each.attr for each in attributes}
+    return ir.DictAttr.get(own | {"mhlo.memory_kind": ir.StringAttr.get(HOST)})
+
+
+def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any] = {}) -> jax.stages.Compiled:
+    """`lowered.compile(options)` for devices of a topology: all that XLA decides - the partition over devices, fusions,
+    buffers, schedule - and no machine code, which nobody would run and which takes more than half of the time.
+
+    Needs no part of NVIDIA's toolkit.
+    """
+    # Without a GPU to time kernels on, the fusions' autotuner takes the first that compiles, and compiles to see.
+    skipped: dict[str, Any] = {
+        "xla_gpu_cuda_data_dir": _toolkit().name,
+        "xla_gpu_experimental_enable_fusion_autotuner": False,
+    }
+    return lowered.compile(compiler_options={**options, **skipped})
+
+
+@functools.cache
+def _toolkit() -> tempfile.TemporaryDirectory[str]:
+    """A CUDA toolkit as far as XLA looks, whose assembler assembles nothing."""
+    folder = tempfile.TemporaryDirectory(prefix="jaxopt_llm-toolkit-")
+    assembler = Path(folder.name, "bin", "ptxas")
+    assembler.parent.mkdir()
+    assembler.write_text(_ASSEMBLER)
+    assembler.chmod(0o700)
+    return folder
+
+
+_ASSEMBLER = """#!/bin/sh
+if [ "$1" = --version ]; then echo "Cuda compilation tools, release 13.0, V13.0.88"; exit; fi
+while [ "$1" != -o ]; do shift; done
+: > "$2"
+"""
 
 
 def chip_of(device_kind: str) -> Chip | None:
     """The entry of CHIPS for what JAX calls a device, as in "NVIDIA H200"."""
     return next((chip for name, chip in CHIPS.items() if name in device_kind.lower()), None)
+
+
+def check_multiplies(device: Any, matmul: Matmul) -> None:
+    """Raises InputError for fp8 on a GPU without it, which would multiply in 16 bits and only lose. CPUs emulate it."""
+    if matmul != "fp8" or device.platform != "gpu":
+        return
+    if tuple(map(int, device.compute_capability.split("."))) < FLOAT8_CAPABILITY:
+        raise InputError(
+            f"precision.matmul=fp8: {device.device_kind} has no tensor cores for it (H100, H200, B200 and others of "
+            "compute capability 8.9 and above have): set --precision.matmul int8, or compute_dtype for "
+            "--precision.compute-dtype bfloat16"
+        )
 
 
 def gpu_topology(chip: str = "h200", hosts: int = 1, gpus_per_host: int = 8) -> list[jax.Device]:
@@ -156,7 +284,7 @@ def _target_config(chip: Chip) -> str:
         gpu_device_info {{
           threads_per_block_limit: 1024
           threads_per_warp: 32
-          threads_per_core_limit: 2048
+          threads_per_core_limit: {chip.threads_per_core}
           shared_memory_per_block: 49152
           shared_memory_per_block_optin: {chip.shared_memory_bytes_per_block}
           shared_memory_per_core: {chip.shared_memory_bytes_per_core}

@@ -26,6 +26,7 @@ class EvaluationConfig:
 
 def make_held_out(parts: Parts, executor: Executor, placement: Placement) -> Any:
     """Jitted (state, batch), fields [M, B, S] -> the sums of loss, in nats, and of real tokens."""
+    placement = placement.for_evaluation()
 
     def sums(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         params = tree.merge(state.trainable, state.frozen)

@@ -17,7 +17,7 @@ Guard = dict[str, tree.Leaf]
 
 def specs() -> Guard:
     """updates: the steps that were not skipped, and so the schedule's position.
-    skipped_in_a_row: those since the last of them.
+    skipped_in_a_row: those since the last of them, without the overflows.
     norms: [HISTORY] gradient norms of the last of them, in a ring."""
     count = ParamSpec((), (), dtype=np.dtype(np.int32))
     return {"updates": count, "skipped_in_a_row": count, "norms": ParamSpec((HISTORY,), (None,))}
@@ -27,11 +27,14 @@ def initialize() -> Guard:
     return jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs())
 
 
-def judge(guard: Guard, loss: jax.Array, norm: jax.Array, outliers: float) -> tuple[jax.Array, Guard]:
+def judge(
+    guard: Guard, loss: jax.Array, norm: jax.Array, overflow: jax.Array, outliers: float
+) -> tuple[jax.Array, Guard]:
     """Whether to take the step, and what is remembered then.
 
     A step is taken if its loss and gradient norm are finite and, once HISTORY steps have been, its norm is at most
     `outliers` (0: any) times the median of theirs. What is skipped never enters that history.
+    overflow: whether the norm is not finite for its loss scale's sake, which is no sign of divergence.
     """
     updates, norms = guard["updates"], guard["norms"]
     good = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -39,7 +42,7 @@ def judge(guard: Guard, loss: jax.Array, norm: jax.Array, outliers: float) -> tu
         good &= (updates < HISTORY) | (norm <= outliers * jnp.median(norms))
     remembered = {
         "updates": updates + good,
-        "skipped_in_a_row": jnp.where(good, 0, guard["skipped_in_a_row"] + 1),
+        "skipped_in_a_row": jnp.where(good, 0, guard["skipped_in_a_row"] + ~overflow),
         "norms": jnp.where(good, norms.at[updates % HISTORY].set(norm), norms),
     }
     return good, remembered

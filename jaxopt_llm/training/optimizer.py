@@ -16,7 +16,8 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from jaxopt_llm import tree
 from jaxopt_llm.model.param import ParamSpec
-from jaxopt_llm.training import groups
+from jaxopt_llm.training import groups, moments
+from jaxopt_llm.training.moments import StateDtype
 
 FACTORED_FROM = 128  # the smaller side of a matrix from which Adafactor keeps row and column means, as in optax and T5X
 MUON_RMS = 0.2  # of an entry of Muon's step: about that of Adam's, so that both take one learning rate
@@ -35,9 +36,15 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     """decoupled: a step takes this times the learning rate off a parameter; see decay_groups"""
     clip_norm: float = 1.0
-    """largest global norm of the gradient; larger ones are scaled down to it"""
+    """largest global norm of the gradient; larger ones are scaled down to it; 0: none are"""
+    in_backward: bool = False
+    """whether a layer is updated as soon as the backward has its gradient, which is then freed: gradients never exist
+    whole (LOMO; torchtune's optimizer_in_bwd). Without clip, accumulation, loss scaling, skipped steps or a pipeline"""
     name: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = "adamw"
     """muon: the matrices of the blocks, adamw all else"""
+    state_dtype: StateDtype = "float32"
+    """in which the moments of matrices and tables rest, all but adafactor's: 8, 4 or 2.06 bytes per parameter of adamw;
+    int8 is codes in blocks along the last dimension, each with a scale"""
     momentum: float = 0.95
     """decay of the momentum, per step, of sgd and of muon's matrices"""
     decay_groups: tuple[str, ...] = ()
@@ -50,16 +57,24 @@ class OptimizerConfig:
     def problems(self) -> list[str]:
         found = [
             f"optimizer.{name}={getattr(self, name)}: must be above 0"
-            for name in ("learning_rate", "epsilon", "clip_norm")
+            for name in ("learning_rate", "epsilon")
             if not getattr(self, name) > 0
+        ]
+        found += [
+            f"optimizer.{name}={getattr(self, name)}: must be at least 0"
+            for name in ("clip_norm", "weight_decay")
+            if getattr(self, name) < 0
         ]
         found += [
             f"optimizer.{name}={getattr(self, name)}: must lie in [0, 1)"
             for name in ("beta1", "beta2", "momentum")
             if not 0 <= getattr(self, name) < 1
         ]
-        if self.weight_decay < 0:
-            found.append(f"optimizer.weight_decay={self.weight_decay}: must be at least 0")
+        if self.name == "adafactor" and self.state_dtype != "float32":
+            found.append(
+                f"optimizer.state_dtype={self.state_dtype} is not for optimizer.name=adafactor, whose moments are few: "
+                "leave it float32"
+            )
         if not self.rate_groups:
             found.append("optimizer.rate_groups: must fit every parameter; *=1 does")
         for name in ("decay_groups", "rate_groups"):
@@ -101,9 +116,8 @@ def make_optimizer(
             params,
         )
 
-    return optax.chain(
-        _direction(config, section, specs), optax.stateless(step), optax.scale_by_learning_rate(schedule)
-    )
+    direction = moments.stored(_direction(config, section, specs), config.state_dtype, specs)
+    return optax.chain(direction, optax.stateless(step), optax.scale_by_learning_rate(schedule))
 
 
 def _direction(config: OptimizerConfig, section: str, specs: tree.Tree) -> optax.GradientTransformation:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.executor import Executor
@@ -17,6 +17,7 @@ from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import Params, Parts, make_parts
 from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.topology import check_multiplies
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training import update
 from jaxopt_llm.training.lora import LoraConfig, adapt
@@ -52,8 +53,14 @@ def make_program(
     lora: LoraConfig,
     placement: Placement,
 ) -> Program:
-    """Allocates nothing: the placement's devices may be those of a topology that is only compiled for."""
-    parts = make_parts(model)
+    """Allocates nothing: the placement's devices may be those of a topology that is only compiled for, or none, of
+    which a program is only reckoned with.
+
+    Raises InputError where devices cannot multiply as `precision.matmul` says.
+    """
+    if isinstance(placement.mesh, Mesh):
+        check_multiplies(placement.mesh.devices.flat[0], placement.precision.matmul)
+    parts = make_parts(model, training.loss_chunk, training.z_loss)
     stages = placement.size("pipeline")
     if stages > 1:
         parts = rest_on_stages(parts, stages)
@@ -61,7 +68,7 @@ def make_program(
     parts, trainable, frozen = adapt(parts, lora, placement.precision)
     learning_rate = make_schedule(optimizer.learning_rate, schedule)
     optimizers = update.make_optimizers(functools.partial(make_optimizer, optimizer, learning_rate), trainable)
-    specs = training_state.state_specs(trainable, frozen, optimizers)
+    specs = training_state.state_specs(trainable, frozen, optimizers, placement.precision)
     rows = placement.activation(None, "batch", "sequence")
     shape = (training.accumulation, training.batch_size // training.accumulation, training.sequence_length)
     ids, mask = (jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for dtype in (jnp.int32, jnp.bool))
@@ -80,6 +87,7 @@ def make_program(
             executor,
             placement,
             training.accumulation,
+            optimizer.in_backward,
         ),
         kept=training_state.kept(specs, placement),
         state=training_state.abstract(specs, placement),

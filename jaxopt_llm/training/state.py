@@ -1,8 +1,9 @@
 """The training state, and where it rests."""
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +15,22 @@ from jaxopt_llm import tree
 from jaxopt_llm.model import leaves, param
 from jaxopt_llm.model.decoder import Params
 from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel import offload
+from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement
-from jaxopt_llm.training import guard, update
+from jaxopt_llm.training import guard, loss_scale, update
 from jaxopt_llm.training.guard import Guard
+from jaxopt_llm.training.loss_scale import LossScale
 from jaxopt_llm.training.update import Optimizers
+
+MADE_AT_ONCE = 2**30  # bytes on each device, of initial values that go to the host; a leaf may be more
 
 
 @struct.dataclass
 class TrainState:
     """step: int32, of the batches seen; masters, moments: of the trainable parameters; compute: their compute copy
     where one rests (ZeRO stages 1 and 2), else None; frozen: the parameters without masters or moments; guard: of the
-    steps that were skipped (see guard.py)."""
+    steps that were skipped (see guard.py); loss_scale: see loss_scale.py, empty where there is none."""
 
     step: tree.Leaf
     masters: Params
@@ -32,11 +38,17 @@ class TrainState:
     compute: Params | None
     frozen: Params
     guard: Guard
+    loss_scale: LossScale
 
     @property
     def trainable(self) -> Params:
         """What the model reads and is differentiated by."""
         return self.masters if self.compute is None else self.compute
+
+    @property
+    def updatable(self) -> update.State:
+        """What the optimizer changes."""
+        return self.masters, self.moments, self.compute
 
 
 @dataclass(frozen=True)
@@ -47,22 +59,27 @@ class StateSpecs:
     moments: Params
     frozen: Params
     guard: Guard
+    loss_scale: LossScale
 
 
-def state_specs(specs: Params, frozen: Params, optimizers: Optimizers) -> StateSpecs:
+def state_specs(specs: Params, frozen: Params, optimizers: Optimizers, precision: PrecisionConfig) -> StateSpecs:
     """specs: of the trainable parameters, frozen: of the others: the halves of a `tree.partition`."""
-    return StateSpecs(specs, update.state_specs(optimizers, specs), frozen, guard.specs())
+    moments = update.state_specs(optimizers, specs)
+    return StateSpecs(specs, moments, frozen, guard.specs(), loss_scale.specs(precision))
 
 
 def shardings(specs: StateSpecs, placement: Placement) -> TrainState:
     """Where each leaf of the state rests, as a TrainState of shardings."""
+    # Adapters, which are few, stay on the device where the base that they adapt does not.
+    trained = placement.parameters if jax.tree.leaves(specs.frozen) else placement.resting_parameters
     return TrainState(
         step=placement.replicated,
-        masters=jax.tree.map(placement.masters, specs.masters),
-        moments=jax.tree.map(placement.masters, specs.moments),
-        compute=jax.tree.map(placement.parameters, specs.masters) if placement.compute_copy else None,
-        frozen=jax.tree.map(placement.parameters, specs.frozen),
+        masters=jax.tree.map(placement.optimizer_state if placement.compute_copy else trained, specs.masters),
+        moments=jax.tree.map(placement.optimizer_state, specs.moments),
+        compute=jax.tree.map(trained, specs.masters) if placement.compute_copy else None,
+        frozen=jax.tree.map(placement.resting_parameters, specs.frozen),
         guard=jax.tree.map(lambda spec: placement.replicated, specs.guard),
+        loss_scale=jax.tree.map(lambda spec: placement.replicated, specs.loss_scale),
     )
 
 
@@ -84,17 +101,22 @@ def abstract(specs: StateSpecs, placement: Placement) -> TrainState:
         else None,
         frozen=own(specs.frozen),
         guard=own(specs.guard),
+        loss_scale=own(specs.loss_scale),
     )
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        shardings(specs, placement),
-    )
+    # Devices of a topology have no memories, and shardings over them forget the host's. Over the abstract mesh they do
+    # not.
+    typed = shardings(specs, replace(placement, mesh=placement.mesh.abstract_mesh))
+
+    def place(leaf: jax.ShapeDtypeStruct, resting: NamedSharding, typed: NamedSharding) -> jax.ShapeDtypeStruct:
+        sharding = typed if typed.memory_kind == offload.HOST else resting
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(place, shapes, shardings(specs, placement), typed)
 
 
-def compute_copy(specs: Params, masters: Params, placement: Placement) -> Params | None:
+def compute_copy(specs: tree.Tree, masters: tree.Tree, placement: Placement) -> tree.Tree:
     """The parameters the model reads, cast and gathered from the masters; None where it reads the masters."""
-    return placement.compute_parameters(specs, masters) if placement.compute_copy else None
+    return placement.compute_parameters(specs, offload.fetch(masters)) if placement.compute_copy else None
 
 
 def initialize(specs: StateSpecs, optimizers: Optimizers, seed: int, placement: Placement) -> TrainState:
@@ -110,9 +132,31 @@ def initialize(specs: StateSpecs, optimizers: Optimizers, seed: int, placement: 
             compute=compute_copy(specs.masters, masters, placement),
             frozen=tree.restrict(params, specs.frozen),
             guard=guard.initialize(),
+            loss_scale=loss_scale.initialize(placement.precision),
         )
 
-    return jax.jit(make, out_shardings=shardings(specs, placement))()
+    where, structure = jax.tree.flatten(shardings(specs, placement))
+
+    def made(numbers: Sequence[int]) -> list[jax.Array]:
+        def some() -> list[jax.Array]:  # XLA leaves out what only the others want
+            every = jax.tree.leaves(make())
+            return [every[i] for i in numbers]
+
+        return jax.jit(some, out_shardings=[where[i] for i in numbers])()
+
+    # What rests on the host is made by several programs: one has all that it makes on the device before it moves any.
+    turns: list[list[int]] = [[i for i, sharding in enumerate(where) if sharding.memory_kind != offload.HOST]]
+    room = 0
+    for i, (leaf, sharding) in enumerate(zip(jax.tree.leaves(jax.eval_shape(make)), where, strict=True)):
+        if sharding.memory_kind == offload.HOST:
+            size = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            if size > room:
+                turns.append([])
+                room = MADE_AT_ONCE
+            turns[-1].append(i)
+            room -= size
+    state = {i: array for turn in turns for i, array in zip(turn, made(turn), strict=True)}
+    return jax.tree.unflatten(structure, [state[i] for i in range(len(where))])
 
 
 def checkpoint_specs(specs: StateSpecs) -> dict[str, Params]:
@@ -121,13 +165,13 @@ def checkpoint_specs(specs: StateSpecs) -> dict[str, Params]:
     def by_layer(spec: ParamSpec) -> ParamSpec:
         return spec if spec.layers is None else spec.layer().stack(param.depth(spec))
 
-    trees = {"masters": specs.masters, "moments": specs.moments, "frozen": specs.frozen, "guard": specs.guard}
+    trees = {field.name: getattr(specs, field.name) for field in fields(specs)}
     return {name: jax.tree.map(by_layer, each) for name, each in trees.items() if jax.tree.leaves(each)}
 
 
 def kept(specs: StateSpecs, placement: Placement) -> Callable[[TrainState], dict[str, Params]]:
-    """The function that gives what a checkpoint holds of a state. A pipeline's comes in the host's memory, a section at
-    a time: a whole state would not fit twice on the devices."""
+    """The function that gives what a checkpoint holds of a state. A pipeline's comes in the host's memory, a leaf at a
+    time: a whole state would not fit twice on the devices."""
     saved = checkpoint_specs(specs)
 
     def trees(state: TrainState) -> dict[str, Params]:
@@ -144,22 +188,23 @@ def kept(specs: StateSpecs, placement: Placement) -> Callable[[TrainState], dict
         return flat[np.argsort(places)[-param.depth(spec) :]]
 
     @functools.cache
-    def convert(name: str, section: str) -> Callable[[Params], Params]:
-        resting = getattr(specs, name)[section]
-        shardings = jax.tree.map(placement.saved, saved[name][section])
-        return jax.jit(lambda arrays: jax.tree.map(by_layer, resting, arrays), out_shardings=shardings)
+    def convert(resting: ParamSpec, saved: ParamSpec) -> Callable[[jax.Array], jax.Array]:
+        return jax.jit(lambda x: by_layer(resting, offload.fetch(x)), out_shardings=placement.saved(saved))
 
-    def to_host(name: str, section: str, arrays: Params) -> Params:
-        converted = convert(name, section)(arrays)
-        on_host = jax.tree.map(lambda x: x.sharding.with_memory_kind("pinned_host"), converted)
-        return jax.block_until_ready(jax.device_put(converted, on_host))
+    def to_host(resting: ParamSpec, saved: ParamSpec, array: jax.Array) -> jax.Array:
+        converted = convert(_placed(resting), _placed(saved))(array)
+        return jax.block_until_ready(jax.device_put(converted, converted.sharding.with_memory_kind(offload.HOST)))
 
     if placement.size("pipeline") == 1:
         return trees
     return lambda state: {
-        name: {section: to_host(name, section, arrays) for section, arrays in sections.items()}
-        for name, sections in trees(state).items()
+        name: jax.tree.map(to_host, getattr(specs, name), saved[name], arrays) for name, arrays in trees(state).items()
     }
+
+
+def _placed(spec: ParamSpec) -> ParamSpec:
+    """What says where it is and no more: one program serves all leaves that are alike in that."""
+    return replace(spec, contracting=(), init=param.ones)
 
 
 def resume(
@@ -170,6 +215,7 @@ def resume(
     moments: Params,
     guard: Guard,
     frozen: Params | None = None,
+    loss_scale: LossScale | None = None,
 ) -> TrainState:
     """The state at a checkpoint's step, of what `kept` gave; the compute copy is made again. The arrays it is given are
     used up as it goes: a whole state would not fit twice."""
@@ -187,35 +233,37 @@ def resume(
         array.delete()
         return moved
 
-    def to_rest(specs: Params, resting: Params, arrays: Params) -> Params:
-        """Of one section."""
-        layers = param.layers(specs)
-        if layers is None or layers.ndim == 1:
-            return jax.tree.map(move, resting, arrays)
-        moved = jax.jit(lambda x: jax.tree.map(on_stages, specs, x), out_shardings=resting)(arrays)
-        jax.block_until_ready(moved)
-        for array in jax.tree.leaves(arrays):
-            array.delete()
+    @functools.cache
+    def convert(spec: ParamSpec, resting: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+        return jax.jit(lambda x: on_stages(spec, offload.fetch(x)), out_shardings=resting)
+
+    def to_rest(spec: ParamSpec, resting: NamedSharding, array: jax.Array) -> jax.Array:
+        if spec.leading < 2:
+            return move(resting, array)
+        moved = jax.block_until_ready(convert(_placed(spec), resting)(array))
+        array.delete()
         return moved
 
-    def make(masters: Params, moments: Params, frozen: Params, guard: Guard) -> TrainState:
-        return TrainState(
-            step=jnp.int32(step),
-            masters=masters,
-            moments=moments,
-            compute=compute_copy(specs.masters, masters, placement),
-            frozen=frozen,
-            guard=guard,
-        )
+    def copy(spec: ParamSpec, resting: NamedSharding, master: jax.Array) -> jax.Array:
+        return jax.jit(lambda x: compute_copy(spec, x, placement), out_shardings=resting)(master)
+
+    def make(
+        masters: Params,
+        moments: Params,
+        compute: Params | None,
+        frozen: Params,
+        guard: Guard,
+        loss_scale: LossScale,
+    ) -> TrainState:
+        return TrainState(jnp.int32(step), masters, moments, compute, frozen, guard, loss_scale)
 
     resting = shardings(specs, placement)
     frozen = specs.frozen if frozen is None else frozen
-    given = {"masters": masters, "moments": moments, "frozen": frozen, "guard": guard}
+    given = {"masters": masters, "moments": moments, "frozen": frozen, "guard": guard, "loss_scale": loss_scale or {}}
     moved = {
-        name: {
-            section: to_rest(getattr(specs, name)[section], getattr(resting, name)[section], arrays)
-            for section, arrays in sections.items()
-        }
-        for name, sections in given.items()
+        name: jax.tree.map(to_rest, getattr(specs, name), getattr(resting, name), arrays)
+        for name, arrays in given.items()
     }
-    return jax.jit(make, out_shardings=resting, donate_argnums=(0, 1, 2, 3))(**moved)
+    # A leaf at a time, as the others came here: the device need not hold the whole.
+    compute = jax.tree.map(copy, specs.masters, resting.compute, moved["masters"]) if placement.compute_copy else None
+    return jax.jit(make, out_shardings=resting, donate_argnums=(0, 1, 2, 3, 4, 5))(compute=compute, **moved)

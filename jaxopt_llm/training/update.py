@@ -1,9 +1,10 @@
 """The layer-wise update: the optimizer sees one layer's leaves at a time.
 
-That bounds what the update holds to one layer, is where moments can be streamed from the host, and gives optimizers
-that work on matrices real matrices. A section is "outer", updated once, or a segment, looped over; every layer has its
-own optimizer state, step count included, stacked as the parameters are. Of a pipeline's segment every stage updates its
-own layer at once, slot by slot: indexing the axis that is split over the stages would gather it.
+That bounds what the update holds to one layer, on the device too where the optimizer's state rests on the host, and
+gives optimizers that work on matrices real matrices. A section is "outer", updated once, or a segment, looped over;
+every layer has its own optimizer state, step count included, stacked as the parameters are. Of a pipeline's segment
+every stage updates its own layer at once, slot by slot: indexing the axis that is split over the stages would gather
+it.
 """
 
 import functools
@@ -18,9 +19,12 @@ from jaxopt_llm import tree
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import Params
 from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.sharding import Placement
 
 Optimizers = dict[str, optax.GradientTransformation]  # by section
+# Masters, moments, and the compute copy or None: of all sections, of one, or of one of its layers.
+State = tuple[tree.Tree, tree.Tree, tree.Tree]
 UPDATE = "update"  # the scope under which a compiled program and a profile name it
 
 
@@ -46,8 +50,8 @@ def init(optimizers: Optimizers, specs: Params, masters: Params) -> Params:
 
 
 def state_specs(optimizers: Optimizers, specs: Params) -> Params:
-    """A ParamSpec for every leaf of the state: a moment has its parameter's axes, anything else only the stack's, and
-    so what ZeRO finds to divide of it."""
+    """A ParamSpec for every leaf of the state: a moment has its parameter's axes, in 8 bits codes and scales alike,
+    anything else only the stack's, and so what ZeRO finds to divide of it."""
 
     def of(section: str, state: tree.Tree) -> tree.Tree:
         layers = param.layers(specs[section])
@@ -57,10 +61,13 @@ def state_specs(optimizers: Optimizers, specs: Params) -> Params:
         ]
 
         def leaf(path: str, leaf: jax.ShapeDtypeStruct) -> ParamSpec:
-            # The path of a moment ends with its parameter's. Adafactor's rows and columns have other shapes.
+            # The path of a moment ends with its parameter's, but for what 8 bits add. Adafactor's rows and columns have
+            # other shapes.
             for name, spec in parameters:
-                if path.endswith(f"/{name}") and leaf.shape == spec.shape:
+                if path.endswith((f"/{name}", f"/{name}/codes")) and leaf.shape == spec.shape:
                     return replace(spec, dtype=leaf.dtype)
+                if path.endswith(f"/{name}/scales"):
+                    return replace(spec, shape=leaf.shape, dtype=leaf.dtype)
             spec = ParamSpec(leaf.shape[leading:], (None,) * (leaf.ndim - leading), dtype=leaf.dtype)
             return spec if layers is None else spec.stack(layers)
 
@@ -71,63 +78,71 @@ def state_specs(optimizers: Optimizers, specs: Params) -> Params:
     return {section: of(section, state[section]) for section in optimizers}
 
 
-def global_norm(gradients: Params) -> jax.Array:
-    """The Euclidean norm over all leaves, float32."""
-    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(gradients)))
+def by_section(state: State) -> dict[str, State]:
+    masters, moments, compute = state
+    return {name: (masters[name], moments[name], compute and compute[name]) for name in masters}
 
 
-@jax.named_scope(UPDATE)
+def of_all(sections: dict[str, State]) -> State:
+    """The inverse of `by_section`."""
+    masters, moments, copies = ({name: state[i] for name, state in sections.items()} for i in range(3))
+    return masters, moments, copies if jax.tree.leaves(copies) else None
+
+
 def apply(
     optimizers: Optimizers,
     specs: Params,
-    state: tuple[Params, Params, Params | None],
+    state: State,
     gradients: Params,
-    scale: jax.Array,
+    factor: jax.Array,
     good: jax.Array,
     placement: Placement,
-) -> tuple[Params, Params, Params | None]:
-    """New (masters, moments, compute copy or None).
+) -> State:
+    """The state after a step. factor, good: see `update_layer`."""
 
-    scale: multiplies every gradient; the global clip, taken outside optax because inside it would be per layer.
-    good: bool; where it is False, masters and moments stay as they are, to the bit.
-    """
-
-    def update(
-        optimizer: optax.GradientTransformation, specs: tree.Tree, state: tuple[tree.Tree, ...], gradients: tree.Tree
-    ) -> tuple[tree.Tree, ...]:
-        masters, moments, compute = state
-        gradients = jax.tree.map(lambda x: x * scale, gradients)
-        updates, new_moments = optimizer.update(gradients, moments, masters)
-        new = optax.apply_updates(masters, updates), new_moments
-        # Here, where it is a layer's: of whole stacks it would hold the old beside the new.
-        masters, moments = jax.tree.map(functools.partial(jnp.where, good), new, (masters, moments))
-        return masters, moments, None if compute is None else placement.compute_parameters(specs, masters)
-
-    def every_layer(
-        optimizer: optax.GradientTransformation, specs: tree.Tree, state: tuple[tree.Tree, ...], gradients: tree.Tree
-    ) -> tuple[tree.Tree, ...]:
-        layer_specs, layers = param.layer_specs(specs), param.layers(specs)
-        assert layers is not None
+    def every_layer(section: str, state: State) -> State:
+        layers = param.layers(specs[section])
+        each = functools.partial(update_layer, optimizers[section], param.layer_specs(specs[section]), placement)
+        if layers is None:
+            return each(state, gradients[section], factor, good)
         axis = layers.ndim - 1
-        each = functools.partial(update, optimizer, layer_specs)
-        if axis:
-            each = jax.vmap(jax.vmap(each, spmd_axis_name="pipeline"))  # over [virtual, stages]
+        if axis:  # over [virtual, stages]
+            each = jax.vmap(jax.vmap(each, (0, 0, None, None), spmd_axis_name="pipeline"), (0, 0, None, None))
 
-        def one(index: jax.Array, carry: tuple[tree.Tree, ...]) -> tuple[tree.Tree, ...]:
+        def one(index: jax.Array, carry: State) -> State:
             def layer(stack: tree.Tree) -> tree.Tree:
                 return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False), stack)
 
-            new = each(layer(carry), layer(gradients))
+            new = each(layer(carry), layer(gradients[section]), factor, good)
             return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, axis), carry, new)
 
         # A carry, not a scan's xs and ys: XLA for GPUs updates only a carry in place.
         return jax.lax.fori_loop(0, layers.shape[-1], one, state)
 
-    masters, moments, compute = state
-    new = {}
-    for section, optimizer in optimizers.items():
-        run = update if param.layers(specs[section]) is None else every_layer
-        section_state = (masters[section], moments[section], None if compute is None else compute[section])
-        new[section] = run(optimizer, specs[section], section_state, gradients[section])
-    masters, moments, copies = ({section: parts[i] for section, parts in new.items()} for i in range(3))
-    return masters, moments, None if compute is None else copies
+    return of_all({section: every_layer(section, own) for section, own in by_section(state).items()})
+
+
+@jax.named_scope(UPDATE)
+def update_layer(
+    optimizer: optax.GradientTransformation,
+    specs: tree.Tree,
+    placement: Placement,
+    state: State,
+    gradients: tree.Tree,
+    factor: jax.Array | float = 1.0,
+    good: jax.Array | bool = True,
+) -> State:
+    """The state of one layer, or of what is outside the stacks, after a step.
+
+    factor: multiplies every gradient; the global clip, taken outside optax because inside it would be per layer, and
+        what undoes a loss scale.
+    good: bool; where it is False, masters and moments stay as they are, to the bit.
+    """
+    masters, moments = offload.fetch(state[:2])
+    gradients = jax.tree.map(lambda x: x * factor, gradients)
+    updates, new_moments = optimizer.update(gradients, moments, masters)
+    new = optax.apply_updates(masters, updates), new_moments
+    # Here, where it is a layer's: of whole stacks it would hold the old beside the new.
+    masters, moments = jax.tree.map(functools.partial(jnp.where, good), new, (masters, moments))
+    copy = None if state[2] is None else placement.compute_parameters(specs, masters)
+    return offload.store((masters, moments, copy), state)

@@ -188,15 +188,16 @@ def test_auxiliary_losses_are_differentiated_and_statistics_summed() -> None:
         is_last = layer["index"] == toy.CONFIG.layers - 1
         return x, cache, Auxiliary(jnp.where(is_last, penalty(x), 0.0), {"blocks": jnp.ones(())})
 
-    def head_loss(outer: Params, x: jax.Array, batch: Any, context: Context) -> jax.Array:
-        return plain.head_loss(outer, x, batch, context) + penalty(x)
+    def head_loss(outer: Params, x: jax.Array, batch: Any, context: Context, cotangent: jax.Array) -> Any:
+        objective, loss = plain.head_loss(outer, x, batch, context, cotangent)
+        return objective + cotangent * penalty(x), loss + penalty(x)
 
     def compute(these: Parts) -> Any:
         batch = toy.microbatches(BATCH, 2)
         weights, nothing = tree.partition(params(tied=False), lambda path: True)
         return jax.jit(
             lambda: scan.loss_and_gradients(
-                these, weights, nothing, batch, jnp.float32(1), PLACEMENT, RematConfig("full")
+                these, weights, nothing, batch, jnp.float32(0.5), PLACEMENT, RematConfig("full")
             )
         )()
 

@@ -9,7 +9,7 @@ import toy
 from jaxopt_llm.model.attention import attention_specs, self_attention
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.layers import mlp, mlp_specs, norm, norm_specs
+from jaxopt_llm.model.layers import gelu, mlp, mlp_specs, norm, norm_specs
 
 pytestmark = pytest.mark.core
 
@@ -58,3 +58,8 @@ def test_attention_keeps_its_input_and_not_the_norm_of_it(biases: str) -> None:
 def test_a_norm_keeps_its_input(kind: str) -> None:
     specs = norm_specs(kind, False, (WIDTH,), ("embed",))  # type: ignore[arg-type]
     assert kept(lambda params, x: norm(params, x, kind=kind, epsilon=1e-5, zero_centered=False), specs, WIDTH) == 1
+
+
+def test_gelus_gradient_is_finite_wherever_float16_is() -> None:
+    far = jnp.float16([-60000, -300, 0, 300, 60000])
+    np.testing.assert_array_equal(jax.vmap(jax.grad(gelu))(far), [0, 0, 0.5, 1, 1])

@@ -19,7 +19,6 @@ from jaxopt_llm.model import leaves
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Params, make_parts, param_specs
-from jaxopt_llm.model.layers import softcap
 from jaxopt_llm.training import lora
 from jaxopt_llm.training.lora import LoraConfig
 from jaxopt_llm.training.optimizer import OptimizerConfig, make_optimizer
@@ -178,11 +177,3 @@ def test_matrices_and_tables_alone_decay_and_have_adapters(name: str) -> None:
     assert {path.rsplit("/", 1)[0] for path in paths(adapted)} == {
         path for path in paths(parts.specs) if not is_vector(path)
     }
-
-
-def test_a_soft_cap_keeps_its_result_alone() -> None:
-    x = jnp.linspace(-40.0, 40.0, 9)
-    capped, backward = jax.vjp(lambda x: softcap(x, 30.0), x)
-    np.testing.assert_allclose(backward(jnp.ones_like(x))[0], 1 / jnp.cosh(x / 30) ** 2, rtol=1e-5)
-    (kept,) = [leaf for leaf in jax.tree.leaves(backward) if np.shape(leaf) == x.shape]
-    np.testing.assert_array_equal(kept, capped)

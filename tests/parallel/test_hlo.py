@@ -1,6 +1,6 @@
 """Programs whose FLOPs, bytes and collectives are known by construction."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxopt_llm.parallel import hlo
+from jaxopt_llm.parallel import hlo, topology
 from jaxopt_llm.parallel.topology import gpu_topology
 
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
@@ -35,8 +35,8 @@ def array(mesh: Mesh, shape: tuple[int, ...], *spec: Any, dtype: Any = jnp.float
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
 
-def compiled_text(function: Callable[..., Any], *arguments: Any, options: dict[str, Any] | None = None) -> str:
-    text = jax.jit(function).lower(*arguments).compile(compiler_options=options).as_text()
+def compiled_text(function: Callable[..., Any], *arguments: Any, options: Mapping[str, Any] = {}) -> str:
+    text = topology.compile(jax.jit(function).lower(*arguments), options).as_text()
     assert text is not None
     return text
 
@@ -48,8 +48,8 @@ def manual(mesh: Mesh, function: Callable[..., Any], in_specs: Any, out_specs: A
 # ---- Matmuls.
 
 
-@pytest.mark.parametrize("options", [None, CUBLAS], ids=["triton", "cublas"])
-def test_flops_of_a_batched_matmul(gpus: Mesh, options: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize("options", [{}, CUBLAS], ids=["triton", "cublas"])
+def test_flops_of_a_batched_matmul(gpus: Mesh, options: dict[str, Any]) -> None:
     x, w = array(gpus, (8, 64, 32), dtype=jnp.bfloat16), array(gpus, (8, 48, 32), dtype=jnp.bfloat16)
     text = compiled_text(lambda x, w: jnp.einsum("bik,bjk->bij", x, w), x, w, options=options)
     assert ("__cublas$lt$matmul" in text) == (options is CUBLAS)
@@ -407,6 +407,22 @@ def test_memory_on_the_host(gpus: Mesh) -> None:
     a = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
     found = hlo.memory(jitted.lower(a, a).compile())
     assert (found.host, found.arguments) == (1 << 18, 1 << 18)
+
+
+def test_host_traffic(gpus: Mesh) -> None:
+    """Eight matrices in, one after the other, and one out; of each a device's eighth."""
+
+    def step(stack: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def layer(x: jax.Array, weights: jax.Array) -> tuple[jax.Array, None]:
+            return x + jax.device_put(weights, jax.memory.Space.Device), None
+
+        return lax.scan(layer, x, stack)[0], jax.device_put(2 * x, jax.memory.Space.Host)
+
+    split = NamedSharding(gpus.abstract_mesh, P(None, "x", "y"), memory_kind="pinned_host")
+    stack = jax.ShapeDtypeStruct((8, 512, 256), jnp.float32, sharding=split)
+    x = array(gpus, (512, 256), "x", "y")
+    lowered = topology.lower(jax.jit(step, out_shardings=(x.sharding, x.sharding)), stack, x)
+    assert hlo.host_traffic(topology.compile(lowered).as_text()) == 9 * 512 * 256 * 4 // 8
 
 
 def test_array_shapes_tell_what_is_in_memory(gpus: Mesh) -> None:

@@ -54,10 +54,10 @@ def poisoned(executor: Executor) -> Executor:
 @functools.cache
 def program() -> tuple[Any, TrainState, TrainState]:
     """Step, initial state on the host, and where it rests: with a compute copy, and Muon has what others have."""
-    parts, placement = make_parts(toy.CONFIG), toy.placement(1, compute_dtype="bfloat16", fsdp=2)
+    parts, placement = make_parts(toy.UNIFORM), toy.placement(1, compute_dtype="bfloat16", fsdp=2)
     config = OptimizerConfig(name="muon")
     optimizers = update.make_optimizers(functools.partial(make_optimizer, config, schedule), parts.specs)
-    specs = training_state.state_specs(*tree.partition(parts.specs, lambda path: True), optimizers)
+    specs = training_state.state_specs(*tree.partition(parts.specs, lambda path: True), optimizers, placement.precision)
     executor = poisoned(scan.make_executor(RematConfig("none")))
     step = make_step(parts, specs, optimizers, schedule, 1.0, 10.0, executor, placement)
     initial = training_state.initialize(specs, optimizers, 0, placement)
@@ -128,7 +128,7 @@ def test_an_outlier_is_told_by_the_median_of_the_last_good_steps() -> None:
     judge = jax.jit(functools.partial(guard.judge, outliers=4.0))
     remembered, history, in_a_row = guard.initialize(), [], 0
     for norm in norms.astype(np.float32):
-        good, remembered = judge(remembered, jnp.float32(1), norm)
+        good, remembered = judge(remembered, jnp.float32(1), norm, jnp.bool(False))
         usual = np.median(history[-HISTORY:]) if len(history) >= HISTORY else np.inf
         assert bool(good) == bool(np.isfinite(norm) and norm <= 4 * usual)
         history += [norm] if good else []
@@ -140,4 +140,4 @@ def test_an_outlier_is_told_by_the_median_of_the_last_good_steps() -> None:
 
 def test_without_a_rule_any_finite_norm_is_good() -> None:
     known = {**guard.initialize(), "updates": jnp.int32(HISTORY), "norms": jnp.ones(HISTORY)}
-    assert guard.judge(known, jnp.float32(1), jnp.float32(1e30), 0.0)[0]
+    assert guard.judge(known, jnp.float32(1), jnp.float32(1e30), jnp.bool(False), 0.0)[0]

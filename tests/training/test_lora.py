@@ -110,7 +110,7 @@ def run(adapters: LoraConfig) -> tuple[list[Any], list[Any]]:
     training, schedule = TrainingConfig(batch_size=4, sequence_length=16), ScheduleConfig(1, 10)
     optimizer = OptimizerConfig(clip_norm=1e3, weight_decay=0)  # only a gradient changes a value
     placement = toy.placement(2, fsdp=2)
-    program = make_program(toy.CONFIG, training, optimizer, schedule, RematConfig("none"), adapters, placement)
+    program = make_program(toy.UNIFORM, training, optimizer, schedule, RematConfig("none"), adapters, placement)
     state = training_state.initialize(program.specs, program.optimizers, 0, placement)
     states, told = [jax.tree.map(np.asarray, state)], []
     for seed in range(2):

@@ -18,6 +18,7 @@ from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.decoder import Params, make_parts
 from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel.offload import HOST, OffloadConfig
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.training import optimizer as optimizer_module
 from jaxopt_llm.training import state as training_state
@@ -28,8 +29,6 @@ from jaxopt_llm.training.program import Program, make_program
 from jaxopt_llm.training.schedule import ScheduleConfig
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import TrainingConfig
-
-pytestmark = pytest.mark.core
 
 SPECS = make_parts(toy.CONFIG).specs
 NAMES = ("adamw", "sgd", "lion", "adafactor", "muon")
@@ -191,6 +190,7 @@ def items(specs: Any) -> list[tuple[str, ParamSpec]]:
 MODEL = replace(toy.CONFIG, layers=3, pattern=("global",))  # a pipeline of two has a slot without a layer
 PLACED: dict[str, dict[str, Any]] = {
     "one device": {},
+    "zero1": {"zero_stage": 1, "fsdp": 2},
     "zero3": {"zero_stage": 3, "fsdp": 2, "tensor": 2},
     "pipeline": {"zero_stage": 1, "pipeline": 2, "fsdp": 2},
 }
@@ -198,8 +198,9 @@ PLACED: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def program(name: str, placed: str) -> tuple[Program, Placement]:
-    placement = toy.placement(**PLACED[placed])
-    accumulation = 2 if placed == "pipeline" else 1
+    where, offloaded, _ = placed.partition(" offloaded")
+    placement = replace(toy.placement(**PLACED[where]), offload=OffloadConfig(optimizer=bool(offloaded)))
+    accumulation = 2 if where == "pipeline" else 1
     training = TrainingConfig(batch_size=8, sequence_length=16, accumulation=accumulation)
     arguments = (RematConfig("none"), LoraConfig(), placement)
     return make_program(MODEL, training, config(name), ScheduleConfig(1, 10), *arguments), placement
@@ -224,8 +225,13 @@ def trained(name: str, placed: str) -> Any:
     return jax.tree.map(np.asarray, program(name, placed)[0].kept(run(name, placed, begin(name, placed), 0, 1)))
 
 
-@pytest.mark.parametrize("placed", ["zero3", "pipeline"])
-@pytest.mark.parametrize("name", ["adafactor", "muon"])
+@pytest.mark.parametrize(
+    ("name", "placed"),
+    [
+        *(("adafactor", "zero3"), ("muon", "pipeline")),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("adafactor", "pipeline"), ("muon", "zero3"))),
+    ],
+)
 def test_placement_changes_no_step(name: str, placed: str) -> None:
     start = jax.tree.map(np.asarray, begin(name, "one device").masters)
     found, wanted = (trained(name, each) for each in (placed, "one device"))
@@ -237,9 +243,25 @@ def test_placement_changes_no_step(name: str, placed: str) -> None:
     tree.map_with_path(check, start, found["masters"], wanted["masters"])
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("placed", ["zero3", "pipeline"])
+def test_on_the_host_the_optimizers_state_is_the_same_to_the_bit(placed: str) -> None:
+    """In stage 1 with the masters, which the update alone reads."""
+    offloaded = f"{placed} offloaded"
+    jax.tree.map(np.testing.assert_array_equal, trained("adamw", offloaded), trained("adamw", placed))
+    state = run("adamw", offloaded, begin("adamw", offloaded), 0)
+    large = [each for each in jax.tree.leaves(state.moments) if each.size > MODEL.layers + 1]
+    assert {each.sharding.memory_kind for each in large} == {HOST}
+    masters = {each.sharding.memory_kind for each in jax.tree.leaves(state.masters)}
+    assert masters == {"device" if placed == "zero3" else HOST}
+
+
 @pytest.mark.parametrize(
     ("name", "placed"),
-    [*((name, "one device") for name in ("adamw", "sgd", "lion")), ("adafactor", "zero3"), ("muon", "pipeline")],
+    [
+        *((name, "one device") for name in ("adamw", "sgd", "lion")),
+        *(("adafactor", "zero3"), ("muon", "pipeline"), ("adamw", "zero1 offloaded")),
+    ],
 )
 def test_resumed_it_goes_on_equal_to_the_bit(name: str, placed: str, tmp_path: Path) -> None:
     of, placement = program(name, placed)

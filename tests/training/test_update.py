@@ -115,12 +115,11 @@ def test_the_step_clips_by_the_norm_over_all_leaves() -> None:
     batch, before = toy.packed(rows=2, length=16), toy.params(SPECS)
     # Plain SGD shows the clipped gradient as the difference of the masters.
     optimizers = update.make_optimizers(lambda section, specs: optax.sgd(rate), SPECS)
-    specs = state_specs(*tree.partition(SPECS, lambda path: True), optimizers)
-    step = make_step(
-        PARTS, specs, optimizers, schedule, clip_norm, 0.0, make_executor(RematConfig("none")), toy.placement()
-    )
+    placement = toy.placement()
+    specs = state_specs(*tree.partition(SPECS, lambda path: True), optimizers, placement.precision)
+    step = make_step(PARTS, specs, optimizers, schedule, clip_norm, 0.0, make_executor(RematConfig("none")), placement)
     moments = update.init(optimizers, SPECS, before)
-    state = TrainState(jnp.int32(0), before, moments, compute=None, frozen=specs.frozen, guard=guard.initialize())
+    state = TrainState(jnp.int32(0), before, moments, None, specs.frozen, guard.initialize(), loss_scale={})
     microbatches = toy.microbatches(batch, 1)
     after, metrics = step.lower(state, microbatches).compile(toy.QUICK_COMPILE)(state, microbatches)
 

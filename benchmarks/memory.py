@@ -1,0 +1,390 @@
+"""What each setting that saves memory buys on Llama 2 7B, as compiled: alone, together, and beside what is claimed.
+
+    python benchmarks/memory.py [--only NAME ...] [--json FILE]
+
+Sequences of 4096 tokens, one for each GPU. Off is float32, ZeRO-0, nothing recomputed, whole logits, AdamW in float32.
+Bytes are of one GPU at the moment when it holds most, FLOPs of its matmuls in a step, traffic of a step. No GPU is
+needed, nothing runs and no time is taken. Claims and bars, which pass or fail, come last. With --only, the rows or
+tables of these names are measured and the others taken from FILE.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import remat
+
+from jaxopt_llm import config as configuration
+from jaxopt_llm import errors
+from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.parallel.runtime import MEMORY_FRACTION
+from jaxopt_llm.parallel.topology import CHIPS
+from jaxopt_llm.plan import make_plan
+from jaxopt_llm.training.memory import GIB
+from jaxopt_llm.validation import validate
+
+ROOMY = 2**40  # bytes of a GPU
+
+# ---- What is measured.
+
+
+@dataclass(frozen=True)
+class Technique:
+    """settings: as on the command line, behind those of its table."""
+
+    name: str
+    settings: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one recipe on the same GPUs; the first is what the others are compared with.
+
+    machines: GPU, hosts, GPUs of each. roomy: whether those GPUs are taken to have room for anything; else XLA computes
+    again by itself what is too large for them.
+    """
+
+    name: str
+    recipe: str
+    machines: tuple[str, int, int]
+    settings: str
+    rows: tuple[Technique, ...]
+    roomy: bool = True
+
+    @property
+    def title(self) -> str:
+        gpu, hosts, gpus_per_host = self.machines
+        return f"{self.name}: {self.recipe} on {hosts * gpus_per_host} × {CHIPS[gpu].name}"
+
+
+def adding_up(*techniques: Technique) -> tuple[Technique, ...]:
+    """Each on top of those before it."""
+    return tuple(
+        Technique(each.name, " ".join(other.settings for other in techniques[: number + 1]).strip())
+        for number, each in enumerate(techniques)
+    )
+
+
+OFF = (
+    "--precision.compute-dtype float32 --sharding.zero-stage 0 --remat.policy none --training.loss-chunk 0 "
+    "--training.batch-size 8 --training.accumulation 1"
+)
+BASE = Technique("off")
+PLAIN = Technique("off, plain autodiff")  # the blocks keep what is elementwise, too: see benchmarks/remat.py
+BF16 = Technique("bf16", "--precision.compute-dtype bfloat16")
+BF16_GRADIENTS = Technique("bf16 gradients", "--precision.reduce-dtype bfloat16")
+FULL = Technique("remat full", "--remat.policy full")
+CHUNKS = Technique("loss in chunks", "--training.loss-chunk 1024")
+ZERO_3 = Technique("ZeRO-3", "--sharding.zero-stage 3")
+INT8_MOMENTS = Technique("8-bit moments", "--optimizer.state-dtype int8")
+OFFLOAD = Technique("offload.optimizer", "--offload.optimizer True")
+# Of stages 1 and 2 the masters rest in host memory, too.
+OFFLOAD_ALL = Technique("offload.optimizer, stage 1", "--offload.optimizer True --sharding.zero-stage 1")
+OFFLOAD_PARAMETERS = Technique("offload.parameters", "--offload.parameters True")
+IN_BACKWARD = Technique(
+    "optimizer in backward", "--optimizer.in-backward True --optimizer.clip-norm 0 --training.skip-limit 1"
+)
+LORA = Technique("LoRA, rank 16", "--lora.rank 16")
+QLORA = Technique("LoRA over int8", "--lora.rank 16 --lora.base int8")
+
+INSTEAD = "instead: {}"  # not on top of the rows before it
+ONE_GPU = "--mesh.fsdp 1 --training.batch-size 1"
+TABLES = (
+    Table(
+        "alone",
+        "llama2_7b.py",
+        ("h200", 1, 8),
+        OFF,
+        # A technique is a line here; on top of others it is a line below.
+        rows=(
+            BASE,
+            PLAIN,
+            BF16,
+            Technique("bf16, gradients too", f"{BF16.settings} {BF16_GRADIENTS.settings}"),
+            Technique("fp16", "--precision.compute-dtype float16 --precision.loss-scaling dynamic"),
+            Technique("bf16, products in fp8", f"{BF16.settings} --precision.matmul fp8"),
+            Technique("remat dots", "--remat.policy dots"),
+            Technique("remat save_qkv", "--remat.policy save_qkv"),
+            Technique("remat save_attention", "--remat.policy save_attention"),
+            FULL,
+            Technique("remat full, every 4", "--remat.policy full --remat.every 4"),
+            Technique("offload of three names", "--remat.offload query mlp_gate mlp_up"),
+            Technique("remat full, offload inputs", "--remat.policy full --remat.offload block_input"),
+            CHUNKS,
+            Technique("ZeRO-1", "--sharding.zero-stage 1"),
+            Technique("ZeRO-2", "--sharding.zero-stage 2"),
+            ZERO_3,
+            Technique("tensor 8", "--mesh.fsdp 1 --mesh.tensor 8"),
+            Technique("tensor 8, sequence", "--mesh.fsdp 1 --mesh.tensor 8 --sharding.sequence-parallel True"),
+            Technique("bf16 moments", "--optimizer.state-dtype bfloat16"),
+            INT8_MOMENTS,
+            OFFLOAD,
+            OFFLOAD_PARAMETERS,
+            Technique("remat full, in backward", f"{FULL.settings} {IN_BACKWARD.settings}"),
+            LORA,
+            QLORA,
+        ),
+    ),
+    Table(
+        "together",
+        "llama2_7b.py",
+        ("h200", 1, 8),
+        OFF,
+        rows=adding_up(BASE, BF16, FULL, CHUNKS, ZERO_3, INT8_MOMENTS, OFFLOAD, IN_BACKWARD),
+    ),
+    Table(
+        "one of 24 GB",
+        "llama2_7b.py",
+        ("4090", 1, 1),
+        f"{OFF} {ONE_GPU}",
+        rows=(
+            *adding_up(BASE, BF16, FULL, CHUNKS, OFFLOAD_ALL, BF16_GRADIENTS, IN_BACKWARD, OFFLOAD_PARAMETERS),
+            *(
+                Technique(INSTEAD.format(each.name), adding_up(BF16, FULL, CHUNKS, each)[-1].settings)
+                for each in (LORA, QLORA)
+            ),
+        ),
+        roomy=False,
+    ),
+    Table(
+        "eight of 24 GB",
+        "llama2_7b.py",
+        ("4090", 1, 8),
+        f"{OFF} {ZERO_3.settings}",
+        rows=adding_up(BASE, BF16, FULL, CHUNKS, INT8_MOMENTS),
+        roomy=False,
+    ),
+    Table(
+        "GPT-3",
+        "gpt3_175b.py",
+        ("h100", 12, 8),
+        "--precision.compute-dtype float32 --remat.policy none --training.loss-chunk 0",
+        rows=(BASE, PLAIN, *adding_up(BF16, FULL, CHUNKS)),
+    ),
+)
+
+Row = dict[str, Any]  # as `measure` gives it, and as it is written
+Rows = Mapping[str, Mapping[str, Row]]  # by table and technique
+
+
+def measured(table: Table, technique: Technique) -> Row:
+    """Bytes and FLOPs of one GPU."""
+    recipe = configuration.load(table.recipe)
+    settings = f"{table.settings} {technique.settings}".strip()
+    config = configuration.override(recipe, shlex.split(settings), "benchmarks/memory.py")
+    validate(config)
+    return {"settings": technique.settings} | _compiled(config, *table.machines, table.roomy, technique == PLAIN)
+
+
+@functools.cache
+def _compiled(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int, roomy: bool, plain: bool) -> Row:
+    chip = CHIPS[gpu]
+    limit = int(chip.memory_bytes * float(MEMORY_FRACTION))
+    with contextlib.ExitStack() as patched:
+        if roomy:
+            patched.enter_context(mock.patch.dict(CHIPS, {gpu: dataclasses.replace(chip, memory_bytes=ROOMY)}))
+        if plain:
+            patched.enter_context(remat.autodiff_alone())
+        plan = make_plan(config, gpu, hosts, gpus_per_host)
+    return {
+        "memory": dataclasses.asdict(plan.memory) | {"peak": plan.memory.peak},
+        "fits": plan.memory.peak <= limit,
+        "parameters": plan.parameters,
+        "host": plan.host_bytes,
+        "pcie": plan.pcie_bytes,
+        "sent": sum(each.bytes for each in plan.collectives),
+        "flops": plan.flops,
+    }
+
+
+# ---- What is said of it.
+
+
+def saved(row: Row, base: Row, kind: str = "peak") -> float:
+    """The share of the base's bytes of this kind that the row does without."""
+    return 1 - row["memory"][kind] / base["memory"][kind]
+
+
+def extra_flops(row: Row, base: Row) -> float:
+    return row["flops"] / base["flops"] - 1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A claim or a bar, whether it holds, and by which figures."""
+
+    said: str
+    holds: bool
+    found: str
+
+
+def claims(rows: Rows) -> Iterator[Verdict]:
+    alone, gpt3 = rows["alone"], rows["GPT-3"]
+    off, plain, bf16, full = (alone[each.name] for each in (BASE, PLAIN, BF16, FULL))
+    yield Verdict(
+        "mixed precision halves memory (Micikevicius et al. 2018, arXiv:1710.03740)",
+        saved(bf16, off) >= 0.5,
+        f"activations {saved(bf16, off, 'activations'):.0%} less, the whole {saved(bf16, off):.0%}: masters, moments "
+        "and gradients stay in float32, 16 bytes per parameter whatever the compute dtype",
+    )
+    off_activations = saved(full, plain, "activations")
+    yield Verdict(
+        "checkpointing saves 60-70% of activations for 20-30% of time",
+        off_activations >= 0.6 and extra_flops(full, plain) <= 0.3,
+        f"{off_activations:.0%} of plain autodiff's and {saved(full, off, 'activations'):.0%} of what `none` keeps, "
+        f"for {extra_flops(full, off):.0%} more FLOPs; the time is not measured",
+    )
+    zero, eighth = alone[ZERO_3.name], 1 / 8
+    kinds = ("parameters", "gradients", "optimizer")
+    state = [sum(row["memory"][kind] for kind in kinds) for row in (off, zero)]
+    yield Verdict(
+        "ZeRO-3 and 16 bits bring 280 GB to 35 GB a card: an eighth on 8 cards",
+        state[1] <= 1.1 * eighth * state[0],
+        f"parameters, gradients and moments {state[0] / 1e9:.0f} -> {state[1] / 1e9:.1f} GB, "
+        f"{state[0] / state[1]:.1f} times less; activations are not divided, so that the peak falls "
+        f"{1 / (1 - saved(zero, off)):.1f} times, with bf16 and remat full as well "
+        f"{1 / (1 - saved(rows['together'][ZERO_3.name], off)):.1f} times",
+    )
+    one = rows["one of 24 GB"]
+    lora, trained = one[INSTEAD.format(LORA.name)], one[CHUNKS.name]
+    yield Verdict(
+        "LoRA saves 70% (Hu et al. 2021, arXiv:2106.09685: 1.2 TB -> 350 GB of GPT-3)",
+        saved(lora, trained) >= 0.7,
+        f"in 16 bits with remat full {saved(lora, trained):.0%} of the peak, over an int8 base "
+        f"{saved(one[INSTEAD.format(QLORA.name)], trained):.0%}; alone {saved(alone[LORA.name], off):.0%}: what frozen "
+        "layers keep for the backward of those before them is no less",
+    )
+    both = gpt3[FULL.name]
+    yield Verdict(
+        "checkpointing and 16 bits save 78% on GPT-3",
+        saved(both, gpt3[PLAIN.name]) >= 0.78,
+        f"{saved(both, gpt3[PLAIN.name]):.0%} of plain autodiff's peak on 96 GPUs, {saved(both, gpt3[BASE.name]):.0%} "
+        f"of `none`'s; of activations {saved(both, gpt3[PLAIN.name], 'activations'):.0%} and "
+        f"{saved(both, gpt3[BASE.name], 'activations'):.0%}",
+    )
+
+
+def bars(rows: Rows) -> Iterator[Verdict]:
+    alone, small = rows["alone"], rows["one of 24 GB"]
+    off, plain = alone[BASE.name], alone[PLAIN.name]
+
+    def of_both(row: Row) -> str:
+        return (
+            f"{saved(row, plain, 'activations'):.0%} of plain autodiff's, {saved(row, off, 'activations'):.0%} of what "
+            f"`none` keeps, {extra_flops(row, plain):+.1%} FLOPs"
+        )
+
+    full = alone[FULL.name]
+    yield Verdict(
+        "remat full: at least 70% of activation bytes off", saved(full, off, "activations") >= 0.7, of_both(full)
+    )
+    yield Verdict(
+        "selective: at least 50% for under 5% more FLOPs, which `none` is",
+        saved(off, plain, "activations") >= 0.5 and extra_flops(off, plain) < 0.05,
+        of_both(off),
+    )
+    states = [
+        (row["memory"]["parameters"] + row["memory"]["optimizer"]) / row["parameters"]
+        for row in (off, alone[INT8_MOMENTS.name])
+    ]
+    yield Verdict(
+        "8-bit moments: 12 -> 6 bytes of state per parameter",
+        round(states[1], 1) <= 6.1,
+        f"{states[0]:.2f} -> {states[1]:.2f}",
+    )
+    moments, of_off = alone[OFFLOAD.name]["memory"]["optimizer"], off["memory"]["optimizer"]
+    yield Verdict(
+        "offload.optimizer: no moments at rest on the GPU",
+        moments < 1e-6 * of_off,
+        f"{moments:,} bytes, which are step counts, of {of_off / GIB:.1f} GiB",
+    )
+    fitting = {name: row for name, row in small.items() if row["fits"] and not name.startswith(INSTEAD.format(""))}
+    yield Verdict(
+        "all of 7B trains with AdamW on one GPU of 24 GB",
+        bool(fitting),
+        f"of {float(MEMORY_FRACTION) * CHIPS['4090'].memory_bytes / GIB:.1f} GiB that XLA may use, it takes "
+        + (" or ".join(f"{row['memory']['peak'] / GIB:.1f} with {name}" for name, row in fitting.items()) or "more"),
+    )
+
+
+# ---- How it is shown.
+
+HEADER = (
+    f"{'':26} | {'params':>7} {'grads':>6} {'optim':>6} {'activ':>6} {'gathered':>8} {'other':>6} | {'peak':>7} "
+    f"{'saved':>5} | {'host':>6} {'PCIe':>6} {'sent':>6} | {'PFLOP':>6} {'extra':>6} | fits"
+)
+
+
+def line(name: str, row: Row, base: Row) -> str:
+    def gib(size: float, width: int = 6) -> str:
+        return f"{size / GIB:{width}.2f}"
+
+    memory = row["memory"]
+    kinds = [gib(memory[kind]) for kind in ("gradients", "optimizer", "activations")]
+    return (
+        f"{name:26} | {gib(memory['parameters'], 7)} {' '.join(kinds)} {gib(memory['gathered_weights'], 8)} "
+        f"{gib(memory['other'])} | {gib(memory['peak'], 7)} {saved(row, base):5.0%} | {gib(row['host'])} "
+        f"{gib(row['pcie'])} {gib(row['sent'])} | {row['flops'] / 1e15:6.3f} {extra_flops(row, base):6.1%} | "
+        f"{'yes' if row['fits'] else 'no'}"
+    )
+
+
+def show(rows: Rows) -> str:
+    said = [f"GiB of one GPU and one step, jax {jax.__version__}"]
+    for table in TABLES:
+        found = rows[table.name]
+        lines = [line(each.name, found[each.name], _base(table, found)) for each in table.rows if each.name in found]
+        said += ["", table.title, HEADER, *lines]
+    if all(len(rows[table.name]) == len(table.rows) for table in TABLES):
+        said += ["", "claims", *(f"{'holds' if each.holds else 'fails'}  {_text(each)}" for each in claims(rows))]
+        said += ["", "bars", *(f"{'PASS' if each.holds else 'FAIL'}  {_text(each)}" for each in bars(rows))]
+    return "\n".join(said)
+
+
+def _base(table: Table, found: Mapping[str, Row]) -> Row:
+    """What its rows are compared with: the first, or while that is not measured the first that is."""
+    return next(found[each.name] for each in table.rows if each.name in found)
+
+
+def _text(verdict: Verdict) -> str:
+    return f"{verdict.said}\n         {verdict.found}"
+
+
+def main() -> int:
+    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="rows or tables to measure (default: all)")
+    parser.add_argument("--json", type=Path, help="file to write the figures to; the tables go beside it as .txt")
+    asked = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)
+    known = json.loads(asked.json.read_text())["tables"] if asked.only and asked.json and asked.json.exists() else {}
+    rows = {
+        table.name: {each.name: before[each.name] for each in table.rows if each.name in before}
+        for table in TABLES
+        for before in [known.get(table.name, {})]
+    }
+    for table in TABLES:
+        for each in table.rows:
+            if asked.only and not {each.name, table.name} & {*asked.only}:
+                continue
+            found = rows[table.name]
+            found[each.name] = measured(table, each)
+            print(f"{table.name:14}", line(each.name, found[each.name], _base(table, found)), flush=True)
+            if asked.json:  # after each row: what is known stays known
+                asked.json.write_text(json.dumps({"jax": jax.__version__, "tables": rows}, indent=2) + "\n")
+                asked.json.with_suffix(".txt").write_text(show(rows) + "\n")
+    print(show(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    errors.run(main)

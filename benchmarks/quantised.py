@@ -1,0 +1,99 @@
+"""What `precision.matmul` costs in loss, and what it saves on GPUs.
+
+    python benchmarks/quantised.py [--steps 500] [--seeds 0] [--matmuls compute_dtype fp8 int8 int8_qat int4_qat]
+                                   [--plan llama2_7b.py] [--json FILE] [--section.field VALUE ...]
+
+Loss: the quickstart's text, by the training command itself, each run a process of its own with a schedule that ends
+with it; held-out loss after the last step, and the ratio to compute_dtype's. Overrides go to these runs.
+Savings: `--plan RECIPE` compiles its step for 8 H200s in each and reads off the program what a GPU holds, sends over
+NVLink and multiplies, in seconds at the chip's peaks. `--steps 0` trains nothing.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+
+from jaxopt_llm.parallel.precision import Matmul
+
+GIB = 2**30
+
+
+def train(steps: int, seed: int, matmul: str, overrides: list[str]) -> float:
+    """The held-out loss, in nats per token."""
+    with tempfile.TemporaryDirectory() as directory:
+        recipe = ("--config", "quickstart.py", "--run.directory", directory, "--run.seed", seed)
+        length = ("--training.steps", steps, "--schedule.decay-steps", steps, "--evaluation.every", steps)
+        arguments = (*recipe, *length, "--precision.matmul", matmul, *overrides)
+        subprocess.run([sys.executable, "-m", "jaxopt_llm.train", *map(str, arguments)], check=True)
+        last = (Path(directory) / "metrics.jsonl").read_text().splitlines()[-1]
+        return float(json.loads(last)["eval_loss"])
+
+
+def plan(recipe: str, matmul: str) -> dict[str, float]:
+    """Of each GPU, in a step."""
+    arguments = ("--config", recipe, "--json", "--precision.matmul", matmul)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxopt_llm.plan", *arguments], check=True, stdout=subprocess.PIPE, text=True
+    )
+    told = json.loads(done.stdout)
+    sent = {kind: 0 for kind in ("all-gather", "reduce-scatter", "all-reduce")}
+    for each in told["collectives"]:
+        sent[each["kind"]] = sent.get(each["kind"], 0) + each["bytes"]
+    return {
+        "peak_gib": told["memory"]["peak"] / GIB,
+        "matmul_seconds": told["flops_seconds"],
+        "gathered_gib": sent["all-gather"] / GIB,
+        "reduced_gib": (sent["reduce-scatter"] + sent["all-reduce"]) / GIB,
+        "reductions": sum(each["times"] for each in told["collectives"] if each["kind"] == "all-reduce"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--matmuls", nargs="+", default=get_args(Matmul))
+    parser.add_argument("--plan", metavar="RECIPE", help="to compile for 8 H200s")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    options, overrides = parser.parse_known_args()
+    told: dict[str, Any] = {"jax": jax.__version__, "steps": options.steps, "overrides": overrides}
+    lines = []
+    if options.steps:
+        losses: dict[str, dict[int, float]] = {matmul: {} for matmul in options.matmuls}
+        for seed in options.seeds:
+            for matmul in options.matmuls:
+                losses[matmul][seed] = train(options.steps, seed, matmul, overrides)
+                print(f"seed {seed}, {matmul}: {losses[matmul][seed]:.4f}", flush=True)
+        told["held_out_loss"] = losses
+        lines.append(
+            f"held-out loss after {options.steps} quickstart steps, jax {jax.__version__} on {platform.machine()}"
+        )
+        lines.append(f"{'matmul':14} " + " ".join(f"{f'seed {seed}':>8}" for seed in options.seeds) + "    ratio")
+        first = statistics.mean(losses[options.matmuls[0]].values())
+        for matmul, found in losses.items():
+            ratio = statistics.mean(found.values()) / first
+            lines.append(f"{matmul:14} " + " ".join(f"{loss:8.4f}" for loss in found.values()) + f" {ratio:8.4f}")
+    if options.plan:
+        plans = {matmul: plan(options.plan, matmul) for matmul in options.matmuls}
+        told["plan"] = {"recipe": options.plan, **plans}
+        lines.append(f"{options.plan} on 8 H200s, of each GPU in a step")
+        columns = next(iter(plans.values()))
+        lines.append(f"{'matmul':14} " + " ".join(f"{name:>14}" for name in columns))
+        for matmul, figures in plans.items():
+            lines.append(f"{matmul:14} " + " ".join(f"{value:14,.3f}" for value in figures.values()))
+    print("\n".join(lines))
+    if options.json:
+        options.json.write_text(json.dumps(told, indent=2) + "\n")
+        options.json.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

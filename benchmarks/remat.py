@@ -1,0 +1,167 @@
+"""What each rematerialisation policy keeps of a layer, and what it computes and gathers again, as compiled.
+
+    python benchmarks/remat.py [--config llama2_7b.py] [--gpu h200] [--rows 1] [--json FILE]
+
+Bytes and gathers of a layer are the difference between the recipe's layers and half of them; activations are what a
+layer adds to the temporaries beyond its gradient. FLOPs are of all matmuls of a step. One GPU's, and no GPU is needed.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxopt_llm import config as configuration
+from jaxopt_llm import errors
+from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.model import attention, layers, param
+from jaxopt_llm.model.decoder import param_specs
+from jaxopt_llm.model.intermediates import Intermediate
+from jaxopt_llm.parallel import hlo, topology
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.topology import CHIPS, gpu_topology
+from jaxopt_llm.training.program import make_program
+
+MIB = 2**20
+AUTODIFF = "autodiff alone, nothing recomputed"
+HALF: tuple[Intermediate, ...] = ("query", "mlp_gate", "mlp_up")  # of what a Llama's layer keeps, at least
+SETTINGS = (
+    RematConfig("none"),
+    RematConfig(("query", "key", "attention", "mlp_gate", "mlp_up")),  # as far as 5% of extra FLOPs go
+    RematConfig("dots"),
+    RematConfig(("attention", "mlp_gate", "mlp_up")),
+    RematConfig("save_qkv"),
+    RematConfig("save_attention"),
+    RematConfig("full"),
+    RematConfig("full", every=4),
+    RematConfig("none", offload=HALF),
+    RematConfig("full", offload=("block_input",)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Of one GPU. activations, host: bytes that a layer keeps from its forward to its backward, on the GPU and in host
+    memory; what is on the host is moved there and back once. gathered: how often a layer's weights are gathered.
+    temporaries: of the whole step; flops: of its matmuls."""
+
+    activations: float
+    host: float
+    gathered: float
+    temporaries: int
+    flops: int
+
+
+def measure(config: TrainConfig, remat: RematConfig, gpu: str = "h200") -> Kept:
+    """Compiles the recipe's step twice, of all its layers and of half of them, on one host of its mesh's GPUs."""
+    depth = config.model.layers
+    mesh = make_mesh(config.mesh, gpu_topology(gpu, 1, config.mesh.devices))
+    placement = Placement(mesh, config.sharding, config.precision)
+    deep, shallow = (_compile(config, remat, mesh, placement, count) for count in (depth, depth // 2))
+    per_layer = jax.tree.leaves(param.layer_specs(param_specs(config.model)["segment_0"]))
+    width = np.dtype(config.precision.reduce_dtype).itemsize
+    gradient = sum(width * math.prod(placement.gradients(spec).shard_shape(spec.shape)) for spec in per_layer)
+    gathered = 2 * sum(math.prod(spec.shape) for spec in per_layer)
+
+    def difference(of: Any) -> float:
+        return (of(deep) - of(shallow)) / (depth - depth // 2)
+
+    return Kept(
+        activations=difference(lambda each: each.memory.temporaries) - gradient,
+        host=difference(lambda each: each.memory.host),
+        gathered=difference(lambda each: each.gathered) / gathered,
+        temporaries=deep.memory.temporaries,
+        flops=deep.flops,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compiled:
+    memory: hlo.Memory
+    gathered: int
+    flops: int
+
+
+def _compile(config: TrainConfig, remat: RematConfig, mesh: Mesh, placement: Placement, depth: int) -> _Compiled:
+    model = dataclasses.replace(config.model, layers=depth)
+    program = make_program(model, config.training, config.optimizer, config.schedule, remat, config.lora, placement)
+    compiled = topology.compile(program.step.lower(program.state, program.batch))
+    text = str(compiled.as_text())
+    gathers = [each for each in hlo.collectives(text, mesh) if each.kind == "all-gather"]
+    gathered = sum(each.array_bytes * each.times for each in gathers)
+    return _Compiled(hlo.memory(compiled), gathered, hlo.dot_flops(text))
+
+
+@contextlib.contextmanager
+def autodiff_alone() -> Iterator[None]:
+    """Blocks that keep what is elementwise, too, as JAX does by itself."""
+    with contextlib.ExitStack() as patched:
+        for module in (layers, attention):
+            patched.enter_context(mock.patch.object(module, "recomputed", lambda function: function))
+        yield
+
+
+def name(remat: RematConfig) -> str:
+    said = remat.policy if isinstance(remat.policy, str) else " ".join(remat.policy)
+    said += f", every {remat.every}" if remat.every > 1 else ""
+    return said + (f", offload {' '.join(remat.offload)}" if remat.offload else "")
+
+
+HEADER = (
+    f"{'policy':40} | {'MiB a layer':>11} {'off':>4} {'host MiB':>8} {'gathers':>7} | {'step GiB':>8} {'PFLOP':>6} "
+    f"{'extra':>6}"
+)
+
+
+def line(policy: str, kept: Kept, none: Kept) -> str:
+    return (
+        f"{policy:40} | {kept.activations / MIB:11.1f} {1 - kept.activations / none.activations:4.0%} "
+        f"{kept.host / MIB:8.1f} {kept.gathered:7.2f} | {kept.temporaries / 2**30:8.2f} {kept.flops / 1e15:6.3f} "
+        f"{kept.flops / none.flops - 1:6.1%}"
+    )
+
+
+def main() -> int:
+    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="llama2_7b.py", help="recipe (default: llama2_7b.py)")
+    parser.add_argument("--gpu", default="h200", choices=sorted(CHIPS), help="to compile for (default: h200)")
+    parser.add_argument("--rows", type=int, default=1, metavar="N", help="sequences on each GPU (default: 1)")
+    parser.add_argument("--json", type=Path, help="file to write the figures to; the table goes beside it as .txt")
+    asked = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    config = configuration.load(asked.config)
+    training = dataclasses.replace(config.training, batch_size=asked.rows * config.mesh.batch_shards, accumulation=1)
+    config = dataclasses.replace(config, training=training)
+    rows: dict[str, Kept] = {}
+    said = [f"{asked.config} on {config.mesh.devices} {CHIPS[asked.gpu].name}, jax {jax.__version__}", HEADER]
+    print("\n".join(said), flush=True)
+    with autodiff_alone():
+        autodiff = measure(config, RematConfig("none"), asked.gpu)
+    for remat in SETTINGS:
+        rows[name(remat)] = measure(config, remat, asked.gpu)
+        said.append(line(name(remat), rows[name(remat)], rows["none"]))
+        print(said[-1], flush=True)
+    rows[AUTODIFF] = autodiff
+    said.append(line(AUTODIFF, autodiff, rows["none"]))
+    print(said[-1], flush=True)
+    if asked.json:
+        report = {"config": asked.config, "gpu": asked.gpu, "jax": jax.__version__}
+        figures = {policy: dataclasses.asdict(kept) for policy, kept in rows.items()}
+        asked.json.write_text(json.dumps(report | {"rows": figures}, indent=2) + "\n")
+        asked.json.with_suffix(".txt").write_text("\n".join(said) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    errors.run(main)

@@ -1,0 +1,82 @@
+"""One block as the arithmetic of memory and of time sees it: sizes per token on one device.
+
+Letters: D width, H heads, G key-value heads, K head size, F MLP width.
+"""
+
+from dataclasses import dataclass
+
+from jaxopt_llm.execution.stacks import KEPT_BY, RematConfig
+from jaxopt_llm.kernels.attention import CAUSAL_PARTS, CAUSAL_ROWS, QUERY_BLOCK
+from jaxopt_llm.model.config import Kind, ModelConfig
+from jaxopt_llm.model.intermediates import Intermediate
+
+
+@dataclass(frozen=True)
+class Block:
+    """elements: of each intermediate, per token. weights: on this device, of the product that makes it.
+    residual: elements of the residual stream per token, divided under sequence parallelism."""
+
+    elements: dict[Intermediate, float]
+    weights: dict[Intermediate, float]
+    residual: float
+
+    @classmethod
+    def of(cls, model: ModelConfig, tensor: int, sequence_parallel: bool) -> "Block":
+        width, heads, mlp = model.width, model.heads * model.head_dim / tensor, model.mlp_width / tensor
+        # Fewer key-value heads than devices rest and are computed whole on each.
+        kv_heads = model.kv_heads * model.head_dim / (tensor if model.kv_heads >= tensor else 1)
+        residual = width / tensor if sequence_parallel else width
+        gate = mlp if model.mlp != "gelu" else 0.0
+        return cls(
+            elements={
+                "block_input": residual,
+                "attention_input": width,
+                "query": heads,
+                "key": kv_heads,
+                "value": kv_heads,
+                "attention": heads,
+                "attention_output": residual,
+                "mlp_input": width,
+                "mlp_gate": gate,
+                "mlp_up": mlp,
+                "mlp_output": residual,
+            },
+            weights={
+                "query": width * heads,
+                "key": width * kv_heads,
+                "value": width * kv_heads,
+                "attention_output": heads * width,
+                "mlp_gate": width * gate,
+                "mlp_up": width * mlp,
+                "mlp_output": mlp * width,
+            },
+            residual=residual,
+        )
+
+
+def kept(remat: RematConfig, model: ModelConfig) -> frozenset[Intermediate]:
+    """What the backward finds of a block on the device, its input among it."""
+    policy = KEPT_BY[remat.policy] if isinstance(remat.policy, str) else remat.policy
+    names: set[Intermediate] = {"block_input", *policy} - set(remat.offload)
+    # Nothing but a norm after the MLP reads its output again.
+    return frozenset(names - (set() if _reads_mlp_output(model) else {"mlp_output"}))
+
+
+def recomputed(remat: RematConfig, model: ModelConfig) -> frozenset[Intermediate]:
+    """What the backward computes again of what a product or attention makes."""
+    wanted: set[Intermediate] = {"query", "key", "value", "attention", "attention_output", "mlp_gate", "mlp_up"}
+    if _reads_mlp_output(model):
+        wanted.add("mlp_output")
+    return frozenset(wanted - kept(remat, model) - set(remat.offload))
+
+
+def _reads_mlp_output(model: ModelConfig) -> bool:
+    return model.norm_placement in ("post", "both")
+
+
+def keys_formed(model: ModelConfig, kind: Kind, sequence_length: int) -> float:
+    """Keys for which a query's scores are formed, masked ones among them: see kernels/attention.py."""
+    if kind == "sliding":
+        return float(min(QUERY_BLOCK + model.window - 1, sequence_length))
+    parts = min(CAUSAL_PARTS, -(-sequence_length // CAUSAL_ROWS))
+    return sequence_length * (parts + 1) / (2 * parts)

@@ -1,0 +1,96 @@
+"""What a step holds on each GPU by arithmetic: what rests is exact, the temporaries are those that dominate.
+
+The compiler's figure is the truth; this one decides which settings are worth compiling (docs/plan.md says how close it
+comes). Letters: T tokens of a microbatch on one device.
+"""
+
+from dataclasses import dataclass
+
+from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.kernels.attention import CAUSAL_PARTS, QUERY_BLOCK
+from jaxopt_llm.model.decoder import padded_vocabulary
+from jaxopt_llm.parallel.mesh import GATHERED_AHEAD
+from jaxopt_llm.search.block import Block, kept
+from jaxopt_llm.search.resting import Resting
+from jaxopt_llm.search.workload import BYTES, accumulates, layers_held, tokens
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes. working: of the layer whose backward runs, and what waits from the loss."""
+
+    parameters: float
+    optimizer: float
+    gradients: float
+    activations: float
+    working: float
+
+    @property
+    def peak(self) -> float:
+        return self.parameters + self.optimizer + self.gradients + self.activations + self.working
+
+
+def footprint(config: TrainConfig, rests: Resting) -> Footprint:
+    model, mesh = config.model, config.mesh
+    block = Block.of(model, mesh.tensor, config.sharding.sequence_parallel)
+    compute, reduced = BYTES[config.precision.compute_dtype], BYTES[config.precision.reduce_dtype]
+    held, count = layers_held(model, mesh.pipeline), tokens(config)
+    return Footprint(
+        parameters=rests.parameters,
+        optimizer=rests.optimizer,
+        gradients=_gradients(config, rests, reduced),
+        activations=count * compute * _kept_elements(config, block, held),
+        working=_working(config, rests, block, count, held),
+    )
+
+
+def _gradients(config: TrainConfig, rests: Resting, reduced: int) -> float:
+    """Of one microbatch, their sum over microbatches in float32, and in stages 0 and 1 their sum over devices."""
+    one = rests.layers.gradients + rests.outer.gradients
+    held = one * reduced
+    if accumulates(config):
+        held += one * 4
+    if config.mesh.pipeline > 1:  # XLA copies the sum in every tick
+        held += one * 4
+    if config.sharding.zero_stage == 1:
+        held += 4 * (rests.layers.masters + rests.outer.masters)
+    return held
+
+
+def _kept_elements(config: TrainConfig, block: Block, held: int) -> float:
+    """Per token of a microbatch: what waits for the backward in all layers."""
+    names = kept(config.remat, config.model)
+    each = sum(block.elements[name] for name in names)
+    if "attention" in names:
+        each += 2 * config.model.heads / config.mesh.tensor  # the log of the softmax's sum, in float32
+    stages, every = config.mesh.pipeline, config.remat.every
+    layers = held * each
+    if every > 1:
+        layers = held / every * block.residual + every * each
+    return layers + (2 * stages - 1) * block.residual * (stages > 1)
+
+
+def _working(config: TrainConfig, rests: Resting, block: Block, count: int, held: int) -> float:
+    """What lives while the backward is in the attention of a layer, as XLA schedules it."""
+    model, training = config.model, config.training
+    compute = BYTES[config.precision.compute_dtype]
+    rows, queries = count // training.sequence_length, min(QUERY_BLOCK, training.sequence_length)
+    scores = rows * model.heads / config.mesh.tensor * queries * training.sequence_length
+    # Scores and their gradient in float32, and both as the products read them; masks, where they are kept.
+    attention = scores * (2 * 4 + 2 * compute + (4 * MASKS if _keeps_masks(config) else 0))
+    mlp = compute * count * 4 * block.elements["mlp_up"]
+    residual = compute * count * 5 * model.width
+    # The head's gradient waits for its reduction, beside the zeros that it was summed up from.
+    table = padded_vocabulary(model.vocabulary_size) / config.mesh.tensor * model.width
+    weights = compute * rests.layers.weights / held
+    return attention + mlp + residual + 2 * 4 * table + weights
+
+
+# Of the scores of all keys: the masks of the four parts of attention, which see 1/4, 2/4, 3/4 and all of them.
+MASKS = (CAUSAL_PARTS + 1) / 2
+
+
+def _keeps_masks(config: TrainConfig) -> bool:
+    """Where XLA gathers weights ahead it also keeps the masks that attention adds (see parallel/mesh.py)."""
+    mesh, gathers = config.mesh, config.sharding.zero_stage == 3 and config.mesh.fsdp > 1
+    return bool(GATHERED_AHEAD) and gathers and config.training.accumulation * mesh.pipeline * mesh.tensor == 1

@@ -1,0 +1,92 @@
+"""What rests on each device between steps, from the shardings alone: exact, and nothing is compiled."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import AbstractMesh, NamedSharding
+
+from jaxopt_llm import tree
+from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.execution.stages import rest_on_stages
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.model.decoder import Params, make_parts
+from jaxopt_llm.parallel.mesh import AXES
+from jaxopt_llm.parallel.offload import HOST, resting_bytes
+from jaxopt_llm.parallel.precision import PrecisionConfig
+from jaxopt_llm.parallel.sharding import Placement, Spec
+from jaxopt_llm.training import moments, state, update
+from jaxopt_llm.training.lora import LoraConfig, adapt
+from jaxopt_llm.training.optimizer import OptimizerConfig, make_optimizer
+from jaxopt_llm.training.state import StateSpecs
+
+
+@dataclass(frozen=True)
+class Values:
+    """Numbers of values on one device: of weights as they are used, whole but for `tensor`, and of what is trained of
+    them; of gradients and of masters as they are divided."""
+
+    weights: int
+    trained: int
+    gradients: int
+    masters: int
+
+
+@dataclass(frozen=True)
+class Resting:
+    """Bytes on each device: parameters, masters and compute copy together; moments; and of both what is on the host.
+    layers: of the stacks, of this device's stage; outer: of what is outside them."""
+
+    parameters: int
+    optimizer: int
+    host: int
+    layers: Values
+    outer: Values
+
+
+def resting(config: TrainConfig) -> Resting | None:
+    """None where blocks of 8-bit moments would straddle what two devices hold, which `train` refuses."""
+    specs = _state_specs(config.model, config.lora, config.optimizer, config.precision, config.mesh.pipeline)
+    mesh = AbstractMesh(dataclasses.astuple(config.mesh), AXES)
+    placement = Placement(mesh, config.sharding, config.precision, config.offload)
+    if moments.problems(config.optimizer.state_dtype, specs.masters, placement):
+        return None
+    rests = state.abstract(specs, placement)
+    everything, sections = tree.merge(specs.masters, specs.frozen), [name for name in specs.masters if name != "outer"]
+
+    def values(specs: Params, place: Callable[[Spec], NamedSharding], names: list[str]) -> int:
+        chosen = jax.tree.leaves([specs[name] for name in names if name in specs])
+        return sum(math.prod(place(spec).shard_shape(spec.shape)) for spec in chosen)
+
+    def of(names: list[str]) -> Values:
+        return Values(
+            weights=values(everything, placement.gathered, names),
+            trained=values(specs.masters, placement.gathered, names),
+            gradients=values(specs.masters, placement.gradients, names),
+            masters=values(specs.masters, placement.masters, names),
+        )
+
+    return Resting(
+        parameters=resting_bytes((rests.masters, rests.compute, rests.frozen)),
+        optimizer=resting_bytes(rests.moments),
+        host=resting_bytes(rests, HOST),
+        layers=of(sections),
+        outer=of(["outer"]),
+    )
+
+
+@functools.cache
+def _state_specs(
+    model: ModelConfig, lora: LoraConfig, optimizer: OptimizerConfig, precision: PrecisionConfig, stages: int
+) -> StateSpecs:
+    parts = make_parts(model)
+    if stages > 1:
+        parts = rest_on_stages(parts, stages)
+    _, trainable, frozen = adapt(parts, lora, precision)
+    optimizers = update.make_optimizers(
+        functools.partial(make_optimizer, optimizer, lambda step: optimizer.learning_rate), trainable
+    )
+    return state.state_specs(trainable, frozen, optimizers, precision)

@@ -1,0 +1,111 @@
+"""The settings that a search walks, and which of them are legal."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from jaxopt_llm import config as configuration
+from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.model.decoder import layout
+from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.parallel.sharding import ShardingConfig
+from jaxopt_llm.search.roofline import Cluster
+from jaxopt_llm.training import shapes
+
+# From what keeps most to what keeps least.
+REMAT = (
+    RematConfig("none"),
+    RematConfig("none", offload=("query", "mlp_gate", "mlp_up")),
+    RematConfig(("query", "key", "attention", "mlp_gate", "mlp_up")),
+    RematConfig(("attention", "mlp_gate", "mlp_up")),
+    RematConfig("save_qkv"),
+    RematConfig("save_attention"),
+    RematConfig("full"),
+    RematConfig("full", offload=("block_input",)),
+)
+# What alters what is learnt, and is walked only where the user allows it: values from wide to narrow.
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "optimizer.state_dtype": ("float32", "bfloat16", "int8"),
+    "precision.reduce_dtype": ("float32", "bfloat16"),
+    "precision.compute_dtype": ("float32", "bfloat16"),
+}
+
+
+def walk(
+    config: TrainConfig, mesh: MeshConfig, allowed: tuple[str, ...] = (), lean: bool = False
+) -> Iterator[TrainConfig]:
+    """Every legal setting of the recipe's model, data and global batch on this mesh; none where `mesh_problems` names
+    any. lean: those alone that need least: without replicas or stages, of a layer its input, of the fewest rows."""
+    if mesh_problems(config, mesh) or (lean and mesh.data * mesh.pipeline > 1):
+        return
+    # A stage of a pipeline runs its layers again at once: there is nothing to move to the host in between.
+    remats = [each for each in REMAT if not (each.offload and mesh.pipeline > 1)]
+    accumulations = divisors(config.training.batch_size // mesh.batch_shards)
+    if lean:
+        remats, accumulations = remats[-1:], accumulations[-1:]
+    if config.optimizer.in_backward:  # which goes with nothing else
+        remats, accumulations = [RematConfig("full")], [1]
+    for variant, sharding, remat, offloads, accumulation in itertools.product(
+        variants(config, allowed), _shardings(config, mesh), remats, (False, True), accumulations
+    ):
+        yield replace(
+            variant,
+            mesh=mesh,
+            sharding=sharding,
+            remat=remat,
+            offload=replace(config.offload, optimizer=offloads),
+            training=replace(config.training, accumulation=accumulation),
+        )
+
+
+def meshes(cluster: Cluster) -> Iterator[MeshConfig]:
+    """Of all these GPUs, `tensor` within a host: it exchanges activations in every layer."""
+    for tensor in divisors(cluster.gpus_per_host):
+        for fsdp in divisors(cluster.devices // tensor):
+            for data in divisors(cluster.devices // (tensor * fsdp)):
+                yield MeshConfig(cluster.devices // (tensor * fsdp * data), data, fsdp, tensor=tensor)
+
+
+def mesh_problems(config: TrainConfig, mesh: MeshConfig) -> list[str]:
+    """Why no setting on this mesh is legal."""
+    whole, at_once = replace(config.sharding, sequence_parallel=False), replace(config.training, accumulation=1)
+    found = shapes.problems(config.model, at_once, mesh, whole)
+    most = sum(segment.repeats for segment in layout(config.model))
+    if mesh.pipeline > most:
+        found.append(f"mesh.pipeline={mesh.pipeline}: the layers can be split into {most} stages at most")
+    if mesh.pipeline > 1 and config.optimizer.in_backward:
+        found.append(f"mesh.pipeline={mesh.pipeline} does not go with optimizer.in_backward")
+    return found
+
+
+def variants(config: TrainConfig, allowed: tuple[str, ...]) -> list[TrainConfig]:
+    """The configuration with each combination of the values that are allowed, its own or narrower, and legal."""
+    found = [config]
+    for name in allowed:
+        found = [_with(each, name, value) for each in found for value in _narrower(each, name)]
+    return [each for each in found if not each.precision.problems() + each.optimizer.problems()]
+
+
+def _narrower(config: TrainConfig, name: str) -> tuple[str, ...]:
+    """A field's own value, and those after it."""
+    own, values = configuration.get(config, name), ALLOWED[name]
+    return values[values.index(own) :] if own in values else (own,)
+
+
+def _with(config: TrainConfig, name: str, value: str) -> TrainConfig:
+    section, field = name.split(".")
+    return replace(config, **{section: replace(getattr(config, section), **{field: value})})
+
+
+def _shardings(config: TrainConfig, mesh: MeshConfig) -> Iterator[ShardingConfig]:
+    """Without `fsdp` there is nothing to divide, and with it stage 0 is `data` by another name."""
+    for stage in (1, 2, 3) if mesh.fsdp > 1 else (0,):
+        for sequence_parallel in (False, True) if mesh.tensor > 1 else (False,):
+            sharding = ShardingConfig(stage, sequence_parallel)
+            if not shapes.problems(config.model, replace(config.training, accumulation=1), mesh, sharding):
+                yield sharding
+
+
+def divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

@@ -1,0 +1,409 @@
+"""Products of quantised operands, beside the same written out in numpy, and where they are used."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import toy
+
+from jaxopt_llm import train as training_command
+from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.errors import InputError
+from jaxopt_llm.execution import gradients, stacks
+from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.model import flops, quantised, weights
+from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel.precision import Matmul, PrecisionConfig
+from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.topology import CHIPS, check_multiplies, chip_of, gpu_topology
+from jaxopt_llm.plan import make_plan
+from jaxopt_llm.training import state as training_state
+from jaxopt_llm.training.evaluation import make_held_out
+from jaxopt_llm.training.lora import LoraConfig
+from jaxopt_llm.training.optimizer import OptimizerConfig
+from jaxopt_llm.training.program import Program, make_program
+from jaxopt_llm.training.schedule import ScheduleConfig
+from jaxopt_llm.training.step import TrainingConfig
+from jaxopt_llm.validation import validate
+
+QUANTISED = ("fp8", "int8", "int8_qat", "int4_qat")
+
+
+def values(*shape: int, seed: int = 0) -> np.ndarray:
+    """Normal, of sizes that differ from row to row and column to column."""
+    random = np.random.default_rng(seed)
+    sizes = np.exp(random.normal(size=(*shape[:-1], 1)) + random.normal(size=shape[-1]))
+    return (random.normal(size=shape) * sizes).astype(np.float32)
+
+
+# ---- One operand.
+
+
+@pytest.mark.parametrize(("dtype", "bits", "least"), [(quantised.E4M3, 3, 2.0**-9), (quantised.E5M2, 2, 2.0**-16)])
+def test_float8_is_within_half_a_step(dtype: Any, bits: int, least: float) -> None:
+    array = values(64, 48)
+    found = jax.jit(lambda x: quantised.float8(x, dtype))(array)
+    assert found.codes.dtype == dtype and found.scales.shape == ()
+    error = np.abs(np.asarray(quantised.wide(found, "float32")) - array)
+    step = np.maximum(np.abs(array) * 2.0**-bits, least * float(found.scales))
+    assert np.all(error <= 0.501 * step)
+    assert np.max(np.abs(np.asarray(found.codes, np.float32))) == float(ml_dtypes.finfo(dtype).max)
+
+
+@pytest.mark.parametrize(
+    ("matmul", "most", "of_scale"), [("int8", 127, (64, 1)), ("int8_qat", 127, (64, 1)), ("int4_qat", 7, (64, 3))]
+)
+def test_codes_are_within_half_a_step(matmul: Matmul, most: int, of_scale: tuple[int, int]) -> None:
+    array = values(64, 96)
+    found = quantised.weight(matmul, jnp.asarray(array), (1,))
+    assert found.codes.dtype == np.int8 and found.scales.shape == of_scale
+    groups = array.reshape(64, of_scale[1], -1)
+    step = np.max(np.abs(groups), axis=-1, keepdims=True) / most
+    error = np.abs(np.asarray(quantised.wide(found, "float32")) - array).reshape(groups.shape)
+    assert np.all(error <= 0.501 * step)
+    assert np.all(np.max(np.abs(np.asarray(found.codes).reshape(groups.shape)), axis=-1) == most)
+
+
+@pytest.mark.parametrize("matmul", QUANTISED)
+def test_zeros_stay_zeros_and_what_is_not_finite_stays_so(matmul: Matmul) -> None:
+    @jax.jit
+    def rounded(value: jax.Array) -> jax.Array:
+        array = jnp.zeros((32, 64), jnp.float32).at[3, 5].set(value)
+        return quantised.wide(quantised.weight(matmul, array, (1,)), "float32")
+
+    for value in (0.0, 1e-25, 1e30):
+        found = np.asarray(rounded(value))
+        assert found[3, 5] == pytest.approx(value, rel=0.005)
+        assert np.count_nonzero(found) == (value != 0)
+    for value in (np.inf, np.nan):
+        assert not np.all(np.isfinite(rounded(value)))
+
+
+# ---- The three products.
+
+
+def float8(array: np.ndarray, dtype: Any) -> np.ndarray:
+    scale = np.float32(np.max(np.abs(array)) / float(ml_dtypes.finfo(dtype).max)).astype(ml_dtypes.bfloat16)
+    return (array / np.float32(scale)).astype(dtype).astype(np.float32) * np.float32(scale)
+
+
+def integers(array: np.ndarray, dims: tuple[int, ...], most: int) -> np.ndarray:
+    scale = np.max(np.abs(array), axis=dims, keepdims=True) / np.float32(most)
+    return np.round(array / scale) * scale
+
+
+def in_groups(array: np.ndarray, dim: int, most: int) -> np.ndarray:
+    parts = np.split(array, array.shape[dim] // quantised.INT4_GROUP, axis=dim)
+    return np.concatenate([integers(part, (dim,), most) for part in parts], axis=dim)
+
+
+def rounded(matmul: Matmul, x: np.ndarray, w: np.ndarray, dy: np.ndarray, summed: Any) -> tuple[np.ndarray, ...]:
+    """Operands as they are multiplied. summed: the dimensions of x and of w that the product sums over."""
+    match matmul:
+        case "fp8":
+            return float8(x, quantised.E4M3), float8(w, quantised.E4M3), float8(dy, quantised.E5M2)
+        case "int8":
+            return integers(x, summed[0], 127), integers(w, summed[1], 127), dy
+        case "int8_qat":
+            return x, integers(w, summed[1], 127), dy
+        case _:
+            return x, in_groups(w, summed[1][-1], 7), dy
+
+
+PRODUCTS = {
+    "BSD,DHK->BSHK": (ParamSpec((64, 2, 32), ("embed", "heads", "head_dim"), (0,)), ((2,), (0,))),
+    "BSHK,HKD->BSD": (ParamSpec((2, 32, 48), ("heads", "head_dim", "embed"), (0, 1)), ((2, 3), (0, 1))),
+}
+
+
+@functools.cache
+def three_products(subscripts: str, matmul: Matmul, placement: Placement) -> tuple[np.ndarray, ...]:
+    """x, w, dy, and what einsum and its backward make of them."""
+    spec, _ = PRODUCTS[subscripts]
+    sizes = {"B": 4, "S": 8} | dict(zip(subscripts.split("->")[0].split(",")[1], spec.shape, strict=True))
+    left, result = subscripts.split(",")[0], subscripts.split("->")[1]
+    x, dy = (values(*(sizes[axis] for axis in axes), seed=seed) for seed, axes in enumerate((left, result)))
+    w = values(*spec.shape, seed=2)
+
+    def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+        x, dy = (placement.constrain(each, *("batch", "sequence", *(None,) * (each.ndim - 2))) for each in (x, dy))
+
+        def product(x: jax.Array, tap: jax.Array) -> jax.Array:
+            return weights.einsum(subscripts, x, placement.place(spec, w, tap, keep=True, matmul=matmul))
+
+        y, pull = jax.vjp(product, x, placement.taps(spec))
+        return y, *pull(dy)
+
+    w = jax.device_put(w, placement.parameters(spec))
+    return tuple(map(np.asarray, (x, w, dy, *jax.jit(run)(x, w, dy))))
+
+
+@pytest.mark.parametrize("subscripts", PRODUCTS)
+@pytest.mark.parametrize("matmul", QUANTISED)
+def test_products_are_of_rounded_operands_and_rounding_passes_gradients_straight_through(
+    subscripts: str, matmul: Matmul
+) -> None:
+    x, w, dy, *found = three_products(subscripts, matmul, toy.placement())
+    X, W, DY = rounded(matmul, x, w, dy, PRODUCTS[subscripts][1])
+    left, right, result = weights._axes(subscripts)
+    of_x, of_w = f"{result},{right}->{left}", f"{left},{result}->{right}"
+
+    def products(x: np.ndarray, w: np.ndarray, dy: np.ndarray) -> tuple[np.ndarray, ...]:
+        return np.einsum(subscripts, x, w), np.einsum(of_x, dy, w), np.einsum(of_w, x, dy)
+
+    for each, expected in zip(found, products(X, W, DY), strict=True):
+        assert toy.distance(each, expected) < 2e-6
+    bound = {"fp8": 0.1, "int8": 0.03, "int8_qat": 0.02, "int4_qat": 0.35}[matmul]
+    for each, expected in zip(found, products(x, w, dy), strict=True):
+        assert toy.distance(each, expected) < bound
+
+
+@pytest.mark.parametrize("matmul", QUANTISED)
+def test_divided_over_devices_they_are_the_same(matmul: Matmul) -> None:
+    """Of a tensor in parts, the largest value is that of all parts."""
+    for subscripts in PRODUCTS:
+        alone = three_products(subscripts, matmul, toy.placement())
+        divided = three_products(subscripts, matmul, toy.placement(3, fsdp=2, tensor=2))
+        for found, expected in zip(divided, alone, strict=True):
+            assert toy.distance(found, expected) < 1e-6
+
+
+def test_groups_of_gradients_share_a_scale() -> None:
+    """Stages 0 and 1 run each group of rows by itself: the tensor is all groups' all the same."""
+    spec = ParamSpec((64, 32), ("embed", "mlp"), (0,))
+    rows = np.asarray([[1, 50], [2, 3], [4, 1000], [6, 7]], np.int32)
+    fields = jnp.asarray(rows[None])
+    batch = Batch(tokens=fields, targets=fields, loss_mask=fields, segment_ids=fields, positions=fields)
+    basis, w = jnp.asarray(values(64)), jnp.asarray(values(64, 32))
+
+    def gradient(placement: Placement) -> np.ndarray:
+        inside = placement.group()
+
+        def one_group(batch: Batch) -> Any:
+            x = batch.tokens[0].astype(jnp.float32)[..., None] * basis  # [B, S, D]
+
+            def loss(taps: Any) -> jax.Array:
+                placed = inside.place(spec, w, taps["outer"], keep=True, matmul="fp8")
+                return jnp.sum(jnp.square(weights.einsum("BSD,DF->BSF", x, placed)))
+
+            value, found = jax.value_and_grad(loss)({"outer": inside.taps(spec)})
+            return value, jnp.float32(0), found
+
+        run = jax.jit(lambda batch: gradients.sum_over_groups(one_group, batch, {"outer": spec}, placement)[2])
+        return np.asarray(run(batch)["outer"])
+
+    assert toy.distance(gradient(toy.placement(0, data=2, fsdp=2)), gradient(toy.placement())) < 1e-6
+
+
+# ---- Which layers.
+
+
+def test_runs_of_layers_hand_one_stack_of_gradients_on() -> None:
+    stacked = {"a": jnp.asarray(values(5, 3)), "b": None}
+    runs = [stacks._Run(0, 1, (False,)), stacks._Run(1, 4, (True,)), stacks._Run(4, 5, (False,))]
+
+    def period(quantised: tuple[bool, ...], x: jax.Array, layer: Any) -> tuple[jax.Array, jax.Array]:
+        number, taps = layer
+        x = jnp.tanh(x * taps["a"] + number) * (2 if quantised[0] else 1)
+        return x, x
+
+    def scanned(stacked: Any) -> tuple[jax.Array, jax.Array]:
+        x, written = stacks._scan_runs(period, runs, jnp.ones(3), (stacked,))
+        return jnp.sum(x), written
+
+    def unrolled(stacked: Any) -> tuple[jax.Array, jax.Array]:
+        x, written = jnp.ones(3), []
+        for number in range(5):
+            own = {"a": stacked["a"][number], "b": None}
+            x, _ = period((0 < number < 4,), x, (jnp.int32(number), own))
+            written.append(x)
+        return jnp.sum(x), jnp.stack(written)
+
+    (found, written), expected = (jax.grad(each, has_aux=True)(stacked) for each in (scanned, unrolled))
+    np.testing.assert_allclose(found["a"], expected[0]["a"], rtol=1e-6)
+    np.testing.assert_allclose(written, expected[1], rtol=1e-6)
+
+
+MODEL = replace(toy.CONFIG, layers=6, width=32, heads=2, kv_heads=2, head_dim=32, mlp_width=64)  # pairs of two kinds
+TRAINING = TrainingConfig(batch_size=4, sequence_length=8)
+
+
+def make(matmul: Matmul, exempt: int = 0) -> tuple[Program, Placement]:
+    precision = PrecisionConfig(compute_dtype="float32", matmul=matmul, compute_dtype_layers=exempt)
+    placement = replace(toy.placement(), precision=precision)
+    others = (OptimizerConfig(), ScheduleConfig(), RematConfig("none"), LoraConfig())
+    return make_program(MODEL, TRAINING, *others, placement), placement
+
+
+@pytest.fixture
+def placed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Matmul]]:
+    """For each set of weights that is placed, its first name and in what it multiplies."""
+    calls: list[tuple[str, Matmul]] = []
+    place = Placement.place
+
+    def spy(self: Placement, specs: Any, weights: Any, taps: Any, keep: bool, matmul: Matmul = "compute_dtype") -> Any:
+        calls.append((min(specs), matmul))
+        return place(self, specs, weights, taps, keep, matmul)
+
+    monkeypatch.setattr(Placement, "place", spy)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("exempt", "expected"),
+    [
+        (0, ["fp8", "fp8"]),  # one loop over pairs
+        (1, ["compute_dtype", "fp8", "fp8", "fp8", "fp8", "compute_dtype"]),  # a loop for each pair
+        (2, ["compute_dtype", "compute_dtype", "fp8", "fp8", "compute_dtype", "compute_dtype"]),
+    ],
+)
+def test_first_and_last_layers_and_what_is_outside_the_stacks_stay_in_compute_dtype(
+    exempt: int, expected: list[Matmul], placed: list[tuple[str, Matmul]]
+) -> None:
+    program, placement = make("fp8", exempt)
+    loss = functools.partial(program.executor.loss, program.parts, placement=placement)
+    jax.eval_shape(loss, program.state.masters, program.batch)
+    of_blocks = [matmul for name, matmul in placed if name == "attention"]
+    assert of_blocks == expected
+    assert {matmul for name, matmul in placed if name != "attention"} == {"compute_dtype"}
+
+
+@pytest.mark.parametrize("exempt", [0, 1, 2])
+def test_operations_between_codes(exempt: int) -> None:
+    specs = make("compute_dtype")[0].specs.masters
+    of_layer = 32 * (2 * 2 * 32 + 2 * 2 * 32 + 3 * 64)
+    for matmul, products in (("compute_dtype", 0), ("fp8", 3), ("int8", 1), ("int4_qat", 0)):
+        precision = PrecisionConfig(matmul=matmul, compute_dtype_layers=exempt)  # type: ignore[arg-type]
+        assert flops.quantised_per_token(MODEL, specs, precision) == pytest.approx(
+            2 * products * of_layer * (6 - 2 * exempt)
+        )
+
+
+def test_utilisation_counts_each_operation_at_the_peak_of_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_command, "chip_of", lambda kind: chip_of("NVIDIA H200"))
+    peak = CHIPS["h200"].peak_flops
+    shares = {}
+    for matmul, of_codes in (("compute_dtype", "float32"), ("fp8", "float8"), ("int8", "int8")):
+        program, placement = make(matmul)  # type: ignore[arg-type]
+        config = TrainConfig(model=MODEL, training=TRAINING, precision=placement.precision)
+        narrow = flops.quantised_per_token(MODEL, program.specs.masters, placement.precision)
+        needed = flops.per_token(MODEL, program.specs.masters, {}, TRAINING.sequence_length).causal
+        shares[matmul] = training_command._utilisation(config, program, placement)["mfu"]
+        assert shares[matmul] == pytest.approx((needed - narrow) / peak["float32"] + narrow / peak[of_codes])
+    assert shares["fp8"] < shares["int8"] < shares["compute_dtype"]
+
+
+# ---- Where the weights are used, and where they cannot be.
+
+
+@pytest.mark.parametrize(
+    ("matmul", "evaluated"),
+    [("fp8", "compute_dtype"), ("int8", "compute_dtype"), ("int8_qat", "int8_qat"), ("int4_qat", "int4_qat")],
+)
+def test_evaluation_takes_weights_as_they_will_be_used(
+    matmul: Matmul, evaluated: Matmul, placed: list[tuple[str, Matmul]]
+) -> None:
+    program, placement = make(matmul)
+    jax.eval_shape(make_held_out(program.parts, program.executor, placement), program.state, program.batch)
+    assert {found for name, found in placed if name == "attention"} == {evaluated}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"precision": {"compute_dtype": "float16"}}, ["precision.matmul=fp8", "--precision.compute-dtype bfloat16"]),
+        ({"precision": {"compute_dtype_layers": -1}}, ["precision.compute_dtype_layers=-1: must be at least 0"]),
+        ({"precision": {"compute_dtype_layers": 2}}, ["compute_dtype_layers=2", "all of model.layers=4", "at most 1"]),
+        (
+            {"precision": {"compute_dtype_layers": 1}, "mesh": {"pipeline": 2}},
+            ["precision.compute_dtype_layers=1 does not go with mesh.pipeline=2", "set 0"],
+        ),
+        (
+            {"precision": {"compute_dtype_layers": 1}, "remat": {"every": 2}},
+            ["precision.compute_dtype_layers=1 does not go with remat.every=2"],
+        ),
+        (
+            {"precision": {"matmul": "compute_dtype", "compute_dtype_layers": 1}},
+            ["precision.compute_dtype_layers=1 exempts layers from precision.matmul, which quantises none"],
+        ),
+        ({"lora": {"rank": 4}}, ["precision.matmul=fp8", "--precision.matmul compute_dtype, or --lora.rank 0"]),
+        (
+            {"precision": {"matmul": "int4_qat"}, "model": {"mlp_width": 96}, "mesh": {"tensor": 2}},
+            ["int4_qat: segment_0/block_0/mlp/down sums over 48 values on each device", "int8_qat"],
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(changes: dict[str, Any], words: list[str]) -> None:
+    config = TrainConfig(precision=PrecisionConfig(matmul="fp8"))
+    for section, fields in changes.items():
+        config = replace(config, **{section: replace(getattr(config, section), **fields)})
+    with pytest.raises(InputError) as refused:
+        validate(config)
+    assert all(word in str(refused.value) for word in words), refused.value
+    assert "\n" not in str(refused.value) and ";" not in str(refused.value)
+
+
+def test_fp8_is_refused_where_tensor_cores_have_none() -> None:
+    a100, h100 = (gpu_topology(chip)[0] for chip in ("a100", "h100"))
+    with pytest.raises(InputError, match=r"fp8: NVIDIA A100.*--precision.matmul int8, or compute_dtype"):
+        check_multiplies(a100, "fp8")
+    check_multiplies(h100, "fp8")
+    check_multiplies(a100, "int8")
+    check_multiplies(jax.devices("cpu")[0], "fp8")
+
+
+def test_so_is_a_plan_for_such_gpus() -> None:
+    with pytest.raises(InputError, match="fp8: NVIDIA A100"):
+        make_plan(TrainConfig(precision=PrecisionConfig(matmul="fp8")), "a100", hosts=1, gpus_per_host=1)
+
+
+# ---- The whole of a model.
+
+
+@functools.cache
+def one_step(
+    matmul: Matmul, exempt: int = 0, zero: int = 0, remat: str = "full", accumulation: int = 2, **axes: int
+) -> tuple[float, Any]:
+    """Loss and gradients of the training step, by one of SGD."""
+    config = replace(MODEL, layers=4, pattern=("global",))
+    precision = PrecisionConfig(compute_dtype="float32", matmul=matmul, compute_dtype_layers=exempt)
+    placement = replace(toy.placement(zero, **axes), precision=precision)
+    training = TrainingConfig(batch_size=8, sequence_length=16, accumulation=accumulation)
+    optimizer = OptimizerConfig(name="sgd", learning_rate=1.0, momentum=0.0, weight_decay=0.0, clip_norm=1e9)
+    others = (optimizer, ScheduleConfig(1, 10), RematConfig(remat), LoraConfig())  # type: ignore[arg-type]
+    program = make_program(config, training, *others, placement)
+    state = training_state.initialize(program.specs, program.optimizers, 0, placement)
+    before = jax.tree.map(np.asarray, program.kept(state)["masters"])
+    rows = toy.microbatches(toy.packed(8, 16), accumulation)
+    state, metrics = program.step(state, jax.device_put(rows, program.rows))
+    after = jax.tree.map(np.asarray, program.kept(state)["masters"])
+    return float(metrics["loss"]), jax.tree.map(np.subtract, before, after)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "placed",
+    [
+        {"zero": 3, "fsdp": 2, "tensor": 2},
+        {"zero": 1, "data": 2, "fsdp": 2, "remat": "none"},
+        {"zero": 1, "pipeline": 2, "fsdp": 2, "remat": "save_qkv"},
+        {"zero": 3, "fsdp": 2, "remat": "none", "exempt": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("matmul", QUANTISED)
+def test_every_placement_computes_the_same(matmul: Matmul, placed: dict[str, Any]) -> None:
+    loss, expected = one_step(matmul, exempt=placed.get("exempt", 0))
+    found_loss, found = one_step(matmul, **placed)
+    assert found_loss == pytest.approx(loss, rel=1e-5)
+    # A value on the border between two codes may fall to either: then a few of them differ by a step.
+    assert toy.distance(found, expected) < 1e-2
+    plain = one_step("compute_dtype")[1]
+    apart = toy.distance(expected, plain)
+    assert toy.distance(found, expected) < 0.1 * apart < 0.1 * 0.35

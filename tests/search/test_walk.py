@@ -1,0 +1,70 @@
+"""Which settings are walked."""
+
+import dataclasses
+
+from jaxopt_llm import config as configuration
+from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.search.roofline import Cluster
+from jaxopt_llm.search.walk import mesh_problems, meshes, variants, walk
+from jaxopt_llm.validation import validate
+
+RECIPE = configuration.load("10b.py")
+
+
+def test_meshes_use_all_gpus_and_keep_tensor_within_a_host() -> None:
+    found = list(meshes(Cluster("h100", 2, 4)))
+    assert len(found) == len(set(found))
+    assert {mesh.devices for mesh in found} == {8}
+    assert {mesh.tensor for mesh in found} == {1, 2, 4}
+    assert {mesh.pipeline for mesh in found} == {mesh.fsdp for mesh in found} == {1, 2, 4, 8}
+
+
+def test_every_setting_is_legal_and_keeps_the_batch() -> None:
+    for mesh in (MeshConfig(data=2, fsdp=4), MeshConfig(pipeline=4, tensor=2)):
+        found = list(walk(RECIPE, mesh))
+        assert len(found) == len(set(found)) > 50
+        for config in found[::37]:
+            validate(config)
+        assert {config.training.batch_size for config in found} == {32}
+        assert {config.training.accumulation for config in found} >= {1, 2, 4}
+
+
+def test_zero_stages_follow_fsdp() -> None:
+    def stages(mesh: MeshConfig) -> set[int]:
+        return {config.sharding.zero_stage for config in walk(RECIPE, mesh)}
+
+    assert stages(MeshConfig(data=8)) == {0}
+    assert stages(MeshConfig(data=2, fsdp=4)) == {1, 2, 3}
+
+
+def test_what_is_illegal_says_why() -> None:
+    narrow = dataclasses.replace(RECIPE, model=dataclasses.replace(RECIPE.model, heads=10, kv_heads=2))
+    assert "model.heads=10 does not divide by mesh.tensor=4" in mesh_problems(narrow, MeshConfig(fsdp=2, tensor=4))[0]
+    assert not list(walk(narrow, MeshConfig(fsdp=2, tensor=4)))
+    assert mesh_problems(RECIPE, MeshConfig(pipeline=64)) == [
+        "mesh.pipeline=64: the layers can be split into 36 stages at most"
+    ]
+
+
+def test_what_alters_what_is_learnt_changes_only_where_it_is_allowed() -> None:
+    def dtypes(config: TrainConfig, *allowed: str) -> set[tuple[str, str]]:
+        return {(each.optimizer.state_dtype, each.precision.reduce_dtype) for each in variants(config, allowed)}
+
+    own = ("float32", "float32")
+    assert dtypes(RECIPE) == {own}
+    assert dtypes(RECIPE, "optimizer.state_dtype") == {own, ("bfloat16", "float32"), ("int8", "float32")}
+    narrow = dataclasses.replace(RECIPE, optimizer=dataclasses.replace(RECIPE.optimizer, state_dtype="bfloat16"))
+    assert dtypes(narrow, "optimizer.state_dtype") == {("bfloat16", "float32"), ("int8", "float32")}
+    sgd = dataclasses.replace(RECIPE, optimizer=dataclasses.replace(RECIPE.optimizer, name="adafactor"))
+    assert dtypes(sgd, "optimizer.state_dtype") == {own}  # which keeps its few moments in float32
+
+
+def test_an_optimizer_in_the_backward_takes_nothing_but_full_recomputation() -> None:
+    optimizer = dataclasses.replace(RECIPE.optimizer, in_backward=True, clip_norm=0)
+    training = dataclasses.replace(RECIPE.training, skip_limit=1)
+    recipe = dataclasses.replace(RECIPE, optimizer=optimizer, training=training)
+    found = [*walk(recipe, MeshConfig(fsdp=8)), *walk(recipe, MeshConfig(pipeline=2, fsdp=4))]
+    for config in found:
+        validate(config)
+    assert {config.mesh.pipeline for config in found} == {1}

@@ -1,0 +1,162 @@
+"""Out of memory: what is said, that it ends with 2, and that nothing is lost."""
+
+import dataclasses
+import functools
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+import toy
+from test_loop import tiny
+
+from jaxopt_llm import oom
+from jaxopt_llm import train as command
+from jaxopt_llm.checkpoint.native import Checkpoints
+from jaxopt_llm.checkpoint.policy import CheckpointConfig
+from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.errors import InputError, OutOfMemory
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.observe.preemption import Preemption
+from jaxopt_llm.parallel import hlo, mesh
+from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
+from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.training.program import Program, make_program
+
+MODEL = ModelConfig(width=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp_width=16)
+XLA = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes."
+
+
+def config(directory: Path, **sections: Any) -> TrainConfig:
+    sections = {"model": MODEL, "mesh": MeshConfig(), **sections}
+    return dataclasses.replace(tiny(directory), **sections)
+
+
+@functools.cache
+def lowered() -> jax.stages.Lowered:
+    """Of a step that holds 4 MiB, with one array that is most of it."""
+
+    def step(x: jax.Array) -> jax.Array:
+        with jax.named_scope("outer_product"):
+            return jax.numpy.sort(x[:, None] * x[None]).sum()
+
+    return jax.jit(step).lower(jax.ShapeDtypeStruct((1024,), "float32"))
+
+
+def explainer(directory: Path, *steps: int) -> oom.Explainer:
+    """Of a run with checkpoints of these steps."""
+    run = config(directory)
+    for step in steps:
+        (directory / "checkpoints" / str(step)).mkdir(parents=True)
+    return oom.Explainer(run, *on_one_device(run), Checkpoints(directory / "checkpoints"))
+
+
+def on_one_device(run: TrainConfig) -> tuple[Program, Placement]:
+    devices = make_mesh(run.mesh, jax.devices("cpu")[:1])
+    placement = Placement(devices, run.sharding, run.precision, run.offload)
+    program = make_program(run.model, run.training, run.optimizer, run.schedule, run.remat, run.lora, placement)
+    return program, placement
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    gpu = SimpleNamespace(memory_stats=lambda: {"bytes_limit": limit, "bytes_in_use": 3 * 2**29})
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+
+
+def needing(monkeypatch: pytest.MonkeyPatch, device: int, host: int = 0) -> None:
+    monkeypatch.setattr(oom.hlo, "memory", lambda compiled: hlo.Memory(device, 0, 0, 0, host))
+
+
+def test_what_needs_more_than_xla_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    explain = explainer(tmp_path / "run")
+    monkeypatch.setattr(oom, "advise", lambda *_: ())
+    on_a_gpu(monkeypatch, 2**30)
+    needing(monkeypatch, 2**30)
+    explain.check({"the step": (lowered(), None)})  # type: ignore[dict-item]
+    needing(monkeypatch, 3 * 2**29)
+    with pytest.raises(OutOfMemory) as refused:
+        explain.check({"the step": (lowered(), None)})  # type: ignore[dict-item]
+    assert str(refused.value) == "the step needs 1.5 GiB per device, XLA may use 1.0 GiB: 0.5 GiB too much"
+    assert refused.value.exit_code == 2
+
+
+def test_more_on_the_host_than_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    explain = explainer(tmp_path / "run")
+    monkeypatch.setattr(oom, "advise", lambda *_: ())
+    needing(monkeypatch, 0, host=2**50)
+    with pytest.raises(InputError, match="needs 8,388,608.0 GiB on the simulated devices together"):
+        explain.check({"the step": (lowered(), None)})  # type: ignore[dict-item]
+    on_a_gpu(monkeypatch, 2**30)
+    with pytest.raises(InputError, match=r"needs 8,388,608.0 GiB of host memory for what --offload.* put there"):
+        explain.check({"the step": (lowered(), None)})  # type: ignore[dict-item]
+
+
+def test_what_xla_cannot_allocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the program compiled again for its arrays: a shortage at run time may leave no other trace."""
+    explain = explainer(tmp_path / "run", 3, 12)
+    on_a_gpu(monkeypatch, 2**31)
+    with pytest.raises(OutOfMemory) as refused, explain.during(lambda: "in step 15", lowered()):
+        raise jax.errors.JaxRuntimeError(XLA)
+    assert str(refused.value) == (
+        "out of memory in step 15: XLA could not allocate 16.00 GiB more, with 1.5 of 2.0 GiB in use; "
+        f"the run can go on from checkpoint 12 in {tmp_path / 'run' / 'checkpoints'}"
+    )
+    said = "\n".join(refused.value.details)
+    assert "f32[1024,1024]" in said
+    assert "masters of outer/embedding/table: float32[384,16]" in said
+    assert "--lora" not in said and "--optimizer.state-dtype" not in said  # a resume cannot change them
+    assert len(refused.value.details) < 25
+
+
+def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
+    explain = explainer(tmp_path / "run")
+    with pytest.raises(jax.errors.JaxRuntimeError), explain.during(lambda: "in step 1", lowered()):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no")
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes"),
+    [
+        (XLA, 2**34),
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.50GiB.", 3 * 2**29),
+        ("RESOURCE_EXHAUSTED: Failed to allocate request for 2.0KiB (2048B) on device ordinal 0", 2048),
+        ("RESOURCE_EXHAUSTED: no more", None),
+    ],
+)
+def test_what_an_allocation_wanted(text: str, bytes: int | None) -> None:
+    assert oom._requested(text) == bytes
+
+
+def test_a_step_that_ran_out_leaves_the_checkpoint_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fourth step's execution runs out, where the compiled program is called."""
+    run = config(tmp_path / "run", checkpoint=CheckpointConfig(every=2, keep=3))
+    monkeypatch.setattr(mesh, "visible_devices", lambda: jax.devices("cpu")[:1])
+    program, _ = on_one_device(run)
+    compiled = program.step.lower(program.state, program.batch).compile(toy.QUICK_COMPILE)
+    calls = itertools.count(1)
+
+    class Failing:
+        def lower(self, *_: Any) -> "Failing":
+            return self
+
+        def compile(self, **_: Any) -> "Failing":
+            return self
+
+        def memory_analysis(self) -> Any:
+            return compiled.memory_analysis()
+
+        def __call__(self, *arguments: Any) -> Any:
+            if next(calls) == 4:
+                raise jax.errors.JaxRuntimeError(XLA)
+            return compiled(*arguments)
+
+    monkeypatch.setattr(command, "make_program", lambda *_: dataclasses.replace(program, step=Failing()))
+    monkeypatch.setattr(oom, "compile_and_list", lambda *_: (compiled, ()))
+    monkeypatch.setattr(oom, "advise", lambda *_: ())
+    told = "out of memory in step 4 or the one before: .* checkpoint 2 in "
+    with Preemption() as preemption, pytest.raises(OutOfMemory, match=told):
+        command.train(run, preemption)
+    assert Checkpoints(tmp_path / "run" / "checkpoints").latest_step() == 2  # every file of it read

@@ -1,0 +1,87 @@
+"""Quantised products and what they move, read off programs compiled for eight H200s."""
+
+import jax
+import numpy as np
+import pytest
+from test_bytes import FSDP, LOSS_CHUNK, ROWS, SEQUENCE, WIDTH, Compiled, compiled, layer_parameters, per_layer, slow
+
+from jaxopt_llm.parallel import hlo
+from jaxopt_llm.parallel.mesh import MeshConfig
+
+LAYERS = 8
+BOTH = MeshConfig(fsdp=4, tensor=2)
+CALL = "__cublas$lt$matmul$f8"
+DOWN = 4096 * WIDTH  # parameters of the product that no recomputation repeats
+
+
+def matrices() -> int:
+    """Parameters of a layer's."""
+    return layer_parameters() - 2 * WIDTH
+
+
+def products(layers: int) -> float:
+    """FLOPs of each device in one pass through the matrices of so many layers."""
+    return 2 * ROWS * SEQUENCE * layers * matrices() / 8
+
+
+def gathered(step: Compiled, dtype: str) -> int:
+    """Bytes of the layers' gathers that have this dtype; XLA sends norms with them, and scales."""
+    inside = [each for each in step.collectives if each.kind == "all-gather" and each.axes == ("fsdp",)]
+    return sum(each.array_bytes * each.times for each in inside if dtype in each.dtypes and each.times > 1)
+
+
+@pytest.mark.core  # XLA's pattern of such calls is its own
+@pytest.mark.parametrize(
+    ("mesh", "stage", "exempt"), [(BOTH, 3, 0), *slow((FSDP, 3, 1), (MeshConfig(data=2, fsdp=4), 1, 0))]
+)
+def test_all_three_products_are_calls_in_fp8(mesh: MeshConfig, stage: int, exempt: int) -> None:
+    """Under the scan over layers with remat full: forward, its recomputation, and both products of the backward."""
+    step = compiled(LAYERS, mesh, stage, matmul="fp8", exempt=exempt)
+    flops = hlo.dot_flops_by_dtype(step.text)
+    once = products(LAYERS - 2 * exempt)
+    assert flops["f8e5m2"] == once  # the gradient of the input: e5m2 × e4m3
+    assert flops["f8e4m3fn"] == once * (3 - DOWN / matrices())  # forward, again, and the gradient of the weight
+    assert CALL in step.text and " dot(" not in step.text
+
+
+def test_fp8_gathers_a_byte_per_parameter_and_reduces_scales() -> None:
+    step = compiled(LAYERS, BOTH, 3, matmul="fp8", exempt=0)
+    both_passes = 2 * LAYERS * matrices() / BOTH.tensor
+    assert gathered(step, "f8e4m3fn") == pytest.approx(both_passes, rel=0.01)
+    # What else is gathered in the loops is smaller than any matrix.
+    assert gathered(step, "bf16") - gathered(step, "f8e4m3fn") < WIDTH * WIDTH
+    # A scale per tensor: in loops devices reduce no more than scalars, and the loss of a chunk of tokens, in float32.
+    of_scales = [each for each in step.collectives if each.kind == "all-reduce" and each.dtypes == ("f32",)]
+    assert max(each.array_bytes for each in of_scales if each.times > 1) <= 4 * LOSS_CHUNK
+
+
+@pytest.mark.slow
+def test_exempt_layers_cost_no_second_stack_of_gradients() -> None:
+    """Three loops write their layers' gradients to one stack: a layer more costs what it does in one loop."""
+    none, some = (
+        per_layer(lambda step: step.memory.temporaries, FSDP, 3, matmul="fp8", exempt=exempt) for exempt in (0, 1)
+    )
+    assert some == pytest.approx(none, rel=0.05)
+
+
+@pytest.mark.slow
+def test_int8_forwards_multiply_codes_and_gather_them() -> None:
+    step = compiled(LAYERS, BOTH, 3, matmul="int8")
+    flops = hlo.dot_flops_by_dtype(step.text)
+    assert flops["s8"] == products(LAYERS) * (2 - DOWN / matrices())
+    # Between the devices of `tensor`, partial sums go as they do without codes: in 16 bits.
+    sums = {
+        each.dtypes for each in step.collectives if each.axes == ("tensor",) and each.array_bytes > 4 * SEQUENCE * ROWS
+    }
+    assert sums == {("bf16",)}
+    assert gathered(step, "s8") == pytest.approx(2 * LAYERS * matrices() / BOTH.tensor, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("matmul", ["int8_qat", "int4_qat"])
+def test_weights_in_training_for_codes_multiply_in_16_bits(matmul: str) -> None:
+    step, plain = (compiled(LAYERS, BOTH, 3, matmul=each) for each in (matmul, "compute_dtype"))
+    assert hlo.dot_flops(step.text) == hlo.dot_flops(plain.text)
+    assert "s8" not in hlo.dot_flops_by_dtype(step.text)
+    dtypes = {spec.dtype for spec in jax.tree.leaves(step.program.specs.masters)}
+    assert dtypes == {np.dtype(np.float32)}

@@ -1,0 +1,99 @@
+"""The optimizer in the backward against the ordinary step: the same masters, moments and gradient norm."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import toy
+
+from jaxopt_llm import tree
+from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.parallel.offload import OffloadConfig
+from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.training import state as training_state
+from jaxopt_llm.training.lora import LoraConfig
+from jaxopt_llm.training.optimizer import OptimizerConfig
+from jaxopt_llm.training.program import make_program
+from jaxopt_llm.training.schedule import ScheduleConfig
+from jaxopt_llm.training.step import TrainingConfig
+
+MODELS = {
+    "tied": replace(toy.CONFIG, pattern=("global",), layers=2),
+    "two segments": replace(toy.CONFIG, tied_head=False),
+}
+ADAPT = {
+    "": LoraConfig(),
+    # Nothing of the second segment, nor outside the stacks.
+    "lora": LoraConfig(rank=4, targets=("segment_0/*/attention/*",), base="int8"),
+}
+ROWS, LENGTH, STEPS = 8, 16, 3
+# An epsilon under which rounding noise of a zero gradient does not become a full step.
+ADAMW = OptimizerConfig(
+    learning_rate=1e-2,
+    epsilon=1e-3,
+    clip_norm=0,
+    momentum=0.8,
+    decay_groups=("*norm/*=0", "*/mlp/*=2", "*=1"),
+    rate_groups=("outer/*=0.5", "*=1"),
+)
+
+
+def train(placement: Placement, optimizer: OptimizerConfig, model: str, adapt: str) -> tuple[Any, list[float]]:
+    """What a checkpoint holds after three steps, and the losses and gradient norms of these."""
+    training = TrainingConfig(batch_size=ROWS, sequence_length=LENGTH, loss_chunk=7, z_loss=1e-2)
+    of = (MODELS[model], training, optimizer, ScheduleConfig(1, 10), RematConfig("full"), ADAPT[adapt])
+    program = make_program(*of, placement)
+    state = training_state.initialize(program.specs, program.optimizers, 0, placement)
+    told = []
+    for step in range(STEPS):
+        batch = jax.device_put(toy.microbatches(toy.packed(ROWS, LENGTH, seed=step), 1), program.rows)
+        state, metrics = program.step(state, batch)
+        told += [float(metrics["loss"]), float(metrics["grad_norm"])]
+    assert metrics["skipped"] == 0
+    return jax.tree.map(np.asarray, program.kept(state)), told
+
+
+@functools.cache
+def ordinary(optimizer: OptimizerConfig, model: str, adapt: str) -> tuple[Any, list[float]]:
+    return train(toy.placement(), optimizer, model, adapt)
+
+
+def slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+CASES = [
+    (1, {"data": 2, "fsdp": 2, "tensor": 2}, {}, "tied", ""),
+    slow(0, {}, {"name": "muon"}, "two segments", ""),
+    slow(0, {"fsdp": 2, "tensor": 2}, {}, "tied", ""),
+    slow(0, {"fsdp": 8}, {"name": "lion"}, "two segments", ""),
+    slow(1, {"fsdp": 4, "tensor": 2}, {}, "two segments", "lora"),
+    slow(1, {"fsdp": 8}, {"state_dtype": "bfloat16", "offload": True}, "tied", ""),
+    slow(2, {"data": 2, "fsdp": 4}, {}, "tied", ""),
+    slow(3, {"fsdp": 2, "tensor": 4, "sequence_parallel": True}, {}, "tied", ""),
+    slow(3, {"data": 2, "fsdp": 4}, {"name": "adafactor"}, "tied", ""),
+    slow(3, {"fsdp": 8}, {"state_dtype": "int8"}, "tied", ""),
+]
+
+
+@pytest.mark.parametrize(("stage", "axes", "optimizer", "model", "adapt"), CASES)
+def test_a_step_is_that_of_the_ordinary_executor(
+    stage: int, axes: dict[str, Any], optimizer: dict[str, Any], model: str, adapt: str
+) -> None:
+    settings = dict(optimizer)
+    offload = OffloadConfig(optimizer=settings.pop("offload", False))
+    config = replace(ADAMW, **settings)
+    placement = replace(toy.placement(stage, **axes), offload=offload)
+    found, told = train(placement, replace(config, in_backward=True), model, adapt)
+    expected, expected_told = ordinary(config, model, adapt)
+    np.testing.assert_allclose(told, expected_told, rtol=2e-6)
+
+    def check(path: str, a: np.ndarray, b: np.ndarray) -> None:
+        share = 3e-5 if b.dtype == np.float32 else 1e-3  # of few bits, a value may have been rounded to the next
+        a, b = (np.asarray(each, np.float64) for each in (a, b))
+        assert np.linalg.norm(a - b) <= share * np.linalg.norm(b), path
+
+    tree.map_with_path(check, found, expected)

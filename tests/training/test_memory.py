@@ -1,0 +1,66 @@
+"""What is held at a step's peak, by kind and by name, as it is told."""
+
+import math
+
+import pytest
+
+from jaxopt_llm.parallel.buffers import Buffer
+from jaxopt_llm.training import memory
+from jaxopt_llm.training.memory import GIB, Held, Known, Memory
+
+KNOWN = Known(
+    gradients={(36, 640): "segment_0/block_0/mlp/up", (640,): "outer/final_norm/scale"},
+    kept={(4, 36, 128): "block_input", (4, 8, 36, 128): "query, key"},
+    fetched={(40, 640)},
+)
+
+
+def buffer(source: str, opcode: str, shape: tuple[int, ...], dtype: str = "f32") -> Buffer:
+    return Buffer(math.prod(shape) * 4, dtype, shape, opcode, source)
+
+
+@pytest.mark.parametrize(
+    ("source", "opcode", "shape", "kind", "name"),
+    [
+        ("jit(step)/jvp()/while/body/gather_weight/sharding_constraint", "fusion", (8,), "gathered_weights",
+         "forward gather_weight/sharding_constraint"),
+        ("jit(step)/transpose(jvp(weight_gradient))/scatter-add", "fusion", (8,), "gradients", "backward scatter-add"),
+        ("", "reduce-scatter", (8,), "gradients", "reduce-scatter"),
+        ("jit(step)/transpose(jvp())/while", "while", (1, 36, 640), "gradients", "of segment_0/block_0/mlp/up"),
+        ("jit(step)/update/while/body/mul", "fusion", (8,), "optimizer", "update/mul"),
+        ("jit(step)/jvp()/while", "while", (36, 4096, 640), "activations", "forward while"),
+        ("jit(step)/jvp()/while/body/dynamic_slice", "fusion", (1, 40, 640), "gathered_weights",
+         "forward dynamic_slice"),
+        ("jit(step)/jvp()/while/body/add", "fusion", (1, 40, 640), "activations", "forward add"),
+        ("jit(step)/forward/while", "while", (36, 1, 600), "activations", "forward"),
+        ("jit(step)/vmap(transpose(jvp()))/while", "while", (1, 36, 640), "gradients", "of segment_0/block_0/mlp/up"),
+        ("jit(step)/vmap(jvp())/while", "while", (36, 1, 640), "activations", "forward while"),
+        ("", "while", (36, 1, 4, 8, 128), "activations", "of all layers, query, key"),
+        ("jit(step)/(jvp()/while/body/a/b/c/d:transpose(jvp())/e)", "fusion", (8,), "activations", "backward b/c/d"),
+        ("", "copy", (8,), "other", "copy"),
+    ],
+)  # fmt: skip
+def test_what_a_temporary_is(source: str, opcode: str, shape: tuple[int, ...], kind: str, name: str) -> None:
+    each = buffer(source, opcode, shape)
+    assert (memory.kind(each, KNOWN), memory.source_name(each, KNOWN)) == (kind, name)
+
+
+def test_the_table() -> None:
+    held = Memory(3 * GIB, GIB // 2, 6 * GIB, 4 * GIB, 0, GIB // 4)
+    arrays = (
+        Held(2 * GIB, "float32[32,512,11008]", "optimizer", "moments segment_0/0/mu/block_0/mlp/up"),
+        Held(GIB, "2 × bf16[32,4,4096,4096]", "gathered_weights", "forward gather_weight"),
+    )
+    assert [*memory.kind_lines(held), *memory.largest_lines(arrays)] == [
+        "memory of each GPU         GiB",
+        "  parameters              3.00",
+        "  gradients               0.50",
+        "  optimizer               6.00",
+        "  activations             4.00",
+        "  gathered weights        0.00",
+        "  other                   0.25",
+        "  peak                   13.75",
+        "the largest arrays",
+        "  optimizer               2.00   moments segment_0/0/mu/block_0/mlp/up: float32[32,512,11008]",
+        "  gathered weights        1.00   forward gather_weight: 2 × bf16[32,4,4096,4096]",
+    ]

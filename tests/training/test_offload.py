@@ -1,0 +1,134 @@
+"""Parameters that rest in host memory: the same training to the bit."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import toy
+
+from jaxopt_llm.checkpoint.native import Checkpoints
+from jaxopt_llm.checkpoint.policy import CheckpointConfig
+from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.model.decoder import Params
+from jaxopt_llm.parallel.offload import HOST, OffloadConfig
+from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.training import state as training_state
+from jaxopt_llm.training.evaluation import evaluate, make_held_out
+from jaxopt_llm.training.lora import LoraConfig
+from jaxopt_llm.training.optimizer import OptimizerConfig
+from jaxopt_llm.training.program import Program, make_program
+from jaxopt_llm.training.schedule import ScheduleConfig
+from jaxopt_llm.training.state import TrainState
+from jaxopt_llm.training.step import TrainingConfig
+
+MODEL = replace(toy.CONFIG, layers=2, pattern=("global",))
+PLACED: dict[str, dict[str, Any]] = {
+    "one device": {},
+    "zero1": {"zero_stage": 1, "fsdp": 2},
+    "zero3": {"zero_stage": 3, "fsdp": 4, "tensor": 2},
+    "pipeline": {"zero_stage": 3, "pipeline": 2, "fsdp": 2},
+    "pipeline of copies": {"zero_stage": 1, "pipeline": 2, "fsdp": 2},
+}
+TRAINED = {
+    "parameters": LoraConfig(),
+    "adapters": LoraConfig(rank=2),
+    "adapters over int8": LoraConfig(rank=2, base="int8"),
+}
+
+
+@functools.cache
+def program(trained: str, placed: str, offload: OffloadConfig, accumulation: int = 1) -> tuple[Program, Placement]:
+    placement = replace(toy.placement(**PLACED[placed]), offload=offload)
+    training = TrainingConfig(batch_size=8, sequence_length=16, accumulation=accumulation)
+    arguments = (OptimizerConfig(name="sgd"), ScheduleConfig(1, 10), RematConfig(), TRAINED[trained], placement)
+    return make_program(MODEL, training, *arguments), placement
+
+
+def batch(of: Program, seed: int) -> Any:
+    return jax.device_put(toy.microbatches(toy.packed(8, 16, seed), of.batch.tokens.shape[0]), of.rows)
+
+
+def begin(of: Program, placement: Placement) -> TrainState:
+    return training_state.initialize(of.specs, of.optimizers, 0, placement)
+
+
+def memories(leaves: Params) -> dict[str, set[str]]:
+    """Of what lies outside the stacks, and of the stacks."""
+    kinds: dict[str, set[str]] = {"outer": set(), "stacks": set()}
+    for section, each in leaves.items():
+        found = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(each)}
+        kinds["outer" if section == "outer" else "stacks"] |= found
+    return kinds
+
+
+@pytest.mark.parametrize(
+    ("trained", "placed", "accumulation", "optimizer"),
+    [
+        ("parameters", "zero1", 1, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("adapters over int8", "zero3", 1, False),
+                ("parameters", "one device", 1, False),
+                ("parameters", "zero3", 2, False),
+                ("parameters", "zero3", 1, True),
+                ("adapters", "one device", 1, False),
+                ("adapters", "zero1", 2, False),
+                ("adapters", "pipeline", 2, False),
+                ("parameters", "pipeline of copies", 2, True),
+            )
+        ),
+    ],
+)
+def test_on_the_host_they_train_the_same_to_the_bit_and_resume(
+    trained: str, placed: str, accumulation: int, optimizer: bool, tmp_path: Path
+) -> None:
+    offloaded = program(trained, placed, OffloadConfig(optimizer, parameters=True), accumulation)
+    on_device = program(trained, placed, OffloadConfig(), accumulation)
+
+    def after(of: Program, state: TrainState, *seeds: int) -> TrainState:
+        for seed in seeds:
+            state, _ = of.step(state, batch(of, seed))
+        return state
+
+    start = begin(*offloaded)
+    on_device_too = training_state.shardings(on_device[0].specs, on_device[1])
+    wanted = after(on_device[0], jax.device_put(start, on_device_too, may_alias=False), 0, 1)
+    first = after(offloaded[0], start, 0)
+    base = first.trainable if trained == "parameters" else first.frozen
+    assert memories(base) == {"outer": {"device"}, "stacks": {HOST}}
+    if trained != "parameters":
+        assert memories(first.trainable)["stacks"] == {"device"}, "adapters"
+    with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
+        checkpoints.save(1, offloaded[0].kept(first), {})
+    found = offloaded[0].kept(after(offloaded[0], first, 1))
+    wanted = on_device[0].kept(wanted)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+    of, placement = offloaded
+    with Checkpoints(tmp_path) as checkpoints:
+        restored = checkpoints.restore(1, **placement.abstract(training_state.checkpoint_specs(of.specs)))
+    state = training_state.resume(of.specs, 1, placement, **restored)
+    assert memories(state.trainable if trained == "parameters" else state.frozen)["stacks"] == {HOST}
+    resumed = of.kept(after(of, state, 1))
+    jax.tree.map(np.testing.assert_array_equal, resumed, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made_at_once", [2**30, 1000])
+def test_initial_values_and_the_held_out_loss_are_the_same_to_the_bit(
+    made_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many programs make what goes to the host."""
+    monkeypatch.setattr(training_state, "MADE_AT_ONCE", made_at_once)
+    losses, states = [], []
+    for parameters in (False, True):
+        of, placement = program("adapters over int8", "zero3", OffloadConfig(parameters=parameters))
+        states.append(begin(of, placement))
+        losses.append(evaluate(make_held_out(of.parts, of.executor, placement), states[-1], [batch(of, 0)]))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    assert losses[0] == losses[1]

@@ -1,0 +1,99 @@
+"""Commands as forks of one process that has imported what they import, which is half of what a small run costs.
+
+Linux alone: the commands become the test process's own children, as those that it starts are.
+"""
+
+import ctypes
+import functools
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from typing import Any
+
+COMMANDS = ("train", "generate", "evaluate", "plan", "prepare")
+AVAILABLE = sys.platform == "linux"
+_SET_CHILD_SUBREAPER = 36  # of prctl(2): who takes in the orphans
+
+
+class Forked(subprocess.Popen[str]):
+    """`Popen([sys.executable, "-m", module, ...])`, forked; stdout and stderr must be pipes."""
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest) -> None:  # type: ignore[override]
+        pipes = rest[3:9]  # (read, write) of stdin, stdout and stderr
+        request = {"module": args[2], "arguments": args[3:], "folder": str(cwd), "environment": env}
+        connection, _ = _server()
+        socket.send_fds(connection, [json.dumps(request).encode()], [pipes[3], pipes[5]])
+        answer = connection.recv(8)
+        if not answer:
+            raise RuntimeError("the process that commands are forked from has died: import jaxopt_llm.train to see why")
+        self.pid = int.from_bytes(answer, "little")
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
+
+
+def fits(environment: dict[str, str]) -> bool:
+    """Whether a fork with this environment reads of it what a process that starts with it would."""
+    names = {*environment, *_environment()}
+    changed = {name for name in names if environment.get(name) != _environment().get(name)}
+    return AVAILABLE and not any(name.startswith(("JAX_", "XLA_", "PYTHON")) for name in changed)
+
+
+@functools.cache
+def _environment() -> dict[str, str]:
+    """What the server starts with: the environment of the first command."""
+    from commands import ENVIRONMENT
+
+    return {**os.environ, **ENVIRONMENT}
+
+
+@functools.cache
+def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """The process is kept, for its pipes."""
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its:
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(its.fileno())],
+            env=_environment(),
+            pass_fds=[its.fileno()],
+            stdout=subprocess.PIPE,  # by which sys.stdout and sys.stderr know what the forks' are
+            stderr=subprocess.PIPE,
+        )
+    process.returncode = 0  # it ends with this process, by whose end of the socket it knows
+    return ours, process
+
+
+def _serve(connection: socket.socket) -> dict[str, Any]:
+    """Returns in every command's process, with its request; in the server's own never."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 2)
+        if not message:
+            os._exit(0)
+        result, told = os.pipe()
+        if not (between := os.fork()):
+            if pid := os.fork():
+                os.write(told, pid.to_bytes(8, "little"))
+                os._exit(0)
+            for descriptor, number in zip(descriptors, (1, 2), strict=True):
+                os.dup2(descriptor, number)
+            for descriptor in (*descriptors, result, told, connection.detach()):
+                os.close(descriptor)
+            return json.loads(message)
+        os.waitpid(between, 0)  # only then is the command an orphan and taken in, and only then is it known
+        connection.send(os.read(result, 8))
+        for descriptor in (*descriptors, result, told):
+            os.close(descriptor)
+
+
+if __name__ == "__main__":
+    for name in COMMANDS:
+        runpy.run_module(f"jaxopt_llm.{name}", run_name="imported")
+    request = _serve(socket.socket(fileno=int(sys.argv[1])))
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    sys.argv[1:], sys.path[0] = request["arguments"], request["folder"]
+    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
