@@ -348,7 +348,7 @@ def main() -> int:
         return 0
     job = launchers.find(config.distributed, os.environ)
     distributed.check_divides(config.mesh.devices, job)
-    runtime.start(config.mesh.devices // job.processes, cache=not config.run.deterministic)
+    runtime.start(config.mesh.devices, job.processes, cache=not config.run.deterministic)
     directory = Path(config.run.directory)
     with (
         distributed.joined(job, config.distributed, configuration.shared(config)) as processes,

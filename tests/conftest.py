@@ -16,7 +16,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import pytest
 
-jax.config.update("jax_num_cpu_devices", 8)
+from jaxopt_llm.parallel.mesh import simulate_cpu_devices
+
+simulate_cpu_devices(8)
 # Where there is a GPU, too: what runs on it says so, by the fixture below.
 jax.config.update("jax_default_device", jax.devices("cpu")[0])
 

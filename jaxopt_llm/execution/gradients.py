@@ -41,10 +41,11 @@ def in_groups(batch: Batch, placement: Placement) -> Batch:
     return jax.tree.map(lambda x: x.reshape(placement.size(*groups), -1, x.shape[-1]), batch) if groups else batch
 
 
-def each_group(function: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
-    """A function of one gradient group as one of all, [G, ...]; itself where there are no groups."""
+def each_group(function: Callable[..., Any], placement: Placement, in_axes: int = 0) -> Callable[..., Any]:
+    """A function of one gradient group as one of all, [G, ...], which are the arguments' dimension `in_axes`; itself
+    where there are no groups."""
     groups = placement.gradient_groups
-    return jax.vmap(function, spmd_axis_name=groups) if groups else function
+    return jax.vmap(function, in_axes, axis_name=GROUPS, spmd_axis_name=groups) if groups else function
 
 
 def sum_over_groups(one_group: Callable[[Batch], Sums], batch: Batch, specs: Params, placement: Placement) -> Sums:
@@ -57,7 +58,7 @@ def sum_over_groups(one_group: Callable[[Batch], Sums], batch: Batch, specs: Par
         return one_group(batch)
     count = placement.size(*groups)
     grouped = jax.tree.map(lambda x: x.reshape(x.shape[0], count, -1, x.shape[-1]), batch)  # [M, G, B / G, S]
-    loss, auxiliary, gradients = jax.vmap(one_group, in_axes=1, axis_name=GROUPS, spmd_axis_name=groups)(grouped)
+    loss, auxiliary, gradients = each_group(one_group, placement, in_axes=1)(grouped)
     loss, auxiliary = jax.tree.map(lambda x: jnp.sum(x, axis=0), (loss, auxiliary))
     return loss, auxiliary, {name: _sum_section(specs[name], gradients[name], placement) for name in gradients}
 

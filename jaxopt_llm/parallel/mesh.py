@@ -1,6 +1,7 @@
 """The device mesh: six named axes, of which those of size 1 are off."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
@@ -42,9 +43,18 @@ class MeshConfig:
         return math.prod(getattr(self, axis) for axis in BATCH_AXES)
 
 
-def simulate_cpu_devices(count: int) -> None:
-    """Lets the CPU pose as so many devices. Must run before JAX touches a backend."""
+# Of XLA's on CPUs, for each device; its own choice is one for each device or core. A collective holds one while it
+# waits for the other devices, and a device can wait in several at once: a stage of a pipeline in its neighbours'
+# permutes and in its tensor group's sums. Where all threads wait, and what they wait for has none to run on, XLA ends
+# the process after 40 s.
+CPU_THREADS = 8
+
+
+def simulate_cpu_devices(count: int, processes: int = 1) -> None:
+    """Lets the CPU pose as so many devices in this process. Must run before JAX touches a backend."""
     jax.config.update("jax_num_cpu_devices", count)
+    if count * processes > 1:
+        os.environ["PJRT_NPROC"] = str(CPU_THREADS * count)
 
 
 # What lets GPUs compute while they exchange. Collectives are scheduled around computation by their estimated time (XLA

@@ -19,10 +19,10 @@ MEMORY_FRACTION = "0.92"
 _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
-def start(devices: int, *, cache: bool) -> None:
+def start(devices: int, processes: int = 1, *, cache: bool) -> None:
     """Simulated devices on CPUs, the memory fraction on GPUs, and the cache of compiled programs; what the user's
-    environment says of the last two stands. devices: of this process."""
-    simulate_cpu_devices(devices)
+    environment says of the last two stands. devices: of all processes."""
+    simulate_cpu_devices(devices // processes, processes)
     if not any(name in os.environ for name in _FRACTION_VARIABLES):
         os.environ[_FRACTION_VARIABLES[0]] = MEMORY_FRACTION
     if not cache:

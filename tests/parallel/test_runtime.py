@@ -1,6 +1,7 @@
 """What is settled before JAX opens a device."""
 
 import os
+import sys
 from pathlib import Path
 
 import commands
@@ -10,6 +11,7 @@ import pytest
 
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.parallel import runtime
+from jaxopt_llm.parallel.mesh import CPU_THREADS
 from jaxopt_llm.parallel.topology import gpu_topology
 
 
@@ -17,7 +19,7 @@ from jaxopt_llm.parallel.topology import gpu_topology
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     environment = {"XDG_CACHE_HOME": str(tmp_path)}
     monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(runtime, "simulate_cpu_devices", lambda devices: None)
+    monkeypatch.setattr(runtime, "simulate_cpu_devices", lambda count, processes: None)
     return environment
 
 
@@ -88,3 +90,12 @@ def test_programs_are_kept_by_processor(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(runtime, "_processor", lambda: "another")
     assert runtime.compilation_cache().parent == here.parent
     assert runtime.compilation_cache() != here
+
+
+@pytest.mark.core
+@pytest.mark.skipif(sys.platform != "linux", reason="counts this process's threads")
+def test_simulated_devices_have_threads_to_wait_in() -> None:
+    """Too few of them end the process, now and then, where programs have collectives of two kinds at once."""
+    jnp.zeros(1).block_until_ready()
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    assert sum("XLAEigen" in name for name in names) >= CPU_THREADS * len(jax.devices("cpu"))
