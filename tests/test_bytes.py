@@ -260,7 +260,7 @@ def of_the_base(stage: int, base: str) -> float:
     return 8 * base_bytes(base)[0] / (8 if stage == 3 else 1)
 
 
-@pytest.mark.parametrize(("stage", "base"), [(3, "int8"), *slow((0, "float"), (3, "float"))])
+@pytest.mark.parametrize(("stage", "base"), [(3, "float"), *slow((0, "float"), (3, "int8"))])
 def test_an_offloaded_base_passes_the_device_a_layer_at_a_time(stage: int, base: str) -> None:
     kept, offloaded = (
         compiled(8, FSDP, stage, adapters_over=base, offload=OffloadConfig(parameters=on)) for on in (False, True)
@@ -399,7 +399,7 @@ def test_only_adapters_have_gradients_to_move(stage: int, base: str) -> None:
     assert moved == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", ["full", *slow(("none",))])
 def test_an_int8_base_is_gathered_as_codes_a_layer_at_a_time(remat: str) -> None:
     step = compiled(8, FSDP, 3, remat, adapters_over="int8")
     inside = [each for each in step.collectives if each.kind == "all-gather" and each.times > 1]

@@ -88,7 +88,7 @@ def test_bad_arguments(arguments: tuple[str, ...]) -> None:
     assert refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("room_again", [True, False])
+@pytest.mark.parametrize("room_again", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_full_disk_costs_the_saves_that_it_lasts(room_again: bool, tmp_path: Path) -> None:
     """A limit on the size of files stands for it."""
     run = tmp_path / "run"

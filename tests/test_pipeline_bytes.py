@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from test_bytes import ROWS, SEQUENCE, WIDTH, Compiled, compiled
+from test_bytes import ROWS, SEQUENCE, WIDTH, Compiled, compiled, slow
 
 from jaxopt_llm.model import param
 from jaxopt_llm.parallel import hlo
@@ -21,7 +21,7 @@ def parameters(step: Compiled) -> tuple[int, int]:
     return param.count(step.program.specs.masters) - outer, outer
 
 
-@pytest.mark.parametrize(("mesh", "stage"), [(DEEP, 1), (MIXED, 3)])
+@pytest.mark.parametrize(("mesh", "stage"), [(DEEP, 1), *slow((MIXED, 3))])
 def test_memory_is_flat_in_the_number_of_microbatches(mesh: MeshConfig, stage: int) -> None:
     few, many = (compiled(LAYERS, mesh, stage, accumulation=count) for count in (8, 32))
     # Kept for each microbatch, inputs alone would add a fifth.
@@ -29,7 +29,7 @@ def test_memory_is_flat_in_the_number_of_microbatches(mesh: MeshConfig, stage: i
 
 
 @pytest.mark.parametrize(
-    ("mesh", "stage", "sequence_parallel"), [(DEEP, 1, False), (MIXED, 3, False), (MIXED, 3, True)]
+    ("mesh", "stage", "sequence_parallel"), [(DEEP, 1, False), (MIXED, 3, True), *slow((MIXED, 3, False))]
 )
 def test_between_stages_there_are_neighbours_permutes_and_one_sum_of_what_is_outside_the_stacks(
     mesh: MeshConfig, stage: int, sequence_parallel: bool
@@ -64,7 +64,7 @@ def test_gradients_are_reduced_once_after_the_ticks() -> None:
         assert total == pytest.approx(4 * (stacks / DEEP.pipeline + outer), rel=0.02)
 
 
-@pytest.mark.parametrize(("mesh", "stage", "per_parameter"), [(DEEP, 1, 2 + 12 / 2), (MIXED, 3, 12 / 2)])
+@pytest.mark.parametrize(("mesh", "stage", "per_parameter"), [(DEEP, 1, 2 + 12 / 2), *slow((MIXED, 3, 12 / 2))])
 def test_each_stage_holds_its_layers_alone(mesh: MeshConfig, stage: int, per_parameter: float) -> None:
     step = compiled(LAYERS, mesh, stage, accumulation=8)
     stacks, outer = parameters(step)

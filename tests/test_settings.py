@@ -162,7 +162,12 @@ QUANTISING = {"fp8": 0.11, "int8": 0.03, "int4_qat": 0.28}
 STATE = {"float32": 0, "bfloat16": 2e-3, "int8": 1e-2}
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: "-".join(case.values()))
+@pytest.mark.parametrize(
+    "case",
+    # A third is enough to see that they go together at all.
+    [pytest.param(case, marks=[pytest.mark.slow] * (index % 3 > 0)) for index, case in enumerate(cases())],
+    ids=lambda case: "-".join(case.values()),
+)
 def test_the_update_is_that_of_the_plain_step(case: dict[str, str]) -> None:
     config = configure(case)
     assert config is not None

@@ -244,7 +244,7 @@ def test_placement_changes_no_step(name: str, placed: str) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("placed", ["zero3", "pipeline"])
+@pytest.mark.parametrize("placed", ["zero3", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_on_the_host_the_optimizers_state_is_the_same_to_the_bit(placed: str) -> None:
     """In stage 1 with the masters, which the update alone reads."""
     offloaded = f"{placed} offloaded"
