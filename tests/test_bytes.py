@@ -192,7 +192,7 @@ def test_peak_per_layer(stage: int, accumulation: int, reduce: str, per_paramete
 
 @pytest.mark.parametrize(
     ("stage", "tied"),
-    [(2, True), (3, False), *slow((2, False), (3, True))],
+    [(3, False), *slow((2, False), (2, True), (3, True))],
 )
 def test_tables_are_reduced_once_a_microbatch(stage: int, tied: bool) -> None:
     """Outside the stacks: each table is reduced once, tied or not, and gathered for each of its uses in stage 3."""

@@ -194,7 +194,7 @@ def test_a_held_out_loss_that_is_not_finite_ends_the_run(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_repeatable_run_compiles_anew(deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[bool] = []
-    monkeypatch.setattr(command.runtime, "start", lambda devices, *, cache: kept.append(cache))
+    monkeypatch.setattr(command.runtime, "start", lambda devices, processes, *, cache: kept.append(cache))
     monkeypatch.setattr(command, "train", lambda *_: None)
     arguments = [
         "--config",

@@ -35,7 +35,7 @@ def whole_activations(step: Compiled, kind: str) -> float:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("remat", "reductions"), [("none", 4), ("full", 5)])
+@pytest.mark.parametrize(("remat", "reductions"), [("full", 5), *slow(("none", 4))])
 def test_tensor_parallelism_reduces_as_megatron_does(remat: str, reductions: int) -> None:
     """Shoeybi et al. 2019 (arXiv:1909.08053): two all-reduces forward, two backward. Recomputation repeats the
     attention's; the MLP's is the block's output, which no backward needs."""
@@ -60,7 +60,9 @@ def test_split_vocabulary_is_never_whole(mesh: MeshConfig) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("remat", "gathers", "scatters"), [("none", 2 + 4, 2 + 2), ("full", 2 + 2 + 4, 2 + 1 + 2)])
+@pytest.mark.parametrize(
+    ("remat", "gathers", "scatters"), [("full", 2 + 2 + 4, 2 + 1 + 2), *slow(("none", 2 + 4, 2 + 2))]
+)
 def test_sequence_parallelism_gathers_and_scatters_as_megatron_does(remat: str, gathers: int, scatters: int) -> None:
     """Korthikanti et al. 2022 (arXiv:2205.05198): each product's input is gathered and its sum scattered, attention's
     and the MLP's, forward and backward. The backward gathers the inputs once more, for the weights' gradients. What
@@ -91,7 +93,7 @@ def test_switches_move_no_more_than_their_gradients() -> None:
     assert sum(each.array_bytes * each.times for each in small if each not in heads) < 8 * 0.02 * ACTIVATION
 
 
-@pytest.mark.parametrize(("remat", "kept"), [("none", 2), ("full", 1)])
+@pytest.mark.parametrize(("remat", "kept"), [("full", 1), *slow(("none", 2))])
 def test_what_the_backward_keeps_of_the_residual_stream_is_divided(remat: str, kept: int) -> None:
     """A block's input, and without rematerialisation the MLP's too."""
     whole, divided = (

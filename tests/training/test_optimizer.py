@@ -228,8 +228,11 @@ def trained(name: str, placed: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "placed"),
     [
-        *(("adafactor", "zero3"), ("muon", "pipeline")),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("adafactor", "pipeline"), ("muon", "zero3"))),
+        ("adafactor", "zero3"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("adafactor", "pipeline"), ("muon", "zero3"), ("muon", "pipeline"))
+        ),
     ],
 )
 def test_placement_changes_no_step(name: str, placed: str) -> None:
