@@ -16,6 +16,7 @@ from test_bytes import (
     compiled,
     layer_parameters,
     per_layer,
+    slow,
 )
 
 from jaxopt_llm.parallel import hlo
