@@ -1,0 +1,49 @@
+"""What a setting costs in loss: the quickstart's text, by the training command itself."""
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+Losses = dict[str, dict[int, float]]  # by value of the setting and seed
+
+
+def compare(field: str, values: Sequence[str], seeds: Sequence[int], steps: int, overrides: list[str]) -> Losses:
+    """Held-out losses after the last of so many steps, in nats per token. Each run is a process of its own, with a
+    schedule that ends with it."""
+    losses: Losses = {value: {} for value in values}
+    for seed in seeds:
+        for value in values:
+            losses[value][seed] = _train(steps, seed, [f"--{field.replace('_', '-')}", value, *overrides])
+            print(f"seed {seed}, {field}={value}: {losses[value][seed]:.4f}", flush=True)
+    return losses
+
+
+def table(field: str, losses: Losses, steps: int) -> list[str]:
+    """With the ratio of each value's mean to the first's."""
+    means = {value: statistics.mean(found.values()) for value, found in losses.items()}
+    first = next(iter(means))
+    lines = [
+        f"held-out loss after {steps} quickstart steps, jax {jax.__version__} on {platform.machine()}",
+        f"{field:24} " + " ".join(f"{f'seed {seed}':>8}" for seed in losses[first]) + "     mean    ratio",
+    ]
+    for value, found in losses.items():
+        of_seeds = " ".join(f"{loss:8.4f}" for loss in found.values())
+        lines.append(f"{value:24} {of_seeds} {means[value]:8.4f} {means[value] / means[first]:8.4f}")
+    return lines
+
+
+def _train(steps: int, seed: int, settings: list[str]) -> float:
+    with tempfile.TemporaryDirectory() as directory:
+        recipe = ("--config", "quickstart.py", "--run.directory", directory, "--run.seed", seed)
+        length = ("--training.steps", steps, "--schedule.decay-steps", steps, "--evaluation.every", steps)
+        arguments = map(str, (*recipe, *length, *settings))
+        subprocess.run([sys.executable, "-m", "jaxopt_llm.train", *arguments], check=True)
+        last = (Path(directory) / "metrics.jsonl").read_text().splitlines()[-1]
+        return float(json.loads(last)["eval_loss"])
