@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxopt_llm import config as configuration
-from jaxopt_llm import errors, run
+from jaxopt_llm import errors, oom, run
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.data.corpus import open_corpus, open_whole
 from jaxopt_llm.data.packing import PackedRows
@@ -68,14 +68,16 @@ def main() -> int:
         trained = dataclasses.replace(trained, data=dataclasses.replace(trained.data, weights=(), format="auto"))
     config = configuration.override(trained, overrides, PROGRAM)
     _check(trained, config)
-    source = run.load(own.checkpoint, config.data)
+    with oom.remedied("loading the checkpoint", "take a GPU with more"):
+        source = run.load(own.checkpoint, config.data)
     if elsewhere:
         stream, skipped = open_whole(config.data, source.tokenizer)
         what = f"{', '.join(config.data.paths)}{''.join(f', {count:,} {why}' for why, count in skipped.items())}"
     else:
         stream, what = open_corpus(config.data, source.tokenizer).held_out, "the held-out split"
     rows = PackedRows(stream, config.training.sequence_length, config.model.vocabulary_size, what)
-    loss, tokens = evaluate(source, rows, config.training.batch_size, own.batches)
+    with oom.remedied("evaluating", "set --training.batch-size or --training.sequence-length smaller"):
+        loss, tokens = evaluate(source, rows, config.training.batch_size, own.batches)
     print(
         f"step {source.step} on {what} ({stream}): {loss:.4f} nats per token, "
         f"perplexity {math.exp(min(loss, 700)):.4g}, {tokens:,} tokens"

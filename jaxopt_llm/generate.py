@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxopt_llm import errors, run
+from jaxopt_llm import errors, oom, run
 from jaxopt_llm.data.tokenizer import Tokenizer
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution.decode import Sampling, continuations
@@ -152,14 +152,16 @@ def main() -> int:
     _check(prompts, arguments.tokens, sampling, arguments.seed, arguments.stop)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
-    source = run.load(arguments.checkpoint)
+    with oom.remedied("loading the checkpoint", "take a GPU with more"):
+        source = run.load(arguments.checkpoint)
     rest = (arguments.tokens, sampling, arguments.seed, arguments.stop)
-    if len(prompts) == 1 and not arguments.prompts:
-        generate(source, prompts, *rest, show=lambda text: print(text, end="", flush=True))
-        print()
-    else:
-        for prompt, text in zip(prompts, generate(source, prompts, *rest), strict=True):
-            print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
+    with oom.remedied("generating", "give fewer or shorter prompts at once, or --tokens less"):
+        if len(prompts) == 1 and not arguments.prompts:
+            generate(source, prompts, *rest, show=lambda text: print(text, end="", flush=True))
+            print()
+        else:
+            for prompt, text in zip(prompts, generate(source, prompts, *rest), strict=True):
+                print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
     return 0
 
 

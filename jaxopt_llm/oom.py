@@ -74,13 +74,7 @@ class Explainer:
         except JaxRuntimeError as error:
             if EXHAUSTED not in str(error):
                 raise
-            requested, statistics = _requested(str(error)), _statistics()
-            message = f"out of memory {what()}: XLA could not allocate "
-            message += f"{requested / GIB:,.2f} GiB more" if requested else "what it asked for"
-            if statistics:
-                used, limit = (statistics[name] / GIB for name in ("bytes_in_use", "bytes_limit"))
-                message += f", with {used:,.1f} of {limit:,.1f} GiB in use"
-            raise self._error(message, requested or UNTOLD, step) from error
+            raise self._error(_told(str(error), what()), _requested(str(error)) or UNTOLD, step) from error
 
     def _error(self, message: str, lacking: int, lowered: jax.stages.Lowered) -> OutOfMemory:
         newest = self.checkpoints.newest()
@@ -100,6 +94,28 @@ class Explainer:
         )
         memory = by_kind(self.program, known, hlo.memory(compiled), temporaries)
         return [*kind_lines(memory), *largest_lines(largest(self.program, known, temporaries))]
+
+
+@contextlib.contextmanager
+def remedied(what: str, remedy: str) -> Iterator[None]:
+    """`Explainer.during` for a command that only uses weights: one line, with what to change."""
+    try:
+        yield
+    except JaxRuntimeError as error:
+        if EXHAUSTED not in str(error):
+            raise
+        raise OutOfMemory(f"{_told(str(error), what)}: {remedy}", ()) from error
+
+
+def _told(error: str, what: str) -> str:
+    """XLA's error in a sentence."""
+    requested, statistics = _requested(error), _statistics()
+    message = f"out of memory {what}: XLA could not allocate "
+    message += f"{requested / GIB:,.2f} GiB more" if requested else "what it asked for"
+    if statistics:
+        used, limit = (statistics[name] / GIB for name in ("bytes_in_use", "bytes_limit"))
+        message += f", with {used:,.1f} of {limit:,.1f} GiB in use"
+    return message
 
 
 def _compile_without_trials(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.stages.Compiled:

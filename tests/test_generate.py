@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import toy
 from commands import command, train
+from test_bad_input import assert_one_line
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 
@@ -124,3 +125,11 @@ def test_the_command(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in generate("--prompts", tmp_path / "prompts.jsonl").splitlines()]
     assert [line["prompt"] for line in lines] == ["def ", "class Café"]
     assert generate("--prompt", "def ") == f"def {lines[0]['text']}\n"
+    # Keys and values of 100,000 tokens for each prompt: 384 GB.
+    (tmp_path / "prompts.jsonl").write_text('"x"\n' * 30_000)
+    refused = command(
+        "generate", "--checkpoint", tmp_path / "run", "--prompts", tmp_path / "prompts.jsonl", "--tokens", 100_000
+    )
+    assert refused.returncode == 2
+    assert_one_line(refused.stderr, "out of memory generating: XLA could not allocate")
+    assert "give fewer or shorter prompts at once" in refused.stderr

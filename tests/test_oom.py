@@ -111,6 +111,14 @@ def test_what_xla_cannot_allocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(refused.value.details) < 25
 
 
+def test_commands_that_use_weights_say_what_to_change() -> None:
+    with pytest.raises(OutOfMemory, match="out of memory evaluating: XLA could not allocate 16.00 GiB more: do less"):
+        with oom.remedied("evaluating", "do less"):
+            raise jax.errors.JaxRuntimeError(XLA)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), oom.remedied("evaluating", "do less"):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no")
+
+
 def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
     explain = explainer(tmp_path / "run")
     with pytest.raises(jax.errors.JaxRuntimeError), explain.during(lambda: "in step 1", lowered()):
