@@ -112,9 +112,9 @@ def test_what_xla_cannot_allocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_commands_that_use_weights_say_what_to_change() -> None:
-    with pytest.raises(OutOfMemory, match="out of memory evaluating: XLA could not allocate 16.00 GiB more: do less"):
-        with oom.remedied("evaluating", "do less"):
-            raise jax.errors.JaxRuntimeError(XLA)
+    said = "out of memory evaluating: XLA could not allocate 16.00 GiB more: do less"
+    with pytest.raises(OutOfMemory, match=said), oom.remedied("evaluating", "do less"):
+        raise jax.errors.JaxRuntimeError(XLA)
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), oom.remedied("evaluating", "do less"):
         raise jax.errors.JaxRuntimeError("INTERNAL: no")
 
