@@ -103,10 +103,7 @@ def predict(config: TrainConfig) -> Estimate:
 
 def apply(config: TrainConfig, settings: Settings) -> TrainConfig | None:
     """The configuration with these fields changed; None where it would be refused."""
-    for name, value in settings.items():
-        section, field = name.split(".")
-        changed = dataclasses.replace(getattr(config, section), **{field: value})
-        config = dataclasses.replace(config, **{section: changed})
+    config = configuration.changed(config, settings)
     try:
         validate(config)
     except InputError:

@@ -177,6 +177,15 @@ def get(config: TrainConfig, name: str) -> Any:
     return functools.reduce(getattr, name.split("."), config)
 
 
+def changed(config: TrainConfig, settings: dict[str, Any]) -> TrainConfig:
+    """With these fields in place of its own, by dotted name."""
+    for name, value in settings.items():
+        section, field_name = name.split(".")
+        part = dataclasses.replace(getattr(config, section), **{field_name: value})
+        config = dataclasses.replace(config, **{section: part})
+    return config
+
+
 def shared(config: TrainConfig) -> dict[str, Any]:
     """What all processes of a job must have alike: every field by its name, but for the process's own number."""
     return {name: get(config, name) for name in FIELDS if name != "distributed.process_id"}

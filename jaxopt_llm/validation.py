@@ -1,6 +1,7 @@
 """What a configuration gets wrong, field by field and between its sections."""
 
 import dataclasses
+from typing import Any
 
 from jax.sharding import AbstractMesh
 
@@ -145,25 +146,27 @@ def _missing_features(config: TrainConfig) -> list[str]:
     return [f"mesh.context={config.mesh.context}: not there yet, no ring attention; use mesh.fsdp and mesh.tensor"]
 
 
+# What an optimizer in the backward wants: what else these do waits for all gradients, or is not there with it.
+WITH_IN_BACKWARD: dict[str, Any] = {
+    "optimizer.clip_norm": 0,
+    "training.skip_outliers": 0,
+    "training.skip_limit": 1,
+    "training.accumulation": 1,
+    "precision.loss_scaling": "none",
+    "precision.compute_dtype_layers": 0,
+    "mesh.pipeline": 1,
+    "remat.policy": "full",
+    "remat.every": 1,
+    "remat.offload": (),
+}
+
+
 def _waits_for_all_gradients(config: TrainConfig) -> list[str]:
-    """What does not go with an optimizer in the backward, or is not there with it."""
     if not config.optimizer.in_backward:
         return []
-    wanted = {
-        "optimizer.clip_norm": 0,
-        "training.skip_outliers": 0,
-        "training.skip_limit": 1,
-        "training.accumulation": 1,
-        "precision.loss_scaling": "none",
-        "precision.compute_dtype_layers": 0,
-        "mesh.pipeline": 1,
-        "remat.policy": "full",
-        "remat.every": 1,
-        "remat.offload": (),
-    }
     changes = [
         f"--{name.replace('_', '-')} {'' if value == () else value} (it is {get(config, name)})"
-        for name, value in wanted.items()
+        for name, value in WITH_IN_BACKWARD.items()
         if get(config, name) != value
     ]
     if not changes:

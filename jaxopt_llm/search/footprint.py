@@ -46,6 +46,9 @@ def footprint(config: TrainConfig, rests: Resting) -> Footprint:
 
 def _gradients(config: TrainConfig, rests: Resting, reduced: int) -> float:
     """Of one microbatch, their sum over microbatches in float32, and in stages 0 and 1 their sum over devices."""
+    if config.optimizer.in_backward:  # one layer's, whole and divided
+        layers = layers_held(config.model, config.mesh.pipeline)
+        return reduced * ((rests.layers.trained + rests.layers.gradients) / layers + rests.outer.gradients)
     one = rests.layers.gradients + rests.outer.gradients
     held = one * reduced
     if accumulates(config):

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from jaxopt_llm import config as configuration
 from jaxopt_llm.config import TrainConfig
@@ -12,6 +13,7 @@ from jaxopt_llm.parallel.mesh import MeshConfig
 from jaxopt_llm.parallel.sharding import ShardingConfig
 from jaxopt_llm.search.roofline import Cluster
 from jaxopt_llm.training import shapes
+from jaxopt_llm.validation import WITH_IN_BACKWARD
 
 # From what keeps most to what keeps least.
 REMAT = (
@@ -24,11 +26,13 @@ REMAT = (
     RematConfig("full"),
     RematConfig("full", offload=("block_input",)),
 )
-# What alters what is learnt, and is walked only where the user allows it: values from wide to narrow.
-ALLOWED: dict[str, tuple[str, ...]] = {
+# What alters what is learnt, and is walked only where the user allows it: values from wide to narrow. An optimizer in
+# the backward comes with what it wants: no clip, no skipped step.
+ALLOWED: dict[str, tuple[Any, ...]] = {
     "optimizer.state_dtype": ("float32", "bfloat16", "int8"),
     "precision.reduce_dtype": ("float32", "bfloat16"),
     "precision.compute_dtype": ("float32", "bfloat16"),
+    "optimizer.in_backward": (False, True),
 }
 
 
@@ -44,19 +48,20 @@ def walk(
     accumulations = divisors(config.training.batch_size // mesh.batch_shards)
     if lean:
         remats, accumulations = remats[-1:], accumulations[-1:]
-    if config.optimizer.in_backward:  # which goes with nothing else
-        remats, accumulations = [RematConfig("full")], [1]
-    for variant, sharding, remat, offloads, accumulation in itertools.product(
-        variants(config, allowed), _shardings(config, mesh), remats, (False, True), accumulations
-    ):
-        yield replace(
-            variant,
-            mesh=mesh,
-            sharding=sharding,
-            remat=remat,
-            offload=replace(config.offload, optimizer=offloads),
-            training=replace(config.training, accumulation=accumulation),
-        )
+    for variant in variants(config, allowed):
+        ways = itertools.product(remats, accumulations)
+        if variant.optimizer.in_backward:  # which goes with nothing else
+            ways = itertools.product([RematConfig("full")], [1] * (mesh.pipeline == 1))
+        shardings = [(each, offloads) for offloads in (False, True) for each in _shardings(config, mesh, offloads)]
+        for (sharding, offloads), (remat, accumulation) in itertools.product(shardings, [*ways]):
+            yield replace(
+                variant,
+                mesh=mesh,
+                sharding=sharding,
+                remat=remat,
+                offload=replace(config.offload, optimizer=offloads),
+                training=replace(variant.training, accumulation=accumulation),
+            )
 
 
 def meshes(cluster: Cluster) -> Iterator[MeshConfig]:
@@ -83,24 +88,21 @@ def variants(config: TrainConfig, allowed: tuple[str, ...]) -> list[TrainConfig]
     """The configuration with each combination of the values that are allowed, its own or narrower, and legal."""
     found = [config]
     for name in allowed:
-        found = [_with(each, name, value) for each in found for value in _narrower(each, name)]
+        found = [configuration.changed(each, {name: value}) for each in found for value in _narrower(each, name)]
+    found = [configuration.changed(each, WITH_IN_BACKWARD) if each.optimizer.in_backward else each for each in found]
     return [each for each in found if not each.precision.problems() + each.optimizer.problems()]
 
 
-def _narrower(config: TrainConfig, name: str) -> tuple[str, ...]:
+def _narrower(config: TrainConfig, name: str) -> tuple[Any, ...]:
     """A field's own value, and those after it."""
     own, values = configuration.get(config, name), ALLOWED[name]
     return values[values.index(own) :] if own in values else (own,)
 
 
-def _with(config: TrainConfig, name: str, value: str) -> TrainConfig:
-    section, field = name.split(".")
-    return replace(config, **{section: replace(getattr(config, section), **{field: value})})
-
-
-def _shardings(config: TrainConfig, mesh: MeshConfig) -> Iterator[ShardingConfig]:
-    """Without `fsdp` there is nothing to divide, and with it stage 0 is `data` by another name."""
-    for stage in (1, 2, 3) if mesh.fsdp > 1 else (0,):
+def _shardings(config: TrainConfig, mesh: MeshConfig, offloads: bool) -> Iterator[ShardingConfig]:
+    """With `fsdp`, stage 0 is `data` by another name. Without it there is nothing to divide; but stage 1 has masters
+    beside what the blocks read, which can rest on the host."""
+    for stage in (1, 2, 3) if mesh.fsdp > 1 else (0, 1) if offloads else (0,):
         for sequence_parallel in (False, True) if mesh.tensor > 1 else (False,):
             sharding = ShardingConfig(stage, sequence_parallel)
             if not shapes.problems(config.model, replace(config.training, accumulation=1), mesh, sharding):

@@ -34,7 +34,10 @@ def test_zero_stages_follow_fsdp() -> None:
     def stages(mesh: MeshConfig) -> set[int]:
         return {config.sharding.zero_stage for config in walk(RECIPE, mesh)}
 
-    assert stages(MeshConfig(data=8)) == {0}
+    assert stages(MeshConfig(data=8)) == {0, 1}
+    assert {config.offload.optimizer for config in walk(RECIPE, MeshConfig(data=8)) if config.sharding.zero_stage} == {
+        True
+    }
     assert stages(MeshConfig(data=2, fsdp=4)) == {1, 2, 3}
 
 
@@ -68,3 +71,17 @@ def test_an_optimizer_in_the_backward_takes_nothing_but_full_recomputation() -> 
     for config in found:
         validate(config)
     assert {config.mesh.pipeline for config in found} == {1}
+
+
+def test_where_it_is_allowed_the_optimizer_goes_into_the_backward() -> None:
+    mesh = MeshConfig(fsdp=8)
+    own, both = (list(walk(RECIPE, mesh, allowed)) for allowed in ((), ("optimizer.in_backward",)))
+    added = [config for config in both if config not in own]
+    assert added and set(own) < set(both)
+    for config in added:
+        validate(config)
+    assert {(config.optimizer.in_backward, config.optimizer.clip_norm) for config in added} == {(True, 0)}
+    assert {config.offload.optimizer for config in added} == {False, True}
+    assert set(walk(RECIPE, MeshConfig(pipeline=2, fsdp=4), ("optimizer.in_backward",))) == set(
+        walk(RECIPE, MeshConfig(pipeline=2, fsdp=4))
+    )
