@@ -1,18 +1,18 @@
 """Reads a compiled program: its memory, its FLOPs, and what it moves between devices.
 
 Bytes in memory come from `Compiled.memory_analysis()`, the rest from the HLO text, `Compiled.as_text()`. That is the
-program of one device (SPMD), so every number here is per device. XLA's terms are kept: a module has computations, a
-computation has instructions. The notations are those that jax 0.10.2 and 0.11.2 print for CPU and GPU.
+program of one device (SPMD), so every number here is per device.
 """
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
+
+from jaxopt_llm.parallel.instructions import Computation, Instruction, Run, integers, parse, times, walk
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 
@@ -111,11 +111,11 @@ def dot_flops_by_dtype(text: str) -> Mapping[str, int]:
         ValueError: a matmul is in a loop without a fixed trip count.
     """
     flops: dict[str, int] = {}
-    for computation, instruction, run in _walk(text):
+    for computation, instruction, run in walk(text):
         if _is_matmul(instruction):
             operand = computation[instruction.operands[0]].results[0]
             products = math.prod(instruction.results[0].shape) * _contracted(computation, instruction)
-            flops[operand.dtype] = flops.get(operand.dtype, 0) + 2 * products * _times(instruction, run)
+            flops[operand.dtype] = flops.get(operand.dtype, 0) + 2 * products * times(instruction, run)
     return flops
 
 
@@ -133,7 +133,7 @@ def collectives(text: str, mesh: jax.sharding.Mesh) -> tuple[Collective, ...]:
         raise ValueError(f"the program is for {devices} devices, the mesh has {mesh.size}")
     return tuple(
         _collective(computation, instruction, run, mesh)
-        for computation, instruction, run in _walk(text)
+        for computation, instruction, run in walk(text)
         if instruction.opcode.removesuffix("-start") in COLLECTIVES
     )
 
@@ -146,15 +146,15 @@ def host_traffic(text: str) -> int:
         ValueError: what moves is in a loop without a fixed trip count.
     """
     return sum(
-        moved * _times(instruction, run)
-        for computation, instruction, run in _walk(text)
+        moved * times(instruction, run)
+        for computation, instruction, run in walk(text)
         if (moved := _moved_between_memories(computation, instruction))
     )
 
 
 def instruction_count(text: str) -> int:
     """Instructions in all computations, however often they run: the size of the program that XLA compiled."""
-    return sum(len(computation) for computation in _parse(text).values())
+    return sum(len(computation) for computation in parse(text).values())
 
 
 def array_shapes(text: str) -> Iterator[ArrayShape]:
@@ -163,219 +163,29 @@ def array_shapes(text: str) -> Iterator[ArrayShape]:
     The same memory can appear several times, in tuples and under other shapes (`bitcast`): look for sizes rather than
     shapes, and take maxima rather than sums.
     """
-    for _, instruction, run in _walk(text):
+    for _, instruction, run in walk(text):
         for array in instruction.results:
             yield ArrayShape(array.dtype, array.shape, array.bytes, instruction.opcode, run.fused, instruction.source)
-
-
-# ---- Text to instructions.
-
-
-@dataclass(frozen=True)
-class _Array:
-    dtype: str
-    shape: tuple[int, ...]
-    layout: str = ""  # {1,0}; {1,0:S(5)} in host memory
-
-    @property
-    def bytes(self) -> int:
-        if self.dtype == "pred":
-            return math.prod(self.shape)
-        bits = re.search(r"\d+", self.dtype)  # the first number of bf16, s4, f8e4m3fn; token and opaque have none
-        return (math.prod(self.shape) * int(bits[0] if bits else 0) + 7) // 8
-
-
-@dataclass(frozen=True)
-class _Instruction:
-    name: str
-    opcode: str
-    results: tuple[_Array, ...]
-    operands: tuple[str, ...]  # names in the same computation; of a constant, its value
-    attributes: str
-    is_root: bool
-
-    def find(self, pattern: str) -> str | None:
-        match = re.search(pattern, self.attributes)
-        return match[1] if match else None
-
-    @property
-    def source(self) -> str:
-        return self.find(r'op_name="([^"]*)"') or ""
-
-
-_Computation = Mapping[str, _Instruction]
-_Module = Mapping[str, _Computation]  # in the order of the text, callees before callers; the entry is named ENTRY
-
-_HEADER = re.compile(r"(ENTRY )?%?([\w.-]+) .*\{$")  # %name (parameters) -> type {
-_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.-]+) = ")  # %name = type opcode(operands), attributes
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?")  # f32[8,<=16]{1,0}
-
-
-def _parse(text: str) -> _Module:
-    module: dict[str, dict[str, _Instruction]] = {}
-    computation: dict[str, _Instruction] = {}
-    for line in text.splitlines():
-        if match := _INSTRUCTION.match(line):
-            computation[match[2]] = _parse_instruction(match[2], line[match.end() :], is_root=bool(match[1]))
-        elif match := _HEADER.match(line):
-            computation = module["ENTRY" if match[1] else match[2]] = {}
-    if "ENTRY" not in module:
-        raise ValueError("this is not the text of an HLO module: it has no ENTRY computation")
-    return module
-
-
-def _parse_instruction(name: str, text: str, is_root: bool) -> _Instruction:
-    type_end = _closing(text, 0) if text.startswith("(") else text.index(" ")
-    opcode_end = text.index("(", type_end)
-    operands_end = _closing(text, opcode_end)
-    operands = re.sub(r"/\*.*?\*/", "", text[opcode_end:operands_end])  # /*index=5*/
-    return _Instruction(
-        name=name,
-        opcode=text[type_end:opcode_end].strip(),
-        results=tuple(
-            _Array(dtype, tuple(_integers(shape)), layout) for dtype, shape, layout in _ARRAY.findall(text[:type_end])
-        ),
-        operands=tuple(re.findall(r"[\w.-]+", operands)),
-        attributes=text[operands_end:],
-        is_root=is_root,
-    )
-
-
-def _closing(text: str, start: int) -> int:
-    """The index past the parenthesis that closes the one at `start`."""
-    depth = 0
-    for match in re.compile(r"[()]").finditer(text, start):
-        depth += 1 if match[0] == "(" else -1
-        if depth == 0:
-            return match.end()
-    raise ValueError(f"unbalanced parentheses in the HLO text at {text[start : start + 80]!r}")
-
-
-def _integers(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)]
-
-
-# ---- How often a computation runs.
-
-
-@dataclass(frozen=True)
-class _Run:
-    times: int | None = 0  # over all its callers; None where a loop has no fixed trip count
-    fused: bool = False
-    asynchronous: bool = False
-
-
-def _walk(text: str) -> Iterator[tuple[_Computation, _Instruction, _Run]]:
-    """Every instruction that can run, with the computation that it is in."""
-    module = _parse(text)
-    runs = _runs(module)
-    for name, computation in module.items():
-        if runs[name].times != 0:
-            yield from ((computation, instruction, runs[name]) for instruction in computation.values())
-
-
-def _runs(module: _Module) -> Mapping[str, _Run]:
-    runs = dict.fromkeys(module, _Run()) | {"ENTRY": _Run(times=1)}
-    for name, computation in reversed(list(module.items())):  # callers first
-        run = runs[name]
-        for instruction in computation.values():
-            trips = _trip_count(module, computation, instruction) if instruction.opcode == "while" else 1
-            for callee in _called(instruction):
-                past = runs[callee]
-                times = None
-                if past.times is not None and run.times is not None and trips is not None:
-                    times = past.times + run.times * trips
-                runs[callee] = _Run(
-                    times=times,
-                    fused=past.fused or run.fused or instruction.opcode.startswith("fusion"),
-                    asynchronous=past.asynchronous or run.asynchronous or instruction.opcode.endswith("-start"),
-                )
-    return runs
-
-
-def _called(instruction: _Instruction) -> list[str]:
-    attributes = instruction.attributes.partition(", metadata=")[0]
-    names = re.findall(r"\b(?:calls|to_apply|condition|body|\w+_computations?)=(\{[^}]*\}|[%\w.-]+)", attributes)
-    return re.findall(r"[\w.-]+", " ".join(names))
-
-
-def _trip_count(module: _Module, computation: _Computation, loop: _Instruction) -> int | None:
-    """What XLA states in a compiled program; else read off a loop that counts by 1 up to a constant."""
-    if known := loop.find(r'"known_trip_count":\{"n":"(\d+)"\}'):
-        return int(known)
-    condition, body = (module[loop.find(rf"\b{part}=%?([\w.-]+)") or ""] for part in ("condition", "body"))
-    initial, update = computation[loop.operands[0]], _root(body)
-    test = _scalar(module, condition, _root(condition).name)
-    if (initial.opcode, update.opcode) != ("tuple", "tuple") or not isinstance(test, tuple) or test[0] != "LT":
-        return None
-    _, counter, limit = test
-    if not isinstance(counter, tuple) or counter[0] != "element":
-        return None
-    start, step = (
-        _scalar(module, where, each.operands[counter[1]]) for where, each in ((computation, initial), (body, update))
-    )
-    counts = step in (("add", counter, 1), ("add", 1, counter))
-    return limit - start if counts and isinstance(start, int) and isinstance(limit, int) else None
-
-
-_Scalar = Any  # an integer, ("element", index) of the loop's state, ("add" or "LT", _Scalar, _Scalar), or None
-
-
-def _scalar(module: _Module, computation: _Computation, name: str, arguments: Sequence[_Scalar] = ()) -> _Scalar:
-    """What a loop counts with, through the copies and fusions that XLA wraps it in. arguments: of a fusion."""
-    instruction = computation[name]
-
-    def operands() -> list[_Scalar]:
-        return [_scalar(module, computation, each, arguments) for each in instruction.operands]
-
-    match instruction.opcode:
-        case "constant":
-            text = instruction.operands[0]
-            return int(text) if text.isdigit() else None
-        case "get-tuple-element":
-            return "element", int(instruction.find(r"\bindex=(\d+)") or -1)
-        case "parameter":
-            return arguments[int(instruction.operands[0])] if arguments else None
-        case "copy":
-            return operands()[0]
-        case "fusion":
-            callee = module[_called(instruction)[0]]
-            return _scalar(module, callee, _root(callee).name, operands())
-        case "add":
-            return "add", *operands()
-        case "compare":
-            return (instruction.find(r"direction=(\w+)"), *operands())
-    return None
-
-
-def _root(computation: _Computation) -> _Instruction:
-    return next(instruction for instruction in computation.values() if instruction.is_root)
-
-
-def _times(instruction: _Instruction, run: _Run) -> int:
-    if run.times is None:
-        raise ValueError(f"{instruction.name} ({instruction.source}) is in a loop without a fixed trip count")
-    return run.times
 
 
 # ---- Matmuls.
 
 
-def _is_matmul(instruction: _Instruction) -> bool:
+def _is_matmul(instruction: Instruction) -> bool:
     return instruction.opcode == "dot" or bool(instruction.find(r'custom_call_target="(__cublas\$(?:gemm|lt\$matmul))'))
 
 
-def _contracted(computation: _Computation, matmul: _Instruction) -> int:
+def _contracted(computation: Computation, matmul: Instruction) -> int:
     """The product of the contracted sizes: `lhs_contracting_dims={1}` or, in cuBLAS, `…_dimensions":["1"]`."""
     shape = computation[matmul.operands[0]].results[0].shape
     dimensions = matmul.find(r'\blhs_contracting_dim(?:ension)?s(?:=\{|":\[)([^\]}]*)') or ""
-    return math.prod(shape[dimension] for dimension in _integers(dimensions))
+    return math.prod(shape[dimension] for dimension in integers(dimensions))
 
 
 # ---- Host memory.
 
 
-def _moved_between_memories(computation: _Computation, instruction: _Instruction) -> int:
+def _moved_between_memories(computation: Computation, instruction: Instruction) -> int:
     """Bytes; 0 of what stays in one memory."""
     if instruction.opcode not in ("copy", "copy-start", "dynamic-slice", "dynamic-update-slice"):
         return 0
@@ -388,7 +198,7 @@ def _moved_between_memories(computation: _Computation, instruction: _Instruction
 # ---- Collectives.
 
 
-def _collective(computation: _Computation, instruction: _Instruction, run: _Run, mesh: jax.sharding.Mesh) -> Collective:
+def _collective(computation: Computation, instruction: Instruction, run: Run, mesh: jax.sharding.Mesh) -> Collective:
     kind = instruction.opcode.removesuffix("-start")
     names = instruction.operands[:1] if kind == "ragged-all-to-all" else instruction.operands  # its others are sizes
     arrays = [array for name in names for array in computation[name].results]
@@ -401,7 +211,7 @@ def _collective(computation: _Computation, instruction: _Instruction, run: _Run,
         array_bytes=sum(array.bytes for array in arrays) * (size if kind == "all-gather" else 1),
         group_size=size,
         axes=_axes(groups, mesh),
-        times=_times(instruction, run),
+        times=times(instruction, run),
         asynchronous=started and not instruction.find('("is_sync":true)'),  # XLA so marks a start that overlaps nothing
         source=instruction.source,
     )
@@ -415,7 +225,7 @@ def _axes(groups: list[list[int]], mesh: jax.sharding.Mesh) -> tuple[str, ...]:
     )
 
 
-def _groups(collective: _Instruction, devices: int) -> list[list[int]]:
+def _groups(collective: Instruction, devices: int) -> list[list[int]]:
     """The devices that work together, in any of XLA's notations.
 
     Listed: `replica_groups={{0,1},{2,3}}`, where `{}` is all, and `source_target_pairs={{0,1},{1,0}}`.
@@ -424,11 +234,11 @@ def _groups(collective: _Instruction, devices: int) -> list[list[int]]:
     mesh of XLA's own, with ids in order if none are given. Of `a`, `'a':(1)2` is the major half, `'a':(2)2` the minor.
     """
     if listed := collective.find(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}"):
-        return [_integers(group) for group in listed.split("}") if _integers(group)]
+        return [integers(group) for group in listed.split("}") if integers(group)]
     if collective.find(r"(replica_groups=\{\})"):
         return [list(range(devices))]
     if computed := re.search(r"replica_groups=\[(\d+,\d+)\]<=(\S+?)(?:, |$)", collective.attributes):
-        return [ids.tolist() for ids in _device_ids(computed[2]).reshape(_integers(computed[1]))]
+        return [ids.tolist() for ids in _device_ids(computed[2]).reshape(integers(computed[1]))]
     if named := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", collective.attributes):
         return _named_groups(*named.groups())
     raise ValueError(f"cannot read the devices of {collective.name}: {collective.attributes[:200]}")
@@ -437,10 +247,10 @@ def _groups(collective: _Instruction, devices: int) -> list[list[int]]:
 def _device_ids(text: str) -> np.ndarray:
     """Ids, flat, from `[2,4]T(1,0)`, `[8]` or a plain list."""
     if not text.startswith("["):
-        return np.array(_integers(text))
+        return np.array(integers(text))
     shape, _, order = text.partition("T")
-    ids = np.arange(math.prod(_integers(shape))).reshape(_integers(shape))
-    return (ids.transpose(_integers(order)) if order else ids).flatten()
+    ids = np.arange(math.prod(integers(shape))).reshape(integers(shape))
+    return (ids.transpose(integers(order)) if order else ids).flatten()
 
 
 def _named_groups(axes: str, device_ids: str | None, along: str) -> list[list[int]]:
