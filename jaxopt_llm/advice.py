@@ -1,21 +1,17 @@
 """Which settings would make a step smaller, by how much, and at what price: arithmetic, nothing is compiled."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import AbstractMesh
-
 from jaxopt_llm import config as configuration
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.errors import InputError
-from jaxopt_llm.parallel.mesh import AXES
-from jaxopt_llm.parallel.sharding import STORAGE_AXES, Placement
-from jaxopt_llm.training.estimate import Estimate, estimate
+from jaxopt_llm.parallel.sharding import STORAGE_AXES
+from jaxopt_llm.search.footprint import Footprint, footprint
+from jaxopt_llm.search.resting import resting
 from jaxopt_llm.training.memory import GIB
-from jaxopt_llm.training.program import make_program
 from jaxopt_llm.validation import validate
 
 Settings = dict[str, Any]  # by field, as in "sharding.zero_stage"
@@ -57,8 +53,8 @@ def advise(config: TrainConfig, lacking: int, resumes: bool = False, simulated: 
     """
     before = predict(config)
 
-    def size(of: Estimate) -> int:
-        return of.peak + of.host * simulated
+    def size(of: Footprint) -> int:
+        return round(of.peak + of.host * simulated)
 
     def judge(settings: Settings, price: str) -> Advice | None:
         changed = apply(config, settings)
@@ -92,13 +88,10 @@ def advise(config: TrainConfig, lacking: int, resumes: bool = False, simulated: 
 
 
 @functools.cache
-def predict(config: TrainConfig) -> Estimate:
-    mesh = AbstractMesh(dataclasses.astuple(config.mesh), AXES)
-    placement = Placement(mesh, config.sharding, config.precision, config.offload)
-    program = make_program(
-        config.model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
-    )
-    return estimate(program, config.model, config.training, config.remat, placement)
+def predict(config: TrainConfig) -> Footprint:
+    rests = resting(config)
+    assert rests is not None, "what `validate` refuses"
+    return footprint(config, rests)
 
 
 def apply(config: TrainConfig, settings: Settings) -> TrainConfig | None:

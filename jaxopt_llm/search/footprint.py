@@ -1,7 +1,7 @@
 """What a step holds on each GPU by arithmetic: what rests is exact, the temporaries are those that dominate.
 
-The compiler's figure is the truth; this one decides which settings are worth compiling (docs/plan.md says how close it
-comes). Letters: T tokens of a microbatch on one device.
+The compiler's figure is the truth; this one decides which settings are worth compiling, and which are advised where
+memory runs out (docs/plan.md and docs/out_of_memory.md say how close it comes).
 """
 
 from dataclasses import dataclass
@@ -17,17 +17,24 @@ from jaxopt_llm.search.workload import BYTES, accumulates, layers_held, tokens
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes. working: of the layer whose backward runs, and what waits from the loss."""
+    """Bytes. working: of the layer whose backward runs, and what waits from the loss. loss, reduction: beside what else
+    is there at these moments, while the loss is formed and where gradients are summed over devices. host: of host
+    memory."""
 
     parameters: float
     optimizer: float
     gradients: float
     activations: float
     working: float
+    loss: float
+    reduction: float
+    host: float
 
     @property
     def peak(self) -> float:
-        return self.parameters + self.optimizer + self.gradients + self.activations + self.working
+        in_layer = self.gradients + self.activations + self.working
+        at_loss, in_reduction = self.activations + self.loss, self.gradients + self.reduction
+        return self.parameters + self.optimizer + max(in_layer, at_loss, in_reduction)
 
 
 def footprint(config: TrainConfig, rests: Resting) -> Footprint:
@@ -35,17 +42,21 @@ def footprint(config: TrainConfig, rests: Resting) -> Footprint:
     block = Block.of(model, mesh.tensor, config.sharding.sequence_parallel)
     compute, reduced = BYTES[config.precision.compute_dtype], BYTES[config.precision.reduce_dtype]
     held, count = layers_held(model, mesh.pipeline), tokens(config)
+    on_host = held * count * compute * sum(block.elements[name] for name in config.remat.offload)
     return Footprint(
         parameters=rests.parameters,
         optimizer=rests.optimizer,
         gradients=_gradients(config, rests, reduced),
         activations=count * compute * _kept_elements(config, block, held),
         working=_working(config, rests, block, count, held),
+        loss=_loss(config, rests, count),
+        reduction=4 * (rests.layers.masters + rests.outer.masters) if config.sharding.zero_stage == 1 else 0,
+        host=rests.host + on_host,
     )
 
 
 def _gradients(config: TrainConfig, rests: Resting, reduced: int) -> float:
-    """Of one microbatch, their sum over microbatches in float32, and in stages 0 and 1 their sum over devices."""
+    """Of one microbatch, and their sum over microbatches in float32."""
     if config.optimizer.in_backward:  # one layer's, whole and divided
         layers = layers_held(config.model, config.mesh.pipeline)
         return reduced * ((rests.layers.trained + rests.layers.gradients) / layers + rests.outer.gradients)
@@ -55,8 +66,6 @@ def _gradients(config: TrainConfig, rests: Resting, reduced: int) -> float:
         held += one * 4
     if config.mesh.pipeline > 1:  # XLA copies the sum in every tick
         held += one * 4
-    if config.sharding.zero_stage == 1:
-        held += 4 * (rests.layers.masters + rests.outer.masters)
     return held
 
 
@@ -73,6 +82,23 @@ def _kept_elements(config: TrainConfig, block: Block, held: int) -> float:
     return layers + (2 * stages - 1) * block.residual * (stages > 1)
 
 
+def _loss(config: TrainConfig, rests: Resting, count: int) -> float:
+    """Logits in float32 and their gradients as the products read them; the head, and its gradient; and what is summed
+    over microbatches."""
+    model, compute = config.model, BYTES[config.precision.compute_dtype]
+    rows = padded_vocabulary(model.vocabulary_size) / config.mesh.tensor
+    chunk = min(config.training.loss_chunk or count, count)
+    summed = 4 * (rests.layers.gradients + rests.outer.gradients) if accumulates(config) else 0
+    return summed + rows * ((4 + compute) * chunk + compute * model.width) + _head_gradient(config, rests, count)
+
+
+def _head_gradient(config: TrainConfig, rests: Resting, count: int) -> float:
+    """It waits whole for its reduction: of several chunks, beside the zeros that it was summed up from."""
+    table = padded_vocabulary(config.model.vocabulary_size) / config.mesh.tensor * config.model.width
+    trained = rests.outer.trained / rests.outer.weights
+    return trained * table * (8 if 0 < config.training.loss_chunk < count else 4)
+
+
 def _working(config: TrainConfig, rests: Resting, block: Block, count: int, held: int) -> float:
     """What lives while the backward is in the attention of a layer, as XLA schedules it."""
     model, training = config.model, config.training
@@ -80,20 +106,18 @@ def _working(config: TrainConfig, rests: Resting, block: Block, count: int, held
     rows, queries = count // training.sequence_length, min(QUERY_BLOCK, training.sequence_length)
     scores = rows * model.heads / config.mesh.tensor * queries * training.sequence_length
     # Scores and their gradient in float32, and both as the products read them; masks, where they are kept.
-    attention = scores * (2 * 4 + 2 * compute + (4 * MASKS if _keeps_masks(config) else 0))
+    attention = scores * (2 * 4 + 2 * compute + (4 * MASKS if _gathers_ahead(config) else 0))
     mlp = compute * count * 4 * block.elements["mlp_up"]
     residual = compute * count * 5 * model.width
-    # The head's gradient waits for its reduction, beside the zeros that it was summed up from.
-    table = padded_vocabulary(model.vocabulary_size) / config.mesh.tensor * model.width
-    weights = compute * rests.layers.weights / held
-    return attention + mlp + residual + 2 * 4 * table + weights
+    weights = compute * rests.layers.weights / held * (2 if _gathers_ahead(config) else 1)
+    return attention + mlp + residual + _head_gradient(config, rests, count) + weights
 
 
 # Of the scores of all keys: the masks of the four parts of attention, which see 1/4, 2/4, 3/4 and all of them.
 MASKS = (CAUSAL_PARTS + 1) / 2
 
 
-def _keeps_masks(config: TrainConfig) -> bool:
-    """Where XLA gathers weights ahead it also keeps the masks that attention adds (see parallel/mesh.py)."""
+def _gathers_ahead(config: TrainConfig) -> bool:
+    """The next layer's weights; XLA then also keeps the masks that attention adds (see parallel/mesh.py)."""
     mesh, gathers = config.mesh, config.sharding.zero_stage == 3 and config.mesh.fsdp > 1
     return bool(GATHERED_AHEAD) and gathers and config.training.accumulation * mesh.pipeline * mesh.tensor == 1
