@@ -122,7 +122,7 @@ def peak(config: TrainConfig) -> int:
     ("before", "after", "error"),
     [
         ({"remat.policy": "none"}, {"remat.policy": "full"}, 0.25),
-        # The difference of two moments, of which the later one, where the head's gradient waits, is taken for too large.
+        # The difference of two moments; the later one, where the head's gradient waits, is taken for too large.
         ({"remat.policy": "none", "training.loss_chunk": 0}, {"training.loss_chunk": 256}, 0.65),
         ({"remat.policy": "none"}, {"training.accumulation": 4}, 0.25),
         ({"sharding.zero_stage": 0}, {"offload.optimizer": True}, 0.25),
