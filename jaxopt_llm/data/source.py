@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxopt_llm.data import conversation
 from jaxopt_llm.data.config import DataConfig
+from jaxopt_llm.data.conversation import Malformed
 from jaxopt_llm.errors import InputError
 
 SUFFIXES = {
@@ -31,7 +33,7 @@ COMPRESSED = (".gz", ".bz2", ".zst")
 PLAN = "prepared-plan.json"  # in every folder that jaxopt_llm.prepare has begun to write
 PART_BYTES = 2**22  # of a file that can be divided: what is read and tokenised in one go
 MOST_BYTES = 2**30  # of one document, which is held in memory whole, several times over
-_FIRST_ROWS = 100  # of a JSONL file, of which one must have the column
+_FIRST_ROWS = 100  # of a JSONL file, of which one must have the column, and the first tells a conversation's form
 _BLOCK = 2**18  # bytes read at once where documents are looked for
 
 # Installed packages, tests, and pydoc's help text: one generated file that would outweigh the rest of a held-out split.
@@ -62,11 +64,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Document:
-    """One text. `name` says where it is; `key` decides whether it is held out: its content, or its name."""
+    """One text. `name` says where it is; `key` decides whether it is held out: its content, or its name. `spans`: of a
+    conversation, the characters [begin, end) that are learnt."""
 
     name: str
     content: bytes
     key: bytes
+    spans: tuple[tuple[int, int], ...] | None = None
+
+
+Row = tuple[str, bytes | Malformed]  # where it is, and what it holds
 
 
 def find_all(config: DataConfig) -> list[list[File]]:
@@ -134,21 +141,24 @@ def parts(file: File, config: DataConfig) -> list[Part]:
 
 
 def read(part: Part, config: DataConfig, skipped: Counter[str]) -> Iterator[Document]:
-    """The documents of a part, as UTF-8 and never empty; counts what it skips, by reason.
+    """The documents of a part, as UTF-8 and never empty; counts what it skips, by reason. A conversation is JSON, as
+    `conversation` makes it.
 
     Raises:
         InputError: a malformed document where data.malformed says so; no column of that name; a damaged file.
     """
     rows = {"text": _text_rows, "jsonl": _jsonl_rows, "parquet": _parquet_rows}[part.file.format]
+    if part.file.format == "text" and config.content != "text":
+        raise InputError(f"{part.file.path}: data.content {config.content} is read from JSONL and Parquet alone")
     try:
         for where, content in rows(part, config):
-            if content is None:
-                _refuse(f"{where}: cut, or no text in {config.text_field!r}", config)
-                skipped["cut, or without a text"] += 1
+            if isinstance(content, Malformed):
+                refuse(f"{where}: {content}", config)
+                skipped["cut, or without a text" if config.content == "text" else "no conversation"] += 1
                 continue
             wrong = _not_utf8(content)
             if wrong:
-                _refuse(f"{where}: not UTF-8 ({wrong} of the text)", config)
+                refuse(f"{where}: not UTF-8 ({wrong} of the text)", config)
                 skipped["not UTF-8" if config.malformed == "skip" else "not UTF-8, replaced"] += 1
                 if config.malformed == "skip":
                     continue
@@ -216,7 +226,8 @@ def _is_prepared(path: Path) -> bool:
     return (path / PLAN).is_file()
 
 
-def _refuse(what: str, config: DataConfig) -> None:
+def refuse(what: str, config: DataConfig) -> None:
+    """Raises InputError, unless malformed documents are to be skipped."""
     if config.malformed == "error":
         raise InputError(f"{what}; mend it, or choose data.malformed skip or replace")
 
@@ -241,7 +252,7 @@ def _open(file: File) -> BinaryIO:
     return io.BufferedReader(pyarrow.input_stream(str(file.path), compression="detect"))
 
 
-def _text_rows(part: Part, config: DataConfig) -> Iterator[tuple[str, bytes | None]]:
+def _text_rows(part: Part, config: DataConfig) -> Iterator[Row]:
     name = part.file.name
     with _open(part.file) as stream:
         if not config.separator:
@@ -302,8 +313,9 @@ def _checked(where: str, document: bytes | bytearray) -> bytes:
     return bytes(document)
 
 
-def _jsonl_rows(part: Part, config: DataConfig) -> Iterator[tuple[str, bytes | None]]:
+def _jsonl_rows(part: Part, config: DataConfig) -> Iterator[Row]:
     at, stop = part.first, math.inf if _compressed(part.file) else part.last
+    form = "text" if config.content == "text" else _form(part.file, config)
     rows = lacking = 0
     where = ""
     with _open(part.file) as stream:
@@ -318,35 +330,67 @@ def _jsonl_rows(part: Part, config: DataConfig) -> Iterator[tuple[str, bytes | N
                 continue
             rows += 1
             try:
-                yield where, _text_of(line, config)
+                yield where, _utf8(_text_of(line, config) if form == "text" else _conversation(_json(line), form))
             except _NoColumn as error:
                 lacking += 1
                 if config.malformed == "error" or (rows == lacking == _FIRST_ROWS and not part.first):
                     raise InputError(f"{where}: {error}") from error
-                yield where, None
+                yield where, error
+            except Malformed as error:
+                yield where, error
     if rows and rows == lacking and not part.first:
         raise InputError(f"{where}: no row before it has a column {config.text_field!r} (data.text_field), either")
 
 
-class _NoColumn(Exception):
+class _NoColumn(Malformed):
     pass
 
 
-def _text_of(line: bytes, config: DataConfig) -> bytes | None:
-    """The text of a JSON line, whose bytes that are no UTF-8 it keeps; None where it has none."""
+def _json(line: bytes) -> Any:
+    """What a JSON line holds, with bytes that are no UTF-8 kept; None where it is none."""
     try:
-        row = json.loads(line.removeprefix(b"\xef\xbb\xbf").decode(errors="surrogateescape"))
-        text = row[config.text_field]
-    except (ValueError, TypeError, RecursionError):
+        return json.loads(line.removeprefix(b"\xef\xbb\xbf").decode(errors="surrogateescape"))
+    except (ValueError, RecursionError):
         return None
-    except KeyError:
-        raise _NoColumn(f"no column {config.text_field!r} (data.text_field) among {sorted(row)}") from None
+
+
+def _text_of(line: bytes, config: DataConfig) -> str:
+    row = _json(line)
+    if isinstance(row, dict) and config.text_field not in row:
+        hint = "" if not conversation.forms(row) else "; conversations are read with data.content chat"
+        raise _NoColumn(f"no column {config.text_field!r} (data.text_field) among {sorted(row)}{hint}")
+    text = row[config.text_field] if isinstance(row, dict) else None
     if not isinstance(text, str):
-        return None
+        raise Malformed(f"cut, or no text in {config.text_field!r}")
+    return text
+
+
+def _utf8(text: str) -> bytes:
     try:
         return text.encode(errors="surrogateescape")
     except UnicodeEncodeError:  # half of a pair, which JSON can spell out
         return text.encode(errors="surrogatepass")
+
+
+def _conversation(row: Any, form: str) -> str:
+    try:
+        return conversation.conversation(row, form)
+    except RecursionError:
+        raise Malformed("lists within lists, too deep to be read") from None
+
+
+def _form(file: File, config: DataConfig) -> str:
+    """The form of a JSONL file's conversations: as the setting says, or as its first row has it."""
+    if config.content != "chat":
+        return config.content
+    with _open(file) as stream:
+        for number in range(_FIRST_ROWS):
+            row = _json(line := stream.readline(MOST_BYTES + 1))
+            if isinstance(row, dict):
+                return conversation.form_of(row, f"{file.name}, line {number + 1}")
+            if not line:
+                return "messages"  # whatever the rows are, they are none of these
+    raise InputError(f"{file.path}: none of its first {_FIRST_ROWS} lines is a JSON object")
 
 
 def _parquet(file: File) -> Any:
@@ -359,20 +403,42 @@ def _parquet(file: File) -> Any:
         raise InputError(f"{file.path}: no readable Parquet file ({error})") from error
 
 
-def _parquet_rows(part: Part, config: DataConfig) -> Iterator[tuple[str, bytes | None]]:
+def _parquet_rows(part: Part, config: DataConfig) -> Iterator[Row]:
     import pyarrow
 
     table = _parquet(part.file)
     names = table.schema_arrow.names
+    if config.content != "text":
+        yield from _parquet_conversations(part, config, table, names)
+        return
     if config.text_field not in names:
+        hint = "" if not conversation.forms(names) else "; conversations are read with data.content chat"
         raise InputError(
-            f"{part.file.path}: no column {config.text_field!r} (data.text_field); it has {', '.join(names)}"
+            f"{part.file.path}: no column {config.text_field!r} (data.text_field); it has {', '.join(names)}{hint}"
         )
-    row = 0
     try:
-        for batch in table.iter_batches(1024, row_groups=range(part.first, part.last), columns=[config.text_field]):
-            for content in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
-                yield f"{part.file.name}, row {row} of row group {part.first}", content
-                row += 1
+        batches = table.iter_batches(1024, row_groups=range(part.first, part.last), columns=[config.text_field])
+        for row, content in enumerate(
+            each for batch in batches for each in batch.column(0).cast(pyarrow.large_binary()).to_pylist()
+        ):
+            missing = Malformed(f"cut, or no text in {config.text_field!r}")
+            yield f"{part.file.name}, row {row} of row group {part.first}", missing if content is None else content
     except pyarrow.ArrowException as error:
         raise InputError(f"{part.file.path}: column {config.text_field!r} cannot be read as text ({error})") from error
+
+
+def _parquet_conversations(part: Part, config: DataConfig, table: Any, names: list[str]) -> Iterator[Row]:
+    import pyarrow
+
+    form = conversation.form_of(names, str(part.file.path)) if config.content == "chat" else config.content
+    columns = [name for name in names if name in conversation.FORMS[form] | conversation.BESIDE]
+    try:
+        batches = table.iter_batches(1024, row_groups=range(part.first, part.last), columns=columns)
+        for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+            where = f"{part.file.name}, row {number} of row group {part.first}"
+            try:
+                yield where, _utf8(_conversation(row, form))
+            except Malformed as error:
+                yield where, error
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise InputError(f"{part.file.path}: its conversations cannot be read ({error})") from error

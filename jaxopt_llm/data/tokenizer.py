@@ -33,6 +33,9 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
         """Returns ids [N] of each text, without delimiters. Raises UnicodeDecodeError where one must be UTF-8."""
 
+    def encode_placed(self, texts: Sequence[bytes]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
+        """The same, each with the character [N] at which each of its tokens begins."""
+
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of ids [N] without special tokens; malformed UTF-8 becomes U+FFFD."""
 
@@ -47,6 +50,10 @@ class ByteTokenizer:
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
         return [np.frombuffer(text, np.uint8) for text in texts]
+
+    def encode_placed(self, texts: Sequence[bytes]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
+        # Of a character every byte but the first is 10xxxxxx.
+        return [(ids, np.cumsum((ids & 0xC0) != 0x80) - 1) for ids in self.encode(texts)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Raises ValueError for a negative id."""
@@ -77,6 +84,7 @@ class JsonTokenizer:
             raise InputError(f"data.tokenizer={path}: neither bytes nor a readable tokenizer.json ({error})") from error
         self._library.no_truncation()
         self._library.no_padding()
+        self._library.post_processor = None  # no ids depend on it, but where a token begins would
         vocabulary = self._library.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise InputError(f"data.tokenizer={path}: it has no tokens")
@@ -106,6 +114,11 @@ class JsonTokenizer:
         strings = [text.decode() for text in texts]
         encoded = self._library.encode_batch_fast(strings, add_special_tokens=False)
         return [np.array(each.ids, np.int32) for each in encoded]
+
+    def encode_placed(self, texts: Sequence[bytes]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
+        encoded = self._library.encode_batch([text.decode() for text in texts], add_special_tokens=False)
+        begins = [np.array(each.offsets, np.int64).reshape(-1, 2)[:, 0] for each in encoded]
+        return [(np.array(each.ids, np.int32), begin) for each, begin in zip(encoded, begins, strict=True)]
 
     def decode(self, ids: Iterable[int]) -> str:
         text: str = self._library.decode([int(i) for i in ids], skip_special_tokens=True)
