@@ -33,7 +33,8 @@ from jaxopt_llm import errors
 from jaxopt_llm.checkpoint.lock import sole_owner
 from jaxopt_llm.data import prepared, source
 from jaxopt_llm.data.config import DataConfig
-from jaxopt_llm.data.source import PLAN, Part, find_all
+from jaxopt_llm.data.find import PLAN, find_all
+from jaxopt_llm.data.source import Part
 from jaxopt_llm.data.template import reader
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens import within

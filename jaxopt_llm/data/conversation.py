@@ -49,7 +49,7 @@ def conversation(row: Any, form: str) -> str:
     """
     row = _without_nulls(row)
     if not isinstance(row, dict) or not row.keys() >= FORMS[form]:
-        raise Malformed(f"cut, or not of the form {form} ({', '.join(sorted(FORMS[form]))})")
+        raise Malformed(f"cut, or without the fields of {form} ({', '.join(sorted(FORMS[form]))})")
     if row.keys() & {"chosen", "rejected"}:
         raise Malformed("it has a preference (chosen, rejected), where one conversation is expected")
     if form == "messages":

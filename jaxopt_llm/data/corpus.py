@@ -9,9 +9,10 @@ from itertools import chain
 import numpy as np
 
 from jaxopt_llm.data.config import DataConfig
+from jaxopt_llm.data.find import File, find_all
 from jaxopt_llm.data.indexed import megatron_piece, numpy_piece
 from jaxopt_llm.data.prepared import prepared_piece
-from jaxopt_llm.data.source import File, find_all, parts, standard_library
+from jaxopt_llm.data.source import parts, standard_library
 from jaxopt_llm.data.template import Reader, reader
 from jaxopt_llm.data.tokenizer import Tokenizer
 from jaxopt_llm.data.tokens import (

@@ -87,40 +87,32 @@ class PackedRows:
         return padded
 
     def _pack_whole(self, drop: bool) -> None:
-        most = self.sequence_length + 1
         begins = self.stream.borders(0, self.stream.size)
-        ends = np.append(begins[1:], self.stream.size)
-        bounds, document, long = [], 0, 0
-        while document < begins.size:
-            first = int(begins[document])
-            after = int(ends.searchsorted(first + most, side="right"))  # the documents before it fit
-            if after > document:
-                bounds.append((first, int(ends[after - 1])))
-            elif not drop:
-                bounds.append((first, first + most))
-            long += after == document
-            document = max(after, document + 1)
-        learnt = [(first, last) for first, last in bounds if self._is_learnt(first, last)]
-        if not learnt:
+        bounds, long = whole_documents(begins, self.stream.size, self.sequence_length + 1, drop)
+        counts = [self._learnt(first, last) for first, last in bounds]
+        table = np.array([each for each, count in zip(bounds, counts, strict=True) if count], np.int64)
+        if not table.size:
             raise InputError(
                 f"{self.name} has {self.stream}, but no row of training.sequence_length {self.sequence_length} of them "
                 "has anything to learn: lengthen it, or add documents"
             )
-        table = np.array(learnt, np.int64)
-        filled = float((table[:, 1] - table[:, 0] - 1).sum()) / (len(learnt) * self.sequence_length)
-        told = f"{self.name}: {len(learnt):,} rows of whole documents, {filled:.0%} filled"
+        filled = int((table[:, 1] - table[:, 0] - 1).sum())
+        told = (
+            f"{self.name}: {len(table):,} rows of whole documents, {filled / (len(table) * self.sequence_length):.0%} "
+            f"filled, {sum(counts) / filled:.0%} of that learnt"
+        )
         if long:
             told += f"; {long:,} of {begins.size:,} documents are longer, and {'left out' if drop else 'cut'}"
-        if len(bounds) > len(learnt):
-            told += f"; {len(bounds) - len(learnt):,} rows without anything to learn left out"
+        if len(bounds) > len(table):
+            told += f"; {len(bounds) - len(table):,} rows without anything to learn left out"
         object.__setattr__(self, "packing", told)
         object.__setattr__(self, "_bounds", table)
 
-    def _is_learnt(self, first: int, last: int) -> bool:
-        """Whether anything in a row is counted by the loss: a document's first token is not."""
+    def _learnt(self, first: int, last: int) -> int:
+        """How many tokens of a row the loss counts: a document's first is none of them."""
         mask = self.stream.mask(first, last - first)
         mask[self.stream.borders(first, last - first) - first] = False
-        return bool(mask.any())
+        return int(mask.sum())
 
     def _check_ids(self, window: NDArray[np.int64], first: int) -> None:
         """On the device, where the embedding table is read, another id would become some token in silence."""
@@ -132,3 +124,26 @@ class PackedRows:
             f"model.vocabulary_size={self.vocabulary_size}: raise it, or read this data with the tokenizer that it was "
             "made for"
         )
+
+
+def whole_documents(begins: NDArray[np.int64], size: int, most: int, drop: bool) -> tuple[list[tuple[int, int]], int]:
+    """Rows [first, last) of as many documents as `most` tokens hold, and how many documents alone are longer: of these
+    a row is the beginning, or there is none.
+
+    Args:
+        begins: where each document begins [documents].
+        size: where the last one ends.
+    """
+    ends = np.append(begins[1:], size)
+    rows, document, long = [], 0, 0
+    while document < begins.size:
+        first = int(begins[document])
+        after = int(ends.searchsorted(first + most, side="right"))  # the documents before it fit
+        if after > document:
+            rows.append((first, int(ends[after - 1])))
+        else:
+            long += 1
+            if not drop:
+                rows.append((first, first + most))
+        document = max(after, document + 1)
+    return rows, long

@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 
 from jaxopt_llm.data.config import DataConfig
+from jaxopt_llm.data.find import File
 from jaxopt_llm.data.mapped import MappedArray
-from jaxopt_llm.data.source import File, Part, parts
+from jaxopt_llm.data.source import Part, parts
 from jaxopt_llm.data.template import find_template, reader
 from jaxopt_llm.data.tokenizer import Tokenizer
 from jaxopt_llm.data.tokens import IndexedPiece, fingerprint, token_dtype, tokenized

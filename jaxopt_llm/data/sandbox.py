@@ -57,6 +57,12 @@ class Generation(Extension):
         return _BEGIN + body + _END
 
 
+class Sandbox(ImmutableSandboxedEnvironment):
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        """Jinja's own would be written as nothing, as long as it is only written."""
+        raise jinja2.exceptions.SecurityError(f"it reaches for {attribute!r} of a {type(obj).__name__}")
+
+
 class SafeNamespace(Namespace):
     """Without names that mean something to Python."""
 
@@ -76,13 +82,11 @@ class Renderer:
     """What a template makes of conversations. `ends`: special tokens."""
 
     def __init__(self, template: str, special: dict[str, str], ends: list[str], date: str) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-        )
+        environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
         environment.filters["tojson"] = _tojson
         del environment.globals["lipsum"]
         environment.globals.update(
-            raise_exception=_raise, strftime_now=_clock(date), namespace=SafeNamespace, dict=lambda **items: items
+            raise_exception=_raise, strftime_now=_clock(date), namespace=SafeNamespace, dict=_dict
         )
         self._template = environment.from_string(template)
         generation = environment.extensions[Generation.identifier]
@@ -146,6 +150,11 @@ def _raise(message: str) -> NoReturn:
     raise Refused(message)
 
 
+def _dict(*items: Any, **named: Any) -> dict[str, Any]:
+    """Python's own has methods that make objects of classes."""
+    return dict(*items, **named)
+
+
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
@@ -165,15 +174,19 @@ def _clock(day: str) -> Callable[[str], str]:
     return strftime_now
 
 
+def _bound_memory() -> None:
+    if os.name != "posix":  # where the time alone bounds it
+        return
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY if most == resource.RLIM_INFINITY else min(MEMORY, most), most))
+
+
 def main() -> None:
     seconds = float(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too; its parent ends it
-    try:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    except ImportError:  # Windows: the time bounds it alone
-        pass
+    _bound_memory()
     renderer = None
     with open(os.devnull, "w") as nowhere:
         for line in sys.stdin.buffer:
