@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from chats import CHATML, Messages, conversation
+from test_corpus import prepare
 
+from jaxopt_llm.data import prepared, source
 from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.data.corpus import open_corpus, open_whole
 from jaxopt_llm.data.tokenizer import load_tokenizer
@@ -81,6 +83,19 @@ def test_every_form_and_format_is_the_same_conversations(
     assert (named, same) == (found, sha256)
     with pytest.raises(InputError, match="no column 'text'.*conversations are read with data.content chat"):
         read(path, DataConfig())
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_prepared_in_shards_they_are_the_same(
+    suffix: str, config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / f"a.{suffix}", [FORMS["sharegpt"](each) for each in CHATS])
+    expected, _ = read(path, config)
+    monkeypatch.setattr(source, "PART_BYTES", 300)
+    monkeypatch.setattr(prepared, "SHARD_BYTES", 700)
+    folder = prepare(tmp_path / "prepared", path, config)
+    assert len(prepared.read_shards(folder)) > 2
+    assert read(folder, DataConfig(held_out=0.3))[0] == expected
 
 
 def test_the_corpus_hash_covers_what_is_learnt(config: DataConfig, tmp_path: Path) -> None:

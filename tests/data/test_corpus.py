@@ -36,7 +36,7 @@ def prepare(folder: Path, of: Path, config: DataConfig) -> Path:
     prepared.write_json(folder / find.PLAN, plan)
     for number, shard in enumerate(shards):
         prepared.write_shard(folder, number, shard, config, tokenizer)
-    collection = prepared.Collection(folder, plan["dtype"])
+    collection = prepared.Collection(folder, plan["dtype"], config.content != "text")
     collection.grow()
     collection.finish(plan)
     return folder

@@ -9,7 +9,7 @@ from texts import piece, stream
 
 from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokenizer import ByteTokenizer
-from jaxopt_llm.data.tokens import IndexedPiece, join, join_whole
+from jaxopt_llm.data.tokens import IndexedPiece, TokenStream, join, join_whole
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.model.batch import Batch
 
@@ -157,13 +157,15 @@ def conversations(lengths: list[int], seed: int = 0) -> tuple[TokenStream, list[
     half = len(documents) // 2
     pieces = []
     for each in (documents[:half], documents[half:]):
-        tokens, mask = (np.concatenate([array[:0] for array in documents[0]][i : i + 1] + [d[i] for d in each]) for i in (0, 1))
-        ends = np.cumsum([d[0].size for d in each], dtype=np.int64)
+        tokens, mask = (np.concatenate(arrays) for arrays in zip(*each, strict=True))
+        ends = np.cumsum([tokens.size for tokens, _ in each], dtype=np.int64)
         pieces.append(IndexedPiece("chats", tokens, ends, np.zeros(len(each), np.uint64), mask))
     return join_whole(pieces), [(tokens.tolist(), mask.tolist()) for tokens, mask in documents]
 
 
-def slow_whole_rows(documents: list[tuple[list[int], list[bool]]], length: int, drop: bool) -> list[dict[str, list[int]]]:
+def slow_whole_rows(
+    documents: list[tuple[list[int], list[bool]]], length: int, drop: bool
+) -> list[dict[str, list[int]]]:
     """Row by row, document by document."""
     groups: list[list[tuple[list[int], list[bool]]]] = [[]]
     for tokens, mask in documents:
@@ -205,7 +207,9 @@ LENGTHS = {
 def test_rows_of_whole_documents_equal_the_slow_reading(case: str, drop: bool) -> None:
     stream, documents = conversations(LENGTHS[case])
     rows = PackedRows(stream, 8, 256, long_documents="drop" if drop else "cut")
-    found = [{f.name: getattr(row, f.name).tolist() for f in fields(row)} for row in map(rows.__getitem__, range(len(rows)))]
+    found = [
+        {f.name: getattr(row, f.name).tolist() for f in fields(row)} for row in map(rows.__getitem__, range(len(rows)))
+    ]
     assert found == slow_whole_rows(documents, 8, drop)
     long = sum(size > 9 for size in LENGTHS[case])
     told = f"{long} of {len(documents)} documents are longer, and {'left out' if drop else 'cut'}"
@@ -225,7 +229,10 @@ def test_long_documents_are_cut_where_there_are_conversations_and_else_split() -
             if row.loss_mask[at]:
                 assert mask[8 * number + at + 1] and row.targets[at] == tokens[8 * number + at + 1]
     cut = PackedRows(plain, 8, 258, long_documents="cut")
-    assert [row.tokens.tolist() for row in map(cut.__getitem__, range(2))] == [[256, *b"abcdefg"], [256, *b"mn", 0, 0, 0, 0, 0]]
+    assert [row.tokens.tolist() for row in map(cut.__getitem__, range(2))] == [
+        [256, *b"abcdefg"],
+        [256, *b"mn", 0, 0, 0, 0, 0],
+    ]
 
 
 def test_rows_without_anything_to_learn_are_left_out_and_told() -> None:
