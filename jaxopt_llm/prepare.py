@@ -90,7 +90,7 @@ def preview(config: DataConfig, count: int) -> None:
     tokenizer = load_tokenizer(config)
     skipped: Counter[str] = Counter()
     parts = chain.from_iterable(source.parts(file, config) for file in chain.from_iterable(find_all(config)))
-    with reader(config) as read:
+    with reader(config, tokenizer) as read:
         documents = chain.from_iterable(read(part, skipped) for part in parts)
         for document in islice(documents, count):
             ((ids, begins),) = tokenizer.encode_placed([document.content])

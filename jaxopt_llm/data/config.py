@@ -55,6 +55,8 @@ class DataConfig:
             found.append(f"data.held_out={self.held_out}: must lie above 0 and below 1")
         if self.content == "text" and (self.chat_template or self.date):
             found.append("data.chat_template and data.date are for conversations: say which with data.content chat")
+        if self.content != "text" and not self.paths:
+            found.append(f"data.content={self.content}: name files with data.paths")
         if self.date and not _is_date(self.date):
             found.append(f"data.date={self.date}: no day as in 2026-01-31")
         if self.stall_seconds <= 0:

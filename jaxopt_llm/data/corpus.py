@@ -71,7 +71,7 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
     skipped: Counter[str] = Counter()
     opened: list[tuple[str, list[Piece], str]] = []
     if config.paths:
-        with reader(config) as read:
+        with reader(config, tokenizer) as read:
             for pattern, files in zip(config.paths, find_all(config), strict=True):
                 found = [_open(file, read, config, tokenizer, skipped) for file in files]
                 pieces = list(chain.from_iterable(pieces for pieces, _ in found))
@@ -104,7 +104,7 @@ def open_whole(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenStream, C
     """Every document of data.paths, none held out and no path weighted, and how many were left out, by reason."""
     skipped: Counter[str] = Counter()
     files = chain.from_iterable(find_all(config))
-    with reader(config) as read:
+    with reader(config, tokenizer) as read:
         pieces = list(chain.from_iterable(_open(file, read, config, tokenizer, skipped)[0] for file in files))
     return join_whole(pieces), skipped
 

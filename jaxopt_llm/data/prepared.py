@@ -49,7 +49,9 @@ def plan(
 ) -> dict[str, Any]:
     """What the bytes of a preparation depend on, and nothing else: not where the files lie, not how many workers."""
     conversations = (
-        {} if config.content == "text" else {"content": config.content, "template_sha256": find_template(config).sha256}
+        {}
+        if config.content == "text"
+        else {"content": config.content, "template_sha256": find_template(config, tokenizer).sha256}
     )
     return {
         "format": FORMAT,
@@ -109,7 +111,7 @@ def write_shard(directory: Path, number: int, of: Sequence[Part], config: DataCo
     documents = end = 0
     with ExitStack() as stack:
         files = [stack.enter_context(_temporary(path).open("wb")) for path in paths]
-        read = stack.enter_context(reader(config))
+        read = stack.enter_context(reader(config, tokenizer))
         for part in of:
             for tokens, lengths, keys, *mask in tokenized(read(part, skipped), tokenizer):
                 for digest, array in zip(digests, (tokens, *mask), strict=False):

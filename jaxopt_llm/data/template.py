@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.data.source import Document, Part, read, refuse
+from jaxopt_llm.data.tokenizer import Tokenizer
 from jaxopt_llm.errors import InputError
 
 PROGRAM = Path(__file__).with_name("sandbox.py")
@@ -36,20 +37,15 @@ class Template:
         return hashlib.sha256(json.dumps([self.source, self.special, self.ends, self.date]).encode()).hexdigest()
 
 
-def find_template(config: DataConfig) -> Template:
+def find_template(config: DataConfig, tokenizer: Tokenizer) -> Template:
     """data.chat_template; else chat_template.jinja beside the tokenizer; else what tokenizer_config.json there says.
 
     Raises:
         InputError: none of them, or one that cannot be read.
     """
-    tokenizer = Path(config.tokenizer)
-    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
-    settings: dict[str, Any] = {}
-    ends: tuple[str, ...] = ()
-    if config.tokenizer != "bytes":
-        settings = _object(folder / "tokenizer_config.json")
-        added = _object(folder / "tokenizer.json" if tokenizer.is_dir() else tokenizer).get("added_tokens", [])
-        ends = tuple(token["content"] for token in added if token.get("special"))
+    path = Path(config.tokenizer)
+    folder = path if path.is_dir() else path.parent
+    settings = {} if config.tokenizer == "bytes" else _object(folder / "tokenizer_config.json")
     named = {key: _content(token) for key, token in settings.items() if key.endswith("_token")}
     special = {key: token for key, token in named.items() if isinstance(token, str)}
     beside = folder / "chat_template.jinja"
@@ -63,7 +59,7 @@ def find_template(config: DataConfig) -> Template:
     else:
         path, found = folder / "tokenizer_config.json", settings.get("chat_template")
         if isinstance(found, list):  # of several, by name
-            found = {each.get("name"): each.get("template") for each in found}.get("default")
+            found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}.get("default")
         if not isinstance(found, str):
             raise InputError(
                 f"data.tokenizer={config.tokenizer} has no chat template (chat_template.jinja, or chat_template in "
@@ -72,28 +68,30 @@ def find_template(config: DataConfig) -> Template:
         source = found
     if len(source.encode()) > MOST_BYTES:
         raise InputError(f"{path}: a chat template of more than {MOST_BYTES:,} bytes; it is too large to be one")
-    return Template(path, source, special, ends, config.date)
+    return Template(path, source, special, tuple(tokenizer.special), config.date)
+
+
+@contextmanager
+def rendering(template: Template, seconds: float = SECONDS) -> Iterator["Renderer"]:
+    """A template at work: its process ends with the context."""
+    # -P: what lies beside the program is not to be taken for modules of Python's library.
+    command = [sys.executable, "-P", str(PROGRAM), str(seconds)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        yield Renderer(template, process, seconds)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 class Renderer:
-    """A template at work. A context manager, whose end is that of the process."""
+    """See `rendering`."""
 
-    def __init__(self, template: Template, seconds: float = SECONDS) -> None:
-        self._template, self._seconds = template, seconds
-        # -P: what lies beside the program is not to be taken for modules of Python's library.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(PROGRAM), str(seconds)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+    def __init__(self, template: Template, process: "subprocess.Popen[bytes]", seconds: float) -> None:
+        self._template, self._process, self._seconds = template, process, seconds
         told = {"template": template.source, "special": template.special, "ends": template.ends, "date": template.date}
         answer = self._ask(json.dumps(told).encode(), "as it is compiled")
         self._check(answer, "as it is compiled")
-
-    def __enter__(self) -> "Renderer":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._process.kill()
-        self._process.communicate()
 
     def __call__(self, document: Document, config: DataConfig) -> Document | None:
         """A conversation as text; None where the template refuses it and it may be skipped."""
@@ -126,12 +124,12 @@ Reader = Callable[[Part, Counter[str]], Iterator[Document]]
 
 
 @contextmanager
-def reader(config: DataConfig) -> Iterator[Reader]:
+def reader(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Reader]:
     """How the documents of a part are read: as `source.read` does, and conversations made text."""
     if config.content == "text":
         yield lambda part, skipped: read(part, config, skipped)
         return
-    with Renderer(find_template(config)) as renderer:
+    with rendering(find_template(config, tokenizer)) as renderer:
         yield lambda part, skipped: _rendered(read(part, config, skipped), renderer, config, skipped)
 
 
@@ -159,7 +157,7 @@ def _object(path: Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: no JSON ({error}); mend or remove it") from error
     if not isinstance(found, dict):
         raise InputError(f"{path}: no JSON object; mend or remove it")

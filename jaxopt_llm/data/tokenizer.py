@@ -19,7 +19,8 @@ _ENDS = ("<|end_of_text|>", "<eos>", "</s>", "<|endoftext|>")
 
 class Tokenizer(Protocol):
     """beginning, end: ids put around each document; `beginning` is None where the tokenizer's family has none.
-    vocabulary_size: one more than the largest id. sha256: what its ids depend on, the delimiters included."""
+    special: tokens that stand for no text. vocabulary_size: one more than the largest id. sha256: what its ids depend
+    on, the delimiters included."""
 
     @property
     def vocabulary_size(self) -> int: ...
@@ -27,6 +28,8 @@ class Tokenizer(Protocol):
     def beginning(self) -> int | None: ...
     @property
     def end(self) -> int: ...
+    @property
+    def special(self) -> Sequence[str]: ...
     @property
     def sha256(self) -> str: ...
 
@@ -45,6 +48,7 @@ class ByteTokenizer:
 
     beginning = 256
     end = 257
+    special = ()
     vocabulary_size = 258
     sha256 = hashlib.sha256(b"bytes").hexdigest()
 
@@ -89,7 +93,9 @@ class JsonTokenizer:
         if not vocabulary:
             raise InputError(f"data.tokenizer={path}: it has no tokens")
         self.vocabulary_size = max(vocabulary.values()) + 1  # ids may have gaps
-        special = [str(token.content) for token in self._library.get_added_tokens_decoder().values() if token.special]
+        self.special = special = [
+            str(token.content) for token in self._library.get_added_tokens_decoder().values() if token.special
+        ]
         declared = _declared(file.with_name("tokenizer_config.json"))
 
         def delimiter(setting: str, name: str, key: str, known: tuple[str, ...]) -> int | None:

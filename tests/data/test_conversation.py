@@ -12,6 +12,7 @@ from test_corpus import prepare
 from jaxopt_llm.data import prepared, source
 from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.data.corpus import open_corpus, open_whole
+from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokenizer import load_tokenizer
 from jaxopt_llm.errors import InputError
 
@@ -96,6 +97,19 @@ def test_prepared_in_shards_they_are_the_same(
     folder = prepare(tmp_path / "prepared", path, config)
     assert len(prepared.read_shards(folder)) > 2
     assert read(folder, DataConfig(held_out=0.3))[0] == expected
+
+
+def test_a_mixture_with_prepared_text(config: DataConfig, tmp_path: Path) -> None:
+    chats = write(tmp_path / "a.jsonl", [FORMS["messages"](each) for each in CHATS])
+    texts = write(tmp_path / "texts.jsonl", [{"text": f"{number}" * 200} for number in range(12)])
+    ready = prepare(tmp_path / "prepared", texts, DataConfig())
+    both = replace(config, paths=(str(chats), str(ready)), weights=(1.0, 1.0))
+    corpus = open_corpus(both, load_tokenizer(both))
+    first, second = (PackedRows(each.training, 150, 258) for each in corpus.sources)
+    held_out = PackedRows(corpus.held_out, 150, 258)
+    assert first.packing and not second.packing  # text runs on, but where it is joined with conversations
+    assert "are longer, and cut" in held_out.packing
+    assert second[0].loss_mask.sum() == 150 and 0 < first[0].loss_mask.sum() < 75
 
 
 def test_the_corpus_hash_covers_what_is_learnt(config: DataConfig, tmp_path: Path) -> None:
@@ -189,7 +203,8 @@ def test_text_files_hold_no_conversations(config: DataConfig, tmp_path: Path) ->
     [
         ({"chat_template": "x"}, "data.content chat"),
         ({"date": "2026-01-31"}, "data.content chat"),
-        ({"content": "chat", "date": "31.1.2026"}, "no day as in"),
+        ({"content": "chat", "paths": ("a",), "date": "31.1.2026"}, "no day as in"),
+        ({"content": "chat"}, "data.paths"),
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, Any], said: str) -> None:

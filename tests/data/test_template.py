@@ -1,6 +1,8 @@
 """Conversations made text by a chat template: which tokens are learnt, one by one; what a hostile one cannot do."""
 
+import contextlib
 import json
+import subprocess
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +16,7 @@ from jaxopt_llm.data import template
 from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.data.corpus import open_whole
 from jaxopt_llm.data.source import Document
-from jaxopt_llm.data.template import Renderer, find_template
+from jaxopt_llm.data.template import Template, find_template, rendering
 from jaxopt_llm.data.tokenizer import load_tokenizer
 from jaxopt_llm.errors import InputError
 
@@ -133,23 +135,28 @@ def test_tools_and_calls_reach_the_template(tmp_path: Path) -> None:
     assert learnt == '<call>{"name": "add", "arguments": {"x": "<ü>"}}</call>2'
 
 
+def found_template(config: DataConfig) -> Template:
+    return find_template(config, load_tokenizer(config))
+
+
 def test_where_the_template_is_found(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer", "in the settings")
-    assert find_template(config(folder)).source == "in the settings"
-    assert find_template(config(folder / "tokenizer.json")).source == "in the settings"
+    assert found_template(config(folder)).source == "in the settings"
+    assert found_template(config(folder / "tokenizer.json")).source == "in the settings"
     named = [{"name": "tool_use", "template": "b"}, {"name": "default", "template": "by name"}]
     assert (
-        find_template(config(write_tokenizer(tmp_path / "named", chat_template=named, template=None))).source
+        found_template(config(write_tokenizer(tmp_path / "named", chat_template=named, template=None))).source
         == "by name"
     )
-    before = find_template(config(folder)).sha256
+    before = found_template(config(folder)).sha256
     (folder / "chat_template.jinja").write_text("beside it")
-    found = find_template(config(folder))
+    found = found_template(config(folder))
+    assert "<|im_end|>" in found.ends
     assert found.source == "beside it" and found.sha256 != before
     assert found.special == {"eos_token": "</s>", "bos_token": "<|bos|>"}
     (tmp_path / "own.jinja").write_text("named")
-    assert find_template(config(folder, chat_template=str(tmp_path / "own.jinja"))).source == "named"
-    assert found.sha256 != find_template(config(folder, date="2026-01-31")).sha256
+    assert found_template(config(folder, chat_template=str(tmp_path / "own.jinja"))).source == "named"
+    assert found.sha256 != found_template(config(folder, date="2026-01-31")).sha256
     none = write_tokenizer(tmp_path / "none", None)
     for settings, said in (
         (config(none), "has no chat template.*data.chat_template"),
@@ -157,16 +164,16 @@ def test_where_the_template_is_found(tmp_path: Path) -> None:
         (config(folder, chat_template=str(tmp_path / "nowhere")), "nowhere: it cannot be read"),
     ):
         with pytest.raises(InputError, match=said):
-            find_template(settings)
+            found_template(settings)
     (folder / "chat_template.jinja").write_text("x" * (template.MOST_BYTES + 1))
     with pytest.raises(InputError, match="too large"):
-        find_template(config(folder))
+        found_template(config(folder))
 
 
 def render(source: str, messages: Messages, seconds: float = 20.0, **settings: Any) -> Document | None:
     content = json.dumps({"messages": messages}).encode()
-    given = template.Template(Path("t.jinja"), source, {}, ("<|im_end|>",), "")
-    with Renderer(given, seconds) as renderer:
+    given = Template(Path("t.jinja"), source, {}, ("<|im_end|>",), "")
+    with rendering(given, seconds) as renderer:
         return renderer(Document("a.jsonl, byte 0", content, content), DataConfig(content="chat", **settings))
 
 
@@ -217,11 +224,29 @@ def test_a_template_without_end_is_stopped(case: str, capfd: pytest.CaptureFixtu
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_renderers_process_ends_with_it() -> None:
-    with Renderer(template.Template(Path("t.jinja"), CHATML, {}, (), "")) as renderer:
-        process = renderer._process
-        assert process.poll() is None
-    assert process.poll() is not None
+def test_the_process_ends_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    class Watched(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **settings)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Watched)
+    for source in (CHATML, "{% for %}"):
+        with contextlib.suppress(InputError), rendering(Template(Path("t.jinja"), source, {}, (), "")):
+            assert started[-1].poll() is None
+        assert started[-1].poll() is not None
+    assert len(started) == 2
+
+
+def test_loops_can_be_broken_off_and_dicts_made() -> None:
+    source = (
+        "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% elif i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+    )
+    source += "{% generation %}{{ dict(a=1) | tojson }}{% endgeneration %}"
+    made = render(source, CONVERSATION)
+    assert made and made.content == b'013{"a": 1}' and made.spans == ((3, 11),)
 
 
 def test_what_the_template_refuses_is_malformed(tmp_path: Path) -> None:
