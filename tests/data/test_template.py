@@ -103,6 +103,22 @@ def test_a_token_that_begins_before_the_answer_is_not_learnt(tmp_path: Path) -> 
     assert mask == [number > at for number in range(len(ids))]
 
 
+def test_blanks_belong_to_the_token_that_has_them(tmp_path: Path) -> None:
+    """Whatever a tokenizer's post-processor says of where its tokens begin: this one, as GPT-2's, leaves blanks out."""
+    source = "{% for m in messages %}{{ 'a ' }}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}"
+    folder = write_tokenizer(tmp_path / "tokenizer", source)
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    settings["post_processor"] = {**settings["post_processor"], "trim_offsets": True}
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    path = write_chats(tmp_path / "a.jsonl", [[{"role": "assistant", "content": "user  "}]])
+    ids, mask, _ = read(path, config(folder))
+    library = load_tokenizer(config(folder))
+    written = [library.decode([i]) for i in ids]
+    assert "".join(written) == "a user  "
+    blank = written.index("a") + 1  # a blank, alone or with what follows: it began before the answer
+    assert mask == [number > blank for number in range(len(ids) - 1)] + [False]
+
+
 @pytest.mark.parametrize("source", [CHATML, MARKED, LLAMA_2])
 def test_ids_and_mask_are_those_of_transformers(source: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
