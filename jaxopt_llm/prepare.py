@@ -8,6 +8,7 @@ what of it is damaged. --preview shows conversations, and what of them is learnt
 """
 
 import argparse
+import io
 import json
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,7 @@ from rich.text import Text
 from jaxopt_llm import errors
 from jaxopt_llm.checkpoint.lock import sole_owner
 from jaxopt_llm.data import prepared, source
-from jaxopt_llm.data.config import DataConfig
+from jaxopt_llm.data.config import Content, DataConfig
 from jaxopt_llm.data.find import PLAN, find_all
 from jaxopt_llm.data.source import Part
 from jaxopt_llm.data.template import reader
@@ -86,6 +87,8 @@ def preview(config: DataConfig, count: int) -> None:
     Raises:
         InputError: what reading the sources raises.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     console = Console(highlight=False, soft_wrap=True)
     tokenizer = load_tokenizer(config)
     skipped: Counter[str] = Counter()
@@ -224,7 +227,7 @@ def main() -> int:
     add(
         "--content",
         default=default.content,
-        choices=("text", "chat", "messages", "pairs", "sharegpt"),
+        choices=get_args(Content),
         help="what rows hold; chat: conversations, of the form that their fields say (default: text)",
     )
     add("--chat-template", default=default.chat_template, metavar="FILE", help="default: the tokenizer's own")

@@ -5,6 +5,8 @@ from datetime import date
 from typing import Literal
 
 Format = Literal["auto", "text", "jsonl", "parquet", "prepared", "megatron", "numpy"]
+Content = Literal["text", "chat", "messages", "pairs", "sharegpt"]
+LongDocuments = Literal["auto", "split", "cut", "drop"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class DataConfig:
     none may exceed 1 GiB"""
     text_field: str = "text"
     """column of JSONL and Parquet files that holds the text"""
-    content: Literal["text", "chat", "messages", "pairs", "sharegpt"] = "text"
+    content: Content = "text"
     """what a row of JSONL and Parquet files holds: text, or a conversation, made text by the chat template and learnt
     where the assistant speaks. messages: a list of role and content; pairs: prompt and completion; sharegpt: a list of
     from and value; chat: whichever of them each file's fields say"""
@@ -31,7 +33,7 @@ class DataConfig:
     """a file with a chat template in Jinja; empty: the one that comes with data.tokenizer"""
     date: str = ""
     """what a chat template that writes today's date is told, as in 2026-01-31"""
-    long_documents: Literal["auto", "split", "cut", "drop"] = "auto"
+    long_documents: LongDocuments = "auto"
     """split: documents run on from row to row, each row a document of its own; cut: rows hold whole documents, and of
     one longer than a row its beginning; drop: rows hold whole documents, and the longer are left out; auto: cut where
     there are conversations, else split"""

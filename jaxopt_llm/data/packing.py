@@ -1,12 +1,12 @@
 """Documents laid end to end and cut into rows of one length: anywhere, or between documents."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxopt_llm.data.config import LongDocuments
 from jaxopt_llm.data.tokens import TokenStream
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.model.batch import Batch
@@ -38,7 +38,7 @@ class PackedRows:
     sequence_length: int
     vocabulary_size: int
     name: str = "the corpus"
-    long_documents: Literal["auto", "split", "cut", "drop"] = "auto"
+    long_documents: LongDocuments = "auto"
     packing: str = field(init=False, default="")  # what is to be told of it
     _bounds: NDArray[np.int64] | None = field(init=False, default=None)  # [rows, 2]: what each reads, [first, last)
 

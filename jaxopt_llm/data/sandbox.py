@@ -10,6 +10,7 @@ itself raises an exception, or {"error": why}.
 """
 
 import faulthandler
+import itertools
 import json
 import os
 import re
@@ -30,7 +31,7 @@ from jinja2.utils import Namespace
 MEMORY = 2**31  # bytes
 MOST_TEXT = 2**26  # characters of a conversation
 
-_NONCE = secrets.token_hex(16)  # no conversation can spell these marks
+_NONCE = str(secrets.randbits(128))  # no conversation can spell these marks
 _BEGIN, _END = f"\0{_NONCE}<", f"\0{_NONCE}>"
 
 
@@ -42,7 +43,8 @@ class Generation(Extension):
     """`{% generation %} ... {% endgeneration %}`: around what the assistant writes."""
 
     tags = {"generation"}  # noqa: RUF012 (its base has it so)
-    used = False
+    used = False  # in the template
+    made = 0  # since it was set to 0
 
     def parse(self, parser: Parser) -> nodes.Node:
         self.used = True
@@ -54,6 +56,7 @@ class Generation(Extension):
         body = caller()
         if _BEGIN in body:
             raise jinja2.TemplateError("one generation block inside another")
+        self.made += 1
         return _BEGIN + body + _END
 
 
@@ -91,7 +94,7 @@ class Renderer:
         self._template = environment.from_string(template)
         generation = environment.extensions[Generation.identifier]
         assert isinstance(generation, Generation)
-        self._marks = generation.used
+        self._generation = generation
         self._special, self._ends = special, tuple(ends)
 
     def render(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> dict[str, Any]:
@@ -107,9 +110,10 @@ class Renderer:
                 raise jinja2.TemplateError(f"more than {MOST_TEXT:,} characters for one conversation")
             return made
 
+        self._generation.made = 0
         whole = text(len(messages))
-        if self._marks:
-            return _unmarked(whole)
+        if self._generation.used:
+            return _unmarked(whole, self._generation.made)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         return {"text": whole, "spans": [self._span(whole, number, text) for number in turns]}
 
@@ -132,18 +136,14 @@ class Renderer:
         return len(before), len(before) + len(stripped if stripped.endswith(self._ends) else turn)
 
 
-def _unmarked(marked: str) -> dict[str, Any]:
-    pieces, spans, size = [], [], 0
-    begin = 0
-    for piece in re.split(f"({_BEGIN}|{_END})", marked):
-        if piece == _BEGIN:
-            begin = size
-        elif piece == _END:
-            spans.append((begin, size))
-        else:
-            pieces.append(piece)
-            size += len(piece)
-    return {"text": "".join(pieces), "spans": spans}
+def _unmarked(marked: str, blocks: int) -> dict[str, Any]:
+    """The text without its marks, and where they were."""
+    pieces = re.split(f"({_BEGIN}|{_END})", marked)
+    texts, marks = pieces[::2], pieces[1::2]
+    if marks != [_BEGIN, _END] * blocks:
+        raise jinja2.TemplateError("it does not write what each of its generation blocks has made once, as it is")
+    edges = list(itertools.accumulate(map(len, texts[:-1])))
+    return {"text": "".join(texts), "spans": list(zip(edges[::2], edges[1::2], strict=True))}
 
 
 def _raise(message: str) -> NoReturn:
@@ -194,16 +194,17 @@ def main() -> None:
             faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
             try:
                 if renderer is None:
-                    renderer, answer = Renderer(**json.loads(line)), {}
+                    renderer, answer = Renderer(**json.loads(line)), "{}"
                 else:
-                    answer = renderer.render(**json.loads(line))
+                    answer = json.dumps(renderer.render(**json.loads(line)))
             except Refused as error:
-                answer = {"refused": str(error)}
+                answer = json.dumps({"refused": str(error)})
             except jinja2.TemplateSyntaxError as error:
-                answer = {"error": f"line {error.lineno}: {error}"}
+                answer = json.dumps({"error": f"line {error.lineno}: {error}"})
             except Exception as error:  # a stranger's program can raise anything
-                answer = {"error": f"{type(error).__name__}: {error}" if str(error) else type(error).__name__}
-            sys.stdout.write(json.dumps(answer) + "\n")
+                kind = type(error).__name__
+                answer = json.dumps({"error": f"{kind}: {error}" if str(error) else kind})
+            sys.stdout.write(answer + "\n")
             sys.stdout.flush()
             faulthandler.cancel_dump_traceback_later()
 

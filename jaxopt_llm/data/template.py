@@ -108,7 +108,7 @@ class Renderer:
             _pipe(self._process.stdin).write(line + b"\n")
             _pipe(self._process.stdin).flush()
             answer: dict[str, Any] = json.loads(_pipe(self._process.stdout).readline())
-        except (BrokenPipeError, ValueError) as error:
+        except (OSError, ValueError) as error:
             raise InputError(
                 f"{self._template.path}: the chat template was stopped, {where}: it took more than "
                 f"{self._seconds:g} s, or broke its process; is it one that can be trusted?"

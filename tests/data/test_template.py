@@ -292,6 +292,21 @@ NEEDS_A_QUESTION = """\
         (NEEDS_A_QUESTION, conversation(3)[1:], "refuses the first messages of a conversation alone .no question"),
         (LLAMA_3.replace("{{- bos", "{{ bos"), CONVERSATION, "writes today's date.*data.date 2026-01-31"),
         (MARKED.replace("endgeneration", "endfor", 1), CONVERSATION, "line [0-9]+: "),
+        (
+            "{% set a %}{% generation %}abc{% endgeneration %}{% endset %}{{ a[:9] }}",
+            CONVERSATION,
+            "does not write what each",
+        ),
+        (
+            "{% set a %}{% generation %}abc{% endgeneration %}{% endset %}{{ a | e }}",
+            CONVERSATION,
+            "does not write what each",
+        ),
+        (
+            "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}",
+            CONVERSATION,
+            "one generation block inside another",
+        ),
     ],
 )
 def test_a_template_that_does_not_tell_the_assistants_turns(source: str, messages: Messages, said: str) -> None:
