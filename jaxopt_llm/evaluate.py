@@ -75,7 +75,8 @@ def main() -> int:
         what = f"{', '.join(config.data.paths)}{''.join(f', {count:,} {why}' for why, count in skipped.items())}"
     else:
         stream, what = open_corpus(config.data, source.tokenizer).held_out, "the held-out split"
-    rows = PackedRows(stream, config.training.sequence_length, config.model.vocabulary_size, what)
+    length, size = config.training.sequence_length, config.model.vocabulary_size
+    rows = PackedRows(stream, length, size, what, config.data.long_documents)
     with oom.remedied("evaluating", "set --training.batch-size or --training.sequence-length smaller"):
         loss, tokens = evaluate(source, rows, config.training.batch_size, own.batches)
     print(

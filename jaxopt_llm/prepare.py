@@ -1,12 +1,14 @@
 """python -m jaxopt_llm.prepare --input PATH [PATH ...] --output DIR [--tokenizer FILE] [...]
+python -m jaxopt_llm.prepare --input PATH [PATH ...] --content chat --tokenizer DIR --preview N
 python -m jaxopt_llm.prepare --verify DIR
 
 Tokenises a corpus once, on all cores, into memory-mapped files that training reads with --data.paths DIR. Killed and
 run again, it keeps the shards that are whole and ends with the same bytes. --verify reads such a corpus whole and says
-what of it is damaged.
+what of it is damaged. --preview shows conversations, and what of them is learnt, and writes nothing.
 """
 
 import argparse
+import io
 import json
 import multiprocessing
 import os
@@ -18,19 +20,25 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from itertools import chain
+from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
+from rich.text import Text
 
 from jaxopt_llm import errors
 from jaxopt_llm.checkpoint.lock import sole_owner
-from jaxopt_llm.data import prepared
-from jaxopt_llm.data.config import DataConfig
-from jaxopt_llm.data.source import PLAN, Part, find_all
+from jaxopt_llm.data import prepared, source
+from jaxopt_llm.data.config import Content, DataConfig
+from jaxopt_llm.data.find import PLAN, find_all
+from jaxopt_llm.data.source import Part
+from jaxopt_llm.data.template import reader
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
+from jaxopt_llm.data.tokens import within
 from jaxopt_llm.errors import InputError
 
 
@@ -59,7 +67,7 @@ def prepare(config: DataConfig, directory: Path, workers: int) -> None:
         if (directory / prepared.MANIFEST).exists():
             console.print(f"{directory} is finished already", markup=False)
         else:
-            collection = prepared.Collection(directory, plan["dtype"])
+            collection = prepared.Collection(directory, plan["dtype"], config.content != "text")
             shards = prepared.shards(files, [parts for _, parts in looked])
             _write(shards, collection, config, directory, workers, console)
             if not sum(each["tokens"] for each in collection.shards):
@@ -73,6 +81,45 @@ def prepare(config: DataConfig, directory: Path, workers: int) -> None:
     console.print(f"train on it with --data.paths {directory} --data.tokenizer {config.tokenizer}", markup=False)
 
 
+def preview(config: DataConfig, count: int) -> None:
+    """Shows the first conversations with what is learnt of them in colour, or in brackets where there is none.
+
+    Raises:
+        InputError: what reading the sources raises.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
+    console = Console(highlight=False, soft_wrap=True)
+    tokenizer = load_tokenizer(config)
+    skipped: Counter[str] = Counter()
+    parts = chain.from_iterable(source.parts(file, config) for file in chain.from_iterable(find_all(config)))
+    with reader(config, tokenizer) as read:
+        documents = chain.from_iterable(read(part, skipped) for part in parts)
+        for document in islice(documents, count):
+            ((ids, begins),) = tokenizer.encode_placed([document.content])
+            learnt = within(begins, document.spans or ())
+            console.print(f"--- {document.name}: {ids.size:,} tokens, {learnt.sum():,} learnt", markup=False)
+            console.print(_marked(document.content.decode(), begins, learnt, console.color_system is not None))
+    if skipped:
+        console.print(f"skipped: {_counted(skipped)}", markup=False)
+
+
+def _marked(text: str, begins: NDArray[np.int64], learnt: NDArray[np.bool_], coloured: bool) -> Text:
+    """A text whose learnt tokens stand out. What would steer the terminal is spelt out."""
+    changes = np.flatnonzero(np.diff(learnt)) + 1
+    marked = Text()
+    for first, last in pairwise([0, *changes.tolist(), learnt.size]):
+        end = int(begins[last]) if last < learnt.size else len(text)
+        piece = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text[int(begins[first]) : end])
+        if not learnt[first]:
+            marked.append(piece)
+        elif coloured:
+            marked.append(piece, style="bold green")
+        else:
+            marked.append(f"⟦{piece}⟧")
+    return marked
+
+
 def _check(directory: Path, plan: dict[str, Any]) -> None:
     """Raises InputError where the directory holds anything but this preparation."""
     if not directory.exists() or not any(path.name != "lock" for path in directory.iterdir()):
@@ -81,7 +128,9 @@ def _check(directory: Path, plan: dict[str, Any]) -> None:
         old = json.loads((directory / PLAN).read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"--output {directory} is not empty and no preparation; choose another") from error
-    differ = [name for name in plan if not isinstance(old, dict) or old.get(name) != plan[name]]
+    if not isinstance(old, dict):
+        old = {}
+    differ = [name for name in sorted({*plan, *old}) if old.get(name) != plan.get(name)]
     if differ:
         raise InputError(
             f"--output {directory} holds another preparation, with other {', '.join(differ)}; choose another directory"
@@ -153,7 +202,11 @@ def _skipped(counts: Sequence[dict[str, Any]]) -> str:
     total: Counter[str] = Counter()
     for each in counts:
         total.update(each["skipped"])
-    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(total.items()))
+    return _counted(total)
+
+
+def _counted(skipped: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
 
 
 def main() -> int:
@@ -165,11 +218,20 @@ def main() -> int:
     add("--input", nargs="+", metavar="PATH", help="files, folders or globs of text, JSONL or Parquet")
     add("--output", type=Path, metavar="DIR", help="a new directory, or one of an unfinished preparation")
     add("--verify", type=Path, metavar="DIR", help="read a prepared corpus whole instead, and say what is damaged")
+    add("--preview", type=int, metavar="N", help="show the first N conversations instead, and what of them is learnt")
     add("--tokenizer", default=default.tokenizer, metavar="FILE", help="a tokenizer.json, or bytes (the default)")
     add("--beginning", default=default.beginning, metavar="TOKEN", help="before each document (the tokenizer's own)")
     add("--end", default=default.end, metavar="TOKEN", help="after each document (default: the tokenizer's own)")
     add("--format", default=default.format, choices=("auto", "text", "jsonl", "parquet"), help="default: by suffix")
     add("--separator", default=default.separator, metavar="TEXT", help="between documents of a text file (none)")
+    add(
+        "--content",
+        default=default.content,
+        choices=get_args(Content),
+        help="what rows hold; chat: conversations, of the form that their fields say (default: text)",
+    )
+    add("--chat-template", default=default.chat_template, metavar="FILE", help="default: the tokenizer's own")
+    add("--date", default=default.date, metavar="DAY", help="for a template that writes today's, as in 2026-01-31")
     add("--text-field", default=default.text_field, metavar="NAME", help="column with the text (default: text)")
     add(
         "--malformed",
@@ -180,17 +242,25 @@ def main() -> int:
     add("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes (default: one per core)")
     arguments = vars(parser.parse_args(sys.argv[1:]))
     workers, paths, directory = (arguments.pop(name) for name in ("workers", "input", "output"))
-    verified = arguments.pop("verify")
+    verified, previewed = arguments.pop("verify"), arguments.pop("preview")
     if workers < 1:
         raise InputError(f"--workers {workers}: must be at least 1")
     if verified:
         if paths or directory:
             raise InputError("--verify reads what is there: give it without --input and --output")
         verify(verified, workers)
-    elif paths and directory:
-        prepare(DataConfig(paths=tuple(paths), **arguments), directory, workers)
+        return 0
+    if not paths or (directory is None) == (previewed is None):
+        raise InputError("--input PATH and either --output DIR or --preview N are needed, or --verify DIR")
+    config = DataConfig(paths=tuple(paths), **arguments)
+    if problems := config.problems():
+        raise InputError("; ".join(problems))
+    if previewed is None:
+        prepare(config, directory, workers)
+    elif config.content == "text" or previewed < 1:
+        raise InputError(f"--preview {previewed}: shows at least 1 conversation, of --content chat, for one")
     else:
-        raise InputError("--input PATH and --output DIR are needed, or --verify DIR")
+        preview(config, previewed)
     return 0
 
 

@@ -71,7 +71,8 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
     _check_directory(directory, config, corpus)
 
     def rows(stream: TokenStream, name: str) -> PackedRows:
-        return PackedRows(stream, config.training.sequence_length, config.model.vocabulary_size, name)
+        model, length = config.model, config.training.sequence_length
+        return PackedRows(stream, length, model.vocabulary_size, name, config.data.long_documents)
 
     sources = [rows(source.training, source.name) for source in corpus.sources]
     weights = [source.weight for source in corpus.sources]
@@ -81,8 +82,9 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
     )
     own = OwnRows(program.batch.tokens.shape, program.rows)
     loader = Loader(sources, weights, config.training.batch_size, config.run.seed, own.numbers)
+    held_out_split = rows(corpus.held_out, "the held-out split")
     held_out_rows = held_out_batches(
-        rows(corpus.held_out, "the held-out split"),
+        held_out_split,
         config.training.batch_size,
         config.evaluation.batches,
         own.numbers,
@@ -104,6 +106,9 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             f"{jax.devices()[0].device_kind} device(s){processes}, run directory {directory}"
         )
         progress.say(f"data: {corpus}")
+        for each in (*sources, held_out_split):
+            if each.packing:
+                progress.say(each.packing)
         if config.precision.compute_dtype == "float16" and not config.precision.scales_loss and processes.first:
             print(
                 "warning: float16 without loss scaling rounds small gradients to zero; set --precision.loss-scaling "

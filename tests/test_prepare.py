@@ -90,30 +90,32 @@ def test_killed_it_goes_on_and_ends_with_the_same_bytes(corpus: Path, tmp_path: 
     assert "finished already" in again.communicate(timeout=300)[0] and again.returncode == 0
 
 
-def test_what_was_appended_but_not_recorded_is_cut_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize("conversations", [False, True])
+def test_what_was_appended_but_not_recorded_is_cut_off(conversations: bool, tmp_path: Path) -> None:
     """As after a kill between the two, or in the middle of either."""
     record = {"documents": 1, "tokens": 1, "tokens_sha256": "", "skipped": {}}
     for shard in range(3):
-        for name, dtype in (("tokens", "<u2"), ("ends", "<i8"), ("keys", "<u8")):
+        for name, dtype in (("tokens", "<u2"), ("ends", "<i8"), ("keys", "<u8"), ("mask", "?"))[: 3 + conversations]:
             np.array([1 if name == "ends" else shard], dtype).tofile(tmp_path / f"shard-{shard:05}.{name}")
         prepared.write_json(tmp_path / f"shard-{shard:05}.json", record)
     left = contents(tmp_path)
     for _ in range(2):
-        prepared.Collection(tmp_path, "<u2").grow()
+        prepared.Collection(tmp_path, "<u2", conversations).grow()
         whole = contents(tmp_path)
         assert np.fromfile(tmp_path / "ends.bin", "<i8").tolist() == [1, 2, 3]
-        assert set(whole) == {"tokens.bin", "ends.bin", "keys.bin", "shards.jsonl"}
-        for name in ("tokens.bin", "ends.bin", "shards.jsonl"):  # the third shard was being appended
+        masks = {"mask.bin"} if conversations else set()
+        assert set(whole) == {"tokens.bin", "ends.bin", "keys.bin", "shards.jsonl", *masks}
+        for name in ("tokens.bin", "ends.bin", "shards.jsonl", *masks):  # the third shard was being appended
             (tmp_path / name).write_bytes(whole[name] + b"xyz")
         for name in left:
             (tmp_path / name).write_bytes(left[name])
     for name in left:
         (tmp_path / name).unlink()
-    assert len(prepared.Collection(tmp_path, "<u2").shards) == 3
+    assert len(prepared.Collection(tmp_path, "<u2", conversations).shards) == 3
     assert contents(tmp_path) == whole
     (tmp_path / "keys.bin").write_bytes(whole["keys.bin"][:-1])
     with pytest.raises(InputError, match="keys.bin has 23 bytes of 24"):
-        prepared.Collection(tmp_path, "<u2")
+        prepared.Collection(tmp_path, "<u2", conversations)
 
 
 def test_verifying_names_what_is_damaged(corpus: Path, tmp_path: Path) -> None:

@@ -61,11 +61,13 @@ def write_megatron(prefix: Path, documents: Sequence[np.ndarray], dtype: str = "
     return prefix
 
 
-def train_tokenizer(path: Path, documents: Sequence[str], size: int = 400) -> Path:
+def train_tokenizer(
+    path: Path, documents: Sequence[str], size: int = 400, special: Sequence[str] = ("<|endoftext|>",)
+) -> Path:
     """A byte-level BPE with <|endoftext|>, as GPT-2's, of the documents."""
     from tokenizers import ByteLevelBPETokenizer
 
     library = ByteLevelBPETokenizer()
-    library.train_from_iterator(documents, vocab_size=size, special_tokens=["<|endoftext|>"], show_progress=False)
+    library.train_from_iterator(documents, vocab_size=size, special_tokens=[*special], show_progress=False)
     library.save(str(path))
     return path

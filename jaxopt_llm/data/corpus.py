@@ -9,9 +9,11 @@ from itertools import chain
 import numpy as np
 
 from jaxopt_llm.data.config import DataConfig
+from jaxopt_llm.data.find import File, find_all
 from jaxopt_llm.data.indexed import megatron_piece, numpy_piece
 from jaxopt_llm.data.prepared import prepared_piece
-from jaxopt_llm.data.source import File, find_all, parts, read, standard_library
+from jaxopt_llm.data.source import parts, standard_library
+from jaxopt_llm.data.template import Reader, reader
 from jaxopt_llm.data.tokenizer import Tokenizer
 from jaxopt_llm.data.tokens import (
     IndexedPiece,
@@ -69,10 +71,11 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
     skipped: Counter[str] = Counter()
     opened: list[tuple[str, list[Piece], str]] = []
     if config.paths:
-        for pattern, files in zip(config.paths, find_all(config), strict=True):
-            found = [_open(file, config, tokenizer, skipped) for file in files]
-            pieces = list(chain.from_iterable(pieces for pieces, _ in found))
-            opened.append((pattern, pieces, "\n".join(digest for _, digest in found)))
+        with reader(config, tokenizer) as read:
+            for pattern, files in zip(config.paths, find_all(config), strict=True):
+                found = [_open(file, read, config, tokenizer, skipped) for file in files]
+                pieces = list(chain.from_iterable(pieces for pieces, _ in found))
+                opened.append((pattern, pieces, "\n".join(digest for _, digest in found)))
     else:
         library = [tokenize(each.name, [each], tokenizer) for each in standard_library()]
         opened.append(("Python's standard library", [*library], _sha256(library)))
@@ -101,11 +104,14 @@ def open_whole(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenStream, C
     """Every document of data.paths, none held out and no path weighted, and how many were left out, by reason."""
     skipped: Counter[str] = Counter()
     files = chain.from_iterable(find_all(config))
-    pieces = list(chain.from_iterable(_open(file, config, tokenizer, skipped)[0] for file in files))
+    with reader(config, tokenizer) as read:
+        pieces = list(chain.from_iterable(_open(file, read, config, tokenizer, skipped)[0] for file in files))
     return join_whole(pieces), skipped
 
 
-def _open(file: File, config: DataConfig, tokenizer: Tokenizer, skipped: Counter[str]) -> tuple[Sequence[Piece], str]:
+def _open(
+    file: File, read: Reader, config: DataConfig, tokenizer: Tokenizer, skipped: Counter[str]
+) -> tuple[Sequence[Piece], str]:
     """The pieces of a file, and what its contents hash to."""
     if file.format == "prepared":
         piece, digest = prepared_piece(file.name, file.path, tokenizer)
@@ -115,7 +121,7 @@ def _open(file: File, config: DataConfig, tokenizer: Tokenizer, skipped: Counter
         return [megatron_piece(file.name, file.path)], "".join(map(fingerprint, pair))
     if file.format == "numpy":
         return [numpy_piece(file.name, file.path, tokenizer.end)], f"{fingerprint(file.path)} by stretches"
-    pieces = [tokenize(file.name, read(part, config, skipped), tokenizer) for part in parts(file, config)]
+    pieces = [tokenize(file.name, read(part, skipped), tokenizer) for part in parts(file, config)]
     return pieces, _sha256(pieces)
 
 
@@ -127,6 +133,7 @@ def _sha256(pieces: Sequence[IndexedPiece]) -> str:
     digest = hashlib.sha256()
     for piece in pieces:
         # The sizes keep a token from moving between one array and the next unseen.
-        for each in (np.array([piece.size, piece.documents]), piece.tokens[:], piece.ends[:], piece.keys[:]):
+        mask = [] if piece.mask is None else [piece.mask[:]]
+        for each in (np.array([piece.size, piece.documents]), piece.tokens[:], piece.ends[:], piece.keys[:], *mask):
             digest.update(np.ascontiguousarray(each).data)
     return digest.hexdigest()

@@ -31,6 +31,7 @@ class MegatronPiece:
     lengths: Array
     pointers: Array
     boundaries: Array
+    mask: None = None
 
     @property
     def size(self) -> int:
@@ -128,6 +129,7 @@ class DelimitedPiece:
     tokens: Array
     end: int
     documents: None = None
+    mask: None = None
 
     @property
     def size(self) -> int:

@@ -3,12 +3,13 @@
 prepared-plan.json         what was asked for: another request never writes here
 tokens.bin                 uint16 or uint32, little-endian
 ends.bin, keys.bin         of each document, int64: where it ends in the tokens; uint64: its key
+mask.bin                   of conversations, for each token a byte: whether it is learnt
 shards.jsonl               what each stretch of these files holds, and its SHA-256
 manifest.json              the plan, the totals and the SHA-256 of shards.jsonl; written last of all, so a corpus that
                            has it is whole
 
-While it is made there are files shard-00000.tokens, .ends, .keys and, written last, .json: what one worker made of some
-parts. In their order they are appended to the files above, and then deleted.
+While it is made there are files shard-00000.tokens, .ends, .keys, .mask and, written last, .json: what one worker made
+of some parts. In their order they are appended to the files above, and then deleted.
 """
 
 import hashlib
@@ -26,8 +27,10 @@ from typing import Any
 import numpy as np
 
 from jaxopt_llm.data.config import DataConfig
+from jaxopt_llm.data.find import File
 from jaxopt_llm.data.mapped import MappedArray
-from jaxopt_llm.data.source import File, Part, parts, read
+from jaxopt_llm.data.source import Part, parts
+from jaxopt_llm.data.template import find_template, reader
 from jaxopt_llm.data.tokenizer import Tokenizer
 from jaxopt_llm.data.tokens import IndexedPiece, fingerprint, token_dtype, tokenized
 from jaxopt_llm.errors import InputError
@@ -36,7 +39,7 @@ from jaxopt_llm.files import replace_durably
 MANIFEST, SHARDS = "manifest.json", "shards.jsonl"
 FORMAT = 2
 SHARD_BYTES, MOST_SHARDS = 2**22, 4096  # of input, at least: enough shards for all cores, not too many files
-_ARRAYS = ("tokens", "ends", "keys")
+_ARRAYS = ("tokens", "ends", "keys", "mask")  # the last of conversations alone
 _READERS = 32  # of many files, which wait for storage more than they compute
 _BLOCK = 2**22  # bytes read at once
 
@@ -45,6 +48,11 @@ def plan(
     files: Sequence[File], fingerprints: Sequence[str], config: DataConfig, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """What the bytes of a preparation depend on, and nothing else: not where the files lie, not how many workers."""
+    conversations = (
+        {}
+        if config.content == "text"
+        else {"content": config.content, "template_sha256": find_template(config, tokenizer).sha256}
+    )
     return {
         "format": FORMAT,
         "tokenizer": config.tokenizer,
@@ -59,6 +67,7 @@ def plan(
             [file.name, file.format, file.path.stat().st_size, found]
             for file, found in zip(files, fingerprints, strict=True)
         ],
+        **conversations,
     }
 
 
@@ -97,23 +106,31 @@ def write_shard(directory: Path, number: int, of: Sequence[Part], config: DataCo
     """Writes a shard whole: whenever the process dies, what lies under the shard's names is whole or lacks its JSON.
     Memory holds a few megabytes of text at a time."""
     skipped: Counter[str] = Counter()
-    paths = [directory / f"shard-{number:05}.{name}" for name in _ARRAYS]
-    digest = hashlib.sha256()
+    paths = [directory / f"shard-{number:05}.{name}" for name in _names(config.content != "text")]
+    digests = hashlib.sha256(), hashlib.sha256()  # of the tokens and of the mask
     documents = end = 0
     with ExitStack() as stack:
         files = [stack.enter_context(_temporary(path).open("wb")) for path in paths]
+        read = stack.enter_context(reader(config, tokenizer))
         for part in of:
-            for tokens, lengths, keys in tokenized(read(part, config, skipped), tokenizer):
-                digest.update(tokens.data)
-                for file, array in zip(files, (tokens, end + np.cumsum(lengths), keys), strict=True):
+            for tokens, lengths, keys, *mask in tokenized(read(part, skipped), tokenizer):
+                for digest, array in zip(digests, (tokens, *mask), strict=False):
+                    digest.update(array.data)
+                for file, array in zip(files, (tokens, end + np.cumsum(lengths), keys, *mask), strict=True):
                     file.write(array.data)
                 documents, end = documents + lengths.size, end + tokens.size
         for file in files:
             _sync(file)
     for path in paths:
         os.replace(_temporary(path), path)
-    counts = {"documents": documents, "tokens": end, "tokens_sha256": digest.hexdigest()}
+    named = zip(("tokens_sha256", "mask_sha256"), digests, strict=True)
+    hashes = {name: digest.hexdigest() for name, digest in named if name == "tokens_sha256" or config.content != "text"}
+    counts = {"documents": documents, "tokens": end, **hashes}
     write_json(shard_record(directory, number), {**counts, "skipped": dict(sorted(skipped.items()))})
+
+
+def _names(conversations: bool) -> tuple[str, ...]:
+    return _ARRAYS if conversations else _ARRAYS[:-1]
 
 
 def shard_record(directory: Path, number: int) -> Path:
@@ -128,16 +145,17 @@ class Collection:
         InputError: the files hold less than the shards that they should.
     """
 
-    def __init__(self, directory: Path, dtype: str) -> None:
+    def __init__(self, directory: Path, dtype: str, conversations: bool = False) -> None:
         self._directory = directory
-        self._types = dict(zip(_ARRAYS, map(np.dtype, (dtype, "<i8", "<u8")), strict=True))
+        self._names = _names(conversations)
+        self._types = dict(zip(_ARRAYS, map(np.dtype, (dtype, "<i8", "<u8", "?")), strict=True))
         (directory / SHARDS).touch()
         written = (directory / SHARDS).read_bytes()
         os.truncate(directory / SHARDS, written.rfind(b"\n") + 1)
         self.shards = read_shards(directory)
         self._documents = sum(each["documents"] for each in self.shards)
         self._tokens = sum(each["tokens"] for each in self.shards)
-        for name in _ARRAYS:
+        for name in self._names:
             path, size = array_file(directory, name), self._size(name)
             path.touch()
             if path.stat().st_size < size:
@@ -156,17 +174,18 @@ class Collection:
         """Takes in the shards that are next, as far as they are whole."""
         while (record := shard_record(self._directory, len(self.shards))).exists():
             counts = json.loads(record.read_text())
-            tokens, ends, keys = (record.with_suffix(f".{name}") for name in _ARRAYS)
-            moved = np.fromfile(ends, "<i8") + self._tokens
+            paths = {name: record.with_suffix(f".{name}") for name in self._names}
+            moved = np.fromfile(paths["ends"], "<i8") + self._tokens
             digest = hashlib.sha256(moved.data)
             with array_file(self._directory, "ends").open("ab") as file:
                 file.write(moved.data)
                 _sync(file)
-            for path, name in ((tokens, "tokens"), (keys, "keys")):
-                with path.open("rb") as source, array_file(self._directory, name).open("ab") as file:
-                    shutil.copyfileobj(source, file, _BLOCK)
-                    _sync(file)
-            digest.update(keys.read_bytes())
+            for name in self._names:
+                if name != "ends":
+                    with paths[name].open("rb") as source, array_file(self._directory, name).open("ab") as file:
+                        shutil.copyfileobj(source, file, _BLOCK)
+                        _sync(file)
+            digest.update(paths["keys"].read_bytes())
             counts["documents_sha256"] = digest.hexdigest()
             with (self._directory / SHARDS).open("a") as file:
                 file.write(json.dumps(counts) + "\n")
@@ -174,7 +193,7 @@ class Collection:
             self.shards.append(counts)
             self._documents += counts["documents"]
             self._tokens += counts["tokens"]
-            for path in (tokens, ends, keys, record):
+            for path in (*paths.values(), record):
                 path.unlink()
 
     def finish(self, plan: dict[str, Any]) -> None:
@@ -183,7 +202,7 @@ class Collection:
         write_json(self._directory / MANIFEST, {"plan": plan, **totals})
 
     def _size(self, name: str) -> int:
-        return (self._tokens if name == "tokens" else self._documents) * self._types[name].itemsize
+        return (self._tokens if name in ("tokens", "mask") else self._documents) * self._types[name].itemsize
 
 
 def read_shards(directory: Path) -> list[dict[str, Any]]:
@@ -209,6 +228,7 @@ class _Manifest:
     tokens: int
     documents: int
     dtype: np.dtype[np.integer]
+    conversations: bool
     tokenizer: str
     tokenizer_sha256: str
     shards_sha256: str
@@ -240,7 +260,8 @@ def verify(directory: Path, workers: int) -> tuple[int, int]:
     shards = read_shards(directory)
     if hashlib.sha256((directory / SHARDS).read_bytes()).hexdigest() != manifest.shards_sha256:
         raise InputError(f"{directory / SHARDS} is damaged: bring it back, or prepare the corpus anew")
-    tokens = np.cumsum([0, *(each["tokens"] for each in shards)]) * manifest.dtype.itemsize
+    counted = np.cumsum([0, *(each["tokens"] for each in shards)])
+    tokens = counted * manifest.dtype.itemsize
     documents = np.cumsum([0, *(each["documents"] for each in shards)]) * 8
 
     def damage(number: int) -> str | None:
@@ -248,6 +269,8 @@ def verify(directory: Path, workers: int) -> tuple[int, int]:
             (("tokens",), tokens[number : number + 2], shards[number]["tokens_sha256"]),
             (("ends", "keys"), documents[number : number + 2], shards[number]["documents_sha256"]),
         ]
+        if manifest.conversations:
+            bounds.append((("mask",), counted[number : number + 2], shards[number]["mask_sha256"]))
         for names, (first, last), expected in bounds:
             if _sha256([array_file(directory, name) for name in names], int(first), int(last)) != expected:
                 return f"bytes {first:,} to {last:,} of {' or '.join(f'{name}.bin' for name in names)}, shard {number}"
@@ -258,7 +281,7 @@ def verify(directory: Path, workers: int) -> tuple[int, int]:
     if damaged:
         told = "; ".join(damaged[:5]) + (f"; and {len(damaged) - 5} more" if len(damaged) > 5 else "")
         raise InputError(f"{directory} is damaged: {told}; bring it back, or prepare the corpus anew")
-    return len(shards), int(tokens[-1] + 2 * documents[-1])
+    return len(shards), int(tokens[-1] + 2 * documents[-1] + manifest.conversations * counted[-1])
 
 
 def _read_manifest(directory: Path) -> _Manifest:
@@ -278,6 +301,7 @@ def _read_manifest(directory: Path) -> _Manifest:
             int(told["tokens"]),
             int(told["documents"]),
             np.dtype(asked["dtype"]),
+            "content" in asked,
             asked["tokenizer"],
             asked["tokenizer_sha256"],
             told["shards_sha256"],
@@ -287,17 +311,17 @@ def _read_manifest(directory: Path) -> _Manifest:
 
 
 def _arrays(directory: Path, manifest: _Manifest) -> list[MappedArray]:
-    """Tokens, ends and keys, of the sizes that the manifest says."""
-    types = (manifest.dtype, np.dtype("<i8"), np.dtype("<u8"))
-    sizes = (manifest.tokens, manifest.documents, manifest.documents)
+    """Tokens, ends, keys and, of conversations, the mask, of the sizes that the manifest says."""
+    types = (manifest.dtype, np.dtype("<i8"), np.dtype("<u8"), np.dtype("?"))
+    sizes = (manifest.tokens, manifest.documents, manifest.documents, manifest.tokens)
     arrays = []
-    for name, dtype, size in zip(_ARRAYS, types, sizes, strict=True):
+    for name, dtype, size in list(zip(_ARRAYS, types, sizes, strict=True))[: len(_names(manifest.conversations))]:
         path, needed = array_file(directory, name), size * dtype.itemsize
         has = path.stat().st_size if path.is_file() else 0
         if has != needed:
             raise InputError(f"{path} is cut or not this corpus's: {has} bytes of {needed}; prepare the corpus anew")
         arrays.append(MappedArray(path, dtype, size))
-    _, ends, _ = arrays
+    ends = arrays[1]
     if not ends.size or ends[ends.size - 1] != manifest.tokens:
         raise InputError(f"{ends.path} is damaged: its documents do not end where the tokens do; prepare it anew")
     return arrays

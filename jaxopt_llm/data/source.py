@@ -1,7 +1,6 @@
-"""Files of text, and the documents in them."""
+"""The documents in files of text."""
 
 import codecs
-import glob
 import io
 import json
 import math
@@ -13,25 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxopt_llm.data import conversation
 from jaxopt_llm.data.config import DataConfig
+from jaxopt_llm.data.conversation import Malformed
+from jaxopt_llm.data.find import File, compressed
 from jaxopt_llm.errors import InputError
 
-SUFFIXES = {
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-    ".npy": "numpy",
-    ".idx": "megatron",
-    ".bin": "megatron",
-}
-COMPRESSED = (".gz", ".bz2", ".zst")
-PLAN = "prepared-plan.json"  # in every folder that jaxopt_llm.prepare has begun to write
 PART_BYTES = 2**22  # of a file that can be divided: what is read and tokenised in one go
 MOST_BYTES = 2**30  # of one document, which is held in memory whole, several times over
-_FIRST_ROWS = 100  # of a JSONL file, of which one must have the column
+_FIRST_ROWS = 100  # of a JSONL file, of which one must have the column, and the first tells a conversation's form
 _BLOCK = 2**18  # bytes read at once where documents are looked for
 
 # Installed packages, tests, and pydoc's help text: one generated file that would outweigh the rest of a held-out split.
@@ -39,15 +28,6 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests",
 # Written by the build or the administrator: these differ between two machines with the same Python.
 _LOCAL_FOLDER_PREFIX = "config-"
 _LOCAL_FILE_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
-
-
-@dataclass(frozen=True)
-class File:
-    """One file (or prepared folder) to read: `name` is its path below what was asked for, with `/`."""
-
-    name: str
-    path: Path
-    format: str
 
 
 @dataclass(frozen=True)
@@ -62,65 +42,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Document:
-    """One text. `name` says where it is; `key` decides whether it is held out: its content, or its name."""
+    """One text. `name` says where it is; `key` decides whether it is held out: its content, or its name. `spans`: of a
+    conversation, the characters [begin, end) that are learnt."""
 
     name: str
     content: bytes
     key: bytes
+    spans: tuple[tuple[int, int], ...] | None = None
 
 
-def find_all(config: DataConfig) -> list[list[File]]:
-    """What each of data.paths stands for.
-
-    Raises:
-        InputError: what `find_files` raises, or a file that is found twice.
-    """
-    found = [find_files(pattern, config) for pattern in config.paths]
-    seen: dict[Path, tuple[str, Path]] = {}
-    for pattern, files in zip(config.paths, found, strict=True):
-        for file in files:
-            resolved = file.path.resolve()
-            other, path = seen.setdefault(resolved, (pattern, file.path))
-            if (other, path) != (pattern, file.path):
-                raise InputError(
-                    f"data.paths: {other} and {pattern} both read {resolved}; every document would come twice: leave "
-                    "one out, or give a path more weight with data.weights"
-                )
-    return found
-
-
-def find_files(pattern: str, config: DataConfig) -> list[File]:
-    """What one of data.paths stands for, sorted by name: a file, a folder with all below it, or a glob (`**` too).
-
-    In a folder `auto` takes the files whose suffix it knows, `text` all of them, another format those of its suffix.
-    A Megatron pair is named by either file or by what their names share.
-
-    Raises:
-        InputError: nothing there, or nothing of a known format.
-    """
-    path, found = Path(pattern), []
-    if _is_prepared(path):
-        return [File(path.name, path, "prepared")]
-    if path.is_dir():
-        root = path
-        wanted = {*SUFFIXES.values(), "prepared"} if config.format == "auto" else {config.format}
-        found = [p for p in _below(path) if (config.format == "text" and p.is_file()) or _kind(p) in wanted]
-    else:
-        pair = path.with_name(path.name + ".idx")
-        matches = [path] if path.is_file() else [pair] if pair.is_file() else _glob(pattern)
-        found = [p for p in matches if p.is_file() or _is_prepared(p)]
-        root = Path(os.path.commonpath([p.parent for p in found])) if found else path
-    files = set()
-    for each in found:
-        kind = _kind(each) if each.is_dir() or config.format == "auto" else config.format
-        if kind is None:
-            raise InputError(f"data.paths {each}: its suffix tells no format; name it with data.format")
-        each = each.with_suffix(".idx") if kind == "megatron" else each
-        files.add(File(each.relative_to(root).as_posix(), each, kind))
-    if not files:
-        what = f"no file of the format {config.format}" if path.is_dir() else "no such file or folder"
-        raise InputError(f"data.paths {pattern}: {what}; known suffixes: {', '.join(SUFFIXES)}")
-    return sorted(files, key=lambda file: file.name)
+Row = tuple[str, bytes | Malformed]  # where it is, and what it holds
 
 
 def parts(file: File, config: DataConfig) -> list[Part]:
@@ -128,27 +59,30 @@ def parts(file: File, config: DataConfig) -> list[Part]:
     if file.format == "parquet":
         return [Part(file, group, group + 1) for group in range(_parquet(file).num_row_groups)]
     size = file.path.stat().st_size
-    if _compressed(file) or not (file.format == "jsonl" or config.separator):
+    if compressed(file) or not (file.format == "jsonl" or config.separator):
         return [Part(file, 0, size)]
     return [Part(file, first, min(first + PART_BYTES, size)) for first in range(0, size, PART_BYTES)]
 
 
 def read(part: Part, config: DataConfig, skipped: Counter[str]) -> Iterator[Document]:
-    """The documents of a part, as UTF-8 and never empty; counts what it skips, by reason.
+    """The documents of a part, as UTF-8 and never empty; counts what it skips, by reason. A conversation is JSON, as
+    `conversation` makes it.
 
     Raises:
         InputError: a malformed document where data.malformed says so; no column of that name; a damaged file.
     """
     rows = {"text": _text_rows, "jsonl": _jsonl_rows, "parquet": _parquet_rows}[part.file.format]
+    if part.file.format == "text" and config.content != "text":
+        raise InputError(f"{part.file.path}: data.content {config.content} is read from JSONL and Parquet alone")
     try:
         for where, content in rows(part, config):
-            if content is None:
-                _refuse(f"{where}: cut, or no text in {config.text_field!r}", config)
-                skipped["cut, or without a text"] += 1
+            if isinstance(content, Malformed):
+                refuse(f"{where}: {content}", config)
+                skipped["cut, or without a text" if config.content == "text" else "no conversation"] += 1
                 continue
             wrong = _not_utf8(content)
             if wrong:
-                _refuse(f"{where}: not UTF-8 ({wrong} of the text)", config)
+                refuse(f"{where}: not UTF-8 ({wrong} of the text)", config)
                 skipped["not UTF-8" if config.malformed == "skip" else "not UTF-8, replaced"] += 1
                 if config.malformed == "skip":
                     continue
@@ -185,38 +119,8 @@ def standard_library() -> list[Document]:
     return documents
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    """The files and prepared folders below a folder: of prepared ones not the files, of hidden ones nothing."""
-    for above, subfolders, names in os.walk(folder):
-        seen = [Path(above, name) for name in subfolders if not name.startswith(".")]
-        subfolders[:] = [path.name for path in seen if not _is_prepared(path)]
-        yield from (path for path in seen if _is_prepared(path))
-        yield from (path for name in names if not name.startswith(".") and (path := Path(above, name)).is_file())
-
-
-def _glob(pattern: str) -> list[Path]:
-    """Of prepared folders not the files: `**` matches both."""
-    matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
-    ready = {folder for folder in {path.parent for path in matches} if _is_prepared(folder)}
-    return [path for path in matches if path.parent not in ready]
-
-
-def _compressed(file: File) -> bool:
-    return file.path.suffix in COMPRESSED
-
-
-def _kind(path: Path) -> str | None:
-    if path.is_dir():
-        return "prepared"
-    name = Path(path.stem) if path.suffix in COMPRESSED else path
-    return SUFFIXES.get(name.suffix)
-
-
-def _is_prepared(path: Path) -> bool:
-    return (path / PLAN).is_file()
-
-
-def _refuse(what: str, config: DataConfig) -> None:
+def refuse(what: str, config: DataConfig) -> None:
+    """Raises InputError, unless malformed documents are to be skipped."""
     if config.malformed == "error":
         raise InputError(f"{what}; mend it, or choose data.malformed skip or replace")
 
@@ -234,22 +138,22 @@ def _not_utf8(content: bytes) -> str | None:
 
 
 def _open(file: File) -> BinaryIO:
-    if not _compressed(file):
+    if not compressed(file):
         return file.path.open("rb")
     import pyarrow
 
     return io.BufferedReader(pyarrow.input_stream(str(file.path), compression="detect"))
 
 
-def _text_rows(part: Part, config: DataConfig) -> Iterator[tuple[str, bytes | None]]:
+def _text_rows(part: Part, config: DataConfig) -> Iterator[Row]:
     name = part.file.name
     with _open(part.file) as stream:
         if not config.separator:
-            whole = not _compressed(part.file) and part.last <= MOST_BYTES
+            whole = not compressed(part.file) and part.last <= MOST_BYTES
             yield name, _checked(name, stream.read(-1 if whole else MOST_BYTES + 1))
             return
         separator = config.separator.encode()
-        ends = _compressed(part.file) or part.last == part.file.path.stat().st_size
+        ends = compressed(part.file) or part.last == part.file.path.stat().st_size
         last = math.inf if ends else part.last  # a document may begin where the file ends, and is empty
         for at, document in _divided(stream, part.first, last, separator, name):
             yield f"{name}, byte {at}", document
@@ -302,8 +206,9 @@ def _checked(where: str, document: bytes | bytearray) -> bytes:
     return bytes(document)
 
 
-def _jsonl_rows(part: Part, config: DataConfig) -> Iterator[tuple[str, bytes | None]]:
-    at, stop = part.first, math.inf if _compressed(part.file) else part.last
+def _jsonl_rows(part: Part, config: DataConfig) -> Iterator[Row]:
+    at, stop = part.first, math.inf if compressed(part.file) else part.last
+    form = "text" if config.content == "text" else _form(part.file, config)
     rows = lacking = 0
     where = ""
     with _open(part.file) as stream:
@@ -318,35 +223,67 @@ def _jsonl_rows(part: Part, config: DataConfig) -> Iterator[tuple[str, bytes | N
                 continue
             rows += 1
             try:
-                yield where, _text_of(line, config)
+                yield where, _utf8(_text_of(line, config) if form == "text" else _conversation(_json(line), form))
             except _NoColumn as error:
                 lacking += 1
                 if config.malformed == "error" or (rows == lacking == _FIRST_ROWS and not part.first):
                     raise InputError(f"{where}: {error}") from error
-                yield where, None
+                yield where, error
+            except Malformed as error:
+                yield where, error
     if rows and rows == lacking and not part.first:
         raise InputError(f"{where}: no row before it has a column {config.text_field!r} (data.text_field), either")
 
 
-class _NoColumn(Exception):
+class _NoColumn(Malformed):
     pass
 
 
-def _text_of(line: bytes, config: DataConfig) -> bytes | None:
-    """The text of a JSON line, whose bytes that are no UTF-8 it keeps; None where it has none."""
+def _json(line: bytes) -> Any:
+    """What a JSON line holds, with bytes that are no UTF-8 kept; None where it is none."""
     try:
-        row = json.loads(line.removeprefix(b"\xef\xbb\xbf").decode(errors="surrogateescape"))
-        text = row[config.text_field]
-    except (ValueError, TypeError, RecursionError):
+        return json.loads(line.removeprefix(b"\xef\xbb\xbf").decode(errors="surrogateescape"))
+    except (ValueError, RecursionError):
         return None
-    except KeyError:
-        raise _NoColumn(f"no column {config.text_field!r} (data.text_field) among {sorted(row)}") from None
+
+
+def _text_of(line: bytes, config: DataConfig) -> str:
+    row = _json(line)
+    if isinstance(row, dict) and config.text_field not in row:
+        hint = "" if not conversation.forms(row) else "; conversations are read with data.content chat"
+        raise _NoColumn(f"no column {config.text_field!r} (data.text_field) among {sorted(row)}{hint}")
+    text = row[config.text_field] if isinstance(row, dict) else None
     if not isinstance(text, str):
-        return None
+        raise Malformed(f"cut, or no text in {config.text_field!r}")
+    return text
+
+
+def _utf8(text: str) -> bytes:
     try:
         return text.encode(errors="surrogateescape")
     except UnicodeEncodeError:  # half of a pair, which JSON can spell out
         return text.encode(errors="surrogatepass")
+
+
+def _conversation(row: Any, form: str) -> str:
+    try:
+        return conversation.conversation(row, form)
+    except RecursionError:
+        raise Malformed("lists within lists, too deep to be read") from None
+
+
+def _form(file: File, config: DataConfig) -> str:
+    """The form of a JSONL file's conversations: as the setting says, or as its first row has it."""
+    if config.content != "chat":
+        return config.content
+    with _open(file) as stream:
+        for number in range(_FIRST_ROWS):
+            row = _json(line := stream.readline(MOST_BYTES + 1))
+            if isinstance(row, dict):
+                return conversation.form_of(row, f"{file.name}, line {number + 1}")
+            if not line:
+                return "messages"  # whatever the rows are, they are none of these
+    raise InputError(f"{file.path}: none of its first {_FIRST_ROWS} lines is a JSON object")
 
 
 def _parquet(file: File) -> Any:
@@ -359,20 +296,42 @@ def _parquet(file: File) -> Any:
         raise InputError(f"{file.path}: no readable Parquet file ({error})") from error
 
 
-def _parquet_rows(part: Part, config: DataConfig) -> Iterator[tuple[str, bytes | None]]:
+def _parquet_rows(part: Part, config: DataConfig) -> Iterator[Row]:
     import pyarrow
 
     table = _parquet(part.file)
     names = table.schema_arrow.names
+    if config.content != "text":
+        yield from _parquet_conversations(part, config, table, names)
+        return
     if config.text_field not in names:
+        hint = "" if not conversation.forms(names) else "; conversations are read with data.content chat"
         raise InputError(
-            f"{part.file.path}: no column {config.text_field!r} (data.text_field); it has {', '.join(names)}"
+            f"{part.file.path}: no column {config.text_field!r} (data.text_field); it has {', '.join(names)}{hint}"
         )
-    row = 0
     try:
-        for batch in table.iter_batches(1024, row_groups=range(part.first, part.last), columns=[config.text_field]):
-            for content in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
-                yield f"{part.file.name}, row {row} of row group {part.first}", content
-                row += 1
+        batches = table.iter_batches(1024, row_groups=range(part.first, part.last), columns=[config.text_field])
+        for row, content in enumerate(
+            each for batch in batches for each in batch.column(0).cast(pyarrow.large_binary()).to_pylist()
+        ):
+            missing = Malformed(f"cut, or no text in {config.text_field!r}")
+            yield f"{part.file.name}, row {row} of row group {part.first}", missing if content is None else content
     except pyarrow.ArrowException as error:
         raise InputError(f"{part.file.path}: column {config.text_field!r} cannot be read as text ({error})") from error
+
+
+def _parquet_conversations(part: Part, config: DataConfig, table: Any, names: list[str]) -> Iterator[Row]:
+    import pyarrow
+
+    form = conversation.form_of(names, str(part.file.path)) if config.content == "chat" else config.content
+    columns = [name for name in names if name in conversation.FORMS[form] | conversation.BESIDE]
+    try:
+        batches = table.iter_batches(1024, row_groups=range(part.first, part.last), columns=columns)
+        for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+            where = f"{part.file.name}, row {number} of row group {part.first}"
+            try:
+                yield where, _utf8(_conversation(row, form))
+            except Malformed as error:
+                yield where, error
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise InputError(f"{part.file.path}: its conversations cannot be read ({error})") from error

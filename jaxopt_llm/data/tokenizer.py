@@ -19,7 +19,8 @@ _ENDS = ("<|end_of_text|>", "<eos>", "</s>", "<|endoftext|>")
 
 class Tokenizer(Protocol):
     """beginning, end: ids put around each document; `beginning` is None where the tokenizer's family has none.
-    vocabulary_size: one more than the largest id. sha256: what its ids depend on, the delimiters included."""
+    special: tokens that stand for no text. vocabulary_size: one more than the largest id. sha256: what its ids depend
+    on, the delimiters included."""
 
     @property
     def vocabulary_size(self) -> int: ...
@@ -28,10 +29,15 @@ class Tokenizer(Protocol):
     @property
     def end(self) -> int: ...
     @property
+    def special(self) -> Sequence[str]: ...
+    @property
     def sha256(self) -> str: ...
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
         """Returns ids [N] of each text, without delimiters. Raises UnicodeDecodeError where one must be UTF-8."""
+
+    def encode_placed(self, texts: Sequence[bytes]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
+        """The same, each with the character [N] at which each of its tokens begins."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of ids [N] without special tokens; malformed UTF-8 becomes U+FFFD."""
@@ -42,11 +48,16 @@ class ByteTokenizer:
 
     beginning = 256
     end = 257
+    special = ()
     vocabulary_size = 258
     sha256 = hashlib.sha256(b"bytes").hexdigest()
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
         return [np.frombuffer(text, np.uint8) for text in texts]
+
+    def encode_placed(self, texts: Sequence[bytes]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
+        # Of a character every byte but the first is 10xxxxxx.
+        return [(ids, np.cumsum((ids & 0xC0) != 0x80) - 1) for ids in self.encode(texts)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Raises ValueError for a negative id."""
@@ -77,11 +88,14 @@ class JsonTokenizer:
             raise InputError(f"data.tokenizer={path}: neither bytes nor a readable tokenizer.json ({error})") from error
         self._library.no_truncation()
         self._library.no_padding()
+        self._library.post_processor = None  # no ids depend on it, but where a token begins would
         vocabulary = self._library.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise InputError(f"data.tokenizer={path}: it has no tokens")
         self.vocabulary_size = max(vocabulary.values()) + 1  # ids may have gaps
-        special = [str(token.content) for token in self._library.get_added_tokens_decoder().values() if token.special]
+        self.special = special = [
+            str(token.content) for token in self._library.get_added_tokens_decoder().values() if token.special
+        ]
         declared = _declared(file.with_name("tokenizer_config.json"))
 
         def delimiter(setting: str, name: str, key: str, known: tuple[str, ...]) -> int | None:
@@ -106,6 +120,11 @@ class JsonTokenizer:
         strings = [text.decode() for text in texts]
         encoded = self._library.encode_batch_fast(strings, add_special_tokens=False)
         return [np.array(each.ids, np.int32) for each in encoded]
+
+    def encode_placed(self, texts: Sequence[bytes]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
+        encoded = self._library.encode_batch([text.decode() for text in texts], add_special_tokens=False)
+        begins = [np.array(each.offsets, np.int64).reshape(-1, 2)[:, 0] for each in encoded]
+        return [(np.array(each.ids, np.int32), begin) for each, begin in zip(encoded, begins, strict=True)]
 
     def decode(self, ids: Iterable[int]) -> str:
         text: str = self._library.decode([int(i) for i in ids], skip_special_tokens=True)

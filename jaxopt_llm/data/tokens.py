@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,8 @@ class Piece(Protocol):
     """Documents end to end, from one source. Nothing of it is held in memory for each document.
 
     size: tokens, delimiters included. groups: what is trained on, or held out, as a whole: its documents or, where
-    only reading every token would tell these, stretches of documents. documents: their number, if it is known.
+    only reading every token would tell these, stretches of documents. documents: their number, if it is known. mask:
+    bool [size], whether the loss is to count each token as a target, in conversations; None: it counts all.
     """
 
     @property
@@ -34,6 +35,8 @@ class Piece(Protocol):
     def groups(self) -> int: ...
     @property
     def documents(self) -> int | None: ...
+    @property
+    def mask(self) -> Array | None: ...
 
     def read(self, first: int, last: int) -> NDArray[np.integer]:
         """Returns tokens [first, last)."""
@@ -59,6 +62,7 @@ class IndexedPiece:
     tokens: Array
     ends: Array
     keys: Array
+    mask: Array | None = None
 
     @property
     def size(self) -> int:
@@ -124,6 +128,19 @@ class TokenStream:
         for at, piece, begin, end in self._parts(first, count):
             read[at - first : at - first + end - begin] = piece.read(begin, end)
         return read
+
+    @property
+    def masked(self) -> bool:
+        """Whether there are conversations in it."""
+        return any(piece.mask is not None for piece in self.pieces)
+
+    def mask(self, first: int, count: int) -> NDArray[np.bool_]:
+        """Returns of stream positions [first, first + count) whether the loss is to count them as targets."""
+        mask = np.ones(count, bool)
+        for at, piece, begin, end in self._parts(first, count):
+            if piece.mask is not None:
+                mask[at - first : at - first + end - begin] = piece.mask[begin:end]
+        return mask
 
     def borders(self, first: int, count: int) -> NDArray[np.int64]:
         """Returns the positions of [first, first + count) at which a document begins."""
@@ -238,25 +255,40 @@ def _tokens(piece: Piece, runs: Runs) -> int:
 
 def tokenize(name: str, documents: Iterable[Document], tokenizer: Tokenizer) -> IndexedPiece:
     """The documents in memory."""
-    none = np.empty(0, token_dtype(tokenizer.vocabulary_size)), np.empty(0, np.int64), np.empty(0, np.uint64)
-    tokens, lengths, keys = map(np.concatenate, zip(none, *tokenized(documents, tokenizer), strict=True))
-    return IndexedPiece(name, tokens, np.cumsum(lengths), keys)
+    batches = list(tokenized(documents, tokenizer))
+    if not batches:
+        none = np.empty(0, token_dtype(tokenizer.vocabulary_size)), np.empty(0, np.int64), np.empty(0, np.uint64)
+        return IndexedPiece(name, *none)
+    tokens, lengths, keys, *mask = map(np.concatenate, zip(*batches, strict=True))
+    return IndexedPiece(name, tokens, np.cumsum(lengths), keys, *mask)
 
 
-def tokenized(
-    documents: Iterable[Document], tokenizer: Tokenizer
-) -> Iterator[tuple[NDArray[np.integer], NDArray[np.int64], NDArray[np.uint64]]]:
-    """Each document as beginning, its tokens, end; in the narrowest type that the vocabulary fits. Yields tokens [N],
-    lengths [documents] and keys [documents] of a few megabytes of text at a time."""
+def tokenized(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[NDArray[Any], ...]]:
+    """Each document as beginning, its tokens, end; in the narrowest type that the vocabulary fits. A conversation has
+    the delimiters that its template writes. Yields tokens [N], int64 lengths [documents] and uint64 keys [documents] of
+    a few megabytes of text at a time, and of conversations their mask, bool [N]."""
     dtype = token_dtype(tokenizer.vocabulary_size)
     beginning = [] if tokenizer.beginning is None else [tokenizer.beginning]
     for batch in _batches(documents):
-        encoded = tokenizer.encode([each.content for each in batch])
-        arrays = [each for ids in encoded for each in (beginning, ids, [tokenizer.end])]
-        tokens = np.concatenate(arrays, dtype=dtype, casting="unsafe")
-        lengths = np.array([len(beginning) + ids.size + 1 for ids in encoded], np.int64)
+        texts = [each.content for each in batch]
+        mask: tuple[NDArray[np.bool_], ...] = ()
+        if batch[0].spans is None:
+            encoded = tokenizer.encode(texts)
+            arrays = [each for ids in encoded for each in (beginning, ids, [tokenizer.end])]
+            tokens = np.concatenate(arrays, dtype=dtype, casting="unsafe")
+            lengths = np.array([len(beginning) + ids.size + 1 for ids in encoded], np.int64)
+        else:
+            encoded, begins = zip(*tokenizer.encode_placed(texts), strict=True)
+            tokens = np.concatenate(encoded, dtype=dtype, casting="unsafe")
+            lengths = np.array([ids.size for ids in encoded], np.int64)
+            mask = (np.concatenate([within(at, each.spans or ()) for at, each in zip(begins, batch, strict=True)]),)
         keys = [int.from_bytes(hashlib.sha256(each.key).digest()[:8], "big") for each in batch]
-        yield tokens, lengths, np.array(keys, np.uint64)
+        yield tokens, lengths, np.array(keys, np.uint64), *mask
+
+
+def within(places: NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+    """Whether each place is in one of the spans [begin, end), which rise."""
+    return np.array(spans, np.int64).ravel().searchsorted(places, side="right") % 2 == 1
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype[np.integer]:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from texts import train_tokenizer, write_jsonl, write_megatron, write_parquet, write_text
 
-from jaxopt_llm.data import prepared, source
+from jaxopt_llm.data import find, prepared, source
 from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.data.corpus import Corpus, open_corpus, open_whole
-from jaxopt_llm.data.source import find_files
+from jaxopt_llm.data.find import find_files
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens import TokenStream
 from jaxopt_llm.errors import InputError
@@ -33,10 +33,10 @@ def prepare(folder: Path, of: Path, config: DataConfig) -> Path:
     looked = prepared.look_at(files, config, lambda: None)
     plan = prepared.plan(files, [fingerprint for fingerprint, _ in looked], config, tokenizer)
     shards = prepared.shards(files, [parts for _, parts in looked])
-    prepared.write_json(folder / source.PLAN, plan)
+    prepared.write_json(folder / find.PLAN, plan)
     for number, shard in enumerate(shards):
         prepared.write_shard(folder, number, shard, config, tokenizer)
-    collection = prepared.Collection(folder, plan["dtype"])
+    collection = prepared.Collection(folder, plan["dtype"], config.content != "text")
     collection.grow()
     collection.finish(plan)
     return folder

@@ -9,7 +9,7 @@ from texts import piece, stream
 
 from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokenizer import ByteTokenizer
-from jaxopt_llm.data.tokens import IndexedPiece, join, join_whole
+from jaxopt_llm.data.tokens import IndexedPiece, TokenStream, join, join_whole
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.model.batch import Batch
 
@@ -148,3 +148,102 @@ def test_an_id_outside_the_vocabulary_is_an_input_error_that_says_where(wrong: i
     for row in (1, 2):
         with pytest.raises(InputError, match=f"b.npy, document 1 has the token id {wrong}, outside.*=300"):
             rows[row]
+
+
+def conversations(lengths: list[int], seed: int = 0) -> tuple[TokenStream, list[tuple[list[int], list[bool]]]]:
+    """Documents of these lengths, as a stream of two pieces, and as tokens with their mask."""
+    random = np.random.default_rng(seed)
+    documents = [(random.integers(0, 256, size), random.random(size) < 0.5) for size in lengths]
+    half = len(documents) // 2
+    pieces = []
+    for each in (documents[:half], documents[half:]):
+        tokens, mask = (np.concatenate(arrays) for arrays in zip(*each, strict=True))
+        ends = np.cumsum([tokens.size for tokens, _ in each], dtype=np.int64)
+        pieces.append(IndexedPiece("chats", tokens, ends, np.zeros(len(each), np.uint64), mask))
+    return join_whole(pieces), [(tokens.tolist(), mask.tolist()) for tokens, mask in documents]
+
+
+def slow_whole_rows(
+    documents: list[tuple[list[int], list[bool]]], length: int, drop: bool
+) -> list[dict[str, list[int]]]:
+    """Row by row, document by document."""
+    groups: list[list[tuple[list[int], list[bool]]]] = [[]]
+    for tokens, mask in documents:
+        if len(tokens) > length + 1:
+            groups += [[]] if drop else [[(tokens[: length + 1], mask[: length + 1])], []]
+        elif sum(len(each) for each, _ in groups[-1]) + len(tokens) <= length + 1:
+            groups[-1].append((tokens, mask))
+        else:
+            groups.append([(tokens, mask)])
+    rows = []
+    for group in groups:
+        each = [
+            (token, learnt and at > 0, number, at)
+            for number, (tokens, mask) in enumerate(group, 1)
+            for at, (token, learnt) in enumerate(zip(tokens, mask, strict=True))
+        ]
+        if any(learnt for _, learnt, _, _ in each):
+            row = {
+                "tokens": [token for token, _, _, _ in each[:-1]],
+                "targets": [token for token, _, _, _ in each[1:]],
+                "loss_mask": [learnt for _, learnt, _, _ in each[1:]],
+                "segment_ids": [number for _, _, number, _ in each[:-1]],
+                "positions": [at for _, _, _, at in each[:-1]],
+            }
+            rows.append({name: values + [0] * (length - len(values)) for name, values in row.items()})
+    return rows
+
+
+LENGTHS = {
+    "short": [3, 4, 2, 5, 1, 1, 7, 3],
+    "exactly a row": [9, 9, 4, 5, 9],
+    "longer": [3, 30, 4, 10, 10, 2, 11, 50],
+    "many": np.random.default_rng(1).integers(1, 14, 200).tolist(),
+}
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("case", LENGTHS)
+def test_rows_of_whole_documents_equal_the_slow_reading(case: str, drop: bool) -> None:
+    stream, documents = conversations(LENGTHS[case])
+    rows = PackedRows(stream, 8, 256, long_documents="drop" if drop else "cut")
+    found = [
+        {f.name: getattr(row, f.name).tolist() for f in fields(row)} for row in map(rows.__getitem__, range(len(rows)))
+    ]
+    assert found == slow_whole_rows(documents, 8, drop)
+    long = sum(size > 9 for size in LENGTHS[case])
+    told = f"{long} of {len(documents)} documents are longer, and {'left out' if drop else 'cut'}"
+    assert (told in rows.packing) == (long > 0)
+
+
+def test_long_documents_are_cut_where_there_are_conversations_and_else_split() -> None:
+    masked, _ = conversations(LENGTHS["longer"])
+    plain = stream([b"abcdefghijkl", b"mn"])
+    assert PackedRows(masked, 8, 256).packing and not PackedRows(plain, 8, 258).packing
+    split = PackedRows(masked, 8, 256, long_documents="split")
+    assert len(split) == 15 and not split.packing
+    tokens, mask = masked.read(0, masked.size), masked.mask(0, masked.size)
+    for number in range(len(split)):
+        row = split[number]
+        for at in range(8):
+            if row.loss_mask[at]:
+                assert mask[8 * number + at + 1] and row.targets[at] == tokens[8 * number + at + 1]
+    cut = PackedRows(plain, 8, 258, long_documents="cut")
+    assert [row.tokens.tolist() for row in map(cut.__getitem__, range(2))] == [
+        [256, *b"abcdefg"],
+        [256, *b"mn", 0, 0, 0, 0, 0],
+    ]
+
+
+def test_rows_without_anything_to_learn_are_left_out_and_told() -> None:
+    masked, _ = conversations([9, 9, 9])
+    (piece,) = (each for each in masked.pieces if each.documents == 2)
+    assert isinstance(piece.mask, np.ndarray)
+    piece.mask[:9] = False
+    rows = PackedRows(masked, 8, 256)
+    assert len(rows) == 2 and "1 rows without anything to learn left out" in rows.packing
+    for each in masked.pieces:
+        assert isinstance(each.mask, np.ndarray)
+        each.mask[:] = False
+    with pytest.raises(InputError, match="has 3 documents, 27 tokens, but no row .* has anything to learn"):
+        PackedRows(masked, 8, 256)

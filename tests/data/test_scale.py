@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from texts import write_jsonl, write_megatron
 
-from jaxopt_llm.data import mapped, prepared, source, tokens
+from jaxopt_llm.data import find, mapped, prepared, source, tokens
 from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.data.corpus import open_corpus
 from jaxopt_llm.data.indexed import DelimitedPiece, megatron_piece
@@ -192,7 +192,7 @@ def test_one_document_across_all_parts_is_read_about_once(
             read[0] += len(found)
             return found
 
-    def opened(file: source.File) -> BinaryIO:
+    def opened(file: find.File) -> BinaryIO:
         return Stream(file.path.read_bytes())
 
     monkeypatch.setattr(source, "PART_BYTES", 1000)
@@ -200,7 +200,7 @@ def test_one_document_across_all_parts_is_read_about_once(
     monkeypatch.setattr(source, "_open", opened)
     path = tmp_path / name
     path.write_text('{"text": "' + "x" * 100_000 + '"}\n{"text": "y"}\n\n\n')
-    file, config = source.File(name, path, source.SUFFIXES[path.suffix]), DataConfig(separator="\n\n")
+    file, config = find.File(name, path, find.SUFFIXES[path.suffix]), DataConfig(separator="\n\n")
     parts = source.parts(file, config)
     assert len(parts) == 101
     found = [d.content for part in parts for d in source.read(part, config, Counter())]
