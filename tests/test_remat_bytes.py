@@ -75,7 +75,7 @@ def test_savings_on_llama2_7b_with_4096_tokens() -> None:
     )
     activation = 4096 * 4096 * 2
     assert none.activations == pytest.approx((1 + 3 + 1 + 1 + 2 * 11_008 / 4096 + 1 / 64) * activation, rel=0.02)
-    assert full.activations == pytest.approx(activation, rel=0.02)
+    assert full.activations == pytest.approx(activation, rel=0.1)  # of two peaks, which lie at unlike moments
     assert full.activations < 0.3 * none.activations
     assert full.flops < 1.28 * none.flops
     assert offloaded.activations < 0.5 * none.activations
