@@ -48,8 +48,7 @@ class Pretrained:
     def save_pretrained(self, path: str | Path) -> None:
         """Writes a new folder, which transformers loads; the tokenizer's files come along. Raises InputError where
         something is there already."""
-        first = jax.process_index() == 0
-        huggingface.write(Path(path), self.params, self.config, self.source, write_here=first)
+        huggingface.write(Path(path), self.params, self.config, self.source, self.source)
 
     @functools.cached_property
     def _logits(self) -> Callable[[Params, np.ndarray], jax.Array]:

@@ -58,9 +58,17 @@ def load(directory: Path, data: DataConfig | None = None) -> Run:
             f"{config.model.vocabulary_size}"
         )
     _check_tokenizer(directory, tokenizer)
+    parts, params, placement, step = restore(directory, config, config.precision.compute_dtype)
+    return Run(config, tokenizer, parts, params, placement, step)
+
+
+def restore(directory: Path, config: TrainConfig, dtype: str) -> tuple[Parts, Params, Placement, int]:
+    """The parameters of a run's last checkpoint, those that were trained in this dtype, where they are, and its step.
+
+    Raises CheckpointError where it has no checkpoint that can be used.
+    """
     parts = make_parts(config.model, config.training.loss_chunk)
     parts, trained, frozen = lora.adapt(parts, config.lora, config.precision)
-    dtype = config.precision.compute_dtype
     placement = placement_for(size(trained, dtype) + size(frozen), config.precision.for_evaluation())
     with Checkpoints(directory / "checkpoints") as checkpoints:
         while True:
@@ -77,7 +85,7 @@ def load(directory: Path, data: DataConfig | None = None) -> Run:
                 if (directory / "checkpoints" / str(step)).exists():
                     raise  # else the run, which is still on, has a newer one and deleted it
     params = jax.device_put(tree.merge(params, frozen), jax.tree.map(placement.resting_parameters, parts.specs))
-    return Run(config, tokenizer, parts, params, placement, step)
+    return parts, params, placement, step
 
 
 def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:

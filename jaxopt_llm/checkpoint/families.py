@@ -122,7 +122,7 @@ def canonical(config: ModelConfig) -> ModelConfig:
 # --- codecs
 
 
-def _value(settings: Settings, name: str, kind: type, default: Any = None) -> Any:
+def _value(settings: Settings, name: str, kind: Any, default: Any = None) -> Any:
     """A field's value. default: in place of null and of a missing one; without it these are refused."""
     value = settings.get(name)
     if value is None:

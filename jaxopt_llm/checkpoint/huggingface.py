@@ -111,8 +111,8 @@ def tensors(family: Family, config: ModelConfig) -> dict[str, Tensor]:
         ("", "", None)
     ]  # (our prefix, number of the layer, place in its stack)
     for number, segment in enumerate(decoder.layout(config)):
-        for row, layers in enumerate(segment.per_layer["index"]):
-            places += [(f"segment_{number}/block_{i}/", str(layer), row) for i, layer in enumerate(layers)]
+        for repeat, layers in enumerate(segment.per_layer["index"]):
+            places += [(f"segment_{number}/block_{i}/", str(layer), repeat) for i, layer in enumerate(layers)]
     found: dict[str, Tensor] = {}
     used: set[str] = set()
     for prefix, layer, row in places:
@@ -190,7 +190,7 @@ class Folder:
         """
         parts: dict[str, np.ndarray] = {}  # devices that hold the same have one between them
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:  # a slice for each dimension
             if (key := str(index)) not in parts:
                 parts[key] = self._part(path, spec, index)
             return parts[key]
@@ -213,7 +213,8 @@ class Folder:
         file, array = self.stored[name]
         source = tensor.view(array, piece)[index]
         out = out[tuple(slice(size) for size in source.shape)]  # fewer rows than ours where ours are padded
-        out[...] = source
+        with np.errstate(over="ignore"):  # told below
+            out[...] = source
         if not np.isfinite(out).all():
             raise InputError(f"{file}: tensor {name!r} has values that are not finite in {out.dtype}")
 
@@ -267,16 +268,16 @@ def write(
     params: Params,
     config: ModelConfig,
     source: Path | None = None,
+    tokenizer: Path | None = None,
     dtype: Any = None,
     most: int = safetensors.MOST_FILE,
     settings: Settings | None = None,
-    write_here: bool = True,
 ) -> None:
     """A new folder of a model's bare parameters, which transformers loads.
 
-    source: the folder that they came from, which gives what ModelConfig does not have: token ids, the tokenizer.
+    source: the folder that they came from, whose token ids are kept. tokenizer: the folder of that, which is copied.
     dtype: of the tensors, in place of the parameters' own. most: bytes in a file. settings: further fields of
-    config.json, of which those of the source win. write_here: False in the processes that only give their parts.
+    config.json, of which those of the source win.
 
     Raises InputError where no family has such a model, or something is there already.
     """
@@ -297,10 +298,6 @@ def write(
         arrays = [_on_host(leaves[piece.path], piece) for piece in tensor.pieces]
         return tensor.join(arrays).astype(described[name].dtype, copy=False)
 
-    if not write_here:
-        for name in described:
-            get(name)
-        return
     with NewFolder(path) as folder:
         safetensors.write_folder(folder, described, get, most)
         said = {
@@ -311,12 +308,13 @@ def write(
         }
         (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
         for name in TOKENIZER_FILES:
-            if source is not None and (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+            if tokenizer is not None and (tokenizer / name).is_file():
+                shutil.copyfile(tokenizer / name, folder / name)
 
 
 def _on_host(leaf: jax.Array, piece: Piece) -> np.ndarray:
-    """One layer of a leaf, without padding. On every process, whichever devices hold it."""
+    """One layer of a leaf, without padding, whichever devices hold it."""
+    assert isinstance(leaf.sharding, NamedSharding)
     stack = leaf[None] if piece.layer is None else leaf
     ours = np.asarray(_take_layer(NamedSharding(leaf.sharding.mesh, PartitionSpec()))(stack, piece.layer or 0))
     return ours[tuple(slice(size) for size in piece.spec.shape)]

@@ -189,7 +189,7 @@ def write_folder(
     if len(shards) == 1:
         _write_file(folder / SINGLE, shards[0], get)
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         _write_file(folder / file, shard, get)
@@ -211,11 +211,17 @@ def _write_file(file: Path, tensors: dict[str, Described], get: Callable[[str], 
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for name, each in tensors.items():
-            array = np.ascontiguousarray(get(name))
+            array = np.asarray(get(name), order="C")
             assert (array.dtype, array.shape) == each, (name, array.dtype, array.shape, each)
             stream.write(array.reshape(-1).view(np.uint8).data)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def check_free(path: Path) -> None:
+    """Raises InputError where something is already, but an empty folder."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise InputError(f"{path}: there is something already; name a folder that is not there yet")
 
 
 class NewFolder:
@@ -225,8 +231,7 @@ class NewFolder:
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
         self._working = self.path.with_name(f".{self.path.name}.partial")
-        if self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir())):
-            raise InputError(f"{path}: there is something already; name a folder that is not there yet")
+        check_free(path)
 
     def __enter__(self) -> Path:
         shutil.rmtree(self._working, ignore_errors=True)  # of a writer that was killed
