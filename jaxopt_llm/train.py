@@ -99,8 +99,8 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
         if start >= config.training.steps:
             progress.say(f"{directory} is finished at step {start}; train longer with --training.steps N")
             return
-        path = config.model.pretrained
-        folder = huggingface.open_folder(Path(path)) if path and not start else None
+        begins = config.model.pretrained and not start
+        folder = huggingface.open_folder(Path(config.model.pretrained)) if begins else None
         trained = f", of which {param.count(program.specs.masters):,} are trained," if config.lora.rank else ""
         progress.say(
             f"{leaves.count(program.parts.specs):,} parameters{trained} on {placement.mesh.size} "

@@ -134,6 +134,27 @@ def test_what_is_written_says_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "changes", "pattern"),
+    [
+        ("mistral", {"sliding_window": None}, ("global",)),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "max_window_layers": 3, "num_hidden_layers": 5},
+            ("global", "global", "global", "sliding", "sliding"),
+        ),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, ("sliding",)),
+        ("gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 21}, ("global", "sliding")),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}, ("global", "global_nope")),
+    ],
+)
+def test_the_kinds_of_the_layers(name: str, changes: dict[str, Any], pattern: tuple[str, ...]) -> None:
+    config = read(published(name) | changes)
+    assert config.pattern == pattern
+    family = families.find(published(name))
+    assert read(family.write(config)) == config
+
+
+@pytest.mark.parametrize(
     ("config", "family"),
     [
         (ModelConfig(), "llama"),
