@@ -72,7 +72,7 @@ def export_run(directory: Path, path: Path, dtype: str | None, most: int) -> Non
     settings: dict[str, Any] = {}
     if source is None:
         tokenizer = load_tokenizer(config.data)
-        settings = {"bos_token_id": tokenizer.beginning, "eos_token_id": tokenizer.end, "pad_token_id": None}
+        settings = {"bos_token_id": tokenizer.beginning, "eos_token_id": tokenizer.end}
         if config.model.positions == "rotary":
             settings["max_position_embeddings"] = config.training.sequence_length
     of_text = Path(config.data.tokenizer)

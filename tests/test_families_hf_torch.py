@@ -156,6 +156,16 @@ def test_a_round_trip_is_equal_to_the_bit(name: str, cases: dict[str, Case], tmp
     jax.tree.map(np.testing.assert_array_equal, again.params, case.here.params)
 
 
+@pytest.mark.parametrize("name", ["mistral 0.1", "gpt 2", "gemma 2"])
+def test_a_model_of_ones_own_is_loaded_there(name: str, cases: dict[str, Case], tmp_path: Path) -> None:
+    """Whose config.json says what ModelConfig knows, and no more."""
+    case = cases[name]
+    huggingface.write(tmp_path / "own", case.here.params, case.here.config)
+    own = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own", attn_implementation="eager")
+    assert type(own) is type(case.model)
+    np.testing.assert_array_equal(case.their_logits(own), case.their_logits(case.model))
+
+
 # The second form of each family is a slow one: it differs in what the logits show already.
 ONE_EACH = {prefix: name for name, (prefix, _) in reversed(CASES.items())}.values()
 

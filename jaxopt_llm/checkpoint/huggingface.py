@@ -21,7 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxopt_llm import tree
 from jaxopt_llm.checkpoint import families, safetensors
-from jaxopt_llm.checkpoint.families import Family, Settings, Unsupported
+from jaxopt_llm.checkpoint.codecs import Settings, Unsupported
+from jaxopt_llm.checkpoint.families import Family
 from jaxopt_llm.checkpoint.safetensors import Described, NewFolder, Stored
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.model import decoder
@@ -32,7 +33,8 @@ from jaxopt_llm.parallel import offload
 
 CONFIG = "config.json"
 # What an export takes over from the folder that the weights came from: nothing that names code, people or places.
-KEPT_SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "initializer_range")
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+KEPT_SETTINGS = (*TOKEN_IDS, "max_position_embeddings", "initializer_range")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -296,11 +298,16 @@ def write(
     def get(name: str) -> np.ndarray:
         tensor = wanted[name]
         arrays = [_on_host(leaves[piece.path], piece) for piece in tensor.pieces]
-        return tensor.join(arrays).astype(described[name].dtype, copy=False)
+        with np.errstate(over="ignore"):  # told below
+            joined = tensor.join(arrays).astype(described[name].dtype, copy=False)
+        if not np.isfinite(joined).all():
+            raise InputError(f"{path}: tensor {name!r} has values that are not finite in {joined.dtype}")
+        return joined
 
     with NewFolder(path) as folder:
         safetensors.write_folder(folder, described, get, most)
         said = {
+            **dict.fromkeys(TOKEN_IDS),  # null, for transformers has defaults that no vocabulary need have
             **(settings or {}),
             **{name: kept[name] for name in KEPT_SETTINGS if name in kept},
             **family.write(config),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxopt_llm.checkpoint import families
-from jaxopt_llm.checkpoint.families import Unsupported
+from jaxopt_llm.checkpoint.codecs import Unsupported
 from jaxopt_llm.checkpoint.huggingface import tensors
 from jaxopt_llm.model.config import ModelConfig
 
@@ -202,6 +202,9 @@ def test_a_model_that_no_family_has_is_refused(changes: dict[str, Any], lacks: s
         ("gemma2", {"layer_types": ["linear_attention"] * 42}, "layer_types: 'linear_attention'"),
         ("gemma2", {"layer_types": ["full_attention"]}, "a value for each of the 42 layers"),
         ("smollm3", {"no_rope_layers": [2] * 36}, "other values than 0 and 1"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval=0"),
+        ("qwen2", {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers=2147483647: must be at most 10,000"),
+        ("llama", {"rope_theta": 10**400}, "must be a finite number"),
         ("smollm3", {"use_sliding_window": True}, "windows beside layers without positions"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         ("gpt2", {"n_head": 7}, "n_embd=768 does not divide"),

@@ -157,6 +157,15 @@ def test_values_that_their_place_cannot_hold_are_named(tmp_path: Path) -> None:
         opened.read("segment_0/block_1/mlp/up", narrow, toy.placement().replicated)
 
 
+def test_values_that_a_narrower_dtype_cannot_hold_are_not_written(tmp_path: Path) -> None:
+    folder = folders.folder(tmp_path / "folder")
+    rewrite(folder, lambda arrays: poke(arrays, 1e6))
+    model = load_pretrained(folder)
+    with pytest.raises(InputError, match=f"'{UP}' has values that are not finite in float16"):
+        huggingface.write(tmp_path / "narrow", model.params, model.config, dtype="float16")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
 def test_a_tied_head_that_is_there_must_be_the_table(tmp_path: Path) -> None:
     config = replace(folders.CONFIG, tied_head=True)
     folder = folders.folder(tmp_path / "folder", config)
