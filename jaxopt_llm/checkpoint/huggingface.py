@@ -212,13 +212,14 @@ class Folder:
 
     def _copy(self, out: np.ndarray, path: str, layer: int | None, index: tuple[slice, ...]) -> None:
         name, tensor, piece = self._where[path, layer]
-        file, array = self.stored[name]
-        source = tensor.view(array, piece)[index]
+        stored = self.stored[name]
+        source = tensor.view(stored.array, piece)[index]
         out = out[tuple(slice(size) for size in source.shape)]  # fewer rows than ours where ours are padded
         with np.errstate(over="ignore"):  # told below
             out[...] = source
         if not np.isfinite(out).all():
-            raise InputError(f"{file}: tensor {name!r} has values that are not finite in {out.dtype}")
+            raise InputError(f"{stored.file}: tensor {name!r} has values that are not finite in {out.dtype}")
+        stored.release()
 
 
 def open_folder(path: Path) -> Folder:
@@ -234,14 +235,15 @@ def open_folder(path: Path) -> Folder:
     for name, tensor in wanted.items():
         if name not in stored:
             raise InputError(f"{path}: tensor {name!r} is missing")
-        file, array = stored[name]
-        if array.shape != tensor.shape:
+        found = stored[name]
+        if found.array.shape != tensor.shape:
             raise InputError(
-                f"{file}: tensor {name!r} is {list(array.shape)}, and by {CONFIG} it must be {list(tensor.shape)}"
+                f"{found.file}: tensor {name!r} is {list(found.array.shape)}, and by {CONFIG} it must be "
+                f"{list(tensor.shape)}"
             )
-    for name, (file, _) in stored.items():
+    for name, extra in stored.items():
         if name not in wanted:
-            raise InputError(f"{file}: tensor {name!r} is none of a {family.architecture}'s as {CONFIG} has it")
+            raise InputError(f"{extra.file}: tensor {name!r} is none of a {family.architecture}'s as {CONFIG} has it")
     return Folder(path, family, config, stored)
 
 

@@ -6,6 +6,7 @@ files of its own folder alone. No pickle is ever opened.
 
 import json
 import math
+import mmap
 import os
 import re
 import shlex
@@ -33,6 +34,11 @@ class Stored(NamedTuple):
 
     file: Path
     array: np.ndarray
+    map: mmap.mmap
+
+    def release(self) -> None:
+        """What was read of the file no longer counts as this process's memory; it can be read again."""
+        self.map.madvise(mmap.MADV_DONTNEED)
 
 
 class Described(NamedTuple):
@@ -85,9 +91,10 @@ def open_file(file: Path) -> dict[str, Stored]:
             if len(prefix) < 8 or length > min(MOST_HEADER, size - 8):
                 raise InputError(f"{file}: its header says {length:,} bytes, the file has {size:,}: it is damaged")
             header = parse_json(stream.read(length), file)
-        data = np.memmap(file, np.uint8, "r", offset=8 + length) if size > 8 + length else np.zeros(0, np.uint8)
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror})") from error
+    data = np.frombuffer(mapped, np.uint8)[8 + length :]
     header.pop("__metadata__", None)
     tensors, ranges = {}, []
     for name, entry in header.items():
@@ -95,7 +102,7 @@ def open_file(file: Path) -> dict[str, Stored]:
         if end > data.size:
             raise InputError(f"{file}: tensor {name!r} ends at byte {end:,} of {data.size:,}: the file is truncated")
         ranges.append((begin, end, name))
-        tensors[name] = Stored(file, data[begin:end].view(dtype).reshape(shape))
+        tensors[name] = Stored(file, data[begin:end].view(dtype).reshape(shape), mapped)
     at = 0
     for begin, end, name in sorted(ranges):
         if begin != at:

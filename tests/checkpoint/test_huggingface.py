@@ -55,6 +55,12 @@ def test_every_leaf_comes_into_its_place(name: str, folder: Path) -> None:
     tree.map_with_path(check, parts.specs, expected)
 
 
+def resident_of_files() -> int:
+    """Bytes of mapped files that this process has in memory."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssFile"))
+
+
 def test_the_host_holds_one_tensor_beside_the_parts(tmp_path: Path) -> None:
     """Of 16 layers, and of 16-bit tensors that become 32 bits wide."""
     config = replace(folders.CONFIG, width=256, mlp_width=2048, layers=16, pattern=("global",))
@@ -62,7 +68,9 @@ def test_the_host_holds_one_tensor_beside_the_parts(tmp_path: Path) -> None:
     specs = make_parts(config).specs
     placement = toy.placement(zero_stage=3, fsdp=4)
     path, spec = "segment_0/block_0/mlp/up", specs["segment_0"]["block_0"]["mlp"]["up"]
-    opened.read(path, spec, placement.parameters(spec))  # what is imported at first
+    down = specs["segment_0"]["block_0"]["mlp"]["down"]
+    opened.read(path.replace("up", "down"), down, placement.parameters(down))  # what is imported at first
+    mapped = resident_of_files()
     tracemalloc.start()
     leaf = opened.read(path, spec, placement.parameters(spec))
     _, peak = tracemalloc.get_traced_memory()
@@ -70,6 +78,7 @@ def test_the_host_holds_one_tensor_beside_the_parts(tmp_path: Path) -> None:
     one = 4 * 256 * 2048
     assert leaf.nbytes == 16 * one
     assert 16 * one <= peak < 17 * one
+    assert resident_of_files() - mapped < 2 * one  # of 16 / 2
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
