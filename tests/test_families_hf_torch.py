@@ -14,7 +14,7 @@ import pytest
 
 import jaxopt_llm
 from jaxopt_llm import tree
-from jaxopt_llm.checkpoint import families, huggingface
+from jaxopt_llm.checkpoint import families, huggingface, safetensors
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.batch import Batch
@@ -160,7 +160,8 @@ def test_a_round_trip_is_equal_to_the_bit(name: str, cases: dict[str, Case], tmp
 def test_a_model_of_ones_own_is_loaded_there(name: str, cases: dict[str, Case], tmp_path: Path) -> None:
     """Whose config.json says what ModelConfig knows, and no more."""
     case = cases[name]
-    huggingface.write(tmp_path / "own", case.here.params, case.here.config)
+    huggingface.write(tmp_path / "own", case.here.params, case.here.config, most=20_000)
+    assert (tmp_path / "own" / safetensors.INDEX).exists()
     own = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own", attn_implementation="eager")
     assert type(own) is type(case.model)
     np.testing.assert_array_equal(case.their_logits(own), case.their_logits(case.model))
@@ -214,6 +215,24 @@ def test_loss_and_gradients_are_the_familys_own(name: str, cases: dict[str, Case
         ]
         wanted = theirs[key].grad.numpy()
         assert np.abs(tensor.join(pieces) - wanted).max() <= 1e-4 * np.abs(wanted).max(), key
+
+
+def test_the_formats_own_library_reads_what_is_written(tmp_path: Path) -> None:
+    """Of several dtypes, and of tensors without values or dimensions."""
+    library = pytest.importorskip("safetensors.torch")
+    arrays = {
+        "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "b": np.arange(4).astype(jnp.bfloat16),
+        "c": np.zeros((0, 3), np.float16),
+        "d": np.array(1.5, np.float16),
+    }
+    described = {name: safetensors.Described(array.dtype, array.shape) for name, array in arrays.items()}
+    safetensors.write_folder(tmp_path, described, arrays.__getitem__)
+    found = library.load_file(tmp_path / safetensors.SINGLE)
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert str(found[name].dtype) == f"torch.{array.dtype}"
+        np.testing.assert_array_equal(found[name].float().numpy(), array.astype(np.float32))
 
 
 def test_every_family_is_here_twice() -> None:

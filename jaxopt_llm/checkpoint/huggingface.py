@@ -109,9 +109,8 @@ def tensors(family: Family, config: ModelConfig) -> dict[str, Tensor]:
     """The tensors of a model by their names, in the order of the layers."""
     specs = decoder.param_specs(config)
     by_path = dict(tree.leaves_with_path(specs))
-    places: list[tuple[str, str, int | None]] = [
-        ("", "", None)
-    ]  # (our prefix, number of the layer, place in its stack)
+    # Our prefix, the layer's number, its place in the stack; first of what is outside the stacks.
+    places: list[tuple[str, str, int | None]] = [("", "", None)]
     for number, segment in enumerate(decoder.layout(config)):
         for repeat, layers in enumerate(segment.per_layer["index"]):
             places += [(f"segment_{number}/block_{i}/", str(layer), repeat) for i, layer in enumerate(layers)]
@@ -229,8 +228,6 @@ def open_folder(path: Path) -> Folder:
     wanted = tensors(family, config)
     if not any(name.startswith(family.base) for name in stored):  # the model without its head, as GPT-2's first folder
         stored = {name if name in wanted else family.base + name: each for name, each in stored.items()}
-    if config.tied_head:
-        _check_tied(family, stored)
     stored = {name: each for name, each in stored.items() if not any(fnmatchcase(name, p) for p in family.ignored)}
     for name, tensor in wanted.items():
         if name not in stored:
@@ -241,6 +238,8 @@ def open_folder(path: Path) -> Folder:
                 f"{found.file}: tensor {name!r} is {list(found.array.shape)}, and by {CONFIG} it must be "
                 f"{list(tensor.shape)}"
             )
+    if config.tied_head:
+        _check_tied(family, stored)
     for name, extra in stored.items():
         if name not in wanted:
             raise InputError(f"{extra.file}: tensor {name!r} is none of a {family.architecture}'s as {CONFIG} has it")
@@ -250,13 +249,14 @@ def open_folder(path: Path) -> Folder:
 def _check_tied(family: Family, stored: dict[str, Stored]) -> None:
     """A head beside a table that is the head, too, must be the same: it is left out."""
     head, table = ("lm_head.weight", next(n for n, ours in family.names.items() if ours == "outer/embedding/table"))
-    if head not in stored or table not in stored:
+    if head not in stored:
         return
     one, other = stored.pop(head), stored[table]
     rows = 1 + 2**24 // max(1, math.prod(one.array.shape[1:]))  # compared at once
     same = one.array.shape == other.array.shape and all(
         np.array_equal(one.array[at : at + rows], other.array[at : at + rows]) for at in range(0, len(one.array), rows)
     )
+    one.release()
     if not same:
         raise InputError(
             f"{one.file}: tensor {head!r} differs from {table!r}, and by {CONFIG} they are tied: set "

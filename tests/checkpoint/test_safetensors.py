@@ -40,15 +40,6 @@ def test_what_is_written_is_read(most: int, files: int, tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[name].array, array)
 
 
-@pytest.mark.parametrize("most", [10**9, 24])
-def test_the_formats_own_library_reads_it(most: int, tmp_path: Path) -> None:
-    library = pytest.importorskip("safetensors.torch")
-    written(tmp_path, most)
-    found = {name: value for file in tmp_path.glob("*.safetensors") for name, value in library.load_file(file).items()}
-    for name, array in ARRAYS.items():
-        np.testing.assert_array_equal(found[name].float().numpy(), array.astype(np.float32))
-
-
 def file_of(folder: Path, header: Any, data: bytes = b"\0" * 8) -> Path:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     file = folder / "model.safetensors"
