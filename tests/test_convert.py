@@ -1,6 +1,7 @@
 """Folders into run directories and back, and training that begins from one: the commands."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import checkpoint, command, train
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from jaxopt_llm import load_pretrained
 from jaxopt_llm.checkpoint import safetensors
@@ -51,14 +54,18 @@ def refused(module: str, *arguments: object) -> str:
 
 
 def test_there_and_back(folder: Path, tmp_path: Path) -> None:
-    run, back = tmp_path / "run", tmp_path / "back"
-    assert "are the checkpoint of step 0" in done(
-        "convert", "import", "--from", folder, "--to", run, "--tokenizer", "bytes"
-    )
-    assert done("generate", "--checkpoint", run, "--prompt", "def ", "--tokens", 4).startswith("def ")
+    """With the folder's own tokenizer, which comes along."""
+    source, run, back = (tmp_path / name for name in ("source", "run", "back"))
+    shutil.copytree(folder, source)
+    words = Tokenizer(WordLevel({"def": 0, "</s>": 1} | {f"w{i}": i for i in range(2, 258)}, unk_token="</s>"))
+    words.add_special_tokens(["</s>"])
+    words.save(str(source / "tokenizer.json"))
+    assert "are the checkpoint of step 0" in done("convert", "import", "--from", source, "--to", run)
+    assert done("generate", "--checkpoint", run, "--prompt", "def", "--tokens", 4).startswith("def")
     said = done("convert", "export", "--checkpoint", run, "--to", back, "--shard-bytes", 20_000)
     assert said == f"step 0 of {run} is in {back}, in float32\n"
     assert len(list(back.glob("*.safetensors"))) > 1
+    assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     one, two = tensors(folder), tensors(back)
     assert one.keys() == two.keys()
     assert all(one[name].tobytes() == two[name].tobytes() for name in one)
