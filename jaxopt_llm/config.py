@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxopt_llm.checkpoint import huggingface
 from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.errors import InputError
@@ -143,7 +144,25 @@ def parse(arguments: list[str], program: str) -> TrainConfig:
     asks_help = "--help" in overrides or "-h" in overrides
     if path is None and not asks_help:
         raise InputError(f"which recipe? try: {program} --config quickstart.py")
-    return override(TrainConfig() if path is None else load(path), overrides, program)
+    return with_pretrained(override(TrainConfig() if path is None else load(path), overrides, program))
+
+
+def with_pretrained(config: TrainConfig) -> TrainConfig:
+    """The configuration with the model of the folder that model.pretrained names. Raises InputError where it sets a
+    field of the model to something else."""
+    path = config.model.pretrained
+    if not path:
+        return config
+    _, model = huggingface.read_config(Path(path))
+    model = dataclasses.replace(model, pretrained=path)
+    found = [
+        f"model.{each.name}={ours} (there it is {theirs})"
+        for each in dataclasses.fields(ModelConfig)
+        if (ours := getattr(config.model, each.name)) not in (each.default, theirs := getattr(model, each.name))
+    ]
+    if found:
+        raise InputError(f"model.pretrained={path} sets the model's fields itself: leave out {', '.join(found)}")
+    return dataclasses.replace(config, model=model)
 
 
 def override(config: TrainConfig, overrides: list[str], program: str) -> TrainConfig:

@@ -19,6 +19,7 @@ from jaxopt_llm.errors import CheckpointError, InputError
 from jaxopt_llm.model.decoder import Params, Parts, make_parts
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh, visible_devices
 from jaxopt_llm.parallel.offload import OffloadConfig
+from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
 from jaxopt_llm.training import lora
 
@@ -57,19 +58,18 @@ def load(directory: Path, data: DataConfig | None = None) -> Run:
             f"{config.model.vocabulary_size}"
         )
     _check_tokenizer(directory, tokenizer)
+    parts, params, placement, step = restore(directory, config, config.precision.compute_dtype)
+    return Run(config, tokenizer, parts, params, placement, step)
+
+
+def restore(directory: Path, config: TrainConfig, dtype: str) -> tuple[Parts, Params, Placement, int]:
+    """The parameters of a run's last checkpoint, those that were trained in this dtype, where they are, and its step.
+
+    Raises CheckpointError where it has no checkpoint that can be used.
+    """
     parts = make_parts(config.model, config.training.loss_chunk)
     parts, trained, frozen = lora.adapt(parts, config.lora, config.precision)
-    dtype = config.precision.compute_dtype
-    devices = visible_devices()
-    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
-    needed = _bytes(trained, dtype) + _bytes(frozen)
-    held = devices_for(needed, devices, limit)
-    placement = Placement(
-        make_mesh(MeshConfig(fsdp=len(held)), held),
-        ShardingConfig(zero_stage=3),
-        config.precision.for_evaluation(),
-        OffloadConfig(parameters=not fits(needed, held, limit)),
-    )
+    placement = placement_for(size(trained, dtype) + size(frozen), config.precision.for_evaluation())
     with Checkpoints(directory / "checkpoints") as checkpoints:
         while True:
             step = checkpoints.latest_step()
@@ -85,7 +85,7 @@ def load(directory: Path, data: DataConfig | None = None) -> Run:
                 if (directory / "checkpoints" / str(step)).exists():
                     raise  # else the run, which is still on, has a newer one and deleted it
     params = jax.device_put(tree.merge(params, frozen), jax.tree.map(placement.resting_parameters, parts.specs))
-    return Run(config, tokenizer, parts, params, placement, step)
+    return parts, params, placement, step
 
 
 def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
@@ -101,6 +101,19 @@ def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
         )
 
 
+def placement_for(needed: int, precision: PrecisionConfig) -> Placement:
+    """Of parameters of `needed` bytes that are used and not trained."""
+    devices = visible_devices()
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    held = devices_for(needed, devices, limit)
+    return Placement(
+        make_mesh(MeshConfig(fsdp=len(held)), held),
+        ShardingConfig(zero_stage=3),
+        precision,
+        OffloadConfig(parameters=not fits(needed, held, limit)),
+    )
+
+
 def devices_for(needed: int, devices: Sequence[jax.Device], limit: int | None) -> Sequence[jax.Device]:
     """The first device alone, where parameters of `needed` bytes fit there; else all."""
     return devices[:1] if fits(needed, devices[:1], limit) else devices
@@ -112,5 +125,6 @@ def fits(needed: int, devices: Sequence[jax.Device], limit: int | None) -> bool:
     return limit is None or needed <= 0.75 * limit * len(devices)
 
 
-def _bytes(leaves: tree.Tree, dtype: str | None = None) -> int:
+def size(leaves: tree.Tree, dtype: str | None = None) -> int:
+    """Bytes of specs, in this dtype or their own."""
     return sum(math.prod(leaf.shape) * jnp.dtype(dtype or leaf.dtype).itemsize for leaf in jax.tree.leaves(leaves))

@@ -16,6 +16,7 @@ import jax
 
 from jaxopt_llm import config as configuration
 from jaxopt_llm import errors
+from jaxopt_llm.checkpoint import huggingface
 from jaxopt_llm.checkpoint.lock import sole_owner
 from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.config import TrainConfig
@@ -41,7 +42,7 @@ from jaxopt_llm.parallel.rows import OwnRows
 from jaxopt_llm.parallel.runtime import repeatable
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.parallel.topology import chip_of
-from jaxopt_llm.training import moments
+from jaxopt_llm.training import moments, pretrained
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.evaluation import evaluate, make_held_out
 from jaxopt_llm.training.program import Program, make_program
@@ -100,6 +101,8 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
         if start >= config.training.steps:
             progress.say(f"{directory} is finished at step {start}; train longer with --training.steps N")
             return
+        begins = config.model.pretrained and not start
+        folder = huggingface.open_folder(Path(config.model.pretrained)) if begins else None
         trained = f", of which {param.count(program.specs.masters):,} are trained," if config.lora.rank else ""
         progress.say(
             f"{leaves.count(program.parts.specs):,} parameters{trained} on {placement.mesh.size} "
@@ -158,6 +161,9 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
                 progress.say(f"continues from step {start}")
             else:
                 state = training_state.initialize(program.specs, program.optimizers, config.run.seed, placement)
+                if folder is not None:
+                    state = pretrained.put(folder, state, program.specs, placement)
+                    progress.say(f"begins from the weights of {folder.path}")
         log: MetricsLog | None = None
         recorders: list[Callable[[dict[str, Any]], None]] = []
         if processes.first:

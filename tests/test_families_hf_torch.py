@@ -1,236 +1,240 @@
-"""The families that the decoder's switches cover: logits of Hugging Face's own classes, with the same weights.
+"""Models of Hugging Face's own classes, brought here from the folders that they write, and back.
 
-One table a family: its class, its settings and ours, and its parameters by name. Values are ours, random.
+Each family in at least two forms, with the fields of its published config.json and small sizes; values are random.
 """
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+import math
+from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy
 
+import jaxopt_llm
+from jaxopt_llm import tree
+from jaxopt_llm.checkpoint import families, huggingface, safetensors
 from jaxopt_llm.execution import scan
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.decoder import Params, make_parts
-from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.pretrained import Pretrained
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-ROWS, LENGTH, LAYERS, WINDOW = 2, 12, 5, 4
-MODEL = ModelConfig(
-    vocabulary_size=256,  # no padding
-    width=32,
-    layers=LAYERS,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    mlp_width=48,
-    window=WINDOW,
-    rope_theta=100.0,
-    norm_epsilon=1e-2,
-)
-IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 256, "attn_implementation": "eager"}
-SETTINGS = IDS | {
+ROWS, LENGTH, LAYERS, WINDOW = 2, 20, 5, 4
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 250, "attn_implementation": "eager"}
+SIZES = IDS | {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-2,
+    "rms_norm_eps": 1e-2,  # as large as the mean square of an embedding: dropping it shows
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
 }
-
-# Theirs -> ours, within a layer; several of ours are one of theirs, side by side.
-ATTENTION = {
-    "self_attn.q_proj.weight": "attention/query",
-    "self_attn.k_proj.weight": "attention/key",
-    "self_attn.v_proj.weight": "attention/value",
-    "self_attn.o_proj.weight": "attention/output",
+GPT = IDS | {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 32, "layer_norm_epsilon": 1e-2}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 0.5,
+    "high_freq_factor": 2.0,
+    "original_max_position_embeddings": 14,
 }
-QKV_BIASES = {f"self_attn.{name[0]}_proj.bias": f"attention/{name}_bias" for name in ("query", "key", "value")}
-QK_NORMS = {
-    "self_attn.q_norm.weight": "query_norm/scale",
-    "self_attn.k_norm.weight": "key_norm/scale",
-}
-MLP = {f"mlp.{name}_proj.weight": f"mlp/{name}" for name in ("gate", "up", "down")}
-NORMS = {
-    "input_layernorm.weight": "attention_norm/scale",
-    "post_attention_layernorm.weight": "mlp_norm/scale",
-}
-POST_NORMS = {
-    "post_attention_layernorm.weight": "attention_post_norm/scale",
-    "post_feedforward_layernorm.weight": "mlp_post_norm/scale",
-}
-LLAMA = ATTENTION | MLP | NORMS
+WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
 
-
-class Family(NamedTuple):
-    name: str
-    settings: dict[str, Any]
-    switches: dict[str, Any]
-    layer: dict[str, str] = LLAMA
-    transposed: bool = True  # [out, in], as torch.nn.Linear
-
-
-FAMILIES = {
-    "llama 2": Family("Llama", {"head_dim": 8, "tie_word_embeddings": False}, {"tied_head": False}),
-    "llama 3.1": Family(
-        "Llama",
-        {
-            "head_dim": 8,
-            "tie_word_embeddings": True,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 100.0,
-                "factor": 8.0,
-                "low_freq_factor": 0.5,
-                "high_freq_factor": 2.0,
-                "original_max_position_embeddings": 14,
-            },
-        },
-        {
-            "rope_factor": 8.0,
-            "rope_low_frequency_factor": 0.5,
-            "rope_high_frequency_factor": 2.0,
-            "rope_original_length": 14,
-        },
-    ),
-    "mistral": Family(
-        "Mistral",
-        {"head_dim": 8, "sliding_window": WINDOW, "tie_word_embeddings": False},
-        {"pattern": ("sliding",), "tied_head": False},
-    ),
-    "qwen 2": Family("Qwen2", {"tie_word_embeddings": True}, {"biases": "qkv"}, LLAMA | QKV_BIASES),
-    "qwen 3": Family(
-        "Qwen3", {"head_dim": 8, "tie_word_embeddings": True}, {"qk_norm": "head"}, LLAMA | QK_NORMS
-    ),
-    "gemma 2": Family(
+# The class, and what it is given.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama 2": ("Llama", SIZES | {"num_key_value_heads": 4}),
+    "llama 3.1": ("Llama", SIZES | {"rope_parameters": LLAMA3_ROPE}),
+    "llama 3.2": ("Llama", SIZES | {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "head_dim": 16}),
+    "mistral 0.1": ("Mistral", SIZES | {"sliding_window": WINDOW}),
+    "mistral 0.3": ("Mistral", SIZES | {"sliding_window": None, "head_dim": 16}),
+    "qwen 2": ("Qwen2", SIZES),
+    "qwen 2 tied, windows": ("Qwen2", SIZES | WINDOWS | {"tie_word_embeddings": True}),
+    "qwen 3": ("Qwen3", SIZES | {"head_dim": 16}),
+    "qwen 3 tied, windows": ("Qwen3", SIZES | WINDOWS | {"head_dim": 8, "tie_word_embeddings": True}),
+    "gemma 2": (
         "Gemma2",
-        {
-            "head_dim": 8,
+        SIZES
+        | {
+            "head_dim": 16,
             "sliding_window": WINDOW,
             "query_pre_attn_scalar": 12,
             "attn_logit_softcapping": 2.0,
             "final_logit_softcapping": 3.0,
         },
-        {
-            "pattern": ("sliding", "global"),
-            "norm_placement": "both",
-            "norm_zero_centered": True,
-            "mlp": "geglu",
-            "attention_scale": 12**-0.5,
-            "attention_softcap": 2.0,
-            "logit_softcap": 3.0,
-            "scale_embedding": True,
-        },
-        LLAMA | POST_NORMS | {"pre_feedforward_layernorm.weight": "mlp_norm/scale"},
     ),
-    "phi 3": Family(
-        "Phi3",
-        {"sliding_window": WINDOW, "tie_word_embeddings": False},
-        {"pattern": ("sliding",), "tied_head": False},
-        NORMS
+    "gemma 2 uncapped": (
+        "Gemma2",
+        SIZES
         | {
-            "self_attn.qkv_proj.weight": "attention/query attention/key attention/value",
-            "self_attn.o_proj.weight": "attention/output",
-            "mlp.gate_up_proj.weight": "mlp/gate mlp/up",
-            "mlp.down_proj.weight": "mlp/down",
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "num_hidden_layers": 4,
         },
     ),
-    "olmo 2": Family(
-        "Olmo2",
-        {"tie_word_embeddings": False},
-        {"norm_placement": "post", "qk_norm": "projection", "tied_head": False},
-        ATTENTION | MLP | QK_NORMS | POST_NORMS,
+    "phi 3": ("Phi3", SIZES | {"num_key_value_heads": 4, "sliding_window": WINDOW}),
+    "phi 3 grouped": ("Phi3", SIZES | {"sliding_window": None, "tie_word_embeddings": True}),
+    "olmo 2": ("Olmo2", SIZES | {"num_key_value_heads": 4}),
+    "olmo 2 grouped": ("Olmo2", SIZES | {"tie_word_embeddings": True}),
+    "smollm 3": ("SmolLM3", SIZES | {"tie_word_embeddings": True}),
+    "smollm 3 untied": (
+        "SmolLM3",
+        SIZES | {"tie_word_embeddings": False, "no_rope_layers": [1, 0, 1, 1, 0], "num_key_value_heads": 4},
     ),
-    "smollm 3": Family(
-        "SmolLM3", {"tie_word_embeddings": True}, {"pattern": ("global", "global", "global", "global_nope")}
-    ),
-    "gpt 2": Family(
-        "GPT2",
-        {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_inner": 48, "n_positions": 16, "layer_norm_epsilon": 1e-2},
-        {
-            "kv_heads": 4,
-            "norm": "layer",
-            "positions": "learned",
-            "max_positions": 16,
-            "biases": "all",
-            "mlp": "gelu",
-        },
-        {
-            "ln_1.weight": "attention_norm/scale",
-            "ln_1.bias": "attention_norm/bias",
-            "ln_2.weight": "mlp_norm/scale",
-            "ln_2.bias": "mlp_norm/bias",
-            "attn.c_attn.weight": "attention/query attention/key attention/value",
-            "attn.c_attn.bias": "attention/query_bias attention/key_bias attention/value_bias",
-            "attn.c_proj.weight": "attention/output",
-            "attn.c_proj.bias": "attention/output_bias",
-            "mlp.c_fc.weight": "mlp/up",
-            "mlp.c_fc.bias": "mlp/up_bias",
-            "mlp.c_proj.weight": "mlp/down",
-            "mlp.c_proj.bias": "mlp/down_bias",
-        },
-        transposed=False,
-    ),
-}  # fmt: skip
+    "gpt 2": ("GPT2", GPT),
+    "gpt 2 untied": ("GPT2", GPT | {"n_inner": 48, "tie_word_embeddings": False}),
+}
 
 
-def as_matrix(spec: ParamSpec, leaf: np.ndarray) -> np.ndarray:
-    """[repeats, what a product sums over, the rest], or [repeats, all] of what is in no product."""
-    fan_in = (spec.layer().fan_in,) if spec.contracting else ()
-    return leaf.reshape(len(leaf), *fan_in, -1)
+class Case:
+    """A model of theirs, the folder that it wrote, and the same model here."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        prefix, settings = CASES[name]
+        config = getattr(transformers, f"{prefix}Config")(**settings)
+        self.model = getattr(transformers, prefix + ("LMHeadModel" if prefix == "GPT2" else "ForCausalLM"))(config)
+        self.model.eval()
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.ndim == 1:  # away from 1 and 0: a scale or bias that is dropped or swapped shows
+                    parameter += torch.empty_like(parameter).uniform_(-0.5, 0.5)
+                else:
+                    parameter.normal_(0, 1 / math.sqrt(parameter.shape[-1]))
+        self.model.save_pretrained(folder, max_shard_size="20KB")  # in several files
+        self.folder = folder
+        self.tokens = np.random.default_rng(0).integers(3, 250, (ROWS, LENGTH))
+        self.here: Pretrained = jaxopt_llm.load_pretrained(folder)
+
+    def their_logits(self, model: Any) -> np.ndarray:
+        with torch.no_grad():
+            return model(torch.tensor(self.tokens), use_cache=False).logits.numpy()
 
 
-def theirs(family: Family, config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
-    """Our parameters by their names."""
-    parts, outer = make_parts(config), params["outer"]
-    gpt = family.name == "GPT2"
-    base, prefix = ("transformer", "transformer.h") if gpt else ("model", "model.layers")
-    names = ("wte", "ln_f") if gpt else ("embed_tokens", "norm")
-    found = {f"{base}.{names[0]}.weight": outer["embedding"]["table"]}
-    found |= {"lm_head.weight": outer["embedding" if config.tied_head else "head"]["table"]}
-    found |= {f"{base}.{names[1]}.{'bias' if n == 'bias' else 'weight'}": v for n, v in outer["final_norm"].items()}
-    if gpt:
-        found["transformer.wpe.weight"] = outer["positions"]["table"]
-    layer = 0
-    for number, segment in enumerate(parts.layout):
-        for repeat in range(segment.repeats):
-            for position in range(len(segment.kinds)):
-                section, block = f"segment_{number}", f"block_{position}"
-                matrices = jax.tree.map(as_matrix, parts.specs[section][block], params[section][block])
-                for name, ours in family.layer.items():
-                    pieces = [matrices[group][leaf][repeat] for group, leaf in (one.split("/") for one in ours.split())]
-                    value = np.concatenate(pieces, axis=-1)
-                    found[f"{prefix}.{layer}.{name}"] = value.T if family.transposed else value
-                layer += 1
-    used = {one for ours in family.layer.values() for one in ours.split()}
-    assert used == {f"{group}/{leaf}" for group, leaves in matrices.items() for leaf in leaves}
-    return found
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    made: dict[str, Case] = {}
+
+    class Made(dict[str, Case]):
+        def __missing__(self, name: str) -> Case:
+            self[name] = Case(name, tmp_path_factory.mktemp("model"))
+            return self[name]
+
+    return Made(made)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_the_familys_own(name: str) -> None:
-    family = FAMILIES[name]
-    config = replace(MODEL, **family.switches)
-    settings = (IDS if family.name == "GPT2" else SETTINGS) | family.settings
-    model_type = getattr(transformers, "GPT2LMHeadModel" if family.name == "GPT2" else f"{family.name}ForCausalLM")
-    model = model_type(getattr(transformers, f"{family.name}Config")(**settings)).eval()
-    parts = make_parts(config)
-    params = toy.params(parts.specs)
-    model.load_state_dict({key: torch.tensor(value) for key, value in theirs(family, config, params).items()})
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_the_familys_own(name: str, cases: dict[str, Case]) -> None:
+    case = cases[name]
+    expected = case.their_logits(case.model)
+    found = case.here.logits(case.tokens)
+    assert (found.dtype, found.shape) == (jnp.float32, expected.shape)
+    assert np.abs(found - expected).max() <= 2e-5 * np.abs(expected).max()
 
-    tokens = np.random.default_rng(0).integers(3, config.vocabulary_size, (ROWS, LENGTH))
-    positions = np.broadcast_to(np.arange(LENGTH), tokens.shape)
-    context = Context(positions=positions, segment_ids=np.ones_like(tokens), placement=toy.placement())
-    forward = jax.jit(
-        lambda params: scan.forward(parts, params, tokens, context)[0], compiler_options=toy.QUICK_COMPILE
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_round_trip_is_equal_to_the_bit(name: str, cases: dict[str, Case], tmp_path: Path) -> None:
+    case = cases[name]
+    case.here.save_pretrained(tmp_path / "back")
+    back, said = type(case.model).from_pretrained(
+        tmp_path / "back", attn_implementation="eager", output_loading_info=True
     )
-    with torch.no_grad():
-        expected = model(torch.tensor(tokens), use_cache=False).logits.numpy()
-    np.testing.assert_allclose(forward(params), expected, rtol=1e-5, atol=2e-5)
+    assert not any(said.values()), said
+    for key, value in case.model.state_dict().items():
+        assert torch.equal(back.state_dict()[key], value), key
+    np.testing.assert_array_equal(case.their_logits(back), case.their_logits(case.model))
+    again = jaxopt_llm.load_pretrained(tmp_path / "back")
+    assert again.config == case.here.config
+    jax.tree.map(np.testing.assert_array_equal, again.params, case.here.params)
+
+
+@pytest.mark.parametrize("name", ["mistral 0.1", "gpt 2", "gemma 2"])
+def test_a_model_of_ones_own_is_loaded_there(name: str, cases: dict[str, Case], tmp_path: Path) -> None:
+    """Whose config.json says what ModelConfig knows, and no more."""
+    case = cases[name]
+    huggingface.write(tmp_path / "own", case.here.params, case.here.config, most=20_000)
+    assert (tmp_path / "own" / safetensors.INDEX).exists()
+    own = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own", attn_implementation="eager")
+    assert type(own) is type(case.model)
+    np.testing.assert_array_equal(case.their_logits(own), case.their_logits(case.model))
+
+
+# The second form of each family is a slow one: it differs in what the logits show already.
+ONE_EACH = {prefix: name for name, (prefix, _) in reversed(CASES.items())}.values()
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ONE_EACH else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_loss_and_gradients_are_the_familys_own(name: str, cases: dict[str, Case]) -> None:
+    case = cases[name]
+    ids = torch.tensor(case.tokens)
+    expected = case.model(ids, labels=ids, use_cache=False).loss
+    case.model.zero_grad()
+    expected.backward()
+
+    here = case.here
+    mask = np.arange(LENGTH) < LENGTH - 1
+    batch = Batch(
+        tokens=case.tokens,
+        targets=np.roll(case.tokens, -1, axis=1),
+        loss_mask=np.broadcast_to(mask, case.tokens.shape),
+        segment_ids=np.ones_like(case.tokens),
+        positions=np.broadcast_to(np.arange(LENGTH), case.tokens.shape),
+    )
+    one = jax.tree.map(lambda field: jnp.asarray(field[None], field.dtype if field.dtype == bool else np.int32), batch)
+    tokens = ROWS * (LENGTH - 1)
+
+    @jax.jit
+    def run(params: Any) -> Any:
+        nothing = jax.tree.map(lambda leaf: None, params)
+        loss, _, _, gradients = scan.loss_and_gradients(
+            here.parts, params, nothing, one, jnp.float32(1 / tokens), here.placement, RematConfig("none")
+        )
+        return loss, gradients
+
+    loss, gradients = run(here.params)
+    np.testing.assert_allclose(loss / tokens, expected.item(), rtol=1e-5)
+    leaves = {path: np.asarray(leaf) for path, leaf in tree.leaves_with_path(gradients)}
+    family, config = huggingface.read_config(case.folder)
+    theirs = dict(case.model.named_parameters())
+    for key, tensor in huggingface.tensors(family, config).items():
+        pieces = [
+            (leaves[piece.path] if piece.layer is None else leaves[piece.path][piece.layer])[
+                tuple(slice(size) for size in piece.spec.shape)
+            ]
+            for piece in tensor.pieces
+        ]
+        wanted = theirs[key].grad.numpy()
+        assert np.abs(tensor.join(pieces) - wanted).max() <= 1e-4 * np.abs(wanted).max(), key
+
+
+def test_the_formats_own_library_reads_what_is_written(tmp_path: Path) -> None:
+    """Of several dtypes, and of tensors without values or dimensions."""
+    library = pytest.importorskip("safetensors.torch")
+    arrays = {
+        "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "b": np.arange(4).astype(jnp.bfloat16),
+        "c": np.zeros((0, 3), np.float16),
+        "d": np.array(1.5, np.float16),
+    }
+    described = {name: safetensors.Described(array.dtype, array.shape) for name, array in arrays.items()}
+    safetensors.write_folder(tmp_path, described, arrays.__getitem__)
+    found = library.load_file(tmp_path / safetensors.SINGLE)
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert str(found[name].dtype) == f"torch.{array.dtype}"
+        np.testing.assert_array_equal(found[name].float().numpy(), array.astype(np.float32))
+
+
+def test_every_family_is_here_twice() -> None:
+    classes = [f"{prefix}LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM" for prefix, _ in CASES.values()]
+    assert all(classes.count(family.architecture) >= 2 for family in families.FAMILIES)

@@ -16,7 +16,8 @@ FLOORS = (
     ("validation",),
     ("advice",),
     ("search", "run", "oom"),
-    ("train", "evaluate", "generate", "prepare", "plan", "checkpoint/__main__"),
+    ("pretrained",),
+    ("train", "evaluate", "generate", "prepare", "plan", "convert", "checkpoint/__main__"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")

@@ -10,10 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import folders
+import jax
 import numpy as np
 import pytest
-from commands import ENVIRONMENT, ROOT, command, metrics, start_python, start_training, tiny
+from commands import ENVIRONMENT, ROOT, TINY, checkpoint, command, metrics, start_python, start_training, tiny
 from test_death import finish, logged, wait_until
+
+from jaxopt_llm.model.config import ModelConfig
 
 # Two rows of devices that split the batch, and two columns that split the matrices.
 MESH = ("--mesh.fsdp", 2, "--mesh.tensor", 2, "--training.accumulation", 2)
@@ -94,6 +98,17 @@ def test_many_processes_learn_and_stop_as_one(corpus: tuple[str, Path], tmp_path
     train_job(2, stopped, *run)
     for directory in (tmp_path / "four", tmp_path / "one", stopped):
         assert_learnt_as(directory, alone)
+
+
+def test_many_processes_begin_from_one_folder(corpus: tuple[str, Path], tmp_path: Path) -> None:
+    """Each reads what its own devices hold."""
+    sizes = {name.removeprefix("model.").replace("-", "_"): value for name, value in TINY.items() if "model." in name}
+    model = ModelConfig(**sizes | {"pattern": (sizes["pattern"],)})
+    path = folders.folder(tmp_path / "model", model)
+    # So slow that nothing changes.
+    still = ("--optimizer.learning-rate", 1e-30, "--optimizer.weight-decay", 0, "--training.steps", 1)
+    train_job(2, tmp_path / "run", *MESH, *corpus, "--model.pretrained", path, *still)
+    jax.tree.map(np.testing.assert_array_equal, checkpoint(tmp_path / "run", 1)["masters"], folders.params(model))
 
 
 WAITS = """

@@ -86,7 +86,7 @@ def bare(specs: tree.Tree) -> tree.Tree:
             return leaf(spec.base)
         return replace(spec.codes, dtype=FLOAT32) if isinstance(spec, Int8Weight) else spec
 
-    return jax.tree.map(leaf, specs, is_leaf=_is_wrapped)
+    return jax.tree.map(leaf, specs, is_leaf=is_wrapped)
 
 
 def count(specs: tree.Tree) -> int:
@@ -125,10 +125,11 @@ def wrap(specs: tree.Tree, arrays: tree.Tree, seed: int) -> tree.Tree:
             return quantise(array, spec.codes.contracting)
         return array.astype(spec.dtype)
 
-    bases = jax.tree.map(leaf, specs, arrays, is_leaf=_is_wrapped)
+    bases = jax.tree.map(leaf, specs, arrays, is_leaf=is_wrapped)
     adapters, _ = tree.partition(specs, is_adapter)
     return tree.merge(param.initialize(adapters, seed), bases)
 
 
-def _is_wrapped(leaf: tree.Leaf) -> bool:
+def is_wrapped(leaf: tree.Leaf) -> bool:
+    """Whether it stands, with several leaves, for one bare parameter."""
     return isinstance(leaf, (Int8Weight, LoraWeight))

@@ -114,6 +114,15 @@ def abstract(specs: StateSpecs, placement: Placement) -> TrainState:
     return jax.tree.map(place, shapes, shardings(specs, placement), typed)
 
 
+def compute_copies(specs: Params, masters: Params, resting: Params | None, placement: Placement) -> Params | None:
+    """The compute copy, where one rests: a leaf at a time, so that the device need not hold it twice."""
+
+    def copy(spec: ParamSpec, resting: NamedSharding, master: jax.Array) -> jax.Array:
+        return jax.jit(lambda x: compute_copy(spec, x, placement), out_shardings=resting)(master)
+
+    return None if resting is None else jax.tree.map(copy, specs, resting, masters)
+
+
 def compute_copy(specs: tree.Tree, masters: tree.Tree, placement: Placement) -> tree.Tree:
     """The parameters the model reads, cast and gathered from the masters; None where it reads the masters."""
     return placement.compute_parameters(specs, offload.fetch(masters)) if placement.compute_copy else None
@@ -244,9 +253,6 @@ def resume(
         array.delete()
         return moved
 
-    def copy(spec: ParamSpec, resting: NamedSharding, master: jax.Array) -> jax.Array:
-        return jax.jit(lambda x: compute_copy(spec, x, placement), out_shardings=resting)(master)
-
     def make(
         masters: Params,
         moments: Params,
@@ -264,6 +270,5 @@ def resume(
         name: jax.tree.map(to_rest, getattr(specs, name), getattr(resting, name), arrays)
         for name, arrays in given.items()
     }
-    # A leaf at a time, as the others came here: the device need not hold the whole.
-    compute = jax.tree.map(copy, specs.masters, resting.compute, moved["masters"]) if placement.compute_copy else None
+    compute = compute_copies(specs.masters, moved["masters"], resting.compute, placement)
     return jax.jit(make, out_shardings=resting, donate_argnums=(0, 1, 2, 3, 4, 5))(compute=compute, **moved)

@@ -1,0 +1,339 @@
+"""Hugging Face's folders, config.json beside safetensors: read straight into sharded places, and written.
+
+Each device's part of a parameter is filled from slices of the memory-mapped tensors, layer by layer: beside the parts
+of this process's devices the host holds one tensor at most.
+"""
+
+import functools
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxopt_llm import tree
+from jaxopt_llm.checkpoint import families, safetensors
+from jaxopt_llm.checkpoint.codecs import Settings, Unsupported
+from jaxopt_llm.checkpoint.families import Family
+from jaxopt_llm.checkpoint.safetensors import Described, NewFolder, Stored
+from jaxopt_llm.errors import InputError
+from jaxopt_llm.model import decoder
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.model.decoder import Params
+from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel import offload
+
+CONFIG = "config.json"
+# What an export takes over from the folder that the weights came from: nothing that names code, people or places.
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+KEPT_SETTINGS = (*TOKEN_IDS, "max_position_embeddings", "initializer_range")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+class Piece(NamedTuple):
+    """A parameter of ours within a tensor of theirs.
+
+    path: of our leaf; layer: its place in the leaf's stack, None for what is in none; spec: of one layer, without
+    padding; begin: where it begins along the tensor's output dimension.
+    """
+
+    path: str
+    layer: int | None
+    spec: ParamSpec
+    begin: int
+
+    @property
+    def width(self) -> int:
+        """Along the tensor's output dimension."""
+        return math.prod(self.spec.shape) // self.spec.fan_in
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One of theirs: pieces of ours, side by side along the output. A matrix is [out, in], or [in, out]."""
+
+    pieces: tuple[Piece, ...]
+    input_first: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        spec = self.pieces[0].spec
+        width = sum(piece.width for piece in self.pieces)
+        if not spec.contracting:
+            return (width,)
+        return (spec.fan_in, width) if self.input_first else (width, spec.fan_in)
+
+    def view(self, array: np.ndarray, piece: Piece) -> np.ndarray:
+        """The piece as our leaf's shape has it: a view, of which nothing is read."""
+        part = slice(piece.begin, piece.begin + piece.width)
+        order = self._order(piece.spec)
+        cut = array[:, part] if self.input_first and piece.spec.contracting else array[part]
+        return cut.reshape([piece.spec.shape[dim] for dim in order]).transpose(np.argsort(order))
+
+    def join(self, arrays: list[np.ndarray]) -> np.ndarray:
+        """The tensor of its pieces: the inverse of `view`."""
+        parts = []
+        for array, piece in zip(arrays, self.pieces, strict=True):
+            sizes = (piece.spec.fan_in, piece.width) if self.input_first else (piece.width, piece.spec.fan_in)
+            turned = array.transpose(self._order(piece.spec))
+            parts.append(turned.reshape(sizes if piece.spec.contracting else (piece.width,)))
+        axis = 1 if self.input_first and self.pieces[0].spec.contracting else 0
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
+
+    def _order(self, spec: ParamSpec) -> list[int]:
+        """Our dimensions in the order that theirs has them."""
+        summed = sorted(spec.contracting)
+        others = [dim for dim in range(len(spec.shape)) if dim not in summed]
+        return summed + others if self.input_first else others + summed
+
+
+def tensors(family: Family, config: ModelConfig) -> dict[str, Tensor]:
+    """The tensors of a model by their names, in the order of the layers."""
+    specs = decoder.param_specs(config)
+    by_path = dict(tree.leaves_with_path(specs))
+    # Our prefix, the layer's number, its place in the stack; first of what is outside the stacks.
+    places: list[tuple[str, str, int | None]] = [("", "", None)]
+    for number, segment in enumerate(decoder.layout(config)):
+        for repeat, layers in enumerate(segment.per_layer["index"]):
+            places += [(f"segment_{number}/block_{i}/", str(layer), repeat) for i, layer in enumerate(layers)]
+    found: dict[str, Tensor] = {}
+    used: set[str] = set()
+    for prefix, layer, row in places:
+        for name, ours in family.names.items():
+            paths = [prefix + each for each in ours.split()]
+            if ("{}" in name) != bool(prefix) or paths[0] not in by_path:
+                continue
+            pieces: list[Piece] = []
+            for path in paths:
+                spec = _unpadded(by_path[path].layer() if prefix else by_path[path], config)
+                pieces.append(Piece(path, row, spec, sum(piece.width for piece in pieces)))
+            # Tables are [rows, width] whatever the matrices are.
+            found[name.format(layer)] = Tensor(tuple(pieces), family.input_first and bool(prefix))
+            used |= set(paths)
+    missing = by_path.keys() - used
+    if missing:
+        raise Unsupported(f"{family.model_type} has no tensor for {min(missing)}")
+    return found
+
+
+def _unpadded(spec: ParamSpec, config: ModelConfig) -> ParamSpec:
+    sizes = zip(spec.shape, spec.axes, strict=True)
+    return replace(spec, shape=tuple(config.vocabulary_size if axis == "vocabulary" else size for size, axis in sizes))
+
+
+# --- reading
+
+
+def read_settings(path: Path) -> Settings:
+    file = path / CONFIG
+    if not path.is_dir():
+        raise InputError(f"{path}: no such folder; download the model first, as in: hf download NAME --local-dir DIR")
+    if not file.is_file():
+        raise InputError(f"{path}: no folder of a Hugging Face model: it has no {CONFIG}")
+    return safetensors.parse_json(file.read_bytes(), file)
+
+
+def read_config(path: Path) -> tuple[Family, ModelConfig]:
+    """What a folder's config.json says. Code that it names is never run: what it does not say here is refused."""
+    settings = read_settings(path)
+    try:
+        family = families.find(settings)
+        return family, family.read(settings)
+    except Unsupported as error:
+        raise InputError(f"{path / CONFIG}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder whose headers are checked: every tensor is there once, in its shape, and no other."""
+
+    path: Path
+    family: Family
+    config: ModelConfig
+    stored: Mapping[str, Stored]
+
+    @functools.cached_property
+    def _where(self) -> dict[tuple[str, int | None], tuple[str, Tensor, Piece]]:
+        """Our leaf and the place in its stack -> the tensor that it is in."""
+        return {
+            (piece.path, piece.layer): (name, tensor, piece)
+            for name, tensor in tensors(self.family, self.config).items()
+            for piece in tensor.pieces
+        }
+
+    def dtype(self, path: str) -> np.dtype:
+        """Of a leaf's values: the widest, where its tensors differ."""
+        held = {self.stored[name].array.dtype for (leaf, _), (name, *_) in self._where.items() if leaf == path}
+        return jnp.dtype(jnp.result_type(*held))
+
+    def read(self, path: str, spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
+        """A leaf, in the shape and dtype of its spec. Raises InputError for values that are not finite there.
+
+        Rows that pad a table, and places of a stack that hold no layer, are zero.
+        """
+        parts: dict[str, np.ndarray] = {}  # devices that hold the same have one between them
+
+        def part(index: Any) -> np.ndarray:  # a slice for each dimension
+            if (key := str(index)) not in parts:
+                parts[key] = self._part(path, spec, index)
+            return parts[key]
+
+        return jax.make_array_from_callback(spec.shape, sharding, part)
+
+    def _part(self, path: str, spec: ParamSpec, index: tuple[slice, ...]) -> np.ndarray:
+        ranges = [range(size)[each] for size, each in zip(spec.shape, index, strict=True)]
+        out = np.zeros([len(each) for each in ranges], spec.dtype)
+        stack = np.zeros((), np.int64) if spec.layers is None else np.asarray(spec.layers)
+        numbers = stack[index[: spec.leading]]
+        for place in np.ndindex(numbers.shape):
+            if numbers[place] >= 0:
+                layer = None if spec.layers is None else int(numbers[place])
+                self._copy(out[place], path, layer, index[spec.leading :])
+        return out
+
+    def _copy(self, out: np.ndarray, path: str, layer: int | None, index: tuple[slice, ...]) -> None:
+        name, tensor, piece = self._where[path, layer]
+        stored = self.stored[name]
+        source = tensor.view(stored.array, piece)[index]
+        out = out[tuple(slice(size) for size in source.shape)]  # fewer rows than ours where ours are padded
+        with np.errstate(over="ignore"):  # told below
+            out[...] = source
+        if not np.isfinite(out).all():
+            raise InputError(f"{stored.file}: tensor {name!r} has values that are not finite in {out.dtype}")
+        stored.release()
+
+
+def open_folder(path: Path) -> Folder:
+    """Raises InputError for what is no whole folder of a known family."""
+    family, config = read_config(path)
+    stored = dict(safetensors.open_folder(path))
+    wanted = tensors(family, config)
+    if not any(name.startswith(family.base) for name in stored):  # the model without its head, as GPT-2's first folder
+        stored = {name if name in wanted else family.base + name: each for name, each in stored.items()}
+    stored = {name: each for name, each in stored.items() if not any(fnmatchcase(name, p) for p in family.ignored)}
+    for name, tensor in wanted.items():
+        if name not in stored:
+            raise InputError(f"{path}: tensor {name!r} is missing")
+        found = stored[name]
+        if found.array.shape != tensor.shape:
+            raise InputError(
+                f"{found.file}: tensor {name!r} is {list(found.array.shape)}, and by {CONFIG} it must be "
+                f"{list(tensor.shape)}"
+            )
+    if config.tied_head:
+        _check_tied(family, stored)
+    for name, extra in stored.items():
+        if name not in wanted:
+            raise InputError(f"{extra.file}: tensor {name!r} is none of a {family.architecture}'s as {CONFIG} has it")
+    return Folder(path, family, config, stored)
+
+
+def _check_tied(family: Family, stored: dict[str, Stored]) -> None:
+    """A head beside a table that is the head, too, must be the same: it is left out."""
+    head, table = ("lm_head.weight", next(n for n, ours in family.names.items() if ours == "outer/embedding/table"))
+    if head not in stored:
+        return
+    one, other = stored.pop(head), stored[table]
+    rows = 1 + 2**24 // max(1, math.prod(one.array.shape[1:]))  # compared at once
+    same = one.array.shape == other.array.shape and all(
+        np.array_equal(one.array[at : at + rows], other.array[at : at + rows]) for at in range(0, len(one.array), rows)
+    )
+    one.release()
+    if not same:
+        raise InputError(
+            f"{one.file}: tensor {head!r} differs from {table!r}, and by {CONFIG} they are tied: set "
+            "tie_word_embeddings to false there if the head is one of its own"
+        )
+
+
+# --- writing
+
+
+def write(
+    path: Path,
+    params: Params,
+    config: ModelConfig,
+    source: Path | None = None,
+    tokenizer: Path | None = None,
+    dtype: Any = None,
+    most: int = safetensors.MOST_FILE,
+    settings: Settings | None = None,
+) -> None:
+    """A new folder of a model's bare parameters, which transformers loads.
+
+    source: the folder that they came from, whose token ids are kept. tokenizer: the folder of that, which is copied.
+    dtype: of the tensors, in place of the parameters' own. most: bytes in a file. settings: further fields of
+    config.json, of which those of the source win.
+
+    Raises InputError where no family has such a model, or something is there already.
+    """
+    kept = {} if source is None else read_settings(source)
+    try:
+        family = families.fitting(config, kept.get("model_type"))
+    except Unsupported as error:
+        raise InputError(f"{path}: {error}") from error
+    leaves = dict(tree.leaves_with_path(params))
+    wanted = tensors(family, config)
+    # The pieces of a tensor have one dtype. Wide ones come first, so that each is aligned in its file.
+    dtypes = {name: jnp.dtype(dtype or leaves[tensor.pieces[0].path].dtype) for name, tensor in wanted.items()}
+    widest_first = sorted(wanted, key=lambda name: -dtypes[name].itemsize)
+    described = {name: Described(dtypes[name], wanted[name].shape) for name in widest_first}
+
+    def get(name: str) -> np.ndarray:
+        tensor = wanted[name]
+        arrays = [_on_host(leaves[piece.path], piece) for piece in tensor.pieces]
+        with np.errstate(over="ignore"):  # told below
+            joined = tensor.join(arrays).astype(described[name].dtype, copy=False)
+        if not np.isfinite(joined).all():
+            raise InputError(f"{path}: tensor {name!r} has values that are not finite in {joined.dtype}")
+        return joined
+
+    with NewFolder(path) as folder:
+        safetensors.write_folder(folder, described, get, most)
+        said = {
+            **dict.fromkeys(TOKEN_IDS),  # null, for transformers has defaults that no vocabulary need have
+            **(settings or {}),
+            **{name: kept[name] for name in KEPT_SETTINGS if name in kept},
+            **family.write(config),
+            "torch_dtype": str(dtypes[widest_first[0]]),
+        }
+        (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
+        for name in TOKENIZER_FILES:
+            if tokenizer is not None and (tokenizer / name).is_file():
+                shutil.copyfile(tokenizer / name, folder / name)
+
+
+def _on_host(leaf: jax.Array, piece: Piece) -> np.ndarray:
+    """One layer of a leaf, without padding, whichever devices hold it."""
+    assert isinstance(leaf.sharding, NamedSharding)
+    stack = leaf[None] if piece.layer is None else leaf
+    ours = np.asarray(_take_layer(NamedSharding(leaf.sharding.mesh, PartitionSpec()))(stack, piece.layer or 0))
+    return ours[tuple(slice(size) for size in piece.spec.shape)]
+
+
+@functools.cache
+def _take_layer(whole: NamedSharding) -> Callable[[jax.Array, int], jax.Array]:
+    """The row of a stack, on every device; a stack on the host comes no further than that row."""
+
+    def take(stack: jax.Array, row: jax.Array) -> jax.Array:
+        return offload.fetch(jax.lax.dynamic_index_in_dim(stack, row, keepdims=False))
+
+    return jax.jit(take, out_shardings=whole)

@@ -1,0 +1,215 @@
+"""Published config.json files, as models of ours: their sizes by the numbers of parameters that are published, too."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jaxopt_llm.checkpoint import families
+from jaxopt_llm.checkpoint.codecs import Unsupported
+from jaxopt_llm.checkpoint.huggingface import tensors
+from jaxopt_llm.model.config import ModelConfig
+
+pytestmark = pytest.mark.core
+
+
+def sizes(vocabulary: int, width: int, mlp: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        **more,
+    }
+
+
+LLAMA3_ROPE = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+# As published in the older form, with what each leaves out: config.json, parameters, some of our fields.
+PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "llama": (
+        sizes(32000, 4096, 11008, 32, 32, 32, tie_word_embeddings=False, rope_scaling=None, pretraining_tp=1),
+        6_738_415_616,
+        {"rope_theta": 10_000.0, "head_dim": 128, "tied_head": False},
+    ),
+    "llama 3.1": (
+        sizes(128256, 4096, 14336, 32, 32, 8, rope_theta=500000.0, rope_scaling=LLAMA3_ROPE, mlp_bias=False),
+        8_030_261_248,
+        {"rope_factor": 8.0, "rope_theta": 500_000.0, "rope_original_length": 8192},
+    ),
+    "mistral": (
+        sizes(32000, 4096, 14336, 32, 32, 8, sliding_window=4096, rope_theta=10000.0, tie_word_embeddings=False),
+        7_241_732_096,
+        {"pattern": ("sliding",), "window": 4096},
+    ),
+    "qwen2": (
+        sizes(
+            152064, 3584, 18944, 28, 28, 4, use_sliding_window=False, sliding_window=131072, max_window_layers=28,
+            rope_theta=1000000.0, tie_word_embeddings=False,
+        ),
+        7_615_616_512,
+        {"pattern": ("global",), "biases": "qkv", "head_dim": 128},
+    ),
+    "qwen3": (
+        sizes(
+            151936, 4096, 12288, 36, 32, 8, head_dim=128, attention_bias=False, use_sliding_window=False,
+            sliding_window=None, max_window_layers=36, rope_theta=1000000, tie_word_embeddings=False,
+        ),
+        8_190_735_360,
+        {"qk_norm": "head", "rope_theta": 1_000_000.0},
+    ),
+    "gemma2": (
+        sizes(
+            256000, 3584, 14336, 42, 16, 8, hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh",
+            head_dim=256, query_pre_attn_scalar=256, sliding_window=4096, sliding_window_size=4096,
+            attn_logit_softcapping=50.0, final_logit_softcapping=30.0, rope_theta=10000.0,
+        ),
+        9_241_705_984,
+        {"pattern": ("sliding", "global"), "tied_head": True, "attention_scale": 0.0625, "mlp": "geglu"},
+    ),
+    "phi3": (
+        sizes(
+            32064, 3072, 8192, 32, 32, 32, sliding_window=2047, rope_theta=10000.0, tie_word_embeddings=False,
+            auto_map={"AutoConfig": "configuration_phi3.Phi3Config"},
+        ),
+        3_821_079_552,
+        {"pattern": ("sliding",), "window": 2047, "head_dim": 96},
+    ),
+    "olmo2": (
+        sizes(100352, 4096, 11008, 32, 32, 32, rope_theta=500000, attention_bias=False, tie_word_embeddings=False),
+        7_298_617_344,
+        {"norm_placement": "post", "qk_norm": "projection"},
+    ),
+    "smollm3": (
+        sizes(
+            128256, 2048, 11008, 36, 16, 4, no_rope_layers=[1, 1, 1, 0] * 9, no_rope_layer_interval=4,
+            layer_types=["full_attention"] * 36, use_sliding_window=False, rope_theta=5000000.0,
+        ),
+        3_075_098_624,
+        {"pattern": ("global", "global", "global", "global_nope"), "tied_head": True},
+    ),
+    "gpt2": (
+        {
+            "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "n_ctx": 1024,
+            "layer_norm_epsilon": 1e-05, "activation_function": "gelu_new",
+        },
+        124_439_808,
+        {"positions": "learned", "max_positions": 1024, "mlp_width": 3072, "biases": "all", "tied_head": True},
+    ),
+}  # fmt: skip
+
+
+def published(name: str) -> dict[str, Any]:
+    return {"model_type": name.split()[0], **PUBLISHED[name][0]}
+
+
+def read(settings: dict[str, Any]) -> ModelConfig:
+    return families.find(settings).read(settings)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_sizes(name: str) -> None:
+    settings, (_, parameters, fields) = published(name), PUBLISHED[name]
+    family, config = families.find(settings), read(settings)
+    assert {key: getattr(config, key) for key in fields} == fields
+    shapes = [tensor.shape for tensor in tensors(family, config).values()]
+    assert sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes) == parameters
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_is_written_says_the_same(name: str) -> None:
+    config = read(published(name))
+    family = families.fitting(config, published(name)["model_type"])
+    assert family.model_type == published(name)["model_type"]
+    assert families.canonical(read(family.write(config))) == families.canonical(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "pattern"),
+    [
+        ("mistral", {"sliding_window": None}, ("global",)),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "max_window_layers": 3, "num_hidden_layers": 5},
+            ("global", "global", "global", "sliding", "sliding"),
+        ),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, ("sliding",)),
+        ("gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 21}, ("global", "sliding")),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}, ("global", "global_nope")),
+    ],
+)
+def test_the_kinds_of_the_layers(name: str, changes: dict[str, Any], pattern: tuple[str, ...]) -> None:
+    config = read(published(name) | changes)
+    assert config.pattern == pattern
+    family = families.find(published(name))
+    assert read(family.write(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("config", "family"),
+    [
+        (ModelConfig(), "llama"),
+        (ModelConfig(pattern=("sliding",) * 3), "mistral"),
+        (ModelConfig(pattern=("global", "sliding"), biases="qkv"), "qwen2"),
+        (ModelConfig(pattern=("global", "sliding"), qk_norm="head"), "qwen3"),
+        (ModelConfig(pattern=("global_nope", "global")), "smollm3"),
+    ],
+)
+def test_a_model_of_ones_own_finds_its_family(config: ModelConfig, family: str) -> None:
+    assert families.fitting(config).model_type == family
+
+
+@pytest.mark.parametrize(
+    ("changes", "lacks"),
+    [
+        ({"logit_softcap": 3.0}, "model.logit_softcap=3.0"),
+        ({"norm_zero_centered": True}, "model.norm_zero_centered=True"),
+        ({"pattern": ("sliding", "global")}, "model.pattern="),
+    ],
+)
+def test_a_model_that_no_family_has_is_refused(changes: dict[str, Any], lacks: str) -> None:
+    with pytest.raises(Unsupported, match="no family has such a model: .* lacks .*" + lacks):
+        families.fitting(replace(ModelConfig(), **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("llama", {"model_type": "bert"}, "model_type='bert': not a family"),
+        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised weights are not read"),
+        ("llama", {"hidden_size": None}, "hidden_size is missing"),
+        ("llama", {"hidden_size": "4096"}, "hidden_size='4096': must be a whole number"),
+        ("llama", {"hidden_size": 2**40}, "must be a whole number below"),
+        ("llama", {"num_attention_heads": 0}, "model.heads=0: must be at least 1"),
+        ("llama", {"rms_norm_eps": float("inf")}, "rms_norm_eps=inf: must be a finite number"),
+        ("llama", {"attention_bias": True}, "attention_bias=True: only False"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act='relu': only 'silu'"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "factor is missing"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope'"),
+        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 28}, "use_sliding_window is not true"),
+        ("gemma2", {"layer_types": ["linear_attention"] * 42}, "layer_types: 'linear_attention'"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "a value for each of the 42 layers"),
+        ("smollm3", {"no_rope_layers": [2] * 36}, "other values than 0 and 1"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval=0"),
+        ("qwen2", {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers=2147483647: must be at most 10,000"),
+        ("llama", {"rope_theta": 10**400}, "must be a finite number"),
+        ("smollm3", {"use_sliding_window": True}, "windows beside layers without positions"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        ("gpt2", {"n_head": 7}, "n_embd=768 does not divide"),
+    ],
+)
+def test_what_is_not_computed_here_is_refused(name: str, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(Unsupported, match=said):
+        read(published(name) | changes)

@@ -1,0 +1,181 @@
+"""Files that say of themselves what is not so, and folders that are not whole."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxopt_llm.checkpoint import safetensors
+from jaxopt_llm.checkpoint.safetensors import Described, NewFolder
+from jaxopt_llm.errors import InputError
+
+pytestmark = pytest.mark.core
+
+ARRAYS = {
+    "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "b": np.arange(4, dtype=np.float32).astype(jnp.bfloat16),
+    "c": np.zeros((0, 3), np.float16),
+    "d": np.array(1.5, np.float16),
+}
+
+
+def written(folder: Path, most: int = 10**9) -> Path:
+    described = {name: Described(array.dtype, array.shape) for name, array in ARRAYS.items()}
+    safetensors.write_folder(folder, described, ARRAYS.__getitem__, most)
+    return folder
+
+
+@pytest.mark.parametrize(("most", "files"), [(10**9, 1), (24, 2), (1, 4)])
+def test_what_is_written_is_read(most: int, files: int, tmp_path: Path) -> None:
+    written(tmp_path, most)
+    assert len(list(tmp_path.glob("*.safetensors"))) == files
+    found = safetensors.open_folder(tmp_path)
+    assert found.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        assert found[name].array.dtype == array.dtype
+        np.testing.assert_array_equal(found[name].array, array)
+
+
+def file_of(folder: Path, header: Any, data: bytes = b"\0" * 8) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file = folder / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return file
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "said"),
+    [
+        ({"x": entry()}, b"\0" * 7, "tensor 'x' ends at byte 8 of 7: the file is truncated"),
+        ({"x": entry()}, b"\0" * 9, "1 bytes after the last tensor"),
+        ({"x": entry(), "y": entry()}, b"\0" * 8, "tensor 'y' begins at byte 0, not at 8"),
+        ({"x": entry(data_offsets=[4, 12])}, b"\0" * 12, "tensor 'x' begins at byte 4, not at 0"),
+        ({"x": entry(shape=[3])}, b"\0" * 8, "tensor 'x' of shape [3] has 8 bytes"),
+        ({"x": entry(shape=[-2])}, b"\0" * 8, "entry for tensor 'x' is damaged"),
+        ({"x": entry(shape=[True, 2])}, b"\0" * 8, "entry for tensor 'x' is damaged"),
+        ({"x": entry(data_offsets=[8, 0])}, b"\0" * 8, "has -8 bytes"),
+        ({"x": entry(data_offsets=[0])}, b"\0" * 8, "entry for tensor 'x' is damaged"),
+        ({"x": "../secret"}, b"\0" * 8, "entry for tensor 'x' is damaged"),
+        ({"x": entry(dtype="I8", shape=[8])}, b"\0" * 8, "tensor 'x' is I8, not one of F32, F16, BF16"),
+        (b'{"x": 1, "x": 2}', b"", "'x' is there twice"),
+        (b"[]", b"", "no JSON object"),
+        (b"\xff\xfe{}", b"", "no JSON where it should be"),
+        (b"[" * 100_000, b"", "no JSON where it should be"),
+        (b"9" * 10_000, b"", "no JSON where it should be"),
+    ],
+)
+def test_a_damaged_header_is_one_line(header: Any, data: bytes, said: str, tmp_path: Path) -> None:
+    file = file_of(tmp_path, header, data)
+    with pytest.raises(InputError) as error:
+        safetensors.open_folder(tmp_path)
+    assert str(file) in str(error.value) and said in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 7, (2**62).to_bytes(8, "little") + b"{}", b"\xff" * 8 + b"{}"])
+def test_a_header_longer_than_its_file_is_not_read(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(InputError, match="model.safetensors: its header says .* it is damaged"):
+        safetensors.open_folder(tmp_path)
+
+
+def test_a_header_may_have_so_many_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file_of(tmp_path, {"x": entry()})
+    monkeypatch.setattr(safetensors, "MOST_HEADER", 20)
+    with pytest.raises(InputError, match="its header says"):
+        safetensors.open_folder(tmp_path)
+
+
+def change_index(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    index = folder / safetensors.INDEX
+    content = json.loads(index.read_text())
+    change(content)
+    index.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../model-00001-of-00002.safetensors",
+        "/etc/passwd",
+        "sub/x.safetensors",
+        "pytorch_model.bin",
+        "",
+        3,
+        "x\n.safetensors",
+    ],
+)
+def test_an_index_names_plain_files_only(name: Any, tmp_path: Path) -> None:
+    written(tmp_path, 24)
+    change_index(tmp_path, lambda index: index["weight_map"].update(a=name))
+    with pytest.raises(InputError, match=r"index.json: tensor 'a' is said to be in .*, not a plain"):
+        safetensors.open_folder(tmp_path)
+
+
+def test_an_index_and_its_files_have_the_same_tensors(tmp_path: Path) -> None:
+    written(tmp_path, 24)
+    first, second = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    change_index(tmp_path, lambda index: index["weight_map"].update(x=first))
+    with pytest.raises(InputError, match=f"{first}: tensor 'x' is not in it, as model.safetensors.index.json says"):
+        safetensors.open_folder(tmp_path)
+    change_index(tmp_path, lambda index: index["weight_map"].update(a=second))
+    with pytest.raises(InputError, match=f"{second}: tensor '[ax]' is not in it"):
+        safetensors.open_folder(tmp_path)
+    change_index(tmp_path, lambda index: index.update(weight_map={"a": first, "b": second, "d": second}))
+    with pytest.raises(InputError, match=f"{second}: tensor 'c' is not in model.safetensors.index.json"):
+        safetensors.open_folder(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    written(tmp_path, 24)
+    first, second = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    (tmp_path / second).write_bytes((tmp_path / first).read_bytes())
+    with pytest.raises(InputError, match=f"{second}: tensor 'a' is in {first}, too"):
+        safetensors.open_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ((), "it holds no weights"),
+        (("pytorch_model.bin",), "are pickles, which can run code and are not opened; .* python -c .*save_pretrained"),
+        (("consolidated.00.pth",), "are pickles"),
+        (("model-00001-of-00002.safetensors",), "only parts; download the folder again"),
+    ],
+)
+def test_a_folder_without_weights_says_how_to_get_them(files: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).write_bytes(b"\x80\x04")
+    with pytest.raises(InputError, match=said):
+        safetensors.open_folder(tmp_path)
+
+
+def test_a_missing_file_and_a_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such folder; download the model first"):
+        safetensors.open_folder(tmp_path / "meta-llama")
+    written(tmp_path, 24)
+    last = sorted(tmp_path.glob("*.safetensors"))[-1]
+    last.unlink()
+    with pytest.raises(InputError, match=f"{last.name}: cannot be read"):
+        safetensors.open_folder(tmp_path)
+
+
+def test_a_new_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / ".new.partial").mkdir()  # of a writer that was killed
+    (tmp_path / ".new.partial" / "old").touch()
+    with pytest.raises(RuntimeError), NewFolder(tmp_path / "new") as folder:
+        (folder / "half").touch()
+        raise RuntimeError
+    assert not list(tmp_path.iterdir())
+    with NewFolder(tmp_path / "new") as folder:
+        (folder / "whole").touch()
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["whole"]
+    with pytest.raises(InputError, match="there is something already"):
+        NewFolder(tmp_path / "new")

@@ -1,0 +1,35 @@
+"""Small Hugging Face folders, written here: no test that reads them needs their library."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import toy
+
+from jaxopt_llm.checkpoint import huggingface
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.model.decoder import Params, param_specs
+
+# Two segments, two kinds of block, biases and fewer key-value heads; its vocabulary is padded.
+CONFIG = replace(toy.CONFIG, pattern=("global", "sliding"), biases="qkv", tied_head=False, width=32, norm_epsilon=1e-2)
+
+
+def params(config: ModelConfig = CONFIG, dtype: Any = np.float32) -> Params:
+    """Random parameters; rows that pad a table are zero."""
+
+    def unpadded(spec: Any, values: np.ndarray) -> np.ndarray:
+        if "vocabulary" in spec.axes:
+            values[config.vocabulary_size :] = 0
+        return values.astype(dtype)
+
+    specs = param_specs(config)
+    return jax.tree.map(unpadded, specs, toy.params(specs))
+
+
+def folder(path: Path, config: ModelConfig = CONFIG, dtype: Any = np.float32, most: int = 20_000) -> Path:
+    """In several files."""
+    arrays = jax.device_put(params(config, dtype), toy.placement().replicated)
+    huggingface.write(path, arrays, config, most=most)
+    return path

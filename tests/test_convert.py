@@ -1,0 +1,128 @@
+"""Folders into run directories and back, and training that begins from one: the commands."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import folders
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from commands import checkpoint, command, train
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from jaxopt_llm import load_pretrained
+from jaxopt_llm.checkpoint import safetensors
+
+pytestmark = pytest.mark.core
+
+CONFIG = replace(folders.CONFIG, layers=2, pattern=("global",))
+RECIPE = """
+from jaxopt_llm.config import ModelConfig, TrainConfig
+from jaxopt_llm.training.step import TrainingConfig
+
+def get_config():
+    return TrainConfig(
+        model=ModelConfig(pretrained={path!r}), training=TrainingConfig(steps=2, batch_size=4, sequence_length=32)
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folders.folder(tmp_path_factory.mktemp("model") / "folder", CONFIG)
+
+
+def tensors(path: Path) -> dict[str, np.ndarray]:
+    return {name: stored.array for name, stored in safetensors.open_folder(path).items()}
+
+
+def done(module: str, *arguments: object) -> str:
+    found = command(module, *arguments)
+    assert (found.returncode, found.stderr) == (0, ""), found.stderr
+    return found.stdout
+
+
+def refused(module: str, *arguments: object) -> str:
+    found = command(module, *arguments)
+    assert (found.returncode, found.stdout) == (2, ""), found.stderr
+    (line,) = found.stderr.splitlines()
+    return line
+
+
+def test_there_and_back(folder: Path, tmp_path: Path) -> None:
+    """With the folder's own tokenizer, which comes along."""
+    source, run, back = (tmp_path / name for name in ("source", "run", "back"))
+    shutil.copytree(folder, source)
+    words = Tokenizer(WordLevel({"def": 0, "</s>": 1} | {f"w{i}": i for i in range(2, 258)}, unk_token="</s>"))
+    words.add_special_tokens(["</s>"])
+    words.save(str(source / "tokenizer.json"))
+    assert "are the checkpoint of step 0" in done("convert", "import", "--from", source, "--to", run)
+    assert done("generate", "--checkpoint", run, "--prompt", "def", "--tokens", 4).startswith("def")
+    said = done("convert", "export", "--checkpoint", run, "--to", back, "--shard-bytes", 20_000)
+    assert said == f"step 0 of {run} is in {back}, in float32\n"
+    assert len(list(back.glob("*.safetensors"))) > 1
+    assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    one, two = tensors(folder), tensors(back)
+    assert one.keys() == two.keys()
+    assert all(one[name].tobytes() == two[name].tobytes() for name in one)
+
+    assert "there is something already" in refused("convert", "import", "--from", folder, "--to", run)
+    assert "there is something already" in refused("convert", "export", "--checkpoint", run, "--to", back)
+    assert len(list(run.iterdir())) == 3  # and nothing beside
+
+
+def test_training_begins_from_a_folder_and_ends_as_one(folder: Path, tmp_path: Path) -> None:
+    recipe, run, out = tmp_path / "recipe.py", tmp_path / "run", tmp_path / "out"
+    recipe.write_text(RECIPE.format(path=str(folder)))
+    # So slow that nothing changes: the checkpoint and the loss are the folder's.
+    still = ("--optimizer.learning-rate", 1e-30, "--optimizer.weight-decay", 0, "--evaluation.batches", 1)
+    options = ("--config", recipe, "--run.directory", run, "--mesh.fsdp", 2, *still)
+    assert f"begins from the weights of {folder}" in done("train", *options)
+    config = json.loads((run / "config.json").read_text())["model"]
+    assert (config["pretrained"], config["width"], config["biases"]) == (str(folder), CONFIG.width, "qkv")
+    jax.tree.map(np.testing.assert_array_equal, checkpoint(run, 2)["masters"], folders.params(CONFIG))
+    assert "is finished at step 2" in done("train", *options)
+
+    done("convert", "export", "--checkpoint", run, "--to", out, "--dtype", "bfloat16")
+    expected = folders.params(CONFIG, jnp.bfloat16)
+    jax.tree.map(np.testing.assert_array_equal, load_pretrained(out).params, expected)
+
+    adapted = json.loads((run / "config.json").read_text())
+    adapted["lora"]["rank"] = 2
+    (run / "config.json").write_text(json.dumps(adapted))
+    assert "it is of adapters" in refused("convert", "export", "--checkpoint", run, "--to", tmp_path / "no")
+
+
+def test_a_model_of_ones_own_goes_out(tmp_path: Path) -> None:
+    """Trained from the initialiser: whose token ids are the tokenizer's."""
+    assert train(tmp_path / "run", "--training.steps", 1).returncode == 0
+    done("convert", "export", "--checkpoint", tmp_path / "run", "--to", tmp_path / "out")
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    wanted = {"model_type": "llama", "bos_token_id": 256, "eos_token_id": 257, "max_position_embeddings": 32}
+    assert wanted.items() <= said.items()
+    assert load_pretrained(tmp_path / "out").logits([[1, 2]]).shape == (1, 2, 258)
+
+
+def test_bad_input_is_one_line(folder: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(RECIPE.format(path=str(folder)))
+    begins = ("train", "--config", recipe, "--run.directory", tmp_path / "run")
+    said = refused(*begins, "--model.width", 64, "--model.layers", 3)
+    assert "sets the model's fields itself: leave out model.width=64 (there it is 32), model.layers=3" in said
+    assert "no such folder" in refused(*begins, "--model.pretrained", tmp_path / "none")
+    assert "neither bytes nor a readable tokenizer.json" in refused(
+        "convert", "import", "--from", folder, "--to", tmp_path / "run"
+    )
+    small = folders.folder(tmp_path / "small", replace(CONFIG, vocabulary_size=100))
+    line = refused("convert", "import", "--from", small, "--to", tmp_path / "run", "--tokenizer", "bytes")
+    assert "the tokenizer bytes has 258 tokens, the model's vocabulary 100" in line
+    (small / "model.safetensors.index.json").unlink()
+    (small / "pytorch_model.bin").touch()
+    for file in small.glob("*.safetensors"):
+        file.unlink()
+    assert "are pickles" in refused("convert", "import", "--from", small, "--to", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
