@@ -97,6 +97,7 @@ def test_training_begins_from_a_folder_and_ends_as_one(folder: Path, tmp_path: P
     assert "it is of adapters" in refused("convert", "export", "--checkpoint", run, "--to", tmp_path / "no")
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_goes_out(tmp_path: Path) -> None:
     """Trained from the initialiser: whose token ids are the tokenizer's."""
     assert train(tmp_path / "run", "--training.steps", 1).returncode == 0

@@ -181,7 +181,7 @@ KILLED = [
 
 @pytest.mark.parametrize(
     ("optimizer", "names", "kills"),
-    [(*KILLED[-2], 2), *(pytest.param(*pair, 20, marks=pytest.mark.slow) for pair in KILLED)],
+    [pytest.param(*pair, 20, marks=pytest.mark.slow) for pair in KILLED],
 )
 def test_killed_at_random_moments_it_ends_equal_to_the_bit(
     optimizer: str, names: list[str], kills: int, corpus: Path, tmp_path: Path

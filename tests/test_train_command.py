@@ -62,7 +62,7 @@ def test_stopped_and_resumed_equals_not_stopped(whole: Path, tmp_path: Path, pla
             np.testing.assert_allclose(*values, rtol=1e-4, err_msg=name)
 
 
-@pytest.mark.core
+@pytest.mark.slow  # tests/training/test_moments.py has one go to a pipeline and back
 def test_a_pipelines_checkpoint_is_everyones(tmp_path: Path) -> None:
     """Written by stages and read by one device, and back, and the run ends as if there had been no pipeline."""
     directory, plain = tmp_path / "run", tmp_path / "plain"

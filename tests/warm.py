@@ -13,7 +13,7 @@ import subprocess
 import sys
 from typing import Any
 
-COMMANDS = ("train", "generate", "evaluate", "plan", "prepare")
+COMMANDS = ("train", "generate", "evaluate", "plan", "prepare", "convert")
 AVAILABLE = sys.platform == "linux"
 _SET_CHILD_SUBREAPER = 36  # of prctl(2): who takes in the orphans
 

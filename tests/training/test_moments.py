@@ -307,7 +307,7 @@ def trained(dtype: str, placed: str) -> Any:
     return kept(dtype, placed, run(dtype, placed, begin(dtype, placed), 0, 1))
 
 
-@pytest.mark.parametrize("placed", ["zero3", pytest.param("pipeline", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("placed", [pytest.param(each, marks=pytest.mark.slow) for each in ("zero3", "pipeline")])
 def test_placement_changes_no_more_than_rounding_does(placed: str) -> None:
     found, wanted = (trained("int8", each) for each in (placed, "one device"))
     assert toy.distance(found["masters"], wanted["masters"]) < 1e-5
