@@ -86,13 +86,13 @@ BASIC = {
 EXTRAS = [
     BASIC | {"split": {"fsdp": 2, "expert": 2}, "remat": "offload"},
     BASIC | {"zero": 2, "split": {"fsdp": 8}, "remat": "save_attention"},
+    BASIC | {"pipeline": 2, "accumulation": 1, "model": "segments"},
     BASIC | {"zero": 3, "tensor": 2, "split": {"fsdp": 2}, "accumulation": 1, "model": "segments", "remat": "none"},
     BASIC | {"model": "gpt", "zero": 3, "tensor": 4, "sequence_parallel": True, "split": {"fsdp": 2}, "remat": "named"},
     BASIC | {"model": "gemma", "pipeline": 2, "tensor": 2, "sequence_parallel": True, "remat": "offload"},
 ]
 # What is left of the switches' own product with the axes.
 SLOW = [
-    BASIC | {"pipeline": 2, "accumulation": 1, "model": "segments"},
     BASIC | {"pipeline": 3, "tensor": 2, "sequence_parallel": True, "model": "segments", "remat": "every"},
     BASIC | {"model": "gpt", "zero": 2, "pipeline": 2, "tensor": 2, "split": {"fsdp": 2}, "remat": "save_qkv"},
     BASIC | {"model": "gemma", "zero": 3, "tensor": 4, "split": {"fsdp": 2}, "remat": "dots"},
