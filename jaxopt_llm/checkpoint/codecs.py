@@ -253,6 +253,14 @@ def _read_gpt(settings: Settings) -> dict[str, Any]:
     }
 
 
+def _check_divisible(settings: Settings) -> dict[str, Any]:
+    """Llama's and Gemma 2's classes refuse others, whatever head_dim says."""
+    heads, width = _value(settings, "num_attention_heads", int), _value(settings, "hidden_size", int)
+    if heads > 0 and width % heads:
+        raise Unsupported(f"hidden_size={width} does not divide by num_attention_heads={heads}")
+    return {}
+
+
 def _write_query_scalar(config: ModelConfig) -> Settings:
     return {"query_pre_attn_scalar": round((config.attention_scale or config.head_dim**-0.5) ** -2)}
 
@@ -274,6 +282,7 @@ SIZES = copied(
     tied_head="tie_word_embeddings",
 )
 HEADS = Codec(_read_heads, lambda config: {"num_key_value_heads": config.kv_heads, "head_dim": config.head_dim})
+DIVISIBLE = Codec(_check_divisible, lambda config: {})
 ROPE = Codec(_read_rope, _write_rope)
 ONE_WINDOW = Codec(_read_one_window, _write_one_window)
 WINDOWS_FROM = Codec(_read_windows_from, _write_windows_from)

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxopt_llm.checkpoint.codecs import (
     ALTERNATING_WINDOWS,
+    DIVISIBLE,
     GPT_HEADS,
     GPT_SIZES,
     HINTS,
@@ -198,7 +199,7 @@ GPT = {
 }
 
 FAMILIES = (
-    Family("llama", "LlamaForCausalLM", LLAMA, (*ROTARY, SWIGLU, NO_BIASES), UNTIED),
+    Family("llama", "LlamaForCausalLM", LLAMA, (*ROTARY, DIVISIBLE, SWIGLU, NO_BIASES), UNTIED),
     Family(
         "mistral",
         "MistralForCausalLM",
@@ -226,6 +227,7 @@ FAMILIES = (
         OUTSIDE | ATTENTION | MLP | GEMMA_NORMS,
         (
             *ROTARY,
+            DIVISIBLE,
             ALTERNATING_WINDOWS,
             QUERY_SCALAR,
             SOFTCAPS,

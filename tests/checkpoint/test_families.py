@@ -165,6 +165,7 @@ def test_of_two_places_the_one_is_read_that_transformers_reads() -> None:
     [
         (ModelConfig(), "llama"),
         (ModelConfig(pattern=("sliding",) * 3), "mistral"),
+        (ModelConfig(width=36, heads=5, kv_heads=5, head_dim=8), "mistral"),  # Llama's class refuses such a width
         (ModelConfig(pattern=("global", "sliding"), biases="qkv"), "qwen2"),
         (ModelConfig(pattern=("global", "sliding"), qk_norm="head"), "qwen3"),
         (ModelConfig(pattern=("global_nope", "global")), "smollm3"),
@@ -218,6 +219,7 @@ def test_a_model_that_no_family_has_is_refused(changes: dict[str, Any], lacks: s
         ("llama", {"is_causal": False}, "is_causal=False: only True"),
         ("qwen2", {"per_layer_config": {"2": {"rms_norm_eps": 1.0}}}, "per_layer_config"),
         ("mistral", {"layer_types": ["full_attention"] * 32}, "layer_types: with it a mistral"),
+        ("gemma2", {"num_attention_heads": 15}, "hidden_size=3584 does not divide by num_attention_heads=15"),
     ],
 )
 def test_what_is_not_computed_here_is_refused(name: str, changes: dict[str, Any], said: str) -> None:
