@@ -102,7 +102,11 @@ def open_file(file: Path) -> dict[str, Stored]:
         if end > data.size:
             raise InputError(f"{file}: tensor {name!r} ends at byte {end:,} of {data.size:,}: the file is truncated")
         ranges.append((begin, end, name))
-        tensors[name] = Stored(file, data[begin:end].view(dtype).reshape(shape), mapped)
+        try:
+            array = data[begin:end].view(dtype).reshape(shape)
+        except ValueError as error:  # more dimensions than NumPy has, or sizes beside a 0 that it cannot multiply
+            raise InputError(f"{file}: tensor {name!r} has a shape that no array has: it is damaged") from error
+        tensors[name] = Stored(file, array, mapped)
     at = 0
     for begin, end, name in sorted(ranges):
         if begin != at:
@@ -236,9 +240,9 @@ class NewFolder:
     to write into."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
-        self._working = self.path.with_name(f".{self.path.name}.partial")
         check_free(path)
+        self.path = path.resolve()  # a link keeps pointing there: no folder can take its place
+        self._working = self.path.with_name(f".{self.path.name}.partial")
 
     def __enter__(self) -> Path:
         shutil.rmtree(self._working, ignore_errors=True)  # of a writer that was killed
