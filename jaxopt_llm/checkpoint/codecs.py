@@ -85,7 +85,7 @@ def _read_heads(settings: Settings) -> dict[str, Any]:
 
 def _read_rope(settings: Settings) -> dict[str, Any]:
     """Of the older form, rope_theta beside rope_scaling, and the newer one, rope_parameters with both."""
-    scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}  # the former wins there, too
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
         raise Unsupported(f"rope_parameters={scaling!r}: one set for all layers is known here")
     for where in (settings, scaling):
@@ -97,6 +97,9 @@ def _read_rope(settings: Settings) -> dict[str, Any]:
         return fields
     if kind != "llama3":
         raise Unsupported(f"rope_type={kind!r}: only 'default' and 'llama3' are known here")
+    outer = settings.get("original_max_position_embeddings")  # which wins over the one inside
+    if outer is not None:
+        scaling = scaling | {"original_max_position_embeddings": outer}
     return fields | {
         "rope_factor": _value(scaling, "factor", float),
         "rope_low_frequency_factor": _value(scaling, "low_freq_factor", float),
@@ -128,6 +131,12 @@ def _write_one_window(config: ModelConfig) -> Settings:
     return {"sliding_window": config.window if "sliding" in config.pattern else None}
 
 
+GPT_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 LAYER_TYPES: dict[str, Kind] = {"full_attention": "global", "sliding_attention": "sliding"}
 
 
@@ -229,6 +238,11 @@ def period(pattern: Iterable[Kind]) -> tuple[Kind, ...]:
 
 
 def _read_gpt(settings: Settings) -> dict[str, Any]:
+    for alias, name in GPT_ALIASES.items():
+        if settings.get(alias) not in (None, settings.get(name)):
+            raise Unsupported(
+                f"{alias}={settings[alias]!r}: it is another name of {name}, which is {settings.get(name)!r}"
+            )
     heads, width = _value(settings, "n_head", int), _value(settings, "n_embd", int)
     if heads < 1 or width % heads:
         raise Unsupported(f"n_embd={width} does not divide by n_head={heads}")
@@ -237,6 +251,14 @@ def _read_gpt(settings: Settings) -> dict[str, Any]:
         "head_dim": width // heads,
         "mlp_width": _value(settings, "n_inner", int, 4 * width),
     }
+
+
+def _check_divisible(settings: Settings) -> dict[str, Any]:
+    """Llama's and Gemma 2's classes refuse others, whatever head_dim says."""
+    heads, width = _value(settings, "num_attention_heads", int), _value(settings, "hidden_size", int)
+    if heads > 0 and width % heads:
+        raise Unsupported(f"hidden_size={width} does not divide by num_attention_heads={heads}")
+    return {}
 
 
 def _write_query_scalar(config: ModelConfig) -> Settings:
@@ -260,6 +282,7 @@ SIZES = copied(
     tied_head="tie_word_embeddings",
 )
 HEADS = Codec(_read_heads, lambda config: {"num_key_value_heads": config.kv_heads, "head_dim": config.head_dim})
+DIVISIBLE = Codec(_check_divisible, lambda config: {})
 ROPE = Codec(_read_rope, _write_rope)
 ONE_WINDOW = Codec(_read_one_window, _write_one_window)
 WINDOWS_FROM = Codec(_read_windows_from, _write_windows_from)

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxopt_llm.checkpoint.codecs import (
     ALTERNATING_WINDOWS,
+    DIVISIBLE,
     GPT_HEADS,
     GPT_SIZES,
     HINTS,
@@ -85,6 +86,12 @@ def find(settings: Settings) -> Family:
         raise Unsupported(f"model_type={model_type!r}: not a family that is known here ({known})")
     if architectures not in (None, [family.architecture]):
         raise Unsupported(f"architectures={architectures}: only {family.architecture} is known here")
+    if settings.get("is_causal") not in (None, True):
+        raise Unsupported(f"is_causal={settings['is_causal']!r}: only True is known here")
+    if settings.get("per_layer_config"):
+        raise Unsupported("per_layer_config: layers that differ in it are not known here")
+    if model_type == "mistral" and settings.get("layer_types") is not None:
+        raise Unsupported("layer_types: with it a mistral is loaded as a ministral, which is not known here")
     if settings.get("quantization_config"):
         raise Unsupported("quantization_config: quantised weights are not read; bring the folder of the unquantised")
     return family
@@ -192,7 +199,7 @@ GPT = {
 }
 
 FAMILIES = (
-    Family("llama", "LlamaForCausalLM", LLAMA, (*ROTARY, SWIGLU, NO_BIASES), UNTIED),
+    Family("llama", "LlamaForCausalLM", LLAMA, (*ROTARY, DIVISIBLE, SWIGLU, NO_BIASES), UNTIED),
     Family(
         "mistral",
         "MistralForCausalLM",
@@ -220,6 +227,7 @@ FAMILIES = (
         OUTSIDE | ATTENTION | MLP | GEMMA_NORMS,
         (
             *ROTARY,
+            DIVISIBLE,
             ALTERNATING_WINDOWS,
             QUERY_SCALAR,
             SOFTCAPS,

@@ -233,6 +233,8 @@ def open_folder(path: Path) -> Folder:
         if name not in stored:
             raise InputError(f"{path}: tensor {name!r} is missing")
         found = stored[name]
+        if found.array.dtype not in safetensors.FLOATS.values():
+            raise safetensors.not_float(found.file, name, str(found.array.dtype))
         if found.array.shape != tensor.shape:
             raise InputError(
                 f"{found.file}: tensor {name!r} is {list(found.array.shape)}, and by {CONFIG} it must be "

@@ -24,6 +24,7 @@ from jaxopt_llm.files import sync_directory
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
+MASKS = {"BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8)}  # of older GPT-2 folders, beside the parameters
 MOST_HEADER = 100_000_000  # bytes; what the format's own library takes
 MOST_FILE = 5_000_000_000  # bytes of tensors in a file that is written; a larger tensor has one to itself
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -102,7 +103,11 @@ def open_file(file: Path) -> dict[str, Stored]:
         if end > data.size:
             raise InputError(f"{file}: tensor {name!r} ends at byte {end:,} of {data.size:,}: the file is truncated")
         ranges.append((begin, end, name))
-        tensors[name] = Stored(file, data[begin:end].view(dtype).reshape(shape), mapped)
+        try:
+            array = data[begin:end].view(dtype).reshape(shape)
+        except ValueError as error:  # more dimensions than NumPy has, or sizes beside a 0 that it cannot multiply
+            raise InputError(f"{file}: tensor {name!r} has a shape that no array has: it is damaged") from error
+        tensors[name] = Stored(file, array, mapped)
     at = 0
     for begin, end, name in sorted(ranges):
         if begin != at:
@@ -122,16 +127,20 @@ def _entry(file: Path, name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...]
     known = isinstance(entry, dict) and sizes(entry.get("shape")) and sizes(entry.get("data_offsets"))
     if not known or len(entry["data_offsets"]) != 2 or not isinstance(entry.get("dtype"), str):
         raise InputError(f"{file}: the header's entry for tensor {name!r} is damaged")
-    dtype = FLOATS.get(entry["dtype"])
+    dtype = (FLOATS | MASKS).get(entry["dtype"])
     if dtype is None:
-        raise InputError(
-            f"{file}: tensor {name!r} is {entry['dtype']}, not one of {', '.join(FLOATS)}: bring the folder of the "
-            "unquantised model"
-        )
+        raise not_float(file, name, entry["dtype"])
     shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise InputError(f"{file}: tensor {name!r} of shape {list(shape)} has {end - begin:,} bytes: it is damaged")
     return dtype, shape, begin, end
+
+
+def not_float(file: Path, name: str, dtype: str) -> InputError:
+    floats = ", ".join(FLOATS)
+    return InputError(
+        f"{file}: tensor {name!r} is {dtype}, not one of {floats}: bring the folder of the unquantised model"
+    )
 
 
 def _open_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, Stored]:
@@ -207,7 +216,7 @@ def write_folder(
 
 
 def _write_file(file: Path, tensors: dict[str, Described], get: Callable[[str], np.ndarray]) -> None:
-    code = {dtype: name for name, dtype in FLOATS.items()}
+    code = {dtype: name for name, dtype in (FLOATS | MASKS).items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, each in tensors.items():
@@ -236,9 +245,9 @@ class NewFolder:
     to write into."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
-        self._working = self.path.with_name(f".{self.path.name}.partial")
         check_free(path)
+        self.path = path.resolve()  # a link keeps pointing there: no folder can take its place
+        self._working = self.path.with_name(f".{self.path.name}.partial")
 
     def __enter__(self) -> Path:
         shutil.rmtree(self._working, ignore_errors=True)  # of a writer that was killed

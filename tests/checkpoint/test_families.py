@@ -154,11 +154,18 @@ def test_the_kinds_of_the_layers(name: str, changes: dict[str, Any], pattern: tu
     assert read(family.write(config)) == config
 
 
+def test_of_two_places_the_one_is_read_that_transformers_reads() -> None:
+    both = published("llama") | {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+    config = read(both | {"rope_scaling": LLAMA3_ROPE, "original_max_position_embeddings": 4096})
+    assert (config.rope_factor, config.rope_theta, config.rope_original_length) == (8.0, 10_000.0, 4096)
+
+
 @pytest.mark.parametrize(
     ("config", "family"),
     [
         (ModelConfig(), "llama"),
         (ModelConfig(pattern=("sliding",) * 3), "mistral"),
+        (ModelConfig(width=36, heads=5, kv_heads=5, head_dim=8), "mistral"),  # Llama's class refuses such a width
         (ModelConfig(pattern=("global", "sliding"), biases="qkv"), "qwen2"),
         (ModelConfig(pattern=("global", "sliding"), qk_norm="head"), "qwen3"),
         (ModelConfig(pattern=("global_nope", "global")), "smollm3"),
@@ -208,6 +215,11 @@ def test_a_model_that_no_family_has_is_refused(changes: dict[str, Any], lacks: s
         ("smollm3", {"use_sliding_window": True}, "windows beside layers without positions"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         ("gpt2", {"n_head": 7}, "n_embd=768 does not divide"),
+        ("gpt2", {"num_attention_heads": 6}, "num_attention_heads=6: it is another name of n_head, which is 12"),
+        ("llama", {"is_causal": False}, "is_causal=False: only True"),
+        ("qwen2", {"per_layer_config": {"2": {"rms_norm_eps": 1.0}}}, "per_layer_config"),
+        ("mistral", {"layer_types": ["full_attention"] * 32}, "layer_types: with it a mistral"),
+        ("gemma2", {"num_attention_heads": 15}, "hidden_size=3584 does not divide by num_attention_heads=15"),
     ],
 )
 def test_what_is_not_computed_here_is_refused(name: str, changes: dict[str, Any], said: str) -> None:

@@ -143,6 +143,7 @@ def swap(arrays: dict[str, np.ndarray]) -> None:
         (lambda arrays: arrays.update({"model.layers.5.mlp.up_proj.weight": arrays[UP]}), "layers.5.* is none"),
         (lambda arrays: arrays.update({"../../etc": arrays[UP]}), r"tensor '../../etc' is none of a Qwen2ForCausalLM"),
         (swap, rf"model.safetensors: tensor '{UP}' is \[32, 24\], and by config.json it must be \[24, 32\]"),
+        (lambda arrays: arrays.update({UP: arrays[UP] > 0}), f"tensor '{UP}' is bool, not one of F32, F16, BF16"),
         (lambda arrays: poke(arrays, np.nan), f"model.safetensors: tensor '{UP}' has values that are not finite"),
         (lambda arrays: poke(arrays, np.inf), f"tensor '{UP}' has values that are not finite"),
     ],
@@ -205,6 +206,7 @@ def test_names_without_their_base_and_buffers_are_known(tmp_path: Path) -> None:
         for name in list(arrays):
             arrays[name.removeprefix("transformer.")] = arrays.pop(name)
         arrays["h.0.attn.bias"] = np.ones((1, 1, 4, 4), np.float32)
+        arrays["h.0.attn.masked_bias"] = np.ones((), bool)  # later folders have masks that are no floats
 
     rewrite(folder, as_published)
     jax.tree.map(np.testing.assert_array_equal, load_pretrained(folder).params, folders.params(config))

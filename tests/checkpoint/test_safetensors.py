@@ -61,6 +61,8 @@ def entry(**changes: Any) -> dict[str, Any]:
         ({"x": entry(shape=[3])}, b"\0" * 8, "tensor 'x' of shape [3] has 8 bytes"),
         ({"x": entry(shape=[-2])}, b"\0" * 8, "entry for tensor 'x' is damaged"),
         ({"x": entry(shape=[True, 2])}, b"\0" * 8, "entry for tensor 'x' is damaged"),
+        ({"x": entry(shape=[1] * 64 + [2])}, b"\0" * 8, "tensor 'x' has a shape that no array has"),
+        ({"x": entry(shape=[0, 2**62, 2**62], data_offsets=[0, 0])}, b"", "tensor 'x' has a shape that no array has"),
         ({"x": entry(data_offsets=[8, 0])}, b"\0" * 8, "has -8 bytes"),
         ({"x": entry(data_offsets=[0])}, b"\0" * 8, "entry for tensor 'x' is damaged"),
         ({"x": "../secret"}, b"\0" * 8, "entry for tensor 'x' is damaged"),
@@ -179,3 +181,13 @@ def test_a_new_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["whole"]
     with pytest.raises(InputError, match="there is something already"):
         NewFolder(tmp_path / "new")
+
+
+def test_a_link_to_an_empty_folder_keeps_pointing_there(tmp_path: Path) -> None:
+    (tmp_path / "large").mkdir()
+    (tmp_path / "link").symlink_to("large")
+    with NewFolder(tmp_path / "link") as folder:
+        (folder / "whole").touch()
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "large" / "whole").exists()
+    with pytest.raises(InputError, match="there is something already"):
+        NewFolder(Path("/"))
