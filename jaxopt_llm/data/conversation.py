@@ -55,6 +55,8 @@ def conversation(row: Any, form: str) -> str:
     if form == "messages":
         messages = row["messages"]
     elif form == "pairs":
+        if not isinstance(row["prompt"], str) or not isinstance(row["completion"], str):
+            raise Malformed("a prompt or a completion that is no text; lists of messages go into one field, messages")
         messages = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
     else:
         messages = row["conversations"]
@@ -63,7 +65,9 @@ def conversation(row: Any, form: str) -> str:
     if not isinstance(messages, list):
         raise Malformed("no list of messages")
     messages = [_message(message) for message in messages]
-    if isinstance(row.get("system"), str) and form != "messages":
+    if isinstance(row.get("system"), str):
+        if messages and messages[0]["role"] == "system":
+            raise Malformed("a system field beside a system's turn")
         messages.insert(0, {"role": "system", "content": row["system"]})
     if not any(message["role"] == "assistant" for message in messages):
         raise Malformed("no turn of the assistant")

@@ -122,8 +122,9 @@ def test_the_corpus_hash_covers_what_is_learnt(config: DataConfig, tmp_path: Pat
     assert other != sha256
 
 
-def test_a_leading_system_field_is_the_systems_turn(config: DataConfig, tmp_path: Path) -> None:
-    rows = [{**sharegpt(CHATS[1]), "system": "Be kind."}]
+@pytest.mark.parametrize("form", ["sharegpt", "messages"])
+def test_a_leading_system_field_is_the_systems_turn(form: str, config: DataConfig, tmp_path: Path) -> None:
+    rows = [{**FORMS[form](CHATS[1]), "system": "Be kind."}]
     assert (
         "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user" in text(write(tmp_path / "a.jsonl", rows), config)[0]
     )
@@ -131,6 +132,7 @@ def test_a_leading_system_field_is_the_systems_turn(config: DataConfig, tmp_path
 
 GOOD = {"messages": CHATS[1]}
 BAD: dict[str, tuple[Any, str]] = {
+    "two systems": ({"messages": [{"role": "system", "content": "x"}], "system": "y"}, "beside a system's turn"),
     "another form": (pair(CHATS[1]), "without the fields of messages"),
     "no object": ([1], "without the fields of messages"),
     "no list": ({"messages": "hello"}, "no list of messages"),
@@ -154,6 +156,12 @@ def test_what_is_no_conversation_is_refused_or_counted(case: str, config: DataCo
     with pytest.raises(InputError, match=rf"a.jsonl, byte \d+: .*{said}.*data.malformed skip"):
         text(path, config)
     assert text(path, replace(config, malformed="skip"))[1] == {"no conversation": 1}
+
+
+def test_pairs_of_lists_are_told_where_they_go(config: DataConfig, tmp_path: Path) -> None:
+    lists = {"prompt": CHATS[1][:1], "completion": CHATS[1][1:]}
+    with pytest.raises(InputError, match="lists of messages go into one field, messages"):
+        text(write(tmp_path / "a.jsonl", [pair(CHATS[1]), lists]), config)
 
 
 def test_half_a_character_and_deep_lists(config: DataConfig, tmp_path: Path) -> None:
