@@ -14,8 +14,9 @@ FLOORS = (
     ("training",),
     ("config",),
     ("validation",),
+    ("search",),
     ("advice",),
-    ("search", "run", "oom"),
+    ("run", "oom"),
     ("pretrained",),
     ("train", "evaluate", "generate", "prepare", "plan", "convert", "checkpoint/__main__"),
 )

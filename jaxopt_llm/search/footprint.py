@@ -105,12 +105,14 @@ def _working(config: TrainConfig, rests: Resting, block: Block, count: int, held
     compute = BYTES[config.precision.compute_dtype]
     rows, queries = count // training.sequence_length, min(QUERY_BLOCK, training.sequence_length)
     scores = rows * model.heads / config.mesh.tensor * queries * training.sequence_length
-    # Scores and their gradient in float32, and both as the products read them; masks, where they are kept.
-    attention = scores * (2 * 4 + 2 * compute + (4 * MASKS if _gathers_ahead(config) else 0))
+    # Scores and their gradient in float32, and both as the products read them.
+    attention = scores * (2 * 4 + 2 * compute)
     mlp = compute * count * 4 * block.elements["mlp_up"]
     residual = compute * count * 5 * model.width
-    weights = compute * rests.layers.weights / held * (2 if _gathers_ahead(config) else 1)
-    return attention + mlp + residual + _head_gradient(config, rests, count) + weights
+    weights = compute * rests.layers.weights / held
+    # In attention its masks, and after it the next layer's weights.
+    ahead = max(scores * 4 * MASKS, weights) if _gathers_ahead(config) else 0
+    return attention + mlp + residual + _head_gradient(config, rests, count) + weights + ahead
 
 
 # Of the scores of all keys: the masks of the four parts of attention, which see 1/4, 2/4, 3/4 and all of them.
@@ -118,6 +120,7 @@ MASKS = (CAUSAL_PARTS + 1) / 2
 
 
 def _gathers_ahead(config: TrainConfig) -> bool:
-    """The next layer's weights; XLA then also keeps the masks that attention adds (see parallel/mesh.py)."""
+    """Whether XLA gathers the next layer's weights early; it then keeps the masks that attention adds, too (see
+    parallel/mesh.py)."""
     mesh, gathers = config.mesh, config.sharding.zero_stage == 3 and config.mesh.fsdp > 1
     return bool(GATHERED_AHEAD) and gathers and config.training.accumulation * mesh.pipeline * mesh.tensor == 1

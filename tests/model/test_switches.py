@@ -75,7 +75,13 @@ def paths(specs: tree.Tree) -> set[str]:
 
 def test_every_switch_is_on_somewhere() -> None:
     sizes = {"vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width"}
-    elsewhere = {"window", "rope_theta", "norm_epsilon", "tied_head"}  # test_decoder.py
+    elsewhere = {
+        "window",
+        "rope_theta",
+        "norm_epsilon",
+        "tied_head",
+        "pretrained",
+    }  # test_decoder.py, test_pretrained.py
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     assert set().union(*SWITCHES.values()) == fields - sizes - elsewhere
 
