@@ -1,9 +1,11 @@
 """The records of metrics.jsonl once more, for TensorBoard and Weights & Biases."""
 
+import contextlib
 import hashlib
 import importlib
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -74,7 +76,8 @@ class _Board:
 
     def __init__(self, folder: Path, step: int, say: Callable[[str], None]) -> None:
         """step: the first that will be written."""
-        self._package = _package("tensorboardX", "logging.tensorboard=True", "--logging.tensorboard False")
+        with _without("torch"):  # which tensorboardX imports where it is installed, for seconds, and does without
+            self._package = _package("tensorboardX", "logging.tensorboard=True", "--logging.tensorboard False")
         self._folder, self._say = folder, say
         folder.mkdir(exist_ok=True)
         self._begin(step)
@@ -99,6 +102,19 @@ class _Board:
         except OSError as error:
             self._say(f"{self._folder} could not be written at step {step} ({error}): metrics.jsonl has its record")
             self._writer = None  # the file may end in half an event: the next begins another
+
+
+@contextlib.contextmanager
+def _without(name: str) -> Iterator[None]:
+    """As if a package were not installed, unless it is imported already."""
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def _package(name: str, asked: str, instead: str) -> ModuleType:

@@ -1,5 +1,7 @@
 """TensorBoard shows what metrics.jsonl holds."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -102,3 +104,21 @@ def test_a_server_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(fake, "init", init, raising=False)
     with pytest.raises(InputError, match="no route; WANDB_MODE=offline"):
         Dashboards(WANDB, tmp_path, resume_step=0, settings={}, say=print)
+
+
+def test_torch_is_not_imported_for_the_board(tmp_path: Path) -> None:
+    """It would be, for seconds of every start, wherever it is installed."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    program = """
+from pathlib import Path
+from jaxopt_llm.observe.dashboards import Dashboards
+from jaxopt_llm.observe.metrics import LoggingConfig
+with Dashboards(LoggingConfig(), Path.cwd(), 0, {}, print) as boards:
+    boards.write({"step": 1, "loss": 2.0})
+"""
+    path = f"{tmp_path}:{Path(__file__).parents[2]}"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert list((tmp_path / "tensorboard").iterdir())
