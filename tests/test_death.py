@@ -80,10 +80,10 @@ def test_a_signal_before_the_first_step_leaves_nothing_to_save(tmp_path: Path) -
 
 
 def test_a_signal_at_the_last_step_lets_the_run_finish(tmp_path: Path) -> None:
-    wide = ("--model.width", 256, "--model.mlp-width", 1024)
+    wide = ("--model.width", 128, "--model.mlp-width", 512)
     process = start_training(tmp_path, *RUN, *wide, "--training.steps", 1, "--evaluation.batches", 1000)
     wait_until((tmp_path / "config.json").exists, process)  # what is written before the first step
-    time.sleep(0.8)  # past the look at the flag that comes next; the step and its evaluation take longer
+    time.sleep(0.6)  # past the look at the flag that comes next; the step and its evaluation take longer
     process.send_signal(signal.SIGTERM)
     finish(process, 0)
     assert checkpoint(tmp_path, 1)
