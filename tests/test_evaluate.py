@@ -3,11 +3,16 @@
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
+import jax
 import pytest
 from commands import command, train
 from test_bad_input import assert_one_line
+
+from jaxopt_llm.errors import OutOfMemory
+from jaxopt_llm.evaluate import main
 
 pytestmark = pytest.mark.core
 
@@ -64,3 +69,19 @@ def test_bad_input(run: Path, arguments: tuple[object, ...], said: str) -> None:
     refused = command("evaluate", "--checkpoint", run, *arguments)
     assert refused.returncode == 2
     assert_one_line(refused.stderr, said)
+
+
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [("run.load", "loading the checkpoint: .*: take"), ("evaluate.evaluate", "evaluating: .*batch-size")],
+)
+def test_out_of_memory_it_says_what_to_change(
+    fails: str, said: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1024 bytes.")
+
+    monkeypatch.setattr(sys, "argv", ["evaluate", "--checkpoint", str(run)])
+    monkeypatch.setattr(f"jaxopt_llm.{fails}", exhausted)
+    with pytest.raises(OutOfMemory, match=f"out of memory {said}"):
+        main()

@@ -93,10 +93,11 @@ def _loss(config: TrainConfig, rests: Resting, count: int) -> float:
 
 
 def _head_gradient(config: TrainConfig, rests: Resting, count: int) -> float:
-    """It waits whole for its reduction: of several chunks, beside the zeros that it was summed up from."""
+    """In float32, whole: it waits for its reduction. Of two chunks XLA makes no loop, and keeps the zeros that it is
+    summed up from beside it; of more it sums in place (read off programs of jax 0.10.2)."""
     table = padded_vocabulary(config.model.vocabulary_size) / config.mesh.tensor * config.model.width
-    trained = rests.outer.trained / rests.outer.weights
-    return trained * table * (8 if 0 < config.training.loss_chunk < count else 4)
+    chunk = config.training.loss_chunk or count
+    return table * rests.outer.trained / rests.outer.weights * (8 if -(-count // chunk) == 2 else 4)
 
 
 def _working(config: TrainConfig, rests: Resting, block: Block, count: int, held: int) -> float:
