@@ -133,3 +133,29 @@ def wrap(specs: tree.Tree, arrays: tree.Tree, seed: int) -> tree.Tree:
 def is_wrapped(leaf: tree.Leaf) -> bool:
     """Whether it stands, with several leaves, for one bare parameter."""
     return isinstance(leaf, (Int8Weight, LoraWeight))
+
+
+def dtype(weight: tree.Leaf) -> np.dtype:
+    """Of what it stands for: a base's own; float32 where that is codes."""
+    if isinstance(weight, LoraWeight):
+        return dtype(weight.base)
+    return FLOAT32 if is_wrapped(weight) else np.dtype(weight.dtype)
+
+
+def merged(weight: tree.Leaf, contracting: tuple[int, ...]) -> jax.Array:
+    """What a weight outside stacks stands for, as one array: codes widened and adapters folded in, in float32.
+
+    contracting: the dimensions that a product sums over.
+    """
+    if not isinstance(weight, LoraWeight):
+        return dequantise(weight) if is_wrapped(weight) else weight
+    base = merged(weight.base, contracting).astype(jnp.float32)
+    others = [dim for dim in range(base.ndim) if dim not in contracting]
+    rank = base.ndim
+    product = jnp.einsum(
+        *(weight.lora_a.astype(jnp.float32), [*sorted(contracting), rank]),
+        *(weight.lora_b.astype(jnp.float32), [*others, rank]),
+        list(range(base.ndim)),
+        precision="highest",
+    )
+    return base + weight.scale * product
