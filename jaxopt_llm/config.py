@@ -106,6 +106,7 @@ CHECKPOINT_IS_SHAPED_BY = (
     *(f"model.{name}" for name in ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width")),
     *("model.pattern", "model.positions", "model.max_positions", "model.norm", "model.norm_placement"),
     *("model.qk_norm", "model.biases", "model.mlp", "model.tied_head", "lora.rank", "lora.targets", "lora.base"),
+    *("lora.double_quantisation", "lora.dora", "training.trainable", "model.last_layers"),
     *("optimizer.name", "optimizer.state_dtype", "precision.loss_scaling"),
 )
 
@@ -154,7 +155,7 @@ def with_pretrained(config: TrainConfig) -> TrainConfig:
     if not path:
         return config
     _, model = huggingface.read_config(Path(path))
-    model = dataclasses.replace(model, pretrained=path)
+    model = dataclasses.replace(model, pretrained=path, last_layers=config.model.last_layers)
     found = [
         f"model.{each.name}={ours} (there it is {theirs})"
         for each in dataclasses.fields(ModelConfig)

@@ -68,7 +68,7 @@ def restore(directory: Path, config: TrainConfig, dtype: str) -> tuple[Parts, Pa
     Raises CheckpointError where it has no checkpoint that can be used.
     """
     parts = make_parts(config.model, config.training.loss_chunk)
-    parts, trained, frozen = lora.adapt(parts, config.lora, config.precision)
+    parts, trained, frozen = lora.adapt(parts, config.lora, config.precision, config.training.trainable)
     placement = placement_for(size(trained, dtype) + size(frozen), config.precision.for_evaluation())
     with Checkpoints(directory / "checkpoints") as checkpoints:
         while True:

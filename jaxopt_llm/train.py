@@ -79,7 +79,14 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
     weights = [source.weight for source in corpus.sources]
     placement = Placement(make_mesh(config.mesh), config.sharding, config.precision, config.offload)
     program = make_program(
-        config.model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
+        config.model,
+        config.training,
+        config.optimizer,
+        config.schedule,
+        config.remat,
+        config.lora,
+        placement,
+        config.run.seed,
     )
     own = OwnRows(program.batch.tokens.shape, program.rows)
     loader = Loader(sources, weights, config.training.batch_size, config.run.seed, own.numbers)
@@ -103,7 +110,8 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             return
         begins = config.model.pretrained and not start
         folder = huggingface.open_folder(Path(config.model.pretrained)) if begins else None
-        trained = f", of which {param.count(program.specs.masters):,} are trained," if config.lora.rank else ""
+        partly = jax.tree.leaves(program.specs.frozen)
+        trained = f", of which {param.count(program.specs.masters):,} are trained," if partly else ""
         progress.say(
             f"{leaves.count(program.parts.specs):,} parameters{trained} on {placement.mesh.size} "
             f"{jax.devices()[0].device_kind} device(s){processes}, run directory {directory}"
@@ -162,6 +170,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             else:
                 state = training_state.initialize(program.specs, program.optimizers, config.run.seed, placement)
                 if folder is not None:
+                    folder = dataclasses.replace(folder, config=config.model)
                     state = pretrained.put(folder, state, program.specs, placement)
                     progress.say(f"begins from the weights of {folder.path}")
         log: MetricsLog | None = None

@@ -330,7 +330,7 @@ def write(
     """
     adapted = {name: leaf for name, leaf in huggingface.by_path(params).items() if isinstance(leaf, LoraWeight)}
     one = next(iter(adapted.values()))
-    rank, dora = one.lora_a.shape[-1], getattr(one, "magnitude", None) is not None
+    rank, dora = one.lora_a.shape[-1], one.magnitude is not None
     every = modules(family, config)
     chosen = {name: [p for p in module.weight.pieces if p.path in adapted] for name, module in every.items()}
     chosen = {name: pieces for name, pieces in chosen.items() if pieces}

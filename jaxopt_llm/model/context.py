@@ -9,7 +9,7 @@ from jaxopt_llm.tree import Leaf
 
 @struct.dataclass
 class Context:
-    """positions, segment_ids: int32 [B, S] (see Batch).
+    """positions, segment_ids: int32 [B, S]; noise: uint32 [B, S] or None (see Batch).
 
     With a cache: cache_index, int32 scalar, the slot of the first token; cache_padding, int32 [B], how many slots at
     the start of a row's cache hold nothing.
@@ -20,3 +20,4 @@ class Context:
     placement: Placement = struct.field(pytree_node=False)
     cache_index: Leaf = None
     cache_padding: Leaf = None
+    noise: Leaf = None

@@ -1,5 +1,6 @@
 """Initial parameters from a Hugging Face folder. Adapters begin as the initialiser has them."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -7,7 +8,7 @@ import jax
 from jaxopt_llm import tree
 from jaxopt_llm.checkpoint.huggingface import Folder
 from jaxopt_llm.model import leaves
-from jaxopt_llm.model.leaves import Int8Weight, LoraWeight
+from jaxopt_llm.model.leaves import CodedWeight, LoraWeight
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.training import state as training_state
@@ -23,16 +24,20 @@ def put(folder: Folder, state: TrainState, specs: StateSpecs, placement: Placeme
         if isinstance(spec, ParamSpec):
             return folder.read(path, spec, resting)
         # In the folder's own dtype, which is often the narrower: no float32 copy of a stack exists.
-        held = replace(spec.codes, dtype=folder.dtype(path))
+        held = replace(leaves.bare(spec), dtype=folder.dtype(path))
         array = folder.read(path, held, placement.parameters(held))
-        quantise = jax.jit(lambda x: leaves.quantise(x, spec.codes.contracting), out_shardings=resting)
-        codes: Int8Weight = quantise(array)
+        quantise = jax.jit(lambda x: leaves.quantise(x, spec), out_shardings=resting)
+        codes: CodedWeight = quantise(array)
         return codes
 
     def leaf(path: tuple[object, ...], spec: tree.Leaf, resting: tree.Leaf, old: tree.Leaf) -> tree.Leaf:
         name = tree.path_string(path)
         if isinstance(spec, LoraWeight):
-            return replace(old, base=base(name, spec.base, resting.base, old.base))
+            array = base(name, spec.base, resting.base, old.base)
+            if spec.magnitude is None:
+                return replace(old, base=array)
+            length = jax.jit(functools.partial(leaves.magnitude, spec), out_shardings=resting.magnitude)
+            return replace(old, base=array, magnitude=length(array))
         return base(name, spec, resting, old)
 
     resting = training_state.shardings(specs, placement)

@@ -52,8 +52,11 @@ def make_program(
     remat: RematConfig,
     lora: LoraConfig,
     placement: Placement,
+    seed: int = 0,
 ) -> Program:
-    """Allocates nothing: the placement's devices may be those of a topology that is only compiled for, or none, of
+    """seed: of what dropout drops.
+
+    Allocates nothing: the placement's devices may be those of a topology that is only compiled for, or none, of
     which a program is only reckoned with.
 
     Raises InputError where devices cannot multiply as `precision.matmul` says.
@@ -65,7 +68,7 @@ def make_program(
     if stages > 1:
         parts = rest_on_stages(parts, stages)
     executor = pipeline.make_executor(remat) if stages > 1 else scan.make_executor(remat)
-    parts, trainable, frozen = adapt(parts, lora, placement.precision)
+    parts, trainable, frozen = adapt(parts, lora, placement.precision, training.trainable)
     learning_rate = make_schedule(optimizer.learning_rate, schedule)
     optimizers = update.make_optimizers(functools.partial(make_optimizer, optimizer, learning_rate), trainable)
     specs = training_state.state_specs(trainable, frozen, optimizers, placement.precision)
@@ -88,6 +91,7 @@ def make_program(
             placement,
             training.accumulation,
             optimizer.in_backward,
+            dropout_seed=seed if lora.dropout else None,
         ),
         kept=training_state.kept(specs, placement),
         state=training_state.abstract(specs, placement),

@@ -25,7 +25,7 @@ BARE = {"outer": {"table": TABLE}, "segment_0": {"query": QUERY.stack(3), "outpu
 
 
 def wrapped(spec: ParamSpec, base: str = "float") -> LoraWeight:
-    return replace(lora_specs(spec, RANK, ALPHA), base=int8_specs(spec) if base == "int8" else spec)
+    return replace(lora_specs(spec, RANK, ALPHA / RANK), base=int8_specs(spec) if base == "int8" else spec)
 
 
 # ---- Specs.
@@ -44,7 +44,7 @@ def test_specs_keep_the_names_of_what_they_factor(spec: ParamSpec, a: Any, b: An
     def dims(spec: ParamSpec) -> list[tuple[int, str | None]]:
         return list(zip(spec.shape, spec.axes, strict=True))
 
-    adapted, coded = lora_specs(spec, RANK, ALPHA), int8_specs(spec)
+    adapted, coded = lora_specs(spec, RANK, ALPHA / RANK), int8_specs(spec)
     assert dims(adapted.lora_a) == [*a, (RANK, None)] and dims(adapted.lora_b) == [*b, (RANK, None)]
     assert adapted.lora_a.fan_in == spec.fan_in and adapted.lora_b.fan_in == RANK
     assert adapted.base == spec and adapted.scale == ALPHA / RANK
@@ -76,7 +76,7 @@ def test_a_base_has_the_values_that_it_has_without_adapters() -> None:
     found = jax.tree.map(lambda leaf: leaf.base, adapted, is_leaf=lambda leaf: isinstance(leaf, LoraWeight))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     coded = leaves.initialize(jax.tree.map(lambda spec: wrapped(spec, "int8"), BARE), seed=3)
-    quantised = leaves.quantise(expected["segment_0"]["output"], (1, 2))
+    quantised = leaves.quantise(expected["segment_0"]["output"], int8_specs(BARE["segment_0"]["output"]))
     jax.tree.map(np.testing.assert_array_equal, coded["segment_0"]["output"].base, quantised)
     jax.tree.map(
         np.testing.assert_array_equal, coded["segment_0"]["query"].lora_a, adapted["segment_0"]["query"].lora_a
@@ -97,7 +97,7 @@ def test_a_code_is_off_by_at_most_a_254th_of_its_channels_largest_value() -> Non
     array = (random.normal(size=(3, 4, 6, 8)) * random.uniform(1e-3, 1e3, (3, 1, 1, 8))).astype(np.float32)
     array[1, :, :, 5] = 0  # a channel without a scale
     with jax.debug_nans(True):
-        coded = leaves.quantise(array, (1, 2))
+        coded = leaves.quantise(array, int8_specs(OUTPUT.stack(3)))
     assert coded.codes.dtype == jnp.int8 and coded.scales.shape == (3, 1, 1, 8)
     largest = np.abs(array).max(axis=(1, 2), keepdims=True)
     error = np.abs(leaves.dequantise(coded) - array)

@@ -44,7 +44,7 @@ def adapted(config: LoraConfig) -> set[str]:
 def test_by_default_every_matrix_of_the_blocks_is_adapted_and_nothing_else() -> None:
     products = {path for path in paths(PARTS.specs) if path.rsplit("/", 1)[-1] in MATRICES}
     assert adapted(LoraConfig(rank=2)) == products
-    assert lora.target_problems(PARTS.specs, LoraConfig(rank=2)) == []
+    assert lora.problems(PARTS.specs, LoraConfig(rank=2)) == []
 
 
 def test_a_pattern_selects_the_weights_that_it_fits() -> None:
@@ -61,9 +61,9 @@ def test_a_pattern_selects_the_weights_that_it_fits() -> None:
     ],
 )
 def test_a_pattern_that_decides_no_weight_is_named(targets: tuple[str, ...], problem: str) -> None:
-    (found,) = lora.target_problems(PARTS.specs, LoraConfig(rank=2, targets=targets))
+    (found,) = lora.problems(PARTS.specs, LoraConfig(rank=2, targets=targets))
     assert problem in found
-    assert lora.target_problems(PARTS.specs, LoraConfig(rank=0, targets=targets)) == []
+    assert lora.problems(PARTS.specs, LoraConfig(rank=0, targets=targets)) == []
 
 
 def test_what_a_configuration_gets_wrong_by_itself() -> None:
