@@ -20,12 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxopt_llm import tree
 from jaxopt_llm.checkpoint import huggingface, peft_config, safetensors
 from jaxopt_llm.checkpoint.families import Family
 from jaxopt_llm.checkpoint.huggingface import Folder, Piece, Tensor
 from jaxopt_llm.checkpoint.peft_config import PeftConfig, endings
 from jaxopt_llm.checkpoint.safetensors import Described, NewFolder, Stored
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.model import leaves
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import Params
 from jaxopt_llm.model.leaves import LoraWeight
@@ -135,6 +137,16 @@ class Adapter:
     parts: Mapping[tuple[str, int | None], Part]
     file: Stored
     base: Mapping[str, Stored]
+
+    def adapted(self, specs: Params) -> Params:
+        """The specs of a bare model with these adapters."""
+        weights = {weight for weight, _ in self.parts}
+
+        def wrap(path: str, spec: ParamSpec) -> tree.Leaf:
+            rank, dora = self.lora["rank"], self.lora["dora"]
+            return leaves.lora_specs(spec, rank, self.scale, dora) if path in weights else spec
+
+        return tree.map_with_path(wrap, specs)
 
     def read(self, path: str, spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
         """An adapter's leaf, as */attention/query/lora_a, in the shape and dtype of its spec. Raises InputError for
@@ -251,8 +263,8 @@ def _by_module(path: Path, every: Collection[str]) -> dict[str, dict[str, Stored
 
 
 def _factors(path: Path, said: PeftConfig, module: Module, stored: Mapping[str, Stored]) -> Factors:
-    if module.looked_up and said.use_dora:
-        raise InputError(f"{path / peft_config.FILE}: use_dora on {module.name}: there it scales columns, here rows")
+    if said.use_dora and not module.in_block:
+        raise InputError(f"{path / peft_config.FILE}: use_dora on {module.name}: here it is for matrices of the blocks")
     shapes = module.shapes(said.rank(module.name), said.use_dora)
     file, name = path / WEIGHTS, f"{PREFIX}{module.name}"
     for kind, shape in shapes.items():
@@ -337,8 +349,6 @@ def write(
     described: dict[str, Described] = {}
     for name, pieces in chosen.items():
         module = every[name]
-        if dora and module.looked_up:
-            raise InputError(f"{path}: DoRA of {pieces[0].path}: PEFT's scales an embedding's columns, ours its rows")
         if dora and len(pieces) < len(module.weight.pieces):
             lacking = next(piece.path for piece in module.weight.pieces if piece not in pieces)
             raise InputError(
@@ -351,15 +361,15 @@ def write(
     def get(tensor: str) -> np.ndarray:
         kind = next(kind for kind in KINDS if tensor.endswith(f".{kind}"))
         name = tensor.removeprefix(PREFIX).removesuffix(f".{kind}")
-        leaves = [(piece, adapted[piece.path]) for piece in chosen[name]]
+        several = [(piece, adapted[piece.path]) for piece in chosen[name]]
         if kind == MAGNITUDE:
-            joined = np.concatenate([_factor(leaf.magnitude, piece, outputs=True)[:, 0] for piece, leaf in leaves])
+            joined = np.concatenate([_factor(leaf.magnitude, piece, outputs=True)[:, 0] for piece, leaf in several])
         elif kind in (LINEAR[0], LOOK_UP[0]):
-            a = np.concatenate([_factor(leaf.lora_a, piece, outputs=False) for piece, leaf in leaves], axis=1)
+            a = np.concatenate([_factor(leaf.lora_a, piece, outputs=False) for piece, leaf in several], axis=1)
             joined = a if kind == LOOK_UP[0] else a.T
         else:
-            b = np.zeros((every[name].outputs, rank * len(leaves)), np.float32)
-            for number, (piece, leaf) in enumerate(leaves):
+            b = np.zeros((every[name].outputs, rank * len(several)), np.float32)
+            for number, (piece, leaf) in enumerate(several):
                 rows, columns = slice(piece.begin, piece.begin + piece.width), slice(number * rank, (number + 1) * rank)
                 b[rows, columns] = _factor(leaf.lora_b, piece, outputs=True)
             joined = b.T if kind == LOOK_UP[1] else b
@@ -369,9 +379,9 @@ def write(
             raise InputError(f"{path}: tensor {tensor!r} has values that are not finite in {joined.dtype}")
         return joined
 
-    several = {count: [n for n in chosen if len(chosen[n]) == count] for count in sorted({*map(len, chosen.values())})}
+    by_count = {count: [n for n in chosen if len(chosen[n]) == count] for count in sorted({*map(len, chosen.values())})}
     times = {
-        re.escape(ending): count for count, names in several.items() if count > 1 for ending in endings(names, every)
+        re.escape(ending): count for count, names in by_count.items() if count > 1 for ending in endings(names, every)
     }
     said = PeftConfig(
         r=rank,

@@ -235,4 +235,5 @@ def merged(weight: tree.Leaf, contracting: tuple[int, ...]) -> jax.Array:
     whole = base + weight.scale * product
     if weight.magnitude is None:
         return whole
-    return whole * jnp.expand_dims(weight.magnitude / lengths(whole, contracting), contracting)
+    length = jnp.expand_dims(lengths(whole, contracting), contracting)
+    return whole * jnp.expand_dims(weight.magnitude, contracting) / jnp.where(length > 0, length, 1)
