@@ -187,6 +187,16 @@ def filled(
     return jax.make_array_from_callback(spec.shape, sharding, part)
 
 
+def family_of(config: ModelConfig, source: Path | None = None) -> Family:
+    """The family that serves a model: that of the folder that it came from, if it can. Raises InputError where none
+    has such a model."""
+    preferred = None if source is None else read_settings(source).get("model_type")
+    try:
+        return families.fitting(config, preferred)
+    except Unsupported as error:
+        raise InputError(str(error)) from error
+
+
 @dataclass(frozen=True)
 class Folder:
     """A folder whose headers are checked: every tensor is there once, in its shape, and no other."""
@@ -297,12 +307,9 @@ def write(
     Raises InputError where no family has such a model, or something is there already.
     """
     kept = {} if source is None else read_settings(source)
-    try:
-        family = families.fitting(config, kept.get("model_type"))
-    except Unsupported as error:
-        raise InputError(f"{path}: {error}") from error
+    served_by = family_of(config, source)
     values = by_path(params)
-    wanted = tensors(family, config)
+    wanted = tensors(served_by, config)
     # The pieces of a tensor have one dtype. Wide ones come first, so that each is aligned in its file.
     dtypes = {name: jnp.dtype(dtype or leaves.dtype(values[tensor.pieces[0].path])) for name, tensor in wanted.items()}
     widest_first = sorted(wanted, key=lambda name: -dtypes[name].itemsize)
@@ -326,7 +333,7 @@ def write(
             **dict.fromkeys(TOKEN_IDS),  # null, for transformers has defaults that no vocabulary need have
             **(settings or {}),
             **{name: kept[name] for name in KEPT_SETTINGS if name in kept},
-            **family.write(config),
+            **served_by.write(config),
             "torch_dtype": str(dtypes[widest_first[0]]),
         }
         (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
