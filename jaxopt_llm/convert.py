@@ -95,8 +95,8 @@ def _export_adapters(directory: Path, path: Path, config: TrainConfig, dtype: st
             f"--checkpoint {directory}: beside its adapters it trains weights whole, {config.training.trainable[0]}, "
             "which PEFT's folder of them lacks; `convert merge` writes both"
         )
-    source = _source(config)
-    family = huggingface.family_of(config.model, source)
+    source = Path(config.model.pretrained)
+    family = huggingface.family_of(config.model, source if config.model.pretrained and source.is_dir() else None)
     _, params, _, step = run.restore(directory, config, config.precision.param_dtype)
     settings = (config.lora.alpha, config.lora.rslora, config.model.pretrained)
     peft.write(path, params, family, config.model, *settings, dtype=dtype)
@@ -104,7 +104,10 @@ def _export_adapters(directory: Path, path: Path, config: TrainConfig, dtype: st
 
 
 def _export_model(directory: Path, path: Path, config: TrainConfig, dtype: str | None, most: int) -> None:
-    source = _source(config)
+    source = Path(config.model.pretrained) if config.model.pretrained else None
+    if source is not None and not source.is_dir():
+        print(f"{source}, where the model came from, is not there: its token ids are not kept", file=sys.stderr)
+        source = None
     settings: dict[str, Any] = {}
     if source is None:
         tokenizer = load_tokenizer(config.data)
@@ -125,15 +128,6 @@ def _export_model(directory: Path, path: Path, config: TrainConfig, dtype: str |
         settings=settings,
     )
     print(f"step {step} of {directory} is in {path}, in {dtype}")
-
-
-def _source(config: TrainConfig) -> Path | None:
-    """The folder that the model came from."""
-    source = Path(config.model.pretrained) if config.model.pretrained else None
-    if source is not None and not source.is_dir():
-        print(f"{source}, where the model came from, is not there: its token ids are not kept", file=sys.stderr)
-        return None
-    return source
 
 
 def _dtype_of(source: Path | None) -> str:

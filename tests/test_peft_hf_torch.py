@@ -111,13 +111,10 @@ def write(here: Pretrained, path: Path) -> None:
 
 BLOCKS = "*/attention/* */mlp/*"
 OURS = [
-    ("llama", BLOCKS),
     ("llama", f"dora {BLOCKS}"),
     ("llama", "*/attention/query */attention/output */head/table */embedding/table"),
-    ("phi3", BLOCKS),
     ("phi3", f"dora {BLOCKS}"),
     ("phi3", "*/attention/query */attention/value */mlp/up"),
-    ("gpt2", BLOCKS),
     ("gpt2", "dora */attention/output */mlp/up"),
     ("gpt2", "*/attention/value */mlp/down */positions/table */embedding/table"),
     ("qwen2", "*/attention/* */embedding/table"),

@@ -231,8 +231,8 @@ def open_adapter(path: Path, family: Family, config: ModelConfig) -> Adapter:
         "rslora": said.use_rslora,
         "dora": said.use_dora,
     }
-    first = next(iter(next(iter(stored.values())).values()))
-    return Adapter(path, lora, widest.factors.scale, parts, first, base)
+    file = next(iter(stored[next(iter(found))].values()))
+    return Adapter(path, lora, widest.factors.scale, parts, file, base)
 
 
 def _by_module(path: Path, every: Collection[str]) -> dict[str, dict[str, Stored]]:

@@ -67,18 +67,25 @@ class PeftConfig:
         if excluded and (re.fullmatch(excluded, module) if isinstance(excluded, str) else ends(excluded)):
             return False
         if isinstance(targets, str):
-            return in_block if targets == ALL_LINEAR else re.fullmatch(targets, module) is not None
+            return in_block if targets.lower() == ALL_LINEAR else re.fullmatch(targets, module) is not None
         if module in targets or not ends(targets) or layers is None or layers == []:
             return ends(targets)
-        named = self.layers_pattern or ()
-        patterns = [rf"(?:^|.*?\.){each}\.(\d+)\." for each in ([named] if isinstance(named, str) else named)]
-        numbers = (re.match(pattern, module) for pattern in patterns or [r".*?\.[^.]*\.(\d+)\."])
-        number = next((int(found[1]) for found in numbers if found), None)
-        return number in ([layers] if isinstance(layers, int) else layers)
+        lists = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
+        patterns = [_layer_in(each) for each in lists or ()] or [r".*?\.[^.]*\.(?P<layer>\d+)\."]
+        found = next((match for each in patterns if (match := re.match(each, module))), None)
+        return found is not None and int(found["layer"]) in ([layers] if isinstance(layers, int) else layers)
 
 
 def _first_fit(patterns: dict[str, Any], module: str, otherwise: Any) -> Any:
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
+    return next((value for key, value in patterns.items() if re.match(_ending_in(key), module)), otherwise)
+
+
+def _ending_in(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"
+
+
+def _layer_in(pattern: str) -> str:
+    return rf"(?:^|.*?\.){pattern}\.(?P<layer>\d+)\."
 
 
 def endings(chosen: Collection[str], names: Collection[str], separator: str = ".") -> list[str]:
@@ -106,9 +113,9 @@ def _list_of(kind: type) -> Callable[[Any], bool]:
     return lambda value: type(value) is list and all(type(each) is kind for each in value)
 
 
-def _is_pattern(value: Any) -> bool:
+def _is_pattern(value: Any, within: Callable[[str], str] = str) -> bool:
     try:
-        return isinstance(value, str) and bool(re.compile(value))
+        return isinstance(value, str) and bool(re.compile(within(value)))
     except (re.error, RecursionError):
         return False
 
@@ -122,7 +129,9 @@ def _is_alpha(value: Any) -> bool:
 
 
 def _patterns_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: type(value) is dict and all(_is_pattern(k) and holds(each) for k, each in value.items())
+    return lambda value: (
+        type(value) is dict and all(_is_pattern(key, _ending_in) and holds(each) for key, each in value.items())
+    )
 
 
 # What a field must be, in words, and whether a value is.
@@ -136,7 +145,7 @@ MUST_BE: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "layers_to_transform": ("whole numbers", lambda value: type(value) is int or _list_of(int)(value)),
     "layers_pattern": (
         "patterns",
-        lambda value: _is_pattern(value) or (type(value) is list and all(map(_is_pattern, value))),
+        lambda value: all(_is_pattern(each, _layer_in) for each in (value if type(value) is list else [value])),
     ),
     **dict.fromkeys(("use_rslora", "use_dora", "ensure_weight_tying"), ("true or false", _is(bool))),
 }

@@ -115,6 +115,23 @@ def test_what_is_folded_in_is_the_sum(base: str, dora: bool) -> None:
     np.testing.assert_allclose(leaves.merged(weight, spec.contracting), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_codes_become_the_weights_that_they_stand_for(tmp_path: Path) -> None:
+    """Of stacks; under an adapter and not."""
+    specs = param_specs(folders.CONFIG)["segment_0"]["block_1"]["mlp"]
+    params = adapters(folders.CONFIG, "segment_0/block_1/mlp/up")
+    of_mlp = params["segment_0"]["block_1"]["mlp"]
+    gate = leaves.quantise(jnp.asarray(of_mlp["gate"]), leaves.int8_specs(specs["gate"]))
+    up = replace(
+        of_mlp["up"], base=leaves.quantise(jnp.asarray(of_mlp["up"].base), leaves.nf4_specs(specs["up"], True))
+    )
+    of_mlp.update(gate=gate, up=up)
+    huggingface.write(tmp_path / "whole", jax.device_put(params, toy.placement().replicated), folders.CONFIG)
+    found = load_pretrained(tmp_path / "whole").params["segment_0"]["block_1"]["mlp"]
+    np.testing.assert_array_equal(found["gate"], leaves.dequantise(gate))
+    expected = leaves.dequantise(up.base) + ALPHA / RANK * np.einsum("ldr,lfr->ldf", up.lora_a, up.lora_b)
+    np.testing.assert_allclose(found["up"], expected, rtol=1e-6, atol=1e-6)
+
+
 def test_the_sum_is_rounded_once(tmp_path: Path) -> None:
     """What is folded into a 16-bit base is formed in 32 bits."""
     base = folders.folder(tmp_path / "base", dtype=jnp.bfloat16)
@@ -185,6 +202,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"r": None}, "r is not there"),
     ({"lora_alpha": -1}, "lora_alpha=-1: must be a number above 0"),
     ({"rank_pattern": {"q_proj": 1.5}}, "rank_pattern=.*: must be whole numbers of at least 1 by patterns"),
+    ({"rank_pattern": {"(?i)q_proj": 1}}, "rank_pattern=.*: must be whole numbers of at least 1 by patterns"),
+    ({"layers_to_transform": 0, "layers_pattern": "("}, "layers_pattern='\\(': must be patterns"),
     ({"alpha_pattern": {"(": 1}}, "alpha_pattern=.*: must be numbers above 0 by patterns"),
     ({"target_modules": None}, "target_modules is not there"),
     ({"target_modules": "*"}, "target_modules='\\*': must be names or a pattern"),
