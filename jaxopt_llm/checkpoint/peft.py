@@ -196,7 +196,11 @@ def open_adapter(path: Path, family: Family, config: ModelConfig) -> Adapter:
     said = peft_config.read(path)
     every = modules(family, config)
     selected = {name for name, module in every.items() if said.selects(name, module.in_block)}
-    if said.ensure_weight_tying and config.tied_head and any(every[name].looked_up for name in selected):
+    if (
+        said.ensure_weight_tying
+        and config.tied_head
+        and any(every[name].weight is every[HEAD].weight for name in selected)
+    ):
         selected.add(HEAD)  # PEFT makes its adapter of the table's
     if not selected:
         raise InputError(
@@ -290,7 +294,7 @@ def _factors(path: Path, said: PeftConfig, module: Module, stored: Mapping[str, 
 
 def _check_tied(path: Path, every: Mapping[str, Module], found: Mapping[str, Factors]) -> None:
     """A table that is the head, too, has one adapter."""
-    table = next(name for name, module in every.items() if module.looked_up and module.weight == every[HEAD].weight)
+    table = next(name for name, module in every.items() if module.looked_up and module.weight is every[HEAD].weight)
     one, other = found.get(table), found.get(HEAD)
     if one is None and other is None:
         return
