@@ -74,9 +74,7 @@ def _split(array: jax.Array, dim: int, values: int) -> jax.Array:
 
 def _encode_scales(scales: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
     tops = jnp.max(scales, axis=dim, keepdims=True)
-    codes = jnp.round(MOST * scales / jnp.where(tops > 0, tops, 1))
-    # A block much smaller than the largest keeps a scale: with none its values would all be zero.
-    return jnp.where(scales > 0, jnp.maximum(codes, 1), 0).astype(jnp.uint8), tops
+    return jnp.round(MOST * scales / jnp.where(tops > 0, tops, 1)).astype(jnp.uint8), tops
 
 
 def _decode_scales(scales: jax.Array, tops: jax.Array | None) -> jax.Array:

@@ -1,4 +1,5 @@
-"""Initial parameters from weights that are there already. Adapters begin as the initialiser has them."""
+"""Initial parameters from weights that are there already, and adapters from a folder of PEFT's; without one they begin
+as the initialiser has them."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from jax.sharding import NamedSharding
 
 from jaxopt_llm import tree
 from jaxopt_llm.checkpoint.huggingface import Folder
+from jaxopt_llm.checkpoint.peft import Adapter
 from jaxopt_llm.model import leaves
 from jaxopt_llm.model.decoder import Params
 from jaxopt_llm.model.leaves import CODED, CodedWeight, LoraWeight
@@ -39,6 +41,16 @@ def read(folder: Folder, specs: StateSpecs, placement: Placement) -> Params:
         tree.merge(resting.masters, resting.frozen),
         is_leaf=leaves.is_wrapped,
     )
+
+
+def with_adapter(given: Params | None, adapter: Adapter, specs: StateSpecs, placement: Placement) -> Params:
+    """The same with the folder's adapters."""
+
+    def leaf(path: str, spec: ParamSpec, resting: NamedSharding) -> jax.Array | None:
+        return adapter.read(path, spec, resting) if leaves.is_adapter(path) else None
+
+    masters = tree.map_with_path(leaf, specs.masters, training_state.shardings(specs, placement).masters)
+    return masters if given is None else tree.merge(masters, given)
 
 
 def _by_slot(
