@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -11,12 +11,16 @@ import jax.numpy as jnp
 
 from jaxopt_llm import config as configuration
 from jaxopt_llm import tree
+from jaxopt_llm.checkpoint import huggingface
+from jaxopt_llm.checkpoint.huggingface import Folder
 from jaxopt_llm.checkpoint.native import Checkpoints
+from jaxopt_llm.checkpoint.weights import RunWeights, is_run
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.errors import CheckpointError, InputError
 from jaxopt_llm.model.decoder import Params, Parts, make_parts
+from jaxopt_llm.parallel.distributed import Processes
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh, visible_devices
 from jaxopt_llm.parallel.offload import OffloadConfig
 from jaxopt_llm.parallel.precision import PrecisionConfig
@@ -39,10 +43,22 @@ class Run:
 
 def load_config(directory: Path) -> TrainConfig:
     """Raises InputError for what is no run directory."""
-    try:
-        return configuration.from_json((directory / "config.json").read_text())
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"--checkpoint {directory}: not a run directory ({error})") from error
+    return configuration.of_run(directory, "--checkpoint ")
+
+
+def initial_weights(config: TrainConfig, say: Callable[[str], None], processes: Processes) -> Folder | RunWeights:
+    """Those that model.pretrained names, of a run directory its last checkpoint's.
+
+    say: told, in a line, which of its checkpoints are damaged. Raises CheckpointError where none can be used.
+    """
+    path = Path(config.model.pretrained)
+    if not is_run(path):
+        return replace(huggingface.open_folder(path), config=config.model)
+    with Checkpoints(path / "checkpoints", None, say, processes) as checkpoints:
+        step = checkpoints.latest_step()
+    if step is None:
+        raise CheckpointError(f"model.pretrained={path}: it has no checkpoint yet")
+    return RunWeights(path, path / "checkpoints" / str(step), configuration.pretrained_model(path), config.model)
 
 
 def load(directory: Path, data: DataConfig | None = None) -> Run:

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 
 from jaxopt_llm import config as configuration
-from jaxopt_llm import errors
-from jaxopt_llm.checkpoint import huggingface
+from jaxopt_llm import errors, run
+from jaxopt_llm.checkpoint.huggingface import Folder
 from jaxopt_llm.checkpoint.lock import sole_owner
 from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.config import TrainConfig
@@ -109,10 +109,10 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             progress.say(f"{directory} is finished at step {start}; train longer with --training.steps N")
             return
         begins = config.model.pretrained and not start
-        folder = huggingface.open_folder(Path(config.model.pretrained)) if begins else None
+        weights_from = run.initial_weights(config, progress.say, processes) if begins else None
         adapter = configuration.open_adapter(config) if config.lora.pretrained and not start else None
         if adapter is not None:
-            adapter.check_base(folder)
+            adapter.check_base(weights_from if isinstance(weights_from, Folder) else None)
         partly = jax.tree.leaves(program.specs.frozen)
         trained = f", of which {param.count(program.specs.masters):,} are trained," if partly else ""
         progress.say(
@@ -172,10 +172,9 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
                 progress.say(f"continues from step {start}")
             else:
                 given = None
-                if folder is not None:
-                    folder = dataclasses.replace(folder, config=config.model)
-                    given = pretrained.read(folder, program.specs, placement)
-                    progress.say(f"begins from the weights of {folder.path}")
+                if weights_from is not None:
+                    given = pretrained.read(weights_from, program.specs, placement)
+                    progress.say(f"begins from the weights of {weights_from.path}")
                 if adapter is not None:
                     given = pretrained.with_adapter(given, adapter, program.specs, placement)
                     progress.say(f"begins from the adapters of {adapter.path}")

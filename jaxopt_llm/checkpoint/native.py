@@ -53,7 +53,8 @@ class Checkpoints:
         self._config = config
         self._say = say
         self._first, self._share = processes.first, (processes.index, processes.count)
-        self._now, self._later = processes.channel("checkpoint"), processes.channel("checkpoint in the background")
+        names = f"{directory}", f"{directory} in the background"
+        self._now, self._later = map(processes.channel, names)
         quiet.silence()
         if config is not None and processes.first:
             self.directory.mkdir(parents=True, exist_ok=True)
