@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxopt_llm.checkpoint import huggingface
+from jaxopt_llm.checkpoint import huggingface, peft
+from jaxopt_llm.checkpoint.peft import Adapter
 from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.errors import InputError
@@ -149,21 +150,38 @@ def parse(arguments: list[str], program: str) -> TrainConfig:
 
 
 def with_pretrained(config: TrainConfig) -> TrainConfig:
-    """The configuration with the model of the folder that model.pretrained names. Raises InputError where it sets a
-    field of the model to something else."""
-    path = config.model.pretrained
-    if not path:
-        return config
-    _, model = huggingface.read_config(Path(path))
-    model = dataclasses.replace(model, pretrained=path, last_layers=config.model.last_layers)
+    """The configuration with the model of the folder that model.pretrained names, and the adapters of that of
+    lora.pretrained. Raises InputError where it sets a field of theirs to something else."""
+    if config.model.pretrained:
+        _, model = huggingface.read_config(Path(config.model.pretrained))
+        ours = ("pretrained", "last_layers")
+        there = {each.name: getattr(model, each.name) for each in dataclasses.fields(model) if each.name not in ours}
+        config = dataclasses.replace(config, model=_settled("model", config.model, there))
+    if config.lora.pretrained and not config.model.problems():
+        config = dataclasses.replace(config, lora=_settled("lora", config.lora, open_adapter(config).lora))
+    return config
+
+
+def _settled(name: str, section: Any, there: dict[str, Any]) -> Any:
+    """A section with the fields that its folder has."""
     found = [
-        f"model.{each.name}={ours} (there it is {theirs})"
-        for each in dataclasses.fields(ModelConfig)
-        if (ours := getattr(config.model, each.name)) not in (each.default, theirs := getattr(model, each.name))
+        f"{name}.{field_name}={ours} (there it is {theirs})"
+        for field_name, theirs in there.items()
+        if (ours := getattr(section, field_name)) not in (getattr(type(section), field_name), theirs)
     ]
     if found:
-        raise InputError(f"model.pretrained={path} sets the model's fields itself: leave out {', '.join(found)}")
-    return dataclasses.replace(config, model=model)
+        whose = "model's" if name == "model" else "adapter's"
+        raise InputError(
+            f"{name}.pretrained={section.pretrained} sets the {whose} fields itself: leave out {', '.join(found)}"
+        )
+    return dataclasses.replace(section, **there)
+
+
+def open_adapter(config: TrainConfig) -> Adapter:
+    """What lora.pretrained names."""
+    source = Path(config.model.pretrained) if config.model.pretrained else None
+    family = huggingface.family_of(config.model, source)
+    return peft.open_adapter(Path(config.lora.pretrained), family, config.model)
 
 
 def override(config: TrainConfig, overrides: list[str], program: str) -> TrainConfig:

@@ -110,6 +110,9 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             return
         begins = config.model.pretrained and not start
         folder = huggingface.open_folder(Path(config.model.pretrained)) if begins else None
+        adapter = configuration.open_adapter(config) if config.lora.pretrained and not start else None
+        if adapter is not None:
+            adapter.check_base(folder)
         partly = jax.tree.leaves(program.specs.frozen)
         trained = f", of which {param.count(program.specs.masters):,} are trained," if partly else ""
         progress.say(
@@ -173,6 +176,9 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
                     folder = dataclasses.replace(folder, config=config.model)
                     state = pretrained.put(folder, state, program.specs, placement)
                     progress.say(f"begins from the weights of {folder.path}")
+                if adapter is not None:
+                    state = pretrained.put_adapter(adapter, state, program.specs, placement)
+                    progress.say(f"begins from the adapters of {adapter.path}")
         log: MetricsLog | None = None
         recorders: list[Callable[[dict[str, Any]], None]] = []
         if processes.first:

@@ -14,8 +14,10 @@ from commands import checkpoint, command, train
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from jaxopt_llm import load_pretrained
+from jaxopt_llm import config as configuration
+from jaxopt_llm import convert, load_pretrained
 from jaxopt_llm.checkpoint import safetensors
+from jaxopt_llm.errors import InputError
 
 pytestmark = pytest.mark.core
 
@@ -72,6 +74,7 @@ def test_there_and_back(folder: Path, tmp_path: Path) -> None:
 
     assert "there is something already" in refused("convert", "import", "--from", folder, "--to", run)
     assert "there is something already" in refused("convert", "export", "--checkpoint", run, "--to", back)
+    assert "it has no adapters" in refused("convert", "merge", "--checkpoint", run, "--to", run / "new")
     assert len(list(run.iterdir())) == 3  # and nothing beside
 
 
@@ -91,10 +94,40 @@ def test_training_begins_from_a_folder_and_ends_as_one(folder: Path, tmp_path: P
     expected = folders.params(CONFIG, jnp.bfloat16)
     jax.tree.map(np.testing.assert_array_equal, load_pretrained(out).params, expected)
 
-    adapted = json.loads((run / "config.json").read_text())
-    adapted["lora"]["rank"] = 2
-    (run / "config.json").write_text(json.dumps(adapted))
-    assert "it is of adapters" in refused("convert", "export", "--checkpoint", run, "--to", tmp_path / "no")
+
+def test_adapters_go_out_are_merged_and_begin_a_run(folder: Path, tmp_path: Path) -> None:
+    recipe, run, again = tmp_path / "recipe.py", tmp_path / "run", tmp_path / "again"
+    recipe.write_text(RECIPE.format(path=str(folder)))
+    options = ("train", "--config", recipe, "--evaluation.batches", 1, "--precision.compute-dtype", "float32")
+    lora = ("--lora.rank", 2, "--lora.alpha", 3, "--lora.targets", "*/attention/*", "*/mlp/down")
+    done(*options, *lora, "--run.directory", run, "--optimizer.learning-rate", 1e-2)
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    said = done("convert", "export", "--checkpoint", run, "--to", adapter)
+    assert said == f"the adapters of step 2 of {run} are in {adapter}, in float32\n"
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder)
+
+    # The sum of the run is that of the folders.
+    done("convert", "merge", "--checkpoint", run, "--to", merged)
+    convert.merge_folders(folder, adapter, tmp_path / "other", None, 10**9)
+    one, two, base = tensors(merged), tensors(tmp_path / "other"), tensors(folder)
+    assert all(one[name].tobytes() == two[name].tobytes() for name in one.keys() | two.keys())
+    changed = {name for name in one if not np.array_equal(one[name], base[name])}
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj")
+    assert changed == {f"model.layers.{layer}.{name}.weight" for layer in range(2) for name in names}
+
+    # So slow that nothing changes; and B is not at zero, where a run without the folder would begin.
+    still = ("--optimizer.learning-rate", 1e-30, "--optimizer.weight-decay", 0, "--mesh.pipeline", 2)
+    begins = (*options, "--lora.pretrained", adapter, "--run.directory", again)
+    assert f"begins from the adapters of {adapter}" in done(*begins, *still)
+    first, second = (checkpoint(each, 2)["masters"] for each in (run, again))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    assert all(np.any(each) for each in jax.tree.leaves(second))
+
+    with pytest.raises(InputError) as error:
+        arguments = map(str, (*begins[1:], "--lora.rank", 4, "--lora.targets", "*/mlp/*"))
+        configuration.parse([*arguments], "train")
+    assert "leave out lora.rank=4 (there it is 2), lora.targets=('*/mlp/*',) (there it is" in str(error.value)
+    assert "merge wants --checkpoint RUN_DIR, or" in refused("convert", "merge", "--base", folder, "--to", run / "new")
 
 
 @pytest.mark.slow

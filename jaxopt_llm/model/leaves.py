@@ -210,3 +210,30 @@ def magnitude(spec: LoraWeight, base: tree.Leaf) -> jax.Array:
 def is_wrapped(leaf: tree.Leaf) -> bool:
     """Whether it stands, with several leaves, for one bare parameter."""
     return isinstance(leaf, (*CODED, LoraWeight))
+
+
+def dtype(weight: tree.Leaf) -> np.dtype:
+    """Of what it stands for: a base's own; float32 where that is codes."""
+    if isinstance(weight, LoraWeight):
+        return dtype(weight.base)
+    return FLOAT32 if isinstance(weight, CODED) else np.dtype(weight.dtype)
+
+
+def merged(weight: tree.Leaf, contracting: tuple[int, ...]) -> jax.Array:
+    """What a weight outside stacks stands for, as one array: codes widened and adapters folded in, in float32.
+
+    contracting: the dimensions that a product sums over.
+    """
+    if not isinstance(weight, LoraWeight):
+        return dequantise(weight) if isinstance(weight, CODED) else weight
+    base = merged(weight.base, contracting).astype(jnp.float32)
+    dims = list(range(base.ndim))
+    others = [dim for dim in dims if dim not in contracting]
+    a, b = (factor.astype(jnp.float32) for factor in (weight.lora_a, weight.lora_b))
+    rank = base.ndim
+    product = jnp.einsum(a, [*sorted(contracting), rank], b, [*others, rank], dims, precision="highest")
+    whole = base + weight.scale * product
+    if weight.magnitude is None:
+        return whole
+    length = jnp.expand_dims(lengths(whole, contracting), contracting)
+    return whole * jnp.expand_dims(weight.magnitude, contracting) / jnp.where(length > 0, length, 1)

@@ -18,6 +18,9 @@ ALL_LINEAR = "all-linear"  # a target that is no glob: PEFT's word for the matri
 
 @dataclass(frozen=True)
 class LoraConfig:
+    pretrained: str = ""
+    """folder of a PEFT adapter of the model: adapters begin as it has them, and rank, alpha, targets, rslora and dora
+    come from it"""
     rank: int = 0
     """inner size of the adapters, which alone are trained; 0 trains the parameters themselves"""
     alpha: float = 16.0

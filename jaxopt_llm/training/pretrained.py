@@ -1,12 +1,15 @@
-"""Initial parameters from a Hugging Face folder. Adapters begin as the initialiser has them."""
+"""Initial parameters from a Hugging Face folder, and adapters from one of PEFT's; without it they begin as the
+initialiser has them."""
 
 import functools
 from dataclasses import replace
 
 import jax
+from jax.sharding import NamedSharding
 
 from jaxopt_llm import tree
 from jaxopt_llm.checkpoint.huggingface import Folder
+from jaxopt_llm.checkpoint.peft import Adapter
 from jaxopt_llm.model import leaves
 from jaxopt_llm.model.leaves import CodedWeight, LoraWeight
 from jaxopt_llm.model.param import ParamSpec
@@ -52,3 +55,15 @@ def put(folder: Folder, state: TrainState, specs: StateSpecs, placement: Placeme
     jax.tree.map(lambda x: x.delete(), state.compute)
     compute = training_state.compute_copies(specs.masters, masters, resting.compute, placement)
     return replace(state, masters=masters, frozen=frozen, compute=compute)
+
+
+def put_adapter(adapter: Adapter, state: TrainState, specs: StateSpecs, placement: Placement) -> TrainState:
+    """An initial state with the folder's adapters."""
+
+    def leaf(path: str, spec: ParamSpec, resting: NamedSharding, old: jax.Array) -> jax.Array:
+        return adapter.read(path, spec, resting) if leaves.is_adapter(path) else old
+
+    resting = training_state.shardings(specs, placement)
+    masters = tree.map_with_path(leaf, specs.masters, resting.masters, state.masters)
+    compute = training_state.compute_copies(specs.masters, masters, resting.compute, placement)
+    return replace(state, masters=masters, compute=compute)
