@@ -171,14 +171,16 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
                 state = training_state.resume(program.specs, start, placement, **restored)
                 progress.say(f"continues from step {start}")
             else:
-                state = training_state.initialize(program.specs, program.optimizers, config.run.seed, placement)
+                given = None
                 if folder is not None:
                     folder = dataclasses.replace(folder, config=config.model)
-                    state = pretrained.put(folder, state, program.specs, placement)
+                    given = pretrained.read(folder, program.specs, placement)
                     progress.say(f"begins from the weights of {folder.path}")
                 if adapter is not None:
-                    state = pretrained.put_adapter(adapter, state, program.specs, placement)
+                    given = pretrained.with_adapter(given, adapter, program.specs, placement)
                     progress.say(f"begins from the adapters of {adapter.path}")
+                seed = config.run.seed
+                state = training_state.initialize(program.specs, program.optimizers, seed, placement, given)
         log: MetricsLog | None = None
         recorders: list[Callable[[dict[str, Any]], None]] = []
         if processes.first:

@@ -186,19 +186,16 @@ def initialize(specs: tree.Tree, seed: int) -> tree.Tree:
 
 def wrap(specs: tree.Tree, arrays: tree.Tree, seed: int) -> tree.Tree:
     """The leaves of `specs` over given arrays of `bare(specs)`, with fresh adapters."""
+    factors, _ = tree.partition(specs, lambda path: path.endswith(FACTORS))
+    return tree.merge(param.initialize(factors, seed), jax.tree.map(over, specs, arrays, is_leaf=is_wrapped))
 
-    def over(spec: ParamSpec | CodedWeight, array: jax.Array) -> tree.Leaf:
-        return array.astype(spec.dtype) if isinstance(spec, ParamSpec) else quantise(array, spec)
 
-    def leaf(spec: ParamSpec | CodedWeight | LoraWeight, array: jax.Array) -> tree.Leaf:
-        if not isinstance(spec, LoraWeight):
-            return over(spec, array)
+def over(spec: ParamSpec | CodedWeight | LoraWeight, array: jax.Array) -> tree.Leaf:
+    """The leaf of `spec` over an array of its bare shape, but for an adapter's factors, which are None."""
+    if isinstance(spec, LoraWeight):
         base = over(spec.base, array)
         return replace(spec, base=base, lora_a=None, lora_b=None, magnitude=spec.magnitude and magnitude(spec, base))
-
-    wrapped = jax.tree.map(leaf, specs, arrays, is_leaf=is_wrapped)
-    factors, _ = tree.partition(specs, lambda path: path.endswith(FACTORS))
-    return tree.merge(param.initialize(factors, seed), wrapped)
+    return array.astype(spec.dtype) if isinstance(spec, ParamSpec) else quantise(array, spec)
 
 
 def magnitude(spec: LoraWeight, base: tree.Leaf) -> jax.Array:
