@@ -95,8 +95,8 @@ def _export_adapters(directory: Path, path: Path, config: TrainConfig, dtype: st
             f"--checkpoint {directory}: beside its adapters it trains weights whole, {config.training.trainable[0]}, "
             "which PEFT's folder of them lacks; `convert merge` writes both"
         )
-    source = Path(config.model.pretrained)
-    family = huggingface.family_of(config.model, source if config.model.pretrained and source.is_dir() else None)
+    source = run.origin(config)
+    family = huggingface.family_of(config.model, source if source and source.is_dir() else None)
     _, params, _, step = run.restore(directory, config, config.precision.param_dtype)
     settings = (config.lora.alpha, config.lora.rslora, config.model.pretrained)
     peft.write(path, params, family, config.model, *settings, dtype=dtype)
@@ -104,7 +104,7 @@ def _export_adapters(directory: Path, path: Path, config: TrainConfig, dtype: st
 
 
 def _export_model(directory: Path, path: Path, config: TrainConfig, dtype: str | None, most: int) -> None:
-    source = Path(config.model.pretrained) if config.model.pretrained else None
+    source = run.origin(config)
     if source is not None and not source.is_dir():
         print(f"{source}, where the model came from, is not there: its token ids are not kept", file=sys.stderr)
         source = None

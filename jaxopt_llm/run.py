@@ -61,6 +61,14 @@ def initial_weights(config: TrainConfig, say: Callable[[str], None], processes: 
     return RunWeights(path, path / "checkpoints" / str(step), configuration.pretrained_model(path), config.model)
 
 
+def origin(config: TrainConfig) -> Path | None:
+    """The Hugging Face folder that a run's weights came from, by way of other runs maybe."""
+    path = config.model.pretrained
+    while path and is_run(Path(path)):
+        path = load_config(Path(path)).model.pretrained
+    return Path(path) if path else None
+
+
 def load(directory: Path, data: DataConfig | None = None) -> Run:
     """data: names the tokenizer, where that is not where the run had it.
 
