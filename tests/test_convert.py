@@ -127,6 +127,11 @@ def test_adapters_go_out_are_merged_and_begin_a_run(folder: Path, tmp_path: Path
         arguments = map(str, (*begins[1:], "--lora.rank", 4, "--lora.targets", "*/mlp/*"))
         configuration.parse([*arguments], "train")
     assert "leave out lora.rank=4 (there it is 2), lora.targets=('*/mlp/*',) (there it is" in str(error.value)
+    whole = json.loads((run / "config.json").read_text())
+    whole["training"]["trainable"] = ["*/scale"]
+    (run / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(InputError, match=r"it trains weights whole, \*/scale, .* `convert merge` writes both"):
+        convert.export_run(run, run / "new", None, 1)
     assert "merge wants --checkpoint RUN_DIR, or" in refused("convert", "merge", "--base", folder, "--to", run / "new")
 
 

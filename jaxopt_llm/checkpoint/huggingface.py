@@ -272,16 +272,22 @@ def _check_tied(family: Family, stored: dict[str, Stored]) -> None:
     if head not in stored:
         return
     one, other = stored.pop(head), stored[table]
-    rows = 1 + 2**24 // max(1, math.prod(one.array.shape[1:]))  # compared at once
-    same = one.array.shape == other.array.shape and all(
-        np.array_equal(one.array[at : at + rows], other.array[at : at + rows]) for at in range(0, len(one.array), rows)
-    )
-    one.release()
-    if not same:
+    if not equal(one, other):
         raise InputError(
             f"{one.file}: tensor {head!r} differs from {table!r}, and by {CONFIG} they are tied: set "
             "tie_word_embeddings to false there if the head is one of its own"
         )
+
+
+def equal(one: Stored, other: Stored) -> bool:
+    """Whether two tensors have the same values."""
+    rows = 1 + 2**24 // max(1, math.prod(one.array.shape[1:]))  # compared at once
+    same = one.array.shape == other.array.shape and all(
+        np.array_equal(one.array[at : at + rows], other.array[at : at + rows]) for at in range(0, len(one.array), rows)
+    )
+    for each in (one, other):
+        each.release()
+    return same
 
 
 # --- writing
