@@ -97,7 +97,7 @@ def _export_adapters(directory: Path, path: Path, config: TrainConfig, dtype: st
         )
     source = Path(config.model.pretrained)
     family = huggingface.family_of(config.model, source if config.model.pretrained and source.is_dir() else None)
-    _, params, _, step = run.restore(directory, config, config.precision.param_dtype)
+    _, params, _, step = run.restore(directory, config, config.precision.param_dtype, whole=False)
     settings = (config.lora.alpha, config.lora.rslora, config.model.pretrained)
     peft.write(path, params, family, config.model, *settings, dtype=dtype)
     print(f"the adapters of step {step} of {directory} are in {path}, in {dtype or config.precision.param_dtype}")

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from jaxopt_llm import config as configuration
 from jaxopt_llm import tree
+from jaxopt_llm.checkpoint import huggingface
+from jaxopt_llm.checkpoint.huggingface import Folder
 from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.data.config import DataConfig
@@ -21,7 +23,7 @@ from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh, visible_devices
 from jaxopt_llm.parallel.offload import OffloadConfig
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
-from jaxopt_llm.training import lora
+from jaxopt_llm.training import lora, pretrained
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,19 @@ def load(directory: Path, data: DataConfig | None = None) -> Run:
     return Run(config, tokenizer, parts, params, placement, step)
 
 
-def restore(directory: Path, config: TrainConfig, dtype: str) -> tuple[Parts, Params, Placement, int]:
+def restore(
+    directory: Path, config: TrainConfig, dtype: str, whole: bool = True
+) -> tuple[Parts, Params, Placement, int]:
     """The parameters of a run's last checkpoint, those that were trained in this dtype, where they are, and its step.
+
+    whole: with what is frozen, in whose place else is None.
 
     Raises CheckpointError where it has no checkpoint that can be used.
     """
     parts = make_parts(config.model, config.training.loss_chunk)
     parts, trained, frozen = lora.adapt(parts, config.lora, config.precision, config.training.trainable)
+    if not whole:
+        frozen = jax.tree.map(lambda spec: None, frozen)
     placement = placement_for(size(trained, dtype) + size(frozen), config.precision.for_evaluation())
     with Checkpoints(directory / "checkpoints") as checkpoints:
         while True:
@@ -78,14 +86,38 @@ def restore(directory: Path, config: TrainConfig, dtype: str) -> tuple[Parts, Pa
             try:
                 # Training casts its masters to it, too, before they meet anything.
                 params = checkpoints.restore(step, dtype, masters=placement.abstract(trained))["masters"]
-                if jax.tree.leaves(frozen):
+                if jax.tree.leaves(frozen) and keeps_frozen(config):
                     frozen = checkpoints.restore(step, frozen=placement.abstract(frozen))["frozen"]
+                elif jax.tree.leaves(frozen):
+                    frozen = pretrained.read_frozen(open_base(directory, config), frozen, placement)
                 break
             except CheckpointError:
                 if (directory / "checkpoints" / str(step)).exists():
                     raise  # else the run, which is still on, has a newer one and deleted it
-    params = jax.device_put(tree.merge(params, frozen), jax.tree.map(placement.resting_parameters, parts.specs))
+    resting = jax.tree.map(placement.resting_parameters, parts.specs if whole else trained)
+    params = jax.device_put(tree.merge(params, frozen), resting)
     return parts, params, placement, step
+
+
+def keeps_frozen(config: TrainConfig) -> bool:
+    """Whether checkpoints hold what is not trained, too. What came from a folder stays there."""
+    return not config.model.pretrained
+
+
+def open_base(directory: Path, config: TrainConfig) -> Folder:
+    """The folder of the frozen weights that a run's checkpoints leave out. Raises InputError where it is another than
+    the run began with."""
+    folder = huggingface.open_folder(Path(config.model.pretrained))
+    try:
+        began = json.loads((directory / "corpus.json").read_text())["base_sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{directory}: corpus.json does not say its base ({error!r})") from error
+    if folder.sha256 != began:
+        raise InputError(
+            f"model.pretrained={config.model.pretrained}: it holds other weights than {directory} began with, whose "
+            "checkpoints have adapters alone: bring those back"
+        )
+    return replace(folder, config=config.model)
 
 
 def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 import jax
 
 from jaxopt_llm import config as configuration
-from jaxopt_llm import errors
+from jaxopt_llm import errors, run
 from jaxopt_llm.checkpoint import huggingface
+from jaxopt_llm.checkpoint.huggingface import Folder
 from jaxopt_llm.checkpoint.lock import sole_owner
 from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.config import TrainConfig
@@ -87,6 +88,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
         config.lora,
         placement,
         config.run.seed,
+        keep_frozen=run.keeps_frozen(config),
     )
     own = OwnRows(program.batch.tokens.shape, program.rows)
     loader = Loader(sources, weights, config.training.batch_size, config.run.seed, own.numbers)
@@ -108,8 +110,11 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
         if start >= config.training.steps:
             progress.say(f"{directory} is finished at step {start}; train longer with --training.steps N")
             return
-        begins = config.model.pretrained and not start
-        folder = huggingface.open_folder(Path(config.model.pretrained)) if begins else None
+        folder: Folder | None = None
+        if config.model.pretrained and not start:
+            folder = dataclasses.replace(huggingface.open_folder(Path(config.model.pretrained)), config=config.model)
+        elif start and jax.tree.leaves(program.specs.frozen) and not program.specs.keep_frozen:
+            folder = run.open_base(directory, config)
         adapter = configuration.open_adapter(config) if config.lora.pretrained and not start else None
         if adapter is not None:
             adapter.check_base(folder)
@@ -168,12 +173,13 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             if start:
                 saved = placement.abstract(training_state.checkpoint_specs(program.specs))
                 restored = checkpoints.restore(start, **saved)
+                if folder is not None:
+                    restored["frozen"] = pretrained.read_frozen(folder, program.specs.frozen, placement)
                 state = training_state.resume(program.specs, start, placement, **restored)
                 progress.say(f"continues from step {start}")
             else:
                 given = None
                 if folder is not None:
-                    folder = dataclasses.replace(folder, config=config.model)
                     given = pretrained.read(folder, program.specs, placement)
                     progress.say(f"begins from the weights of {folder.path}")
                 if adapter is not None:
@@ -187,7 +193,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             if not start:
                 _set_aside(directory / "metrics.jsonl")
             log = MetricsLog(directory / "metrics.jsonl", start, progress.say)
-            _record(directory, config, corpus, tokenizer)
+            _record(directory, config, corpus, tokenizer, folder)
             settings = dataclasses.asdict(config)
             dashboards = scope.enter_context(Dashboards(config.logging, directory, start, settings, progress.say))
             recorders = [log.write, dashboards.write, progress.show]
@@ -360,9 +366,15 @@ def _set_aside(log: Path) -> None:
         log.rename(next(path for path in free if not path.exists()))
 
 
-def _record(directory: Path, config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer) -> None:
+def _record(directory: Path, config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, folder: Folder | None) -> None:
     """Makes the run directory this configuration's, before there is a checkpoint that says whose it is."""
-    told = {"name": corpus.name, "summary": str(corpus), "sha256": corpus.sha256, "tokenizer_sha256": tokenizer.sha256}
+    told = {
+        "name": corpus.name,
+        "summary": str(corpus),
+        "sha256": corpus.sha256,
+        "tokenizer_sha256": tokenizer.sha256,
+        "base_sha256": folder.sha256 if folder else None,
+    }
     replace_durably(directory / "corpus.json", json.dumps(told))
     replace_durably(directory / "config.json", configuration.to_json(config))
 

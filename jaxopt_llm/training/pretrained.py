@@ -43,6 +43,12 @@ def read(folder: Folder, specs: StateSpecs, placement: Placement) -> Params:
     )
 
 
+def read_frozen(folder: Folder, frozen: Params, placement: Placement) -> Params:
+    """The folder's parameters that a state does not train, which no checkpoint needs to hold. frozen: their specs."""
+    nothing = jax.tree.map(lambda spec: None, frozen)
+    return read(folder, StateSpecs(nothing, {}, frozen, {}, {}), placement)
+
+
 def with_adapter(given: Params | None, adapter: Adapter, specs: StateSpecs, placement: Placement) -> Params:
     """The same with the folder's adapters."""
 
