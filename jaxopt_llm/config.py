@@ -20,6 +20,7 @@ from typing import Any, Literal
 from jaxopt_llm.checkpoint import huggingface, peft
 from jaxopt_llm.checkpoint.peft import Adapter
 from jaxopt_llm.checkpoint.policy import CheckpointConfig
+from jaxopt_llm.checkpoint.weights import is_run
 from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution.stacks import RematConfig
@@ -150,16 +151,40 @@ def parse(arguments: list[str], program: str) -> TrainConfig:
 
 
 def with_pretrained(config: TrainConfig) -> TrainConfig:
-    """The configuration with the model of the folder that model.pretrained names, and the adapters of that of
+    """The configuration with the model that model.pretrained names, and the adapters of that of
     lora.pretrained. Raises InputError where it sets a field of theirs to something else."""
     if config.model.pretrained:
-        _, model = huggingface.read_config(Path(config.model.pretrained))
-        ours = ("pretrained", "last_layers")
+        # Absolute: commands that read this run's directory may be started elsewhere.
+        path = Path(config.model.pretrained).absolute()
+        model, ours = pretrained_model(path), ("pretrained", "last_layers")
         there = {each.name: getattr(model, each.name) for each in dataclasses.fields(model) if each.name not in ours}
-        config = dataclasses.replace(config, model=_settled("model", config.model, there))
+        settled = _settled("model", config.model, there)
+        config = dataclasses.replace(config, model=dataclasses.replace(settled, pretrained=str(path)))
     if config.lora.pretrained and not config.model.problems():
         config = dataclasses.replace(config, lora=_settled("lora", config.lora, open_adapter(config).lora))
     return config
+
+
+def pretrained_model(path: Path) -> ModelConfig:
+    """Of a Hugging Face folder, or of a run directory of ours. Raises InputError for what is neither."""
+    if not is_run(path):
+        return huggingface.read_config(path)[1]
+    config = of_run(path, "model.pretrained=")
+    if config.lora.rank or config.training.trainable:
+        how, what = ("merge", "adapters") if config.lora.rank else ("export", "parts of a model")
+        raise InputError(
+            f"model.pretrained={path}: it is a run of {what}; make one model of them and their base first, as in: "
+            f"python -m jaxopt_llm.convert {how} --checkpoint {path} --to FOLDER"
+        )
+    return config.model
+
+
+def of_run(directory: Path, named: str) -> TrainConfig:
+    """What a run directory was trained with. named: what names it, for the line that says that it is none."""
+    try:
+        return from_json((directory / "config.json").read_text())
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{named}{directory}: not a run directory ({error})") from error
 
 
 def _settled(name: str, section: Any, there: dict[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,11 +14,13 @@ from jaxopt_llm import tree
 from jaxopt_llm.checkpoint import huggingface
 from jaxopt_llm.checkpoint.huggingface import Folder
 from jaxopt_llm.checkpoint.native import Checkpoints
+from jaxopt_llm.checkpoint.weights import RunWeights, is_run
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.errors import CheckpointError, InputError
 from jaxopt_llm.model.decoder import Params, Parts, make_parts
+from jaxopt_llm.parallel.distributed import Processes
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh, visible_devices
 from jaxopt_llm.parallel.offload import OffloadConfig
 from jaxopt_llm.parallel.precision import PrecisionConfig
@@ -41,10 +43,22 @@ class Run:
 
 def load_config(directory: Path) -> TrainConfig:
     """Raises InputError for what is no run directory."""
-    try:
-        return configuration.from_json((directory / "config.json").read_text())
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"--checkpoint {directory}: not a run directory ({error})") from error
+    return configuration.of_run(directory, "--checkpoint ")
+
+
+def initial_weights(config: TrainConfig, say: Callable[[str], None], processes: Processes) -> Folder | RunWeights:
+    """Those that model.pretrained names, of a run directory its last checkpoint's.
+
+    say: told, in a line, which of its checkpoints are damaged. Raises CheckpointError where none can be used.
+    """
+    path = Path(config.model.pretrained)
+    if not is_run(path):
+        return replace(huggingface.open_folder(path), config=config.model)
+    with Checkpoints(path / "checkpoints", None, say, processes) as checkpoints:
+        step = checkpoints.latest_step()
+    if step is None:
+        raise CheckpointError(f"model.pretrained={path}: it has no checkpoint yet")
+    return RunWeights(path, path / "checkpoints" / str(step), configuration.pretrained_model(path), config.model)
 
 
 def load(directory: Path, data: DataConfig | None = None) -> Run:
@@ -86,7 +100,7 @@ def restore(
             try:
                 # Training casts its masters to it, too, before they meet anything.
                 params = checkpoints.restore(step, dtype, masters=placement.abstract(trained))["masters"]
-                if jax.tree.leaves(frozen) and keeps_frozen(config):
+                if jax.tree.leaves(frozen) and checkpoints.holds(step, "frozen"):
                     frozen = checkpoints.restore(step, frozen=placement.abstract(frozen))["frozen"]
                 elif jax.tree.leaves(frozen):
                     frozen = pretrained.read_frozen(open_base(directory, config), frozen, placement)
@@ -100,8 +114,8 @@ def restore(
 
 
 def keeps_frozen(config: TrainConfig) -> bool:
-    """Whether checkpoints hold what is not trained, too. What came from a folder stays there."""
-    return not config.model.pretrained
+    """Whether checkpoints hold what is not trained, too. What came from a folder stays there; a run may change."""
+    return not config.model.pretrained or is_run(Path(config.model.pretrained))
 
 
 def open_base(directory: Path, config: TrainConfig) -> Folder:

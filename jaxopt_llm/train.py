@@ -16,10 +16,10 @@ import jax
 
 from jaxopt_llm import config as configuration
 from jaxopt_llm import errors, run
-from jaxopt_llm.checkpoint import huggingface
 from jaxopt_llm.checkpoint.huggingface import Folder
 from jaxopt_llm.checkpoint.lock import sole_owner
 from jaxopt_llm.checkpoint.native import Checkpoints
+from jaxopt_llm.checkpoint.weights import RunWeights
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.data.corpus import Corpus, open_corpus
 from jaxopt_llm.data.loader import Loader, held_out_batches, read_ahead
@@ -110,14 +110,15 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
         if start >= config.training.steps:
             progress.say(f"{directory} is finished at step {start}; train longer with --training.steps N")
             return
-        folder: Folder | None = None
+        weights_from: Folder | RunWeights | None = None
         if config.model.pretrained and not start:
-            folder = dataclasses.replace(huggingface.open_folder(Path(config.model.pretrained)), config=config.model)
+            weights_from = run.initial_weights(config, progress.say, processes)
         elif start and jax.tree.leaves(program.specs.frozen) and not program.specs.keep_frozen:
-            folder = run.open_base(directory, config)
+            weights_from = run.open_base(directory, config)
+        base = weights_from if isinstance(weights_from, Folder) else None
         adapter = configuration.open_adapter(config) if config.lora.pretrained and not start else None
         if adapter is not None:
-            adapter.check_base(folder)
+            adapter.check_base(base)
         partly = jax.tree.leaves(program.specs.frozen)
         trained = f", of which {param.count(program.specs.masters):,} are trained," if partly else ""
         progress.say(
@@ -173,15 +174,15 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             if start:
                 saved = placement.abstract(training_state.checkpoint_specs(program.specs))
                 restored = checkpoints.restore(start, **saved)
-                if folder is not None:
-                    restored["frozen"] = pretrained.read_frozen(folder, program.specs.frozen, placement)
+                if weights_from is not None:
+                    restored["frozen"] = pretrained.read_frozen(weights_from, program.specs.frozen, placement)
                 state = training_state.resume(program.specs, start, placement, **restored)
                 progress.say(f"continues from step {start}")
             else:
                 given = None
-                if folder is not None:
-                    given = pretrained.read(folder, program.specs, placement)
-                    progress.say(f"begins from the weights of {folder.path}")
+                if weights_from is not None:
+                    given = pretrained.read(weights_from, program.specs, placement)
+                    progress.say(f"begins from the weights of {weights_from.path}")
                 if adapter is not None:
                     given = pretrained.with_adapter(given, adapter, program.specs, placement)
                     progress.say(f"begins from the adapters of {adapter.path}")
@@ -193,7 +194,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             if not start:
                 _set_aside(directory / "metrics.jsonl")
             log = MetricsLog(directory / "metrics.jsonl", start, progress.say)
-            _record(directory, config, corpus, tokenizer, folder)
+            _record(directory, config, corpus, tokenizer, base)
             settings = dataclasses.asdict(config)
             dashboards = scope.enter_context(Dashboards(config.logging, directory, start, settings, progress.say))
             recorders = [log.write, dashboards.write, progress.show]
@@ -366,14 +367,14 @@ def _set_aside(log: Path) -> None:
         log.rename(next(path for path in free if not path.exists()))
 
 
-def _record(directory: Path, config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, folder: Folder | None) -> None:
+def _record(directory: Path, config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, base: Folder | None) -> None:
     """Makes the run directory this configuration's, before there is a checkpoint that says whose it is."""
     told = {
         "name": corpus.name,
         "summary": str(corpus),
         "sha256": corpus.sha256,
         "tokenizer_sha256": tokenizer.sha256,
-        "base_sha256": folder.sha256 if folder else None,
+        "base_sha256": base.sha256 if base else None,
     }
     replace_durably(directory / "corpus.json", json.dumps(told))
     replace_durably(directory / "config.json", configuration.to_json(config))

@@ -111,14 +111,11 @@ def tensors(family: Family, config: ModelConfig) -> dict[str, Tensor]:
     """The tensors of a model by their names, in the order of the layers."""
     specs = decoder.param_specs(config)
     by_path = dict(tree.leaves_with_path(specs))
-    # Our prefix, the layer's number, its place in the stack; first of what is outside the stacks.
-    places: list[tuple[str, str, int | None]] = [("", "", None)]
-    for number, segment in enumerate(decoder.layout(config)):
-        for repeat, layers in enumerate(segment.per_layer["index"]):
-            places += [(f"segment_{number}/block_{i}/", str(layer), repeat) for i, layer in enumerate(layers)]
+    # Our prefix, its place in the stack, the layer's number; first of what is outside the stacks.
+    places: list[tuple[str, int | None, int | None]] = [("", None, None), *decoder.places(config)]
     found: dict[str, Tensor] = {}
     used: set[str] = set()
-    for prefix, layer, row in places:
+    for prefix, row, layer in places:
         for name, ours in family.names.items():
             paths = [prefix + each for each in ours.split()]
             if ("{}" in name) != bool(prefix) or paths[0] not in by_path:

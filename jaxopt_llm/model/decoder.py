@@ -99,6 +99,17 @@ def layout(config: ModelConfig) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
+def places(config: ModelConfig) -> list[tuple[str, int, int]]:
+    """Where each layer is, in the order of the stacks: how the paths of its leaves begin, its row in them, and its
+    number."""
+    return [
+        (f"segment_{number}/block_{i}/", row, int(layer))
+        for number, segment in enumerate(layout(config))
+        for row, layers in enumerate(segment.per_layer["index"])
+        for i, layer in enumerate(layers)
+    ]
+
+
 def padded_vocabulary(size: int) -> int:
     return -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 

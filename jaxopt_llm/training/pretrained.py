@@ -2,14 +2,13 @@
 as the initialiser has them."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxopt_llm import tree
-from jaxopt_llm.checkpoint.huggingface import Folder
 from jaxopt_llm.checkpoint.peft import Adapter
 from jaxopt_llm.model import leaves
 from jaxopt_llm.model.decoder import Params
@@ -21,18 +20,28 @@ from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.state import StateSpecs
 
 
-def read(folder: Folder, specs: StateSpecs, placement: Placement) -> Params:
-    """The folder's parameters as a state holds them, with None for the factors of adapters, which it has none of."""
+class Weights(Protocol):
+    """Bare parameters that are read by the paths of our leaves: a Hugging Face folder's, or a run's."""
+
+    def dtype(self, path: str) -> np.dtype:
+        """Of what is stored of a leaf."""
+
+    def read(self, path: str, spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
+        """A leaf, or some layers of its stack, as the spec has them."""
+
+
+def read(weights: Weights, specs: StateSpecs, placement: Placement) -> Params:
+    """The parameters as a state holds them, with None for the factors of adapters, which the weights have none of."""
 
     def leaf(path: tuple[object, ...], spec: tree.Leaf, resting: tree.Leaf) -> tree.Leaf:
         name = tree.path_string(path)
         if isinstance(spec, LoraWeight):
             spec, resting = (replace(each, lora_a=None, lora_b=None) for each in (spec, resting))
             if spec.magnitude is None and isinstance(spec.base, ParamSpec):
-                return replace(spec, base=folder.read(name, spec.base, resting.base))
+                return replace(spec, base=weights.read(name, spec.base, resting.base))
         if isinstance(spec, ParamSpec):
-            return folder.read(name, spec, resting)
-        return _by_slot(folder, name, spec, resting, placement)
+            return weights.read(name, spec, resting)
+        return _by_slot(weights, name, spec, resting, placement)
 
     resting = training_state.shardings(specs, placement)
     return jax.tree_util.tree_map_with_path(
@@ -43,10 +52,10 @@ def read(folder: Folder, specs: StateSpecs, placement: Placement) -> Params:
     )
 
 
-def read_frozen(folder: Folder, frozen: Params, placement: Placement) -> Params:
-    """The folder's parameters that a state does not train, which no checkpoint needs to hold. frozen: their specs."""
+def read_frozen(weights: Weights, frozen: Params, placement: Placement) -> Params:
+    """The parameters that a state does not train, which no checkpoint needs to hold. frozen: their specs."""
     nothing = jax.tree.map(lambda spec: None, frozen)
-    return read(folder, StateSpecs(nothing, {}, frozen, {}, {}), placement)
+    return read(weights, StateSpecs(nothing, {}, frozen, {}, {}), placement)
 
 
 def with_adapter(given: Params | None, adapter: Adapter, specs: StateSpecs, placement: Placement) -> Params:
@@ -60,14 +69,14 @@ def with_adapter(given: Params | None, adapter: Adapter, specs: StateSpecs, plac
 
 
 def _by_slot(
-    folder: Folder, path: str, spec: CodedWeight | LoraWeight, resting: tree.Leaf, placement: Placement
+    weights: Weights, path: str, spec: CodedWeight | LoraWeight, resting: tree.Leaf, placement: Placement
 ) -> tree.Leaf:
-    """A stack that is made of the folder's one slot after the other, each stage its own layer at once: beside what
-    rests a device holds one layer of it as the folder has it."""
+    """A stack that is made of the given one, one slot after the other, each stage its own layer at once: beside what
+    rests a device holds one layer of it as it was stored."""
     base = spec.base if isinstance(spec, LoraWeight) else spec
     bare = leaves.bare(spec)
-    # Codes are made of the folder's own dtype, which is often the narrower.
-    dtype = folder.dtype(path) if isinstance(base, CODED) else base.dtype
+    # Codes are made of the stored dtype, which is often the narrower.
+    dtype = weights.dtype(path) if isinstance(base, CODED) else base.dtype
     axis = bare.leading - 1
 
     def with_slot(stack: tree.Leaf, row: jax.Array, slot: jax.Array) -> tree.Leaf:
@@ -79,7 +88,7 @@ def _by_slot(
     numbers = np.asarray(bare.layers)
     for slot in range(numbers.shape[axis]):
         one = replace(bare.layer().stack(numbers[..., slot : slot + 1]), dtype=dtype)
-        stack = jax.block_until_ready(put(stack, folder.read(path, one, placement.parameters(one)), slot))
+        stack = jax.block_until_ready(put(stack, weights.read(path, one, placement.parameters(one)), slot))
     return stack
 
 
