@@ -202,10 +202,18 @@ def _settled(name: str, section: Any, there: dict[str, Any]) -> Any:
     return dataclasses.replace(section, **there)
 
 
+def source(config: TrainConfig) -> Path | None:
+    """The Hugging Face folder that a model came from, by way of other runs maybe; None where it came from none, or
+    that is no longer there."""
+    path = config.model.pretrained
+    while path and is_run(Path(path)):
+        path = of_run(Path(path), "model.pretrained=").model.pretrained
+    return Path(path) if path and Path(path).is_dir() else None
+
+
 def open_adapter(config: TrainConfig) -> Adapter:
     """What lora.pretrained names."""
-    source = Path(config.model.pretrained) if config.model.pretrained else None
-    family = huggingface.family_of(config.model, source)
+    family = huggingface.family_of(config.model, source(config))
     return peft.open_adapter(Path(config.lora.pretrained), family, config.model)
 
 

@@ -74,6 +74,9 @@ def test_there_and_back(folder: Path, tmp_path: Path) -> None:
     assert one.keys() == two.keys()
     assert all(one[name].tobytes() == two[name].tobytes() for name in one)
 
+    model = replace(configuration.of_run(run, "").model, pretrained=str(run))
+    assert configuration.source(configuration.TrainConfig(model=model)) == source  # of a run that begins from this one
+
     assert "there is something already" in refused("convert", "import", "--from", folder, "--to", run)
     assert "there is something already" in refused("convert", "export", "--checkpoint", run, "--to", back)
     assert "it has no adapters" in refused("convert", "merge", "--checkpoint", run, "--to", run / "new")
