@@ -10,8 +10,8 @@ MOST_LAYERS = 10_000  # a layout names every layer
 @dataclass(frozen=True)
 class ModelConfig:
     pretrained: str = ""
-    """folder of a Hugging Face model: initial parameters come from its weights, every other field of this section from
-    its config.json"""
+    """folder of a Hugging Face model, or directory of a run of ours: initial parameters come from its weights, of a run
+    its last checkpoint's, every other field of this section from its config.json"""
     vocabulary_size: int = 258
     """token ids; the byte tokenizer has 258"""
     width: int = 128
