@@ -170,10 +170,11 @@ def pretrained_model(path: Path) -> ModelConfig:
     if not is_run(path):
         return huggingface.read_config(path)[1]
     config = of_run(path, "model.pretrained=")
-    if config.lora.rank:
+    if config.lora.rank or config.training.trainable:
+        how, what = ("merge", "adapters") if config.lora.rank else ("export", "parts of a model")
         raise InputError(
-            f"model.pretrained={path}: it is a run of adapters; fold them into their base first, as in: python -m "
-            f"jaxopt_llm.convert merge --checkpoint {path} --to FOLDER"
+            f"model.pretrained={path}: it is a run of {what}; make one model of them and their base first, as in: "
+            f"python -m jaxopt_llm.convert {how} --checkpoint {path} --to FOLDER"
         )
     return config.model
 
@@ -201,10 +202,18 @@ def _settled(name: str, section: Any, there: dict[str, Any]) -> Any:
     return dataclasses.replace(section, **there)
 
 
+def source(config: TrainConfig) -> Path | None:
+    """The Hugging Face folder that a model came from, by way of other runs maybe; None where it came from none, or
+    that is no longer there."""
+    path = config.model.pretrained
+    while path and is_run(Path(path)):
+        path = of_run(Path(path), "model.pretrained=").model.pretrained
+    return Path(path) if path and Path(path).is_dir() else None
+
+
 def open_adapter(config: TrainConfig) -> Adapter:
     """What lora.pretrained names."""
-    source = Path(config.model.pretrained) if config.model.pretrained else None
-    family = huggingface.family_of(config.model, source)
+    family = huggingface.family_of(config.model, source(config))
     return peft.open_adapter(Path(config.lora.pretrained), family, config.model)
 
 

@@ -17,6 +17,7 @@ from jaxopt_llm.checkpoint import huggingface, peft, safetensors
 from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.checkpoint.safetensors import NewFolder
+from jaxopt_llm.checkpoint.weights import is_run
 from jaxopt_llm.config import RunConfig, TrainConfig
 from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.data.tokenizer import load_tokenizer
@@ -95,19 +96,19 @@ def _export_adapters(directory: Path, path: Path, config: TrainConfig, dtype: st
             f"--checkpoint {directory}: beside its adapters it trains weights whole, {config.training.trainable[0]}, "
             "which PEFT's folder of them lacks; `convert merge` writes both"
         )
-    source = run.origin(config)
-    family = huggingface.family_of(config.model, source if source and source.is_dir() else None)
-    _, params, _, step = run.restore(directory, config, config.precision.param_dtype)
-    settings = (config.lora.alpha, config.lora.rslora, config.model.pretrained)
+    family = huggingface.family_of(config.model, configuration.source(config))
+    base = config.model.pretrained
+    _, params, _, step = run.restore(directory, config, config.precision.param_dtype, whole=False)
+    settings = (config.lora.alpha, config.lora.rslora, "" if is_run(Path(base)) else base)
     peft.write(path, params, family, config.model, *settings, dtype=dtype)
     print(f"the adapters of step {step} of {directory} are in {path}, in {dtype or config.precision.param_dtype}")
 
 
 def _export_model(directory: Path, path: Path, config: TrainConfig, dtype: str | None, most: int) -> None:
-    source = run.origin(config)
-    if source is not None and not source.is_dir():
-        print(f"{source}, where the model came from, is not there: its token ids are not kept", file=sys.stderr)
-        source = None
+    source = configuration.source(config)
+    if source is None and config.model.pretrained and not is_run(Path(config.model.pretrained)):
+        told = f"{config.model.pretrained}, where the model came from, is not there: its token ids are not kept"
+        print(told, file=sys.stderr)
     settings: dict[str, Any] = {}
     if source is None:
         tokenizer = load_tokenizer(config.data)

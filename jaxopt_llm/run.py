@@ -25,7 +25,7 @@ from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh, visible_devices
 from jaxopt_llm.parallel.offload import OffloadConfig
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
-from jaxopt_llm.training import lora
+from jaxopt_llm.training import lora, pretrained
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,6 @@ def initial_weights(config: TrainConfig, say: Callable[[str], None], processes: 
     return RunWeights(path, path / "checkpoints" / str(step), configuration.pretrained_model(path), config.model)
 
 
-def origin(config: TrainConfig) -> Path | None:
-    """The Hugging Face folder that a run's weights came from, by way of other runs maybe."""
-    path = config.model.pretrained
-    while path and is_run(Path(path)):
-        path = load_config(Path(path)).model.pretrained
-    return Path(path) if path else None
-
-
 def load(directory: Path, data: DataConfig | None = None) -> Run:
     """data: names the tokenizer, where that is not where the run had it.
 
@@ -86,13 +78,19 @@ def load(directory: Path, data: DataConfig | None = None) -> Run:
     return Run(config, tokenizer, parts, params, placement, step)
 
 
-def restore(directory: Path, config: TrainConfig, dtype: str) -> tuple[Parts, Params, Placement, int]:
+def restore(
+    directory: Path, config: TrainConfig, dtype: str, whole: bool = True
+) -> tuple[Parts, Params, Placement, int]:
     """The parameters of a run's last checkpoint, those that were trained in this dtype, where they are, and its step.
+
+    whole: with what is frozen, in whose place else is None.
 
     Raises CheckpointError where it has no checkpoint that can be used.
     """
     parts = make_parts(config.model, config.training.loss_chunk)
     parts, trained, frozen = lora.adapt(parts, config.lora, config.precision, config.training.trainable)
+    if not whole:
+        frozen = jax.tree.map(lambda spec: None, frozen)
     placement = placement_for(size(trained, dtype) + size(frozen), config.precision.for_evaluation())
     with Checkpoints(directory / "checkpoints") as checkpoints:
         while True:
@@ -102,14 +100,38 @@ def restore(directory: Path, config: TrainConfig, dtype: str) -> tuple[Parts, Pa
             try:
                 # Training casts its masters to it, too, before they meet anything.
                 params = checkpoints.restore(step, dtype, masters=placement.abstract(trained))["masters"]
-                if jax.tree.leaves(frozen):
+                if jax.tree.leaves(frozen) and checkpoints.holds(step, "frozen"):
                     frozen = checkpoints.restore(step, frozen=placement.abstract(frozen))["frozen"]
+                elif jax.tree.leaves(frozen):
+                    frozen = pretrained.read_frozen(open_base(directory, config), frozen, placement)
                 break
             except CheckpointError:
                 if (directory / "checkpoints" / str(step)).exists():
                     raise  # else the run, which is still on, has a newer one and deleted it
-    params = jax.device_put(tree.merge(params, frozen), jax.tree.map(placement.resting_parameters, parts.specs))
+    resting = jax.tree.map(placement.resting_parameters, parts.specs if whole else trained)
+    params = jax.device_put(tree.merge(params, frozen), resting)
     return parts, params, placement, step
+
+
+def keeps_frozen(config: TrainConfig) -> bool:
+    """Whether checkpoints hold what is not trained, too. What came from a folder stays there; a run may change."""
+    return not config.model.pretrained or is_run(Path(config.model.pretrained))
+
+
+def open_base(directory: Path, config: TrainConfig) -> Folder:
+    """The folder of the frozen weights that a run's checkpoints leave out. Raises InputError where it is another than
+    the run began with."""
+    folder = huggingface.open_folder(Path(config.model.pretrained))
+    try:
+        began = json.loads((directory / "corpus.json").read_text())["base_sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{directory}: corpus.json does not say its base ({error!r})") from error
+    if folder.sha256 != began:
+        raise InputError(
+            f"model.pretrained={config.model.pretrained}: it holds other weights than {directory} began with, whose "
+            "checkpoints have adapters alone: bring those back"
+        )
+    return replace(folder, config=config.model)
 
 
 def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:

@@ -19,6 +19,7 @@ from jaxopt_llm import errors, run
 from jaxopt_llm.checkpoint.huggingface import Folder
 from jaxopt_llm.checkpoint.lock import sole_owner
 from jaxopt_llm.checkpoint.native import Checkpoints
+from jaxopt_llm.checkpoint.weights import RunWeights
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.data.corpus import Corpus, open_corpus
 from jaxopt_llm.data.loader import Loader, held_out_batches, read_ahead
@@ -87,6 +88,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
         config.lora,
         placement,
         config.run.seed,
+        keep_frozen=run.keeps_frozen(config),
     )
     own = OwnRows(program.batch.tokens.shape, program.rows)
     loader = Loader(sources, weights, config.training.batch_size, config.run.seed, own.numbers)
@@ -108,11 +110,15 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
         if start >= config.training.steps:
             progress.say(f"{directory} is finished at step {start}; train longer with --training.steps N")
             return
-        begins = config.model.pretrained and not start
-        weights_from = run.initial_weights(config, progress.say, processes) if begins else None
+        weights_from: Folder | RunWeights | None = None
+        if config.model.pretrained and not start:
+            weights_from = run.initial_weights(config, progress.say, processes)
+        elif start and jax.tree.leaves(program.specs.frozen) and not program.specs.keep_frozen:
+            weights_from = run.open_base(directory, config)
+        base = weights_from if isinstance(weights_from, Folder) else None
         adapter = configuration.open_adapter(config) if config.lora.pretrained and not start else None
         if adapter is not None:
-            adapter.check_base(weights_from if isinstance(weights_from, Folder) else None)
+            adapter.check_base(base)
         partly = jax.tree.leaves(program.specs.frozen)
         trained = f", of which {param.count(program.specs.masters):,} are trained," if partly else ""
         progress.say(
@@ -168,6 +174,8 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             if start:
                 saved = placement.abstract(training_state.checkpoint_specs(program.specs))
                 restored = checkpoints.restore(start, **saved)
+                if weights_from is not None:
+                    restored["frozen"] = pretrained.read_frozen(weights_from, program.specs.frozen, placement)
                 state = training_state.resume(program.specs, start, placement, **restored)
                 progress.say(f"continues from step {start}")
             else:
@@ -186,7 +194,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             if not start:
                 _set_aside(directory / "metrics.jsonl")
             log = MetricsLog(directory / "metrics.jsonl", start, progress.say)
-            _record(directory, config, corpus, tokenizer)
+            _record(directory, config, corpus, tokenizer, base)
             settings = dataclasses.asdict(config)
             dashboards = scope.enter_context(Dashboards(config.logging, directory, start, settings, progress.say))
             recorders = [log.write, dashboards.write, progress.show]
@@ -359,9 +367,15 @@ def _set_aside(log: Path) -> None:
         log.rename(next(path for path in free if not path.exists()))
 
 
-def _record(directory: Path, config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer) -> None:
+def _record(directory: Path, config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, base: Folder | None) -> None:
     """Makes the run directory this configuration's, before there is a checkpoint that says whose it is."""
-    told = {"name": corpus.name, "summary": str(corpus), "sha256": corpus.sha256, "tokenizer_sha256": tokenizer.sha256}
+    told = {
+        "name": corpus.name,
+        "summary": str(corpus),
+        "sha256": corpus.sha256,
+        "tokenizer_sha256": tokenizer.sha256,
+        "base_sha256": base.sha256 if base else None,
+    }
     replace_durably(directory / "corpus.json", json.dumps(told))
     replace_durably(directory / "config.json", configuration.to_json(config))
 

@@ -135,6 +135,9 @@ def test_peft_loads_what_is_written(name: str, targets: str, models: dict[str, M
         warnings.filterwarnings("error", "Found missing adapter keys|.*unexpected")
         theirs = library.PeftModel.from_pretrained(model.fresh(), tmp_path / "adapter").eval()
     same(model.logits(theirs), expected)
+    if "embedding/table" in targets and here.config.tied_head:  # and stays one adapter while PEFT trains it
+        table, head = (get() for get in (theirs.get_input_embeddings, theirs.get_output_embeddings))
+        assert head.lora_B["default"].weight.data_ptr() == table.lora_embedding_A["default"].data_ptr()
 
     back = jaxopt_llm.load_pretrained(model.folder, adapter=tmp_path / "adapter")
     assert jax.tree.structure(back.params) == jax.tree.structure(here.params)

@@ -5,6 +5,7 @@ of this process's devices the host holds one tensor at most.
 """
 
 import functools
+import hashlib
 import json
 import math
 import shutil
@@ -32,6 +33,7 @@ from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import offload
 
 CONFIG = "config.json"
+DIGESTED = 2**16  # bytes of a tensor that tell it from others
 # What an export takes over from the folder that the weights came from: nothing that names code, people or places.
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 KEPT_SETTINGS = (*TOKEN_IDS, "max_position_embeddings", "initializer_range")
@@ -212,6 +214,18 @@ class Folder:
             for piece in tensor.pieces
         }
 
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Of what tells these weights from others: each tensor's name, dtype and shape, and where it begins its values
+        (all of them would take as long as reading the folder)."""
+        digest = hashlib.sha256()
+        for name, stored in sorted(self.stored.items()):
+            rows = max(1, DIGESTED // max(1, stored.array[:1].nbytes))
+            digest.update(f"{name} {stored.array.dtype} {stored.array.shape} ".encode())
+            digest.update(np.ascontiguousarray(stored.array[:rows]).view(np.uint8).data)
+            stored.release()
+        return digest.hexdigest()
+
     def dtype(self, path: str) -> np.dtype:
         """Of a leaf's values: the widest, where its tensors differ."""
         held = {self.stored[name].array.dtype for (leaf, _), (name, *_) in self._where.items() if leaf == path}
@@ -269,16 +283,22 @@ def _check_tied(family: Family, stored: dict[str, Stored]) -> None:
     if head not in stored:
         return
     one, other = stored.pop(head), stored[table]
-    rows = 1 + 2**24 // max(1, math.prod(one.array.shape[1:]))  # compared at once
-    same = one.array.shape == other.array.shape and all(
-        np.array_equal(one.array[at : at + rows], other.array[at : at + rows]) for at in range(0, len(one.array), rows)
-    )
-    one.release()
-    if not same:
+    if not equal(one, other):
         raise InputError(
             f"{one.file}: tensor {head!r} differs from {table!r}, and by {CONFIG} they are tied: set "
             "tie_word_embeddings to false there if the head is one of its own"
         )
+
+
+def equal(one: Stored, other: Stored) -> bool:
+    """Whether two tensors have the same values."""
+    rows = 1 + 2**24 // max(1, math.prod(one.array.shape[1:]))  # compared at once
+    same = one.array.shape == other.array.shape and all(
+        np.array_equal(one.array[at : at + rows], other.array[at : at + rows]) for at in range(0, len(one.array), rows)
+    )
+    for each in (one, other):
+        each.release()
+    return same
 
 
 # --- writing

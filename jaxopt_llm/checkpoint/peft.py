@@ -183,7 +183,7 @@ class Adapter:
                 raise InputError(f"{stored.file}: weights of {module} came along, of a base: set --model.pretrained")
             table = next(name for name, ours in folder.family.names.items() if ours == EMBEDDING)
             name = table if module == HEAD and folder.config.tied_head else f"{module}.weight"
-            if not np.array_equal(stored.array, folder.stored[name].array):
+            if not huggingface.equal(stored, folder.stored[name]):
                 raise InputError(
                     f"{stored.file}: the weights of {module} that came along are not those in {folder.path}: bring the "
                     "base that it was trained over, or save the adapter with save_embedding_layers=False"
@@ -196,11 +196,7 @@ def open_adapter(path: Path, family: Family, config: ModelConfig) -> Adapter:
     said = peft_config.read(path)
     every = modules(family, config)
     selected = {name for name, module in every.items() if said.selects(name, module.in_block)}
-    if (
-        said.ensure_weight_tying
-        and config.tied_head
-        and any(every[name].weight is every[HEAD].weight for name in selected)
-    ):
+    if said.ensure_weight_tying and any(every[name].weight is every[HEAD].weight for name in selected):
         selected.add(HEAD)  # PEFT makes its adapter of the table's
     if not selected:
         raise InputError(
@@ -220,18 +216,20 @@ def open_adapter(path: Path, family: Family, config: ModelConfig) -> Adapter:
         if not (name == HEAD and config.tied_head)
         for part in _parts(factors, every[name])
     }
-    paths = list(dict.fromkeys(path for path, _ in parts))
-    places = dict.fromkeys((piece.path, piece.layer) for module in every.values() for piece in module.weight.pieces)
-    partly = [weight for weight, layer in places if weight in paths and (weight, layer) not in parts]
+    places = {(piece.path, piece.layer) for module in every.values() for piece in module.weight.pieces}
+    paths = dict.fromkeys(path for path, _ in parts)
+    partly = [weight for weight, _ in places - parts.keys() if weight in paths]
     if said.use_dora and partly:
-        raise InputError(f"{path / peft_config.FILE}: use_dora on some layers alone of {partly[0]}: here it is on all")
-    globs = [each if each in paths else f"*/{each}" for each in endings(paths, {weight for weight, _ in places}, "/")]
+        raise InputError(
+            f"{path / peft_config.FILE}: use_dora on some layers alone of {min(partly)}: here it is on all"
+        )
+    globs = endings(paths, {weight for weight, _ in places}, "/")
     widest = max(parts.values(), key=lambda part: part.rank)
     share = widest.factors.a.shape[1] / widest.rank  # more than 1 of a module that was written here of several
     lora = {
         "rank": widest.rank,
         "alpha": float(widest.factors.alpha / (math.sqrt(share) if said.use_rslora else share)),
-        "targets": tuple(globs),
+        "targets": tuple(each if each in paths else f"*/{each}" for each in globs),
         "rslora": said.use_rslora,
         "dora": said.use_dora,
     }
@@ -294,16 +292,16 @@ def _factors(path: Path, said: PeftConfig, module: Module, stored: Mapping[str, 
 
 def _check_tied(path: Path, every: Mapping[str, Module], found: Mapping[str, Factors]) -> None:
     """A table that is the head, too, has one adapter."""
-    table = next(name for name, module in every.items() if module.looked_up and module.weight is every[HEAD].weight)
-    one, other = found.get(table), found.get(HEAD)
-    if one is None and other is None:
+    both = [name for name, module in every.items() if module.weight is every[HEAD].weight]
+    one, other = (found.get(name) for name in both)
+    if one is other:  # there is none
         return
-    same = one and other and one.scale == other.scale and np.array_equal(one.a, other.a)
-    if not (same and one and other and np.array_equal(one.b, other.b)):
-        raise InputError(
-            f"{path}: the model's head is its embedding table, and {table} and {HEAD} do not have the same adapter: "
-            "train it with both in target_modules and ensure_weight_tying=True, or with neither"
-        )
+    if one and other and one.scale == other.scale and np.array_equal(one.a, other.a) and np.array_equal(one.b, other.b):
+        return
+    raise InputError(
+        f"{path}: the model's head is its embedding table, and {' and '.join(both)} do not have the same adapter: "
+        "train it with both in target_modules and ensure_weight_tying=True, or with neither"
+    )
 
 
 def _parts(factors: Factors, module: Module) -> list[Part]:

@@ -52,6 +52,12 @@ def read(weights: Weights, specs: StateSpecs, placement: Placement) -> Params:
     )
 
 
+def read_frozen(weights: Weights, frozen: Params, placement: Placement) -> Params:
+    """The parameters that a state does not train, which no checkpoint needs to hold. frozen: their specs."""
+    nothing = jax.tree.map(lambda spec: None, frozen)
+    return read(weights, StateSpecs(nothing, {}, frozen, {}, {}), placement)
+
+
 def with_adapter(given: Params | None, adapter: Adapter, specs: StateSpecs, placement: Placement) -> Params:
     """The same with the folder's adapters."""
 

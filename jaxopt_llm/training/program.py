@@ -53,8 +53,9 @@ def make_program(
     lora: LoraConfig,
     placement: Placement,
     seed: int = 0,
+    keep_frozen: bool = True,
 ) -> Program:
-    """seed: of what dropout drops.
+    """seed: of what dropout drops. keep_frozen: see StateSpecs.
 
     Allocates nothing: the placement's devices may be those of a topology that is only compiled for, or none, of
     which a program is only reckoned with.
@@ -71,7 +72,7 @@ def make_program(
     parts, trainable, frozen = adapt(parts, lora, placement.precision, training.trainable)
     learning_rate = make_schedule(optimizer.learning_rate, schedule)
     optimizers = update.make_optimizers(functools.partial(make_optimizer, optimizer, learning_rate), trainable)
-    specs = training_state.state_specs(trainable, frozen, optimizers, placement.precision)
+    specs = training_state.state_specs(trainable, frozen, optimizers, placement.precision, keep_frozen)
     rows = placement.activation(None, "batch", "sequence")
     shape = (training.accumulation, training.batch_size // training.accumulation, training.sequence_length)
     ids, mask = (jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for dtype in (jnp.int32, jnp.bool))

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -53,19 +53,25 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StateSpecs:
-    """A ParamSpec for every leaf of the state but `compute`, which is cast from the masters."""
+    """A ParamSpec for every leaf of the state but `compute`, which is cast from the masters.
+
+    keep_frozen: whether a checkpoint holds the frozen parameters. Without, they are where they came from.
+    """
 
     masters: Params
     moments: Params
     frozen: Params
     guard: Guard
     loss_scale: LossScale
+    keep_frozen: bool = True
 
 
-def state_specs(specs: Params, frozen: Params, optimizers: Optimizers, precision: PrecisionConfig) -> StateSpecs:
+def state_specs(
+    specs: Params, frozen: Params, optimizers: Optimizers, precision: PrecisionConfig, keep_frozen: bool = True
+) -> StateSpecs:
     """specs: of the trainable parameters, frozen: of the others: the halves of a `tree.partition`."""
     moments = update.state_specs(optimizers, specs)
-    return StateSpecs(specs, moments, frozen, guard.specs(), loss_scale.specs(precision))
+    return StateSpecs(specs, moments, frozen, guard.specs(), loss_scale.specs(precision), keep_frozen)
 
 
 def shardings(specs: StateSpecs, placement: Placement) -> TrainState:
@@ -188,7 +194,8 @@ def checkpoint_specs(specs: StateSpecs) -> dict[str, Params]:
     def by_layer(spec: ParamSpec) -> ParamSpec:
         return spec if spec.layers is None else spec.layer().stack(param.depth(spec))
 
-    trees = {field.name: getattr(specs, field.name) for field in fields(specs)}
+    names = ("masters", "moments", *(("frozen",) if specs.keep_frozen else ()), "guard", "loss_scale")
+    trees = {name: getattr(specs, name) for name in names}
     return {name: jax.tree.map(by_layer, each) for name, each in trees.items() if jax.tree.leaves(each)}
 
 
@@ -241,7 +248,7 @@ def resume(
     loss_scale: LossScale | None = None,
 ) -> TrainState:
     """The state at a checkpoint's step, of what `kept` gave; the compute copy is made again. The arrays it is given are
-    used up as it goes: a whole state would not fit twice."""
+    used up as it goes: a whole state would not fit twice. frozen: may be at rest already."""
 
     def on_stages(spec: ParamSpec, array: jax.Array) -> jax.Array:
         """[repeats, ...] -> [virtual, stages, slots, ...], zeros where a slot holds no layer."""
@@ -261,7 +268,7 @@ def resume(
         return jax.jit(lambda x: on_stages(spec, offload.fetch(x)), out_shardings=resting)
 
     def to_rest(spec: ParamSpec, resting: NamedSharding, array: jax.Array) -> jax.Array:
-        if spec.leading < 2:
+        if array.shape == spec.shape:
             return move(resting, array)
         moved = jax.block_until_ready(convert(_placed(spec), resting)(array))
         array.delete()
