@@ -7,9 +7,9 @@ Hardware: one GPU of 12 GB. As compiled,
 
     python -m jaxopt_llm.plan --config llama3_8b_qlora.py --gpu 4090 --hosts 1 --gpus-per-host 1
 
-0 GiB at the peak and 0.0 GiB sent. The paper's settings for 7B: rank 64 on all matrices of the blocks, alpha 16,
-dropout 0.1, 16 rows in a step (here of 2048 tokens, one at a time), a constant rate. FOLDER is the model as it is
-downloaded, which has these fields itself; Llama 3.1 8B is as good.
+10.0 GiB at the peak and 0.0 GiB sent. Rank, alpha, dropout, rate, clip and the 16 rows of a step are the paper's for
+7B; the rows have 2048 tokens, one at a time. FOLDER is the model as it is downloaded: that of Llama 3.1 does as well.
+chats.jsonl: see docs/chat.md.
 """
 
 from jaxopt_llm.config import RunConfig, TrainConfig

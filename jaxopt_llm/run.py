@@ -58,7 +58,10 @@ def initial_weights(config: TrainConfig, say: Callable[[str], None], processes: 
         step = checkpoints.latest_step()
     if step is None:
         raise CheckpointError(f"model.pretrained={path}: it has no checkpoint yet")
-    return RunWeights(path, path / "checkpoints" / str(step), configuration.pretrained_model(path), config.model)
+    held = load_config(path)
+    left_out = held.training.trainable and not keeps_frozen(held)
+    base = replace(open_base(path, held), config=config.model) if left_out else None
+    return RunWeights(path, path / "checkpoints" / str(step), held.model, config.model, base)
 
 
 def load(directory: Path, data: DataConfig | None = None) -> Run:

@@ -6,6 +6,7 @@ import functools
 import re
 import shlex
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,12 @@ from jaxopt_llm.plan import GIB, Plan, make_plan
 from jaxopt_llm.training.program import make_program
 from jaxopt_llm.validation import validate
 
-SIZED = ("llama2_7b", "10b", "llama3_8b", "llama2_70b", "gpt3_175b")
-# One compiles in a run of all tests; the others by name.
-COMPILED = [SIZED[0], *(pytest.param(name, marks=pytest.mark.slow) for name in SIZED[1:])]
+PRETRAINING = ("llama2_7b", "10b", "llama3_8b", "llama2_70b", "gpt3_175b")
+TUNING = ("llama3_8b_lora", "llama3_8b_qlora", "llama2_70b_qlora", "qwen3_8b_full")
+SIZED = PRETRAINING + TUNING
+# Two compile in a run of all tests; the others by name.
+QUICK = ("llama2_7b", "llama3_8b_qlora")
+COMPILED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SIZED]
 
 
 def docstring(name: str) -> str:
@@ -64,6 +68,57 @@ def test_a_recipe_fits_with_a_share_to_spare_and_its_docstring_says_by_how_much(
     assert found.memory.peak / GIB == pytest.approx(number("GiB at the peak", said), rel=0.02)
     sent = sum(each.bytes for each in found.collectives)
     assert sent / GIB == pytest.approx(number("GiB sent", said), rel=0.02)
+
+
+# ---- What tuning takes, as compiled.
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "changes", "gigabytes"),
+    [
+        ("llama3_8b_qlora", 1, {}, 12),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("llama3_8b_lora", 1, {}, 24),
+                ("llama2_70b_qlora", 2, {"mesh.fsdp": 2, "training.accumulation": 8}, 40),
+                (
+                    "llama2_70b_qlora",
+                    1,
+                    {
+                        "mesh.fsdp": 1,
+                        "training.accumulation": 16,
+                        "lora.rank": 16,
+                        "optimizer.state_dtype": "int8",
+                    },
+                    48,
+                ),
+            )
+        ),
+    ],
+)
+def test_adapters_fit_the_gpus_that_the_docstrings_name(
+    name: str, gpus: int, changes: dict[str, Any], gigabytes: int
+) -> None:
+    if changes:
+        found = make_plan(configuration.changed(configuration.load(f"{name}.py"), changes), "h100", 1, gpus)
+    else:
+        found = plan(name)
+    assert found.memory.peak < 0.92 * gigabytes * GIB  # the share that XLA may use
+    for field, value in changes.items():
+        assert f"--{field.replace('_', '-')} {value}" in docstring(name)
+    assert f"{found.memory.peak / GIB:.1f} GiB" in docstring(name)
+
+
+@pytest.mark.slow
+def test_adapters_need_a_fraction_of_full_tuning() -> None:
+    """Of Llama 2 7B, both in bf16, a row at a time."""
+    row = {"mesh.fsdp": 1, "training.batch_size": 1}
+    whole, adapters = (
+        make_plan(configuration.changed(configuration.load("llama2_7b.py"), {**row, "lora.rank": rank}), "h200", 1, 1)
+        for rank in (0, 16)
+    )
+    assert adapters.memory.peak < 0.2 * whole.memory.peak
 
 
 # ---- ZeRO at the size of the 10B recipe.

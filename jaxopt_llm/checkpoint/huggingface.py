@@ -236,9 +236,10 @@ class Folder:
 
         Rows that pad a table, and places of a stack that hold no layer, are zero.
         """
-        return filled(spec, sharding, functools.partial(self._copy, path))
+        return filled(spec, sharding, functools.partial(self.fill, path))
 
-    def _copy(self, path: str, out: np.ndarray, layer: int | None, index: tuple[slice, ...]) -> None:
+    def fill(self, path: str, out: np.ndarray, layer: int | None, index: tuple[slice, ...]) -> None:
+        """Writes what the index selects of a leaf's layer: see `filled`."""
         name, tensor, piece = self._where[path, layer]
         stored = self.stored[name]
         source = tensor.view(stored.array, piece)[index]

@@ -11,7 +11,7 @@ import tensorstore
 from jax.sharding import NamedSharding
 
 from jaxopt_llm.checkpoint import steps
-from jaxopt_llm.checkpoint.huggingface import filled
+from jaxopt_llm.checkpoint.huggingface import Folder, filled
 from jaxopt_llm.checkpoint.native import FAILURES
 from jaxopt_llm.errors import CheckpointError, InputError
 from jaxopt_llm.model import decoder
@@ -29,13 +29,15 @@ def is_run(path: Path) -> bool:
 @dataclass(frozen=True)
 class RunWeights:
     """path: of the run; checkpoint: of a step of it that was verified. held: the model as the run has it, config: as it
-    is wanted, with other stacks maybe of the same layers."""
+    is wanted, with other stacks maybe of the same layers. base: where what the checkpoint lacks came from, as it is
+    wanted, too; None where it lacks nothing."""
 
     path: Path
     checkpoint: Path
     held: ModelConfig
     config: ModelConfig
-    # Of the leaf that was asked for last, what its devices hold: a stack is one chunk of its file.
+    base: Folder | None = None
+    # Of the leaf that was asked for last, what this process's devices hold. A stack may be one chunk of its file.
     _read: dict[str, np.ndarray] = field(default_factory=dict)
 
     @functools.cached_property
@@ -58,7 +60,8 @@ class RunWeights:
         """Of a leaf's values: the widest, where the run's differ."""
         prefix, name = _split(path)
         theirs = {there + name for (ours, _), (there, _) in self._where.items() if ours == prefix} or {path}
-        return jnp.dtype(jnp.result_type(*(self._dtypes[each][1] for each in theirs)))
+        here = [self._dtypes[each][1] for each in theirs if each in self._dtypes]
+        return jnp.dtype(jnp.result_type(*here, *([self._base.dtype(path)] if len(here) < len(theirs) else [])))
 
     def read(self, path: str, spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
         """A leaf, in the shape and dtype of its spec, zero where a place of a stack holds no layer. Raises InputError
@@ -67,19 +70,25 @@ class RunWeights:
 
     def _fill(self, path: str, out: np.ndarray, layer: int | None, index: tuple[slice, ...]) -> None:
         prefix, name = _split(path)
-        if layer is None:
-            source = self._stored(path, index)
-        else:
-            there, row = self._where[prefix, layer]
-            source = self._stored(there + name, (slice(None), *index))[row]
+        there, row = (prefix, None) if layer is None else self._where[prefix, layer]
+        if there + name not in self._dtypes:
+            self._base.fill(path, out, layer, index)
+            return
+        source = self._stored(there + name, row, index)
         with np.errstate(over="ignore"):  # told below
             out[...] = source
         if not np.isfinite(out).all():
             raise InputError(f"{self.checkpoint}: {path} has values that are not finite in {out.dtype}")
 
-    def _stored(self, path: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Of the run's leaf, with its stack's axis where it has one."""
-        key = f"{path} {index}"
+    @property
+    def _base(self) -> Folder:
+        if self.base is None:
+            raise CheckpointError(f"checkpoint {self.checkpoint} is of another model: it lacks parameters of this one")
+        return self.base
+
+    def _stored(self, path: str, row: int | None, index: tuple[slice, ...]) -> np.ndarray:
+        """What the index selects of the run's leaf, of a row where it is a stack: all of its rows are read at once."""
+        key, whole = f"{path} {index}", index if row is None else (slice(None), *index)
         if key not in self._read:
             if not any(other.startswith(f"{path} ") for other in self._read):
                 self._read.clear()
@@ -87,10 +96,10 @@ class RunWeights:
             within = {"driver": "ocdbt", "base": f"file://{directory}", "path": path.replace("/", ".") + "/"}
             try:
                 store = tensorstore.open({"driver": "zarr", "kvstore": within}, open=True, read=True).result()
-                self._read[key] = store[index].read().result()
+                self._read[key] = store[whole].read().result()
             except FAILURES as error:
                 raise CheckpointError(f"checkpoint {self.checkpoint} cannot be read: {path}: {error}") from error
-        return self._read[key]
+        return self._read[key] if row is None else self._read[key][row]
 
 
 def _split(path: str) -> tuple[str, str]:

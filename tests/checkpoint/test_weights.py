@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import folders
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +12,11 @@ import pytest
 import toy
 
 from jaxopt_llm import tree
+from jaxopt_llm.checkpoint import huggingface
 from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.checkpoint.weights import RunWeights, is_run
-from jaxopt_llm.errors import InputError
+from jaxopt_llm.errors import CheckpointError, InputError
 from jaxopt_llm.execution.stages import rest_on_stages
 from jaxopt_llm.model.decoder import Params, make_parts, param_specs
 
@@ -86,6 +88,25 @@ def test_a_layer_at_a_time_and_in_its_dtype(run: Path) -> None:
     one = spec.layer().stack(np.array([1]))
     (row,) = source.read("segment_0/block_1/mlp/down", one, placement.parameters(one))
     np.testing.assert_array_equal(row, PARAMS["segment_0"]["block_1"]["mlp"]["down"][1])
+
+
+def test_what_a_checkpoint_lacks_is_where_it_came_from(tmp_path: Path) -> None:
+    """Its last three layers were trained; wanted are stacks that have layers of both."""
+    config = replace(folders.CONFIG, pattern=("global",), layers=5)
+    folder = huggingface.open_folder(folders.folder(tmp_path / "folder", config))
+    held, placement = replace(config, last_layers=3), toy.placement()
+    trained = jax.tree.map(lambda spec: jax.device_put(np.full(spec.shape, 2.0, np.float32)), param_specs(held))
+    masters, _ = tree.partition(trained, lambda path: path.startswith("segment_1/"))
+    with Checkpoints(tmp_path / "checkpoints", CheckpointConfig()) as checkpoints:
+        checkpoints.save(3, {"masters": masters}, {})
+    source = RunWeights(tmp_path, tmp_path / "checkpoints/3", held, config, folder)
+    path, expected = "segment_0/block_0/mlp/down", folders.params(config)["segment_0"]["block_0"]["mlp"]["down"]
+    spec = param_specs(config)["segment_0"]["block_0"]["mlp"]["down"]
+    expected[2:] = 2
+    np.testing.assert_array_equal(source.read(path, spec, placement.parameters(spec)), expected)
+    assert source.dtype(path) == np.float32
+    with pytest.raises(CheckpointError, match="lacks parameters"):
+        replace(source, base=None).dtype("outer/embedding/table")
 
 
 def test_values_that_its_dtype_does_not_have_are_refused(tmp_path: Path) -> None:
