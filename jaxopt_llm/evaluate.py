@@ -61,7 +61,7 @@ def main() -> int:
     own, overrides = parser.parse_known_args(sys.argv[1:])
     if own.batches is not None and own.batches < 1:
         raise InputError(f"--batches {own.batches}: must be at least 1")
-    trained = run.load_config(own.checkpoint)
+    trained = run.open_config(own.checkpoint)
     elsewhere = any(argument.split("=")[0] == "--data.paths" for argument in overrides)
     trained = dataclasses.replace(trained, mesh=MeshConfig())  # a batch need not divide as the run's had to
     if elsewhere:  # the weights are of the run's own paths

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxopt_llm import run, tree
+from jaxopt_llm import run
 from jaxopt_llm.checkpoint import huggingface
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution import scan
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.model.decoder import Params, Parts, make_parts
+from jaxopt_llm.model.decoder import Params, Parts
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement
 
@@ -65,8 +65,5 @@ class Pretrained:
 def load(path: Path) -> Pretrained:
     """Raises InputError for what is no whole folder of a known family."""
     folder = huggingface.open_folder(path)
-    parts = make_parts(folder.config)
-    specs = tree.map_with_path(lambda name, spec: replace(spec, dtype=folder.dtype(name)), parts.specs)
-    placement = run.placement_for(run.size(specs), PrecisionConfig(compute_dtype="float32"))
-    params = tree.map_with_path(lambda name, x: folder.read(name, x, placement.resting_parameters(x)), specs)
-    return Pretrained(folder.config, params, path, replace(parts, specs=specs), placement)
+    parts, params, placement = run.read_folder(folder, PrecisionConfig(compute_dtype="float32"))
+    return Pretrained(folder.config, params, path, parts, placement)

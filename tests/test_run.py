@@ -17,13 +17,15 @@ def test_parameters_take_all_devices_where_one_is_too_small() -> None:
     assert run.devices_for(75, devices, 100) == devices[:1]
     assert run.devices_for(76, devices, 100) == devices
     assert run.devices_for(76, devices, None) == devices[:1]
+    assert run.devices_for(150, devices, 100, tensor=2) == devices[:2]
+    assert run.devices_for(151, devices, 100, tensor=2) == devices
     assert run.fits(600, devices, 100) and not run.fits(601, devices, 100)
 
 
 def test_they_rest_divided_and_in_compute_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = train(tmp_path, "--training.steps", 1, "--precision.compute-dtype", "bfloat16")
     assert (done.returncode, done.stderr) == (0, "")
-    monkeypatch.setattr(run, "devices_for", lambda needed, devices, limit: devices)
+    monkeypatch.setattr(run, "devices_for", lambda needed, devices, limit, tensor: devices)
     loaded = run.load(tmp_path)
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded.params)} == {jnp.dtype("bfloat16")}
     table = loaded.params["outer"]["embedding"]["table"]

@@ -8,7 +8,7 @@ import pytest
 import toy
 
 from jaxopt_llm.execution import scan
-from jaxopt_llm.execution.decode import Sampling, candidates, choose, continuations
+from jaxopt_llm.execution.decode import Decoder, Sampling, candidates, choose
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import make_parts
 from jaxopt_llm.parallel.sharding import Placement
@@ -31,7 +31,9 @@ def written(
     placement: Placement = PLACEMENT,
 ) -> np.ndarray:
     """[B, count]"""
-    return np.stack([*continuations(PARTS, PARAMS, prompts, count, SIZE, sampling, seed, placement)], axis=1)
+    length = max(prompt.size for prompt in prompts) + count
+    decoder = Decoder(PARTS, PARAMS, placement, SIZE, sampling, seed, len(prompts), length)
+    return np.stack([*decoder(prompts, count)], axis=1)
 
 
 @pytest.fixture(scope="module")
