@@ -49,7 +49,7 @@ class Continuation:
         self, tokenizer: Tokenizer, prompt: Sequence[int], ends: Collection[int], stops: Sequence[str]
     ) -> None:
         self._tokenizer, self._ends, self._stops = tokenizer, ends, stops
-        self._before = list(prompt)  # the tokens that came last into the text, or the prompt
+        self._before = list(prompt)  # the tokens that came last into the text, or the prompt, and special ones since
         self._pending: list[int] = []  # those after them that end within a character
         self._shown = 0
         self.done = False
@@ -75,7 +75,7 @@ class Continuation:
         new = decode(self._before + self._pending)[len(decode(self._before)) :]
         if not self._pending or (whole_characters and new.endswith("\N{REPLACEMENT CHARACTER}")):
             return
-        self._before, self._pending = self._pending, []
+        self._before, self._pending = self._pending if new else self._before + self._pending, []
         old = len(self.text)
         self.text += new
         begins = [self.text.find(stop, max(0, old - len(stop))) for stop in self._stops]
