@@ -4,6 +4,7 @@ import itertools
 import signal
 import sys
 import threading
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -58,7 +59,7 @@ def converse(
             answer = Continuation(tokenizer, ids.tolist(), ends, stops)
             with _interrupted() as interrupted:
                 steps = itertools.takewhile(lambda _: not interrupted.is_set(), decoder([ids], min(most, room)))
-                ended = write(steps, [answer], _show)
+                ended = write(steps, [answer], show)
             print(flush=True)
             if not ended and room <= most and not interrupted.is_set():
                 raise InputError(
@@ -83,7 +84,10 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _show(text: str) -> None:
+def show(text: str) -> None:
+    """Prints what a model writes as it comes; for a terminal spelt out where it would steer it."""
+    if sys.stdout.isatty():
+        text = "".join(ascii(c)[1:-1] if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
     print(text, end="", flush=True)
 
 

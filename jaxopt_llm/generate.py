@@ -17,8 +17,8 @@ from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.run import Run
 
 MOST_TOKENS = 100_000  # the cache holds keys and values of all of them
-TOKENS = 200
-CONTEXT = 4096
+TOKENS = 200  # of a continuation, by default
+CONTEXT = 4096  # tokens of a conversation, by default
 
 
 def generate(
@@ -128,7 +128,7 @@ def main() -> int:
         if arguments.chat:
             chat.converse(source, arguments.system, _context(arguments.context, source.config.model), *rest)
         elif len(prompts) == 1 and not arguments.prompts:
-            generate(source, prompts, *rest, show=lambda text: print(text, end="", flush=True))
+            generate(source, prompts, *rest, show=chat.show)
             print()
         else:
             for prompt, text in zip(prompts, generate(source, prompts, *rest), strict=True):

@@ -60,10 +60,15 @@ def is_folder(directory: Path) -> bool:
 def open_config(directory: Path) -> TrainConfig:
     """Of a run directory or, with defaults where it says nothing, of a Hugging Face folder. Raises InputError for what
     is neither."""
+    return _open(directory)[0]
+
+
+def _open(directory: Path) -> tuple[TrainConfig, Folder | None]:
     if is_folder(directory):
-        return folder_config(huggingface.open_folder(directory), directory, str(directory.absolute()))
+        folder = huggingface.open_folder(directory)
+        return folder_config(folder, directory, str(directory.absolute())), folder
     try:
-        return load_config(directory)
+        return load_config(directory), None
     except InputError as error:
         raise InputError(f"{error}, nor the folder of a Hugging Face model") from error
 
@@ -86,7 +91,7 @@ def load(directory: Path, data: DataConfig | None = None, tensor: int = 1) -> Ru
 
     Raises InputError for what is neither, CheckpointError where a run has no checkpoint that can be used.
     """
-    config = open_config(directory)
+    config, folder = _open(directory)
     tokenizer = load_tokenizer(data or config.data)
     if tokenizer.vocabulary_size > config.model.vocabulary_size:
         raise InputError(
@@ -95,8 +100,7 @@ def load(directory: Path, data: DataConfig | None = None, tensor: int = 1) -> Ru
         )
     _check_tensor(tensor, config)
     dtype = config.precision.compute_dtype
-    if is_folder(directory):
-        folder = huggingface.open_folder(directory)
+    if folder is not None:
         return Run(config, tokenizer, *read_folder(folder, config.precision, dtype, tensor), step=0)
     _check_tokenizer(directory, tokenizer)
     parts, params, placement, step = restore(directory, config, dtype, tensor)

@@ -140,7 +140,7 @@ def test_answers_are_those_to_the_whole_conversation(
     name: str, template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """By a model of random values, whose answers' texts are other tokens than were drawn."""
-    config = replace(folders.CONFIG, vocabulary_size=512)
+    config = replace(folders.CONFIG, vocabulary_size=512, layers=2, pattern=("sliding",))
     path = write_tokenizer(folders.folder(tmp_path / "model", config), template)
     options = ("--checkpoint", path, "--chat", "--system", "Be brief.", "--tokens", 5, "--context", 256)
     code, out, err = said("What?\nThanks é\n", *options, monkeypatch=monkeypatch, capsys=capsys)
@@ -229,7 +229,7 @@ def test_an_interrupt_ends_an_answer_and_a_second_one_the_command(
             for _ in range(times):
                 signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(chat, "_show", show)
+    monkeypatch.setattr(chat, "show", show)
     talk = ("ask\nask\n", "--checkpoint", folder, "--chat")
     before = signal.getsignal(signal.SIGINT)
     assert said(*talk, monkeypatch=monkeypatch, capsys=capsys) == (0, " good\n good\n", "")
@@ -237,6 +237,17 @@ def test_an_interrupt_ends_an_answer_and_a_second_one_the_command(
     times = 2
     code, out, err = said(*talk, monkeypatch=monkeypatch, capsys=capsys)
     assert (code, out, err) == (130, " good", "interrupted\n")
+
+
+def test_what_would_steer_a_terminal_is_spelt_out_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "a\tb\n\N{NO-BREAK SPACE}\x1b[2J\x9b1m\r\x7fé"
+    chat.show(text)
+    assert capsys.readouterr().out == text
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    chat.show(text)
+    assert capsys.readouterr().out == "a\tb\n\N{NO-BREAK SPACE}\\x1b[2J\\x9b1m\\r\\x7fé"
 
 
 # ---- What cannot be answered.
