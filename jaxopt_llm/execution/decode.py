@@ -4,7 +4,7 @@ Letters: B prompts, S tokens at once, V vocabulary.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxopt_llm import tree
 from jaxopt_llm.execution import scan
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Params, Parts
@@ -58,6 +59,31 @@ def choose(logits: jax.Array, sampling: Sampling, seed: jax.Array, index: jax.Ar
     return jax.vmap(jax.random.categorical)(keys, candidates(logits, sampling)).astype(jnp.int32)
 
 
+def make_step(
+    parts: Parts, placement: Placement, vocabulary_size: int, sampling: Sampling, caches: tree.Tree
+) -> Callable[..., tuple[jax.Array, tree.Tree]]:
+    """step(params, caches, tokens [B, S], padding [B], first, last, seed, index) -> (tokens [B], caches): writes tokens
+    from the slot `first` on and chooses what follows the one at `last`. The caches are given away, and come back placed
+    as `caches` are.
+
+    padding: slots at the start of a row that hold nothing.
+    """
+
+    def step(
+        params: Params, caches: Any, tokens: jax.Array, padding: Any, first: Any, last: Any, seed: Any, index: Any
+    ) -> tuple[jax.Array, Any]:
+        slots = first + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        positions = slots - padding[:, None]
+        real = (positions >= 0).astype(jnp.int32)
+        context = Context(positions, real, placement, cache_index=first, cache_padding=padding)
+        logits, caches = scan.forward(parts, params, tokens, context, caches, only=last)
+        return choose(logits[:, 0, :vocabulary_size], sampling, seed, index), caches
+
+    # Pinned: an array that came out otherwise than it goes in would have the program compiled again.
+    results = placement.activation("batch"), jax.tree.map(lambda x: x.sharding, caches)
+    return jax.jit(step, donate_argnums=1, out_shardings=results)
+
+
 class Decoder:
     """Continues prompts token by token. The keys and values of what it has read and written stay in one cache from call
     to call: of a prompt that begins as the last one did only what follows is computed.
@@ -83,20 +109,7 @@ class Decoder:
         self._held = np.empty((self._rows, 0), np.int32)
         dtype = placement.precision.compute_dtype
         self._caches = jax.jit(lambda: scan.make_caches(parts, self._rows, length, dtype, placement))()
-
-        def step(
-            params: Params, caches: Any, tokens: jax.Array, padding: Any, first: Any, last: Any, seed: Any, index: Any
-        ) -> tuple[jax.Array, Any]:
-            slots = first + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-            positions = slots - padding[:, None]
-            real = (positions >= 0).astype(jnp.int32)
-            context = Context(positions, real, placement, cache_index=first, cache_padding=padding)
-            logits, caches = scan.forward(parts, params, tokens, context, caches, only=last)
-            return choose(logits[:, 0, :vocabulary_size], sampling, seed, index), caches
-
-        # Pinned: an array that came out otherwise than it goes in would have the program compiled again.
-        results = placement.activation("batch"), jax.tree.map(lambda x: x.sharding, self._caches)
-        self._step = jax.jit(step, donate_argnums=1, out_shardings=results)
+        self._step = make_step(parts, placement, vocabulary_size, sampling, self._caches)
 
     def __call__(self, prompts: Sequence[NDArray[np.int32]], count: int) -> Iterator[NDArray[np.int32]]:
         """Yields the next token of every prompt, int32 [B], up to `count` times; the next is computed meanwhile.

@@ -223,8 +223,8 @@ def make_parts(config: ModelConfig, loss_chunk: int = 0, z_loss: float = 0.0) ->
 
     def make_cache(kind: Kind, repeats: int, batch: int, length: int, dtype: Any, placement: Placement) -> Cache:
         def empty() -> jax.Array:
-            zeros = jnp.zeros((repeats, batch, length, config.kv_heads, config.head_dim), dtype)
-            return placement.constrain(zeros, None, "batch", None, "kv_heads", "head_dim")
+            zeros = jnp.zeros((repeats, batch, config.kv_heads, length, config.head_dim), dtype)
+            return placement.constrain(zeros, None, "batch", "kv_heads", None, "head_dim")
 
         return Cache(key=empty(), value=empty())
 

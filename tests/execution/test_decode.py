@@ -73,7 +73,7 @@ def test_it_is_the_same_on_devices_that_divide_parameters_and_cache(axes: dict[s
     for cache in jax.tree.leaves(decoder._caches):
         layers, batch, *_ = cache.shape
         assert batch >= len(PROMPTS) and batch % rows == 0
-        shape = (layers, batch // rows, 12, heads, toy.CONFIG.head_dim)
+        shape = (layers, batch // rows, heads, 12, toy.CONFIG.head_dim)
         assert {part.data.shape for part in cache.addressable_shards} == {shape}
 
 
