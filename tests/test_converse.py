@@ -204,6 +204,7 @@ def test_a_text_goes_on_over_turns_unless_the_folder_says_otherwise(
     options = ("--prompt", "assistant", "--tokens", 5)
     on = said("", "--checkpoint", folder, *options, **talks)
     assert on == (0, "assistant good day again\n", "")
+    assert said("", "--checkpoint", folder, *options, "--tensor", 2, **talks) == on
     path = talker(tmp_path / "model", generation_config=[1])
     assert said("", "--checkpoint", path, *options, **talks) == (0, "assistant good day\n", "")
 
