@@ -164,7 +164,10 @@ def _ladders(config: TrainConfig) -> Iterator[list[Rung]]:
     if not config.lora.rank:
         yield [({"lora.rank": 16}, "adapters alone are trained: for fine-tuning")]
     elif config.lora.base == "float":
-        yield [({"lora.base": "int8"}, "the frozen base is rounded to 8 bits")]
+        yield [
+            ({"lora.base": "int8"}, "the frozen base is rounded to 8 bits"),
+            ({"lora.base": "nf4"}, "the frozen base is rounded to 4 bits"),
+        ]
 
 
 def _sharding(config: TrainConfig) -> Iterator[Rung]:

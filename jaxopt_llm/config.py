@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxopt_llm.checkpoint import huggingface
+from jaxopt_llm.checkpoint import huggingface, peft
+from jaxopt_llm.checkpoint.peft import Adapter
 from jaxopt_llm.checkpoint.policy import CheckpointConfig
+from jaxopt_llm.checkpoint.weights import is_run
 from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution.stacks import RematConfig
@@ -106,6 +108,7 @@ CHECKPOINT_IS_SHAPED_BY = (
     *(f"model.{name}" for name in ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width")),
     *("model.pattern", "model.positions", "model.max_positions", "model.norm", "model.norm_placement"),
     *("model.qk_norm", "model.biases", "model.mlp", "model.tied_head", "lora.rank", "lora.targets", "lora.base"),
+    *("lora.double_quantisation", "lora.dora", "training.trainable", "model.last_layers"),
     *("optimizer.name", "optimizer.state_dtype", "precision.loss_scaling"),
 )
 
@@ -148,21 +151,70 @@ def parse(arguments: list[str], program: str) -> TrainConfig:
 
 
 def with_pretrained(config: TrainConfig) -> TrainConfig:
-    """The configuration with the model of the folder that model.pretrained names. Raises InputError where it sets a
-    field of the model to something else."""
-    path = config.model.pretrained
-    if not path:
-        return config
-    _, model = huggingface.read_config(Path(path))
-    model = dataclasses.replace(model, pretrained=path)
+    """The configuration with the model that model.pretrained names, and the adapters of that of
+    lora.pretrained. Raises InputError where it sets a field of theirs to something else."""
+    if config.model.pretrained:
+        # Absolute: commands that read this run's directory may be started elsewhere.
+        path = Path(config.model.pretrained).absolute()
+        model, ours = pretrained_model(path), ("pretrained", "last_layers")
+        there = {each.name: getattr(model, each.name) for each in dataclasses.fields(model) if each.name not in ours}
+        settled = _settled("model", config.model, there)
+        config = dataclasses.replace(config, model=dataclasses.replace(settled, pretrained=str(path)))
+    if config.lora.pretrained and not config.model.problems():
+        config = dataclasses.replace(config, lora=_settled("lora", config.lora, open_adapter(config).lora))
+    return config
+
+
+def pretrained_model(path: Path) -> ModelConfig:
+    """Of a Hugging Face folder, or of a run directory of ours. Raises InputError for what is neither."""
+    if not is_run(path):
+        return huggingface.read_config(path)[1]
+    config = of_run(path, "model.pretrained=")
+    if config.lora.rank or config.training.trainable:
+        how, what = ("merge", "adapters") if config.lora.rank else ("export", "parts of a model")
+        raise InputError(
+            f"model.pretrained={path}: it is a run of {what}; make one model of them and their base first, as in: "
+            f"python -m jaxopt_llm.convert {how} --checkpoint {path} --to FOLDER"
+        )
+    return config.model
+
+
+def of_run(directory: Path, named: str) -> TrainConfig:
+    """What a run directory was trained with. named: what names it, for the line that says that it is none."""
+    try:
+        return from_json((directory / "config.json").read_text())
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{named}{directory}: not a run directory ({error})") from error
+
+
+def _settled(name: str, section: Any, there: dict[str, Any]) -> Any:
+    """A section with the fields that its folder has."""
     found = [
-        f"model.{each.name}={ours} (there it is {theirs})"
-        for each in dataclasses.fields(ModelConfig)
-        if (ours := getattr(config.model, each.name)) not in (each.default, theirs := getattr(model, each.name))
+        f"{name}.{field_name}={ours} (there it is {theirs})"
+        for field_name, theirs in there.items()
+        if (ours := getattr(section, field_name)) not in (getattr(type(section), field_name), theirs)
     ]
     if found:
-        raise InputError(f"model.pretrained={path} sets the model's fields itself: leave out {', '.join(found)}")
-    return dataclasses.replace(config, model=model)
+        whose = "model's" if name == "model" else "adapter's"
+        raise InputError(
+            f"{name}.pretrained={section.pretrained} sets the {whose} fields itself: leave out {', '.join(found)}"
+        )
+    return dataclasses.replace(section, **there)
+
+
+def source(config: TrainConfig) -> Path | None:
+    """The Hugging Face folder that a model came from, by way of other runs maybe; None where it came from none, or
+    that is no longer there."""
+    path = config.model.pretrained
+    while path and is_run(Path(path)):
+        path = of_run(Path(path), "model.pretrained=").model.pretrained
+    return Path(path) if path and Path(path).is_dir() else None
+
+
+def open_adapter(config: TrainConfig) -> Adapter:
+    """What lora.pretrained names."""
+    family = huggingface.family_of(config.model, source(config))
+    return peft.open_adapter(Path(config.lora.pretrained), family, config.model)
 
 
 def override(config: TrainConfig, overrides: list[str], program: str) -> TrainConfig:

@@ -1,5 +1,7 @@
 """python -m jaxopt_llm.convert import --from FOLDER --to RUN_DIR
-python -m jaxopt_llm.convert export --checkpoint RUN_DIR --to FOLDER"""
+python -m jaxopt_llm.convert export --checkpoint RUN_DIR --to FOLDER
+python -m jaxopt_llm.convert merge --checkpoint RUN_DIR --to FOLDER
+python -m jaxopt_llm.convert merge --base FOLDER --adapter FOLDER --to FOLDER"""
 
 import json
 import sys
@@ -9,11 +11,13 @@ from typing import Any
 import jax
 
 from jaxopt_llm import config as configuration
-from jaxopt_llm import errors, run, tree
-from jaxopt_llm.checkpoint import huggingface, safetensors
+from jaxopt_llm import errors, pretrained, run, tree
+from jaxopt_llm.checkpoint import huggingface, peft, safetensors
 from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.checkpoint.safetensors import NewFolder
+from jaxopt_llm.checkpoint.weights import is_run
+from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.data.tokenizer import load_tokenizer
 from jaxopt_llm.errors import CheckpointError, InputError
 from jaxopt_llm.model import param
@@ -50,15 +54,52 @@ def import_folder(path: Path, directory: Path, tokenizer: str) -> None:
 
 
 def export_run(directory: Path, path: Path, dtype: str | None, most: int) -> None:
-    """Writes the last checkpoint of a run as a Hugging Face folder."""
+    """Writes the last checkpoint of a run as a Hugging Face folder; of a run that trains adapters, these alone as a
+    folder of PEFT's."""
     safetensors.check_free(path)
     config = run.load_config(directory)
     if config.lora.rank:
-        raise InputError(f"--checkpoint {directory}: it is of adapters, which this does not merge into their base yet")
-    source = Path(config.model.pretrained) if config.model.pretrained else None
-    if source is not None and not source.is_dir():
-        print(f"{source}, where the model came from, is not there: its token ids are not kept", file=sys.stderr)
-        source = None
+        _export_adapters(directory, path, config, dtype)
+    else:
+        _export_model(directory, path, config, dtype, most)
+
+
+def merge_run(directory: Path, path: Path, dtype: str | None, most: int) -> None:
+    """Writes the last checkpoint of a run that trains adapters as a Hugging Face folder of the sum."""
+    safetensors.check_free(path)
+    config = run.load_config(directory)
+    if not config.lora.rank:
+        raise InputError(f"--checkpoint {directory}: it has no adapters; `convert export` writes its model")
+    _export_model(directory, path, config, dtype, most)
+
+
+def merge_folders(base: Path, adapter: Path, path: Path, dtype: str | None, most: int) -> None:
+    """Writes the sum of a Hugging Face folder and a folder of PEFT's."""
+    safetensors.check_free(path)
+    model = pretrained.load(base, adapter)
+    huggingface.write(path, model.params, model.config, base, base, dtype, most)
+    print(f"{base} with the adapters of {adapter} is in {path}")
+
+
+def _export_adapters(directory: Path, path: Path, config: TrainConfig, dtype: str | None) -> None:
+    if config.training.trainable:
+        raise InputError(
+            f"--checkpoint {directory}: beside its adapters it trains weights whole, {config.training.trainable[0]}, "
+            "which PEFT's folder of them lacks; `convert merge` writes both"
+        )
+    family = huggingface.family_of(config.model, configuration.source(config))
+    base = config.model.pretrained
+    _, params, _, step = run.restore(directory, config, config.precision.param_dtype, whole=False)
+    settings = (config.lora.alpha, config.lora.rslora, "" if is_run(Path(base)) else base)
+    peft.write(path, params, family, config.model, *settings, dtype=dtype)
+    print(f"the adapters of step {step} of {directory} are in {path}, in {dtype or config.precision.param_dtype}")
+
+
+def _export_model(directory: Path, path: Path, config: TrainConfig, dtype: str | None, most: int) -> None:
+    source = configuration.source(config)
+    if source is None and config.model.pretrained and not is_run(Path(config.model.pretrained)):
+        told = f"{config.model.pretrained}, where the model came from, is not there: its token ids are not kept"
+        print(told, file=sys.stderr)
     settings: dict[str, Any] = {}
     if source is None:
         tokenizer = load_tokenizer(config.data)
@@ -90,32 +131,51 @@ def _dtype_of(source: Path | None) -> str:
 def main() -> int:
     parser = errors.ArgumentParser(
         prog="python -m jaxopt_llm.convert",
-        description="Weights of Hugging Face folders (config.json and safetensors) into run directories, and back.",
+        description="Weights of Hugging Face folders (config.json and safetensors) into run directories, and back; "
+        "adapters as PEFT has them.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="import|export")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="import|export|merge")
     into = commands.add_parser("import", help="a folder into a new run directory, to generate and evaluate from")
     into.add_argument("--from", type=Path, required=True, dest="source", metavar="FOLDER", help="what is read")
     into.add_argument("--to", type=Path, required=True, metavar="RUN_DIR", help="a directory that is not there yet")
     into.add_argument(
         "--tokenizer", metavar="PATH", help="of a tokenizer.json, or bytes (default: the tokenizer.json in FOLDER)"
     )
-    out = commands.add_parser("export", help="the last checkpoint of a run into a new folder")
+    out = commands.add_parser(
+        "export", help="the last checkpoint of a run into a new folder; of a run that trains adapters, a PEFT folder"
+    )
     out.add_argument("--checkpoint", type=Path, required=True, metavar="RUN_DIR", help="directory of a training run")
-    out.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="a folder that is not there yet")
-    out.add_argument(
-        "--dtype", choices=DTYPES, help="of the tensors (default: as in the folder that the run began from, or float32)"
-    )
-    out.add_argument(
-        "--shard-bytes", type=int, default=safetensors.MOST_FILE, metavar="N", help="most in a file (default: 5 GB)"
-    )
+    whole = commands.add_parser("merge", help="adapters and the model that they adapt into a new folder of one model")
+    whole.add_argument("--checkpoint", type=Path, metavar="RUN_DIR", help="directory of a run that trains adapters")
+    whole.add_argument("--base", type=Path, metavar="FOLDER", help="a model, instead, for --adapter")
+    whole.add_argument("--adapter", type=Path, metavar="FOLDER", help="a PEFT folder of LoRA adapters of it")
+    for each in (out, whole):
+        each.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="a folder that is not there yet")
+        each.add_argument(
+            "--dtype",
+            choices=DTYPES,
+            help="of the tensors (default: as in the folder that the run began from, or float32; of adapters, their "
+            "own)",
+        )
+        each.add_argument(
+            "--shard-bytes", type=int, default=safetensors.MOST_FILE, metavar="N", help="most in a file (default: 5 GB)"
+        )
     arguments = parser.parse_args(sys.argv[1:])
     jax.config.update("jax_platforms", "cpu")  # what is only copied needs no accelerator
     if arguments.command == "import":
         import_folder(arguments.source, arguments.to, arguments.tokenizer or str(arguments.source.absolute()))
+        return 0
+    if arguments.shard_bytes < 1:
+        raise InputError(f"--shard-bytes {arguments.shard_bytes}: must be at least 1")
+    settings = (arguments.to, arguments.dtype, arguments.shard_bytes)
+    if arguments.command == "export":
+        export_run(arguments.checkpoint, *settings)
+    elif arguments.checkpoint and not (arguments.base or arguments.adapter):
+        merge_run(arguments.checkpoint, *settings)
+    elif arguments.base and arguments.adapter and not arguments.checkpoint:
+        merge_folders(arguments.base, arguments.adapter, *settings)
     else:
-        if arguments.shard_bytes < 1:
-            raise InputError(f"--shard-bytes {arguments.shard_bytes}: must be at least 1")
-        export_run(arguments.checkpoint, arguments.to, arguments.dtype, arguments.shard_bytes)
+        raise InputError("merge wants --checkpoint RUN_DIR, or --base FOLDER and --adapter FOLDER")
     return 0
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -10,20 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxopt_llm import run
-from jaxopt_llm.checkpoint import huggingface
+from jaxopt_llm import run, tree
+from jaxopt_llm.checkpoint import huggingface, peft
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution import scan
+from jaxopt_llm.model import leaves
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.model.decoder import Params, Parts
+from jaxopt_llm.model.decoder import Params, Parts, make_parts
+from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model and its parameters, in the dtypes that the folder has them in; they are computed with in float32.
+    """A model and its parameters, in the dtypes that the folder has them in, adapters in float32; they are computed
+    with in float32.
 
     source: the folder.
     """
@@ -46,8 +49,8 @@ class Pretrained:
         return self._logits(self.params, ids.astype(np.int32))
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Writes a new folder, which transformers loads; the tokenizer's files come along. Raises InputError where
-        something is there already."""
+        """Writes a new folder, which transformers loads: adapters are folded into what they adapt, and the tokenizer's
+        files come along. Raises InputError where something is there already."""
         huggingface.write(Path(path), self.params, self.config, self.source, self.source)
 
     @functools.cached_property
@@ -62,8 +65,24 @@ class Pretrained:
         return jax.jit(forward)
 
 
-def load(path: Path) -> Pretrained:
-    """Raises InputError for what is no whole folder of a known family."""
+def load(path: Path, adapter: Path | None = None) -> Pretrained:
+    """adapter: a folder of PEFT's, of LoRA adapters of this model.
+
+    Raises InputError for what is no whole folder of a known family, or none of such adapters.
+    """
     folder = huggingface.open_folder(path)
-    parts, params, placement = run.read_folder(folder, PrecisionConfig(compute_dtype="float32"))
-    return Pretrained(folder.config, params, path, parts, placement)
+    parts = make_parts(folder.config)
+    specs = tree.map_with_path(lambda name, spec: replace(spec, dtype=folder.dtype(name)), parts.specs)
+    adapters = None if adapter is None else peft.open_adapter(adapter, folder.family, folder.config)
+    if adapters is not None:
+        adapters.check_base(folder)
+        specs = adapters.adapted(specs)
+    placement = run.placement_for(run.size(specs), PrecisionConfig(compute_dtype="float32"))
+
+    def read(name: str, spec: ParamSpec) -> jax.Array:
+        resting = placement.resting_parameters(spec)
+        if adapters is not None and leaves.is_adapter(name):
+            return adapters.read(name, spec, resting)
+        return folder.read(name.removesuffix("/base"), spec, resting)
+
+    return Pretrained(folder.config, tree.map_with_path(read, specs), path, replace(parts, specs=specs), placement)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,16 +14,19 @@ from jaxopt_llm import tree
 from jaxopt_llm.checkpoint import huggingface
 from jaxopt_llm.checkpoint.huggingface import Folder
 from jaxopt_llm.checkpoint.native import Checkpoints
+from jaxopt_llm.checkpoint.weights import RunWeights, is_run
 from jaxopt_llm.config import RunConfig, TrainConfig
 from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.errors import CheckpointError, InputError
 from jaxopt_llm.model.decoder import Params, Parts, make_parts
+from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel.distributed import Processes
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh, visible_devices
 from jaxopt_llm.parallel.offload import OffloadConfig
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
-from jaxopt_llm.training import lora, shapes
+from jaxopt_llm.training import lora, pretrained, shapes
 
 
 @dataclass(frozen=True)
@@ -42,18 +45,32 @@ class Run:
 
 def load_config(directory: Path) -> TrainConfig:
     """Raises InputError for what is no run directory."""
-    try:
-        return configuration.from_json((directory / "config.json").read_text())
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"--checkpoint {directory}: not a run directory ({error})") from error
+    return configuration.of_run(directory, "--checkpoint ")
 
 
-def is_folder(directory: Path) -> bool:
+def initial_weights(config: TrainConfig, say: Callable[[str], None], processes: Processes) -> Folder | RunWeights:
+    """Those that model.pretrained names, of a run directory its last checkpoint's.
+
+    say: told, in a line, which of its checkpoints are damaged. Raises CheckpointError where none can be used.
+    """
+    path = Path(config.model.pretrained)
+    if not is_run(path):
+        return replace(huggingface.open_folder(path), config=config.model)
+    with Checkpoints(path / "checkpoints", None, say, processes) as checkpoints:
+        step = checkpoints.latest_step()
+    if step is None:
+        raise CheckpointError(f"model.pretrained={path}: it has no checkpoint yet")
+    return RunWeights(path, path / "checkpoints" / str(step), configuration.pretrained_model(path), config.model)
+
+
+def _is_folder(directory: Path) -> bool:
     """Whether this is a Hugging Face folder, and no run directory: each has a config.json of its own."""
+    if is_run(directory):
+        return False
     try:
         settings = json.loads((directory / huggingface.CONFIG).read_bytes())
     except (OSError, ValueError, RecursionError):
-        return False  # whoever reads it as a run's says what is wrong
+        return False  # read as a run's it is told what is wrong
     return isinstance(settings, dict) and "model_type" in settings
 
 
@@ -64,7 +81,7 @@ def open_config(directory: Path) -> TrainConfig:
 
 
 def _open(directory: Path) -> tuple[TrainConfig, Folder | None]:
-    if is_folder(directory):
+    if _is_folder(directory):
         folder = huggingface.open_folder(directory)
         return folder_config(folder, directory, str(directory.absolute())), folder
     try:
@@ -99,34 +116,38 @@ def load(directory: Path, data: DataConfig | None = None, tensor: int = 1) -> Ru
             f"{config.model.vocabulary_size}"
         )
     _check_tensor(tensor, config)
-    dtype = config.precision.compute_dtype
     if folder is not None:
-        return Run(config, tokenizer, *read_folder(folder, config.precision, dtype, tensor), step=0)
+        return Run(config, tokenizer, *read_folder(folder, config.precision, tensor), step=0)
     _check_tokenizer(directory, tokenizer)
-    parts, params, placement, step = restore(directory, config, dtype, tensor)
+    parts, params, placement, step = restore(directory, config, config.precision.compute_dtype, tensor=tensor)
     return Run(config, tokenizer, parts, params, placement, step)
 
 
-def read_folder(
-    folder: Folder, precision: PrecisionConfig, dtype: str | None = None, tensor: int = 1
-) -> tuple[Parts, Params, Placement]:
-    """The parameters of a Hugging Face folder, in this dtype or as they are there, and where they are."""
+def read_folder(folder: Folder, precision: PrecisionConfig, tensor: int) -> tuple[Parts, Params, Placement]:
+    """The parameters of a Hugging Face folder, in compute dtype, and where they are."""
     parts = make_parts(folder.config)
-    specs = tree.map_with_path(
-        lambda name, spec: replace(spec, dtype=jnp.dtype(dtype or folder.dtype(name))), parts.specs
-    )
-    placement = placement_for(size(specs), precision, tensor)
-    params = tree.map_with_path(lambda name, x: folder.read(name, x, placement.resting_parameters(x)), specs)
-    return replace(parts, specs=specs), params, placement
+    placement = placement_for(size(parts.specs, precision.compute_dtype), precision, tensor)
+
+    def read(path: str, spec: ParamSpec) -> jax.Array:
+        spec = replace(spec, dtype=jnp.dtype(precision.compute_dtype))
+        return folder.read(path, spec, placement.resting_parameters(spec))
+
+    return parts, tree.map_with_path(read, parts.specs), placement
 
 
-def restore(directory: Path, config: TrainConfig, dtype: str, tensor: int = 1) -> tuple[Parts, Params, Placement, int]:
+def restore(
+    directory: Path, config: TrainConfig, dtype: str, whole: bool = True, tensor: int = 1
+) -> tuple[Parts, Params, Placement, int]:
     """The parameters of a run's last checkpoint, those that were trained in this dtype, where they are, and its step.
+
+    whole: with what is frozen, in whose place else is None.
 
     Raises CheckpointError where it has no checkpoint that can be used.
     """
     parts = make_parts(config.model, config.training.loss_chunk)
-    parts, trained, frozen = lora.adapt(parts, config.lora, config.precision)
+    parts, trained, frozen = lora.adapt(parts, config.lora, config.precision, config.training.trainable)
+    if not whole:
+        frozen = jax.tree.map(lambda spec: None, frozen)
     placement = placement_for(size(trained, dtype) + size(frozen), config.precision.for_evaluation(), tensor)
     with Checkpoints(directory / "checkpoints") as checkpoints:
         while True:
@@ -136,14 +157,38 @@ def restore(directory: Path, config: TrainConfig, dtype: str, tensor: int = 1) -
             try:
                 # Training casts its masters to it, too, before they meet anything.
                 params = checkpoints.restore(step, dtype, masters=placement.abstract(trained))["masters"]
-                if jax.tree.leaves(frozen):
+                if jax.tree.leaves(frozen) and checkpoints.holds(step, "frozen"):
                     frozen = checkpoints.restore(step, frozen=placement.abstract(frozen))["frozen"]
+                elif jax.tree.leaves(frozen):
+                    frozen = pretrained.read_frozen(open_base(directory, config), frozen, placement)
                 break
             except CheckpointError:
                 if (directory / "checkpoints" / str(step)).exists():
                     raise  # else the run, which is still on, has a newer one and deleted it
-    params = jax.device_put(tree.merge(params, frozen), jax.tree.map(placement.resting_parameters, parts.specs))
+    resting = jax.tree.map(placement.resting_parameters, parts.specs if whole else trained)
+    params = jax.device_put(tree.merge(params, frozen), resting)
     return parts, params, placement, step
+
+
+def keeps_frozen(config: TrainConfig) -> bool:
+    """Whether checkpoints hold what is not trained, too. What came from a folder stays there; a run may change."""
+    return not config.model.pretrained or is_run(Path(config.model.pretrained))
+
+
+def open_base(directory: Path, config: TrainConfig) -> Folder:
+    """The folder of the frozen weights that a run's checkpoints leave out. Raises InputError where it is another than
+    the run began with."""
+    folder = huggingface.open_folder(Path(config.model.pretrained))
+    try:
+        began = json.loads((directory / "corpus.json").read_text())["base_sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{directory}: corpus.json does not say its base ({error!r})") from error
+    if folder.sha256 != began:
+        raise InputError(
+            f"model.pretrained={config.model.pretrained}: it holds other weights than {directory} began with, whose "
+            "checkpoints have adapters alone: bring those back"
+        )
+    return replace(folder, config=config.model)
 
 
 def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:

@@ -15,10 +15,11 @@ from typing import Any
 import jax
 
 from jaxopt_llm import config as configuration
-from jaxopt_llm import errors
-from jaxopt_llm.checkpoint import huggingface
+from jaxopt_llm import errors, run
+from jaxopt_llm.checkpoint.huggingface import Folder
 from jaxopt_llm.checkpoint.lock import sole_owner
 from jaxopt_llm.checkpoint.native import Checkpoints
+from jaxopt_llm.checkpoint.weights import RunWeights
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.data.corpus import Corpus, open_corpus
 from jaxopt_llm.data.loader import Loader, held_out_batches, read_ahead
@@ -79,7 +80,15 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
     weights = [source.weight for source in corpus.sources]
     placement = Placement(make_mesh(config.mesh), config.sharding, config.precision, config.offload)
     program = make_program(
-        config.model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
+        config.model,
+        config.training,
+        config.optimizer,
+        config.schedule,
+        config.remat,
+        config.lora,
+        placement,
+        config.run.seed,
+        keep_frozen=run.keeps_frozen(config),
     )
     own = OwnRows(program.batch.tokens.shape, program.rows)
     loader = Loader(sources, weights, config.training.batch_size, config.run.seed, own.numbers)
@@ -101,9 +110,17 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
         if start >= config.training.steps:
             progress.say(f"{directory} is finished at step {start}; train longer with --training.steps N")
             return
-        begins = config.model.pretrained and not start
-        folder = huggingface.open_folder(Path(config.model.pretrained)) if begins else None
-        trained = f", of which {param.count(program.specs.masters):,} are trained," if config.lora.rank else ""
+        weights_from: Folder | RunWeights | None = None
+        if config.model.pretrained and not start:
+            weights_from = run.initial_weights(config, progress.say, processes)
+        elif start and jax.tree.leaves(program.specs.frozen) and not program.specs.keep_frozen:
+            weights_from = run.open_base(directory, config)
+        base = weights_from if isinstance(weights_from, Folder) else None
+        adapter = configuration.open_adapter(config) if config.lora.pretrained and not start else None
+        if adapter is not None:
+            adapter.check_base(base)
+        partly = jax.tree.leaves(program.specs.frozen)
+        trained = f", of which {param.count(program.specs.masters):,} are trained," if partly else ""
         progress.say(
             f"{leaves.count(program.parts.specs):,} parameters{trained} on {placement.mesh.size} "
             f"{jax.devices()[0].device_kind} device(s){processes}, run directory {directory}"
@@ -157,20 +174,27 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             if start:
                 saved = placement.abstract(training_state.checkpoint_specs(program.specs))
                 restored = checkpoints.restore(start, **saved)
+                if weights_from is not None:
+                    restored["frozen"] = pretrained.read_frozen(weights_from, program.specs.frozen, placement)
                 state = training_state.resume(program.specs, start, placement, **restored)
                 progress.say(f"continues from step {start}")
             else:
-                state = training_state.initialize(program.specs, program.optimizers, config.run.seed, placement)
-                if folder is not None:
-                    state = pretrained.put(folder, state, program.specs, placement)
-                    progress.say(f"begins from the weights of {folder.path}")
+                given = None
+                if weights_from is not None:
+                    given = pretrained.read(weights_from, program.specs, placement)
+                    progress.say(f"begins from the weights of {weights_from.path}")
+                if adapter is not None:
+                    given = pretrained.with_adapter(given, adapter, program.specs, placement)
+                    progress.say(f"begins from the adapters of {adapter.path}")
+                seed = config.run.seed
+                state = training_state.initialize(program.specs, program.optimizers, seed, placement, given)
         log: MetricsLog | None = None
         recorders: list[Callable[[dict[str, Any]], None]] = []
         if processes.first:
             if not start:
                 _set_aside(directory / "metrics.jsonl")
             log = MetricsLog(directory / "metrics.jsonl", start, progress.say)
-            _record(directory, config, corpus, tokenizer)
+            _record(directory, config, corpus, tokenizer, base)
             settings = dataclasses.asdict(config)
             dashboards = scope.enter_context(Dashboards(config.logging, directory, start, settings, progress.say))
             recorders = [log.write, dashboards.write, progress.show]
@@ -343,9 +367,15 @@ def _set_aside(log: Path) -> None:
         log.rename(next(path for path in free if not path.exists()))
 
 
-def _record(directory: Path, config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer) -> None:
+def _record(directory: Path, config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, base: Folder | None) -> None:
     """Makes the run directory this configuration's, before there is a checkpoint that says whose it is."""
-    told = {"name": corpus.name, "summary": str(corpus), "sha256": corpus.sha256, "tokenizer_sha256": tokenizer.sha256}
+    told = {
+        "name": corpus.name,
+        "summary": str(corpus),
+        "sha256": corpus.sha256,
+        "tokenizer_sha256": tokenizer.sha256,
+        "base_sha256": base.sha256 if base else None,
+    }
     replace_durably(directory / "corpus.json", json.dumps(told))
     replace_durably(directory / "config.json", configuration.to_json(config))
 

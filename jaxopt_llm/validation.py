@@ -71,7 +71,7 @@ def validate(config: TrainConfig) -> None:
         found.append(f"run.seed={config.run.seed}: must be at least 0")
     if not found:
         found = [
-            *lora.target_problems(param_specs(config.model), config.lora),
+            *lora.problems(param_specs(config.model), config.lora, config.training.trainable),
             *shapes.problems(config.model, config.training, config.mesh, config.sharding),
             *(_too_many_stages(config) or _unequal_groups(config)),
             *_missing_features(config),
@@ -79,7 +79,7 @@ def validate(config: TrainConfig) -> None:
             *_unquantisable(config),
         ]
     if not found:
-        _, trained, _ = lora.adapt(make_parts(config.model), config.lora, config.precision)
+        _, trained, _ = lora.adapt(make_parts(config.model), config.lora, config.precision, config.training.trainable)
         mesh = AbstractMesh(dataclasses.astuple(config.mesh), AXES)
         placement = Placement(mesh, config.sharding, config.precision)
         found = [

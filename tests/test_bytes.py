@@ -95,7 +95,9 @@ def compiled(
     placement = Placement(
         make_mesh(mesh, gpu_topology("h200")), ShardingConfig(stage, sequence_parallel), precision, offload
     )
-    lora = LoraConfig(rank=RANK, base=adapters_over) if adapters_over else LoraConfig()
+    lora = LoraConfig()
+    if adapters_over:
+        lora = LoraConfig(rank=RANK, base=adapters_over, double_quantisation=adapters_over == "nf4")
     training = TrainingConfig(
         batch_size=ROWS * accumulation, sequence_length=SEQUENCE, accumulation=accumulation, loss_chunk=LOSS_CHUNK
     )
@@ -360,18 +362,21 @@ def adapter_parameters() -> int:
     return RANK * (4 * (WIDTH + 8 * 128) + 3 * (WIDTH + 4096))
 
 
-def base_bytes(base: str) -> tuple[int, int]:
-    """Of one layer, and outside the stacks: bf16, or a byte per code and four per channel; norms and table in bf16."""
-    matrices, channels = layer_parameters() - 2 * WIDTH, 4 * 1024 + 2 * 4096 + WIDTH
-    layer = 2 * matrices if base == "float" else matrices + 4 * channels
+def base_bytes(base: str) -> tuple[float, float]:
+    """Of one layer, and outside the stacks: bf16; or a byte per code and four per channel; or half a byte per code, one
+    per block, and four for all blocks along the width; norms and table in bf16."""
+    matrices, channels, across = layer_parameters() - 2 * WIDTH, 4 * 1024 + 2 * 4096 + WIDTH, 4 * 1024 + 3 * 4096
+    layer = {"float": 2 * matrices, "int8": matrices + 4 * channels, "nf4": matrices * (1 / 2 + 1 / 64) + 4 * across}[
+        base
+    ]
     return layer + 2 * 2 * WIDTH, 2 * (VOCABULARY * WIDTH + WIDTH)
 
 
 @pytest.mark.parametrize(
     "stage, base",
     [
-        *((0, "float"), (3, "float"), (3, "int8")),
-        *slow((1, "float"), (2, "float"), (0, "int8"), (1, "int8"), (2, "int8")),
+        *((0, "float"), (3, "float"), (3, "nf4")),
+        *slow((1, "float"), (2, "float"), (3, "int8"), (0, "int8"), (1, "int8"), (2, "int8"), (0, "nf4")),
     ],
 )
 def test_resting_bytes_of_adapters_over_a_frozen_base(stage: int, base: str) -> None:
@@ -386,7 +391,9 @@ def test_resting_bytes_of_adapters_over_a_frozen_base(stage: int, base: str) -> 
     assert step.memory.aliased >= step.memory.arguments - batch - 4096, "the state is not updated in place"
 
 
-@pytest.mark.parametrize("stage, base", [(0, "float"), (3, "float"), (3, "int8"), *slow((1, "float"), (2, "float"))])
+@pytest.mark.parametrize(
+    "stage, base", [(0, "float"), (3, "float"), (3, "nf4"), *slow((1, "float"), (2, "float"), (3, "int8"))]
+)
 def test_only_adapters_have_gradients_to_move(stage: int, base: str) -> None:
     moved = per_layer(Compiled.wire_bytes, FSDP, stage, adapters_over=base)
     gradient, gather = 4 * SHARE * adapter_parameters(), 2 * SHARE * adapter_parameters()
@@ -399,16 +406,18 @@ def test_only_adapters_have_gradients_to_move(stage: int, base: str) -> None:
     assert moved == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("remat", ["full", *slow(("none",))])
-def test_an_int8_base_is_gathered_as_codes_a_layer_at_a_time(remat: str) -> None:
-    step = compiled(8, FSDP, 3, remat, adapters_over="int8")
+@pytest.mark.parametrize("base, remat", [("nf4", "full"), *slow(("nf4", "none"), ("int8", "full"), ("int8", "none"))])
+def test_a_base_in_codes_is_gathered_as_codes_a_layer_at_a_time(base: str, remat: str) -> None:
+    step = compiled(8, FSDP, 3, remat, adapters_over=base)
     inside = [each for each in step.collectives if each.kind == "all-gather" and each.times > 1]
-    codes = sum(each.array_bytes for each in inside if "s8" in each.dtypes)
+    dtype, dtypes = {"int8": (np.int8, "s8"), "nf4": (np.uint8, "u8")}[base]
+    codes = sum(each.array_bytes for each in inside if dtypes in each.dtypes)
     # With them come scales and adapters, of which a recomputed product reads its own a third time.
-    assert 2 * (layer_parameters() - 2 * WIDTH) <= codes <= 2 * base_bytes("int8")[0] + 6 * adapter_parameters()
+    matrices = (layer_parameters() - 2 * WIDTH) / (1 if base == "int8" else 2)
+    assert 2 * matrices <= codes <= 2 * base_bytes(base)[0] + 6 * adapter_parameters()
     # What else is gathered is smaller than any matrix: scales, norms, adapters.
-    assert sum(each.array_bytes for each in inside if "s8" not in each.dtypes) < WIDTH * WIDTH
-    stacks = {spec.shape for spec in jax.tree.leaves(step.program.specs.frozen) if spec.dtype == np.int8}
+    assert sum(each.array_bytes for each in inside if dtypes not in each.dtypes) < WIDTH * WIDTH
+    stacks = {spec.shape for spec in jax.tree.leaves(step.program.specs.frozen) if spec.dtype == dtype}
     assert not stacks & {each.shape for each in hlo.array_shapes(step.text)}, "a gathered stack is kept"
     # Nor does widening the codes cost more than 16 bits from the start (jax 0.11.2: 1.7% more).
     assert step.memory.temporaries <= 1.05 * compiled(8, FSDP, 3, remat, adapters_over="float").memory.temporaries

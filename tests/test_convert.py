@@ -10,12 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from commands import checkpoint, command, train
+import toy
+from commands import checkpoint, command, metrics, train
+from test_evaluate import evaluated
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from jaxopt_llm import load_pretrained
-from jaxopt_llm.checkpoint import safetensors
+from jaxopt_llm import config as configuration
+from jaxopt_llm import convert, load_pretrained
+from jaxopt_llm.checkpoint import huggingface, safetensors
+from jaxopt_llm.errors import InputError
 
 pytestmark = pytest.mark.core
 
@@ -70,8 +74,12 @@ def test_there_and_back(folder: Path, tmp_path: Path) -> None:
     assert one.keys() == two.keys()
     assert all(one[name].tobytes() == two[name].tobytes() for name in one)
 
+    model = replace(configuration.of_run(run, "").model, pretrained=str(run))
+    assert configuration.source(configuration.TrainConfig(model=model)) == source  # of a run that begins from this one
+
     assert "there is something already" in refused("convert", "import", "--from", folder, "--to", run)
     assert "there is something already" in refused("convert", "export", "--checkpoint", run, "--to", back)
+    assert "it has no adapters" in refused("convert", "merge", "--checkpoint", run, "--to", run / "new")
     assert len(list(run.iterdir())) == 3  # and nothing beside
 
 
@@ -91,10 +99,85 @@ def test_training_begins_from_a_folder_and_ends_as_one(folder: Path, tmp_path: P
     expected = folders.params(CONFIG, jnp.bfloat16)
     jax.tree.map(np.testing.assert_array_equal, load_pretrained(out).params, expected)
 
-    adapted = json.loads((run / "config.json").read_text())
-    adapted["lora"]["rank"] = 2
-    (run / "config.json").write_text(json.dumps(adapted))
-    assert "it is of adapters" in refused("convert", "export", "--checkpoint", run, "--to", tmp_path / "no")
+
+def test_adapters_go_out_are_merged_and_begin_a_run(folder: Path, tmp_path: Path) -> None:
+    recipe, run, again = tmp_path / "recipe.py", tmp_path / "run", tmp_path / "again"
+    base, away = tmp_path / "base", tmp_path / "away"
+    shutil.copytree(folder, base)
+    recipe.write_text(RECIPE.format(path=str(base)))
+    options = ("train", "--config", recipe, "--evaluation.batches", 1, "--precision.compute-dtype", "float32")
+    lora = ("--lora.rank", 2, "--lora.alpha", 3, "--lora.targets", "*/attention/*", "*/mlp/down")
+    done(*options, *lora, "--run.directory", run, "--optimizer.learning-rate", 1e-2)
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    base.rename(away)  # no adapter wants it to go out
+    said = done("convert", "export", "--checkpoint", run, "--to", adapter)
+    away.rename(base)
+    assert said == f"the adapters of step 2 of {run} are in {adapter}, in float32\n"
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+
+    # The sum of the run is that of the folders.
+    done("convert", "merge", "--checkpoint", run, "--to", merged)
+    convert.merge_folders(base, adapter, tmp_path / "other", None, 10**9)
+    one, two, before = tensors(merged), tensors(tmp_path / "other"), tensors(base)
+    assert all(one[name].tobytes() == two[name].tobytes() for name in one.keys() | two.keys())
+    changed = {name for name in one if not np.array_equal(one[name], before[name])}
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj")
+    assert changed == {f"model.layers.{layer}.{name}.weight" for layer in range(2) for name in names}
+
+    # So slow that nothing changes; and B is not at zero, where a run without the folder would begin.
+    still = ("--optimizer.learning-rate", 1e-30, "--optimizer.weight-decay", 0, "--mesh.pipeline", 2)
+    begins = (*options, "--lora.pretrained", adapter, "--run.directory", again)
+    assert f"begins from the adapters of {adapter}" in done(*begins, *still)
+    first, second = (checkpoint(each, 2)["masters"] for each in (run, again))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    assert all(np.any(each) for each in jax.tree.leaves(second))
+
+    with pytest.raises(InputError) as error:
+        arguments = map(str, (*begins[1:], "--lora.rank", 4, "--lora.targets", "*/mlp/*"))
+        configuration.parse([*arguments], "train")
+    assert "leave out lora.rank=4 (there it is 2), lora.targets=('*/mlp/*',) (there it is" in str(error.value)
+    whole = json.loads((run / "config.json").read_text())
+    whole["training"]["trainable"] = ["*/scale"]
+    (run / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(InputError, match=r"it trains weights whole, \*/scale, .* `convert merge` writes both"):
+        convert.export_run(run, run / "new", None, 1)
+    assert "merge wants --checkpoint RUN_DIR, or" in refused("convert", "merge", "--base", base, "--to", run / "new")
+
+
+def test_checkpoints_of_adapters_leave_the_base_where_it_is(folder: Path, tmp_path: Path) -> None:
+    """And go on from it on another mesh as if nothing had been, while it is the same."""
+    base = tmp_path / "base"
+    shutil.copytree(folder, base)
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(RECIPE.format(path=str(base)))
+    documents = (json.dumps({"text": f"document {number} " * 5}) for number in range(40))
+    (tmp_path / "documents.jsonl").write_text("\n".join(documents))
+    corpus = ("--data.paths", tmp_path / "documents.jsonl", "--data.held-out", 0.2, "--evaluation.batches", 1000)
+    options = ("--config", recipe, *corpus, "--training.batch-size", 1, "--precision.compute-dtype", "float32")
+    qlora = ("--lora.rank", 2, "--lora.base", "nf4", "--lora.dora", "True", "--lora.dropout", 0.1)
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    done("train", *options, *qlora, "--run.directory", whole, "--training.steps", 3, "--checkpoint.every", 1)
+    done("train", *options, *qlora, "--run.directory", parted, "--training.steps", 2)
+    held = {path.name for path in (parted / "checkpoints" / "2").iterdir() if path.is_dir()}
+    assert held == {"masters", "moments", "guard"}
+    goes_on = (*options, *qlora, "--run.directory", parted, "--training.steps", 3)
+    said = done("train", *goes_on, "--mesh.pipeline", 2)
+    assert "continues from step 2" in said
+    one, other = (checkpoint(each, 3)["masters"] for each in (whole, parted))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), one, other)
+    assert metrics(whole)[-1]["eval_loss"] == pytest.approx(metrics(parted)[-1]["eval_loss"], rel=1e-6)
+    assert evaluated(parted)[0] == pytest.approx(metrics(parted)[-1]["eval_loss"], abs=1e-4)
+
+    (base / "model.safetensors.index.json").unlink()
+    for file in base.glob("*.safetensors"):
+        file.unlink()
+    other_weights = folders.params(CONFIG)
+    other_weights["outer"]["final_norm"]["scale"][0] += 1
+    huggingface.write(tmp_path / "new", jax.device_put(other_weights, toy.placement().replicated), CONFIG)
+    shutil.copytree(tmp_path / "new", base, dirs_exist_ok=True)
+    assert f"model.pretrained={base}: it holds other weights than {parted} began with" in refused(
+        "train", *goes_on, "--training.steps", 4
+    )
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jaxopt_llm"
 FLOORS = (
-    ("errors", "tree", "files", "kernels"),  # neither of them imports another
+    ("errors", "tree", "files", "hashing", "kernels"),  # neither of them imports another
     ("parallel",),
     ("model",),
     ("execution", "data", "checkpoint", "observe"),

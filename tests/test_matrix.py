@@ -63,7 +63,7 @@ CASES = pairwise(
         "accumulation": (1, 3),
         "remat": ("none", "full"),
         "model": ("tied", "untied"),
-        "adapt": ("full", "lora", "lora-int8"),
+        "adapt": ("full", "lora", "lora-int8", "qlora"),
     },
     lambda case: (
         case["pipeline"] * case["tensor"] * math.prod(case["split"].values()) <= DEVICES
@@ -108,6 +108,14 @@ ADAPT = {
     "full": LoraConfig(),
     "lora": LoraConfig(rank=4, targets=("*/attention/*", "segment_0/*/mlp/*", "outer/*/table")),
     "lora-int8": LoraConfig(rank=4, targets=("*/attention/*", "segment_0/*/mlp/*", "outer/*/table"), base="int8"),
+    "qlora": LoraConfig(
+        rank=4,
+        targets=("*/attention/*", "segment_0/*/mlp/*"),
+        base="nf4",
+        double_quantisation=True,
+        dora=True,
+        dropout=0.25,
+    ),
 }
 
 

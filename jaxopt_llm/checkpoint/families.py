@@ -111,7 +111,7 @@ def fitting(config: ModelConfig, preferred: str | None = None) -> Family:
 
 def canonical(config: ModelConfig) -> ModelConfig:
     """The same model, with defaults in the fields that it does not read."""
-    unread = ["pretrained"]
+    unread = ["pretrained", "last_layers"]
     if "sliding" not in config.pattern:
         unread.append("window")
     if config.positions == "learned":

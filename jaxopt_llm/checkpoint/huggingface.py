@@ -5,6 +5,7 @@ of this process's devices the host holds one tensor at most.
 """
 
 import functools
+import hashlib
 import json
 import math
 import shutil
@@ -25,13 +26,14 @@ from jaxopt_llm.checkpoint.codecs import Settings, Unsupported
 from jaxopt_llm.checkpoint.families import Family
 from jaxopt_llm.checkpoint.safetensors import Described, NewFolder, Stored
 from jaxopt_llm.errors import InputError
-from jaxopt_llm.model import decoder
+from jaxopt_llm.model import decoder, leaves
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import offload
 
 CONFIG = "config.json"
+DIGESTED = 2**16  # bytes of a tensor that tell it from others
 # What an export takes over from the folder that the weights came from: nothing that names code, people or places.
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 KEPT_SETTINGS = (*TOKEN_IDS, "max_position_embeddings", "initializer_range")
@@ -109,14 +111,11 @@ def tensors(family: Family, config: ModelConfig) -> dict[str, Tensor]:
     """The tensors of a model by their names, in the order of the layers."""
     specs = decoder.param_specs(config)
     by_path = dict(tree.leaves_with_path(specs))
-    # Our prefix, the layer's number, its place in the stack; first of what is outside the stacks.
-    places: list[tuple[str, str, int | None]] = [("", "", None)]
-    for number, segment in enumerate(decoder.layout(config)):
-        for repeat, layers in enumerate(segment.per_layer["index"]):
-            places += [(f"segment_{number}/block_{i}/", str(layer), repeat) for i, layer in enumerate(layers)]
+    # Our prefix, its place in the stack, the layer's number; first of what is outside the stacks.
+    places: list[tuple[str, int | None, int | None]] = [("", None, None), *decoder.places(config)]
     found: dict[str, Tensor] = {}
     used: set[str] = set()
-    for prefix, layer, row in places:
+    for prefix, row, layer in places:
         for name, ours in family.names.items():
             paths = [prefix + each for each in ours.split()]
             if ("{}" in name) != bool(prefix) or paths[0] not in by_path:
@@ -161,6 +160,42 @@ def read_config(path: Path) -> tuple[Family, ModelConfig]:
         raise InputError(f"{path / CONFIG}: {error}") from error
 
 
+def filled(
+    spec: ParamSpec, sharding: NamedSharding, fill: Callable[[np.ndarray, int | None, tuple[slice, ...]], None]
+) -> jax.Array:
+    """A leaf of zeros, of which `fill(zeros, layer, index)` writes each part that a device holds: of one layer of the
+    stack, None of what is in none, what the index selects of it."""
+    parts: dict[str, np.ndarray] = {}  # devices that hold the same have one between them
+
+    def part(index: Any) -> np.ndarray:  # a slice for each dimension
+        if (key := str(index)) not in parts:
+            parts[key] = whole_part(index)
+        return parts[key]
+
+    def whole_part(index: tuple[slice, ...]) -> np.ndarray:
+        ranges = [range(size)[each] for size, each in zip(spec.shape, index, strict=True)]
+        out = np.zeros([len(each) for each in ranges], spec.dtype)
+        stack = np.zeros((), np.int64) if spec.layers is None else np.asarray(spec.layers)
+        numbers = stack[index[: spec.leading]]
+        for place in np.ndindex(numbers.shape):
+            if numbers[place] >= 0:
+                layer = None if spec.layers is None else int(numbers[place])
+                fill(out[place], layer, index[spec.leading :])
+        return out
+
+    return jax.make_array_from_callback(spec.shape, sharding, part)
+
+
+def family_of(config: ModelConfig, source: Path | None = None) -> Family:
+    """The family that serves a model: that of the folder that it came from, if it can. Raises InputError where none
+    has such a model."""
+    preferred = None if source is None else read_settings(source).get("model_type")
+    try:
+        return families.fitting(config, preferred)
+    except Unsupported as error:
+        raise InputError(str(error)) from error
+
+
 @dataclass(frozen=True)
 class Folder:
     """A folder whose headers are checked: every tensor is there once, in its shape, and no other."""
@@ -179,6 +214,18 @@ class Folder:
             for piece in tensor.pieces
         }
 
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Of what tells these weights from others: each tensor's name, dtype and shape, and where it begins its values
+        (all of them would take as long as reading the folder)."""
+        digest = hashlib.sha256()
+        for name, stored in sorted(self.stored.items()):
+            rows = max(1, DIGESTED // max(1, stored.array[:1].nbytes))
+            digest.update(f"{name} {stored.array.dtype} {stored.array.shape} ".encode())
+            digest.update(np.ascontiguousarray(stored.array[:rows]).view(np.uint8).data)
+            stored.release()
+        return digest.hexdigest()
+
     def dtype(self, path: str) -> np.dtype:
         """Of a leaf's values: the widest, where its tensors differ."""
         held = {self.stored[name].array.dtype for (leaf, _), (name, *_) in self._where.items() if leaf == path}
@@ -189,27 +236,9 @@ class Folder:
 
         Rows that pad a table, and places of a stack that hold no layer, are zero.
         """
-        parts: dict[str, np.ndarray] = {}  # devices that hold the same have one between them
+        return filled(spec, sharding, functools.partial(self._copy, path))
 
-        def part(index: Any) -> np.ndarray:  # a slice for each dimension
-            if (key := str(index)) not in parts:
-                parts[key] = self._part(path, spec, index)
-            return parts[key]
-
-        return jax.make_array_from_callback(spec.shape, sharding, part)
-
-    def _part(self, path: str, spec: ParamSpec, index: tuple[slice, ...]) -> np.ndarray:
-        ranges = [range(size)[each] for size, each in zip(spec.shape, index, strict=True)]
-        out = np.zeros([len(each) for each in ranges], spec.dtype)
-        stack = np.zeros((), np.int64) if spec.layers is None else np.asarray(spec.layers)
-        numbers = stack[index[: spec.leading]]
-        for place in np.ndindex(numbers.shape):
-            if numbers[place] >= 0:
-                layer = None if spec.layers is None else int(numbers[place])
-                self._copy(out[place], path, layer, index[spec.leading :])
-        return out
-
-    def _copy(self, out: np.ndarray, path: str, layer: int | None, index: tuple[slice, ...]) -> None:
+    def _copy(self, path: str, out: np.ndarray, layer: int | None, index: tuple[slice, ...]) -> None:
         name, tensor, piece = self._where[path, layer]
         stored = self.stored[name]
         source = tensor.view(stored.array, piece)[index]
@@ -254,16 +283,22 @@ def _check_tied(family: Family, stored: dict[str, Stored]) -> None:
     if head not in stored:
         return
     one, other = stored.pop(head), stored[table]
-    rows = 1 + 2**24 // max(1, math.prod(one.array.shape[1:]))  # compared at once
-    same = one.array.shape == other.array.shape and all(
-        np.array_equal(one.array[at : at + rows], other.array[at : at + rows]) for at in range(0, len(one.array), rows)
-    )
-    one.release()
-    if not same:
+    if not equal(one, other):
         raise InputError(
             f"{one.file}: tensor {head!r} differs from {table!r}, and by {CONFIG} they are tied: set "
             "tie_word_embeddings to false there if the head is one of its own"
         )
+
+
+def equal(one: Stored, other: Stored) -> bool:
+    """Whether two tensors have the same values."""
+    rows = 1 + 2**24 // max(1, math.prod(one.array.shape[1:]))  # compared at once
+    same = one.array.shape == other.array.shape and all(
+        np.array_equal(one.array[at : at + rows], other.array[at : at + rows]) for at in range(0, len(one.array), rows)
+    )
+    for each in (one, other):
+        each.release()
+    return same
 
 
 # --- writing
@@ -279,7 +314,8 @@ def write(
     most: int = safetensors.MOST_FILE,
     settings: Settings | None = None,
 ) -> None:
-    """A new folder of a model's bare parameters, which transformers loads.
+    """A new folder of a model's parameters, which transformers loads: bare ones, or what they stand for, codes widened
+    and adapters folded in, in float32 until they are rounded to the tensors' dtype.
 
     source: the folder that they came from, whose token ids are kept. tokenizer: the folder of that, which is copied.
     dtype: of the tensors, in place of the parameters' own. most: bytes in a file. settings: further fields of
@@ -288,20 +324,20 @@ def write(
     Raises InputError where no family has such a model, or something is there already.
     """
     kept = {} if source is None else read_settings(source)
-    try:
-        family = families.fitting(config, kept.get("model_type"))
-    except Unsupported as error:
-        raise InputError(f"{path}: {error}") from error
-    leaves = dict(tree.leaves_with_path(params))
-    wanted = tensors(family, config)
+    served_by = family_of(config, source)
+    values = by_path(params)
+    wanted = tensors(served_by, config)
     # The pieces of a tensor have one dtype. Wide ones come first, so that each is aligned in its file.
-    dtypes = {name: jnp.dtype(dtype or leaves[tensor.pieces[0].path].dtype) for name, tensor in wanted.items()}
+    dtypes = {name: jnp.dtype(dtype or leaves.dtype(values[tensor.pieces[0].path])) for name, tensor in wanted.items()}
     widest_first = sorted(wanted, key=lambda name: -dtypes[name].itemsize)
     described = {name: Described(dtypes[name], wanted[name].shape) for name in widest_first}
 
     def get(name: str) -> np.ndarray:
         tensor = wanted[name]
-        arrays = [_on_host(leaves[piece.path], piece) for piece in tensor.pieces]
+        arrays = [
+            one_layer(values[piece.path], piece.layer, piece.spec.shape, piece.spec.contracting)
+            for piece in tensor.pieces
+        ]
         with np.errstate(over="ignore"):  # told below
             joined = tensor.join(arrays).astype(described[name].dtype, copy=False)
         if not np.isfinite(joined).all():
@@ -314,7 +350,7 @@ def write(
             **dict.fromkeys(TOKEN_IDS),  # null, for transformers has defaults that no vocabulary need have
             **(settings or {}),
             **{name: kept[name] for name in KEPT_SETTINGS if name in kept},
-            **family.write(config),
+            **served_by.write(config),
             "torch_dtype": str(dtypes[widest_first[0]]),
         }
         (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
@@ -323,19 +359,33 @@ def write(
                 shutil.copyfile(tokenizer / name, folder / name)
 
 
-def _on_host(leaf: jax.Array, piece: Piece) -> np.ndarray:
-    """One layer of a leaf, without padding, whichever devices hold it."""
-    assert isinstance(leaf.sharding, NamedSharding)
-    stack = leaf[None] if piece.layer is None else leaf
-    ours = np.asarray(_take_layer(NamedSharding(leaf.sharding.mesh, PartitionSpec()))(stack, piece.layer or 0))
-    return ours[tuple(slice(size) for size in piece.spec.shape)]
+def by_path(params: Params) -> dict[str, tree.Leaf]:
+    """The leaves that stand for a bare parameter, by its path."""
+    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=leaves.is_wrapped)
+    return {tree.path_string(path): leaf for path, leaf in found}
+
+
+def one_layer(
+    leaf: tree.Leaf, layer: int | None, sizes: tuple[int, ...], contracting: tuple[int, ...] = ()
+) -> np.ndarray:
+    """What one layer of a leaf stands for, whichever devices hold it; of a padded dimension, as much as `sizes` says.
+    contracting: the dimensions that a product of it sums over."""
+    stack = jax.tree.map(lambda array: array[None], leaf) if layer is None else leaf
+    sharding = jax.tree.leaves(leaf)[0].sharding
+    assert isinstance(sharding, NamedSharding)
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    ours = np.asarray(_take_layer(whole)(stack, layer or 0, contracting))
+    return ours[tuple(slice(size) for size in sizes)]
 
 
 @functools.cache
-def _take_layer(whole: NamedSharding) -> Callable[[jax.Array, int], jax.Array]:
-    """The row of a stack, on every device; a stack on the host comes no further than that row."""
+def _take_layer(whole: NamedSharding) -> Callable[[tree.Leaf, int, tuple[int, ...]], jax.Array]:
+    """What the row of a stack stands for, on every device; a stack on the host comes no further than that row."""
 
-    def take(stack: jax.Array, row: jax.Array) -> jax.Array:
-        return offload.fetch(jax.lax.dynamic_index_in_dim(stack, row, keepdims=False))
+    def take(stack: tree.Leaf, row: jax.Array, contracting: tuple[int, ...]) -> jax.Array:
+        def row_of(array: jax.Array) -> jax.Array:
+            return offload.fetch(jax.lax.dynamic_index_in_dim(array, row, keepdims=False))
 
-    return jax.jit(take, out_shardings=whole)
+        return leaves.merged(jax.tree.map(row_of, stack), contracting)
+
+    return jax.jit(take, static_argnums=2, out_shardings=whole)

@@ -53,7 +53,8 @@ class Checkpoints:
         self._config = config
         self._say = say
         self._first, self._share = processes.first, (processes.index, processes.count)
-        self._now, self._later = processes.channel("checkpoint"), processes.channel("checkpoint in the background")
+        names = f"{directory}", f"{directory} in the background"
+        self._now, self._later = map(processes.channel, names)
         quiet.silence()
         if config is not None and processes.first:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -174,6 +175,10 @@ class Checkpoints:
             }
         except FAILURES as error:
             raise CheckpointError(f"checkpoint {path} cannot be read: {_first_line(error)}") from error
+
+    def holds(self, step: int, name: str) -> bool:
+        """Whether the tree of this name is in the checkpoint."""
+        return name in steps.record(self.directory / str(step))["arrays"]
 
     def _begin(self, path: Path, trees: Mapping[str, tree.Tree]) -> None:
         if self._first:

@@ -203,19 +203,20 @@ def write_folder(
         shards[-1][name] = each
         room -= each.size
     if len(shards) == 1:
-        _write_file(folder / SINGLE, shards[0], get)
+        write_file(folder / SINGLE, shards[0], get)
         return
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_file(folder / file, shard, get)
+        write_file(folder / file, shard, get)
         weight_map |= dict.fromkeys(shard, file)
     total = sum(each.size for each in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write_file(file: Path, tensors: dict[str, Described], get: Callable[[str], np.ndarray]) -> None:
+def write_file(file: Path, tensors: Mapping[str, Described], get: Callable[[str], np.ndarray]) -> None:
+    """Writes tensors into one file, one after the other."""
     code = {dtype: name for name, dtype in (FLOATS | MASKS).items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0

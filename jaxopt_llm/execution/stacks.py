@@ -16,6 +16,7 @@ from jaxopt_llm.model import param
 from jaxopt_llm.model.config import Kind
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Auxiliary, Params, Parts, Segment
+from jaxopt_llm.model.dropout import with_noise
 from jaxopt_llm.model.intermediates import Intermediate, tag
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.precision import Matmul
@@ -229,6 +230,7 @@ def run_period(
             weights = offload.fetch(weights)
             placed = context.placement.place(specs[block], weights, taps, remat.checkpoints, products)
             constants = {name: values[position] for name, values in per_layer.items()}
+            placed = with_noise(placed, context.noise, constants["index"])
             return parts.block(kind, placed, x, context, constants, cache)
 
         if remat.checkpoints:

@@ -14,6 +14,7 @@ class Batch:
     loss_mask:   bool, True where `targets` is a real token of the same document.
     segment_ids: int32, one id per document in its row; tokens attend within their own segment only.
     positions:   int32, restart at 0 in every segment.
+    noise:       uint32, random bits of the step, by which dropout drops; None where nothing is dropped.
     """
 
     tokens: Leaf
@@ -21,3 +22,4 @@ class Batch:
     loss_mask: Leaf
     segment_ids: Leaf
     positions: Leaf
+    noise: Leaf = None

@@ -10,14 +10,17 @@ MOST_LAYERS = 10_000  # a layout names every layer
 @dataclass(frozen=True)
 class ModelConfig:
     pretrained: str = ""
-    """folder of a Hugging Face model: initial parameters come from its weights, every other field of this section from
-    its config.json"""
+    """folder of a Hugging Face model, or directory of a run of ours: initial parameters come from its weights, of a run
+    its last checkpoint's, every other field of this section from its config.json"""
     vocabulary_size: int = 258
     """token ids; the byte tokenizer has 258"""
     width: int = 128
     """size of the residual stream"""
     layers: int = 4
     """number of blocks"""
+    last_layers: int = 0
+    """so many layers at the end are a stack of their own, which patterns of paths can tell from the others: segment_1/*
+    where the pattern divides those"""
     heads: int = 4
     """query heads"""
     kv_heads: int = 2
@@ -95,6 +98,10 @@ class ModelConfig:
             found.append(
                 f"model.rope_high_frequency_factor={self.rope_high_frequency_factor}: must be above "
                 f"model.rope_low_frequency_factor={self.rope_low_frequency_factor}"
+            )
+        if not 0 <= self.last_layers < max(self.layers, 1):
+            found.append(
+                f"model.last_layers={self.last_layers}: must be at least 0, and below model.layers={self.layers}"
             )
         if not self.pattern:
             found.append("model.pattern: must name at least one kind of block")

@@ -85,15 +85,29 @@ class Parts:
 
 
 def layout(config: ModelConfig) -> tuple[Segment, ...]:
-    """The pattern as often as it fits, and what is left of it as a second segment."""
-    period = len(config.pattern)
-    whole, rest = divmod(config.layers, period)
+    """The pattern as often as it fits, and what is left of it as a second segment; the same again of the last layers
+    where they are stacks of their own."""
+    period, cut = len(config.pattern), config.layers - config.last_layers
+    kinds = [config.pattern[layer % period] for layer in range(config.layers)]
     segments = []
-    for kinds, repeats, first in ((config.pattern, whole, 0), (config.pattern[:rest], 1, whole * period)):
-        if kinds and repeats:
-            index = first + np.arange(repeats * len(kinds), dtype=np.int32).reshape(repeats, len(kinds))
-            segments.append(Segment(kinds, repeats, {"index": index}))
+    for begin, end in ((0, cut), (cut, config.layers)):
+        rest = end - (end - begin) % period
+        for first, length, repeats in ((begin, period, (rest - begin) // period), (rest, end - rest, 1)):
+            if length and repeats:
+                index = first + np.arange(repeats * length, dtype=np.int32).reshape(repeats, length)
+                segments.append(Segment(tuple(kinds[first : first + length]), repeats, {"index": index}))
     return tuple(segments)
+
+
+def places(config: ModelConfig) -> list[tuple[str, int, int]]:
+    """Where each layer is, in the order of the stacks: how the paths of its leaves begin, its row in them, and its
+    number."""
+    return [
+        (f"segment_{number}/block_{i}/", row, int(layer))
+        for number, segment in enumerate(layout(config))
+        for row, layers in enumerate(segment.per_layer["index"])
+        for i, layer in enumerate(layers)
+    ]
 
 
 def padded_vocabulary(size: int) -> int:
@@ -161,7 +175,7 @@ def make_parts(config: ModelConfig, loss_chunk: int = 0, z_loss: float = 0.0) ->
         positions, segment_ids = (
             placement.constrain(field, "batch", "sequence") for field in (batch.positions, batch.segment_ids)
         )
-        return Context(positions=positions, segment_ids=segment_ids, placement=placement)
+        return Context(positions=positions, segment_ids=segment_ids, placement=placement, noise=batch.noise)
 
     def embed(outer: Params, tokens: jax.Array, context: Context) -> jax.Array:
         tokens = context.placement.constrain(tokens, "batch", "sequence")

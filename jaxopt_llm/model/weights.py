@@ -17,14 +17,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxopt_llm.kernels import cross_entropy as kernel
 from jaxopt_llm.kernels.cross_entropy import Classifier, Losses, Tokens
-from jaxopt_llm.model import quantised
-from jaxopt_llm.model.leaves import Int8Weight, LoraWeight, dequantise
+from jaxopt_llm.model import dropout, quantised
+from jaxopt_llm.model.leaves import CODED, CodedWeight, LoraWeight, dequantise, lengths
 from jaxopt_llm.model.quantised import Operand, Quantised
 from jaxopt_llm.parallel.sharding import Placed, Placement, WeightShardings, gather, reduce_gradient
 
-Whole = Placed | Int8Weight  # one array to compute with
+Whole = Placed | CodedWeight  # one array to compute with
 Weight = Whole | LoraWeight
 GRADIENT = "weight_gradient"  # the scope under which a compiled program and a profile name it
+SMALLEST = 2.0**-100  # of a squared length: a channel of zeros stays one
 KEPT = "gathered weight"  # the name under which jax.checkpoint knows a gathered weight that the backward reuses
 
 
@@ -37,8 +38,9 @@ def einsum(subscripts: str, x: jax.Array, weight: Weight, dtype: jnp.dtype | Non
     dtype = dtype or x.dtype
     if isinstance(weight, LoraWeight):
         down, up = _through_rank(subscripts)
-        low = weight.scale * einsum(down, x, weight.lora_a)
-        return einsum(subscripts, x, weight.base, dtype) + einsum(up, low, weight.lora_b, dtype)
+        low = weight.scale * einsum(down, _dropped(x, weight), weight.lora_a)
+        y = einsum(subscripts, x, weight.base, dtype) + einsum(up, low, weight.lora_b, dtype)
+        return y if weight.magnitude is None else _to_magnitude(subscripts, y, weight)
     return _einsum(subscripts, dtype, x, *_split(weight))
 
 
@@ -51,10 +53,11 @@ def take(table: Weight, ids: jax.Array) -> jax.Array:
     return _take(*_split(table), ids)
 
 
-def materialise(weight: Weight) -> jax.Array:
-    """The whole weight in compute dtype, for what is neither product nor look-up: norm scales and biases."""
+def materialise(weight: Weight, dtype: jnp.dtype | None = None) -> jax.Array:
+    """The whole weight in compute dtype, or in this one, for what is neither product nor look-up: norm scales and
+    biases."""
     assert isinstance(weight, Placed), "adapters and codes are of what a product sums over"
-    return _materialise(*_split(weight))
+    return _materialise(dtype, *_split(weight))
 
 
 def cross_entropy(
@@ -80,6 +83,28 @@ def _terms(x: jax.Array, table: Weight) -> list[tuple[jax.Array, Whole]]:
         return [(x, table)]
     low = table.scale * einsum("BSD,Dr->BSr", x, table.lora_a)
     return [*_terms(x, table.base), (low, table.lora_b)]
+
+
+def _dropped(x: jax.Array, weight: LoraWeight) -> jax.Array:
+    return x if weight.noise is None else dropout.drop(x, weight.noise, weight.dropout)
+
+
+def _to_magnitude(subscripts: str, y: jax.Array, weight: LoraWeight) -> jax.Array:
+    """A product of base + scale × A·B, each of its output channels brought to its magnitude. The length that it has
+    without is taken for a constant, as in the paper's section 4.3."""
+    _, axes, result = _axes(subscripts)
+    summed, others = ("".join(axis for axis in axes if (axis in result) is kept) for kept in (False, True))
+    base, a, b = (_gather(each) for each in (weight.base, weight.lora_a, weight.lora_b))
+
+    def product(subscripts: str, *operands: jax.Array) -> jax.Array:
+        return jnp.einsum(subscripts, *operands, preferred_element_type=jnp.float32)
+
+    # |W + sAB|² channel by channel, of which A·B is never formed.
+    across = jnp.sum(product(f"{axes},{summed}r->{others}r", base, a) * b, axis=-1)
+    own = product(f"{others}r,rt,{others}t->{others}", b, product(f"{summed}r,{summed}t->rt", a, a), b)
+    squares = jnp.square(lengths(base, _summed(axes, result))) + weight.scale * (2 * across + weight.scale * own)
+    scale = materialise(weight.magnitude, jnp.dtype(jnp.float32)) * jax.lax.rsqrt(jnp.maximum(squares, SMALLEST))
+    return (y.astype(jnp.float32) * jnp.einsum(f"{others}->{result[-len(others) :]}", scale)).astype(y.dtype)
 
 
 def _axes(subscripts: str) -> tuple[str, str, str]:
@@ -117,13 +142,13 @@ def _split(weight: Whole) -> tuple[Whole, jax.Array | None]:
 
 
 def _shardings(weight: Whole) -> WeightShardings:
-    return weight.codes.shardings if isinstance(weight, Int8Weight) else weight.shardings
+    return weight.codes.shardings if isinstance(weight, CODED) else weight.shardings
 
 
 def _gather(weight: Whole) -> jax.Array:
     """The weight in compute dtype, whole but for `tensor`. Codes are gathered as codes, and widened after."""
-    if isinstance(weight, Int8Weight):
-        gathered = Int8Weight(gather(weight.codes, jnp.int8), gather(weight.scales, jnp.float32))
+    if isinstance(weight, CODED):
+        gathered = jax.tree.map(lambda x: gather(x, x.array.dtype), weight, is_leaf=lambda x: isinstance(x, Placed))
         return dequantise(gathered).astype(_shardings(weight).compute_dtype)
     return gather(weight)
 
@@ -134,7 +159,7 @@ def _gather_operand(weight: Whole, summed: tuple[int, ...]) -> Operand:
     summed: the dimensions that they sum over.
     """
     shardings = _shardings(weight)
-    if isinstance(weight, Int8Weight) or shardings.matmul == "compute_dtype":
+    if isinstance(weight, CODED) or shardings.matmul == "compute_dtype":
         return _gather(weight)
     if shardings.matmul == "int4_qat":  # whole first: what rests on a device need not be of whole groups
         return quantised.weight(shardings.matmul, _gather(weight), summed)
@@ -237,16 +262,16 @@ def _take_backward(residuals, dy):
 _take.defvjp(_take_forward, _take_backward)
 
 
-@jax.custom_vjp
-def _materialise(weight, tap):
-    return gather(weight)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _materialise(dtype, weight, tap):
+    return gather(weight, dtype)
 
 
-def _materialise_forward(weight, tap):
-    return gather(weight), replace(weight, array=None)
+def _materialise_forward(dtype, weight, tap):
+    return gather(weight, dtype), replace(weight, array=None)
 
 
-def _materialise_backward(weight, dy):
+def _materialise_backward(dtype, weight, dy):
     return None, reduce_gradient(dy, weight.shardings) if weight.shardings.trainable else None
 
 

@@ -49,7 +49,8 @@ class Resting:
 
 def resting(config: TrainConfig) -> Resting | None:
     """None where blocks of 8-bit moments would straddle what two devices hold, which `train` refuses."""
-    specs = _state_specs(config.model, config.lora, config.optimizer, config.precision, config.mesh.pipeline)
+    trainable, stages = config.training.trainable, config.mesh.pipeline
+    specs = _state_specs(config.model, config.lora, trainable, config.optimizer, config.precision, stages)
     mesh = AbstractMesh(dataclasses.astuple(config.mesh), AXES)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
     if moments.problems(config.optimizer.state_dtype, specs.masters, placement):
@@ -80,13 +81,18 @@ def resting(config: TrainConfig) -> Resting | None:
 
 @functools.cache
 def _state_specs(
-    model: ModelConfig, lora: LoraConfig, optimizer: OptimizerConfig, precision: PrecisionConfig, stages: int
+    model: ModelConfig,
+    lora: LoraConfig,
+    trainable: tuple[str, ...],
+    optimizer: OptimizerConfig,
+    precision: PrecisionConfig,
+    stages: int,
 ) -> StateSpecs:
     parts = make_parts(model)
     if stages > 1:
         parts = rest_on_stages(parts, stages)
-    _, trainable, frozen = adapt(parts, lora, precision)
+    _, trained, frozen = adapt(parts, lora, precision, trainable)
     optimizers = update.make_optimizers(
-        functools.partial(make_optimizer, optimizer, lambda step: optimizer.learning_rate), trainable
+        functools.partial(make_optimizer, optimizer, lambda step: optimizer.learning_rate), trained
     )
-    return state.state_specs(trainable, frozen, optimizers, precision)
+    return state.state_specs(trained, frozen, optimizers, precision)

@@ -1,4 +1,4 @@
-"""LoRA: which weights get adapters, what trains, and in which dtypes the rest rests."""
+"""What trains: parameters by path, or LoRA's adapters beside a frozen base; and in which dtypes the rest rests."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,23 +8,42 @@ import jax
 import numpy as np
 
 from jaxopt_llm import tree
-from jaxopt_llm.model import leaves
+from jaxopt_llm.model import leaves, nf4
 from jaxopt_llm.model.decoder import Params, Parts
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.precision import PrecisionConfig
 
+ALL_LINEAR = "all-linear"  # a target that is no glob: PEFT's word for the matrices of the blocks
+
 
 @dataclass(frozen=True)
 class LoraConfig:
+    pretrained: str = ""
+    """folder of a PEFT adapter of the model: adapters begin as it has them, and rank, alpha, targets, rslora and dora
+    come from it"""
     rank: int = 0
     """inner size of the adapters, which alone are trained; 0 trains the parameters themselves"""
     alpha: float = 16.0
     """an adapter's product counts alpha / rank"""
-    targets: tuple[str, ...] = ("*/attention/*", "*/mlp/*")
-    """globs of the paths of the weights that get adapters, as in */attention/query, where * also fits slashes. The
-    first pattern that fits a path decides, and each must decide at least one"""
-    base: Literal["float", "int8"] = "float"
-    """how the frozen base rests: float in precision.compute_dtype, int8 the matrices of the blocks as codes"""
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """the weights that get adapters: all-linear, the matrices of the blocks, or globs of paths, as in
+    */attention/query, where * also fits slashes. The first that fits a path decides, and each must decide at least
+    one"""
+    base: Literal["float", "int8", "nf4"] = "float"
+    """how the frozen base rests: float in precision.compute_dtype; the matrices of the blocks as int8 codes, or as
+    4-bit NormalFloat (QLoRA)"""
+    double_quantisation: bool = False
+    """whether the scales of nf4's blocks are codes of 8 bits, too: 4.1 bits for each weight in place of 4.5"""
+    rslora: bool = False
+    """an adapter's product counts alpha / √rank, so that its size does not depend on the rank (Kalajdzievski 2023)"""
+    dora: bool = False
+    """whether the length of each output channel of a weight is trained apart from its direction (Liu et al. 2024)"""
+    dropout: float = 0.0
+    """share of what an adapter of the blocks reads that a step drops"""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def problems(self) -> list[str]:
         found = []
@@ -32,42 +51,63 @@ class LoraConfig:
             found.append(f"lora.rank={self.rank}: must be at least 0")
         if not self.alpha > 0:
             found.append(f"lora.alpha={self.alpha}: must be above 0")
+        if not 0 <= self.dropout < 1:
+            found.append(f"lora.dropout={self.dropout}: must lie in [0, 1)")
         if self.rank > 0 and not self.targets:
             found.append("lora.targets: must name at least one weight")
         if self.rank == 0 and self.base != "float":
             found.append(f"lora.base={self.base} wants lora.rank of at least 1: without adapters nothing would train")
+        if self.double_quantisation and self.base != "nf4":
+            found.append(f"lora.double_quantisation is of nf4's scales, and lora.base={self.base}: set --lora.base nf4")
         return found
 
 
-def target_problems(specs: Params, config: LoraConfig) -> list[str]:
-    """Patterns that decide no weight, and what exists instead. specs: of the bare model."""
-    if config.rank == 0:
-        return []
+def problems(specs: Params, config: LoraConfig, trainable: tuple[str, ...] = ()) -> list[str]:
+    """What these settings select wrongly of a model. specs: of the bare one; trainable: see TrainingConfig."""
     paths = jax.tree.leaves(tree.map_with_path(lambda path, spec: path, specs))
+    found = [f"training.trainable: {said}" for said in _undecided(paths, paths, trainable, "parameter")]
+    if not config.rank:
+        return found
     weights = jax.tree.leaves(tree.map_with_path(lambda path, spec: path if spec.contracting else None, specs))
-    deciding = {tree.first_match(path, config.targets) for path in weights}
+    found += [f"lora.targets: {said}" for said in _undecided(paths, weights, config.targets, "matrix")]
+    both = [path for path in weights if _fits(path, config.targets) and tree.first_match(path, trainable)]
+    if both:
+        found.append(f"{both[0]} is trained whole by training.trainable and adapted by lora.targets: choose one")
+    return found or [*_rank_problems(specs, config), *_table_problems(weights, config), *_nf4_problems(specs, config)]
+
+
+def _undecided(paths: list[str], weights: list[str], patterns: tuple[str, ...], kind: str) -> list[str]:
+    """Patterns that decide no weight, and what exists instead, in one line."""
+    deciding = {_fits(path, patterns) for path in weights}
     found = []
-    for number, pattern in enumerate(config.targets):
-        fits = [path for path in paths if tree.first_match(path, (pattern,))]
-        if pattern in deciding and pattern not in config.targets[:number]:
+    for number, pattern in enumerate(patterns):
+        fits = [path for path in paths if _fits(path, (pattern,))]
+        if pattern in deciding and pattern not in patterns[:number]:
             continue
         if not fits:
             found.append(f"{pattern} fits no parameter")
         elif set(fits).isdisjoint(weights):
-            found.append(f"{pattern} fits no matrix, only {fits[0]}")
+            found.append(f"{pattern} fits no {kind}, only {fits[0]}")
         else:
             found.append(f"{pattern} comes after patterns that fit all that it fits")
-    if not found:
-        return _rank_problems(specs, config)
     one_of_each = {path.rsplit("/", 1)[-1]: path for path in reversed(weights)}
-    return [f"lora.targets: {'; '.join(found)} (there are {', '.join(sorted(one_of_each.values()))})"]
+    return [f"{'; '.join(found)} (there are {', '.join(sorted(one_of_each.values()))})"] if found else []
+
+
+def _fits(path: str, targets: tuple[str, ...]) -> str | None:
+    """The first of the targets that fits a path."""
+    for target in targets:
+        glob = "segment_*/*" if target == ALL_LINEAR else target
+        if tree.first_match(path, (glob,)):
+            return target
+    return None
 
 
 def _rank_problems(specs: Params, config: LoraConfig) -> list[str]:
     """A rank above the smaller side of a matrix makes an adapter that is larger than what it adapts."""
 
     def most(path: str, spec: ParamSpec) -> tuple[int, str] | None:
-        if not (spec.contracting and tree.first_match(path, config.targets)):
+        if not (spec.contracting and _fits(path, config.targets)):
             return None
         rows = spec.layer().fan_in
         return min(rows, math.prod(spec.layer().shape) // rows), path
@@ -77,16 +117,42 @@ def _rank_problems(specs: Params, config: LoraConfig) -> list[str]:
     return [f"lora.rank={config.rank} is above {rank}, the rank that {path} can have"] if config.rank > rank else []
 
 
-def adapt(parts: Parts, config: LoraConfig, precision: PrecisionConfig) -> tuple[Parts, Params, Params]:
-    """The parts over adapted weights, and the two halves of their specs, as they rest: trained, and frozen."""
+def _table_problems(weights: list[str], config: LoraConfig) -> list[str]:
+    tables = [path for path in weights if path.startswith("outer/") and _fits(path, config.targets)]
+    if not (config.dora and tables):
+        return []
+    return [f"lora.dora is for the matrices of the blocks, and lora.targets select {tables[0]}: leave that out"]
+
+
+def _nf4_problems(specs: Params, config: LoraConfig) -> list[str]:
+    width = specs["outer"]["embedding"]["table"].shape[1]
+    if config.base != "nf4" or nf4.block(width):
+        return []
+    return [f"lora.base=nf4: model.width={width} is no multiple of {nf4.BLOCKS[-1]}: set --lora.base int8"]
+
+
+def adapt(
+    parts: Parts, config: LoraConfig, precision: PrecisionConfig, trainable: tuple[str, ...] = ()
+) -> tuple[Parts, Params, Params]:
+    """The parts over adapted weights, and the two halves of their specs, as they rest: trained, and frozen.
+
+    trainable: see TrainingConfig.
+    """
+
+    bare = jax.tree.leaves(tree.map_with_path(lambda path, spec: path, parts.specs))
+    whole = {path for path in bare if tree.first_match(path, trainable or (() if config.rank else ("*",)))}
 
     def wrap(path: str, spec: ParamSpec) -> tree.Leaf:
-        in_codes = config.base == "int8" and spec.leading and spec.contracting
-        base = leaves.int8_specs(spec) if in_codes else replace(spec, dtype=np.dtype(precision.compute_dtype))
-        targeted = spec.contracting and tree.first_match(path, config.targets)
-        return replace(leaves.lora_specs(spec, config.rank, config.alpha), base=base) if targeted else base
+        if path in whole:
+            return spec
+        base: tree.Leaf = replace(spec, dtype=np.dtype(precision.compute_dtype))
+        if config.base != "float" and spec.leading and spec.contracting:
+            base = leaves.coded_specs(spec, config.base, config.double_quantisation)
+        if not (config.rank and spec.contracting and _fits(path, config.targets)):
+            return base
+        return replace(leaves.lora_specs(spec, config.rank, config.scale, config.dora, config.dropout), base=base)
 
-    specs = tree.map_with_path(wrap, parts.specs) if config.rank else parts.specs
-    trained, frozen = tree.partition(specs, leaves.is_adapter if config.rank else lambda path: True)
+    specs = tree.map_with_path(wrap, parts.specs)
+    trained, frozen = tree.partition(specs, lambda path: path in whole or leaves.is_adapter(path))
     masters = jax.tree.map(lambda spec: replace(spec, dtype=np.dtype(precision.param_dtype)), trained)
     return replace(parts, specs=specs), masters, frozen

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from jaxopt_llm import tree
+from jaxopt_llm import hashing, tree
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.sharding import PARAMETER_AXES, Placement
 
@@ -100,15 +100,9 @@ def decode(moment: Codes) -> jax.Array:
 
 
 def random_bits(shape: tuple[int, ...], count: jax.Array) -> jax.Array:
-    """uint32, to round this step's values by: a hash of place and step (MurmurHash3's finalizer), which each device
-    forms for its own part. Not of the values: those differ in their last bits from one mesh to another."""
-    place = jnp.zeros(shape, jnp.uint32)
-    for dim, size in enumerate(shape):
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
-    bits = place ^ (count.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
-    return bits ^ (bits >> 16)
+    """uint32, to round this step's values by: a hash of place and step. Not of the values: those differ in their last
+    bits from one mesh to another."""
+    return hashing.mix(hashing.places(shape) ^ (count.astype(jnp.uint32) * jnp.uint32(hashing.GOLDEN)))
 
 
 def to_bfloat16(x: jax.Array, random: jax.Array) -> jax.Array:

@@ -52,8 +52,12 @@ def make_program(
     remat: RematConfig,
     lora: LoraConfig,
     placement: Placement,
+    seed: int = 0,
+    keep_frozen: bool = True,
 ) -> Program:
-    """Allocates nothing: the placement's devices may be those of a topology that is only compiled for, or none, of
+    """seed: of what dropout drops. keep_frozen: see StateSpecs.
+
+    Allocates nothing: the placement's devices may be those of a topology that is only compiled for, or none, of
     which a program is only reckoned with.
 
     Raises InputError where devices cannot multiply as `precision.matmul` says.
@@ -65,10 +69,10 @@ def make_program(
     if stages > 1:
         parts = rest_on_stages(parts, stages)
     executor = pipeline.make_executor(remat) if stages > 1 else scan.make_executor(remat)
-    parts, trainable, frozen = adapt(parts, lora, placement.precision)
+    parts, trainable, frozen = adapt(parts, lora, placement.precision, training.trainable)
     learning_rate = make_schedule(optimizer.learning_rate, schedule)
     optimizers = update.make_optimizers(functools.partial(make_optimizer, optimizer, learning_rate), trainable)
-    specs = training_state.state_specs(trainable, frozen, optimizers, placement.precision)
+    specs = training_state.state_specs(trainable, frozen, optimizers, placement.precision, keep_frozen)
     rows = placement.activation(None, "batch", "sequence")
     shape = (training.accumulation, training.batch_size // training.accumulation, training.sequence_length)
     ids, mask = (jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for dtype in (jnp.int32, jnp.bool))
@@ -88,6 +92,7 @@ def make_program(
             placement,
             training.accumulation,
             optimizer.in_backward,
+            dropout_seed=seed if lora.dropout else None,
         ),
         kept=training_state.kept(specs, placement),
         state=training_state.abstract(specs, placement),

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -53,19 +53,25 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StateSpecs:
-    """A ParamSpec for every leaf of the state but `compute`, which is cast from the masters."""
+    """A ParamSpec for every leaf of the state but `compute`, which is cast from the masters.
+
+    keep_frozen: whether a checkpoint holds the frozen parameters. Without, they are where they came from.
+    """
 
     masters: Params
     moments: Params
     frozen: Params
     guard: Guard
     loss_scale: LossScale
+    keep_frozen: bool = True
 
 
-def state_specs(specs: Params, frozen: Params, optimizers: Optimizers, precision: PrecisionConfig) -> StateSpecs:
+def state_specs(
+    specs: Params, frozen: Params, optimizers: Optimizers, precision: PrecisionConfig, keep_frozen: bool = True
+) -> StateSpecs:
     """specs: of the trainable parameters, frozen: of the others: the halves of a `tree.partition`."""
     moments = update.state_specs(optimizers, specs)
-    return StateSpecs(specs, moments, frozen, guard.specs(), loss_scale.specs(precision))
+    return StateSpecs(specs, moments, frozen, guard.specs(), loss_scale.specs(precision), keep_frozen)
 
 
 def shardings(specs: StateSpecs, placement: Placement) -> TrainState:
@@ -128,8 +134,13 @@ def compute_copy(specs: tree.Tree, masters: tree.Tree, placement: Placement) -> 
     return placement.compute_parameters(specs, offload.fetch(masters)) if placement.compute_copy else None
 
 
-def initialize(specs: StateSpecs, optimizers: Optimizers, seed: int, placement: Placement) -> TrainState:
-    """The state before the first step, each device making its own part."""
+def initialize(
+    specs: StateSpecs, optimizers: Optimizers, seed: int, placement: Placement, given: Params | None = None
+) -> TrainState:
+    """The state before the first step, each device making its own part.
+
+    given: parameters that come from elsewhere, as they rest, with None for the others: these alone are drawn.
+    """
 
     def make() -> TrainState:
         params = leaves.initialize(tree.merge(specs.masters, specs.frozen), seed)
@@ -138,34 +149,43 @@ def initialize(specs: StateSpecs, optimizers: Optimizers, seed: int, placement: 
             step=jnp.zeros((), jnp.int32),
             masters=masters,
             moments=update.init(optimizers, specs.masters, masters),
-            compute=compute_copy(specs.masters, masters, placement),
+            compute=None,
             frozen=tree.restrict(params, specs.frozen),
             guard=guard.initialize(),
             loss_scale=loss_scale.initialize(placement.precision),
         )
 
-    where, structure = jax.tree.flatten(shardings(specs, placement))
+    resting = shardings(specs, placement)
+    where = dict(tree.leaves_with_path(replace(resting, compute=None)))
+    halves = {"masters": specs.masters, "frozen": specs.frozen}
+    state = dict(tree.leaves_with_path({name: tree.restrict(given, half) for name, half in halves.items()}))
 
-    def made(numbers: Sequence[int]) -> list[jax.Array]:
-        def some() -> list[jax.Array]:  # XLA leaves out what only the others want
-            every = jax.tree.leaves(make())
-            return [every[i] for i in numbers]
+    def made(paths: Sequence[str]) -> dict[str, jax.Array]:
+        def some() -> dict[str, jax.Array]:  # XLA leaves out what only the others want
+            every = dict(tree.leaves_with_path(make()))
+            return {path: every[path] for path in paths}
 
-        return jax.jit(some, out_shardings=[where[i] for i in numbers])()
+        return jax.jit(some, out_shardings={path: where[path] for path in paths})()
 
     # What rests on the host is made by several programs: one has all that it makes on the device before it moves any.
-    turns: list[list[int]] = [[i for i, sharding in enumerate(where) if sharding.memory_kind != offload.HOST]]
+    turns: list[list[str]] = [[]]
     room = 0
-    for i, (leaf, sharding) in enumerate(zip(jax.tree.leaves(jax.eval_shape(make)), where, strict=True)):
-        if sharding.memory_kind == offload.HOST:
-            size = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            if size > room:
-                turns.append([])
-                room = MADE_AT_ONCE
-            turns[-1].append(i)
-            room -= size
-    state = {i: array for turn in turns for i, array in zip(turn, made(turn), strict=True)}
-    return jax.tree.unflatten(structure, [state[i] for i in range(len(where))])
+    for path, leaf in tree.leaves_with_path(jax.eval_shape(make)):
+        if path in state:
+            continue
+        if where[path].memory_kind != offload.HOST:
+            turns[0].append(path)
+            continue
+        size = math.prod(where[path].shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        if size > room:
+            turns.append([])
+            room = MADE_AT_ONCE
+        turns[-1].append(path)
+        room -= size
+    for turn in turns:
+        state |= made(turn)
+    whole = jax.tree.unflatten(jax.tree.structure(replace(resting, compute=None)), [state[path] for path in where])
+    return replace(whole, compute=compute_copies(specs.masters, whole.masters, resting.compute, placement))
 
 
 def checkpoint_specs(specs: StateSpecs) -> dict[str, Params]:
@@ -174,7 +194,8 @@ def checkpoint_specs(specs: StateSpecs) -> dict[str, Params]:
     def by_layer(spec: ParamSpec) -> ParamSpec:
         return spec if spec.layers is None else spec.layer().stack(param.depth(spec))
 
-    trees = {field.name: getattr(specs, field.name) for field in fields(specs)}
+    names = ("masters", "moments", *(("frozen",) if specs.keep_frozen else ()), "guard", "loss_scale")
+    trees = {name: getattr(specs, name) for name in names}
     return {name: jax.tree.map(by_layer, each) for name, each in trees.items() if jax.tree.leaves(each)}
 
 
@@ -227,7 +248,7 @@ def resume(
     loss_scale: LossScale | None = None,
 ) -> TrainState:
     """The state at a checkpoint's step, of what `kept` gave; the compute copy is made again. The arrays it is given are
-    used up as it goes: a whole state would not fit twice."""
+    used up as it goes: a whole state would not fit twice. frozen: may be at rest already."""
 
     def on_stages(spec: ParamSpec, array: jax.Array) -> jax.Array:
         """[repeats, ...] -> [virtual, stages, slots, ...], zeros where a slot holds no layer."""
@@ -247,7 +268,7 @@ def resume(
         return jax.jit(lambda x: on_stages(spec, offload.fetch(x)), out_shardings=resting)
 
     def to_rest(spec: ParamSpec, resting: NamedSharding, array: jax.Array) -> jax.Array:
-        if spec.leading < 2:
+        if array.shape == spec.shape:
             return move(resting, array)
         moved = jax.block_until_ready(convert(_placed(spec), resting)(array))
         array.delete()

@@ -2,7 +2,7 @@
 the optimizer in the backward, all of it from an executor that takes the update with it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,9 @@ class TrainingConfig:
     skip_outliers: float = 0.0
     """skip a step whose gradient norm is above this many times the median of those of the last 128 steps that were not
     skipped; 0: skip only what is not finite, which is always skipped"""
+    trainable: tuple[str, ...] = ()
+    """globs of the paths of the parameters that are trained, as in */scale, where * also fits slashes; the others rest
+    in precision.compute_dtype. None given: all, or with lora.rank the adapters alone, beside which these are trained"""
     skip_limit: int = 10
     """skipped steps in a row that end the run, with exit code 3; overflows under loss scaling are not counted"""
 
@@ -78,12 +81,14 @@ def make_step(
     placement: Placement,
     microbatches: int = 1,
     in_backward: bool = False,
+    dropout_seed: int | None = None,
 ) -> Step:
     """The jitted step; it consumes the state it is given. Batch fields: [M, B, S], M microbatches.
 
     clip_norm: 0 for none.
     in_backward: whether layers are updated during the backward, by an executor of its own. There is one microbatch
         then, no clip and no loss scale, and a step that is not finite is taken all the same, though counted as skipped.
+    dropout_seed: what dropout drops in a step follows from it, and the step's number; None: there is no dropout.
 
     Metrics, float32 but for the counts: loss and grad_norm (neither need be finite), learning_rate, and how many steps
     were skipped, this one included: `skipped` in all, `skipped_in_a_row` up to here, without overflows; `overflow`,
@@ -124,6 +129,10 @@ def make_step(
     advance = during_backward if in_backward else after_backward
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        if dropout_seed is not None:
+            key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
+            noise = jax.random.bits(key, batch.tokens.shape, jnp.uint32)
+            batch = replace(batch, noise=jax.lax.with_sharding_constraint(noise, rows))
         tokens = jnp.sum(batch.loss_mask)
         # An all-masked batch has loss 0 and gradient 0, not NaN.
         cotangent = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)

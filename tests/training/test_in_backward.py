@@ -27,7 +27,7 @@ MODELS = {
 ADAPT = {
     "": LoraConfig(),
     # Nothing of the second segment, nor outside the stacks.
-    "lora": LoraConfig(rank=4, targets=("segment_0/*/attention/*",), base="int8"),
+    "lora": LoraConfig(rank=4, targets=("segment_0/*/attention/*",), base="nf4", dora=True, dropout=0.1),
 }
 ROWS, LENGTH, STEPS = 8, 16, 3
 # An epsilon under which rounding noise of a zero gradient does not become a full step.

@@ -1,6 +1,7 @@
-"""LoRA: what the patterns select, and that nothing but adapters trains."""
+"""What trains: what the patterns select, of adapters and of whole parameters, and that nothing else changes."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -44,12 +45,17 @@ def adapted(config: LoraConfig) -> set[str]:
 def test_by_default_every_matrix_of_the_blocks_is_adapted_and_nothing_else() -> None:
     products = {path for path in paths(PARTS.specs) if path.rsplit("/", 1)[-1] in MATRICES}
     assert adapted(LoraConfig(rank=2)) == products
-    assert lora.target_problems(PARTS.specs, LoraConfig(rank=2)) == []
+    assert lora.problems(PARTS.specs, LoraConfig(rank=2)) == []
 
 
 def test_a_pattern_selects_the_weights_that_it_fits() -> None:
     config = LoraConfig(rank=2, targets=("segment_1/*/query", "outer/*"))
     assert adapted(config) == {"segment_1/block_0/attention/query", "outer/embedding/table"}
+
+
+def test_all_linear_is_a_target_beside_others() -> None:
+    config = LoraConfig(rank=2, targets=("outer/*", "all-linear"))
+    assert adapted(config) == adapted(LoraConfig(rank=2)) | {"outer/embedding/table"}
 
 
 @pytest.mark.parametrize(
@@ -58,12 +64,13 @@ def test_a_pattern_selects_the_weights_that_it_fits() -> None:
         (("*/mlp/*", "*/mpl/*"), "*/mpl/* fits no parameter (there are outer/embedding/table, segment_0/block_0/"),
         (("*norm/scale", "*"), "*norm/scale fits no matrix, only outer/final_norm/scale"),
         (("*/mlp/*", "*/up"), "*/up comes after patterns that fit all that it fits"),
+        (("all-linear", "*/up"), "*/up comes after patterns that fit all that it fits"),
     ],
 )
 def test_a_pattern_that_decides_no_weight_is_named(targets: tuple[str, ...], problem: str) -> None:
-    (found,) = lora.target_problems(PARTS.specs, LoraConfig(rank=2, targets=targets))
+    (found,) = lora.problems(PARTS.specs, LoraConfig(rank=2, targets=targets))
     assert problem in found
-    assert lora.target_problems(PARTS.specs, LoraConfig(rank=0, targets=targets)) == []
+    assert lora.problems(PARTS.specs, LoraConfig(rank=0, targets=targets)) == []
 
 
 def test_what_a_configuration_gets_wrong_by_itself() -> None:
@@ -73,9 +80,46 @@ def test_what_a_configuration_gets_wrong_by_itself() -> None:
         (LoraConfig(alpha=0.0), "lora.alpha=0.0"),
         (LoraConfig(rank=2, targets=()), "lora.targets"),
         (LoraConfig(base="int8"), "lora.base=int8"),
+        (LoraConfig(rank=2, dropout=1.0), "lora.dropout=1.0"),
+        (LoraConfig(rank=2, base="int8", double_quantisation=True), "lora.base=int8: set --lora.base nf4"),
     ):
         (found,) = wrong.problems()
         assert problem in found
+
+
+@pytest.mark.parametrize(
+    "config, trainable, problem",
+    [
+        (
+            LoraConfig(),
+            ("*/scale", "*/bais"),
+            "training.trainable: */bais fits no parameter (there are outer/embedding",
+        ),
+        (
+            LoraConfig(rank=2),
+            ("*/mlp/up",),
+            "mlp/up is trained whole by training.trainable and adapted by lora.targets",
+        ),
+        (LoraConfig(rank=2, dora=True, targets=("*",)), (), "lora.dora is for the matrices of the blocks"),
+        (LoraConfig(rank=17), (), "lora.rank=17 is above 8"),
+    ],
+)
+def test_settings_that_do_not_go_together(config: LoraConfig, trainable: tuple[str, ...], problem: str) -> None:
+    found = lora.problems(PARTS.specs, config, trainable)
+    assert [problem in each for each in found] == [True], found
+
+
+def test_blocks_of_4_bits_divide_the_width() -> None:
+    specs = make_parts(replace(toy.CONFIG, width=24)).specs
+    (found,) = lora.problems(specs, LoraConfig(rank=2, base="nf4"))
+    assert "model.width=24 is no multiple of 16" in found
+    assert not lora.problems(specs, LoraConfig(rank=2, base="int8"))
+
+
+def test_an_adapters_product_counts_by_its_rank() -> None:
+    assert LoraConfig(rank=16, alpha=8).scale == 0.5 and LoraConfig(rank=16, alpha=8, rslora=True).scale == 2.0
+    parts, _, _ = lora.adapt(PARTS, LoraConfig(rank=4, alpha=8, rslora=True), PrecisionConfig())
+    assert parts.specs["segment_0"]["block_0"]["mlp"]["up"].scale == 4.0
 
 
 # ---- How what is frozen rests.
@@ -86,7 +130,7 @@ def test_without_adapters_everything_is_trained() -> None:
     assert parts.specs == trained == PARTS.specs and not jax.tree.leaves(frozen)
 
 
-@pytest.mark.parametrize("base", ["float", "int8"])
+@pytest.mark.parametrize("base", ["float", "int8", "nf4"])
 def test_the_base_rests_in_the_compute_dtype_or_as_codes(base: Any) -> None:
     config = LoraConfig(rank=2, targets=("*/attention/*", "outer/*"), base=base)
     _, trained, frozen = lora.adapt(PARTS, config, PrecisionConfig(compute_dtype="bfloat16"))
@@ -94,8 +138,9 @@ def test_the_base_rests_in_the_compute_dtype_or_as_codes(base: Any) -> None:
 
     def check(path: str, spec: param.ParamSpec) -> None:
         # Whether targeted or not: the MLPs have no adapters here.
-        in_codes = base == "int8" and MATRICES & set(path.split("/"))
-        expected = {"codes": "int8", "scales": "float32"}[path.rsplit("/", 1)[-1]] if in_codes else "bfloat16"
+        in_codes = base != "float" and MATRICES & set(path.split("/"))
+        codes = {"int8": "int8", "nf4": "uint8"}.get(base)
+        expected = {"codes": codes, "scales": "float32"}[path.rsplit("/", 1)[-1]] if in_codes else "bfloat16"
         assert spec.dtype.name == expected, path
 
     tree.map_with_path(check, frozen)
@@ -105,9 +150,9 @@ def test_the_base_rests_in_the_compute_dtype_or_as_codes(base: Any) -> None:
 
 
 @functools.cache
-def run(adapters: LoraConfig) -> tuple[list[Any], list[Any]]:
+def run(adapters: LoraConfig, trainable: tuple[str, ...] = ()) -> tuple[list[Any], list[Any]]:
     """States on the host before and after each of two steps, and the steps' metrics."""
-    training, schedule = TrainingConfig(batch_size=4, sequence_length=16), ScheduleConfig(1, 10)
+    training, schedule = TrainingConfig(batch_size=4, sequence_length=16, trainable=trainable), ScheduleConfig(1, 10)
     optimizer = OptimizerConfig(clip_norm=1e3, weight_decay=0)  # only a gradient changes a value
     placement = toy.placement(2, fsdp=2)
     program = make_program(toy.UNIFORM, training, optimizer, schedule, RematConfig("none"), adapters, placement)
@@ -120,9 +165,9 @@ def run(adapters: LoraConfig) -> tuple[list[Any], list[Any]]:
     return states, told
 
 
-@pytest.mark.parametrize("base", ["float", "int8"])
-def test_steps_change_the_adapters_alone(base: Any) -> None:
-    (before, first, second), metrics = run(LoraConfig(rank=2, base=base))
+@pytest.mark.parametrize("base, dora", [("float", False), ("nf4", True)])
+def test_steps_change_the_adapters_alone(base: Any, dora: bool) -> None:
+    (before, first, second), metrics = run(LoraConfig(rank=2, base=base, dora=dora))
     jax.tree.map(np.testing.assert_array_equal, second.frozen, before.frozen)
     # B is zero at first: A's gradient comes with the second step.
     changed = tree.map_with_path(lambda path, a, b: path if np.any(a != b) else None, before.masters, second.masters)

@@ -1,5 +1,6 @@
 """Initial parameters from a folder, in every placement and under adapters."""
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,15 @@ from jaxopt_llm import tree
 from jaxopt_llm.checkpoint import huggingface
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model import leaves
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.model.leaves import LoraWeight
+from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel import hlo, offload, topology
+from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
 from jaxopt_llm.parallel.offload import OffloadConfig
-from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.precision import PrecisionConfig
+from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
+from jaxopt_llm.parallel.topology import gpu_topology
 from jaxopt_llm.training import pretrained
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.lora import LoraConfig
@@ -33,16 +41,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> huggingface.Folder:
     return huggingface.open_folder(folders.folder(tmp_path_factory.mktemp("model") / "folder"))
 
 
-def begin(folder: huggingface.Folder, placement: Placement, lora: LoraConfig) -> tuple[Program, Any, TrainState]:
-    """A program, its state as initialised, and with the folder's parameters."""
+# One kind of block, which compiles in less time, and in a pipeline an empty slot.
+UNIFORM = replace(folders.CONFIG, layers=3, pattern=("global",))
+
+
+@pytest.fixture(scope="module")
+def uniform(tmp_path_factory: pytest.TempPathFactory) -> huggingface.Folder:
+    return huggingface.open_folder(folders.folder(tmp_path_factory.mktemp("uniform") / "folder", UNIFORM))
+
+
+def begin(folder: huggingface.Folder, placement: Placement, lora: LoraConfig) -> tuple[Program, TrainState]:
+    """A program, and its state with the folder's parameters."""
     training = TrainingConfig(batch_size=8, sequence_length=16, accumulation=2)
     program = make_program(
         folder.config, training, OptimizerConfig(), ScheduleConfig(1, 10), RematConfig(), lora, placement
     )
-
-    state = training_state.initialize(program.specs, program.optimizers, 0, placement)
-    initial = jax.tree.map(np.array, state)  # copies: the state is used up
-    return program, initial, pretrained.put(folder, state, program.specs, placement)
+    given = pretrained.read(folder, program.specs, placement)
+    return program, training_state.initialize(program.specs, program.optimizers, 0, placement, given)
 
 
 def assert_equal(found: Any, expected: Any) -> None:
@@ -65,23 +80,97 @@ def assert_rests(program: Program, state: TrainState, placement: Placement) -> N
 )
 def test_training_begins_from_the_folder(offloaded: bool, axes: dict[str, Any], folder: huggingface.Folder) -> None:
     placement = replace(toy.placement(**axes), offload=OffloadConfig(optimizer=offloaded, parameters=offloaded))
-    program, initial, state = begin(folder, placement, LoraConfig())
+    program, state = begin(folder, placement, LoraConfig())
     expected = folders.params()
     if placement.size("pipeline") > 1:
         expected = toy.on_stages(program.parts.specs, expected)
     assert_equal(state.masters, expected)
-    assert_equal(state.moments, initial.moments)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.moments))
     if placement.compute_copy:
         assert_equal(state.compute, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), expected))
     assert_rests(program, state, placement)
 
 
-@pytest.mark.parametrize("base", [pytest.param("float", marks=pytest.mark.slow), "int8"])
-def test_adapters_begin_over_the_folders_weights(base: Any, folder: huggingface.Folder) -> None:
-    placement = toy.placement(zero_stage=3, fsdp=2, tensor=2, compute_dtype="bfloat16")
-    program, initial, state = begin(folder, placement, LoraConfig(rank=2, base=base))
-    assert_equal(state.masters, initial.masters)  # the adapters, which are all that trains
-    wrapped = leaves.wrap(program.parts.specs, jax.tree.map(jnp.asarray, folders.params()), seed=0)
-    _, expected = tree.partition(wrapped, leaves.is_adapter)
-    assert_equal(state.frozen, expected)
+ADAPTED: dict[str, tuple[LoraConfig, dict[str, Any]]] = {
+    "float": (LoraConfig(rank=2), {"zero_stage": 3, "fsdp": 2, "tensor": 2}),
+    "int8": (LoraConfig(rank=2, base="int8"), {"zero_stage": 3, "fsdp": 2, "tensor": 2}),
+    "nf4": (LoraConfig(rank=2, base="nf4", double_quantisation=True, dora=True), {"pipeline": 2, "tensor": 2}),
+    "DoRA": (LoraConfig(rank=2, dora=True), {"fsdp": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    ("base", "offloaded"),
+    [
+        pytest.param("float", False, marks=pytest.mark.slow),
+        pytest.param("DoRA", True, marks=pytest.mark.slow),
+        ("int8", False),
+        ("nf4", True),
+    ],
+)
+def test_adapters_begin_over_the_folders_weights(base: str, offloaded: bool, uniform: huggingface.Folder) -> None:
+    lora, axes = ADAPTED[base]
+    placement = replace(toy.placement(compute_dtype="bfloat16", **axes), offload=OffloadConfig(parameters=offloaded))
+    program, state = begin(uniform, placement, lora)
+    specs = program.parts.specs
+    weights = folders.params(UNIFORM)
+    if placement.size("pipeline") > 1:
+        weights = toy.on_stages(leaves.bare(specs), weights)
+    wrapped = jax.jit(lambda arrays: leaves.wrap(specs, arrays, seed=0))(weights)
+    trained, frozen = tree.partition(wrapped, leaves.is_adapter)
+    assert_equal(state.frozen, frozen)
+    # Magnitudes are sums over devices, which differ in their last bits from those on one.
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), state.masters, trained)
     assert_rests(program, state, placement)
+
+
+class Shapes:
+    """A folder without values."""
+
+    def dtype(self, path: str) -> np.dtype:
+        return jnp.dtype(jnp.bfloat16)
+
+    def read(self, path: str, spec: ParamSpec, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_a_gpu_holds_a_layer_beside_what_rests_and_draws_nothing_that_is_given(
+    base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora = LoraConfig(rank=8, base=base, double_quantisation=base == "nf4", dora=True, targets=("*/mlp/down",))
+    model = ModelConfig(width=512, layers=6, heads=4, kv_heads=4, head_dim=128, mlp_width=2048)
+    placement = Placement(make_mesh(MeshConfig(), gpu_topology("h100", 1, 1)), ShardingConfig(), PrecisionConfig())
+    training = TrainingConfig(batch_size=1, sequence_length=64, accumulation=1)
+    program = make_program(model, training, OptimizerConfig(), ScheduleConfig(1, 10), RematConfig(), lora, placement)
+    held: list[hlo.Memory] = []
+    jit = jax.jit
+
+    def compiled(function: Any, **settings: Any) -> Any:
+        """As jax.jit, of programs that are compiled for the GPU and never run."""
+
+        def call(*arguments: Any) -> Any:
+            lowered = jit(function, **settings).lower(*arguments)
+            executable = topology.compile(lowered)
+            held.append(hlo.memory(executable))
+            results = zip(jax.tree.leaves(lowered.out_info), jax.tree.leaves(executable.output_shardings), strict=True)
+            shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at) for x, at in results]
+            return jax.tree.unflatten(jax.tree.structure(lowered.out_info), shapes)
+
+        return call
+
+    monkeypatch.setattr(jax, "jit", compiled)
+    monkeypatch.setattr(pretrained, "_zeros", functools.partial(Shapes().read, ""))
+    given = pretrained.read(Shapes(), program.specs, placement)  # type: ignore[arg-type]
+    coded = jax.tree.leaves(program.specs.frozen, is_leaf=leaves.is_wrapped)
+    matrices = sum(isinstance(each, (*leaves.CODED, LoraWeight)) for each in coded)
+    assert len(held) == model.layers * matrices
+    matrix = model.width * model.mlp_width
+    for each in held:
+        assert each.aliased == pytest.approx(each.outputs, abs=1000)
+        assert each.arguments - each.aliased < 2.01 * matrix  # a layer in the folder's 16 bits,
+        assert each.temporaries < 10 * matrix  # it in float32 twice, for its magnitude, and its codes
+    held.clear()
+    state = training_state.initialize(program.specs, program.optimizers, 0, placement, given)
+    drawn = offload.resting_bytes(state) - offload.resting_bytes(given)
+    assert sum(each.peak for each in held) < 1.05 * drawn < 2 * matrix

@@ -1,0 +1,75 @@
+"""Training that begins from another run's last checkpoint: the commands."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from commands import checkpoint, start_training, tiny, train
+
+from jaxopt_llm import config as configuration
+from jaxopt_llm.errors import InputError
+
+pytestmark = pytest.mark.core
+
+# So slow that nothing changes.
+STILL = ("--optimizer.learning-rate", 1e-30, "--optimizer.weight-decay", 0, "--training.steps", 1)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("runs") / "first"
+    done = train(directory, "--training.steps", 2, "--mesh.fsdp", 2, "--sharding.zero-stage", 3)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def refused(*arguments: object) -> str:
+    with pytest.raises(InputError) as error:
+        configuration.parse([*map(str, arguments)], "train")
+    return str(error.value)
+
+
+def test_a_run_begins_where_another_ended(run: Path, tmp_path: Path) -> None:
+    """In another mesh, and named from where the run is; then again, from elsewhere."""
+    second = tmp_path / "second"
+    options = ("--mesh.pipeline", 2, "--sharding.zero-stage", 1, *STILL)
+    process = start_training(second, *options, "--model.pretrained", run.name, folder=run.parent)
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+    assert f"begins from the weights of {run}" in out
+    old, new = checkpoint(run, 2), checkpoint(second, 1)
+    jax.tree.map(np.testing.assert_array_equal, old["masters"], new["masters"])
+    assert json.loads((second / "config.json").read_text())["model"]["pretrained"] == str(run)
+    again = train(second, *options, "--model.pretrained", run)
+    assert "is finished at step 1" in again.stdout, again.stderr
+
+
+def test_adapters_begin_over_a_run_and_are_no_beginning_themselves(run: Path, tmp_path: Path) -> None:
+    adapted = tmp_path / "adapted"
+    lora = ("--lora.rank", 2, "--lora.base", "int8", "--precision.compute-dtype", "bfloat16")
+    done = train(adapted, "--model.pretrained", run, *lora, *STILL)
+    assert done.returncode == 0, done.stderr
+    masters, frozen = checkpoint(run, 2)["masters"], checkpoint(adapted, 1, ("frozen",))["frozen"]
+    query, codes = (each["segment_0"]["block_0"]["attention"]["query"] for each in (masters, frozen))
+    largest = np.abs(query).max(axis=1, keepdims=True)  # of each output channel
+    found = codes["base"]["codes"] * codes["base"]["scales"]
+    assert np.all(np.abs(found - query) <= 0.51 * largest / 127)
+    said = refused(*tiny(tmp_path / "third"), "--model.pretrained", adapted)
+    assert f"python -m jaxopt_llm.convert merge --checkpoint {adapted} --to FOLDER" in said
+
+
+def test_what_cannot_be_begun_from_is_one_line(run: Path, tmp_path: Path) -> None:
+    said = refused(*tiny(tmp_path), "--model.pretrained", run, "--model.width", 24)
+    assert said == f"model.pretrained={run} sets the model's fields itself: leave out model.width=24 (there it is 16)"
+    broken = shutil.copytree(run, tmp_path / "broken")
+    (broken / "config.json").write_text("{")
+    shutil.rmtree(broken / "checkpoints/2")
+    said = refused(*tiny(tmp_path), "--model.pretrained", broken)
+    assert said.startswith(f"model.pretrained={broken}: not a run directory (")
+    shutil.copy(run / "config.json", broken)
+    found = train(tmp_path / "second", "--model.pretrained", broken)
+    assert (found.returncode, len(found.stderr.splitlines())) == (4, 1)
+    assert "it has no checkpoint yet" in found.stderr

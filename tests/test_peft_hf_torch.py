@@ -1,0 +1,195 @@
+"""Adapters of PEFT's own classes, brought here from the folders that they write, and back.
+
+Over small models of Hugging Face's; values are random, and B is never zero.
+"""
+
+import math
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxopt_llm
+from jaxopt_llm import tree
+from jaxopt_llm.checkpoint import huggingface, peft
+from jaxopt_llm.model import leaves
+from jaxopt_llm.pretrained import Pretrained
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+library = pytest.importorskip("peft")
+
+LAYERS, RANK, ALPHA = 3, 3, 1.5
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 150, "attn_implementation": "eager"}
+SIZES = IDS | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", SIZES | {"tie_word_embeddings": False}),
+    "phi3": ("Phi3", SIZES | {"tie_word_embeddings": False}),
+    "gpt2": ("GPT2", IDS | {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 32}),
+    "qwen2": ("Qwen2", SIZES | {"tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", SIZES | {"head_dim": 16, "sliding_window": 4, "tie_word_embeddings": True}),
+}
+
+
+class Model:
+    """One of theirs, the folder that it wrote, and tokens for it."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        prefix, settings = MODELS[name]
+        torch.manual_seed(0)
+        model = getattr(transformers, prefix + ("LMHeadModel" if prefix == "GPT2" else "ForCausalLM"))
+        self.own = model(getattr(transformers, f"{prefix}Config")(**settings)).eval()
+        with torch.no_grad():
+            for parameter in self.own.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(0, 1 / math.sqrt(parameter.shape[-1]))
+        self.folder = folder
+        self.own.save_pretrained(folder)
+        self.tokens = np.random.default_rng(0).integers(3, 150, (2, 12))
+
+    def fresh(self, folder: Path | None = None) -> Any:
+        return type(self.own).from_pretrained(folder or self.folder, attn_implementation="eager").eval()
+
+    def logits(self, theirs: Any) -> np.ndarray:
+        with torch.no_grad():
+            return theirs(torch.tensor(self.tokens), use_cache=False).logits.numpy()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    class Made(dict[str, Model]):
+        def __missing__(self, name: str) -> Model:
+            self[name] = Model(name, tmp_path_factory.mktemp(name))
+            return self[name]
+
+    return Made()
+
+
+def same(found: Any, expected: np.ndarray) -> None:
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def adapted(model: Model, targets: str) -> Pretrained:
+    """Ours, with random adapters."""
+    here = jaxopt_llm.load_pretrained(model.folder)
+    random = np.random.default_rng(1)
+
+    def wrap(path: str, spec: Any) -> Any:
+        fits = spec.contracting and tree.first_match(path, tuple(targets.split()))
+        return leaves.lora_specs(spec, RANK, ALPHA / RANK, "dora" in targets) if fits else spec
+
+    specs = tree.map_with_path(wrap, here.parts.specs)
+    bare = dict(tree.leaves_with_path(here.params))
+
+    def value(path: str, spec: Any) -> Any:
+        if not leaves.is_adapter(path):
+            return bare[path.removesuffix("/base")]
+        values = random.uniform(0.5, 1.5, spec.shape) if path.endswith("/magnitude") else random.normal(size=spec.shape)
+        if "vocabulary" in spec.axes:
+            values[model.own.config.vocab_size :] = 0
+        return jax.device_put((values / math.sqrt(spec.fan_in or 1)).astype(np.float32), here.placement.replicated)
+
+    params = tree.map_with_path(value, specs)
+    return replace(here, params=params, parts=replace(here.parts, specs=specs))
+
+
+def write(here: Pretrained, path: Path) -> None:
+    family, _ = huggingface.read_config(here.source)
+    peft.write(path, here.params, family, here.config, ALPHA, base=str(here.source))
+
+
+BLOCKS = "*/attention/* */mlp/*"
+OURS = [
+    ("llama", f"dora {BLOCKS}"),
+    ("llama", "*/attention/query */attention/output */head/table */embedding/table"),
+    ("phi3", f"dora {BLOCKS}"),
+    ("phi3", "*/attention/query */attention/value */mlp/up"),
+    ("gpt2", "dora */attention/output */mlp/up"),
+    ("gpt2", "*/attention/value */mlp/down */positions/table */embedding/table"),
+    ("qwen2", "*/attention/* */embedding/table"),
+    ("gemma2", f"*/embedding/table {BLOCKS}"),
+    ("gemma2", "segment_1/* segment_0/block_1/mlp/gate"),  # of some layers
+]
+
+
+@pytest.mark.parametrize(("name", "targets"), OURS)
+def test_peft_loads_what_is_written(name: str, targets: str, models: dict[str, Model], tmp_path: Path) -> None:
+    """And so does this; and transformers loads the folder into which it is folded."""
+    model = models[name]
+    here = adapted(model, targets)
+    expected = np.asarray(here.logits(model.tokens))
+    assert np.abs(expected - model.logits(model.own)).max() > 0.01 * np.abs(expected).max()
+    write(here, tmp_path / "adapter")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys|.*unexpected")
+        theirs = library.PeftModel.from_pretrained(model.fresh(), tmp_path / "adapter").eval()
+    same(model.logits(theirs), expected)
+    if "embedding/table" in targets and here.config.tied_head:  # and stays one adapter while PEFT trains it
+        table, head = (get() for get in (theirs.get_input_embeddings, theirs.get_output_embeddings))
+        assert head.lora_B["default"].weight.data_ptr() == table.lora_embedding_A["default"].data_ptr()
+
+    back = jaxopt_llm.load_pretrained(model.folder, adapter=tmp_path / "adapter")
+    assert jax.tree.structure(back.params) == jax.tree.structure(here.params)
+    jax.tree.map(np.testing.assert_array_equal, back.params, here.params)
+
+    here.save_pretrained(tmp_path / "merged")
+    same(model.logits(model.fresh(tmp_path / "merged")), expected)
+
+
+# What get_peft_model is given, beside r and lora_alpha.
+THEIRS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"target_modules": "all-linear"}),
+    ("llama", {"target_modules": ["q_proj", "down_proj", "lm_head"], "use_rslora": True}),
+    (
+        "llama",
+        {
+            "target_modules": ["q_proj", "v_proj", "up_proj"],
+            "rank_pattern": {"1.self_attn.q_proj": 5, "up_proj": 2},
+            "alpha_pattern": {r"layers\.0\..*v_proj": 11},
+            "layers_to_transform": [0, 1],
+        },
+    ),
+    (
+        "llama",
+        {"target_modules": r".*\.[12]\.mlp\.(up|gate)_proj", "use_rslora": True, "rank_pattern": {"gate_proj": 7}},
+    ),
+    ("llama", {"target_modules": "all-linear", "exclude_modules": ["mlp.up_proj"], "use_dora": True}),
+    ("phi3", {"target_modules": "all-linear"}),
+    ("phi3", {"target_modules": ["qkv_proj", "o_proj"], "use_dora": True}),
+    ("phi3", {"target_modules": ["embed_tokens", "gate_up_proj"]}),
+    ("gpt2", {"target_modules": "all-linear", "use_rslora": True}),
+    ("gpt2", {"target_modules": ["c_attn", "wpe"], "layers_to_transform": 1, "layers_pattern": "h"}),
+    ("qwen2", {"target_modules": ["k_proj"], "layers_to_transform": [2]}),
+    ("qwen2", {"target_modules": ["embed_tokens", "lm_head", "k_proj"], "ensure_weight_tying": True}),
+    ("gemma2", {"target_modules": "all-linear", "use_dora": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), THEIRS, ids=str)
+def test_what_peft_writes_is_loaded(
+    name: str, settings: dict[str, Any], models: dict[str, Model], tmp_path: Path
+) -> None:
+    model = models[name]
+    config = library.LoraConfig(r=4, lora_alpha=3, task_type="CAUSAL_LM", **settings)
+    theirs = library.get_peft_model(model.fresh(), config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in theirs.named_parameters():
+            if "magnitude" in parameter_name:
+                parameter *= torch.empty_like(parameter).uniform_(0.5, 1.5)
+            elif "lora_" in parameter_name:
+                parameter.normal_(0, 1 / math.sqrt(max(parameter.shape)))
+    expected = model.logits(theirs)
+    assert np.abs(expected - model.logits(model.own)).max() > 0.01 * np.abs(expected).max()
+    theirs.save_pretrained(tmp_path)
+    same(jaxopt_llm.load_pretrained(model.folder, adapter=tmp_path).logits(model.tokens), expected)
