@@ -1,0 +1,43 @@
+"""QLoRA (Dettmers et al. 2023, arXiv:2305.14314) of Llama 2 70B: 68,976,648,192 parameters.
+
+    python -m jaxopt_llm.train --config llama2_70b_qlora.py --model.pretrained FOLDER --data.tokenizer FOLDER \
+        --data.paths chats.jsonl
+
+Hardware: 8 GPUs of 80 GB in one host. As compiled,
+
+    python -m jaxopt_llm.plan --config llama2_70b_qlora.py --gpu h100 --hosts 1 --gpus-per-host 8
+
+0 GiB at the peak and 0 GiB sent, of each GPU in a step.
+"""
+
+from jaxopt_llm.config import RunConfig, TrainConfig
+from jaxopt_llm.data.config import DataConfig
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.training.lora import LoraConfig
+from jaxopt_llm.training.optimizer import OptimizerConfig
+from jaxopt_llm.training.schedule import ScheduleConfig
+from jaxopt_llm.training.step import TrainingConfig
+
+
+def get_config() -> TrainConfig:
+    steps = 1000
+    return TrainConfig(
+        run=RunConfig(directory="runs/llama2_70b_qlora"),
+        model=ModelConfig(
+            vocabulary_size=32_000,
+            width=8192,
+            layers=80,
+            heads=64,
+            kv_heads=8,
+            head_dim=128,
+            mlp_width=28_672,
+            tied_head=False,
+        ),
+        data=DataConfig(paths=("chats.jsonl",), content="chat"),
+        training=TrainingConfig(steps=steps, batch_size=16, sequence_length=2048),
+        lora=LoraConfig(rank=64, alpha=16.0, base="nf4", double_quantisation=True, dropout=0.05),
+        optimizer=OptimizerConfig(learning_rate=1e-4, beta2=0.999, weight_decay=0.0, clip_norm=0.3),
+        schedule=ScheduleConfig(kind="constant", warmup_steps=30),
+        mesh=MeshConfig(fsdp=8),
+    )

@@ -1,0 +1,51 @@
+"""Conversations from the library that Python carries: a function's signature, and the first line of its docstring.
+
+    python scripts/summaries.py FOLDER
+
+writes train.jsonl and held_out.jsonl there, rows of prompt and completion. They are of different modules, and nothing
+that is told of a function in the one is told in the other.
+"""
+
+import ast
+import hashlib
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxopt_llm.data.source import standard_library
+
+HELD_OUT = 10  # a module in so many
+MOST = 100  # characters of a prompt, and of a completion
+
+
+def summaries(source: bytes) -> Iterator[tuple[str, str]]:
+    """What a module tells of its functions, and their signatures."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and (docstring := ast.get_docstring(node)):
+            signature, summary = f"def {node.name}({ast.unparse(node.args)})", docstring.splitlines()[0]
+            if summary.endswith(".") and max(len(signature), len(summary)) <= MOST:
+                yield summary, signature
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    warnings.simplefilter("ignore")  # of escapes that some modules have
+    found: dict[str, dict[str, str]] = {"train": {}, "held_out": {}}
+    for module in standard_library():
+        held_out = hashlib.sha256(module.key).digest()[0] % HELD_OUT == 0
+        found["held_out" if held_out else "train"] |= summaries(module.content)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, told in found.items():
+        rows = [
+            {"prompt": signature, "completion": summary}
+            for summary, signature in told.items()
+            if split == "train" or summary not in found["train"]
+        ]
+        (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        print(f"{len(rows):,} functions and their summaries in {folder / split}.jsonl")
+
+
+if __name__ == "__main__":
+    main()
