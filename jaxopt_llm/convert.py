@@ -5,7 +5,6 @@ python -m jaxopt_llm.convert merge --base FOLDER --adapter FOLDER --to FOLDER"""
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,11 @@ from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.checkpoint.safetensors import NewFolder
 from jaxopt_llm.checkpoint.weights import is_run
-from jaxopt_llm.config import RunConfig, TrainConfig
-from jaxopt_llm.data.config import DataConfig
+from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.data.tokenizer import load_tokenizer
 from jaxopt_llm.errors import CheckpointError, InputError
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import make_parts
-from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.training import lora
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -34,14 +31,8 @@ def import_folder(path: Path, directory: Path, tokenizer: str) -> None:
     """Makes a run directory of a Hugging Face folder, whose checkpoint is of step 0."""
     safetensors.check_free(directory)
     folder = huggingface.open_folder(path)
-    model = replace(folder.config, pretrained=str(path.absolute()))
-    dtype = str(folder.dtype("outer/embedding/table"))
-    config = TrainConfig(
-        run=RunConfig(directory=str(directory)),
-        model=model,
-        data=DataConfig(tokenizer=tokenizer),
-        precision=PrecisionConfig(compute_dtype=dtype),  # type: ignore[arg-type]
-    )
+    config = run.folder_config(folder, directory, tokenizer)
+    model = config.model
     vocabulary = load_tokenizer(config.data)
     if vocabulary.vocabulary_size > model.vocabulary_size:
         raise InputError(

@@ -56,12 +56,14 @@ def main() -> int:
         "as to jaxopt_llm.train; the run's are the defaults.",
         allow_abbrev=False,
     )
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="RUN_DIR", help="directory of a training run")
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="DIR", help="a training run's, or a Hugging Face model's"
+    )
     parser.add_argument("--batches", type=int, metavar="N", help="most batches to read (default: all)")
     own, overrides = parser.parse_known_args(sys.argv[1:])
     if own.batches is not None and own.batches < 1:
         raise InputError(f"--batches {own.batches}: must be at least 1")
-    trained = run.load_config(own.checkpoint)
+    trained = run.open_config(own.checkpoint)
     elsewhere = any(argument.split("=")[0] == "--data.paths" for argument in overrides)
     trained = dataclasses.replace(trained, mesh=MeshConfig())  # a batch need not divide as the run's had to
     if elsewhere:  # the weights are of the run's own paths

@@ -1,4 +1,5 @@
-"""python -m jaxopt_llm.generate --checkpoint RUN_DIR --prompt TEXT [--prompt TEXT ...] [--tokens N] ..."""
+"""python -m jaxopt_llm.generate --checkpoint DIR --prompt TEXT [--prompt TEXT ...] [--tokens N] ...
+python -m jaxopt_llm.generate --checkpoint DIR --chat [--system TEXT] ..."""
 
 import io
 import json
@@ -8,71 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxopt_llm import errors, oom, run
-from jaxopt_llm.data.tokenizer import Tokenizer
+from jaxopt_llm import chat, errors, oom, run
+from jaxopt_llm.data.continuation import Continuation, end_ids, write
 from jaxopt_llm.errors import InputError
-from jaxopt_llm.execution.decode import Sampling, continuations
+from jaxopt_llm.execution.decode import Decoder, Sampling
+from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.run import Run
 
 MOST_TOKENS = 100_000  # the cache holds keys and values of all of them
-
-
-class Continuation:
-    """The text that is added to one prompt as its tokens come: up to the end of the document, or to a stop string.
-
-    Tokens are decoded after those before them: at the start of what it decodes a tokenizer may drop a space.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
-        self._tokenizer, self._stops = tokenizer, stops
-        self._before = list(prompt)  # the tokens that came last into the text, or the prompt
-        self._pending: list[int] = []  # those after them that end within a character
-        self._shown = 0
-        self.done = False
-        self.text = ""
-
-    def add(self, token: int) -> None:
-        if self.done:
-            return
-        if token == self._tokenizer.end:
-            self.end()
-            return
-        self._pending.append(token)
-        self._take(whole_characters=True)
-
-    def end(self) -> None:
-        """No token follows."""
-        if not self.done:
-            self._take(whole_characters=False)
-        self.done = True
-
-    def _take(self, whole_characters: bool) -> None:
-        decode = self._tokenizer.decode
-        new = decode(self._before + self._pending)[len(decode(self._before)) :]
-        if not self._pending or (whole_characters and new.endswith("\N{REPLACEMENT CHARACTER}")):
-            return
-        self._before, self._pending = self._pending, []
-        old = len(self.text)
-        self.text += new
-        begins = [self.text.find(stop, max(0, old - len(stop))) for stop in self._stops]
-        found = [begin for begin in begins if begin >= 0]
-        if found:
-            self.text, self.done = self.text[: min(found)], True
-
-    def news(self) -> str:
-        """What can be shown that was not yet: of a stop string no part."""
-        until = len(self.text)
-        if not self.done:
-            begun = [
-                length
-                for stop in self._stops
-                for length in range(1, min(len(stop), until + 1))
-                if self.text.endswith(stop[:length])
-            ]
-            until -= max(begun, default=0)
-        new = self.text[self._shown : until]
-        self._shown = max(self._shown, until)
-        return new
+TOKENS = 200  # of a continuation, by default
+CONTEXT = 4096  # tokens of a conversation, by default
 
 
 def generate(
@@ -82,7 +28,7 @@ def generate(
     sampling: Sampling,
     seed: int,
     stops: Sequence[str],
-    show: Callable[[str], None] | None = None,
+    show: Callable[[str], None] = lambda text: None,
 ) -> list[str]:
     """What the model continues each prompt with, up to `count` tokens. show: is given the first prompt, and its
     continuation as it comes."""
@@ -100,22 +46,20 @@ def generate(
             f"--tokens {count}: with the {longest} of the prompt they exceed the model's {model.max_positions} learned "
             "positions"
         )
-    if show:
-        show(prompts[0])
-    written = [Continuation(tokenizer, each.tolist(), stops) for each in ids]
-    for tokens in continuations(
-        source.parts, source.params, ids, count, model.vocabulary_size, sampling, seed, source.placement
-    ):
-        for continuation, token in zip(written, tokens, strict=True):
-            continuation.add(int(token))
-        if show:
-            show(written[0].news())
-        if all(continuation.done for continuation in written):
-            break
-    for continuation in written:
-        continuation.end()
-    if show:
-        show(written[0].news())
+    show(prompts[0])
+    ends = end_ids(source.config.data, tokenizer)
+    written = [Continuation(tokenizer, each.tolist(), ends, stops) for each in ids]
+    decoder = Decoder(
+        source.parts,
+        source.params,
+        source.placement,
+        model.vocabulary_size,
+        sampling,
+        seed,
+        rows=len(ids),
+        length=longest + count,
+    )
+    write(decoder(ids, count), written, show)
     return [continuation.text for continuation in written]
 
 
@@ -123,14 +67,37 @@ def main() -> int:
     parser = errors.ArgumentParser(
         prog="python -m jaxopt_llm.generate",
         description="Continues text. One prompt is written out with its continuation as it comes; of several each is a "
-        'line of JSON, {"prompt": ..., "text": ...}, where text is the continuation alone.',
+        'line of JSON, {"prompt": ..., "text": ...}, where text is the continuation alone. With --chat it answers the '
+        "lines of standard input.",
     )
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="RUN_DIR", help="directory of a training run")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="directory of a training run, or folder of a Hugging Face model",
+    )
+    parser.add_argument(
+        "--tensor", type=int, default=1, metavar="N", help="devices that split every weight and head (default: 1)"
+    )
     parser.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="the text to continue; may be given several times"
     )
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="more of them: a JSON string on each line")
-    parser.add_argument("--tokens", type=int, default=200, metavar="N", help="most tokens to add (default: 200)")
+    parser.add_argument("--chat", action="store_true", help="converse, by the tokenizer's chat template, until Ctrl-D")
+    parser.add_argument("--system", metavar="TEXT", help="what a conversation begins with")
+    parser.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help=f"most tokens of a conversation (default: {CONTEXT}, or the model's learned positions)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        metavar="N",
+        help=f"most tokens to add (default: {TOKENS}; of an answer, what the context has room for)",
+    )
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="divides the logits; 0, the default, is greedy"
     )
@@ -149,15 +116,19 @@ def main() -> int:
     arguments = parser.parse_args(sys.argv[1:])
     prompts = arguments.prompt + (_read_prompts(arguments.prompts) if arguments.prompts else [])
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
-    _check(prompts, arguments.tokens, sampling, arguments.seed, arguments.stop)
+    _check_mode(arguments.chat, prompts, arguments.system, arguments.context)
+    count = arguments.tokens if arguments.tokens is not None else MOST_TOKENS if arguments.chat else TOKENS
+    _check(count, sampling, arguments.seed, arguments.stop)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     with oom.remedied("loading the checkpoint", "take a GPU with more"):
-        source = run.load(arguments.checkpoint)
-    rest = (arguments.tokens, sampling, arguments.seed, arguments.stop)
-    with oom.remedied("generating", "give fewer or shorter prompts at once, or --tokens less"):
-        if len(prompts) == 1 and not arguments.prompts:
-            generate(source, prompts, *rest, show=lambda text: print(text, end="", flush=True))
+        source = run.load(arguments.checkpoint, tensor=arguments.tensor)
+    rest = (count, sampling, arguments.seed, arguments.stop)
+    with oom.remedied("generating", "give fewer or shorter prompts at once, or --tokens or --context less"):
+        if arguments.chat:
+            chat.converse(source, arguments.system, _context(arguments.context, source.config.model), *rest)
+        elif len(prompts) == 1 and not arguments.prompts:
+            generate(source, prompts, *rest, show=chat.show)
             print()
         else:
             for prompt, text in zip(prompts, generate(source, prompts, *rest), strict=True):
@@ -178,9 +149,28 @@ def _read_prompts(file: Path) -> list[str]:
     return prompts
 
 
-def _check(prompts: list[str], tokens: int, sampling: Sampling, seed: int, stops: list[str]) -> None:
-    if not prompts:
-        raise InputError("nothing to continue: give --prompt TEXT, or --prompts FILE")
+def _context(given: int | None, model: ModelConfig) -> int:
+    """Tokens of a conversation."""
+    limit = model.max_positions if model.positions == "learned" else MOST_TOKENS
+    if given is None:
+        return min(limit, CONTEXT)
+    if given > limit:
+        raise InputError(f"--context {given}: exceeds the model's {limit} learned positions")
+    return given
+
+
+def _check_mode(converses: bool, prompts: list[str], system: str | None, context: int | None) -> None:
+    if converses and prompts:
+        raise InputError("--chat answers the lines of standard input: give no --prompt or --prompts with it")
+    if not converses and (system is not None or context is not None):
+        raise InputError("--system and --context are of a conversation: give --chat with them")
+    if not converses and not prompts:
+        raise InputError("nothing to continue: give --prompt TEXT, --prompts FILE, or --chat")
+    if context is not None and not 2 <= context <= MOST_TOKENS:
+        raise InputError(f"--context {context}: must lie between 2 and {MOST_TOKENS:,}")
+
+
+def _check(tokens: int, sampling: Sampling, seed: int, stops: list[str]) -> None:
     if not 1 <= tokens <= MOST_TOKENS:
         raise InputError(f"--tokens {tokens}: must lie between 1 and {MOST_TOKENS:,}")
     if not 0 <= sampling.temperature < float("inf"):

@@ -1,4 +1,4 @@
-"""What a training run left, as the commands that read it want it."""
+"""What a training run left, or a Hugging Face folder holds, as the commands that read it want it."""
 
 import json
 import math
@@ -15,23 +15,25 @@ from jaxopt_llm.checkpoint import huggingface
 from jaxopt_llm.checkpoint.huggingface import Folder
 from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.checkpoint.weights import RunWeights, is_run
-from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.config import RunConfig, TrainConfig
 from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.errors import CheckpointError, InputError
 from jaxopt_llm.model.decoder import Params, Parts, make_parts
+from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.distributed import Processes
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh, visible_devices
 from jaxopt_llm.parallel.offload import OffloadConfig
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
-from jaxopt_llm.training import lora, pretrained
+from jaxopt_llm.training import lora, pretrained, shapes
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's last checkpoint, in compute dtype. placement: one device, or one that splits `params` over `fsdp`; what
-    the devices cannot hold together, the stacks, rests in host memory."""
+    """A run's last checkpoint, or a Hugging Face folder as step 0, in compute dtype. placement: one device, or one that
+    splits `params` over `fsdp`, or as many as are asked for, over `tensor`; what the devices cannot hold together, the
+    stacks, rests in host memory."""
 
     config: TrainConfig
     tokenizer: Tokenizer
@@ -64,25 +66,80 @@ def initial_weights(config: TrainConfig, say: Callable[[str], None], processes: 
     return RunWeights(path, path / "checkpoints" / str(step), held.model, config.model, base)
 
 
-def load(directory: Path, data: DataConfig | None = None) -> Run:
-    """data: names the tokenizer, where that is not where the run had it.
+def _is_folder(directory: Path) -> bool:
+    """Whether this is a Hugging Face folder, and no run directory: each has a config.json of its own."""
+    if is_run(directory):
+        return False
+    try:
+        settings = json.loads((directory / huggingface.CONFIG).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False  # read as a run's it is told what is wrong
+    return isinstance(settings, dict) and "model_type" in settings
 
-    Raises InputError for what is no run directory, CheckpointError where it has no checkpoint that can be used.
+
+def open_config(directory: Path) -> TrainConfig:
+    """Of a run directory or, with defaults where it says nothing, of a Hugging Face folder. Raises InputError for what
+    is neither."""
+    return _open(directory)[0]
+
+
+def _open(directory: Path) -> tuple[TrainConfig, Folder | None]:
+    if _is_folder(directory):
+        folder = huggingface.open_folder(directory)
+        return folder_config(folder, directory, str(directory.absolute())), folder
+    try:
+        return load_config(directory), None
+    except InputError as error:
+        raise InputError(f"{error}, nor the folder of a Hugging Face model") from error
+
+
+def folder_config(folder: Folder, directory: Path, tokenizer: str) -> TrainConfig:
+    """A run in `directory` that begins from a Hugging Face folder, with its dtype to compute in."""
+    dtype = str(folder.dtype("outer/embedding/table"))
+    return TrainConfig(
+        run=RunConfig(directory=str(directory)),
+        model=replace(folder.config, pretrained=str(folder.path.absolute())),
+        data=DataConfig(tokenizer=tokenizer),
+        precision=PrecisionConfig(compute_dtype=dtype),  # type: ignore[arg-type]
+    )
+
+
+def load(directory: Path, data: DataConfig | None = None, tensor: int = 1) -> Run:
+    """Of a run directory or a Hugging Face folder.
+
+    data: names the tokenizer, where that is not where the run had it. tensor: devices that every weight is split over.
+
+    Raises InputError for what is neither, CheckpointError where a run has no checkpoint that can be used.
     """
-    config = load_config(directory)
+    config, folder = _open(directory)
     tokenizer = load_tokenizer(data or config.data)
     if tokenizer.vocabulary_size > config.model.vocabulary_size:
         raise InputError(
             f"data.tokenizer: it has {tokenizer.vocabulary_size} tokens, the model's vocabulary "
             f"{config.model.vocabulary_size}"
         )
+    _check_tensor(tensor, config)
+    if folder is not None:
+        return Run(config, tokenizer, *read_folder(folder, config.precision, tensor), step=0)
     _check_tokenizer(directory, tokenizer)
-    parts, params, placement, step = restore(directory, config, config.precision.compute_dtype)
+    parts, params, placement, step = restore(directory, config, config.precision.compute_dtype, tensor=tensor)
     return Run(config, tokenizer, parts, params, placement, step)
 
 
+def read_folder(folder: Folder, precision: PrecisionConfig, tensor: int) -> tuple[Parts, Params, Placement]:
+    """The parameters of a Hugging Face folder, in compute dtype, and where they are."""
+    parts = make_parts(folder.config)
+    placement = placement_for(size(parts.specs, precision.compute_dtype), precision, tensor)
+
+    def read(path: str, spec: ParamSpec) -> jax.Array:
+        spec = replace(spec, dtype=jnp.dtype(precision.compute_dtype))
+        return folder.read(path, spec, placement.resting_parameters(spec))
+
+    return parts, tree.map_with_path(read, parts.specs), placement
+
+
 def restore(
-    directory: Path, config: TrainConfig, dtype: str, whole: bool = True
+    directory: Path, config: TrainConfig, dtype: str, whole: bool = True, tensor: int = 1
 ) -> tuple[Parts, Params, Placement, int]:
     """The parameters of a run's last checkpoint, those that were trained in this dtype, where they are, and its step.
 
@@ -94,7 +151,7 @@ def restore(
     parts, trained, frozen = lora.adapt(parts, config.lora, config.precision, config.training.trainable)
     if not whole:
         frozen = jax.tree.map(lambda spec: None, frozen)
-    placement = placement_for(size(trained, dtype) + size(frozen), config.precision.for_evaluation())
+    placement = placement_for(size(trained, dtype) + size(frozen), config.precision.for_evaluation(), tensor)
     with Checkpoints(directory / "checkpoints") as checkpoints:
         while True:
             step = checkpoints.latest_step()
@@ -150,22 +207,34 @@ def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
         )
 
 
-def placement_for(needed: int, precision: PrecisionConfig) -> Placement:
+def _check_tensor(tensor: int, config: TrainConfig) -> None:
+    devices = len(visible_devices())
+    fit = [
+        n for n in range(1, devices + 1) if not devices % n and not shapes.tensor_problems(config.model, 1, False, n)
+    ]
+    if tensor not in fit:
+        raise InputError(
+            f"--tensor {tensor}: must divide the devices ({devices}) and the model's heads and MLP width, as do "
+            f"{', '.join(map(str, fit))}"
+        )
+
+
+def placement_for(needed: int, precision: PrecisionConfig, tensor: int = 1) -> Placement:
     """Of parameters of `needed` bytes that are used and not trained."""
     devices = visible_devices()
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
-    held = devices_for(needed, devices, limit)
+    held = devices_for(needed, devices, limit, tensor)
     return Placement(
-        make_mesh(MeshConfig(fsdp=len(held)), held),
+        make_mesh(MeshConfig(fsdp=len(held) // tensor, tensor=tensor), held),
         ShardingConfig(zero_stage=3),
         precision,
         OffloadConfig(parameters=not fits(needed, held, limit)),
     )
 
 
-def devices_for(needed: int, devices: Sequence[jax.Device], limit: int | None) -> Sequence[jax.Device]:
-    """The first device alone, where parameters of `needed` bytes fit there; else all."""
-    return devices[:1] if fits(needed, devices[:1], limit) else devices
+def devices_for(needed: int, devices: Sequence[jax.Device], limit: int | None, tensor: int = 1) -> Sequence[jax.Device]:
+    """The first device alone, or the first `tensor`, where parameters of `needed` bytes fit there; else all."""
+    return devices[:tensor] if fits(needed, devices[:tensor], limit) else devices
 
 
 def fits(needed: int, devices: Sequence[jax.Device], limit: int | None) -> bool:

@@ -17,7 +17,7 @@ FLOORS = (
     ("search",),
     ("advice",),
     ("run", "oom"),
-    ("pretrained",),
+    ("pretrained", "chat"),
     ("train", "evaluate", "generate", "prepare", "plan", "convert", "checkpoint/__main__"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

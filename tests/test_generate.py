@@ -12,10 +12,11 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 
 from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.data.continuation import Continuation
 from jaxopt_llm.data.tokenizer import ByteTokenizer, JsonTokenizer
 from jaxopt_llm.errors import InputError, OutOfMemory
 from jaxopt_llm.execution.decode import Sampling
-from jaxopt_llm.generate import Continuation, generate, main
+from jaxopt_llm.generate import generate, main
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import make_parts
 from jaxopt_llm.run import Run
@@ -23,7 +24,7 @@ from jaxopt_llm.run import Run
 
 def shown(text: str, *stops: str, end: bool = True) -> tuple[list[str], str]:
     """What is shown after each byte of a text (and the end of the document), and the whole."""
-    continuation = Continuation(ByteTokenizer(), (), stops)
+    continuation = Continuation(ByteTokenizer(), (), {ByteTokenizer.end}, stops)
     news = []
     for token in [*text.encode(), *([ByteTokenizer.end] if end else [])]:
         continuation.add(token)
@@ -67,14 +68,14 @@ def test_a_continuation_keeps_the_space_that_its_tokenizer_drops_at_a_start(tmp_
     library.save(str(tmp_path / "tokenizer.json"))
     tokenizer = JsonTokenizer(tmp_path)
     assert tokenizer.decode([1]) == "world"
-    continuation = Continuation(tokenizer, [0], ["lo wo"])
+    continuation = Continuation(tokenizer, [0], {tokenizer.end}, ["lo wo"])
     for token in (1, 1, 0, 1):
         continuation.add(token)
     assert continuation.text == " world world hel"
 
 
 def test_nothing_follows_the_end_of_the_document() -> None:
-    continuation = Continuation(ByteTokenizer(), (), ())
+    continuation = Continuation(ByteTokenizer(), (), {ByteTokenizer.end}, ())
     for token in (104, ByteTokenizer.end, 105):
         continuation.add(token)
     assert (continuation.text, continuation.done) == ("h", True)
@@ -109,7 +110,7 @@ def test_out_of_memory_it_says_what_to_change(fails: str, said: str, monkeypatch
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1024 bytes.")
 
     monkeypatch.setattr(sys, "argv", ["generate", "--checkpoint", "runs/x", "--prompt", "x"])
-    monkeypatch.setattr("jaxopt_llm.run.load", lambda *_: None)
+    monkeypatch.setattr("jaxopt_llm.run.load", lambda *_, **__: None)
     monkeypatch.setattr(f"jaxopt_llm.{'generate.' * (fails == 'generate')}{fails}", exhausted)
     with pytest.raises(OutOfMemory, match=f"out of memory {said}: XLA could not allocate .*: (take|give) "):
         main()

@@ -1,13 +1,21 @@
 """What a run left, as it is read back."""
 
+import sys
+from dataclasses import replace
 from pathlib import Path
 
+import folders
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from chats import write_tokenizer
 from commands import train
 
-from jaxopt_llm import run
+from jaxopt_llm import evaluate, load_pretrained, run, tree
+from jaxopt_llm.data.config import DataConfig
+from jaxopt_llm.data.tokenizer import load_tokenizer
+from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution.decode import Sampling
 from jaxopt_llm.generate import generate
 
@@ -17,17 +25,72 @@ def test_parameters_take_all_devices_where_one_is_too_small() -> None:
     assert run.devices_for(75, devices, 100) == devices[:1]
     assert run.devices_for(76, devices, 100) == devices
     assert run.devices_for(76, devices, None) == devices[:1]
+    assert run.devices_for(150, devices, 100, tensor=2) == devices[:2]
+    assert run.devices_for(151, devices, 100, tensor=2) == devices
     assert run.fits(600, devices, 100) and not run.fits(601, devices, 100)
 
 
 def test_they_rest_divided_and_in_compute_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = train(tmp_path, "--training.steps", 1, "--precision.compute-dtype", "bfloat16")
     assert (done.returncode, done.stderr) == (0, "")
-    monkeypatch.setattr(run, "devices_for", lambda needed, devices, limit: devices)
+    monkeypatch.setattr(run, "devices_for", lambda needed, devices, limit, tensor: devices)
     loaded = run.load(tmp_path)
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded.params)} == {jnp.dtype("bfloat16")}
     table = loaded.params["outer"]["embedding"]["table"]
     assert table.sharding.num_devices == 8 and not table.is_fully_replicated
+    monkeypatch.undo()
+    split = run.load(tmp_path, tensor=2)
+    assert_split(split, 2)
+    jax.tree.map(np.testing.assert_array_equal, split.params, loaded.params)
+
+
+def assert_split(source: run.Run, count: int) -> None:
+    """What a decoding device reads: no weight of the blocks whole, and no table."""
+    assert source.placement.size("tensor") == source.placement.mesh.size == count
+    whole = {path for path, leaf in tree.leaves_with_path(source.params) if leaf.is_fully_replicated}
+    assert all("norm" in path or path.split("/")[-1] in ("key", "value") for path in whole), whole
+
+
+def test_a_hugging_face_folder_is_what_it_holds(tmp_path: Path) -> None:
+    """In its own dtype, by its own tokenizer, on one device or split over several."""
+    config = replace(folders.CONFIG, vocabulary_size=512, layers=2)
+    path = write_tokenizer(folders.folder(tmp_path / "model", config, jnp.bfloat16))
+    source = run.load(path)
+    assert source.step == 0 and source.placement.mesh.size == 1
+    assert source.placement.precision.compute_dtype == "bfloat16"
+    assert {leaf.dtype for leaf in jax.tree.leaves(source.params)} == {jnp.dtype("bfloat16")}
+    jax.tree.map(np.testing.assert_array_equal, source.params, load_pretrained(path).params)
+    assert source.tokenizer.sha256 == load_tokenizer(DataConfig(tokenizer=str(path))).sha256
+    split = run.load(path, tensor=2)
+    assert_split(split, 2)
+    jax.tree.map(np.testing.assert_array_equal, split.params, source.params)
+
+
+def test_a_folder_is_evaluated_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_tokenizer(folders.folder(tmp_path / "model", replace(folders.CONFIG, vocabulary_size=512, layers=2)))
+    (tmp_path / "text.txt").write_text("What is 1 + 1? It is 2.")
+    given = ("--checkpoint", path, "--data.paths", tmp_path / "text.txt", "--training.sequence-length", 8)
+    monkeypatch.setattr(sys, "argv", ["evaluate", *map(str, given), "--training.batch-size", "1"])
+    assert evaluate.main() == 0
+    tokenizer = load_tokenizer(DataConfig(tokenizer=str(path)))
+    (ids,) = tokenizer.encode([(tmp_path / "text.txt").read_bytes()])
+    row = np.array([tokenizer.beginning, *ids, tokenizer.end], np.int32)
+    losses = []
+    for begin in range(0, row.size - 1, 8):  # rows share a token, the target of the one and the first of the next
+        part = row[begin : begin + 9]
+        logits = load_pretrained(path).logits(part[None])[0, :-1]
+        losses += [*-jax.nn.log_softmax(logits)[np.arange(part.size - 1), part[1:]]]
+    assert f"{np.mean(losses):.4f} nats per token" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"model": 1}'])
+def test_what_is_neither_is_told_so(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(InputError, match="not a run directory .*, nor the folder of a Hugging Face model"):
+        run.load(tmp_path)
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ it ends, and how much memory it takes, only a process of its own can bound. Impo
 Standard input: a JSON object on each line. The first is {"template", "special" (tokens by name), "ends" (tokens that
 can end a turn), "date"}, the others are conversations: {"messages", "tools"}. Each is answered by one on standard
 output: {"text", "spans" ([begin, end) of what the assistant wrote, in characters)}, {"refused": why} where the template
-itself raises an exception, or {"error": why}.
+itself raises an exception, or {"error": why}. Of a conversation with "add_generation_prompt", true where the assistant
+is to speak next, the text alone is made.
 """
 
 import faulthandler
@@ -97,7 +98,9 @@ class Renderer:
         self._generation = generation
         self._special, self._ends = special, tuple(ends)
 
-    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> dict[str, Any]:
+    def render(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, add_generation_prompt: bool | None = None
+    ) -> dict[str, Any]:
         def text(count: int, add_generation_prompt: bool = False) -> str:
             made = self._template.render(
                 messages=messages[:count],
@@ -111,9 +114,11 @@ class Renderer:
             return made
 
         self._generation.made = 0
-        whole = text(len(messages))
+        whole = text(len(messages), bool(add_generation_prompt))
         if self._generation.used:
             return _unmarked(whole, self._generation.made)
+        if add_generation_prompt is not None:
+            return {"text": whole, "spans": []}
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         return {"text": whole, "spans": [self._span(whole, number, text) for number in turns]}
 

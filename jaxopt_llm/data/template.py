@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.data.source import Document, Part, read, refuse
-from jaxopt_llm.data.tokenizer import Tokenizer
+from jaxopt_llm.data.tokenizer import Tokenizer, read_object
 from jaxopt_llm.errors import InputError
 
 PROGRAM = Path(__file__).with_name("sandbox.py")
@@ -45,7 +45,7 @@ def find_template(config: DataConfig, tokenizer: Tokenizer) -> Template:
     """
     path = Path(config.tokenizer)
     folder = path if path.is_dir() else path.parent
-    settings = {} if config.tokenizer == "bytes" else _object(folder / "tokenizer_config.json")
+    settings = {} if config.tokenizer == "bytes" else read_object(folder / "tokenizer_config.json")
     named = {key: _content(token) for key, token in settings.items() if key.endswith("_token")}
     special = {key: token for key, token in named.items() if isinstance(token, str)}
     beside = folder / "chat_template.jinja"
@@ -63,7 +63,7 @@ def find_template(config: DataConfig, tokenizer: Tokenizer) -> Template:
         if not isinstance(found, str):
             raise InputError(
                 f"data.tokenizer={config.tokenizer} has no chat template (chat_template.jinja, or chat_template in "
-                "tokenizer_config.json): name a file of one with data.chat_template"
+                "tokenizer_config.json): put one there, or name a file of one with data.chat_template"
             )
         source = found
     if len(source.encode()) > MOST_BYTES:
@@ -102,6 +102,25 @@ class Renderer:
         self._check(answer, document.name)
         spans = tuple((begin, end) for begin, end in answer["spans"])
         return Document(document.name, answer["text"].encode(), document.key, spans)
+
+    def prompt(self, messages: list[dict[str, str]]) -> str:
+        """A conversation as text, up to where the assistant's next turn begins."""
+        return self._text(messages, add_generation_prompt=True)
+
+    def turn_end(self) -> str | None:
+        """The special token that the template writes behind an answer, if it writes one there."""
+        roles = ("user", "assistant")
+        text = self._text([{"role": role, "content": role} for role in roles], add_generation_prompt=False).rstrip()
+        return next((token for token in self._template.ends if text.endswith(token)), None)
+
+    def _text(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        """Of what the user says now. Raises InputError where the template refuses it, too."""
+        asked = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        answer = self._ask(json.dumps(asked).encode(), "in a conversation")
+        if "refused" in answer:
+            raise InputError(f"{self._template.path}: the chat template refuses it ({answer['refused']})")
+        self._check(answer, "in a conversation")
+        return str(answer["text"])
 
     def _ask(self, line: bytes, where: str) -> dict[str, Any]:
         try:
@@ -149,19 +168,6 @@ def _rendered(
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     assert pipe is not None
     return pipe
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where there is none."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: no JSON ({error}); mend or remove it") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{path}: no JSON object; mend or remove it")
-    return found
 
 
 def _content(token: Any) -> Any:

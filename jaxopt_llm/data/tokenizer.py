@@ -144,11 +144,19 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
 
 def _declared(path: Path) -> dict[str, Any]:
     """bos_token and eos_token of a tokenizer_config.json: a name, or the description of a token."""
+    settings = read_object(path)
+    tokens = {key: settings.get(key) for key in ("bos_token", "eos_token")}
+    return {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file that comes with a tokenizer; empty where there is no such file."""
     if not path.is_file():
         return {}
     try:
-        settings = json.loads(path.read_bytes())
-        tokens = {key: settings.get(key) for key in ("bos_token", "eos_token")}
-    except (ValueError, AttributeError) as error:
-        raise InputError(f"{path}: no JSON object ({error}); mend or remove it") from error
-    return {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: no JSON ({error}); mend or remove it") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: no JSON object; mend or remove it")
+    return found

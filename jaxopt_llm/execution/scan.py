@@ -95,25 +95,31 @@ def microbatch_loss(
 
 
 def forward(
-    parts: Parts, params: Params, tokens: jax.Array, context: Context, caches: tree.Tree = None, last: bool = False
+    parts: Parts,
+    params: Params,
+    tokens: jax.Array,
+    context: Context,
+    caches: tree.Tree = None,
+    only: jax.Array | None = None,
 ) -> tuple[jax.Array, tree.Tree]:
     """Logits float32 [B, S, V] of tokens [B, S], and the caches (see `make_caches`) with these tokens written.
 
-    last: logits of the last token alone, [B, 1, V].
+    only: index of the token whose logits alone are wanted, [B, 1, V].
     """
     taps = no_taps(parts.specs)
     outer = context.placement.place(parts.specs["outer"], params["outer"], taps["outer"], keep=False)
     x = parts.embed(outer, tokens, context)
     x, caches, _ = run_stacks(parts, model_stacks(parts), params, taps, x, context, RematConfig("none"), caches)
-    return parts.logits(outer, x[:, -1:] if last else x, context), caches
+    if only is not None:
+        x = jax.lax.dynamic_slice_in_dim(x, only, 1, axis=1)
+    return parts.logits(outer, x, context), caches
 
 
-def make_caches(parts: Parts, batch: int, length: int, dtype: Any) -> tree.Tree:
+def make_caches(parts: Parts, batch: int, length: int, dtype: Any, placement: Placement) -> tree.Tree:
     """Empty caches of every layer, stacked as the layers are."""
 
     def stack(segment: Segment, position: int) -> tree.Tree:
-        one = parts.make_cache(segment.kinds[position], batch, length, dtype)
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (segment.repeats, *x.shape)), one)
+        return parts.make_cache(segment.kinds[position], segment.repeats, batch, length, dtype, placement)
 
     return {
         f"segment_{number}": {f"block_{position}": stack(segment, position) for position in range(len(segment.kinds))}

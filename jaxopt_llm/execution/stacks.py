@@ -126,11 +126,15 @@ def run_stacks(
     caches: tree.Tree = None,
 ) -> tuple[jax.Array, tree.Tree, Auxiliary]:
     """Runs x [B, S, D] through every stack; gives the caches with what was written, and the auxiliary sums."""
-    carry, new_caches = (x, parts.zero_auxiliary()), {}
+    auxiliary, new_caches = parts.zero_auxiliary(), {}
     exempt, depth = context.placement.precision.compute_dtype_layers, sum(map(_depth, parts.layout))
     for name, stack in stacks.items():
         runs = _runs_alike(stack, exempt, depth)
-        beside = (taps[name], stack.per_layer, stack.live, caches[name] if caches else None)
+        # Caches are carried, and each layer writes to its place in them: what a loop takes and gives layer by layer it
+        # has twice.
+        carry = (x, auxiliary, caches[name] if caches else None)
+        numbers = jnp.arange(runs[-1].stop) if caches else None
+        beside = (taps[name], stack.per_layer, stack.live, numbers)
         by_number = remat.every > 1 or len(runs) > 1
         # Kept for the backward, every layer that was picked by its number would be a copy, and every one that was
         # brought in from the host be on the device.
@@ -139,18 +143,17 @@ def run_stacks(
         period = functools.partial(_period, parts, stack, context, of_stack, params[name] if by_number else None)
         if remat.every > 1:
             period = functools.partial(period, runs[0].quantised)
-            carry, written = _scan_groups(period, remat.group(len(stack.kinds), runs[0].stop), carry, beside)
+            carry = _scan_groups(period, remat.group(len(stack.kinds), runs[0].stop), carry, beside)
         elif len(runs) > 1:
-            carry, written = _scan_runs(period, runs, carry, beside)
+            carry = _scan_runs(period, runs, carry, beside)
         else:
             period = functools.partial(period, runs[0].quantised)
-            carry, written = jax.lax.scan(period, carry, (params[name], *beside))
-        new_caches[name] = written
-    x, auxiliary = carry
+            carry, _ = jax.lax.scan(period, carry, (params[name], *beside))
+        x, auxiliary, new_caches[name] = carry
     return x, new_caches, auxiliary
 
 
-Carry = tuple[jax.Array, Auxiliary]
+Carry = tuple[jax.Array, Auxiliary, tree.Tree]  # x, the auxiliary sums, and the stack's caches
 
 
 def _period(
@@ -162,20 +165,21 @@ def _period(
     quantised: tuple[bool, ...],
     carry: Carry,
     layer: Any,
-) -> tuple[Carry, Params]:
+) -> tuple[Carry, None]:
     """One repeat of a stack. layer: its weights, or its number in `stacked`, and what is beside them.
 
     quantised: for each block, whether its products are formed as `precision.matmul` says, or in compute dtype.
     """
-    weights, taps, per_layer, live, caches = layer
-    x, auxiliary = carry
-    x, written, added = run_period(
+    weights, taps, per_layer, live, number = layer
+    x, auxiliary, caches = carry
+    context = replace(context, cache_layer=number)
+    x, caches, added = run_period(
         parts, stack, weights, taps, per_layer, x, context, remat, caches, stacked=stacked, quantised=quantised
     )
     auxiliary = auxiliary + added
     if live is not None:
-        x, auxiliary = jax.tree.map(lambda new, old: jnp.where(live, new, old), (x, auxiliary), carry)
-    return (x, auxiliary), written
+        x, auxiliary = jax.tree.map(lambda new, old: jnp.where(live, new, old), (x, auxiliary), carry[:2])
+    return (x, auxiliary, caches), None
 
 
 def run_period(
@@ -194,7 +198,8 @@ def run_period(
 ) -> tuple[jax.Array, tree.Tree, Auxiliary]:
     """Runs x [B, S, D] through one period of a stack: as `run_stacks`.
 
-    weights, taps, per_layer, caches: the period's; where `stacked` is given, weights are the period's number in it.
+    weights, taps, per_layer: the period's; where `stacked` is given, weights are the period's number in it.
+    caches: the stack's, of which `context.cache_layer` says the period's place; they are given back whole.
     quantised: for each block, whether its products are formed as `precision.matmul` says, or in compute dtype; None for
         all.
     """
@@ -233,21 +238,20 @@ def run_period(
         own = weights[block] if stacked is None else weights
         x, written[block], added = run(x, own, taps[block], caches[block] if caches else None)
         auxiliary = auxiliary + added
-    return x, written, auxiliary
+    return x, written if caches else None, auxiliary
 
 
 _checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)  # within a scan XLA merges nothing
 
 
-def _scan_groups(period: Any, size: int, carry: Carry, beside: Any) -> tuple[Carry, Params]:
+def _scan_groups(period: Any, size: int, carry: Carry, beside: Any) -> Carry:
     """Repeats in groups of `size` that the backward runs again together.
 
     Their weights by number: as an operand of the loop over a group they would be copied.
     """
     layers = (jnp.arange(jax.tree.leaves(beside)[0].shape[0]), *beside)
     groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), layers)
-    carry, written = jax.lax.scan(_checkpoint(functools.partial(jax.lax.scan, period)), carry, groups)
-    return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), written)
+    return jax.lax.scan(_checkpoint(functools.partial(jax.lax.scan, period)), carry, groups)[0]
 
 
 @dataclass(frozen=True)
@@ -276,24 +280,22 @@ def _depth(segment: Segment) -> int:
     return segment.repeats * len(segment.kinds)
 
 
-def _scan_runs(period: Any, runs: list[_Run], carry: Carry, beside: Any) -> tuple[Carry, Params]:
+def _scan_runs(period: Any, runs: list[_Run], carry: Carry, beside: Any) -> Carry:
     """One loop for each run, over weights by number and taps that the loops hand on."""
     taps, *others = beside
     layers = (jnp.arange(runs[-1].stop), *others)
-    written = []
     for run in runs:
 
-        def one(carry: Any, layer: Any, run: _Run = run) -> tuple[Any, Params]:
+        def one(carry: Any, layer: Any, run: _Run = run) -> tuple[Any, None]:
             carry, taps = carry
             number, *others = layer
             taps, own = _pick(taps, number)
-            carry, written = period(run.quantised, carry, (number, own, *others))
-            return (carry, taps), written
+            carry, _ = period(run.quantised, carry, (number, own, *others))
+            return (carry, taps), None
 
         part = jax.tree.map(lambda x, run=run: x[run.start : run.stop], layers)
-        (carry, taps), of_run = jax.lax.scan(one, (carry, taps), part)
-        written.append(of_run)
-    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *written)
+        (carry, taps), _ = jax.lax.scan(one, (carry, taps), part)
+    return carry
 
 
 @jax.custom_vjp

@@ -1,6 +1,6 @@
 """Grouped-query self-attention with its projections and its cache.
 
-Letters: B batch, S sequence, T cache length, D width, H heads, G key-value heads, K head size.
+Letters: B batch, S sequence, T cache length, L layers, D width, H heads, G key-value heads, K head size.
 """
 
 import jax
@@ -21,7 +21,9 @@ BIASED = {"none": (), "qkv": ("query", "key", "value"), "all": ("query", "key", 
 
 @struct.dataclass
 class Cache:
-    """Keys and values of the tokens seen so far, [B, T, G, K]; slot t holds position t - context.cache_padding."""
+    """Keys and values of the tokens seen so far by a stack of layers, [L, B, G, T, K]; slot t holds position
+    t - context.cache_padding. By heads, as attention reads them: else XLA turns all of it round, and back, for every
+    token."""
 
     key: jax.Array
     value: jax.Array
@@ -80,12 +82,8 @@ def self_attention(
         q, k = rotary(q, context.positions, frequencies), rotary(k, context.positions, frequencies)
     key_positions = key_segment_ids = None
     if cache is not None:
-        at = (0, context.cache_index, 0, 0)
-        cache = Cache(
-            key=jax.lax.dynamic_update_slice(cache.key, k.astype(cache.key.dtype), at),
-            value=jax.lax.dynamic_update_slice(cache.value, v.astype(cache.value.dtype), at),
-        )
-        k, v = cache.key, cache.value
+        cache = Cache(_write(cache.key, k, context), _write(cache.value, v, context))
+        k, v = _read(cache.key, context), _read(cache.value, context)
         # Slots not yet written lie after every query's position: the causal mask hides them.
         key_positions = jnp.arange(k.shape[1]) - context.cache_padding[:, None]
         key_segment_ids = (key_positions >= 0).astype(jnp.int32)  # the tokens are 1, what pads them is 0
@@ -108,3 +106,14 @@ def self_attention(
     )
     out = context.placement.leave(project("BSHK,HKD->BSD", by_head(out, "heads"), params, "output"))
     return tag(out, "attention_output"), cache
+
+
+def _write(cache: jax.Array, new: jax.Array, context: Context) -> jax.Array:
+    """[B, S, G, K] into the layer's slots [L, B, G, T, K], from `context.cache_index` on."""
+    by_head = jnp.swapaxes(new, 1, 2)[None].astype(cache.dtype)
+    return jax.lax.dynamic_update_slice(cache, by_head, (context.cache_layer, 0, 0, context.cache_index, 0))
+
+
+def _read(cache: jax.Array, context: Context) -> jax.Array:
+    """The layer's [B, T, G, K]."""
+    return jnp.swapaxes(jax.lax.dynamic_index_in_dim(cache, context.cache_layer, keepdims=False), 1, 2)

@@ -69,7 +69,7 @@ class Parts:
     logits(outer, x, context) -> float32 [B, S, V]
     head_loss(outer, x, batch, context, cotangent) -> (objective, loss), float32 sums over real tokens: the loss is the
         cross-entropy, a measurement; the objective, times the cotangent already, is what is differentiated
-    make_cache(kind, batch, length, dtype) -> an empty cache of one layer
+    make_cache(kind, repeats, batch, length, dtype, placement) -> empty caches of so many layers, stacked
     zero_auxiliary() -> what a block with nothing to add returns
     """
 
@@ -80,7 +80,7 @@ class Parts:
     block: Callable[[Kind, Params, jax.Array, Context, dict[str, jax.Array], Any], tuple[jax.Array, Any, Auxiliary]]
     logits: Callable[[Params, jax.Array, Context], jax.Array]
     head_loss: Callable[[Params, jax.Array, Batch, Context, jax.Array], tuple[jax.Array, jax.Array]]
-    make_cache: Callable[[Kind, int, int, Any], Any]
+    make_cache: Callable[[Kind, int, int, int, Any, Placement], Any]
     zero_auxiliary: Callable[[], Auxiliary]
 
 
@@ -235,9 +235,12 @@ def make_parts(config: ModelConfig, loss_chunk: int = 0, z_loss: float = 0.0) ->
     def zero_auxiliary() -> Auxiliary:
         return Auxiliary(loss=jnp.zeros((), jnp.float32), statistics={})
 
-    def make_cache(kind: Kind, batch: int, length: int, dtype: Any) -> Cache:
-        shape = (batch, length, config.kv_heads, config.head_dim)
-        return Cache(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype))
+    def make_cache(kind: Kind, repeats: int, batch: int, length: int, dtype: Any, placement: Placement) -> Cache:
+        def empty() -> jax.Array:
+            zeros = jnp.zeros((repeats, batch, config.kv_heads, length, config.head_dim), dtype)
+            return placement.constrain(zeros, None, "batch", "kv_heads", None, "head_dim")
+
+        return Cache(key=empty(), value=empty())
 
     return Parts(
         specs=param_specs(config),

@@ -131,6 +131,11 @@ def test_ids_and_mask_are_those_of_transformers(source: str, tmp_path: Path) -> 
     assert ids == told["input_ids"]
     if marks:
         assert [int(each) for each in mask] == told["assistant_masks"]
+    asked = CONVERSATION[:4]
+    with rendering(found_template(config(folder))) as renderer:
+        prompt = renderer.prompt(asked)
+    (ids,) = load_tokenizer(config(folder)).encode([prompt.encode()])
+    assert ids.tolist() == theirs.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
 
 
 def test_tools_and_calls_reach_the_template(tmp_path: Path) -> None:
@@ -322,3 +327,36 @@ def test_a_turn_that_is_forgotten_is_told_by_a_generation_block() -> None:
     assert made and made.spans
     text = made.content.decode()
     assert [text[begin:end] for begin, end in made.spans] == ["Co", "1 ", "An", "2."]
+
+
+# ---- The prompt for an answer, as a conversation in the terminal wants it.
+
+
+@pytest.mark.parametrize(
+    ("source", "asks", "end"),
+    [
+        (CHATML, "<|im_start|>assistant\n", "<|im_end|>"),
+        (MARKED, "<|im_end|>\n", "<|im_end|>"),
+        (LLAMA_2, " [/INST]", "</s>"),
+        (LLAMA_3, "<|header|>assistant<|/header|>\n\n", "<|eot|>"),
+        (FORGETS, "user: And which was 3?\nassistant: ", None),
+    ],
+)
+def test_a_prompt_ends_where_the_assistant_is_to_speak(source: str, asks: str, end: str | None, tmp_path: Path) -> None:
+    """Of any template, also one that says nothing of earlier turns; and what it writes behind an answer is found."""
+    template = found_template(config(write_tokenizer(tmp_path / "tokenizer", source), date="2026-01-31"))
+    with rendering(template) as renderer:
+        assert renderer.turn_end() == end
+        text = renderer.prompt(conversation(3)[:3])
+        assert "And which was 3?" in text and text.endswith(asks) and "\0" not in text
+
+
+def test_a_template_is_no_more_trusted_in_a_conversation() -> None:
+    for source, said in (
+        (HOSTILE["class"][0], "the chat template fails, in a conversation: .*'__class__' of a str"),
+        ("{{ raise_exception('not\nnow') }}", "t.jinja: the chat template refuses it .not"),
+        (ENDLESS["loops"], "was stopped, in a conversation: it took more than 0.5 s"),
+    ):
+        given = Template(Path("t.jinja"), source, {}, (), "")
+        with rendering(given, seconds=0.5) as renderer, pytest.raises(InputError, match=said):
+            renderer.prompt(CONVERSATION[:2])

@@ -1,14 +1,17 @@
 """Continuing prompts: what is chosen, and of what it depends."""
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
 
 from jaxopt_llm.execution import scan
-from jaxopt_llm.execution.decode import Sampling, candidates, choose, continuations
+from jaxopt_llm.execution.decode import Decoder, Sampling, candidates, choose
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import make_parts
 from jaxopt_llm.parallel.sharding import Placement
@@ -31,7 +34,9 @@ def written(
     placement: Placement = PLACEMENT,
 ) -> np.ndarray:
     """[B, count]"""
-    return np.stack([*continuations(PARTS, PARAMS, prompts, count, SIZE, sampling, seed, placement)], axis=1)
+    length = max(prompt.size for prompt in prompts) + count
+    decoder = Decoder(PARTS, PARAMS, placement, SIZE, sampling, seed, len(prompts), length)
+    return np.stack([*decoder(prompts, count)], axis=1)
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +60,106 @@ def test_a_prompt_is_continued_the_same_beside_others(greedy: np.ndarray) -> Non
         np.testing.assert_array_equal(written([prompt], 6)[0], expected)
 
 
-def test_it_is_the_same_on_devices_that_divide_the_parameters(greedy: np.ndarray) -> None:
-    np.testing.assert_array_equal(written(PROMPTS, 6, placement=toy.placement(3, fsdp=8)), greedy)
+@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"tensor": 2}, {"fsdp": 2, "tensor": 2}, {"tensor": 4}], ids=str)
+def test_it_is_the_same_on_devices_that_divide_parameters_and_cache(axes: dict[str, int], greedy: np.ndarray) -> None:
+    placement = toy.placement(3, **axes)
+    params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, placement.parameters(spec)), PARAMS, PARTS.specs)
+    tables = params["outer"]["embedding"]["table"], params["segment_0"]["block_0"]["mlp"]["up"]
+    assert all(part.data.size * placement.mesh.size == leaf.size for leaf in tables for part in leaf.addressable_shards)
+    decoder = Decoder(PARTS, params, placement, SIZE, GREEDY, 0, len(PROMPTS), 12)
+    np.testing.assert_array_equal(np.stack([*decoder(PROMPTS, 6)], axis=1), greedy)
+    split, rows = axes.get("tensor", 1), axes.get("fsdp", 1)
+    heads = toy.CONFIG.kv_heads // split or toy.CONFIG.kv_heads  # fewer than devices: each has all
+    for cache in jax.tree.leaves(decoder._caches):
+        layers, batch, *_ = cache.shape
+        assert batch >= len(PROMPTS) and batch % rows == 0
+        shape = (layers, batch // rows, heads, 12, toy.CONFIG.head_dim)
+        assert {part.data.shape for part in cache.addressable_shards} == {shape}
+
+
+# ---- What the cache has is not computed again.
+
+
+class Watched(Decoder):
+    """Which slots were computed in each call of the program."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.computed: list[tuple[int, int]] = []
+
+    def _advance(self, tokens: Any, padding: Any, first: int, last: int) -> Any:
+        self.computed.append((first, tokens.shape[1]))
+        return super()._advance(tokens, padding, first, last)
+
+
+def watched(rows: int = 1, length: int = 80, sampling: Sampling = GREEDY) -> Watched:
+    return Watched(PARTS, PARAMS, PLACEMENT, SIZE, sampling, 0, rows, length)
+
+
+def of(decoder: Decoder, prompts: Sequence[np.ndarray], count: int) -> np.ndarray:
+    return np.stack([*decoder(prompts, count)], axis=1)
+
+
+@functools.cache
+def unwatched(rows: int) -> Decoder:
+    return watched(rows)
+
+
+def afresh(prompts: Sequence[np.ndarray]) -> np.ndarray:
+    """Four tokens, with nothing in the cache that could be used again."""
+    decoder = unwatched(len(prompts))
+    decoder._held = decoder._held[:, :0]
+    return of(decoder, prompts, 4)
+
+
+LONG = np.random.default_rng(0).integers(0, 256, 70).astype(np.int32)
+
+
+def test_of_a_prompt_that_goes_on_only_the_rest_is_computed() -> None:
+    decoder = watched()
+    first = of(decoder, [LONG[:20]], 4)[0]
+    assert decoder.computed == [(0, 32), (20, 1), (21, 1), (22, 1)]
+    # What was written, but its last token, which nobody has read; then what follows; and it goes back as well.
+    for prompt, begin, size in (
+        (np.concatenate([LONG[:20], first, LONG[30:35]]), 23, 16),
+        (np.concatenate([LONG[:18], LONG[40:58]]), 18, 32),
+        (LONG[:18], 17, 16),
+        (LONG[:70], 18, 64),  # would reach beyond the 80 slots: begins at 16
+        (LONG[1:6], 0, 16),
+    ):
+        decoder.computed.clear()
+        found = of(decoder, [prompt], 4)
+        assert decoder.computed[0] == (min(begin, 80 - size), size)
+        np.testing.assert_array_equal(found, afresh([prompt]))
+    assert decoder._step._cache_size() == 4  # programs: of 1, 16, 32 and 64 tokens
+
+
+def test_what_was_broken_off_is_gone_on_with() -> None:
+    decoder = watched()
+    steps = decoder([LONG[:20]], 30)
+    begun = [int(next(steps)[0]) for _ in range(3)]
+    prompt = np.array([*LONG[:20], *begun, 7, 8], np.int32)
+    decoder.computed.clear()
+    found = of(decoder, [prompt], 4)
+    assert decoder.computed[0] == (23, 16)
+    np.testing.assert_array_equal(found, afresh([prompt]))
+
+
+def test_rows_go_on_together() -> None:
+    decoder = watched(rows=3)
+    of(decoder, PROMPTS, 2)
+    # The second time each by another number: but for a slot before all of them, each row is elsewhere.
+    for added, begin in (([9, 8], [9, 8], [9, 8]), 6), (([], [3], [3]), 1):
+        prompts = [np.array([*p, *more], np.int32) for p, more in zip(PROMPTS, added, strict=True)]
+        decoder.computed.clear()
+        found = of(decoder, prompts, 4)
+        assert decoder.computed[0] == (begin, 16)
+        np.testing.assert_array_equal(found, afresh(prompts))
+
+
+def test_draws_go_on_from_call_to_call() -> None:
+    decoder = watched(sampling=Sampling(temperature=2.0))
+    assert (of(decoder, [LONG[:5]], 6) != of(decoder, [LONG[:5]], 6)).any()
 
 
 def test_what_is_drawn_is_a_function_of_seed_row_and_index() -> None:

@@ -133,7 +133,7 @@ def test_a_document_does_not_change_the_logits_of_another() -> None:
 
 def test_cached_logits_are_the_uncached() -> None:
     tokens, ones = BATCH.tokens, np.ones_like(BATCH.tokens)
-    caches = scan.make_caches(parts(tied=False), *tokens.shape, jnp.float32)
+    caches = scan.make_caches(parts(tied=False), *tokens.shape, jnp.float32, PLACEMENT)
     pieces = []
     for first, end in [(0, 7), (7, 10), *((at, at + 1) for at in range(10, 16))]:
         where = (ROW_POSITIONS[:, first:end], ones[:, first:end], PLACEMENT)

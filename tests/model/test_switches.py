@@ -130,7 +130,7 @@ def test_cached_logits_are_the_uncached(name: str) -> None:
     parts, tokens = make_parts(MODELS[name]), BATCH.tokens[:, :8]
     positions, ones = np.broadcast_to(np.arange(8), tokens.shape), np.ones_like(tokens)
     forward = jax.jit(functools.partial(scan.forward, parts), compiler_options=toy.QUICK_COMPILE)
-    caches, pieces = scan.make_caches(parts, *tokens.shape, jnp.float32), []
+    caches, pieces = scan.make_caches(parts, *tokens.shape, jnp.float32, PLACEMENT), []
     for first in (0, 4):
         part = slice(first, first + 4)
         context = Context(

@@ -1,0 +1,107 @@
+"""What `transformers` generates from a folder, token by token, and what is generated from the same folder here."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_families_hf_torch import CASES, WINDOW
+
+import jaxopt_llm
+from jaxopt_llm.execution.decode import Decoder, Sampling
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+COUNT, LENGTHS = 64, (11, 6)  # of the second row the cache begins with padding
+LONGEST = max(LENGTHS)
+assert min(LENGTHS) > WINDOW
+# Each family, with what a cache can get wrong: windows, soft caps, scaled and learned positions, tied heads.
+FORMS = (
+    "llama 3.1",
+    "llama 3.2",
+    "mistral 0.1",
+    "qwen 2 tied, windows",
+    "qwen 3 tied, windows",
+    "gemma 2",
+    "phi 3",
+    "olmo 2 grouped",
+    "smollm 3",
+    "gpt 2",
+)
+GAP, DISTINCT = 2e-4, 8
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """More of them wait for each other longer than such models take."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_every_family_is_here() -> None:
+    assert {CASES[name][0] for name in FORMS} == {prefix for prefix, _ in CASES.values()}
+
+
+def prompts() -> list[np.ndarray]:
+    random = np.random.default_rng(0)
+    return [random.integers(3, 250, length).astype(np.int32) for length in LENGTHS]
+
+
+def well_conditioned(name: str) -> tuple[Any, np.ndarray]:
+    """A model of theirs and the tokens that it continues the prompts with, [B, COUNT].
+
+    Of those at random the first one whose two likeliest tokens are never so near that another order of the same sums
+    could exchange them, and that does not go in a circle at once, which would be right whatever it sees of the past.
+    """
+    prefix, settings = CASES[name]
+    settings = settings | {"n_positions" if prefix == "GPT2" else "max_position_embeddings": LONGEST + COUNT}
+    config = getattr(transformers, f"{prefix}Config")(**settings)
+    model = getattr(transformers, prefix + ("LMHeadModel" if prefix == "GPT2" else "ForCausalLM"))(config).eval()
+    padded = np.stack([np.pad(prompt, (LONGEST - prompt.size, 0)) for prompt in prompts()])
+    mask = np.stack([np.arange(LONGEST) >= LONGEST - length for length in LENGTHS])
+    for seed in range(20):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if parameter.ndim == 1:  # around 1 and 0
+                    parameter.copy_(torch.empty_like(parameter).uniform_(-0.5, 0.5) + key.endswith("weight"))
+                else:  # small tables and large blocks: what comes next depends on more than the last token
+                    gain = 0.3 if "embed_tokens" in key or "wte" in key else 2
+                    parameter.normal_(0, gain / math.sqrt(config.hidden_size))
+        theirs = model.generate(
+            torch.tensor(padded),
+            attention_mask=torch.tensor(mask.astype(np.int64)),
+            do_sample=False,
+            max_new_tokens=COUNT,
+            eos_token_id=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        tokens = theirs.sequences[:, LONGEST:].numpy()
+        two = torch.stack(theirs.logits).topk(2).values
+        if (two[..., 0] - two[..., 1]).min() > GAP and min(len(np.unique(row)) for row in tokens) >= DISTINCT:
+            return model, tokens
+    pytest.fail("none is: change the sizes of what is drawn")
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model, expected = well_conditioned(name)
+    model.save_pretrained(tmp_path)
+    here = jaxopt_llm.load_pretrained(tmp_path)
+    decoder = Decoder(
+        here.parts,
+        here.params,
+        here.placement,
+        here.config.vocabulary_size,
+        Sampling(),
+        seed=0,
+        rows=len(LENGTHS),
+        length=LONGEST + COUNT,
+    )
+    np.testing.assert_array_equal(np.stack([*decoder(prompts(), COUNT)], axis=1), expected)
