@@ -76,7 +76,7 @@ def test_a_recipe_fits_with_a_share_to_spare_and_its_docstring_says_by_how_much(
 @pytest.mark.parametrize(
     ("name", "gpus", "changes", "gigabytes"),
     [
-        ("llama3_8b_qlora", 1, {}, 12),
+        pytest.param("llama3_8b_qlora", 1, {}, 12, marks=pytest.mark.core),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
