@@ -170,11 +170,10 @@ def pretrained_model(path: Path) -> ModelConfig:
     if not is_run(path):
         return huggingface.read_config(path)[1]
     config = of_run(path, "model.pretrained=")
-    if config.lora.rank or config.training.trainable:
-        how, what = ("merge", "adapters") if config.lora.rank else ("export", "parts of a model")
+    if config.lora.rank:
         raise InputError(
-            f"model.pretrained={path}: it is a run of {what}; make one model of them and their base first, as in: "
-            f"python -m jaxopt_llm.convert {how} --checkpoint {path} --to FOLDER"
+            f"model.pretrained={path}: it is a run of adapters; fold them into their base first, as in: python -m "
+            f"jaxopt_llm.convert merge --checkpoint {path} --to FOLDER"
         )
     return config.model
 
