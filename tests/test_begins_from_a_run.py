@@ -79,6 +79,11 @@ def test_what_cannot_be_begun_from_is_one_line(run: Path, tmp_path: Path) -> Non
     assert "it has no checkpoint yet" in found.stderr
 
 
+def test_layers_are_stacked_as_the_run_that_begins_wants_them(run: Path, tmp_path: Path) -> None:
+    arguments = map(str, (*tiny(tmp_path), "--model.pretrained", run, "--model.last-layers", 1))
+    assert configuration.parse([*arguments], "train").model.last_layers == 1
+
+
 def test_the_positions_of_a_folder_are_as_many_as_it_has() -> None:
     config = configuration.changed(
         TrainConfig(),

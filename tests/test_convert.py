@@ -20,6 +20,7 @@ from tokenizers.models import WordLevel
 from jaxopt_llm import config as configuration
 from jaxopt_llm import convert, load_pretrained
 from jaxopt_llm.checkpoint import huggingface, safetensors
+from jaxopt_llm.checkpoint.safetensors import Described
 from jaxopt_llm.errors import InputError
 
 pytestmark = pytest.mark.core
@@ -137,6 +138,15 @@ def test_adapters_go_out_are_merged_and_begin_a_run(folder: Path, tmp_path: Path
         arguments = map(str, (*begins[1:], adapter, "--lora.rank", 4, "--lora.targets", "*/mlp/*"))
         configuration.parse([*arguments], "train")
     assert "leave out lora.rank=4 (there it is 2), lora.targets=('*/mlp/*',) (there it is" in str(error.value)
+    # A table that came along, and is another's.
+    other = shutil.copytree(adapter, tmp_path / "other adapter")
+    stored = {name: each.array for name, each in safetensors.open_file(adapter / "adapter_model.safetensors").items()}
+    stored["base_model.model.model.embed_tokens.base_layer.weight"] = before["model.embed_tokens.weight"] + 1
+    described = {name: Described(each.dtype, each.shape) for name, each in stored.items()}
+    safetensors.write_file(other / "adapter_model.safetensors", described, stored.__getitem__)
+    said = refused(*begins, other, "--run.directory", tmp_path / "third")
+    assert f"the weights of model.embed_tokens that came along are not those in {base}" in said
+
     whole = json.loads((run / "config.json").read_text())
     whole["training"]["trainable"] = ["*/scale"]
     (run / "config.json").write_text(json.dumps(whole))
