@@ -9,6 +9,7 @@ import difflib
 import functools
 import io
 import json
+import os
 import re
 import runpy
 import types
@@ -155,13 +156,15 @@ def with_pretrained(config: TrainConfig) -> TrainConfig:
     lora.pretrained. Raises InputError where it sets a field of theirs to something else."""
     if config.model.pretrained:
         # Absolute: commands that read this run's directory may be started elsewhere.
-        path = Path(config.model.pretrained).absolute()
+        path = Path(os.path.abspath(config.model.pretrained))
         model, ours = pretrained_model(path), ("pretrained", "last_layers")
         there = {each.name: getattr(model, each.name) for each in dataclasses.fields(model) if each.name not in ours}
         settled = _settled("model", config.model, there)
         config = dataclasses.replace(config, model=dataclasses.replace(settled, pretrained=str(path)))
     if config.lora.pretrained and not config.model.problems():
-        config = dataclasses.replace(config, lora=_settled("lora", config.lora, open_adapter(config).lora))
+        lora = dataclasses.replace(config.lora, pretrained=os.path.abspath(config.lora.pretrained))
+        config = dataclasses.replace(config, lora=lora)
+        config = dataclasses.replace(config, lora=_settled("lora", lora, open_adapter(config).lora))
     return config
 
 

@@ -181,7 +181,13 @@ def keeps_frozen(config: TrainConfig) -> bool:
 def open_base(directory: Path, config: TrainConfig) -> Folder:
     """The folder of the frozen weights that a run's checkpoints leave out. Raises InputError where it is another than
     the run began with."""
-    folder = huggingface.open_folder(Path(config.model.pretrained))
+    path = Path(config.model.pretrained)
+    if not path.is_dir():
+        raise InputError(
+            f"{directory} lacks in its checkpoints what it does not train, of the model in {path}, which is not there: "
+            f"bring it back, or write where it is now as model.pretrained in {directory / 'config.json'}"
+        )
+    folder = huggingface.open_folder(path)
     try:
         began = json.loads((directory / "corpus.json").read_text())["base_sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:

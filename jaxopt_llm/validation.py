@@ -1,6 +1,7 @@
 """What a configuration gets wrong, field by field and between its sections."""
 
 import dataclasses
+import os
 from typing import Any
 
 from jax.sharding import AbstractMesh
@@ -62,10 +63,19 @@ def validate(config: TrainConfig) -> None:
         )
     if not config.run.directory:
         found.append("run.directory is empty: name a directory")
+    elif config.model.pretrained and os.path.abspath(config.run.directory) == config.model.pretrained:
+        found.append(
+            f"model.pretrained={config.model.pretrained} is run.directory, which a run cannot begin from: choose "
+            "another --run.directory, or give what this run began with to continue it"
+        )
     if config.model.positions == "learned" and config.training.sequence_length > config.model.max_positions:
+        longest = config.model.max_positions
+        mend = f"set --model.max-positions to that at least (it is {longest})"
+        if config.model.pretrained:  # whose table it is
+            mend = f"set --training.sequence-length {longest} at most"
         found.append(
             f"training.sequence_length={config.training.sequence_length} is longer than the table of learned "
-            f"positions: set --model.max-positions to that at least (it is {config.model.max_positions})"
+            f"positions: {mend}"
         )
     if config.run.seed < 0:
         found.append(f"run.seed={config.run.seed}: must be at least 0")

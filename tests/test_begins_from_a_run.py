@@ -10,7 +10,9 @@ import pytest
 from commands import checkpoint, start_training, tiny, train
 
 from jaxopt_llm import config as configuration
+from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.validation import validate
 
 pytestmark = pytest.mark.core
 
@@ -43,7 +45,7 @@ def test_a_run_begins_where_another_ended(run: Path, tmp_path: Path) -> None:
     old, new = checkpoint(run, 2), checkpoint(second, 1)
     jax.tree.map(np.testing.assert_array_equal, old["masters"], new["masters"])
     assert json.loads((second / "config.json").read_text())["model"]["pretrained"] == str(run)
-    again = train(second, *options, "--model.pretrained", run)
+    again = train(second, *options, "--model.pretrained", run / ".." / run.name)
     assert "is finished at step 1" in again.stdout, again.stderr
 
 
@@ -64,6 +66,8 @@ def test_adapters_begin_over_a_run_and_are_no_beginning_themselves(run: Path, tm
 def test_what_cannot_be_begun_from_is_one_line(run: Path, tmp_path: Path) -> None:
     said = refused(*tiny(tmp_path), "--model.pretrained", run, "--model.width", 24)
     assert said == f"model.pretrained={run} sets the model's fields itself: leave out model.width=24 (there it is 16)"
+    with pytest.raises(InputError, match=r"is run\.directory, which a run cannot begin from"):
+        validate(configuration.parse([*map(str, (*tiny(run), "--model.pretrained", run))], "train"))
     broken = shutil.copytree(run, tmp_path / "broken")
     (broken / "config.json").write_text("{")
     shutil.rmtree(broken / "checkpoints/2")
@@ -73,3 +77,17 @@ def test_what_cannot_be_begun_from_is_one_line(run: Path, tmp_path: Path) -> Non
     found = train(tmp_path / "second", "--model.pretrained", broken)
     assert (found.returncode, len(found.stderr.splitlines())) == (4, 1)
     assert "it has no checkpoint yet" in found.stderr
+
+
+def test_layers_are_stacked_as_the_run_that_begins_wants_them(run: Path, tmp_path: Path) -> None:
+    arguments = map(str, (*tiny(tmp_path), "--model.pretrained", run, "--model.last-layers", 1))
+    assert configuration.parse([*arguments], "train").model.last_layers == 1
+
+
+def test_the_positions_of_a_folder_are_as_many_as_it_has() -> None:
+    config = configuration.changed(
+        TrainConfig(),
+        {"model.positions": "learned", "model.max_positions": 8, "model.pretrained": "folder"},
+    )
+    with pytest.raises(InputError, match=r"positions: set --training\.sequence-length 8 at most"):
+        validate(config)

@@ -1,6 +1,7 @@
 """Folders into run directories and back, and training that begins from one: the commands."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from commands import checkpoint, command, metrics, train
+from commands import ROOT, checkpoint, command, metrics, train
 from test_evaluate import evaluated
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -19,6 +20,7 @@ from tokenizers.models import WordLevel
 from jaxopt_llm import config as configuration
 from jaxopt_llm import convert, load_pretrained
 from jaxopt_llm.checkpoint import huggingface, safetensors
+from jaxopt_llm.checkpoint.safetensors import Described
 from jaxopt_llm.errors import InputError
 
 pytestmark = pytest.mark.core
@@ -126,16 +128,25 @@ def test_adapters_go_out_are_merged_and_begin_a_run(folder: Path, tmp_path: Path
 
     # So slow that nothing changes; and B is not at zero, where a run without the folder would begin.
     still = ("--optimizer.learning-rate", 1e-30, "--optimizer.weight-decay", 0, "--mesh.pipeline", 2)
-    begins = (*options, "--lora.pretrained", adapter, "--run.directory", again)
-    assert f"begins from the adapters of {adapter}" in done(*begins, *still)
+    begins = (*options, "--run.directory", again, "--lora.pretrained")
+    assert f"begins from the adapters of {adapter}\n" in done(*begins, os.path.relpath(adapter, ROOT.parent), *still)
     first, second = (checkpoint(each, 2)["masters"] for each in (run, again))
     jax.tree.map(np.testing.assert_array_equal, first, second)
     assert all(np.any(each) for each in jax.tree.leaves(second))
 
     with pytest.raises(InputError) as error:
-        arguments = map(str, (*begins[1:], "--lora.rank", 4, "--lora.targets", "*/mlp/*"))
+        arguments = map(str, (*begins[1:], adapter, "--lora.rank", 4, "--lora.targets", "*/mlp/*"))
         configuration.parse([*arguments], "train")
     assert "leave out lora.rank=4 (there it is 2), lora.targets=('*/mlp/*',) (there it is" in str(error.value)
+    # A table that came along, and is another's.
+    other = shutil.copytree(adapter, tmp_path / "other adapter")
+    stored = {name: each.array for name, each in safetensors.open_file(adapter / "adapter_model.safetensors").items()}
+    stored["base_model.model.model.embed_tokens.base_layer.weight"] = before["model.embed_tokens.weight"] + 1
+    described = {name: Described(each.dtype, each.shape) for name, each in stored.items()}
+    safetensors.write_file(other / "adapter_model.safetensors", described, stored.__getitem__)
+    said = refused(*begins, other, "--run.directory", tmp_path / "third")
+    assert f"the weights of model.embed_tokens that came along are not those in {base}" in said
+
     whole = json.loads((run / "config.json").read_text())
     whole["training"]["trainable"] = ["*/scale"]
     (run / "config.json").write_text(json.dumps(whole))
@@ -167,6 +178,15 @@ def test_checkpoints_of_adapters_leave_the_base_where_it_is(folder: Path, tmp_pa
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), one, other)
     assert metrics(whole)[-1]["eval_loss"] == pytest.approx(metrics(parted)[-1]["eval_loss"], rel=1e-6)
     assert evaluated(parted)[0] == pytest.approx(metrics(parted)[-1]["eval_loss"], abs=1e-4)
+
+    base.rename(tmp_path / "moved")
+    with pytest.raises(InputError, match=f"{base}, which is not there: .* in {parted}/config.json"):
+        convert.merge_run(parted, tmp_path / "merged", None, 10**9)
+    told = (parted / "config.json").read_text()
+    (parted / "config.json").write_text(told.replace(str(base), str(tmp_path / "moved")))
+    convert.merge_run(parted, tmp_path / "merged", None, 10**9)
+    (parted / "config.json").write_text(told)
+    (tmp_path / "moved").rename(base)
 
     (base / "model.safetensors.index.json").unlink()
     for file in base.glob("*.safetensors"):

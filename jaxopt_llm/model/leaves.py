@@ -73,9 +73,6 @@ def is_adapter(path: str) -> bool:
 # --- spec -> specs
 
 
-Base = Literal["float", "int8", "nf4"]
-
-
 def coded_specs(spec: ParamSpec, base: Literal["int8", "nf4"], double: bool) -> CodedWeight:
     return int8_specs(spec) if base == "int8" else nf4_specs(spec, double)
 

@@ -55,8 +55,13 @@ class LoraConfig:
             found.append(f"lora.dropout={self.dropout}: must lie in [0, 1)")
         if self.rank > 0 and not self.targets:
             found.append("lora.targets: must name at least one weight")
-        if self.rank == 0 and self.base != "float":
-            found.append(f"lora.base={self.base} wants lora.rank of at least 1: without adapters nothing would train")
+        if self.rank == 0 and not self.pretrained:
+            found += [
+                f"lora.{name}={getattr(self, name)} is of adapters, and lora.rank=0 trains the parameters themselves: "
+                "set --lora.rank, too, or leave that out"
+                for name in ("targets", "base", "rslora", "dora", "dropout")
+                if getattr(self, name) != getattr(LoraConfig, name)
+            ]
         if self.double_quantisation and self.base != "nf4":
             found.append(f"lora.double_quantisation is of nf4's scales, and lora.base={self.base}: set --lora.base nf4")
         return found
@@ -90,7 +95,7 @@ def _undecided(paths: list[str], weights: list[str], patterns: tuple[str, ...], 
             found.append(f"{pattern} fits no {kind}, only {fits[0]}")
         else:
             found.append(f"{pattern} comes after patterns that fit all that it fits")
-    one_of_each = {path.rsplit("/", 1)[-1]: path for path in reversed(weights)}
+    one_of_each = {path if path.startswith("outer/") else path.rsplit("/", 1)[-1]: path for path in reversed(weights)}
     return [f"{'; '.join(found)} (there are {', '.join(sorted(one_of_each.values()))})"] if found else []
 
 

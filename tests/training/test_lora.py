@@ -73,13 +73,23 @@ def test_a_pattern_that_decides_no_weight_is_named(targets: tuple[str, ...], pro
     assert lora.problems(PARTS.specs, LoraConfig(rank=0, targets=targets)) == []
 
 
+def test_a_head_of_its_own_is_among_what_exists() -> None:
+    specs = make_parts(replace(toy.CONFIG, tied_head=False)).specs
+    (found,) = lora.problems(specs, LoraConfig(rank=2, targets=("*/mpl/*",)))
+    assert "(there are outer/embedding/table, outer/head/table, segment_0/block_0/attention/key, " in found
+
+
 def test_what_a_configuration_gets_wrong_by_itself() -> None:
     assert LoraConfig().problems() == LoraConfig(rank=2, base="int8").problems() == []
     for wrong, problem in (
         (LoraConfig(rank=-1), "lora.rank=-1"),
         (LoraConfig(alpha=0.0), "lora.alpha=0.0"),
         (LoraConfig(rank=2, targets=()), "lora.targets"),
-        (LoraConfig(base="int8"), "lora.base=int8"),
+        (LoraConfig(base="int8"), "lora.base=int8 is of adapters, and lora.rank=0 trains"),
+        (LoraConfig(dora=True), "lora.dora=True is of adapters"),
+        (LoraConfig(rslora=True), "lora.rslora=True is of adapters"),
+        (LoraConfig(dropout=0.1), "lora.dropout=0.1 is of adapters"),
+        (LoraConfig(targets=("*/mlp/*",)), "lora.targets=('*/mlp/*',) is of adapters"),
         (LoraConfig(rank=2, dropout=1.0), "lora.dropout=1.0"),
         (LoraConfig(rank=2, base="int8", double_quantisation=True), "lora.base=int8: set --lora.base nf4"),
     ):
