@@ -214,6 +214,16 @@ def test_with_fresh_magnitudes_a_weight_is_its_base() -> None:
         assert_near(found, bare)
 
 
+def test_a_channel_of_zeros_stays_one() -> None:
+    spec = wrapped(QUERY, dora=True)
+    values = leaves.initialize({"weight": spec}, seed=0)["weight"]
+    empty = values.base.at[:, 1, 2].set(0)
+    values = replace(values, base=empty, magnitude=leaves.lengths(empty, spec.base.contracting))
+    place = toy.placement().place(spec, values, jax.tree.map(lambda _: None, spec), True)
+    y = weights.einsum("BSD,DHK->BSHK", np.ones((1, 2, 32), np.float32), place)
+    assert np.isfinite(y).all() and not np.any(y[:, :, 1, 2])
+
+
 @pytest.mark.parametrize("shape", [(2, 7), (9,)], ids=str)
 def test_a_tied_table_is_looked_up_and_multiplied_as_if_written_out(shape: tuple[int, ...]) -> None:
     values, taps, place = placed(wrapped(TABLE), keep=True)

@@ -17,6 +17,7 @@ from jaxopt_llm.model.decoder import layout, make_parts
 from jaxopt_llm.model.leaves import LoraWeight
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.training import lora
+from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.lora import LoraConfig
 from jaxopt_llm.training.optimizer import OptimizerConfig
 from jaxopt_llm.training.program import make_program
@@ -137,3 +138,20 @@ def test_steps_drop_and_evaluations_do_not() -> None:
         for of, each in ((parts, batch), (parts, replace(batch, noise=noise)), (parts, replace(batch, noise=noise)))
     )
     assert dropped == alike != evaluated
+
+
+def test_what_is_dropped_is_a_function_of_seed_and_step() -> None:
+    arguments = TrainingConfig(batch_size=2, sequence_length=16), OptimizerConfig(), ScheduleConfig(), RematConfig()
+    model, placement = replace(toy.UNIFORM, layers=1), toy.placement()
+
+    def norms(seed: int, *steps: int) -> list[float]:
+        program = make_program(model, *arguments, LoraConfig(rank=2, dropout=0.5), placement, seed)
+        batch = jax.device_put(toy.microbatches(toy.packed(2, 16), 1), program.rows)
+        states = (training_state.initialize(program.specs, program.optimizers, 0, placement) for _ in steps)
+        return [
+            float(program.step(replace(state, step=np.int32(step)), batch)[1]["grad_norm"])
+            for state, step in zip(states, steps, strict=True)
+        ]
+
+    first, second, again = norms(0, 0, 1, 0)
+    assert first == again and len({first, second, *norms(1, 0)}) == 3
