@@ -95,6 +95,8 @@ RESUME_MAY_CHANGE = (
     "run.deterministic",
     "data.paths",  # where it lies; that it is the same corpus is looked at
     "data.stall_seconds",
+    "model.pretrained",  # where it lies; what is frozen of it is looked at
+    "lora.pretrained",
     "training.steps",
     "training.accumulation",
     "training.loss_chunk",
@@ -207,16 +209,23 @@ def _settled(name: str, section: Any, there: dict[str, Any]) -> Any:
 def source(config: TrainConfig) -> Path | None:
     """The Hugging Face folder that a model came from, by way of other runs maybe; None where it came from none, or
     that is no longer there."""
-    path = config.model.pretrained
-    while path and is_run(Path(path)):
+    path, seen = config.model.pretrained, set[str]()
+    while path and is_run(Path(path)) and path not in seen:
+        seen.add(path)
         path = of_run(Path(path), "model.pretrained=").model.pretrained
     return Path(path) if path and Path(path).is_dir() else None
 
 
 def open_adapter(config: TrainConfig) -> Adapter:
     """What lora.pretrained names."""
+    path = Path(config.lora.pretrained)
+    if is_run(path):
+        raise InputError(
+            f"lora.pretrained={path}: it is a run; write its adapters first, as in: python -m jaxopt_llm.convert "
+            f"export --checkpoint {path} --to FOLDER"
+        )
     family = huggingface.family_of(config.model, source(config))
-    return peft.open_adapter(Path(config.lora.pretrained), family, config.model)
+    return peft.open_adapter(path, family, config.model)
 
 
 def override(config: TrainConfig, overrides: list[str], program: str) -> TrainConfig:

@@ -89,7 +89,7 @@ def _export_adapters(directory: Path, path: Path, config: TrainConfig, dtype: st
         )
     family = huggingface.family_of(config.model, configuration.source(config))
     base = config.model.pretrained
-    _, params, _, step = run.restore(directory, config, config.precision.param_dtype, whole=False)
+    _, params, _, step = run.restore(directory, config, config.precision.param_dtype, "absent")
     settings = (config.lora.alpha, config.lora.rslora, "" if is_run(Path(base)) else base)
     peft.write(path, params, family, config.model, *settings, dtype=dtype)
     print(f"the adapters of step {step} of {directory} are in {path}, in {dtype or config.precision.param_dtype}")
@@ -107,7 +107,7 @@ def _export_model(directory: Path, path: Path, config: TrainConfig, dtype: str |
         if config.model.positions == "rotary":
             settings["max_position_embeddings"] = config.training.sequence_length
     of_text = Path(config.data.tokenizer)
-    _, params, _, step = run.restore(directory, config, config.precision.param_dtype)
+    _, params, _, step = run.restore(directory, config, config.precision.param_dtype, "original")
     dtype = dtype or _dtype_of(source)
     huggingface.write(
         path,

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,8 @@ from jaxopt_llm.parallel.offload import OffloadConfig
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
 from jaxopt_llm.training import lora, pretrained, shapes
+
+FrozenAs = Literal["rests", "original", "absent"]
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,8 @@ def initial_weights(config: TrainConfig, say: Callable[[str], None], processes: 
     if step is None:
         raise CheckpointError(f"model.pretrained={path}: it has no checkpoint yet")
     held = load_config(path)
-    left_out = held.training.trainable and not keeps_frozen(held)
-    base = replace(open_base(path, held), config=config.model) if left_out else None
+    base = open_base(path, held) if held.training.trainable else None
+    base = base and replace(base, config=config.model)
     return RunWeights(path, path / "checkpoints" / str(step), held.model, config.model, base)
 
 
@@ -139,18 +142,22 @@ def read_folder(folder: Folder, precision: PrecisionConfig, tensor: int) -> tupl
 
 
 def restore(
-    directory: Path, config: TrainConfig, dtype: str, whole: bool = True, tensor: int = 1
+    directory: Path, config: TrainConfig, dtype: str, frozen_as: FrozenAs = "rests", tensor: int = 1
 ) -> tuple[Parts, Params, Placement, int]:
     """The parameters of a run's last checkpoint, those that were trained in this dtype, where they are, and its step.
 
-    whole: with what is frozen, in whose place else is None.
+    frozen_as: what is frozen as it rests, in the compute dtype or codes; in place of the former in the dtype of the
+        folder that it is read from; or not at all, with None in its place.
 
     Raises CheckpointError where it has no checkpoint that can be used.
     """
     parts = make_parts(config.model, config.training.loss_chunk)
     parts, trained, frozen = lora.adapt(parts, config.lora, config.precision, config.training.trainable)
-    if not whole:
+    base = None
+    if frozen_as == "absent":
         frozen = jax.tree.map(lambda spec: None, frozen)
+    elif jax.tree.leaves(frozen) and (base := open_base(directory, config)) and frozen_as == "original":
+        frozen = pretrained.in_own_dtypes(base, frozen)
     placement = placement_for(size(trained, dtype) + size(frozen), config.precision.for_evaluation(), tensor)
     with Checkpoints(directory / "checkpoints") as checkpoints:
         while True:
@@ -160,15 +167,15 @@ def restore(
             try:
                 # Training casts its masters to it, too, before they meet anything.
                 params = checkpoints.restore(step, dtype, masters=placement.abstract(trained))["masters"]
-                if jax.tree.leaves(frozen) and checkpoints.holds(step, "frozen"):
-                    frozen = checkpoints.restore(step, frozen=placement.abstract(frozen))["frozen"]
+                if base is not None:
+                    frozen = pretrained.read_frozen(base, frozen, placement)
                 elif jax.tree.leaves(frozen):
-                    frozen = pretrained.read_frozen(open_base(directory, config), frozen, placement)
+                    frozen = checkpoints.restore(step, frozen=placement.abstract(frozen))["frozen"]
                 break
             except CheckpointError:
                 if (directory / "checkpoints" / str(step)).exists():
                     raise  # else the run, which is still on, has a newer one and deleted it
-    resting = jax.tree.map(placement.resting_parameters, parts.specs if whole else trained)
+    resting = jax.tree.map(placement.resting_parameters, trained if frozen_as == "absent" else parts.specs)
     params = jax.device_put(tree.merge(params, frozen), resting)
     return parts, params, placement, step
 
@@ -178,9 +185,21 @@ def keeps_frozen(config: TrainConfig) -> bool:
     return not config.model.pretrained or is_run(Path(config.model.pretrained))
 
 
-def open_base(directory: Path, config: TrainConfig) -> Folder:
-    """The folder of the frozen weights that a run's checkpoints leave out. Raises InputError where it is another than
-    the run began with."""
+def base_digest(directory: Path) -> str | None:
+    """Of the Hugging Face folder that a run began from; None where it began from none."""
+    try:
+        digest: str | None = json.loads((directory / "corpus.json").read_text())["base_sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{directory}: corpus.json does not say its base ({error!r})") from error
+    return digest
+
+
+def open_base(directory: Path, config: TrainConfig) -> Folder | None:
+    """The folder of the frozen weights that a run's checkpoints leave out; None where they hold these. Raises
+    InputError where it is another than the run began with."""
+    began = base_digest(directory)
+    if began is None:
+        return None
     path = Path(config.model.pretrained)
     if not path.is_dir():
         raise InputError(
@@ -188,10 +207,6 @@ def open_base(directory: Path, config: TrainConfig) -> Folder:
             f"bring it back, or write where it is now as model.pretrained in {directory / 'config.json'}"
         )
     folder = huggingface.open_folder(path)
-    try:
-        began = json.loads((directory / "corpus.json").read_text())["base_sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{directory}: corpus.json does not say its base ({error!r})") from error
     if folder.sha256 != began:
         raise InputError(
             f"model.pretrained={config.model.pretrained}: it holds other weights than {directory} began with, whose "

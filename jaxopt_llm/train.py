@@ -116,6 +116,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
         elif start and jax.tree.leaves(program.specs.frozen) and not program.specs.keep_frozen:
             weights_from = run.open_base(directory, config)
         base = weights_from if isinstance(weights_from, Folder) else None
+        began_from = run.base_digest(directory) if start else base.sha256 if base else None
         adapter = configuration.open_adapter(config) if config.lora.pretrained and not start else None
         if adapter is not None:
             adapter.check_base(base)
@@ -194,7 +195,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             if not start:
                 _set_aside(directory / "metrics.jsonl")
             log = MetricsLog(directory / "metrics.jsonl", start, progress.say)
-            _record(directory, config, corpus, tokenizer, base)
+            _record(directory, config, corpus, tokenizer, began_from)
             settings = dataclasses.asdict(config)
             dashboards = scope.enter_context(Dashboards(config.logging, directory, start, settings, progress.say))
             recorders = [log.write, dashboards.write, progress.show]
@@ -339,6 +340,11 @@ def _check_finite(directory: Path, step: int, **values: float) -> None:
 
 def _check_directory(directory: Path, config: TrainConfig, corpus: Corpus) -> None:
     """Raises InputError where the run directory holds a run that this one does not continue."""
+    if config.model.pretrained and directory.absolute() == Path(config.model.pretrained):
+        raise InputError(
+            f"model.pretrained={config.model.pretrained} is run.directory, which a run cannot begin from: choose "
+            "another --run.directory, or give what this run began with to continue it"
+        )
     checkpoints = directory / "checkpoints"
     if not checkpoints.exists() or not any(checkpoints.iterdir()):
         return  # nothing to continue: whatever began here has left nothing but its log
@@ -349,9 +355,13 @@ def _check_directory(directory: Path, config: TrainConfig, corpus: Corpus) -> No
         raise InputError(f"{directory} holds no run that can be continued ({error}); choose another") from error
     found = configuration.differences(old, config)
     if found:
+        fixed = any(change.split()[0] in configuration.CHECKPOINT_IS_SHAPED_BY for change in found)
+        allow = "" if fixed else ", or allow the change of a field with --run.allow-change NAME"
+        raise InputError(f"{directory} is another run: {'; '.join(found)}; choose another --run.directory{allow}")
+    if (run.base_digest(directory) is None) != run.keeps_frozen(config):
         raise InputError(
-            f"{directory} is another run: {'; '.join(found)}; choose another --run.directory, or allow the change of a "
-            "field with --run.allow-change NAME"
+            f"{directory} began from {'a' if run.keeps_frozen(config) else 'no'} Hugging Face folder: name as "
+            "model.pretrained what it began from"
         )
     if old_corpus != corpus.sha256:
         raise InputError(
@@ -367,14 +377,14 @@ def _set_aside(log: Path) -> None:
         log.rename(next(path for path in free if not path.exists()))
 
 
-def _record(directory: Path, config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, base: Folder | None) -> None:
+def _record(directory: Path, config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, began_from: str | None) -> None:
     """Makes the run directory this configuration's, before there is a checkpoint that says whose it is."""
     told = {
         "name": corpus.name,
         "summary": str(corpus),
         "sha256": corpus.sha256,
         "tokenizer_sha256": tokenizer.sha256,
-        "base_sha256": base.sha256 if base else None,
+        "base_sha256": began_from,
     }
     replace_durably(directory / "corpus.json", json.dumps(told))
     replace_durably(directory / "config.json", configuration.to_json(config))

@@ -1,7 +1,6 @@
 """What a configuration gets wrong, field by field and between its sections."""
 
 import dataclasses
-import os
 from typing import Any
 
 from jax.sharding import AbstractMesh
@@ -63,11 +62,6 @@ def validate(config: TrainConfig) -> None:
         )
     if not config.run.directory:
         found.append("run.directory is empty: name a directory")
-    elif config.model.pretrained and os.path.abspath(config.run.directory) == config.model.pretrained:
-        found.append(
-            f"model.pretrained={config.model.pretrained} is run.directory, which a run cannot begin from: choose "
-            "another --run.directory, or give what this run began with to continue it"
-        )
     if config.model.positions == "learned" and config.training.sequence_length > config.model.max_positions:
         longest = config.model.max_positions
         mend = f"set --model.max-positions to that at least (it is {longest})"
@@ -136,7 +130,7 @@ def _unquantisable(config: TrainConfig) -> list[str]:
     if config.precision.quantises and config.lora.rank:
         found.append(
             f"precision.matmul={matmul} is for weights that are trained whole, not for adapters over a frozen base: "
-            "set --precision.matmul compute_dtype, or --lora.rank 0"
+            "set --precision.matmul compute_dtype"
         )
     name = f"precision.compute_dtype_layers={exempt}"
     if exempt and 2 * exempt >= layers:

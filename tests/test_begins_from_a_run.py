@@ -66,8 +66,8 @@ def test_adapters_begin_over_a_run_and_are_no_beginning_themselves(run: Path, tm
 def test_what_cannot_be_begun_from_is_one_line(run: Path, tmp_path: Path) -> None:
     said = refused(*tiny(tmp_path), "--model.pretrained", run, "--model.width", 24)
     assert said == f"model.pretrained={run} sets the model's fields itself: leave out model.width=24 (there it is 16)"
-    with pytest.raises(InputError, match=r"is run\.directory, which a run cannot begin from"):
-        validate(configuration.parse([*map(str, (*tiny(run), "--model.pretrained", run))], "train"))
+    found = train(run, "--model.pretrained", run)
+    assert found.returncode == 2 and "is run.directory, which a run cannot begin from" in found.stderr
     broken = shutil.copytree(run, tmp_path / "broken")
     (broken / "config.json").write_text("{")
     shutil.rmtree(broken / "checkpoints/2")

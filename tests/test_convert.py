@@ -188,16 +188,30 @@ def test_checkpoints_of_adapters_leave_the_base_where_it_is(folder: Path, tmp_pa
     (parted / "config.json").write_text(told)
     (tmp_path / "moved").rename(base)
 
+    # What is not trained goes out in the folder's dtype, not in that in which it was computed with.
+    norms = ("--training.trainable", "*/scale", "--precision.compute-dtype", "bfloat16", "--training.steps", 1)
+    done("train", *options, *norms, "--run.directory", tmp_path / "norms")
+    convert.export_run(tmp_path / "norms", tmp_path / "out", None, 10**9)
+    one, other = tensors(tmp_path / "out"), tensors(base)
+    assert {name for name in other if one[name].tobytes() != other[name].tobytes()} == {
+        name for name in other if "norm" in name
+    }
+
     (base / "model.safetensors.index.json").unlink()
     for file in base.glob("*.safetensors"):
         file.unlink()
     other_weights = folders.params(CONFIG)
-    other_weights["outer"]["final_norm"]["scale"][0] += 1
+    other_weights["outer"]["embedding"]["table"][-200:-150] += 1
     huggingface.write(tmp_path / "new", jax.device_put(other_weights, toy.placement().replicated), CONFIG)
     shutil.copytree(tmp_path / "new", base, dirs_exist_ok=True)
     assert f"model.pretrained={base}: it holds other weights than {parted} began with" in refused(
         "train", *goes_on, "--training.steps", 4
     )
+    assert f"{parted} began from a Hugging Face folder: name" in refused(
+        "train", *goes_on, "--training.steps", 4, "--model.pretrained", tmp_path / "norms"
+    )
+    said = refused("train", *goes_on, "--lora.pretrained", parted)
+    assert f"convert export --checkpoint {parted} --to FOLDER" in said
 
 
 @pytest.mark.slow

@@ -176,10 +176,6 @@ class Checkpoints:
         except FAILURES as error:
             raise CheckpointError(f"checkpoint {path} cannot be read: {_first_line(error)}") from error
 
-    def holds(self, step: int, name: str) -> bool:
-        """Whether the tree of this name is in the checkpoint."""
-        return name in steps.record(self.directory / str(step))["arrays"]
-
     def _begin(self, path: Path, trees: Mapping[str, tree.Tree]) -> None:
         if self._first:
             steps.sweep(self.directory)  # what threads of a save that failed wrote after it was freed

@@ -200,7 +200,8 @@ def open_adapter(path: Path, family: Family, config: ModelConfig) -> Adapter:
         selected.add(HEAD)  # PEFT makes its adapter of the table's
     if not selected:
         raise InputError(
-            f"{path / peft_config.FILE}: target_modules={said.target_modules!r} selects nothing of the model"
+            f"{path / peft_config.FILE}: target_modules={said.target_modules!r}, with layers_to_transform="
+            f"{said.layers_to_transform}, selects nothing of the model"
         )
     stored = _by_module(path, every)
     base = {name: each.pop(BASE) for name, each in stored.items() if BASE in each}
@@ -221,7 +222,8 @@ def open_adapter(path: Path, family: Family, config: ModelConfig) -> Adapter:
     partly = [weight for weight, _ in places - parts.keys() if weight in paths]
     if said.use_dora and partly:
         raise InputError(
-            f"{path / peft_config.FILE}: use_dora on some layers alone of {min(partly)}: here it is on all"
+            f"{path / peft_config.FILE}: use_dora on some layers alone of {min(partly)}: here it is on all, or "
+            "on the last ones, where --model.last-layers sets them apart"
         )
     globs = endings(paths, {weight for weight, _ in places}, "/")
     widest = max(parts.values(), key=lambda part: part.rank)

@@ -58,6 +58,17 @@ def read_frozen(weights: Weights, frozen: Params, placement: Placement) -> Param
     return read(weights, StateSpecs(nothing, {}, frozen, {}, {}), placement)
 
 
+def in_own_dtypes(weights: Weights, frozen: Params) -> Params:
+    """The specs of frozen parameters with the dtypes that the weights have them in; codes stay codes."""
+
+    def leaf(path: tuple[object, ...], spec: tree.Leaf) -> tree.Leaf:
+        if isinstance(spec, LoraWeight):
+            return replace(spec, base=leaf(path, spec.base))
+        return replace(spec, dtype=weights.dtype(tree.path_string(path))) if isinstance(spec, ParamSpec) else spec
+
+    return jax.tree_util.tree_map_with_path(leaf, frozen, is_leaf=leaves.is_wrapped)
+
+
 def with_adapter(given: Params | None, adapter: Adapter, specs: StateSpecs, placement: Placement) -> Params:
     """The same with the folder's adapters."""
 

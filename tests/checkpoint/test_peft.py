@@ -207,7 +207,10 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"alpha_pattern": {"(": 1}}, "alpha_pattern=.*: must be numbers above 0 by patterns"),
     ({"target_modules": None}, "target_modules is not there"),
     ({"target_modules": "*"}, "target_modules='\\*': must be names or a pattern"),
-    ({"target_modules": ["c_attn"]}, "target_modules=\\['c_attn'\\] selects nothing of the model"),
+    (
+        {"target_modules": ["c_attn"]},
+        "target_modules=\\['c_attn'\\], with layers_to_transform=None, selects nothing of the model",
+    ),
     ({"layers_to_transform": "0"}, "layers_to_transform='0': must be whole numbers"),
     ({"rank_pattern": {"0.self_attn.q_proj": 3}}, "is \\[2, 32\\], and by .* it must be \\[3, 32\\]"),
     ({"use_dora": True}, "use_dora on lm_head: here it is for matrices of the blocks"),
