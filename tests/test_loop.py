@@ -68,8 +68,8 @@ def test_metrics_are_read_a_step_late(tmp_path: Path, monkeypatch: pytest.Monkey
     events: list[str] = []
     make_program = command.make_program
 
-    def watched_program(*arguments: Any) -> Any:
-        program = make_program(*arguments)
+    def watched_program(*arguments: Any, **options: Any) -> Any:
+        program = make_program(*arguments, **options)
         compiled = program.step.lower(program.state, program.batch).compile(toy.QUICK_COMPILE)
 
         class Watching:

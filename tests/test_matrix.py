@@ -63,7 +63,7 @@ CASES = pairwise(
         "accumulation": (1, 3),
         "remat": ("none", "full"),
         "model": ("tied", "untied"),
-        "adapt": ("full", "lora", "lora-int8", "qlora"),
+        "adapt": ("full", "lora", "lora-int8"),
     },
     lambda case: (
         case["pipeline"] * case["tensor"] * math.prod(case["split"].values()) <= DEVICES
@@ -90,6 +90,8 @@ EXTRAS = [
     BASIC | {"zero": 3, "tensor": 2, "split": {"fsdp": 2}, "accumulation": 1, "model": "segments", "remat": "none"},
     BASIC | {"model": "gpt", "zero": 3, "tensor": 4, "sequence_parallel": True, "split": {"fsdp": 2}, "remat": "named"},
     BASIC | {"model": "gemma", "pipeline": 2, "tensor": 2, "sequence_parallel": True, "remat": "offload"},
+    BASIC | {"zero": 3, "tensor": 2, "split": {"data": 2, "fsdp": 2}, "adapt": "qlora"},
+    BASIC | {"pipeline": 2, "split": {"fsdp": 2}, "adapt": "qlora"},
 ]
 # What is left of the switches' own product with the axes.
 SLOW = [

@@ -161,7 +161,7 @@ def test_a_step_that_ran_out_leaves_the_checkpoint_before_it(tmp_path: Path, mon
                 raise jax.errors.JaxRuntimeError(XLA)
             return compiled(*arguments)
 
-    monkeypatch.setattr(command, "make_program", lambda *_: dataclasses.replace(program, step=Failing()))
+    monkeypatch.setattr(command, "make_program", lambda *_, **__: dataclasses.replace(program, step=Failing()))
     monkeypatch.setattr(oom, "compile_and_list", lambda *_: (compiled, ()))
     monkeypatch.setattr(oom, "advise", lambda *_: ())
     told = "out of memory in step 4 or the one before: .* checkpoint 2 in "

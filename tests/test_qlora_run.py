@@ -28,8 +28,8 @@ from jaxopt_llm.training.program import make_program
 from jaxopt_llm.training.schedule import ScheduleConfig
 from jaxopt_llm.training.step import TrainingConfig
 
-MODEL = ModelConfig(width=128, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_width=192)
-ROWS, LENGTH, STEPS = 4, 64, 200
+MODEL = ModelConfig(width=64, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_width=128)
+ROWS, LENGTH, STEPS = 4, 48, 200
 
 
 def batches(module: ModuleType, count: int) -> list[Batch]:

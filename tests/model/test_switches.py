@@ -81,7 +81,8 @@ def test_every_switch_is_on_somewhere() -> None:
         "norm_epsilon",
         "tied_head",
         "pretrained",
-    }  # test_decoder.py, test_pretrained.py
+        "last_layers",
+    }  # test_decoder.py, test_pretrained.py, test_trainable.py
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     assert set().union(*SWITCHES.values()) == fields - sizes - elsewhere
 
