@@ -91,7 +91,7 @@ EXTRAS = [
     BASIC | {"model": "gpt", "zero": 3, "tensor": 4, "sequence_parallel": True, "split": {"fsdp": 2}, "remat": "named"},
     BASIC | {"model": "gemma", "pipeline": 2, "tensor": 2, "sequence_parallel": True, "remat": "offload"},
     BASIC | {"zero": 3, "tensor": 2, "split": {"data": 2, "fsdp": 2}, "adapt": "qlora"},
-    BASIC | {"pipeline": 2, "split": {"fsdp": 2}, "adapt": "qlora"},
+    BASIC | {"pipeline": 2, "split": {"data": 2, "fsdp": 2}, "adapt": "qlora"},
 ]
 # What is left of the switches' own product with the axes.
 SLOW = [
