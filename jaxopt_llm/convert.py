@@ -12,7 +12,7 @@ import jax
 
 from jaxopt_llm import config as configuration
 from jaxopt_llm import errors, pretrained, run, tree
-from jaxopt_llm.checkpoint import huggingface, peft, safetensors
+from jaxopt_llm.checkpoint import huggingface, peft_writing, safetensors
 from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.checkpoint.safetensors import NewFolder
@@ -91,7 +91,7 @@ def _export_adapters(directory: Path, path: Path, config: TrainConfig, dtype: st
     base = config.model.pretrained
     _, params, _, step = run.restore(directory, config, config.precision.param_dtype, "absent")
     settings = (config.lora.alpha, config.lora.rslora, "" if is_run(Path(base)) else base)
-    peft.write(path, params, family, config.model, *settings, dtype=dtype)
+    peft_writing.write(path, params, family, config.model, *settings, dtype=dtype)
     print(f"the adapters of step {step} of {directory} are in {path}, in {dtype or config.precision.param_dtype}")
 
 

@@ -28,7 +28,7 @@ from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens import TokenStream
 from jaxopt_llm.errors import InputError, Preempted, TrainingDiverged
 from jaxopt_llm.files import replace_durably
-from jaxopt_llm.model import flops, leaves, param
+from jaxopt_llm.model import leaves, param
 from jaxopt_llm.observe.dashboards import Dashboards
 from jaxopt_llm.observe.meter import Meter
 from jaxopt_llm.observe.metrics import MetricsLog
@@ -42,13 +42,13 @@ from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.rows import OwnRows
 from jaxopt_llm.parallel.runtime import repeatable
 from jaxopt_llm.parallel.sharding import Placement
-from jaxopt_llm.parallel.topology import chip_of
 from jaxopt_llm.training import moments, pretrained
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.evaluation import evaluate, make_held_out
-from jaxopt_llm.training.program import Program, make_program
+from jaxopt_llm.training.program import make_program
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Metrics
+from jaxopt_llm.utilisation import utilisation
 from jaxopt_llm.validation import validate
 
 PRINT_CONFIG = "--print-config"  # prints what would be trained, checked, and stops
@@ -201,7 +201,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             recorders = [log.write, dashboards.write, progress.show]
         profiler = scope.enter_context(Profiler(config.profile if processes.first else ProfileConfig(), directory))
         tokens = config.training.batch_size * config.training.sequence_length
-        meter = Meter(tokens, _utilisation(config, program, placement))
+        meter = Meter(tokens, utilisation(config, program, placement))
         vote = processes.vote()
 
         def conclude(step: int, metrics: Metrics, measured: TrainState | None = None) -> dict[str, float]:
@@ -274,24 +274,6 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
                 raise Preempted(step)
         if log is not None:
             log.close()
-
-
-def _utilisation(config: TrainConfig, program: Program, placement: Placement) -> dict[str, float]:
-    """The share of the devices' peak that one token per second is, by the name of its convention: the time that its
-    operations take there, each kind at the peak of its dtype. Nothing where the peak is not known."""
-    chip, precision = chip_of(jax.devices()[0].device_kind), config.precision
-    if chip is None:
-        return {}
-    masters = program.specs.masters
-    needed = flops.per_token(config.model, masters, program.specs.frozen, config.training.sequence_length)
-    narrow = flops.quantised_per_token(config.model, masters, precision)
-    peak = chip.peak_flops[precision.compute_dtype]
-    peak_of_narrow = chip.peak_flops[{"fp8": "float8", "int8": "int8"}[precision.matmul]] if narrow else peak
-
-    def seconds(operations: float) -> float:
-        return ((operations - narrow) / peak + narrow / peak_of_narrow) / placement.mesh.size
-
-    return {"mfu": seconds(needed.causal), "mfu_full_attention": seconds(needed.full)}
 
 
 def _sound(metrics: Metrics) -> bool:

@@ -13,7 +13,7 @@ FLOORS = (
     ("execution", "data", "checkpoint", "observe"),
     ("training",),
     ("config",),
-    ("validation",),
+    ("validation", "utilisation"),
     ("search",),
     ("advice",),
     ("run", "oom"),

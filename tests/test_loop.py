@@ -17,6 +17,7 @@ from boards import events
 
 from jaxopt_llm import config as configuration
 from jaxopt_llm import train as command
+from jaxopt_llm import utilisation
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.errors import InputError, TrainingDiverged
 from jaxopt_llm.model import flops
@@ -103,7 +104,7 @@ def test_metrics_are_read_a_step_late(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_records_have_the_utilisation_of_a_known_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "chip_of", lambda kind: CHIPS["h200"])
+    monkeypatch.setattr(utilisation, "chip_of", lambda kind: CHIPS["h200"])
     config = tiny(tmp_path / "run")
     with Preemption() as preemption:
         command.train(config, preemption)

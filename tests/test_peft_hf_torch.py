@@ -15,7 +15,7 @@ import pytest
 
 import jaxopt_llm
 from jaxopt_llm import tree
-from jaxopt_llm.checkpoint import huggingface, peft
+from jaxopt_llm.checkpoint import huggingface, peft_writing
 from jaxopt_llm.model import leaves
 from jaxopt_llm.pretrained import Pretrained
 
@@ -106,7 +106,7 @@ def adapted(model: Model, targets: str) -> Pretrained:
 
 def write(here: Pretrained, path: Path) -> None:
     family, _ = huggingface.read_config(here.source)
-    peft.write(path, here.params, family, here.config, ALPHA, base=str(here.source))
+    peft_writing.write(path, here.params, family, here.config, ALPHA, base=str(here.source))
 
 
 BLOCKS = "*/attention/* */mlp/*"

@@ -47,6 +47,7 @@ def einsum(subscripts: str, x: jax.Array, weight: Weight, dtype: jnp.dtype | Non
 def take(table: Weight, ids: jax.Array) -> jax.Array:
     """Rows of a table: weight [V, D], ids [...] -> [..., D]. Ids must be within the table: the host checks them."""
     if isinstance(table, LoraWeight):
+        assert table.magnitude is None, "magnitudes are of the blocks: lora.problems refuses others"
         rows = "XYZ"[: ids.ndim]
         low = table.scale * take(table.lora_b, ids)
         return take(table.base, ids) + einsum(f"{rows}r,Dr->{rows}D", low, table.lora_a)
@@ -81,6 +82,7 @@ def _terms(x: jax.Array, table: Weight) -> list[tuple[jax.Array, Whole]]:
     """What x · tableᵀ is the sum of: inputs, each with the array that it multiplies."""
     if not isinstance(table, LoraWeight):
         return [(x, table)]
+    assert table.magnitude is None, "magnitudes are of the blocks: lora.problems refuses others"
     low = table.scale * einsum("BSD,Dr->BSr", x, table.lora_a)
     return [*_terms(x, table.base), (low, table.lora_b)]
 

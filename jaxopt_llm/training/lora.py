@@ -59,7 +59,7 @@ class LoraConfig:
             found += [
                 f"lora.{name}={getattr(self, name)} is of adapters, and lora.rank=0 trains the parameters themselves: "
                 "set --lora.rank, too, or leave that out"
-                for name in ("targets", "base", "rslora", "dora", "dropout")
+                for name in ("alpha", "targets", "base", "rslora", "dora", "dropout")
                 if getattr(self, name) != getattr(LoraConfig, name)
             ]
         if self.double_quantisation and self.base != "nf4":
@@ -123,7 +123,10 @@ def _rank_problems(specs: Params, config: LoraConfig) -> list[str]:
 
 
 def _table_problems(weights: list[str], config: LoraConfig) -> list[str]:
-    tables = [path for path in weights if path.startswith("outer/") and _fits(path, config.targets)]
+    adapted = [path for path in weights if _fits(path, config.targets)]
+    tables = [path for path in adapted if path.startswith("outer/")]
+    if config.dropout and adapted == tables:
+        return [f"lora.dropout is of what the blocks read, and lora.targets select {tables[0]} alone: set 0"]
     if not (config.dora and tables):
         return []
     return [f"lora.dora is for the matrices of the blocks, and lora.targets select {tables[0]}: leave that out"]

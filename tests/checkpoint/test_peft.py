@@ -15,7 +15,7 @@ import pytest
 import toy
 
 from jaxopt_llm import load_pretrained, tree
-from jaxopt_llm.checkpoint import huggingface, peft, safetensors
+from jaxopt_llm.checkpoint import huggingface, peft, peft_writing, safetensors
 from jaxopt_llm.checkpoint.peft_config import PeftConfig, endings
 from jaxopt_llm.checkpoint.safetensors import Described
 from jaxopt_llm.errors import InputError
@@ -52,7 +52,7 @@ def adapters(config: ModelConfig, targets: str, dora: bool = False) -> Params:
 
 def write(path: Path, params: Params, config: ModelConfig = folders.CONFIG) -> Path:
     family = huggingface.family_of(config)
-    peft.write(path, jax.device_put(params, toy.placement().replicated), family, config, ALPHA)
+    peft_writing.write(path, jax.device_put(params, toy.placement().replicated), family, config, ALPHA)
     return path
 
 
@@ -276,5 +276,5 @@ def test_what_peft_has_no_words_for_is_not_written(tmp_path: Path) -> None:
     phi3 = next(each for each in huggingface.families.FAMILIES if each.model_type == "phi3")
     params = jax.device_put(adapters(config, "mlp/up", dora=True), toy.placement().replicated)
     with pytest.raises(InputError, match="DoRA of .*/mlp/up and not of .*/mlp/gate: PEFT has .*gate_up_proj"):
-        peft.write(tmp_path / "adapter", params, phi3, config, ALPHA)
+        peft_writing.write(tmp_path / "adapter", params, phi3, config, ALPHA)
     assert not (tmp_path / "adapter").exists()

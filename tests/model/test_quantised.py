@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import toy
 
-from jaxopt_llm import train as training_command
+from jaxopt_llm import utilisation
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution import gradients, stacks
@@ -283,7 +283,7 @@ def test_operations_between_codes(exempt: int) -> None:
 
 
 def test_utilisation_counts_each_operation_at_the_peak_of_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_command, "chip_of", lambda kind: chip_of("NVIDIA H200"))
+    monkeypatch.setattr(utilisation, "chip_of", lambda kind: chip_of("NVIDIA H200"))
     peak = CHIPS["h200"].peak_flops
     shares = {}
     for matmul, of_codes in (("compute_dtype", "float32"), ("fp8", "float8"), ("int8", "int8")):
@@ -291,7 +291,7 @@ def test_utilisation_counts_each_operation_at_the_peak_of_its_dtype(monkeypatch:
         config = TrainConfig(model=MODEL, training=TRAINING, precision=placement.precision)
         narrow = flops.quantised_per_token(MODEL, program.specs.masters, placement.precision)
         needed = flops.per_token(MODEL, program.specs.masters, {}, TRAINING.sequence_length).causal
-        shares[matmul] = training_command._utilisation(config, program, placement)["mfu"]
+        shares[matmul] = utilisation.utilisation(config, program, placement)["mfu"]
         assert shares[matmul] == pytest.approx((needed - narrow) / peak["float32"] + narrow / peak[of_codes])
     assert shares["fp8"] < shares["int8"] < shares["compute_dtype"]
 

@@ -83,7 +83,8 @@ def test_what_a_configuration_gets_wrong_by_itself() -> None:
     assert LoraConfig().problems() == LoraConfig(rank=2, base="int8").problems() == []
     for wrong, problem in (
         (LoraConfig(rank=-1), "lora.rank=-1"),
-        (LoraConfig(alpha=0.0), "lora.alpha=0.0"),
+        (LoraConfig(rank=2, alpha=0.0), "lora.alpha=0.0"),
+        (LoraConfig(alpha=8.0), "lora.alpha=8.0 is of adapters"),
         (LoraConfig(rank=2, targets=()), "lora.targets"),
         (LoraConfig(base="int8"), "lora.base=int8 is of adapters, and lora.rank=0 trains"),
         (LoraConfig(dora=True), "lora.dora=True is of adapters"),
@@ -111,6 +112,7 @@ def test_what_a_configuration_gets_wrong_by_itself() -> None:
             "mlp/up is trained whole by training.trainable and adapted by lora.targets",
         ),
         (LoraConfig(rank=2, dora=True, targets=("*",)), (), "lora.dora is for the matrices of the blocks"),
+        (LoraConfig(rank=2, dropout=0.1, targets=("outer/*",)), (), "lora.targets select outer/embedding/table alone"),
         (LoraConfig(rank=17), (), "lora.rank=17 is above 8"),
     ],
 )
