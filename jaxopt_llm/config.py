@@ -24,6 +24,7 @@ from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.checkpoint.weights import is_run
 from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.execution.schedules import PipelineConfig
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.observe.metrics import LoggingConfig
@@ -68,6 +69,7 @@ class TrainConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     remat: RematConfig = field(default_factory=RematConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -102,7 +104,7 @@ RESUME_MAY_CHANGE = (
     "training.loss_chunk",
     "training.skip_limit",
     "optimizer.in_backward",
-    *(f"{section}.*" for section in ("mesh", "distributed", "sharding", "remat", "offload")),
+    *(f"{section}.*" for section in ("mesh", "distributed", "sharding", "pipeline", "remat", "offload")),
     *(f"{section}.*" for section in ("checkpoint", "evaluation", "logging", "profile")),
 )
 

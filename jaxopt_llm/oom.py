@@ -17,6 +17,7 @@ from jaxopt_llm.errors import InputError, OutOfMemory
 from jaxopt_llm.parallel import hlo
 from jaxopt_llm.parallel.buffers import compile_and_list
 from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.search.passes import Passes
 from jaxopt_llm.training.activations import Activations
 from jaxopt_llm.training.memory import GIB, Known, by_kind, kind_lines, largest, largest_lines
 from jaxopt_llm.training.program import Program
@@ -89,9 +90,8 @@ class Explainer:
             compiled, temporaries = compile_and_list(lowered, _compile_without_trials)
         except (JaxRuntimeError, ValueError) as error:  # the GPU has no room for the program, or XLA dumped nothing
             return [f"what it holds cannot be listed: {' '.join(str(error).split())[:200]}"]
-        known = Known.of(
-            self.program, Activations(self.config.model, self.config.training, self.placement), self.config.remat
-        )
+        activations = Activations(self.config.model, self.config.training, self.placement)
+        known = Known.of(self.program, activations, self.config.remat, Passes.of(self.config).waiting)
         memory = by_kind(self.program, known, hlo.memory(compiled), temporaries)
         return [*kind_lines(memory), *largest_lines(largest(self.program, known, temporaries))]
 

@@ -36,9 +36,12 @@ from jaxopt_llm.parallel.runtime import MEMORY_FRACTION
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.parallel.topology import CHIPS, Chip
 from jaxopt_llm.search import choose, explain, recipe, report
+from jaxopt_llm.search.passes import Passes
 from jaxopt_llm.search.remedies import remedies
+from jaxopt_llm.search.resting import resting
 from jaxopt_llm.search.roofline import Cluster
 from jaxopt_llm.search.walk import ALLOWED
+from jaxopt_llm.search.workload import workload
 from jaxopt_llm.training.activations import Activations
 from jaxopt_llm.training.memory import (
     GIB,
@@ -95,6 +98,8 @@ class Plan:
     flops: int  # of each GPU's matmuls in a step, as compiled
     flops_seconds: float  # at the chip's peak
     model_flops: float  # of each GPU in a step, that the model needs: nothing recomputed, causal attention
+    repeated_flops: float  # of each GPU in a step, by arithmetic: of forwards that had been run before
+    idle: float  # the share of the stages' time without a microbatch, or with a place for a layer that holds none
 
     @property
     def spare(self) -> int:
@@ -114,7 +119,14 @@ def make_plan(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int) -> 
     mesh = make_mesh(config.mesh, devices)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
     program = make_program(
-        config.model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
+        config.model,
+        config.training,
+        config.optimizer,
+        config.schedule,
+        config.remat,
+        config.lora,
+        placement,
+        pipelined=config.pipeline,
     )
     lowered = topology.lower(program.step, program.state, program.batch)
     clock = time.perf_counter()
@@ -124,8 +136,12 @@ def make_plan(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int) -> 
     tokens = config.training.batch_size * config.training.sequence_length
     needed = flops.per_token(config.model, program.specs.masters, program.specs.frozen, config.training.sequence_length)
     computed = hlo.dot_flops_by_dtype(text)
+    rests = resting(config)
+    assert rests is not None, "what `validate` refuses"
+    work = workload(config, rests, Cluster(gpu, hosts, gpus_per_host))
     over_pcie = hlo.host_traffic(text)
-    known = Known.of(program, Activations(config.model, config.training, placement), config.remat)
+    activations = Activations(config.model, config.training, placement)
+    known = Known.of(program, activations, config.remat, Passes.of(config).waiting)
     held, limit = by_kind(program, known, memory, temporaries), int(chip.memory_bytes * float(MEMORY_FRACTION))
     return Plan(
         gpu=chip.name,
@@ -145,6 +161,8 @@ def make_plan(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int) -> 
         flops=sum(computed.values()),
         flops_seconds=topology.seconds_at_peak(chip, computed),
         model_flops=needed.causal * tokens / len(devices),
+        repeated_flops=work.repeated_flops,
+        idle=work.idle,
     )
 
 
@@ -198,6 +216,8 @@ def show(plan: Plan) -> str:
         "",
         f"matmuls of each GPU: {plan.flops / 1e12:,.1f} TFLOP, {plan.flops_seconds * 1e3:,.1f} ms at the chip's peak; "
         f"the model needs {plan.model_flops / 1e12:,.1f} (nothing recomputed, causal attention)",
+        f"  of them, by arithmetic, {plan.repeated_flops / 1e12:,.1f} TFLOP run a forward again",
+        *([f"  and {plan.idle:.1%} of a stage's ticks and places for layers do no work"] if plan.idle else []),
     ]
     return "\n".join(lines)
 

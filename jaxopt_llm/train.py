@@ -27,6 +27,7 @@ from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens import TokenStream
 from jaxopt_llm.errors import InputError, Preempted, TrainingDiverged
+from jaxopt_llm.execution import stages
 from jaxopt_llm.files import replace_durably
 from jaxopt_llm.model import leaves, param
 from jaxopt_llm.observe.dashboards import Dashboards
@@ -89,6 +90,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
         placement,
         config.run.seed,
         keep_frozen=run.keeps_frozen(config),
+        pipelined=config.pipeline,
     )
     own = OwnRows(program.batch.tokens.shape, program.rows)
     loader = Loader(sources, weights, config.training.batch_size, config.run.seed, own.numbers)
@@ -137,8 +139,12 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
                 file=sys.stderr,
             )
         if config.mesh.pipeline > 1:
-            idle = (config.mesh.pipeline - 1) / (config.training.accumulation + config.mesh.pipeline - 1)
-            progress.say(f"pipeline: {idle:.0%} of a step is idle; fewer with more --training.accumulation")
+            microbatches = config.training.accumulation
+            waste = stages.waste(program.parts.layout, config.mesh.pipeline, microbatches, config.pipeline)
+            if microbatches >= config.mesh.pipeline:
+                progress.say(f"pipeline: {waste}")
+            elif processes.first:
+                print(f"warning: fewer microbatches than stages: {waste}", file=sys.stderr)
         divided = program.parts.specs if config.sharding.zero_stage == 3 else program.specs.masters
         for path in placement.undivided(divided):
             progress.say(f"ZeRO leaves {path} whole: no dimension of it divides")

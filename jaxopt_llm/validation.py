@@ -32,6 +32,7 @@ def validate(config: TrainConfig) -> None:
         *config.distributed.problems(),
         *config.checkpoint.problems(),
         *config.remat.problems(),
+        *config.pipeline.problems(),
     ]
     at_least_one = (
         *(f"mesh.{axis}" for axis in AXES),
@@ -77,7 +78,7 @@ def validate(config: TrainConfig) -> None:
         found = [
             *lora.problems(param_specs(config.model), config.lora, config.training.trainable),
             *shapes.problems(config.model, config.training, config.mesh, config.sharding),
-            *(_too_many_stages(config) or _unequal_groups(config)),
+            *(stages.problems(layout(config.model), config.mesh.pipeline, config.pipeline) or _unequal_groups(config)),
             *_missing_features(config),
             *_waits_for_all_gradients(config),
             *_unquantisable(config),
@@ -95,28 +96,21 @@ def validate(config: TrainConfig) -> None:
         raise InputError("; ".join(found))
 
 
-def _too_many_stages(config: TrainConfig) -> list[str]:
-    periods = sum(segment.repeats for segment in layout(config.model))
-    if config.mesh.pipeline <= periods:
-        return []
-    return [
-        f"mesh.pipeline={config.mesh.pipeline} stages exceed the layers: model.layers={config.model.layers} with a "
-        f"pattern of {len(config.model.pattern)} can be split into {periods} at most"
-    ]
-
-
 def _unequal_groups(config: TrainConfig) -> list[str]:
-    """Layers that are run again together: those of a segment, or of a stage's part of it, must be in whole groups."""
+    """Layers that are run again together: those of a segment, or of a run's part of it, must be in whole groups."""
     every, period = config.remat.every, len(config.model.pattern)
     if every == 1:
         return []
     if every % period:
         return [f"remat.every={every}: must be a multiple of the {period} layers of model.pattern"]
     segments = layout(config.model)
-    slots = [places.shape[-1] for places in stages.split(segments, config.mesh.pipeline)]
-    of_stage = f" in each of {config.mesh.pipeline} stages" if config.mesh.pipeline > 1 else ""
+    places = stages.split(segments, config.mesh.pipeline, config.pipeline)
+    virtual, count, _ = places[0].shape
+    of_run = f" in each of {count} stages" if count > 1 else ""
+    of_run = f" in each of the {virtual} runs of {count} stages" if virtual > 1 else of_run
+    slots = [each.shape[-1] for each in places]
     return [
-        f"remat.every={every} does not divide the {repeats * len(segment.kinds)} layers{of_stage}: choose one of "
+        f"remat.every={every} does not divide the {repeats * len(segment.kinds)} layers{of_run}: choose one of "
         + ", ".join(str(size * len(segment.kinds)) for size in range(1, repeats + 1) if repeats % size == 0)
         for segment, repeats in zip(segments, slots, strict=True)
         if repeats % config.remat.group(len(segment.kinds), repeats)

@@ -12,6 +12,7 @@ from jaxopt_llm import errors
 from jaxopt_llm.checkpoint.lock import sole_owner
 
 RECIPE = "from jaxopt_llm.config import TrainConfig\n"
+INTERLEAVED = ("--pipeline.schedule", "interleaved", "--pipeline.virtual-stages")
 CASES = {
     "misspelt field": (["--model.widht", "3"], ["--model.widht", "--model.width"]),
     "misspelt section": (["--modle.width=3"], ["--modle.width", "--model.width"]),
@@ -59,7 +60,62 @@ CASES = {
         ["lora.targets", "*/mlp/* comes after"],
     ),
     "what no resume can change": (["--run.allow-change", "lora.rank"], ["lora.rank", "no resume can change it"]),
-    "more stages than layers": (["--mesh.pipeline", "3"], ["mesh.pipeline=3", "model.layers=2"]),
+    "more stages than layers": (
+        ["--mesh.pipeline", "3"],
+        ["mesh.pipeline=3 stages exceed the 2 layers of model.layers=2: set --mesh.pipeline 2 at most"],
+    ),
+    "more runs than layers": (
+        [*INTERLEAVED, "3", "--mesh.pipeline", "2", "--model.layers", "4"],
+        [
+            "mesh.pipeline=2 × pipeline.virtual_stages=3 stages exceed the 4 layers of model.layers=4",
+            "set --pipeline.virtual-stages 2, or --pipeline.schedule 1f1b",
+        ],
+    ),
+    "more runs than periods": (
+        [*INTERLEAVED, "2", "--mesh.pipeline", "2", "--model.layers", "6", "--model.pattern", "sliding", "global"],
+        ["exceed the 3 periods of model.pattern of model.layers=6: --pipeline.schedule 1f1b"],
+    ),
+    "runs that do not divide a stage": (
+        [*INTERLEAVED, "4", "--mesh.pipeline", "2", "--model.layers", "12"],
+        [
+            "pipeline.virtual_stages=4 does not divide the 6 layers of a stage, of mesh.pipeline=2",
+            "set --pipeline.virtual-stages 2 or 3 or 6, or --pipeline.split to the layers of each of the 8 runs",
+        ],
+    ),
+    "no such schedule": (
+        ["--pipeline.schedule", "zigzag"],
+        ["--pipeline.schedule", "zigzag", "'gpipe', '1f1b', 'interleaved'"],
+    ),
+    "interleaved of one run": (
+        ["--pipeline.schedule", "interleaved"],
+        ["pipeline.schedule=interleaved with pipeline.virtual_stages=1: set at least 2"],
+    ),
+    "runs without a schedule for them": (
+        ["--pipeline.virtual-stages", "2"],
+        ["pipeline.virtual_stages=2 with pipeline.schedule=1f1b: set --pipeline.schedule interleaved, or 1"],
+    ),
+    "a run of no layers": (
+        ["--mesh.pipeline", "2", "--pipeline.split", "2", "0"],
+        ["pipeline.split=(2, 0): each run needs at least 1 layer"],
+    ),
+    "a split of other runs": (
+        [*INTERLEAVED, "2", "--mesh.pipeline", "2", "--model.layers", "8", "--pipeline.split", "3", "5"],
+        [
+            "pipeline.split=(3, 5) says the layers of 2 runs",
+            "mesh.pipeline=2 × pipeline.virtual_stages=2 needs those of 4",
+        ],
+    ),
+    "a split of other layers": (
+        ["--mesh.pipeline", "2", "--model.layers", "8", "--pipeline.split", "4", "3"],
+        ["pipeline.split=(4, 3) adds up to 7 layers: make it model.layers=8"],
+    ),
+    "a split within a period": (
+        [
+            *("--mesh.pipeline", "2", "--pipeline.split", "3", "4"),
+            *("--model.layers", "7", "--model.pattern", "sliding", "global"),
+        ],
+        ["pipeline.split=(3, 4): run 1 would end after 3 layers", "the nearest ends are after 2 and 4"],
+    ),
     "devices that do not divide": (
         ["--distributed.processes", "2", "--distributed.coordinator", "127.0.0.1:7000"],
         ["mesh: 1 device(s) do not divide over 2 processes", "--distributed.processes"],
@@ -166,6 +222,10 @@ CASES = {
         ["--remat.every", "4", "--model.layers", "12", "--mesh.pipeline", "2"],
         ["remat.every=4 does not divide the 6 layers in each of 2 stages"],
     ),
+    "groups that do not divide a run of a stage": (
+        ["--remat.every", "2", "--model.layers", "12", "--mesh.pipeline", "2", *INTERLEAVED, "2"],
+        ["remat.every=2 does not divide the 3 layers in each of the 2 runs of 2 stages: choose one of 1, 3"],
+    ),
     "groups of no whole periods": (
         ["--remat.every", "3", "--model.layers", "6", "--model.pattern", "sliding", "global"],
         ["remat.every=3", "multiple of the 2 layers of model.pattern"],
@@ -226,8 +286,11 @@ def test_overrides_of_the_real_command(case: str, tmp_path: Path) -> None:
             "from jaxopt_llm import config as c\n"
             "def get_config():\n"
             "    return c.TrainConfig(remat=c.RematConfig('fulll'), training=c.TrainingConfig(steps='ten'),\n"
-            "        model=c.ModelConfig(pattern='global', rope_theta=float('nan')), mesh=3)\n",
+            "        model=c.ModelConfig(pattern='global', rope_theta=float('nan')), mesh=3,\n"
+            "        pipeline=c.PipelineConfig('zigzag', split=[3, 2]))\n",
             [
+                "pipeline.schedule='zigzag': must be one of 'gpipe', '1f1b', 'interleaved'",
+                "pipeline.split=[3, 2]: must be a tuple",
                 "remat.policy='fulll'",
                 "'none', 'full'",
                 "training.steps='ten'",

@@ -42,6 +42,8 @@ def test_a_run_begins_where_another_ended(run: Path, tmp_path: Path) -> None:
     out, error = process.communicate(timeout=300)
     assert process.returncode == 0, error
     assert f"begins from the weights of {run}" in out
+    few = "warning: fewer microbatches than stages: 1f1b, 50% of a step is idle with training.accumulation=1"
+    assert error.startswith(few) and error.count("\n") == 1
     old, new = checkpoint(run, 2), checkpoint(second, 1)
     jax.tree.map(np.testing.assert_array_equal, old["masters"], new["masters"])
     assert json.loads((second / "config.json").read_text())["model"]["pretrained"] == str(run)

@@ -16,7 +16,9 @@ import pytest
 
 from jaxopt_llm import advice
 from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.execution.schedules import PipelineConfig
 from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.execution.stages import EVEN
 from jaxopt_llm.model import param
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.parallel import hlo, topology
@@ -74,6 +76,7 @@ def compiled(
     in_backward: bool = False,
     matmul: str = "compute_dtype",
     exempt: int = 0,
+    pipelined: PipelineConfig = EVEN,
 ) -> Compiled:
     model = ModelConfig(
         width=WIDTH,
@@ -105,7 +108,8 @@ def compiled(
         state_dtype=state_dtype, in_backward=in_backward, clip_norm=0 if in_backward else OptimizerConfig.clip_norm
     )
     policy = RematConfig(remat, offload=remat_offload)
-    program = make_program(model, training, optimizer, ScheduleConfig(), policy, lora, placement)
+    of = (model, training, optimizer, ScheduleConfig(), policy, lora, placement)
+    program = make_program(*of, pipelined=pipelined)
     # Matmuls as cuBLAS calls, not Triton fusions: it compiles in half the time and moves the same bytes.
     options = {} if matmul == "fp8" else {"xla_gpu_enable_triton_gemm": False}  # with fp8 the step says so itself
     executable = topology.compile(topology.lower(program.step, program.state, program.batch), options)

@@ -1,16 +1,20 @@
-"""What a pipeline holds and moves, read off programs compiled for eight H200s."""
+"""What a pipeline holds and moves by each schedule, read off programs compiled for eight H200s."""
 
 import jax
 import pytest
 from test_bytes import ROWS, SEQUENCE, WIDTH, Compiled, compiled, slow
 
+from jaxopt_llm.execution.schedules import PipelineConfig, make_table
+from jaxopt_llm.execution.stages import EVEN
 from jaxopt_llm.model import param
-from jaxopt_llm.parallel import hlo
+from jaxopt_llm.parallel import hlo, instructions
+from jaxopt_llm.parallel.hlo import Collective
 from jaxopt_llm.parallel.mesh import MeshConfig
 
 LAYERS = 8
 DEEP = MeshConfig(pipeline=4, fsdp=2)
 MIXED = MeshConfig(pipeline=2, fsdp=2, tensor=2)
+GPIPE, INTERLEAVED = PipelineConfig("gpipe"), PipelineConfig("interleaved", virtual_stages=2)
 
 pytestmark = pytest.mark.core
 
@@ -21,39 +25,76 @@ def parameters(step: Compiled) -> tuple[int, int]:
     return param.count(step.program.specs.masters) - outer, outer
 
 
-@pytest.mark.parametrize(("mesh", "stage"), [(DEEP, 1), *slow((MIXED, 3))])
-def test_memory_is_flat_in_the_number_of_microbatches(mesh: MeshConfig, stage: int) -> None:
-    few, many = (compiled(LAYERS, mesh, stage, accumulation=count) for count in (8, 32))
+def activation(mesh: MeshConfig) -> int:
+    """Bytes of what a device sends: of a microbatch, what neither the batch's axes nor `tensor` divide."""
+    return ROWS // mesh.fsdp * SEQUENCE * WIDTH * 2 // mesh.tensor
+
+
+def by_kind(collectives: list[Collective]) -> dict[str, float]:
+    """Bytes of arrays, each as often as it is sent. XLA may send two as one."""
+    return {
+        kind: sum(each.array_bytes * each.times for each in collectives if each.kind == kind)
+        for kind in {each.kind for each in collectives}
+    }
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage", "pipelined"), [(DEEP, 1, EVEN), (DEEP, 1, INTERLEAVED), *slow((MIXED, 3, EVEN))]
+)
+def test_memory_is_flat_in_the_number_of_microbatches(mesh: MeshConfig, stage: int, pipelined: PipelineConfig) -> None:
+    few, many = (compiled(LAYERS, mesh, stage, accumulation=count, pipelined=pipelined) for count in (8, 32))
     # Kept for each microbatch, inputs alone would add a fifth.
     assert many.memory.temporaries <= 1.02 * few.memory.temporaries
 
 
+def test_gpipe_keeps_an_input_of_each_microbatch() -> None:
+    few, many = (compiled(LAYERS, DEEP, 1, accumulation=count, pipelined=GPIPE) for count in (8, 32))
+    assert many.memory.temporaries - few.memory.temporaries == pytest.approx(24 * activation(DEEP), rel=0.05)
+
+
 @pytest.mark.parametrize(
-    ("mesh", "stage", "sequence_parallel"), [(DEEP, 1, False), (MIXED, 3, True), *slow((MIXED, 3, False))]
+    ("mesh", "stage", "pipelined", "sequence_parallel"),
+    [
+        (DEEP, 1, EVEN, False),
+        (DEEP, 1, GPIPE, False),
+        (DEEP, 1, INTERLEAVED, False),
+        (MIXED, 3, EVEN, False),
+        *slow((MIXED, 3, EVEN, True), (MIXED, 3, INTERLEAVED, True)),
+    ],
 )
-def test_between_stages_there_are_neighbours_permutes_and_one_sum_of_what_is_outside_the_stacks(
-    mesh: MeshConfig, stage: int, sequence_parallel: bool
+def test_between_stages_there_is_what_the_schedule_says(
+    mesh: MeshConfig, stage: int, pipelined: PipelineConfig, sequence_parallel: bool
 ) -> None:
+    """A permute to each neighbour for each tick, and sums of a microbatch's activations at the model's ends."""
     microbatches = 8
-    step = compiled(LAYERS, mesh, stage, accumulation=microbatches, sequence_parallel=sequence_parallel)
-    between = [each for each in step.collectives if "pipeline" in each.axes and each.array_bytes > 1000]
-    permutes = [each for each in between if each.kind == "collective-permute"]
-    activation = ROWS // mesh.fsdp * SEQUENCE * WIDTH * 2
-    assert {each.axes for each in permutes} == {("pipeline",)}
-    sent = activation // mesh.tensor if sequence_parallel else activation
-    assert {each.array_bytes for each in permutes} == {sent}
-    each_way = microbatches + mesh.pipeline - 1
-    assert sum(each.times for each in permutes) in (2 * each_way, 2 * each_way - 1)  # nobody reads the very last
+    step = compiled(
+        LAYERS, mesh, stage, accumulation=microbatches, sequence_parallel=sequence_parallel, pipelined=pipelined
+    )
+    table = make_table(pipelined.schedule, mesh.pipeline, microbatches, pipelined.virtual_stages)
+    between = [each for each in step.collectives if "pipeline" in each.axes and each.array_bytes > 10_000]
+    assert {each.axes for each in between} == {("pipeline",)}
+    moved = by_kind(between)
+    forward, backward = (sum(half.runs) for half in (table.forward, table.backward))
+    # The very first gradient and the very last of what goes forward are nobody's, and may be left out.
+    assert moved.pop("collective-permute") / activation(mesh) in (forward + backward, forward + backward - 1)
+    # Of embedded tokens, of what the last stage gives, and of the gradients of both.
+    assert moved.pop("all-reduce") / activation(mesh) == 4 * microbatches
+    assert not moved
 
-    others = [each for each in between if each.kind != "collective-permute"]
-    assert {(each.kind, each.axes, each.times) for each in others} == {("all-reduce", ("pipeline",), 1)}
-    _, outer = parameters(step)
-    assert sum(each.array_bytes for each in others) == pytest.approx(4 * outer / mesh.fsdp / mesh.tensor, rel=0.02)
+
+def test_gradients_of_tables_are_not_summed_over_stages() -> None:
+    """A tied table's gradient is formed where its rows are; of what is outside the stacks one norm is left."""
+    step = compiled(LAYERS, DEEP, 1, accumulation=8)
+    after = [each for each in step.collectives if "pipeline" in each.axes and each.times == 1]
+    assert [(each.kind, each.array_bytes) for each in after if each.array_bytes > 1000] == [
+        ("all-reduce", WIDTH * 4 / DEEP.fsdp)
+    ]
 
 
-def test_gradients_are_reduced_once_after_the_ticks() -> None:
+@pytest.mark.parametrize("pipelined", [EVEN, *slow((INTERLEAVED,))])
+def test_gradients_are_reduced_once_after_the_ticks(pipelined: PipelineConfig) -> None:
     for microbatches in (8, 32):
-        step = compiled(LAYERS, DEEP, 1, accumulation=microbatches)
+        step = compiled(LAYERS, DEEP, 1, accumulation=microbatches, pipelined=pipelined)
         stacks, outer = parameters(step)
         reduced = [
             each
@@ -61,22 +102,50 @@ def test_gradients_are_reduced_once_after_the_ticks() -> None:
             if each.axes == ("fsdp",) and each.kind in ("reduce-scatter", "all-reduce")
         ]
         total = sum(each.array_bytes * each.times for each in reduced)
-        assert total == pytest.approx(4 * (stacks / DEEP.pipeline + outer), rel=0.02)
+        assert total == pytest.approx(4 * (stacks + outer) / DEEP.pipeline, rel=0.02)
 
 
-@pytest.mark.parametrize(("mesh", "stage", "per_parameter"), [(DEEP, 1, 2 + 12 / 2), *slow((MIXED, 3, 12 / 2))])
-def test_each_stage_holds_its_layers_alone(mesh: MeshConfig, stage: int, per_parameter: float) -> None:
-    step = compiled(LAYERS, mesh, stage, accumulation=8)
-    stacks, outer = parameters(step)
+@pytest.mark.parametrize(
+    ("mesh", "stage", "per_parameter", "pipelined"),
+    [(DEEP, 1, 2 + 12 / 2, EVEN), (DEEP, 1, 2 + 12 / 2, INTERLEAVED), *slow((MIXED, 3, 12 / 2, EVEN))],
+)
+def test_each_stage_holds_its_layers_and_its_rows_alone(
+    mesh: MeshConfig, stage: int, per_parameter: float, pipelined: PipelineConfig
+) -> None:
+    step = compiled(LAYERS, mesh, stage, accumulation=8, pipelined=pipelined)
     batch = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(step.program.batch)) / mesh.fsdp
-    expected = per_parameter * (stacks / mesh.pipeline + outer) / mesh.tensor + batch
+    expected = per_parameter * sum(parameters(step)) / mesh.pipeline / mesh.tensor + batch
     assert step.memory.arguments == pytest.approx(expected, rel=0.02)
     assert step.memory.aliased >= step.memory.arguments - batch - 4096, "the state is not updated in place"
 
 
-def test_the_program_does_not_grow_with_depth_nor_with_microbatches() -> None:
+@pytest.mark.parametrize("pipelined", [EVEN, *slow((GPIPE,), (INTERLEAVED,))])
+def test_the_program_does_not_grow_with_depth_nor_with_microbatches(pipelined: PipelineConfig) -> None:
     base, *others = (
-        hlo.instruction_count(compiled(layers, DEEP, 1, accumulation=count).text)
-        for layers, count in ((LAYERS, 8), (2 * LAYERS, 8), (LAYERS, 32))
+        hlo.instruction_count(compiled(layers, DEEP, 1, accumulation=count, pipelined=pipelined).text)
+        for layers, count in (
+            (2 * LAYERS, 8),
+            (4 * LAYERS, 8),
+            (2 * LAYERS, 64),
+        )  # two a chunk at least: of one XLA makes no loop
     )
     assert all(other <= 1.01 * base for other in others)
+
+
+def test_layers_run_while_neighbours_send() -> None:
+    """In ticks that run forward and backward both permutes last over a loop over layers."""
+    text = compiled(LAYERS, DEEP, 1, accumulation=8).text
+    steady = [
+        names
+        for computation in instructions.parse(text).values()
+        if sum(each.opcode == "collective-permute-start" for each in computation.values()) == 2
+        and any(each.opcode == "conditional" for each in computation.values())
+        for names in [[each.opcode for each in computation.values()]]
+    ]
+    (ticks,) = steady
+    for start, done in zip(*(_positions(ticks, f"collective-permute-{end}") for end in ("start", "done")), strict=True):
+        assert "while" in ticks[start:done]
+
+
+def _positions(names: list[str], name: str) -> list[int]:
+    return [index for index, each in enumerate(names) if each == name]

@@ -14,8 +14,11 @@ from jaxopt_llm import config as configuration
 from jaxopt_llm import plan as planning
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.execution.schedules import PipelineConfig
+from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.parallel.mesh import GATHERED_AHEAD, MeshConfig, compiler_options, make_mesh
+from jaxopt_llm.parallel.sharding import ShardingConfig
 from jaxopt_llm.parallel.topology import CHIPS, gpu_topology
 from jaxopt_llm.plan import Plan, make_plan
 from jaxopt_llm.search import choose
@@ -71,6 +74,35 @@ def test_the_searchs_arithmetic_agrees_with_the_compiler(plans: dict[int, Plan],
     sent = sum(each.bytes for each in said.collectives)
     assert sum(each.bytes for each in work.sent) == pytest.approx(sent, rel=0.02)
     assert memory.peak == pytest.approx(said.memory.peak, rel=0.1)
+
+
+ON_STAGES = {
+    "interleaved": {
+        "mesh": MeshConfig(pipeline=4, tensor=2),
+        "sharding": ShardingConfig(sequence_parallel=True),
+        "pipeline": PipelineConfig("interleaved", 2),
+    },
+    "1f1b": {"mesh": MeshConfig(pipeline=4, tensor=2), "remat": RematConfig("none")},
+    "gpipe": {"mesh": MeshConfig(pipeline=4, fsdp=2), "pipeline": PipelineConfig("gpipe")},
+}
+
+
+@pytest.mark.parametrize(
+    "case", ["interleaved", *(pytest.param(each, marks=pytest.mark.slow) for each in ("1f1b", "gpipe"))]
+)
+def test_the_searchs_arithmetic_agrees_with_the_compiler_in_a_pipeline(case: str) -> None:
+    """To the FLOP, whatever is not run in every tick."""
+    training = dataclasses.replace(CONFIG.training, batch_size=32, sequence_length=1024, accumulation=8)
+    model = dataclasses.replace(CONFIG.model, layers=16)  # in chunks of two: a loop over one XLA unrolls
+    config = dataclasses.replace(CONFIG, model=model, training=training, **ON_STAGES[case])
+    said, rests = make_plan(config, "h200", 1, 8), resting(config)
+    assert rests is not None
+    found = estimate(config, Cluster("h200", 1, 8), rests)
+    assert found.work.flops + found.work.attention_flops == pytest.approx(said.flops, rel=1e-3)
+    sent = sum(each.bytes for each in said.collectives)
+    assert sum(each.bytes for each in found.work.sent) == pytest.approx(sent, rel=0.02)
+    assert found.footprint.peak == pytest.approx(said.memory.peak, rel=0.1)
+    assert 0 < said.idle == found.work.idle and said.model_flops < said.flops - said.repeated_flops
 
 
 def test_kinds_add_up_to_the_compilers_peak(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,13 +62,15 @@ def test_stopped_and_resumed_equals_not_stopped(whole: Path, tmp_path: Path, pla
             np.testing.assert_allclose(*values, rtol=1e-4, err_msg=name)
 
 
-@pytest.mark.slow  # tests/training/test_moments.py has one go to a pipeline and back
+@pytest.mark.slow  # tests/training/test_state.py and test_moments.py have one go to a pipeline and back
 def test_a_pipelines_checkpoint_is_everyones(tmp_path: Path) -> None:
-    """Written by stages and read by one device, and back, and the run ends as if there had been no pipeline."""
+    """Written by stages and read by one device, and by others, and the run ends as if there had been no pipeline."""
     directory, plain = tmp_path / "run", tmp_path / "plain"
-    model = ("--model.layers", 3, "--model.pattern", "global", "--evaluation.every", 2)
+    model = ("--model.layers", 7, "--model.pattern", "global", "--evaluation.every", 2)
+    interleaved = ("--pipeline.schedule", "interleaved", "--pipeline.virtual-stages", 2)
     staged = ("--mesh.pipeline", 2, "--mesh.fsdp", 2, "--training.accumulation", 2)
-    for run, stops in ((plain, {6: ()}), (directory, {2: staged, 4: (), 6: staged})):
+    stops_on_stages = {2: (*staged, *interleaved), 4: interleaved, 6: (*staged, "--pipeline.split", 5, 2)}
+    for run, stops in ((plain, {6: ()}), (directory, stops_on_stages)):
         for steps, placed in stops.items():
             done = train(run, "--training.steps", steps, *model, *placed)
             assert (done.returncode, done.stderr) == (0, "")

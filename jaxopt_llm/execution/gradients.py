@@ -19,15 +19,31 @@ Sums = tuple[jax.Array, Auxiliary, Params]  # loss, auxiliary sums and gradients
 
 def zero_sums(shapes: Sums, specs: Params, inside: Placement) -> Sums:
     """What to add microbatches to, in float32."""
-    return _place(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes), specs, inside)
+    loss, auxiliary, gradients = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+    return loss, auxiliary, place(gradients, specs, inside)
 
 
 def add_sums(total: Sums, added: Sums, specs: Params, inside: Placement) -> Sums:
-    return _place(jax.tree.map(lambda a, b: a + b.astype(jnp.float32), total, added), specs, inside)
+    return total[0] + added[0], total[1] + added[1], add_gradients(total[2], added[2], specs, inside)
 
 
-def _place(sums: Sums, specs: Params, inside: Placement) -> Sums:
-    return (*sums[:2], jax.lax.with_sharding_constraint(sums[2], jax.tree.map(inside.gradients, specs)))
+def add_gradients(total: Params, added: Params, specs: Params, inside: Placement, part: jax.Array | int = 0) -> Params:
+    """part: which part of a leaf is added to, counted in those of the size that is added; all may be one."""
+
+    def add(total: jax.Array, added: jax.Array) -> jax.Array:
+        added = added.astype(jnp.float32)
+        rows = added.shape[0]
+        if rows == total.shape[0]:
+            return total + added
+        own = jax.lax.dynamic_slice_in_dim(total, part * rows, rows)
+        return jax.lax.dynamic_update_slice_in_dim(total, own + added, part * rows, 0)
+
+    return place(jax.tree.map(add, total, added), specs, inside)
+
+
+def place(gradients: Params, specs: Params, inside: Placement) -> Params:
+    """As they are within a gradient group."""
+    return jax.lax.with_sharding_constraint(gradients, jax.tree.map(inside.gradients, specs))
 
 
 def sum_of_squares(gradients: Params) -> jax.Array:

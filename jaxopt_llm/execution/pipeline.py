@@ -1,48 +1,48 @@
-"""The pipeline executor: 1F1B in lock step (Narayanan et al. 2019, arXiv:1806.03377; 2021, arXiv:2104.04473).
+"""The pipeline executor: runs a schedule's table (schedules.py) over stages that are devices along `pipeline`.
 
-Each device along `pipeline` is a stage, a run of layers. The executor is manual over that axis alone: within a stage
-the compiler places data, fsdp and tensor as ever. All stages run one program in ticks, between which neighbours
-exchange activations one way and their gradients the other:
+It is manual over that axis alone: within a stage the compiler places data, fsdp and tensor as ever. All stages run one
+program in ticks, one scan for each of the table's phases. In a tick a stage runs a chunk of its layers forward, and a
+chunk backward; between ticks neighbours exchange activations one way and their gradients the other. The backward is
+written out: it runs the chunk again from its input, which waited for it in a slot, and differentiates that. What enters
+is tokens, and the embedding's gradient is formed inside: nothing of size M × activations exists, unless the schedule
+itself keeps it.
 
-    S - 1 ticks forward, M ticks forward and backward, S - 1 ticks backward
+All stages wait for the slowest, so nothing may be one stage's alone. The rows of the embedding's and the head's tables
+are divided over the stages (Yeung et al. 2024, arXiv:2411.05288): each holds its part of them, their gradients and
+their moments, looks up its tokens of what enters the first stage, and forms its logits of what leaves the last. A
+microbatch costs each stage 1 / S of the lookup, head and loss, a final norm, and four sums of an activation over
+`pipeline`: of the embedded tokens and of what the last stage gives, there and back. On every stage in turn, or on the
+last alone, the head would lengthen every tick by all of it.
 
-of M microbatches and S stages. Stage s runs the forward of microbatch m in tick m + s and its backward in tick
-m + 2S - 2 - s, so that it holds the inputs of at most 2S - 1 microbatches, whatever M. The backward is written out: it
-runs the stage again from its input, and differentiates that. What enters is tokens, and the embedding's gradient is
-formed inside: nothing of size M × activations exists.
+What a tick gives is sent while a chunk runs: activations beside the backward's repeated forward, gradients beside the
+forward of the next tick.
 
-A step takes the time of M + S - 1 microbatches, so that its idle share is (S - 1) / (M + S - 1), as GPipe's.
-
-Every stage embeds, and in the M ticks of both kinds computes the loss; the first's and the last's alone count. In lock
-step that takes no longer, since all wait for the last stage; it costs the others energy, and the memory of the loss.
-
-Letters: S stages, M microbatches, B batch, S sequence, D width.
+Letters: S stages, V chunks of a stage, M microbatches, T ticks, B batch, S sequence, D width.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec
 
 from jaxopt_llm import tree
 from jaxopt_llm.execution.executor import Executor
-from jaxopt_llm.execution.gradients import Sums, add_sums, sum_over_groups, zero_sums
-from jaxopt_llm.execution.stacks import RematConfig, Stack, no_taps, run_stacks
-from jaxopt_llm.model import param
+from jaxopt_llm.execution.gradients import Sums, add_gradients, place, sum_over_groups, zero_sums
+from jaxopt_llm.execution.schedules import Ends, PipelineConfig, forward_table, make_table
+from jaxopt_llm.execution.stacks import RematConfig, no_taps
+from jaxopt_llm.execution.stage import Stage, Tick, at, microbatch_of, on_every_stage, part, stage_specs, when, where
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Auxiliary, Params, Parts
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.sharding import Placement
 
 
-def make_executor(remat: RematConfig) -> Executor:
+def make_executor(remat: RematConfig, pipeline: PipelineConfig) -> Executor:
     return Executor(
-        loss_and_gradients=functools.partial(loss_and_gradients, remat=remat),
-        loss=functools.partial(loss, remat=remat),
+        loss_and_gradients=functools.partial(loss_and_gradients, remat=remat, pipeline=pipeline),
+        loss=functools.partial(loss, remat=remat, pipeline=pipeline),
     )
 
 
@@ -54,214 +54,159 @@ def loss_and_gradients(
     cotangent: jax.Array,
     placement: Placement,
     remat: RematConfig,
+    pipeline: PipelineConfig,
 ) -> tuple[jax.Array, jax.Array, Auxiliary, Params]:
     """See executor.py. `parts` are those of `stages.rest_on_stages`."""
-    stage_specs = tree.restrict(jax.tree.map(ParamSpec.stage, parts.specs), trainable)
+    table = make_table(pipeline.schedule, placement.size("pipeline"), batch.tokens.shape[0], pipeline.virtual_stages)
+    trained = tree.restrict(stage_specs(parts.specs, placement), trainable)
 
-    def on_stage(stage: "_Stage", batch: Batch, cotangent: jax.Array) -> Sums:
+    def on_stage(stage: Stage, batch: Batch, cotangent: jax.Array) -> Sums:
         grouped = replace(stage, placement=stage.placement.group())
 
         def one_group(batch: Batch) -> Sums:  # fields [M, B / G, S]
-            return _one_forward_one_backward(grouped, stage_specs, batch, cotangent)
+            return _forward_and_backward(grouped, trained, batch, cotangent)
 
-        return sum_over_groups(one_group, batch, stage_specs, stage.placement)
+        return sum_over_groups(one_group, batch, trained, stage.placement)
 
     params = tree.merge(trainable, frozen)
-    loss, auxiliary, gradients = _on_every_stage(on_stage, parts, params, placement, remat, batch, cotangent)
-    loss, auxiliary = _sum_stages((loss, auxiliary))
-    # Of the first stage's embedding and the last's head, which a tied table is both of.
-    outer_specs = tree.restrict(parts.specs["outer"], trainable["outer"])
-    outer = jax.lax.with_sharding_constraint(
-        _sum_stages(gradients["outer"]), jax.tree.map(placement.masters, outer_specs)
-    )
-    stacks = {name: _unstaged(each) for name, each in gradients.items() if name != "outer"}
-    return loss, jnp.sum(batch.loss_mask), auxiliary, {"outer": outer, **stacks}
+    by_stage = on_every_stage(on_stage, parts, params, table, placement, remat, batch, cotangent)
+    loss, auxiliary = _sum_stages(by_stage[:2])
+
+    def whole(spec: ParamSpec, rows: jax.Array) -> jax.Array:
+        """[stages, ...] -> as the parameter is."""
+        if spec.leading:
+            return jnp.swapaxes(rows.reshape(table.stages, table.chunks, -1, *rows.shape[2:]), 0, 1)
+        of_all = rows.reshape(-1, *rows.shape[2:])[: spec.shape[0]] if placement.staged(spec) else _sum_stages(rows)
+        return jax.lax.with_sharding_constraint(of_all, placement.masters(spec))
+
+    gradients = jax.tree.map(whole, tree.restrict(parts.specs, trainable), by_stage[2])
+    return loss, jnp.sum(batch.loss_mask), auxiliary, gradients
 
 
 def loss(
-    parts: Parts, params: Params, batch: Batch, placement: Placement, remat: RematConfig
+    parts: Parts, params: Params, batch: Batch, placement: Placement, remat: RematConfig, pipeline: PipelineConfig
 ) -> tuple[jax.Array, Auxiliary]:
     """See executor.py."""
-    sums = _on_every_stage(_forward_alone, parts, params, placement, remat, batch)
-    return _sum_stages(sums)
+    table = forward_table(placement.size("pipeline"), batch.tokens.shape[0], pipeline.virtual_stages)
+    return _sum_stages(on_every_stage(_forward, parts, params, table, placement, remat, batch))
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """One stage, inside the region that is manual over `pipeline`. params: its own, stacks [slots, ...]."""
+def _forward(stage: Stage, batch: Batch) -> tuple[jax.Array, Auxiliary]:
+    """Loss and auxiliary sums of this stage, forward alone."""
+    taps, ends = no_taps(stage.specs), stage.table.ends
 
-    parts: Parts
-    params: Params
-    stacks: dict[str, Stack]
-    number: jax.Array
-    placement: Placement
-    remat: RematConfig
+    def tick(carry: Any, tick: Tick) -> Any:
+        received, loss, auxiliary = carry
+        unit = tick.forward
+        x = stage.enter(tick, ends, received, batch)
+        y, added = stage.run(unit.chunk, taps, x, microbatch_of(batch, unit.microbatch))
 
-    @property
-    def count(self) -> int:
-        return self.placement.size("pipeline")
+        def head(index: jax.Array) -> jax.Array:
+            return stage.head_loss(taps, y, microbatch_of(batch, index), jnp.float32(1))[1]
 
-    @property
-    def is_last(self) -> jax.Array:
-        return self.number == self.count - 1
+        loss += when(ends.leaves, tick.ends.leaves, head, lambda: jnp.float32(0))
+        return stage.send(y, to=1), loss, auxiliary + where(unit.microbatch >= 0, added)
 
-    def run(
-        self, taps: Params, received: jax.Array, microbatch: Batch, cotangent: jax.Array | None
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], Auxiliary]:
-        """What the stage sends on, [B, S, D], its share of `head_loss` (0 without a cotangent), and its auxiliary
-        sums."""
-        parts = self.parts
-        context = parts.make_context(microbatch, self.placement)
-        outer = self.placement.place(parts.specs["outer"], self.params["outer"], taps["outer"], keep=True)
-        x = jnp.where(self.number == 0, parts.embed(outer, microbatch.tokens, context), received)
-        x, _, auxiliary = run_stacks(parts, self.stacks, self.params, taps, x, context, self.remat)
-        if cotangent is None:
-            return x, (jnp.float32(0), jnp.float32(0)), auxiliary
-        value, loss = parts.head_loss(outer, x, microbatch, context, jnp.where(self.is_last, cotangent, 0.0))
-        return x, (value, jnp.where(self.is_last, loss, 0.0)), auxiliary
-
-    def nothing_received(self, microbatch: Batch) -> jax.Array:
-        """Zeros [B, S, D]: what comes before anything was sent."""
-
-        def embedded() -> jax.Array:
-            context = self.parts.make_context(microbatch, self.placement)
-            specs, params = self.parts.specs["outer"], self.params["outer"]
-            return self.parts.embed(
-                self.placement.place(specs, params, no_taps(specs), keep=False), microbatch.tokens, context
-            )
-
-        x = jax.eval_shape(embedded)
-        return self.placement.constrain(jnp.zeros(x.shape, x.dtype), "batch", "residual_sequence", "embed")
-
-    def send(self, x: jax.Array, to: int) -> jax.Array:
-        """What the neighbour on the other side sends; zeros where there is none. to: 1 is the next stage, -1 the one
-        before."""
-        pairs = [(i, i + to) for i in range(self.count) if 0 <= i + to < self.count]
-        return jax.lax.ppermute(x, "pipeline", pairs)
+    (phase,) = stage.table.phases
+    start = (stage.nothing(batch), jnp.float32(0), stage.parts.zero_auxiliary())
+    _, loss, auxiliary = stage.scan(phase, tick, start)
+    return where(stage.is_last, loss), auxiliary  # all stages have the loss
 
 
-def _forward_alone(stage: _Stage, batch: Batch) -> tuple[jax.Array, Auxiliary]:
-    """Loss and auxiliary sums of this stage: M + S - 1 ticks."""
-    microbatches = batch.tokens.shape[0]
+def _forward_and_backward(stage: Stage, trained: Params, batch: Batch, cotangent: jax.Array) -> Sums:
+    """Loss, auxiliary sums and gradients of this stage. trained: specs of what is differentiated by, as it holds it."""
+    placement, table = stage.placement, stage.table
+    of_chunk = {name: each.specs for name, each in stage.stacks.items()}
+    taps_of = tree.restrict({"outer": stage.specs["outer"], **of_chunk}, trained)
 
-    def tick(carry: Any, number: jax.Array) -> tuple[Any, None]:
-        received, sums = carry
-        index = number - stage.number
-        taps = no_taps(stage.parts.specs)
-        x, (_, loss), auxiliary = stage.run(taps, received, _microbatch(batch, index), cotangent=jnp.float32(1))
-        runs = (index >= 0) & (index < microbatches)
-        sums = jax.tree.map(lambda total, added: total + jnp.where(runs, added, 0), sums, (loss, auxiliary))
-        return (stage.send(x, to=1), sums), None
-
-    start = (stage.nothing_received(_microbatch(batch, 0)), (jnp.float32(0), stage.parts.zero_auxiliary()))
-    return jax.lax.scan(tick, start, jnp.arange(microbatches + stage.count - 1))[0][1]
-
-
-def _one_forward_one_backward(stage: _Stage, specs: Params, batch: Batch, cotangent: jax.Array) -> Sums:
-    """Loss, auxiliary sums and gradients of this stage: M + 2S - 2 ticks. specs: of the parameters to differentiate."""
-    microbatches, count = batch.tokens.shape[0], stage.count
-    room = 2 * count - 1  # microbatches between their forward and their backward
-    nothing = stage.nothing_received(_microbatch(batch, 0))
-
-    def forward(number: jax.Array, received: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        index = number - stage.number
-        inputs = jax.lax.dynamic_update_index_in_dim(inputs, received, index % room, 0)
-        x, _, _ = stage.run(no_taps(stage.parts.specs), received, _microbatch(batch, index), cotangent=None)
-        return stage.send(x, to=1), inputs
+    def forward(tick: Tick, possible: Ends, received: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        unit = tick.forward
+        x = stage.enter(tick, possible, received, batch)
+        held = jnp.where(unit.microbatch >= 0, x, at(inputs, unit.slot))
+        inputs = jax.lax.dynamic_update_index_in_dim(inputs, held, unit.slot, 0)
+        y, _ = stage.run(unit.chunk, no_taps(stage.specs), x, microbatch_of(batch, unit.microbatch))
+        return y, inputs
 
     def backward(
-        number: jax.Array, received: jax.Array, inputs: jax.Array, sums: Sums, head: bool
-    ) -> tuple[jax.Array, Sums]:
-        index = number - (2 * count - 2 - stage.number)
-        runs = (index >= 0) & (index < microbatches)
-        of_this = jnp.where(runs, cotangent, 0.0)
-        saved = jax.lax.dynamic_index_in_dim(inputs, index % room, 0, keepdims=False)
+        tick: Tick, possible: Ends, received: jax.Array, inputs: jax.Array, sums: Sums, underway: jax.Array
+    ) -> tuple[jax.Array, Sums, jax.Array]:
+        unit = tick.backward
+        runs, is_end = unit.microbatch >= 0, stage.is_last & (unit.chunk == table.chunks - 1)
+        taps = placement.taps(taps_of)
+        of_layers, of_ends = {name: each for name, each in taps.items() if name != "outer"}, {"outer": taps["outer"]}
 
-        def objective(taps: Params, x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, Auxiliary]]:
-            y, (value, loss), auxiliary = stage.run(taps, x, _microbatch(batch, index), of_this if head else None)
-            return (y, value + of_this * auxiliary.loss), (loss, auxiliary)
+        def add(gradients: Params, added: Params) -> Params:
+            """To the sums of some sections."""
+            new = {
+                name: add_gradients(gradients[name], each, trained[name], placement, unit.chunk)
+                for name, each in added.items()
+            }
+            return {**gradients, **new}
 
-        _, pull, (loss, auxiliary) = jax.vjp(objective, stage.placement.taps(specs), saved, has_aux=True)
-        gradients, dx = pull((jnp.where(runs & ~stage.is_last, received, 0), jnp.float32(1)))
-        loss, auxiliary = jax.tree.map(lambda each: jnp.where(runs, each, 0), (loss, auxiliary))
-        return stage.send(dx, to=-1), add_sums(sums, (loss, auxiliary, gradients), specs, stage.placement)
+        def layers(taps: Params, x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Auxiliary]:
+            y, auxiliary = stage.run(unit.chunk, taps, x, microbatch_of(batch, unit.microbatch))
+            return (y, where(runs, cotangent) * auxiliary.loss), auxiliary
 
-    def first(carry: Any, number: jax.Array) -> tuple[Any, None]:
-        return forward(number, *carry), None
+        def turn(index: jax.Array) -> tuple[jax.Array, jax.Array, Params]:
+            """The loss and where its gradient begins."""
 
-    def steady(carry: Any, number: jax.Array) -> tuple[Any, None]:
-        x, dx, inputs, sums = carry
-        x, inputs = forward(number, x, inputs)
-        dx, sums = backward(number, dx, inputs, sums, head=True)
-        return (x, dx, inputs, sums), None
+            def head(taps: Params, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+                return stage.head_loss(taps, y, microbatch_of(batch, index), cotangent)
 
-    def last(carry: Any, number: jax.Array) -> tuple[Any, None]:
-        dx, inputs, sums = carry
-        dx, sums = backward(number, dx, inputs, sums, head=False)
-        return (dx, inputs, sums), None
+            _, pull, found = jax.vjp(head, of_ends, y, has_aux=True)
+            gradients, dy = pull(jnp.float32(1))
+            return placement.between_stages(dy), placement.whole(loss + found), add(ends, gradients)
 
-    shapes = jax.eval_shape(lambda: (jnp.float32(0), stage.parts.zero_auxiliary(), stage.placement.taps(specs)))
-    sums = zero_sums(shapes, specs, stage.placement)
-    inputs = jnp.broadcast_to(nothing, (room, *nothing.shape))
-    ticks = jnp.arange(microbatches + 2 * count - 2)
-    (x, inputs), _ = jax.lax.scan(first, (nothing, inputs), ticks[: count - 1])
-    (x, dx, inputs, sums), _ = jax.lax.scan(steady, (x, nothing, inputs, sums), ticks[count - 1 : 1 - count])
-    (_, _, sums), _ = jax.lax.scan(last, (dx, inputs, sums), ticks[1 - count :])
-    return sums
+        def pass_through(index: jax.Array) -> Params:
+            """Where the gradient ends."""
+            _, pull = jax.vjp(lambda taps: stage.embed(taps, microbatch_of(batch, index)), of_ends)
+            return add(ends, *pull(where(stage.is_first, dx)))
 
+        loss, auxiliary, gradients = sums
+        ends = {"outer": gradients["outer"]}
+        (y, _), pull, added = jax.vjp(layers, of_layers, at(inputs, unit.slot), has_aux=True)
+        y, underway = jax.lax.optimization_barrier((y, underway))
 
-def _microbatch(batch: Batch, index: Any) -> Batch:
-    """Fields [M, B, S] -> [B, S]; before the first and after the last, where a tick's result is dropped, any."""
-    return jax.tree.map(
-        lambda x: jax.lax.dynamic_index_in_dim(x, jnp.clip(index, 0, x.shape[0] - 1), keepdims=False), batch
-    )
+        def same() -> Params:
+            return place(ends, {"outer": trained["outer"]}, placement)
 
+        def no_turn() -> tuple[jax.Array, jax.Array, Params]:
+            return placement.between_stages(received), placement.whole(loss), same()
 
-def _on_every_stage(
-    function: Any, parts: Parts, params: Params, placement: Placement, remat: RematConfig, *arguments: Any
-) -> Any:
-    """function(stage, *arguments) on every stage; its results stacked on a leading axis, one row a stage."""
-    stacks = {f"segment_{number}": segment for number, segment in enumerate(parts.layout)}
-    stage_specs = jax.tree.map(ParamSpec.stage, parts.specs)
-    per_layer, live = {}, {}
-    for name, segment in stacks.items():
-        places = param.layers(parts.specs[name])
-        assert places is not None and places.shape[0] == 1, "one virtual stage"
-        (numbers,) = places  # [stages, slots]
-        per_layer[name] = {key: values[np.maximum(numbers, 0)] for key, values in segment.per_layer.items()}
-        live[name] = None if np.all(numbers >= 0) else numbers >= 0
+        dy, loss, ends = when(possible.turns, tick.ends.turns, turn, no_turn)
+        of_these, dx = pull((where(runs, jnp.where(is_end, dy, received)), jnp.float32(1)))
+        if jax.tree.leaves(trained["outer"]):
+            ends = when(possible.through, tick.ends.through, pass_through, same)
+        return dx, (loss, auxiliary + where(runs, added), add(gradients | ends, of_these)), underway
 
-    def on_stage(number: jax.Array, constants: Any, params: Params, arguments: Any) -> Any:
-        per_layer, live = jax.tree.map(lambda x: x[0], constants)
-        of_stage = {
-            name: Stack(segment.kinds, stage_specs[name], per_layer[name], live[name])
-            for name, segment in stacks.items()
-        }
-        own = {
-            name: each if name == "outer" else jax.tree.map(lambda x: x[0, 0], each) for name, each in params.items()
-        }
-        # Arrays in the region must be placed on the mesh as it is there, `pipeline` manual.
-        inside = replace(placement, mesh=jax.sharding.get_abstract_mesh())
-        stage = _Stage(parts, own, of_stage, number[0], inside, remat)
-        return jax.tree.map(lambda x: x[None], function(stage, *arguments))
+    def run(phase: range, carry: Any) -> Any:
+        runs_forward, runs_backward = (half.runs[phase.start] for half in (table.forward, table.backward))
+        possible = part(table.ends, phase)
 
-    by_stage = PartitionSpec("pipeline")
-    where = {name: PartitionSpec() if name == "outer" else PartitionSpec(None, "pipeline") for name in params}
-    run = jax.shard_map(
-        on_stage,
-        mesh=placement.mesh,
-        in_specs=(by_stage, by_stage, where, PartitionSpec()),
-        out_specs=by_stage,
-        axis_names={"pipeline"},
-        check_vma=False,
-    )
-    return run(jnp.arange(placement.size("pipeline")), (per_layer, live), params, arguments)
+        # XLA begins a collective as late as it may and runs one at a time: left alone it would begin and end a send
+        # with nothing beside. Each has to have arrived, a barrier says, once a chunk has run forward.
+        def tick(carry: Any, tick: Tick) -> Any:
+            x, dx, inputs, sums = carry
+            received = stage.send(dx, to=-1) if runs_backward else dx
+            if runs_forward:
+                y, inputs = forward(tick, possible, x, inputs)
+                y, inputs, received = jax.lax.optimization_barrier((y, inputs, received))
+                x = stage.send(y, to=1)
+            if runs_backward:
+                dx, sums, x = backward(tick, possible, received, inputs, sums, underway=x)
+            return x, dx, inputs, sums
+
+        return stage.scan(phase, tick, carry)
+
+    nothing = stage.nothing(batch)
+    shapes = jax.eval_shape(lambda: (jnp.float32(0), stage.parts.zero_auxiliary(), placement.taps(trained)))
+    inputs = jnp.broadcast_to(nothing, (table.slots, *nothing.shape))
+    carry = (nothing, nothing, inputs, zero_sums(shapes, trained, placement))
+    for phase in table.phases:
+        carry = run(phase, carry)
+    loss, auxiliary, gradients = carry[-1]
+    return where(stage.is_last, loss), auxiliary, gradients  # all stages have the loss
 
 
 def _sum_stages(rows: Any) -> Any:
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), rows)
-
-
-def _unstaged(gradients: Params) -> Params:
-    """[stages, slots, ...] -> [virtual, stages, slots, ...]."""
-    return jax.tree.map(lambda x: x[None], gradients)

@@ -96,12 +96,14 @@ class Stack:
 
     specs: of its leaves, [repeats, ...]; per_layer: constants beside them, each [repeats, period, ...].
     live: bool [repeats], False where a slot holds no layer and lets its input pass; None where all do.
+    numbers: int [repeats], the rows of the weights that are run, where they have more; None where these are all.
     """
 
     kinds: tuple[Kind, ...]
     specs: Params
     per_layer: Mapping[str, Any]
     live: jax.Array | None = None
+    numbers: jax.Array | None = None
 
 
 def model_stacks(parts: Parts) -> dict[str, Stack]:
@@ -133,22 +135,23 @@ def run_stacks(
         # Caches are carried, and each layer writes to its place in them: what a loop takes and gives layer by layer it
         # has twice.
         carry = (x, auxiliary, caches[name] if caches else None)
-        numbers = jnp.arange(runs[-1].stop) if caches else None
-        beside = (taps[name], stack.per_layer, stack.live, numbers)
-        by_number = remat.every > 1 or len(runs) > 1
+        rows = jnp.arange(runs[-1].stop) if stack.numbers is None else stack.numbers
+        beside = (taps[name], stack.per_layer, stack.live, rows if caches else None)
+        by_number = remat.every > 1 or len(runs) > 1 or stack.numbers is not None
         # Kept for the backward, every layer that was picked by its number would be a copy, and every one that was
         # brought in from the host be on the device.
-        again = not remat.checkpoints and (len(runs) > 1 or offload.any_on_host(params[name]))
+        picked = len(runs) > 1 or stack.numbers is not None
+        again = not remat.checkpoints and (picked or offload.any_on_host(params[name]))
         of_stack = replace(remat, policy=KEPT_BY["none"]) if again else remat
         period = functools.partial(_period, parts, stack, context, of_stack, params[name] if by_number else None)
         if remat.every > 1:
             period = functools.partial(period, runs[0].quantised)
-            carry = _scan_groups(period, remat.group(len(stack.kinds), runs[0].stop), carry, beside)
+            carry = _scan_groups(period, remat.group(len(stack.kinds), runs[0].stop), carry, (rows, *beside))
         elif len(runs) > 1:
             carry = _scan_runs(period, runs, carry, beside)
         else:
             period = functools.partial(period, runs[0].quantised)
-            carry, _ = jax.lax.scan(period, carry, (params[name], *beside))
+            carry, _ = jax.lax.scan(period, carry, (rows if by_number else params[name], *beside))
         x, auxiliary, new_caches[name] = carry
     return x, new_caches, auxiliary
 
@@ -244,12 +247,12 @@ def run_period(
 _checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)  # within a scan XLA merges nothing
 
 
-def _scan_groups(period: Any, size: int, carry: Carry, beside: Any) -> Carry:
+def _scan_groups(period: Any, size: int, carry: Carry, layers: Any) -> Carry:
     """Repeats in groups of `size` that the backward runs again together.
 
-    Their weights by number: as an operand of the loop over a group they would be copied.
+    layers: as `_period` takes them, their weights by number: as an operand of the loop over a group they would be
+        copied.
     """
-    layers = (jnp.arange(jax.tree.leaves(beside)[0].shape[0]), *beside)
     groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), layers)
     return jax.lax.scan(_checkpoint(functools.partial(jax.lax.scan, period)), carry, groups)[0]
 

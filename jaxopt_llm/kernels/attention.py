@@ -93,13 +93,16 @@ def _forward(
 def _backward(form: _Form, residuals: Any, gradient: jax.Array) -> Any:
     q, k, v, queries, keys, out, log_sums = residuals
     mean = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)  # [B, S, H, 1]
-    d_queries, d_keys, d_values = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for (rows, seen), log_sum in zip(_parts(form, q.shape[1], k.shape[1]), log_sums, strict=True):
+    parts, gradients = _parts(form, q.shape[1], k.shape[1]), []
+    for (rows, seen), log_sum in zip(parts, log_sums, strict=True):
         part = (q[:, rows], k[:, seen], v[:, seen], _rows(queries, rows), _rows(keys, seen))
-        d_q, d_k, d_v = _backward_part(form, part, log_sum, gradient[:, rows], mean[:, rows])
-        d_queries.append(d_q)
+        gradients.append(_backward_part(form, part, log_sum, gradient[:, rows], mean[:, rows]))
+    # The last part sees all keys. Added to zeros, XLA gathers them all over `tensor` and `fsdp` in a pipeline.
+    _, d_keys, d_values = gradients[-1]
+    for (_, seen), (_, d_k, d_v) in zip(parts[:-1], gradients[:-1], strict=True):
         d_keys, d_values = d_keys.at[:, seen].add(d_k), d_values.at[:, seen].add(d_v)
-    return jnp.concatenate(d_queries, axis=1), d_keys.astype(k.dtype), d_values.astype(v.dtype), None, None
+    d_queries = jnp.concatenate([each[0] for each in gradients], axis=1)
+    return d_queries, d_keys.astype(k.dtype), d_values.astype(v.dtype), None, None
 
 
 _attention.defvjp(_forward, _backward)

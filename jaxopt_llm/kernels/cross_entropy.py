@@ -38,17 +38,17 @@ class Classifier:
 
 
 def losses(
-    form: Classifier, xs: Sequence[jax.Array], tables: Sequence[jax.Array], tokens: Tokens, axis: str | None = None
+    form: Classifier, xs: Sequence[jax.Array], tables: Sequence[jax.Array], tokens: Tokens, axes: tuple[str, ...] = ()
 ) -> Losses:
     """Objective and cross-entropy of logits that are the sum of the products of each x with its table.
 
     xs: [B, S, D], each with a D of its own; tables: [V, D].
-    axis: of the mesh, over which the rows of the tables are split; None where they are whole.
+    axes: of the mesh, over which the rows of the tables are split; none where they are whole.
     """
 
     def chunk(_: None, each: Any) -> tuple[None, Losses]:
         xs, tokens = each
-        return None, _Chunk.of(form, xs, tables, tokens, axis).losses
+        return None, _Chunk.of(form, xs, tables, tokens, axes).losses
 
     _, found = _over_chunks(form.chunk, chunk, None, (tuple(xs), tokens))
     return found
@@ -61,14 +61,14 @@ def losses_and_gradients(
     wanted: Sequence[bool],
     tokens: Tokens,
     cotangent: jax.Array,
-    axis: str | None = None,
+    axes: tuple[str, ...] = (),
 ) -> tuple[Losses, tuple[jax.Array, ...], tuple[jax.Array | None, ...]]:
     """`losses`, and the gradients of cotangent × the sum of the objective: by each x, in its dtype, and by each table
     that is wanted, float32 (None for the others). By x they are what this device's rows of the tables add."""
 
     def chunk(totals: Any, each: Any) -> Any:
         xs, tokens = each
-        part = _Chunk.of(form, xs, tables, tokens, axis)
+        part = _Chunk.of(form, xs, tables, tokens, axes)
         gradient = part.gradient(cotangent).astype(xs[0].dtype)
         d_xs = tuple(_einsum("TV,VD->TD", gradient, table, table.dtype) for table in tables)
         totals = tuple(
@@ -97,24 +97,28 @@ class _Chunk:
 
     @classmethod
     def of(
-        cls, form: Classifier, xs: Sequence[jax.Array], tables: Sequence[jax.Array], tokens: Tokens, axis: str | None
+        cls,
+        form: Classifier,
+        xs: Sequence[jax.Array],
+        tables: Sequence[jax.Array],
+        tokens: Tokens,
+        axes: tuple[str, ...],
     ) -> "_Chunk":
         targets, counts = tokens
         products = (_einsum("TD,VD->TV", x, table) for x, table in zip(xs, tables, strict=True))
         logits = functools.reduce(operator.add, products)
         if form.softcap:
             logits = form.softcap * jnp.tanh(logits / form.softcap)
-        first = jax.lax.axis_index(axis) * logits.shape[-1] if axis else 0
+        first = jax.lax.axis_index(axes) * logits.shape[-1]
         column = first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         # Where nothing is padded the comparison would still be computed.
-        if form.vocabulary_size < logits.shape[-1] * (jax.lax.axis_size(axis) if axis else 1):
+        if form.vocabulary_size < logits.shape[-1] * jax.lax.axis_size(axes):
             logits = jnp.where(column < form.vocabulary_size, logits, -jnp.inf)
         # By comparison: a gather would have every device ask for columns of others.
         is_label = column == targets[:, None]
-        peak = jnp.max(logits, axis=-1)
-        peak = jax.lax.pmax(peak, axis) if axis else peak
+        peak = jax.lax.pmax(jnp.max(logits, axis=-1), axes)
         sums = jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1), jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
-        total, label = jax.lax.psum(sums, axis) if axis else sums
+        total, label = jax.lax.psum(sums, axes)
         return cls(form, logits, is_label, counts, peak + jnp.log(total), label)
 
     @property

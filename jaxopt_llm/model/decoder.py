@@ -16,7 +16,7 @@ import numpy as np
 from flax import struct
 
 from jaxopt_llm.kernels.cross_entropy import Classifier
-from jaxopt_llm.model import layers, weights
+from jaxopt_llm.model import layers, tables, weights
 from jaxopt_llm.model.attention import Cache, attention_specs, self_attention
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.config import Kind, ModelConfig
@@ -180,11 +180,11 @@ def make_parts(config: ModelConfig, loss_chunk: int = 0, z_loss: float = 0.0) ->
     def embed(outer: Params, tokens: jax.Array, context: Context) -> jax.Array:
         tokens = context.placement.constrain(tokens, "batch", "sequence")
         # Not pinned whole first, which would save a permute of it: inside a pipeline XLA of jax 0.11.2 aborts.
-        x = context.placement.leave(weights.take(outer["embedding"]["table"], tokens))
+        x = context.placement.leave(tables.take(outer["embedding"]["table"], tokens, context.placement))
         if config.scale_embedding:
             x = x * math.sqrt(config.width)
         if config.positions == "learned":
-            x = x + weights.take(outer["positions"]["table"], context.positions)
+            x = x + tables.take(outer["positions"]["table"], context.positions, context.placement)
         return context.placement.constrain(x, "batch", "residual_sequence", "embed")
 
     def block(
@@ -230,7 +230,7 @@ def make_parts(config: ModelConfig, loss_chunk: int = 0, z_loss: float = 0.0) ->
         outer: Params, x: jax.Array, batch: Batch, context: Context, cotangent: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         tokens = batch.targets, batch.loss_mask
-        return weights.cross_entropy(*head(outer, x, context), tokens, cotangent, classifier, context.placement)
+        return tables.cross_entropy(*head(outer, x, context), tokens, cotangent, classifier, context.placement)
 
     def zero_auxiliary() -> Auxiliary:
         return Auxiliary(loss=jnp.zeros((), jnp.float32), statistics={})

@@ -86,8 +86,9 @@ class ParamSpec:
         return replace(self._without(self.leading), layers=None)
 
     def stage(self) -> "ParamSpec":
-        """The spec of what one stage of a pipeline holds: a stack of its slots, whichever layers these are."""
-        return replace(self._without(2), layers=_nested(np.arange(self.shape[2]))) if self.leading == 3 else self
+        """The spec of what one stage of a pipeline holds of a stack: its slots chunk after chunk, whichever layers
+        these are."""
+        return self.layer().stack(self.shape[0] * self.shape[2])
 
     def _without(self, leading: int) -> "ParamSpec":
         dims = tuple(dim - leading for dim in self.contracting)

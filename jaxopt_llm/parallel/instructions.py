@@ -107,6 +107,12 @@ class Run:
     asynchronous: bool = False
 
 
+def sometimes(taken: int, times: int) -> str:
+    """The name of a scope around a `jax.lax.cond`, to say in how many of a loop's rounds it holds: a program's text
+    does not tell."""
+    return f"{taken}_of_{times}_times"
+
+
 def walk(text: str) -> Iterator[tuple[Computation, Instruction, Run]]:
     """Every instruction that can run, with the computation that it is in."""
     module = parse(text)
@@ -126,7 +132,7 @@ def _runs(module: Module) -> Mapping[str, Run]:
                 past = runs[callee]
                 times = None
                 if past.times is not None and run.times is not None and trips is not None:
-                    times = past.times + run.times * trips
+                    times = past.times + _taken(instruction, callee, run.times * trips)
                 runs[callee] = Run(
                     times=times,
                     fused=past.fused or run.fused or instruction.opcode.startswith("fusion"),
@@ -139,6 +145,18 @@ def _called(instruction: Instruction) -> list[str]:
     attributes = instruction.attributes.partition(", metadata=")[0]
     names = re.findall(r"\b(?:calls|to_apply|condition|body|\w+_computations?)=(\{[^}]*\}|[%\w.-]+)", attributes)
     return re.findall(r"[\w.-]+", " ".join(names))
+
+
+def _taken(instruction: Instruction, callee: str, times: int) -> int:
+    """How often a computation is called in so many runs of its caller's instruction: every branch of a conditional each
+    time, but of one that says how often it is taken."""
+    said = instruction.find(r'op_name="(?:[^"]*/)?(\d+_of_\d+)_times/cond"')  # see sometimes
+    if instruction.opcode != "conditional" or said is None:
+        return times
+    taken, of = integers(said)
+    # A condition's two, or by its index the first and the second.
+    runs_it = instruction.find(r"\b(?:true_computation=%?|branch_computations=\{[^,]*, %?)([\w.-]+)")
+    return times * (taken if callee == runs_it else of - taken) // of
 
 
 def _trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:

@@ -70,12 +70,16 @@ SCHEDULED: dict[str, str | bool] = {"xla_gpu_enable_latency_hiding_scheduler": T
 GATHERED_AHEAD: dict[str, str | bool] = (
     {"xla_gpu_enable_pipelined_all_gather": True} if jax.__version_info__ < (0, 11) else {}
 )
-# What a loop that counts down slices out of host memory XLA of jax 0.10.2 copies from the wrong end, and says nothing
-# (openxla/xla#46231): a backward would find the activations, or the weights, of other layers. Without this pass the
-# slice is a kernel's, which reads the right ones; 0.11.2 copies them as it should.
-NOT_BACKWARDS: dict[str, str | bool] = (
-    {"xla_disable_hlo_passes": "dynamic-slice-annotator"} if jax.__version_info__ < (0, 11, 2) else {}
+# Passes of XLA's that make programs compute something else, and say nothing:
+# - What is gathered and sliced again becomes a permute; devices whose slice is their own are left out of it, and get
+#   zeros (seen in 0.10.2: gradients between the stages of a pipeline). Without it there is the gather.
+# - What a loop that counts down slices out of host memory jax 0.10.2 copies from the wrong end (openxla/xla#46231): a
+#   backward would find the activations, or the weights, of other layers. Without it the slice is a kernel's, which
+#   reads the right ones; 0.11.2 copies them as it should.
+WRONG_PASSES = ["all-gather-to-collective-permute-simplifier"] + (
+    ["dynamic-slice-annotator"] if jax.__version_info__ < (0, 11, 2) else []
 )
+CORRECT: dict[str, str | bool] = {"xla_disable_hlo_passes": ",".join(WRONG_PASSES)}
 
 # Triton's matmuls come first where they are on, with operands widened to 16 bits; only of what they leave does XLA make
 # cuBLASLt's calls in fp8.
@@ -95,8 +99,8 @@ def compiler_options(
         return {"xla_disable_hlo_passes": "all-reduce-promotion"} if stages > 1 else {}
     products = CUBLAS if matmul == "fp8" else {}
     if mesh.size == 1:
-        return NOT_BACKWARDS | products
-    return NOT_BACKWARDS | products | SCHEDULED | (GATHERED_AHEAD if gathers_ahead(mesh, microbatches) else {})
+        return CORRECT | products
+    return CORRECT | products | SCHEDULED | (GATHERED_AHEAD if gathers_ahead(mesh, microbatches) else {})
 
 
 def gathers_ahead(mesh: Mesh | AbstractMesh, microbatches: int) -> bool:

@@ -5,7 +5,6 @@ placements laid over the parameters' table: of compute parameters, gradients, ma
 placement is an explicit argument, never ambient, because a jitted function must not remember a stale one.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,11 +12,11 @@ from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm import tree
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.parallel.gathering import Placed, WeightShardings, gather_sequence, scatter_sequence
 from jaxopt_llm.parallel.mesh import AXES, BATCH_AXES
 from jaxopt_llm.parallel.offload import HOST, OFF, OffloadConfig
 from jaxopt_llm.parallel.precision import Matmul, PrecisionConfig
@@ -32,12 +31,13 @@ PARAMETER_AXES: dict[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
-    "vocabulary": ("tensor",),
+    "vocabulary": ("pipeline", "tensor"),
 }
 ACTIVATION_AXES: dict[str, tuple[str, ...]] = {
     "batch": BATCH_AXES,
     "sequence": ("context",),
     "residual_sequence": ("context",),  # of the residual stream and its norms
+    "sent_sequence": ("context", "tensor"),  # of the same on its way from one stage of a pipeline to another
     "embed": (),
     "head_dim": (),
     "heads": ("tensor",),
@@ -50,10 +50,11 @@ SEQUENCE_PARALLEL_AXES = {"residual_sequence": ("context", "tensor")}
 # Axes that rest replicated where they are smaller than what would split them, by intent: with fewer key-value heads
 # than `tensor`, each device computes the heads that its queries read.
 REPLICATED_WHEN_SMALLER = ("kv_heads",)
+# What the stages of a pipeline divide beside `tensor` where it divides so, by intent: where not, `tensor` alone does.
+STAGED_WHERE_IT_DIVIDES = ("vocabulary",)
 STORAGE_AXES = ("fsdp", "context", "expert")  # ZeRO divides storage by their product
 
 GROUPS = "gradient_groups"  # the name of the `vmap` over them, for what is wanted of all groups together
-GATHER = "gather_weight"  # the scope under which a compiled program and a profile name it
 
 Dims = tuple[tuple[str, ...], ...]  # mesh axes of each dimension
 
@@ -77,85 +78,6 @@ class ShardingConfig:
     """what mesh.fsdp divides: 0 nothing, 1 masters and moments, 2 and gradients, 3 and compute parameters"""
     sequence_parallel: bool = False
     """whether mesh.tensor also divides, along the sequence, norms and the residual stream (Korthikanti et al. 2022)"""
-
-
-@dataclass(frozen=True)
-class WeightShardings:
-    """How one weight is held at rest, while it is used, and as a gradient, and in which dtypes.
-
-    matmul: in what its products are formed (see PrecisionConfig).
-    keep: whether the backward reuses the gathered weight (see Placement.place).
-    trainable: whether a gradient is formed.
-    grouped: whether a `vmap` over gradient groups is around (see Placement.group).
-    """
-
-    resting: NamedSharding
-    gathered: NamedSharding
-    gradient: NamedSharding
-    compute_dtype: str
-    reduce_dtype: str
-    matmul: Matmul
-    keep: bool
-    trainable: bool
-    grouped: bool
-
-
-@struct.dataclass
-class Placed:
-    """A weight as it rests, and how to bring it to where it is used; `model/weights.py` is its only reader.
-
-    tap: zeros of the weight's shape in the reduction's dtype, which no computation reads: the weight's gradient arrives
-        as the tap's cotangent, so that it has its own dtype and placement whatever those of the weight. None where no
-        gradient is wanted: then none is formed.
-    """
-
-    array: jax.Array
-    tap: jax.Array | None
-    shardings: WeightShardings = struct.field(pytree_node=False)
-
-
-@jax.named_scope(GATHER)
-def gather(weight: Placed, dtype: Any = None) -> jax.Array:
-    """The weight in compute dtype, or in this one, whole but for `tensor`.
-
-    Cast first: a gather of 16 bits moves half of the bytes of one of 32.
-    """
-    array = weight.array.astype(dtype or weight.shardings.compute_dtype)
-    # With one constraint alone XLA sometimes gathers the float32 master and casts after.
-    array = jax.lax.with_sharding_constraint(array, weight.shardings.resting)
-    return jax.lax.with_sharding_constraint(array, weight.shardings.gathered)
-
-
-def reduce_gradient(gradient: jax.Array, shardings: WeightShardings) -> jax.Array:
-    """Sums a weight's gradient over devices in the reduction's dtype, leaving each its part: `gather` transposed."""
-    return jax.lax.with_sharding_constraint(gradient.astype(shardings.reduce_dtype), shardings.gradient)
-
-
-# Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) in place of tensor parallelism's all-reduces: a
-# gather where a product begins and a reduce-scatter where it ends, each the other's transpose. Their backwards are
-# written out, because a constraint's own is the same constraint, which would sum first and split after. A layer's 4
-# all-reduces become 4 reduce-scatters and 6 gathers, of which the backward's last 2 bring the products' inputs back
-# for the weights' gradients; with full rematerialisation its 5 become 5 and 8.
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather_sequence(x: jax.Array, split: NamedSharding, whole: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, split), whole)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _scatter_sequence(y: jax.Array, split: NamedSharding, whole: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(y, split)
-
-
-_gather_sequence.defvjp(
-    lambda x, split, whole: (_gather_sequence(x, split, whole), None),
-    lambda split, whole, _, dy: (_scatter_sequence(dy, split, whole),),
-)
-_scatter_sequence.defvjp(
-    lambda y, split, whole: (_scatter_sequence(y, split, whole), None),
-    lambda split, whole, _, dy: (_gather_sequence(dy, split, whole),),
-)
 
 
 @dataclass(frozen=True)
@@ -207,6 +129,10 @@ class Placement:
         )
         return jax.lax.with_sharding_constraint(x, self.activation(*split))
 
+    def whole(self, x: jax.Array) -> jax.Array:
+        """Pins what every device of a gradient group has all of."""
+        return jax.lax.with_sharding_constraint(x, self.replicated)
+
     def activation(self, *axes: str | None) -> NamedSharding:
         absent = {axis for axis in AXES if self.size(axis) == 1 or axis in self.grouped}
         table = ACTIVATION_AXES | SEQUENCE_PARALLEL_AXES if self.sharding.sequence_parallel else ACTIVATION_AXES
@@ -215,23 +141,70 @@ class Placement:
 
     def enter(self, x: jax.Array) -> jax.Array:
         """[B, S, D] of the residual stream, as a product split over `tensor` reads it: with all its positions."""
-        return _gather_sequence(x, *self._sequences) if self._splits_sequence else x
+        return gather_sequence(x, *self._sequences) if self._splits_sequence else x
 
     def leave(self, y: jax.Array) -> jax.Array:
         """A product [B, S, D] that sums over what `tensor` splits, as it joins the residual stream: `enter`
         transposed."""
-        return _scatter_sequence(y, *self._sequences) if self._splits_sequence else y
+        return scatter_sequence(y, *self._sequences) if self._splits_sequence else y
 
     def on_each_device(self, function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
         """`function` of each device's own parts, in which collectives are written out; inputs, outputs: PartitionSpecs.
 
         Over all axes of the mesh: over some alone XLA would gather what the others divide.
         """
-        kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        automatic = {axis for axis, kind in kinds if kind is not AxisType.Manual}  # a pipeline's region has its own
         return jax.shard_map(
-            function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, axis_names=automatic, check_vma=False
+            function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, axis_names=self._automatic, check_vma=False
         )
+
+    # --- the stages of a pipeline
+
+    @property
+    def on_stage(self) -> bool:
+        """Whether this is the placement inside a region that is manual over `pipeline`: arrays are one stage's."""
+        return "pipeline" not in self._automatic
+
+    @property
+    def _automatic(self) -> set[str]:
+        kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        return {axis for axis, kind in kinds if kind is not AxisType.Manual}
+
+    def over_stages(self, spec: Spec) -> PartitionSpec:
+        """What each stage gets of an array, where it enters a region that is manual over `pipeline`."""
+        by = (PARAMETER_AXES[axis] if axis else () for axis in spec.axes)
+        return PartitionSpec(*("pipeline" if "pipeline" in each else None for each in by))
+
+    def staged(self, spec: Spec) -> bool:
+        """Whether each stage has rows of its own of what is outside the stacks."""
+        return spec.axes[0] in STAGED_WHERE_IT_DIVIDES
+
+    def of_stage(self, axis: str | None, size: int) -> int:
+        """What a stage gets of a dimension that may be padded for it."""
+        if axis not in STAGED_WHERE_IT_DIVIDES:
+            return size
+        by_tensor = self.size("tensor")
+        return -(-size // (self.size("pipeline") * by_tensor)) * by_tensor
+
+    def between_stages(self, x: jax.Array) -> jax.Array:
+        """Pins [B, S, D] of the residual stream as it is sent, summed over stages, and kept."""
+        return jax.lax.with_sharding_constraint(x, self.sent(x.shape[1]))
+
+    def enter_stage(self, x: jax.Array) -> jax.Array:
+        """What was sent, as a stage's layers read it. Pinned here and in `leave_stage`, its gradient, too: XLA would
+        divide the layers' own sums as what is sent, and gather them for each."""
+        whole = self.activation("batch", "residual_sequence", "embed")
+        return jax.lax.with_sharding_constraint(gather_sequence(x, self.sent(x.shape[1]), whole), whole)
+
+    def leave_stage(self, y: jax.Array) -> jax.Array:
+        """What a stage's layers give, as it is sent: `enter_stage` transposed."""
+        whole = self.activation("batch", "residual_sequence", "embed")
+        return scatter_sequence(jax.lax.with_sharding_constraint(y, whole), self.sent(y.shape[1]), whole)
+
+    def sent(self, sequence: int) -> NamedSharding:
+        """`tensor` divides it, too, where it can, that no two devices send the same (Narayanan et al. 2021,
+        arXiv:2104.04473, section 4.1)."""
+        divides = sequence % self.size("context", "tensor") == 0
+        return self.activation("batch", "sent_sequence" if divides else "residual_sequence", "embed")
 
     @property
     def _splits_sequence(self) -> bool:
@@ -344,6 +317,7 @@ class Placement:
                 keep=keep,
                 trainable=tap is not None,
                 grouped=bool(self.grouped),
+                staged=self.on_stage and self.staged(spec),
             )
             return Placed(array, tap, shardings)
 
@@ -375,8 +349,10 @@ class Placement:
         """
         dims: list[tuple[str, ...]] = []
         for axis, size in zip(spec.axes, spec.shape, strict=True):
-            wanted = PARAMETER_AXES[axis] if axis else ()
-            dims.append(() if axis and self.replicates(axis, size) else tuple(a for a in wanted if self.size(a) > 1))
+            wanted = tuple(a for a in PARAMETER_AXES[axis] if self.size(a) > 1) if axis else ()
+            if self.on_stage or (axis in STAGED_WHERE_IT_DIVIDES and size % self.size(*wanted)):
+                wanted = tuple(a for a in wanted if a != "pipeline")
+            dims.append(() if axis and self.replicates(axis, size) else wanted)
         for overlay in overlays:
             used = {axis for dim in dims for axis in dim}
             storage = tuple(axis for axis in overlay if axis not in used and self.size(axis) > 1)

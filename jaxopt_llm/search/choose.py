@@ -111,7 +111,8 @@ def estimate_all(
     found: dict[TrainConfig, Candidate] = {}
 
     def add(each: TrainConfig) -> None:
-        key = (each.mesh, each.sharding.zero_stage, each.offload, each.optimizer, each.precision.compute_dtype)
+        kinds = (each.optimizer, each.precision.compute_dtype)
+        key = (each.mesh, each.pipeline, each.sharding.zero_stage, each.offload, *kinds)
         if key not in known:
             known[key] = resting(each)
         if rests := known[key]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from jaxopt_llm import config as configuration
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.search.choose import Candidate, Search
-from jaxopt_llm.search.report import mesh_words, remat_words
+from jaxopt_llm.search.report import mesh_words, pipeline_words, remat_words
 from jaxopt_llm.search.roofline import LABELS
 from jaxopt_llm.search.walk import ALLOWED
 from jaxopt_llm.training.memory import GIB
@@ -25,6 +25,7 @@ class _Level:
 
 LEVELS = (
     _Level("mesh", lambda config: config.mesh, lambda config: mesh_words(config.mesh)),
+    _Level("pipeline", lambda config: config.pipeline, lambda config: pipeline_words(config.pipeline)),
     _Level(
         "sharding",
         lambda config: config.sharding,

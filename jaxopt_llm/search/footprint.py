@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.kernels.attention import CAUSAL_PARTS, QUERY_BLOCK
-from jaxopt_llm.model.decoder import padded_vocabulary
 from jaxopt_llm.parallel.mesh import GATHERED_AHEAD
 from jaxopt_llm.search.block import Block, kept
+from jaxopt_llm.search.passes import Passes
 from jaxopt_llm.search.resting import Resting
-from jaxopt_llm.search.workload import BYTES, accumulates, layers_held, tokens
+from jaxopt_llm.search.workload import BYTES, accumulates, classes, tokens
 
 
 @dataclass(frozen=True)
@@ -41,52 +41,50 @@ def footprint(config: TrainConfig, rests: Resting) -> Footprint:
     model, mesh = config.model, config.mesh
     block = Block.of(model, mesh.tensor, config.sharding.sequence_parallel)
     compute, reduced = BYTES[config.precision.compute_dtype], BYTES[config.precision.reduce_dtype]
-    held, count = layers_held(model, mesh.pipeline), tokens(config)
-    on_host = held * count * compute * sum(block.elements[name] for name in config.remat.offload)
+    passes, count = Passes.of(config), tokens(config)
+    on_host = passes.layers * count * compute * sum(block.elements[name] for name in config.remat.offload)
     return Footprint(
         parameters=rests.parameters,
         optimizer=rests.optimizer,
-        gradients=_gradients(config, rests, reduced),
-        activations=count * compute * _kept_elements(config, block, held),
-        working=_working(config, rests, block, count, held),
+        gradients=_gradients(config, rests, passes, reduced),
+        activations=count * compute * _kept_elements(config, block, passes),
+        working=_working(config, rests, block, count, passes),
         loss=_loss(config, rests, count),
         reduction=4 * (rests.layers.masters + rests.outer.masters) if config.sharding.zero_stage == 1 else 0,
         host=rests.host + on_host,
     )
 
 
-def _gradients(config: TrainConfig, rests: Resting, reduced: int) -> float:
-    """Of one microbatch, and their sum over microbatches in float32."""
+def _gradients(config: TrainConfig, rests: Resting, passes: Passes, reduced: int) -> float:
+    """Of one microbatch, in a pipeline of one chunk, and their sum over microbatches in float32."""
     if config.optimizer.in_backward:  # one layer's, whole and divided
-        layers = layers_held(config.model, config.mesh.pipeline)
-        return reduced * ((rests.layers.trained + rests.layers.gradients) / layers + rests.outer.gradients)
-    one = rests.layers.gradients + rests.outer.gradients
-    held = one * reduced
-    if accumulates(config):
-        held += one * 4
-    if config.mesh.pipeline > 1:  # XLA copies the sum in every tick
-        held += one * 4
-    return held
+        one = (rests.layers.trained + rests.layers.gradients) / config.model.layers
+        return reduced * (one + rests.outer.gradients)
+    summed = rests.layers.gradients + rests.outer.gradients
+    one = rests.layers.gradients / passes.chunks + rests.outer.gradients
+    return one * reduced + summed * 4 * (accumulates(config) + passes.unrolled)
 
 
-def _kept_elements(config: TrainConfig, block: Block, held: int) -> float:
-    """Per token of a microbatch: what waits for the backward in all layers."""
+def _kept_elements(config: TrainConfig, block: Block, passes: Passes) -> float:
+    """Per token of a microbatch: what waits for the backward in all layers, and in a pipeline, whose backward runs a
+    chunk of them again, between the stages."""
     names = kept(config.remat, config.model)
     each = sum(block.elements[name] for name in names)
     if "attention" in names:
         each += 2 * config.model.heads / config.mesh.tensor  # the log of the softmax's sum, in float32
-    stages, every = config.mesh.pipeline, config.remat.every
-    layers = held * each
+    every, tensor = config.remat.every, config.mesh.tensor
+    layers = passes.layers * each
     if every > 1:
-        layers = held / every * block.residual + every * each
-    return layers + (2 * stages - 1) * block.residual * (stages > 1)
+        layers = passes.layers / every * block.residual + every * each
+    between = config.model.width / (tensor if config.training.sequence_length % tensor == 0 else 1)
+    return layers + passes.waiting * between
 
 
 def _loss(config: TrainConfig, rests: Resting, count: int) -> float:
     """Logits in float32 and their gradients as the products read them; the head, and its gradient; and what is summed
     over microbatches."""
     model, compute = config.model, BYTES[config.precision.compute_dtype]
-    rows = padded_vocabulary(model.vocabulary_size) / config.mesh.tensor
+    rows = classes(config)
     chunk = min(config.training.loss_chunk or count, count)
     summed = 4 * (rests.layers.gradients + rests.outer.gradients) if accumulates(config) else 0
     return summed + rows * ((4 + compute) * chunk + compute * model.width) + _head_gradient(config, rests, count)
@@ -95,12 +93,12 @@ def _loss(config: TrainConfig, rests: Resting, count: int) -> float:
 def _head_gradient(config: TrainConfig, rests: Resting, count: int) -> float:
     """In float32, whole: it waits for its reduction. Of two chunks XLA makes no loop, and keeps the zeros that it is
     summed up from beside it; of more it sums in place (read off programs of jax 0.10.2)."""
-    table = padded_vocabulary(config.model.vocabulary_size) / config.mesh.tensor * config.model.width
+    table = classes(config) * config.model.width
     chunk = config.training.loss_chunk or count
     return table * rests.outer.trained / rests.outer.weights * (8 if -(-count // chunk) == 2 else 4)
 
 
-def _working(config: TrainConfig, rests: Resting, block: Block, count: int, held: int) -> float:
+def _working(config: TrainConfig, rests: Resting, block: Block, count: int, passes: Passes) -> float:
     """What lives while the backward is in the attention of a layer, as XLA schedules it."""
     model, training = config.model, config.training
     compute = BYTES[config.precision.compute_dtype]
@@ -110,7 +108,7 @@ def _working(config: TrainConfig, rests: Resting, block: Block, count: int, held
     attention = scores * (2 * 4 + 2 * compute)
     mlp = compute * count * 4 * block.elements["mlp_up"]
     residual = compute * count * 5 * model.width
-    weights = compute * rests.layers.weights / held
+    weights = compute * rests.layers.weights / (passes.layers * passes.chunks)
     # In attention its masks, and after it the next layer's weights.
     ahead = max(scores * 4 * MASKS, weights) if _gathers_ahead(config) else 0
     return attention + mlp + residual + _head_gradient(config, rests, count) + weights + ahead

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxopt_llm import config as configuration
 from jaxopt_llm.config import FIELDS, TrainConfig
+from jaxopt_llm.execution.schedules import PipelineConfig
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.parallel.mesh import AXES, MeshConfig
 from jaxopt_llm.search.choose import Choice, Search
@@ -15,6 +16,11 @@ from jaxopt_llm.training.memory import GIB
 
 def mesh_words(mesh: MeshConfig) -> str:
     return " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1) or "one GPU"
+
+
+def pipeline_words(pipeline: PipelineConfig) -> str:
+    said = pipeline.schedule + (f" by {pipeline.virtual_stages}" if pipeline.virtual_stages > 1 else "")
+    return said + (f" of {' '.join(map(str, pipeline.split))} layers" if pipeline.split else "")
 
 
 def remat_words(remat: RematConfig) -> str:
@@ -27,6 +33,7 @@ def words(config: TrainConfig, recipe: TrainConfig) -> str:
     """A setting in one line. recipe: what else changed of it is named, too."""
     said = [
         mesh_words(config.mesh),
+        *([pipeline_words(config.pipeline)] if config.mesh.pipeline > 1 else []),
         f"ZeRO-{config.sharding.zero_stage}",
         *(["sequence parallel"] if config.sharding.sequence_parallel and config.mesh.tensor > 1 else []),
         f"remat {remat_words(config.remat)}",
@@ -50,7 +57,9 @@ def changed(config: TrainConfig, recipe: TrainConfig) -> dict[str, Any]:
 def flags(config: TrainConfig, recipe: TrainConfig) -> str:
     """What to give beside the recipe to get this setting."""
     values = changed(config, recipe).items()
-    return " ".join(f"--{name} {' '.join(value) if isinstance(value, tuple) else value}" for name, value in values)
+    return " ".join(
+        f"--{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}" for name, value in values
+    )
 
 
 COLUMNS = ("params", "grads", "optim", "activ", "gather", "other", "peak", "spare")

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxopt_llm import tree
 from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.execution.schedules import PipelineConfig
 from jaxopt_llm.execution.stages import rest_on_stages
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import Params, make_parts
@@ -49,8 +50,15 @@ class Resting:
 
 def resting(config: TrainConfig) -> Resting | None:
     """None where blocks of 8-bit moments would straddle what two devices hold, which `train` refuses."""
-    trainable, stages = config.training.trainable, config.mesh.pipeline
-    specs = _state_specs(config.model, config.lora, trainable, config.optimizer, config.precision, stages)
+    specs = _state_specs(
+        config.model,
+        config.lora,
+        config.training.trainable,
+        config.optimizer,
+        config.precision,
+        config.mesh.pipeline,
+        config.pipeline,
+    )
     mesh = AbstractMesh(dataclasses.astuple(config.mesh), AXES)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
     if moments.problems(config.optimizer.state_dtype, specs.masters, placement):
@@ -87,10 +95,11 @@ def _state_specs(
     optimizer: OptimizerConfig,
     precision: PrecisionConfig,
     stages: int,
+    pipeline: PipelineConfig,
 ) -> StateSpecs:
     parts = make_parts(model)
     if stages > 1:
-        parts = rest_on_stages(parts, stages)
+        parts = rest_on_stages(parts, stages, pipeline)
     _, trained, frozen = adapt(parts, lora, precision, trainable)
     optimizers = update.make_optimizers(
         functools.partial(make_optimizer, optimizer, lambda step: optimizer.learning_rate), trained

@@ -61,14 +61,16 @@ class Sent(Protocol):
 class Work:
     """Of one GPU in one step.
 
-    flops: of products with weights. attention_flops, attention_bytes: of its scores, by which it is bound. bytes: read
-    and written by what is no product. pcie_bytes: to the host and back; pcie_beside: of those, scheduled beside
-    kernels. idle: share of the step in which a pipeline's stage computes what does not count.
+    flops: of products with weights. attention_flops, attention_bytes: of its scores, by which it is bound.
+    repeated_flops: of both, those of forwards that were run before. bytes: read and written by what is no product.
+    pcie_bytes: to the host and back; pcie_beside: of those, scheduled beside kernels. idle: share of the step in which
+    a pipeline's stage computes what does not count.
     """
 
     flops: float
     attention_flops: float
     attention_bytes: float
+    repeated_flops: float
     bytes: float
     sent: tuple[Sent, ...]
     pcie_bytes: float

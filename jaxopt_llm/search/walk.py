@@ -7,6 +7,8 @@ from typing import Any
 
 from jaxopt_llm import config as configuration
 from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.execution import stages
+from jaxopt_llm.execution.schedules import PipelineConfig
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.decoder import layout
 from jaxopt_llm.parallel.mesh import MeshConfig
@@ -40,24 +42,27 @@ def walk(
     config: TrainConfig, mesh: MeshConfig, allowed: tuple[str, ...] = (), lean: bool = False
 ) -> Iterator[TrainConfig]:
     """Every legal setting of the recipe's model, data and global batch on this mesh; none where `mesh_problems` names
-    any. lean: those alone that need least: without replicas or stages, of a layer its input, of the fewest rows."""
-    if mesh_problems(config, mesh) or (lean and mesh.data * mesh.pipeline > 1):
+    any. lean: those alone that need least: without replicas, in the most runs of layers, of a layer its input, of the
+    fewest rows."""
+    if mesh_problems(config, mesh) or (lean and mesh.data > 1):
         return
     # A stage of a pipeline runs its layers again at once: there is nothing to move to the host in between.
     remats = [each for each in REMAT if not (each.offload and mesh.pipeline > 1)]
     accumulations = divisors(config.training.batch_size // mesh.batch_shards)
+    pipelines = pipelines_of(config, mesh)
     if lean:
-        remats, accumulations = remats[-1:], accumulations[-1:]
+        remats, accumulations, pipelines = remats[-1:], accumulations[-1:], pipelines[-1:]
     for variant in variants(config, allowed):
         ways = itertools.product(remats, accumulations)
         if variant.optimizer.in_backward:  # which goes with nothing else
             ways = itertools.product([RematConfig("full")], [1] * (mesh.pipeline == 1))
         shardings = [(each, offloads) for offloads in (False, True) for each in _shardings(config, mesh, offloads)]
-        for (sharding, offloads), (remat, accumulation) in itertools.product(shardings, [*ways]):
+        for (sharding, offloads), pipeline, (remat, accumulation) in itertools.product(shardings, pipelines, [*ways]):
             yield replace(
                 variant,
                 mesh=mesh,
                 sharding=sharding,
+                pipeline=pipeline,
                 remat=remat,
                 offload=replace(config.offload, optimizer=offloads),
                 training=replace(variant.training, accumulation=accumulation),
@@ -76,12 +81,27 @@ def mesh_problems(config: TrainConfig, mesh: MeshConfig) -> list[str]:
     """Why no setting on this mesh is legal."""
     whole, at_once = replace(config.sharding, sequence_parallel=False), replace(config.training, accumulation=1)
     found = shapes.problems(config.model, at_once, mesh, whole)
-    most = sum(segment.repeats for segment in layout(config.model))
-    if mesh.pipeline > most:
-        found.append(f"mesh.pipeline={mesh.pipeline}: the layers can be split into {most} stages at most")
+    found += stages.problems(layout(config.model), mesh.pipeline, PipelineConfig())
     if mesh.pipeline > 1 and config.optimizer.in_backward:
         found.append(f"mesh.pipeline={mesh.pipeline} does not go with optimizer.in_backward")
     return found
+
+
+def pipelines_of(config: TrainConfig, mesh: MeshConfig) -> list[PipelineConfig]:
+    """The recipe's schedule and split where the layers can be so split over these stages, else 1f1b; and interleaved
+    with the fewest and with the most runs of a stage that its layers divide into. On one stage, which has none, the
+    recipe's alone."""
+    if mesh.pipeline == 1:
+        return [config.pipeline]
+
+    def fits(pipeline: PipelineConfig) -> bool:
+        return not stages.problems(layout(config.model), mesh.pipeline, pipeline)
+
+    own = config.pipeline if fits(config.pipeline) else PipelineConfig()
+    periods = sum(segment.repeats for segment in layout(config.model))
+    interleaved = (PipelineConfig("interleaved", runs) for runs in range(2, periods // mesh.pipeline + 1))
+    others = [each for each in interleaved if fits(each)]
+    return list(dict.fromkeys([own, *others[:1], *others[-1:]]))
 
 
 def variants(config: TrainConfig, allowed: tuple[str, ...]) -> list[TrainConfig]:

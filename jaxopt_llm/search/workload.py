@@ -1,7 +1,4 @@
-"""The work of a step by arithmetic: what each GPU computes, reads, sends and copies, without compiling anything.
-
-Letters: M microbatches, S stages, T tokens of a microbatch on one device.
-"""
+"""The work of a step by arithmetic: what each GPU computes, reads, sends and copies, without compiling anything."""
 
 import dataclasses
 import functools
@@ -12,13 +9,12 @@ from dataclasses import dataclass
 from jax.sharding import AbstractMesh
 
 from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.execution import stages
-from jaxopt_llm.model.config import Kind, ModelConfig
-from jaxopt_llm.model.decoder import layout, padded_vocabulary
+from jaxopt_llm.model.decoder import padded_vocabulary
 from jaxopt_llm.parallel import links
 from jaxopt_llm.parallel.mesh import AXES, BATCH_AXES, MeshConfig
 from jaxopt_llm.parallel.topology import CHIPS
 from jaxopt_llm.search.block import Block, keys_formed, recomputed
+from jaxopt_llm.search.passes import Passes
 from jaxopt_llm.search.resting import Resting
 from jaxopt_llm.search.roofline import Cluster, Work
 
@@ -51,61 +47,35 @@ class Sent:
     overlapped: float
 
 
-@dataclass(frozen=True)
-class Passes:
-    """How often a device runs its layers forward (recomputation apart) and backward, and the loss, in a step."""
-
-    forward: int
-    backward: int
-    loss: int
-
-    @classmethod
-    def of(cls, config: TrainConfig) -> "Passes":
-        microbatches, count = config.training.accumulation, config.mesh.pipeline
-        if count > 1:  # the backward runs its stage again
-            ticks = microbatches + count - 1
-            return cls(2 * ticks, ticks, microbatches)
-        again = microbatches if config.remat.every > 1 else 0
-        return cls(microbatches + again, microbatches, microbatches)
-
-
-@functools.cache
-def kinds_held(model: ModelConfig, pipeline: int) -> tuple[tuple[Kind, int], ...]:
-    """The kinds of layer of one device, with how many of each it runs: what the fullest stage has."""
-    segments = layout(model)
-    slots = [places.shape[-1] for places in stages.split(segments, pipeline)]
-    return tuple((kind, count) for segment, count in zip(segments, slots, strict=True) for kind in segment.kinds)
-
-
-def layers_held(model: ModelConfig, pipeline: int) -> int:
-    return sum(count for _, count in kinds_held(model, pipeline))
-
-
 def tokens(config: TrainConfig) -> int:
     """Of a microbatch, on one device."""
     training = config.training
     return training.batch_size // (training.accumulation * config.mesh.batch_shards) * training.sequence_length
 
 
+def classes(config: TrainConfig) -> int:
+    """Rows of the vocabulary's tables that a device looks up in and forms logits of: stages divide them, too."""
+    return -(-padded_vocabulary(config.model.vocabulary_size) // (config.mesh.tensor * config.mesh.pipeline))
+
+
 def workload(config: TrainConfig, rests: Resting, cluster: Cluster) -> Work:
     model, mesh, training = config.model, config.mesh, config.training
     block = Block.of(model, mesh.tensor, config.sharding.sequence_parallel)
     passes, count, again = Passes.of(config), tokens(config), recomputed(config.remat, model)
-    held = layers_held(model, mesh.pipeline)
     compute, reduced = BYTES[config.precision.compute_dtype], BYTES[config.precision.reduce_dtype]
 
     weights = sum(block.weights.values())
     trained = rests.layers.trained / rests.layers.weights
-    rerun = passes.backward * sum(block.weights.get(name, 0.0) for name in again)
+    rerun = passes.again * weights + passes.backward * sum(block.weights.get(name, 0.0) for name in again)
     products = weights * passes.forward + rerun + weights * passes.backward * (1 + trained)
 
-    kinds = kinds_held(model, mesh.pipeline)
-    formed = sum(number * keys_formed(model, kind, training.sequence_length) for kind, number in kinds)
+    formed = sum(number * keys_formed(model, kind, training.sequence_length) for kind, number in passes.kinds)
     scores = count * formed * model.heads / mesh.tensor
-    attends = passes.forward + ("attention" in again) * passes.backward
+    attends_again = passes.again + ("attention" in again) * passes.backward
+    attends = passes.forward + attends_again
 
-    table = padded_vocabulary(model.vocabulary_size) / mesh.tensor * model.width
-    logits = passes.loss * count * table / model.width
+    table = classes(config) * model.width
+    logits = passes.loss * count * classes(config)
     chunks = -(-count // training.loss_chunk) if training.loss_chunk else 1
 
     def between(sizes: dict[str, int]) -> float:
@@ -113,41 +83,37 @@ def workload(config: TrainConfig, rests: Resting, cluster: Cluster) -> Work:
         heads, mlp = block.elements["query"] + block.elements["key"], block.elements["mlp_up"]
         return compute * (sizes["residual"] * block.residual + sizes["heads"] * heads + sizes["mlp"] * mlp)
 
-    streamed = held * count * (passes.forward * between(FORWARD) + passes.backward * between(BACKWARD))
+    held = passes.layers
+    streamed = held * count * (passes.forwards * between(FORWARD) + passes.backward * between(BACKWARD))
     # Weights are cast and written whole for each pass; gradients are written, and read where they are reduced.
-    streamed += rests.layers.weights * 2 * compute * (passes.forward + passes.backward)
-    streamed += rests.layers.trained * 2 * reduced * passes.backward
+    streamed += rests.layers.weights / passes.chunks * 2 * compute * (passes.forwards + passes.backward)
+    streamed += rests.layers.trained / passes.chunks * 2 * reduced * passes.backward
     if accumulates(config):
-        streamed += (rests.layers.gradients + rests.outer.gradients) * 12 * passes.backward
+        streamed += 12 * rests.layers.gradients / passes.chunks * passes.backward
+        streamed += 12 * rests.outer.gradients * passes.loss
     streamed += LOGIT * logits + passes.loss * chunks * 8 * table
     # The update reads and writes what rests, and reads the gradients twice: for their norm before.
     streamed += 2 * (rests.parameters + rests.optimizer + rests.host)
     streamed += 8 * (rests.layers.masters + rests.outer.masters)
 
     kept_on_host = held * count * compute * sum(block.elements[name] for name in config.remat.offload)
-    beside = 2 * training.accumulation * kept_on_host
+    beside = 2 * passes.backward * kept_on_host
     return Work(
         flops=2 * held * count * products + 6 * logits * model.width,
         attention_flops=2 * model.head_dim * scores * (2 * attends + 5 * passes.backward),
         attention_bytes=scores * (SCORE_FORWARD * attends + SCORE_BACKWARD * passes.backward),
+        repeated_flops=2 * held * count * rerun + 4 * model.head_dim * scores * attends_again,
         bytes=streamed,
         sent=tuple(_sent(config, rests, cluster, block, passes)),
         pcie_bytes=2 * rests.host + beside,
         pcie_beside=beside,
-        idle=_idle(config),
+        idle=passes.idle,
     )
 
 
 def accumulates(config: TrainConfig) -> bool:
     """Whether gradients are summed over microbatches in arrays of their own, in float32."""
     return config.training.accumulation > 1 or config.mesh.pipeline > 1
-
-
-def _idle(config: TrainConfig) -> float:
-    """The share of the layers' time that a stage has no microbatch, and places without a layer."""
-    microbatches, count = config.training.accumulation, config.mesh.pipeline
-    places = layers_held(config.model, count) * count
-    return 1 - config.model.layers / places * microbatches / (microbatches + count - 1)
 
 
 def _sent(config: TrainConfig, rests: Resting, cluster: Cluster, block: Block, passes: Passes) -> Iterator[Sent]:
@@ -167,32 +133,49 @@ def _sent(config: TrainConfig, rests: Resting, cluster: Cluster, block: Block, p
         yield Sent(axes, name, moved, moved / rate, overlapped)
 
     layers, outer = rests.layers, rests.outer
-    trained, weights = layers.trained + outer.trained, layers.weights + outer.weights
+    on_stages = mesh.pipeline > 1
+    # How often all that is outside the stacks is read, and gradients of it are formed: on stages, a table that is the
+    # embedding and the head in two places.
+    of_outer = passes.loss * (1 + config.model.tied_head) if on_stages else passes.backward
     if stage == 0:
-        yield from over(BATCH_AXES, "all-reduce", reduced * trained, 2, AT_THE_END)
+        yield from over(BATCH_AXES, "all-reduce", reduced * (layers.trained + outer.trained), 2, AT_THE_END)
     else:
-        each, overlapped = (passes.backward, IN_LAYERS) if stage >= 2 else (1, AT_THE_END)
-        yield from over(ZERO_AXES, "reduce-scatter", reduced * trained * each, 1, overlapped)
+        formed: float = layers.trained + outer.trained
+        read: float = layers.weights + outer.weights
+        overlapped = IN_LAYERS if stage >= 2 else AT_THE_END
+        if stage >= 2:
+            formed = layers.trained / passes.chunks * passes.backward + outer.trained * of_outer
+        if stage == 3:
+            of_outer *= 1 if on_stages else 2  # within a loop over layers and around it they are gathered again
+            read = layers.weights / passes.chunks * (passes.forwards + passes.backward) + outer.weights * of_outer
+        yield from over(ZERO_AXES, "reduce-scatter", reduced * formed, 1, overlapped)
         yield from over(("data",), "all-reduce", reduced * (layers.masters + outer.masters), 2, AT_THE_END)
-        gathers = passes.forward + passes.backward if stage == 3 else 1
-        yield from over(ZERO_AXES, "all-gather", compute * weights * gathers, 1, overlapped)
+        yield from over(ZERO_AXES, "all-gather", compute * read, 1, overlapped)
 
-    held, residual = layers_held(config.model, mesh.pipeline), compute * tokens(config) * config.model.width
+    held, residual = passes.layers, compute * tokens(config) * config.model.width
     again = recomputed(config.remat, config.model)
     # Of a block: each pass forward has two sums over `tensor`, and as many backward; what is recomputed, one more.
-    sums = 2 * passes.forward + (2 + len(again & {"attention_output", "mlp_output"})) * passes.backward
+    sums = 2 * passes.forwards + (2 + len(again & {"attention_output", "mlp_output"})) * passes.backward
     # The loss and the embedding, each once a microbatch.
-    ends = 2 * passes.backward
+    ends = 2 * passes.loss
+    # Between stages `tensor` divides activations, too, where it can.
+    tensor = mesh.tensor if on_stages and config.training.sequence_length % mesh.tensor == 0 else 1
     if config.sharding.sequence_parallel:
         inputs = ({"query", "key", "value"}, {"mlp_gate", "mlp_up"})
-        gathers = 2 * passes.forward + (4 + sum(bool(again & names) for names in inputs)) * passes.backward
+        gathers = 2 * passes.forwards + (4 + sum(bool(again & names) for names in inputs)) * passes.backward
         yield from over(("tensor",), "all-gather", residual * (held * gathers + ends), 1)
         yield from over(("tensor",), "reduce-scatter", residual * (held * sums + ends), 1)
+    elif tensor > 1:  # a chunk gathers what it reads, the head and the embedding's gradient, too
+        gathers = passes.forwards + passes.backward + ends
+        yield from over(("tensor",), "all-reduce", residual * (held * sums + passes.loss), 2)
+        yield from over(("tensor",), "all-gather", residual * gathers, 1)
+        yield from over(("tensor",), "reduce-scatter", residual * passes.loss, 1)
     else:
         yield from over(("tensor",), "all-reduce", residual * (held * sums + ends), 2)
-    ticks = passes.backward * 2  # one activation forward and one gradient backward
-    whole = config.model.width / block.residual
-    yield from over(("pipeline",), "collective-permute", residual / whole * ticks, 1)
+    # Each chunk's activation and its gradient go to a neighbour; what the embedding gives and what the head takes are
+    # sums over the stages, there and back.
+    yield from over(("pipeline",), "collective-permute", residual / tensor * (passes.forward + passes.backward), 1)
+    yield from over(("pipeline",), "all-reduce", residual / tensor * 4 * passes.loss, 2)
 
 
 ZERO_AXES = ("fsdp", "expert")

@@ -31,6 +31,12 @@ class Activations:
         split = (None if self.placement.replicates(axis, sizes[axis]) else axis for axis in axes)
         return tuple(self.placement.activation("batch", *split).shard_shape(shape))
 
+    @property
+    def sent(self) -> tuple[int, ...]:
+        """The device's part of what goes from one stage of a pipeline to another."""
+        rows, sequence = self.training.batch_size // self.training.accumulation, self.training.sequence_length
+        return tuple(self.placement.sent(sequence).shard_shape((rows, sequence, self.model.width)))
+
     def kept(self, remat: RematConfig) -> list[Intermediate]:
         """What a layer keeps on the device from its forward to its backward."""
         policy = KEPT_BY[remat.policy] if isinstance(remat.policy, str) else remat.policy

@@ -16,8 +16,8 @@ from jaxopt_llm.model.intermediates import AXES
 from jaxopt_llm.model.weights import GRADIENT
 from jaxopt_llm.parallel import hlo
 from jaxopt_llm.parallel.buffers import Buffer
+from jaxopt_llm.parallel.gathering import GATHER
 from jaxopt_llm.parallel.offload import HOST, resting_bytes
-from jaxopt_llm.parallel.sharding import GATHER
 from jaxopt_llm.training.activations import Activations
 from jaxopt_llm.training.program import Program
 from jaxopt_llm.training.update import UPDATE
@@ -68,8 +68,9 @@ class Known:
     each is called.
 
     gradients: of all layers and of what lies outside the stacks on each device: whole but for `tensor`, in one group,
-        and summed; where layers are run again together, also by groups, and of one group.
-    kept: what all layers keep for the backward, by its sizes in order.
+        and summed; where layers are run again together, also by groups, and of one group; of an interleaved stage,
+        chunk after chunk, and of one chunk.
+    kept: what all layers keep for the backward, and the inputs that wait for one on a stage, by its sizes in order.
     fetched: a layer's weights that come from the host, each device's part.
     """
 
@@ -78,7 +79,8 @@ class Known:
     fetched: Set[tuple[int, ...]]
 
     @classmethod
-    def of(cls, program: Program, activations: Activations, remat: RematConfig) -> "Known":
+    def of(cls, program: Program, activations: Activations, remat: RematConfig, waiting: int) -> "Known":
+        """waiting: inputs of a stage, 0 without a pipeline."""
         placement = activations.placement
         gradients: dict[tuple[int, ...], dict[str, None]] = {}
         kept: dict[tuple[int, ...], dict[str, None]] = {}
@@ -93,6 +95,9 @@ class Known:
                         layers, *of_layer = whole
                         size = remat.group(len(blocks), layers)
                         shapes += [(layers // size, size, *of_layer), (size, *of_layer)]
+                    if spec.leading == 3:
+                        chunks, _, slots, *of_layer = whole
+                        shapes += [(chunks * slots, *of_layer), (slots, *of_layer)]
                     for shape in map(_squeezed, shapes):
                         gradients.setdefault(shape, {})[f"{section}/{path}"] = None
         for section, blocks in program.parts.specs.items():
@@ -101,6 +106,8 @@ class Known:
                 for name in activations.kept(remat):
                     shape = _unordered((numbers.shape[-1], *activations.shape(*AXES[name])))
                     kept.setdefault(shape, {})[name] = None
+        if waiting:
+            kept[_unordered((waiting, *activations.sent))] = {"inputs of runs of them": None}
         stacked = (
             [spec for spec in jax.tree.leaves((program.specs.masters, program.specs.frozen)) if spec.leading]
             if placement.offload.parameters

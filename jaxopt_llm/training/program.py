@@ -11,8 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.executor import Executor
+from jaxopt_llm.execution.schedules import PipelineConfig
 from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.execution.stages import rest_on_stages
+from jaxopt_llm.execution.stages import EVEN, rest_on_stages
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import Params, Parts, make_parts
@@ -54,6 +55,7 @@ def make_program(
     placement: Placement,
     seed: int = 0,
     keep_frozen: bool = True,
+    pipelined: PipelineConfig = EVEN,
 ) -> Program:
     """seed: of what dropout drops. keep_frozen: see StateSpecs.
 
@@ -67,8 +69,8 @@ def make_program(
     parts = make_parts(model, training.loss_chunk, training.z_loss)
     stages = placement.size("pipeline")
     if stages > 1:
-        parts = rest_on_stages(parts, stages)
-    executor = pipeline.make_executor(remat) if stages > 1 else scan.make_executor(remat)
+        parts = rest_on_stages(parts, stages, pipelined)
+    executor = pipeline.make_executor(remat, pipelined) if stages > 1 else scan.make_executor(remat)
     parts, trainable, frozen = adapt(parts, lora, placement.precision, training.trainable)
     learning_rate = make_schedule(optimizer.learning_rate, schedule)
     optimizers = update.make_optimizers(functools.partial(make_optimizer, optimizer, learning_rate), trainable)

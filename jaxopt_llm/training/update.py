@@ -3,8 +3,8 @@
 That bounds what the update holds to one layer, on the device too where the optimizer's state rests on the host, and
 gives optimizers that work on matrices real matrices. A section is "outer", updated once, or a segment, looped over;
 every layer has its own optimizer state, step count included, stacked as the parameters are. Of a pipeline's segment
-every stage updates its own layer at once, slot by slot: indexing the axis that is split over the stages would gather
-it.
+every stage updates a layer of its own at once, chunk by chunk and slot by slot: indexing the axis that is split over
+the stages would gather it.
 """
 
 import functools
@@ -105,21 +105,41 @@ def apply(
         each = functools.partial(update_layer, optimizers[section], param.layer_specs(specs[section]), placement)
         if layers is None:
             return each(state, gradients[section], factor, good)
-        axis = layers.ndim - 1
-        if axis:  # over [virtual, stages]
-            each = jax.vmap(jax.vmap(each, (0, 0, None, None), spmd_axis_name="pipeline"), (0, 0, None, None))
+        on_stages = layers.ndim > 1
+        if on_stages:
+            each = jax.vmap(each, (0, 0, None, None), spmd_axis_name="pipeline")
 
         def one(index: jax.Array, carry: State) -> State:
-            def layer(stack: tree.Tree) -> tree.Tree:
-                return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False), stack)
-
-            new = each(layer(carry), layer(gradients[section]), factor, good)
-            return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, axis), carry, new)
+            chunk, slot = jnp.divmod(index, layers.shape[-1])
+            at = (chunk, None, slot) if on_stages else (slot,)
+            read, write = (functools.partial(jax.tree.map, functools.partial(f, at)) for f in (_read, _write))
+            return write(carry, each(read(carry), read(gradients[section]), factor, good))
 
         # A carry, not a scan's xs and ys: XLA for GPUs updates only a carry in place.
-        return jax.lax.fori_loop(0, layers.shape[-1], one, state)
+        return jax.lax.fori_loop(0, layers.size // (layers.shape[1] if on_stages else 1), one, state)
 
     return of_all({section: every_layer(section, own) for section, own in by_section(state).items()})
+
+
+At = tuple[jax.Array | None, ...]  # a place of the first axes, None for all of one
+
+
+def _read(at: At, stack: jax.Array) -> jax.Array:
+    sizes = [size if index is None else 1 for index, size in zip(at, stack.shape, strict=False)]
+    part = jax.lax.dynamic_slice(stack, _start(at, stack), (*sizes, *stack.shape[len(at) :]))
+    return jnp.squeeze(part, _axes(at))
+
+
+def _write(at: At, stack: jax.Array, part: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(stack, jnp.expand_dims(part, _axes(at)), _start(at, stack))
+
+
+def _start(at: At, stack: jax.Array) -> list[jax.Array | int]:
+    return [0 if index is None else index for index in at] + [0] * (stack.ndim - len(at))
+
+
+def _axes(at: At) -> tuple[int, ...]:
+    return tuple(axis for axis, index in enumerate(at) if index is not None)
 
 
 @jax.named_scope(UPDATE)

@@ -50,8 +50,8 @@ def assert_near(found: Any, wanted: Any, share: float = 1e-5) -> None:
         np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=share, atol=share * np.max(np.abs(b)))
 
 
-def run(form: Classifier, xs: Any = XS, tables: Any = TABLES, axis: str | None = None) -> Any:
-    return losses_and_gradients(form, xs, tables, (True, True), TOKENS, jnp.float32(COTANGENT), axis)
+def run(form: Classifier, xs: Any = XS, tables: Any = TABLES, axes: tuple[str, ...] = ()) -> Any:
+    return losses_and_gradients(form, xs, tables, (True, True), TOKENS, jnp.float32(COTANGENT), axes)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_split_vocabulary_gives_the_same(chunk: int, softcap: float) -> None:
     rows = PartitionSpec("v")
 
     def on_device(tables: Any) -> Any:
-        found, d_xs, d_tables = run(form, tables=tables, axis="v")
+        found, d_xs, d_tables = run(form, tables=tables, axes=("v",))
         return found, jax.lax.psum(d_xs, "v"), d_tables
 
     whole = PartitionSpec()

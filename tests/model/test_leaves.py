@@ -11,7 +11,7 @@ import pytest
 import toy
 
 from jaxopt_llm import tree
-from jaxopt_llm.model import leaves, param, weights
+from jaxopt_llm.model import leaves, param, tables, weights
 from jaxopt_llm.model.leaves import CODED, LoraWeight, coded_specs, int8_specs, lora_specs, nf4_specs
 from jaxopt_llm.model.param import ParamSpec, normal
 
@@ -230,7 +230,7 @@ def test_a_tied_table_is_looked_up_and_multiplied_as_if_written_out(shape: tuple
     ids = np.random.default_rng(1).integers(0, TABLE.shape[0], shape)
 
     def through(taps: LoraWeight) -> tuple[jax.Array, jax.Array]:
-        rows = weights.take(place(taps), ids)
+        rows = tables.take(place(taps), ids, toy.placement())
         return rows, weights.einsum("BD,VD->BV", rows.reshape(-1, TABLE.shape[1]), place(taps))
 
     def whole(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

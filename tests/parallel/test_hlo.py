@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxopt_llm.parallel import hlo, topology
+from jaxopt_llm.parallel.instructions import sometimes
 from jaxopt_llm.parallel.topology import gpu_topology
 
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
@@ -111,6 +112,20 @@ def test_every_branch_counts_once(mesh: Mesh) -> None:
 
     text = compiled_text(branch, array(mesh, (), dtype=jnp.int32), array(mesh, (64, 64)), array(mesh, (32, 64)))
     assert hlo.dot_flops(text) == 3 * 2 * 32 * 64 * 64
+
+
+@pytest.mark.parametrize("by_index", [False, True], ids=["of a condition", "of an index"])
+def test_a_branch_in_a_loop_counts_as_often_as_its_scope_says(mesh: Mesh, by_index: bool) -> None:
+    def step(x: jax.Array, flag: jax.Array, w: jax.Array) -> jax.Array:
+        with jax.named_scope(sometimes(3, 12)):
+            taken, other = (lambda x: jnp.tanh(x @ w) @ w), (lambda x: x @ w)
+            return lax.switch(flag, [other, taken], x) if by_index else lax.cond(flag > 0, taken, other, x)
+
+    def loop(flags: jax.Array, w: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.scan(lambda x, flag: (step(x, flag, w), None), x, flags)[0]
+
+    text = compiled_text(loop, array(mesh, (12,), dtype=jnp.int32), array(mesh, (64, 64)), array(mesh, (32, 64)))
+    assert hlo.dot_flops(text) == (3 * 2 + 9 * 1) * 2 * 32 * 64 * 64
 
 
 def test_trip_count_of_an_uncompiled_loop_is_read_off_its_condition() -> None:

@@ -11,7 +11,15 @@ from jaxopt_llm.search.workload import Sent
 CHIP = CHIPS["h100"]
 SECOND = PRODUCTS * CHIP.peak_flops["bfloat16"]  # FLOPs that take one
 NOTHING = Work(
-    flops=SECOND, attention_flops=0, attention_bytes=0, bytes=0, sent=(), pcie_bytes=0, pcie_beside=0, idle=0
+    flops=SECOND,
+    attention_flops=0,
+    attention_bytes=0,
+    repeated_flops=0,
+    bytes=0,
+    sent=(),
+    pcie_bytes=0,
+    pcie_beside=0,
+    idle=0,
 )
 
 

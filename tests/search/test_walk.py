@@ -4,6 +4,9 @@ import dataclasses
 
 from jaxopt_llm import config as configuration
 from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.execution import stages
+from jaxopt_llm.execution.schedules import PipelineConfig
+from jaxopt_llm.model.decoder import layout
 from jaxopt_llm.parallel.mesh import MeshConfig
 from jaxopt_llm.search.roofline import Cluster
 from jaxopt_llm.search.walk import mesh_problems, meshes, variants, walk
@@ -30,15 +33,33 @@ def test_every_setting_is_legal_and_keeps_the_batch() -> None:
         assert {config.training.accumulation for config in found} >= {1, 2, 4}
 
 
+def test_every_number_of_stages_has_schedules_that_fit_it() -> None:
+    """Whatever the recipe's own are."""
+
+    def walked(own: PipelineConfig, **axes: int) -> set[PipelineConfig]:
+        return {each.pipeline for each in walk(dataclasses.replace(RECIPE, pipeline=own), MeshConfig(**axes))}
+
+    one, two, nine = PipelineConfig(), PipelineConfig("interleaved", 2), PipelineConfig("interleaved", 9)
+    assert walked(one, pipeline=4, tensor=2) == {one, PipelineConfig("interleaved", 3), nine}  # 9 layers a stage
+    assert walked(one, pipeline=2, tensor=4) == {one, two, PipelineConfig("interleaved", 18)}
+    gpipe, split = PipelineConfig("gpipe"), PipelineConfig(split=(20, 16))
+    assert gpipe in walked(gpipe, pipeline=4, tensor=2)
+    assert split in walked(split, pipeline=2, tensor=4) and split not in walked(split, pipeline=4, tensor=2)
+    assert one in walked(split, pipeline=4, tensor=2)
+    assert walked(split, fsdp=8) == {split}  # without effect
+    for each in walk(dataclasses.replace(RECIPE, pipeline=split), MeshConfig(pipeline=4, tensor=2)):
+        assert not stages.problems(layout(RECIPE.model), 4, each.pipeline)
+
+
 def test_zero_stages_follow_fsdp() -> None:
-    def stages(mesh: MeshConfig) -> set[int]:
+    def zero_stages(mesh: MeshConfig) -> set[int]:
         return {config.sharding.zero_stage for config in walk(RECIPE, mesh)}
 
-    assert stages(MeshConfig(data=8)) == {0, 1}
+    assert zero_stages(MeshConfig(data=8)) == {0, 1}
     assert {config.offload.optimizer for config in walk(RECIPE, MeshConfig(data=8)) if config.sharding.zero_stage} == {
         True
     }
-    assert stages(MeshConfig(data=2, fsdp=4)) == {1, 2, 3}
+    assert zero_stages(MeshConfig(data=2, fsdp=4)) == {1, 2, 3}
 
 
 def test_what_is_illegal_says_why() -> None:
@@ -46,7 +67,7 @@ def test_what_is_illegal_says_why() -> None:
     assert "model.heads=10 does not divide by mesh.tensor=4" in mesh_problems(narrow, MeshConfig(fsdp=2, tensor=4))[0]
     assert not list(walk(narrow, MeshConfig(fsdp=2, tensor=4)))
     assert mesh_problems(RECIPE, MeshConfig(pipeline=64)) == [
-        "mesh.pipeline=64: the layers can be split into 36 stages at most"
+        "mesh.pipeline=64 stages exceed the 36 layers of model.layers=36: set --mesh.pipeline 36 at most"
     ]
 
 

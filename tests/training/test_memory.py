@@ -1,12 +1,22 @@
 """What is held at a step's peak, by kind and by name, as it is told."""
 
 import math
+from dataclasses import replace
 
 import pytest
+import toy
 
+from jaxopt_llm.execution.schedules import PipelineConfig
+from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.parallel.buffers import Buffer
 from jaxopt_llm.training import memory
+from jaxopt_llm.training.activations import Activations
+from jaxopt_llm.training.lora import LoraConfig
 from jaxopt_llm.training.memory import GIB, Held, Known, Memory
+from jaxopt_llm.training.optimizer import OptimizerConfig
+from jaxopt_llm.training.program import make_program
+from jaxopt_llm.training.schedule import ScheduleConfig
+from jaxopt_llm.training.step import TrainingConfig
 
 KNOWN = Known(
     gradients={(36, 640): "segment_0/block_0/mlp/up", (640,): "outer/final_norm/scale"},
@@ -64,3 +74,22 @@ def test_the_table() -> None:
         "  optimizer               2.00   moments segment_0/0/mu/block_0/mlp/up: float32[32,512,11008]",
         "  gathered weights        1.00   forward gather_weight: 2 × bf16[32,4,4096,4096]",
     ]
+
+
+def test_what_an_interleaved_stage_sums_and_keeps_is_known() -> None:
+    """Gradients of all its runs of layers, and of one; and what waits between the stages."""
+    model = replace(toy.CONFIG, layers=8, pattern=("global",))
+    placement = toy.placement(pipeline=2, tensor=2)
+    training, pipeline = (
+        TrainingConfig(batch_size=8, sequence_length=16, accumulation=4),
+        PipelineConfig("interleaved", 2),
+    )
+    arguments = (OptimizerConfig(), ScheduleConfig(1, 10), RematConfig(), LoraConfig(), placement)
+    program = make_program(model, training, *arguments, pipelined=pipeline)
+    known = Known.of(program, Activations(model, training, placement), RematConfig(), waiting=5)
+    width, mlp = model.width, model.mlp_width // 2
+    for layers in ((2, 2), (4,), (2,)):  # as they rest, summed, of one run
+        assert "segment_0/block_0/mlp/up" in known.gradients[(*layers, width, mlp)]
+    waiting = buffer("jit(step)/shard_map/while", "while", (5, 2, 16 // 2, width))
+    assert memory.kind(waiting, known) == "activations"
+    assert memory.source_name(waiting, known) == "of all layers, inputs of runs of them"

@@ -13,7 +13,6 @@ import toy
 from jaxopt_llm import tree
 from jaxopt_llm.execution.scan import make_executor
 from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.execution.stages import rest_on_stages
 from jaxopt_llm.model.decoder import Params, make_parts
 from jaxopt_llm.training import guard, update
 from jaxopt_llm.training.optimizer import OptimizerConfig, make_optimizer
@@ -94,9 +93,21 @@ def test_every_layer_counts_its_steps() -> None:
             np.testing.assert_array_equal(count, np.full(repeats, STEPS))
 
 
-def test_stages_update_their_slots_as_layers_are_updated() -> None:
+# [virtual, stages, slots] of both segments, of two and of one period.
+PLACES = {
+    "one chunk": {"segment_0": [[[0, -1], [1, -1]]], "segment_1": [[[-1], [0]]]},
+    "two chunks": {"segment_0": [[[-1, 0], [-1, -1]], [[-1, -1], [1, -1]]], "segment_1": [[[-1], [-1]], [[-1], [0]]]},
+}
+
+
+@pytest.mark.parametrize("chunks", PLACES)
+def test_stages_update_their_slots_as_layers_are_updated(chunks: str) -> None:
     """Matrices stay matrices to the optimizer, and a slot without a layer stays zero."""
-    staged = rest_on_stages(PARTS, 2).specs
+    places = {section: np.array(each) for section, each in PLACES[chunks].items()}
+    staged = {"outer": SPECS["outer"]} | {
+        section: jax.tree.map(lambda spec, section=section: spec.layer().stack(places[section]), SPECS[section])
+        for section in places
+    }
     placement = toy.placement(zero_stage=1, compute_dtype="bfloat16", pipeline=2)
     optimizers = update.make_optimizers(functools.partial(make_optimizer, CONFIG, schedule), staged)
     masters = toy.on_stages(staged, initial()[0])
@@ -107,7 +118,8 @@ def test_stages_update_their_slots_as_layers_are_updated() -> None:
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
     jax.tree.map(close, state[0], toy.on_stages(staged, updated()[0]))
     counts = [count for _, count in optax.tree.get_all_with_path(state[1]["segment_0"], "count")]
-    assert {count.shape for count in counts} == {(1, 2, 1)}
+    assert {count.shape for count in counts} == {places["segment_0"].shape}
+    assert all((np.asarray(count) == STEPS).all() for count in counts)
 
 
 def test_the_step_clips_by_the_norm_over_all_leaves() -> None:

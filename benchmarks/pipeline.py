@@ -1,0 +1,363 @@
+"""What the schedules of a pipeline cost: idle time and memory by their tables, the same and FLOPs as compiled, and all
+the work that there is in seconds on simulated devices.
+
+    python benchmarks/pipeline.py [--rounds 5] [--json FILE]
+
+First, the tables alone: the share of a step in which a stage is idle, by the formula and counted, and the inputs that
+wait on a stage at most. Second, Llama 2 70B compiled for 128 H100s; no GPU is needed. Third, a small model on four
+simulated CPU devices beside the same without a pipeline, steps in alternation: since simulated devices share the cores,
+their seconds are those of all work that is done, what is computed again, masked or thrown away with it, and say nothing
+of idle time.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import statistics
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxopt_llm import config as configuration
+from jaxopt_llm import errors
+from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.execution.schedules import Schedule, make_table
+from jaxopt_llm.execution.stages import split
+from jaxopt_llm.model import flops
+from jaxopt_llm.model.decoder import layout
+from jaxopt_llm.parallel import hlo
+from jaxopt_llm.parallel.mesh import make_mesh, simulate_cpu_devices
+from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.topology import CHIPS
+from jaxopt_llm.plan import make_plan
+from jaxopt_llm.training import state as training_state
+from jaxopt_llm.training.program import make_program
+from jaxopt_llm.validation import validate
+
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a model. settings: as on the command line, behind those of its table."""
+
+    name: str
+    settings: str
+
+
+def stages(schedule: Schedule, stages: int, chunks: int = 1) -> str:
+    return f"--mesh.pipeline {stages} --pipeline.schedule {schedule} --pipeline.virtual-stages {chunks}"
+
+
+def configured(recipe: str, *settings: str) -> TrainConfig:
+    config = configuration.override(
+        configuration.load(recipe), shlex.split(" ".join(settings)), "benchmarks/pipeline.py"
+    )
+    validate(config)
+    return config
+
+
+def waiting_bytes(config: TrainConfig, slots: int) -> int:
+    """Of one device: inputs [B, S, D] of so many chunks in the compute dtype."""
+    mesh, training = config.mesh, config.training
+    rows = training.batch_size // training.accumulation // mesh.batch_shards
+    divided = mesh.context * mesh.tensor
+    width = np.dtype(config.precision.compute_dtype).itemsize
+    return slots * rows * training.sequence_length * config.model.width * width // divided
+
+
+# ---- The tables alone.
+
+SCHEDULES: tuple[tuple[Schedule, int], ...] = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 5))
+SIZES = ((4, 6), (4, 8), (4, 32), (16, 16), (16, 64), (16, 256))  # stages, microbatches
+LARGE, SMALL = "llama2_70b.py", "llama_small.py"
+NO_PIPELINE = "--mesh.pipeline 1 --pipeline.schedule 1f1b --pipeline.virtual-stages 1"
+WHOLE = f"{NO_PIPELINE} --mesh.fsdp 1 --mesh.tensor 1 --training.batch-size 1 --training.accumulation 1"
+
+
+def arithmetic() -> Iterator[dict[str, Any]]:
+    """By the formulas, and counted in the tables. Bytes: of one row of the recipe's sequence, not divided."""
+    inputs = {
+        recipe: waiting_bytes(configured(recipe, WHOLE), 1)
+        for recipe in (LARGE, str(Path(__file__).parent / "recipes" / SMALL))
+    }
+    for count, microbatches in SIZES:
+        for schedule, chunks in SCHEDULES:
+            table = make_table(schedule, count, microbatches, chunks)
+            yield {
+                "schedule": schedule,
+                "stages": count,
+                "microbatches": microbatches,
+                "chunks": chunks,
+                "ticks": len(table.forward.runs),
+                "idle_by_formula": (count - 1) / (chunks * microbatches + count - 1),
+                "idle": table.idle,
+                "inputs": table.slots,
+                "bytes": {Path(recipe).name: table.slots * each for recipe, each in inputs.items()},
+            }
+
+
+ARITHMETIC_HEADER = (
+    f"{'schedule':11} {'S':>3} {'M':>4} {'V':>2} | {'ticks':>5} {'idle, formula':>13} {'counted':>7} | {'inputs':>6} "
+    f"{LARGE.removesuffix('.py'):>14} {SMALL.removesuffix('.py'):>15}"
+)
+
+
+def arithmetic_line(row: dict[str, Any]) -> str:
+    large, small = row["bytes"].values()
+    return (
+        f"{row['schedule']:11} {row['stages']:3} {row['microbatches']:4} {row['chunks']:2} | {row['ticks']:5} "
+        f"{row['idle_by_formula']:13.1%} {row['idle']:7.1%} | {row['inputs']:6} {large / GIB:10.2f} GiB "
+        f"{small / MIB:11.1f} MiB"
+    )
+
+
+# ---- As compiled.
+
+GPU, HOSTS, GPUS_PER_HOST = "h100", 16, 8
+FSDP = (
+    f"{NO_PIPELINE} --mesh.tensor 1 --mesh.fsdp 128 --sharding.sequence-parallel False --training.accumulation 4 "
+    "--remat.policy full"
+)
+DEEP = stages("1f1b", HOSTS)
+UNEVEN = f"--pipeline.split 6 {'5 ' * (HOSTS - 2)} 4"
+COMPILED = (
+    Way("no pipeline: ZeRO-3, remat full", FSDP),
+    Way("gpipe", stages("gpipe", HOSTS)),
+    Way("1f1b", DEEP),
+    Way("1f1b, 64 microbatches", f"{DEEP} --training.batch-size 256 --training.accumulation 64"),
+    Way("1f1b, remat full", f"{DEEP} --remat.policy full"),
+    Way("1f1b, split 6 5 ... 5 4", f"{DEEP} {UNEVEN}"),
+    Way("interleaved, 5 chunks", stages("interleaved", HOSTS, 5)),
+)
+
+
+def schedule_of(config: TrainConfig) -> dict[str, Any]:
+    """What the table says of a configuration."""
+    if config.mesh.pipeline == 1:
+        return {"idle": 0.0, "inputs": 0, "waiting": 0}
+    chunks = config.pipeline.virtual_stages
+    table = make_table(config.pipeline.schedule, config.mesh.pipeline, config.training.accumulation, chunks)
+    return {"idle": table.idle, "inputs": table.slots, "waiting": waiting_bytes(config, table.slots)}
+
+
+def compile_for_gpus(way: Way) -> dict[str, Any]:
+    """Of one GPU and one step."""
+    config = configured(LARGE, way.settings)
+    plan = make_plan(config, GPU, HOSTS, GPUS_PER_HOST)
+    return {
+        "name": way.name,
+        "settings": way.settings,
+        **schedule_of(config),
+        "memory": dataclasses.asdict(plan.memory) | {"peak": plan.memory.peak},
+        "network": sum(each.bytes for each in plan.collectives if each.link == "network"),
+        "flops": plan.flops,
+        "model_flops": plan.model_flops,
+        "compile_seconds": plan.compile_seconds,
+    }
+
+
+COMPILED_HEADER = (
+    f"{'':31} | {'idle':>5} {'inputs':>6} {'waiting':>7} | {'params':>6} {'grads':>6} {'optim':>6} {'activ':>6} "
+    f"{'other':>6} {'peak':>6} | {'network':>7} | {'PFLOP':>6} {'/ model':>7} | {'compiled':>8}"
+)
+
+
+def compiled_line(row: dict[str, Any]) -> str:
+    memory = row["memory"]
+    sizes = [memory[kind] for kind in ("parameters", "gradients", "optimizer", "activations")]
+    sizes += [memory["gathered_weights"] + memory["other"], memory["peak"]]
+    return (
+        f"{row['name']:31} | {row['idle']:5.1%} {row['inputs']:6} {row['waiting'] / GIB:7.2f} | "
+        + " ".join(f"{each / GIB:6.2f}" for each in sizes)
+        + f" | {row['network'] / GIB:7.1f} | {row['flops'] / 1e15:6.2f} {row['flops'] / row['model_flops']:7.2f}"
+        + f" | {row['compile_seconds']:6.0f} s"
+    )
+
+
+# ---- On simulated devices.
+
+DEVICES = 4
+STEP = (
+    "--model.layers 8 --model.pattern global --model.vocabulary-size 2048 --training.sequence-length 128 "
+    "--training.batch-size 32 --training.accumulation 8"
+)
+SIMULATED = (
+    Way("data 4", "--mesh.data 4 --sharding.zero-stage 0"),
+    Way("fsdp 4, ZeRO-3", "--mesh.fsdp 4"),
+    Way("gpipe", stages("gpipe", DEVICES)),
+    Way("1f1b", stages("1f1b", DEVICES)),
+    Way("1f1b, 32 microbatches", f"{stages('1f1b', DEVICES)} --training.accumulation 32"),
+    Way("1f1b, split 3 2 2 1", f"{stages('1f1b', DEVICES)} --pipeline.split 3 2 2 1"),
+    Way("interleaved, 2 chunks", stages("interleaved", DEVICES, 2)),
+)
+
+
+def expected_flops(config: TrainConfig, model_flops: float) -> float:
+    """Of all devices, with remat none: in each tick every stage runs all places of a chunk, of which the forward is a
+    third of what the model needs and the backward that and the rest. The loss is formed once."""
+    model, training, count = config.model, config.training, config.mesh.pipeline
+    if count == 1:
+        return model_flops
+    (segment,) = layout(model)
+    (places,) = split((segment,), count, config.pipeline)
+    table = make_table(config.pipeline.schedule, count, training.accumulation, config.pipeline.virtual_stages)
+    head = 6 * model.vocabulary_size * model.width * training.batch_size * training.sequence_length
+    runs = int(np.sum(table.forward.runs)) * count * places.shape[-1]
+    return head + (model_flops - head) * 4 / 3 * runs / (training.accumulation * model.layers)
+
+
+class Contender:
+    """A compiled step and its state."""
+
+    def __init__(self, way: Way):
+        config = configured("quickstart.py", STEP, way.settings)
+        mesh = make_mesh(config.mesh, jax.devices("cpu")[: config.mesh.devices])
+        placement = Placement(mesh, config.sharding, config.precision)
+        program = make_program(
+            config.model,
+            config.training,
+            config.optimizer,
+            config.schedule,
+            config.remat,
+            config.lora,
+            placement,
+            pipelined=config.pipeline,
+        )
+        self.step = program.step.lower(program.state, program.batch).compile()
+        self.state = training_state.initialize(program.specs, program.optimizers, config.run.seed, placement)
+        random, shape = np.random.default_rng(0), program.batch.tokens.shape
+        ids = random.integers(0, config.model.vocabulary_size, (2, *shape), np.int32)
+        positions = np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape)
+        batch = dataclasses.replace(
+            program.batch,
+            tokens=ids[0],
+            targets=ids[1],
+            loss_mask=np.ones(shape, bool),
+            segment_ids=np.ones(shape, np.int32),
+            positions=positions,
+        )
+        self.batch = jax.device_put(batch, program.rows)
+        per_token = flops.per_token(
+            config.model, program.specs.masters, program.specs.frozen, config.training.sequence_length
+        )
+        tokens = config.training.batch_size * config.training.sequence_length
+        needed = per_token.full * tokens  # on a CPU attention meets all keys
+        self.figures = {
+            "name": way.name,
+            "settings": way.settings,
+            **schedule_of(config),
+            "temporaries": hlo.memory(self.step).temporaries,
+            "flops": hlo.dot_flops(str(self.step.as_text())) * mesh.size,
+            "model_flops": needed,
+            "expected_flops": expected_flops(config, needed),
+        }
+
+    def seconds(self) -> float:
+        clock = time.perf_counter()
+        self.state, metrics = self.step(self.state, self.batch)
+        jax.block_until_ready((self.state, metrics))
+        return time.perf_counter() - clock
+
+
+def simulate(rounds: int) -> Iterator[dict[str, Any]]:
+    """FLOPs of all devices, bytes of one. ratio: median over the rounds of a step's seconds by the first way's."""
+    contenders = [Contender(way) for way in SIMULATED]
+    for each in contenders:
+        each.seconds()
+    times = [[each.seconds() for each in contenders] for _ in range(rounds)]
+    for number, each in enumerate(contenders):
+        ratio = statistics.median(one[number] / one[0] for one in times)
+        yield each.figures | {"seconds": [one[number] for one in times], "ratio": ratio}
+
+
+SIMULATED_HEADER = (
+    f"{'':30} | {'idle':>5} {'inputs':>6} {'temporaries':>12} | {'GFLOP':>6} {'/ model':>7} "
+    f"{'formula':>7} | {'seconds':>7} "
+    f"{'ratio':>5}"
+)
+
+
+def simulated_line(row: dict[str, Any]) -> str:
+    needed, seconds = row["model_flops"], statistics.median(row["seconds"])
+    return (
+        f"{row['name']:30} | {row['idle']:5.1%} {row['inputs']:6} {row['temporaries'] / MIB:8.1f} MiB | "
+        f"{row['flops'] / 1e9:6.1f} {row['flops'] / needed:7.2f} {row['expected_flops'] / needed:7.2f} | "
+        f"{seconds:7.3f} {row['ratio']:5.2f}"
+    )
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    header: str
+    rows: Iterable[dict[str, Any]]
+    line: Callable[[dict[str, Any]], str]
+
+
+def sections(rounds: int) -> dict[str, Section]:
+    return {
+        "tables": Section(
+            "S stages, M microbatches, V chunks of a stage. The formula of the idle share is for M that S divides. "
+            "Inputs wait on a stage at most; their bytes are of rows of the recipe's length, on one device.",
+            ARITHMETIC_HEADER,
+            arithmetic(),
+            arithmetic_line,
+        ),
+        "compiled": Section(
+            f"{LARGE} on {HOSTS * GPUS_PER_HOST} {CHIPS[GPU].name}, 16 stages × tensor 8, 256 microbatches of 4 rows, "
+            "as compiled. GiB and PFLOP of one GPU and one step; network: what it sends to other hosts; / model: by "
+            "the FLOPs that the model needs.",
+            COMPILED_HEADER,
+            map(compile_for_gpus, COMPILED),
+            compiled_line,
+        ),
+        "simulated": Section(
+            f"A small model on {DEVICES} simulated devices, which share {os.cpu_count()} cores: seconds are those of "
+            "all work that is done, not of idle time. / model: FLOPs by what the model needs; formula: the same by the "
+            "schedule and the places for layers. Ratio: of seconds to the first.",
+            SIMULATED_HEADER,
+            simulate(rounds),
+            simulated_line,
+        ),
+    }
+
+
+def main() -> int:
+    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each way (default: 5)")
+    parser.add_argument("--json", type=Path, help="file to write the figures to; the table goes beside it as .txt")
+    asked = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    simulate_cpu_devices(DEVICES)
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        print(line, flush=True)
+
+    say(f"jax {jax.__version__}")
+    report: dict[str, Any] = {"jax": jax.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
+    for name, section in sections(asked.rounds).items():
+        say(f"\n{textwrap.fill(section.title, 120)}\n{section.header}")
+        report[name] = []
+        for row in section.rows:
+            report[name].append(row)
+            say(section.line(row))
+    if asked.json:
+        asked.json.write_text(json.dumps(report, indent=2) + "\n")
+        asked.json.with_suffix(".txt").write_text("\n".join(said) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    errors.run(main)

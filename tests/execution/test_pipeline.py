@@ -1,0 +1,127 @@
+"""Every schedule computes what one device does: loss, gradients, and the loss of an evaluation."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from test_matrix import assert_equal
+
+from jaxopt_llm.execution import pipeline, scan
+from jaxopt_llm.execution.schedules import PipelineConfig
+from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.execution.stages import EVEN, rest_on_stages
+from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.model.decoder import Params, make_parts
+from jaxopt_llm.parallel.mesh import compiler_options
+
+ROWS, LENGTH = 32, 16
+UNIFORM = replace(toy.UNIFORM, layers=11)  # chunks of unequal lengths
+SEGMENTS = replace(toy.CONFIG, layers=9, tied_head=False)
+SCHEDULES = {"gpipe": PipelineConfig("gpipe"), "1f1b": EVEN, "interleaved": PipelineConfig("interleaved", 2)}
+MESHES = {
+    "data-tensor": (1, {"pipeline": 2, "data": 2, "tensor": 2}),
+    "fsdp": (1, {"pipeline": 4, "fsdp": 2}),
+    "fsdp-tensor": (3, {"pipeline": 2, "fsdp": 2, "tensor": 2}),
+    "odd": (0, {"pipeline": 5}),
+}
+# Each schedule on each mesh, and with each number of microbatches.
+SQUARE = [
+    (schedule, mesh, times)
+    for i, schedule in enumerate(SCHEDULES)
+    for j, mesh in enumerate(tuple(MESHES)[:3])
+    for times in [(1, 2, 4)[(i + j) % 3]]
+]
+REST = [
+    (schedule, mesh, times)
+    for schedule in SCHEDULES
+    for mesh in tuple(MESHES)[:3]
+    for times in (1, 2, 4)
+    if (schedule, mesh, times) not in SQUARE
+]
+
+
+def compute(
+    config: ModelConfig, zero: int, microbatches: int, pipelined: PipelineConfig, **axes: int
+) -> tuple[float, float, Params]:
+    """Loss, the loss of an evaluation, and gradients [repeats, ...], of packed rows."""
+    placement = toy.placement(zero, **axes)
+    parts, stages = make_parts(config, loss_chunk=7, z_loss=1e-2), axes.get("pipeline", 1)
+    if stages > 1:
+        parts = rest_on_stages(parts, stages, pipelined)
+    remat = RematConfig("full")
+    executor = pipeline.make_executor(remat, pipelined) if stages > 1 else scan.make_executor(remat)
+    params = toy.on_stages(parts.specs, toy.params(make_parts(config).specs))
+    params = jax.device_put(params, jax.tree.map(placement.parameters, parts.specs))
+    batch = toy.microbatches(toy.packed(ROWS, LENGTH), microbatches)
+    batch = jax.device_put(batch, placement.activation(None, "batch", "sequence"))
+    nothing = jax.tree.map(lambda spec: None, parts.specs)
+
+    def both(params: Params, batch: Batch) -> Any:
+        cotangent = 1 / jnp.sum(batch.loss_mask).astype(jnp.float32)
+        loss, _, _, gradients = executor.loss_and_gradients(parts, params, nothing, batch, cotangent, placement)
+        evaluated, _ = executor.loss(parts, params, batch, placement.for_evaluation())
+        return cotangent * loss, cotangent * evaluated, gradients
+
+    run = jax.jit(both, compiler_options=compiler_options(placement.mesh, microbatches))
+    loss, evaluated, gradients = jax.tree.map(np.asarray, run(params, batch))
+
+    def by_layer(spec: Any, gradient: np.ndarray) -> np.ndarray:
+        if spec.leading < 3:
+            return gradient
+        places = np.ravel(np.asarray(spec.layers))
+        rows = gradient.reshape(places.size, *gradient.shape[3:])
+        assert not rows[places < 0].any(), "a place without a layer has a gradient"
+        return rows[np.argsort(places)[np.sum(places < 0) :]]
+
+    return float(loss), float(evaluated), jax.tree.map(by_layer, parts.specs, gradients)
+
+
+one_device = functools.cache(functools.partial(compute, zero=0, microbatches=1, pipelined=EVEN))
+
+
+def assert_as_on_one_device(config: ModelConfig, mesh: str, pipelined: PipelineConfig, microbatches: int) -> None:
+    zero, axes = MESHES[mesh]
+    loss, evaluated, gradients = compute(config, zero, microbatches, pipelined, **axes)
+    expected_loss, expected_evaluated, expected = one_device(config)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert evaluated == pytest.approx(expected_evaluated, rel=1e-6)
+    assert_equal(gradients, expected)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "times"),
+    [
+        *(pytest.param(*case, marks=[pytest.mark.core] * (case[0] == "interleaved")) for case in SQUARE),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in REST),
+    ],
+)
+def test_a_schedule_changes_nothing(schedule: str, mesh: str, times: int) -> None:
+    """times: microbatches for each stage."""
+    assert_as_on_one_device(UNIFORM, mesh, SCHEDULES[schedule], times * MESHES[mesh][1]["pipeline"])
+
+
+@pytest.mark.parametrize(
+    ("pipelined", "microbatches"),
+    [
+        (PipelineConfig("1f1b", split=(2, 7)), 4),
+        pytest.param(PipelineConfig("interleaved", 2, split=(2, 4, 2, 1)), 8, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_segments_go_over_the_stages_in_any_split(pipelined: PipelineConfig, microbatches: int) -> None:
+    assert_as_on_one_device(SEGMENTS, "data-tensor", pipelined, microbatches)
+
+
+def test_stages_divide_a_table_that_has_no_multiple_of_them() -> None:
+    """384 rows over 5: each has 77, the last one of padding."""
+    assert_as_on_one_device(UNIFORM, "odd", EVEN, 2)
+
+
+def test_there_may_be_fewer_microbatches_than_stages() -> None:
+    assert_as_on_one_device(UNIFORM, "data-tensor", SCHEDULES["interleaved"], 1)
