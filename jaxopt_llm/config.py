@@ -253,7 +253,8 @@ def override(config: TrainConfig, overrides: list[str], program: str) -> TrainCo
     except SystemExit as stop:
         if stop.code == 0:
             raise
-        raise InputError(_first_paragraph(said.getvalue())) from stop
+        hint = "; values of one field are separated by spaces" * any("," in each for each in overrides)
+        raise InputError(_first_paragraph(said.getvalue()) + hint) from stop
 
 
 def get(config: TrainConfig, name: str) -> Any:
@@ -384,7 +385,8 @@ def _refuse_unknown(overrides: list[str]) -> None:
 
 
 def _first_paragraph(box: str) -> str:
-    """tyro's message without its box, rulers and advice."""
+    """tyro's message without its title, box, rulers and advice. Where the terminal is ASCII, so are they."""
     lines = [line.strip("│╭╮╰╯ \n") for line in box.splitlines()[1:]]
-    end = next((i for i, line in enumerate(lines) if re.fullmatch("─+", line)), len(lines))
-    return " ".join(line for line in lines[:end] if line)
+    paragraphs = re.split(r"^(?:─+|-{3,})$", "\n".join(lines), flags=re.MULTILINE)
+    first = next(each for each in paragraphs if each.strip())
+    return " ".join(line for line in first.splitlines() if line)

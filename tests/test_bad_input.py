@@ -87,16 +87,20 @@ CASES = {
         ["--pipeline.schedule", "zigzag", "'gpipe', '1f1b', 'interleaved'"],
     ),
     "interleaved of one run": (
-        ["--pipeline.schedule", "interleaved"],
+        ["--mesh.pipeline", "2", "--pipeline.schedule", "interleaved"],
         ["pipeline.schedule=interleaved with pipeline.virtual_stages=1: set at least 2"],
     ),
     "runs without a schedule for them": (
-        ["--pipeline.virtual-stages", "2"],
+        ["--mesh.pipeline", "2", "--pipeline.virtual-stages", "2"],
         ["pipeline.virtual_stages=2 with pipeline.schedule=1f1b: set --pipeline.schedule interleaved, or 1"],
     ),
     "a run of no layers": (
         ["--mesh.pipeline", "2", "--pipeline.split", "2", "0"],
         ["pipeline.split=(2, 0): each run needs at least 1 layer"],
+    ),
+    "a split with commas": (
+        ["--mesh.pipeline", "2", "--pipeline.split", "1,1"],
+        ["--pipeline.split", "; values of one field are separated by spaces"],
     ),
     "a split of other runs": (
         [*INTERLEAVED, "2", "--mesh.pipeline", "2", "--model.layers", "8", "--pipeline.split", "3", "5"],

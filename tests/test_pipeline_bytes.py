@@ -14,6 +14,8 @@ from jaxopt_llm.parallel.mesh import MeshConfig
 LAYERS = 8
 DEEP = MeshConfig(pipeline=4, fsdp=2)
 MIXED = MeshConfig(pipeline=2, fsdp=2, tensor=2)
+# Layers whose gradients are no more than the inputs that wait, which show in the sum so.
+NARROW = (("head_dim", 16), ("mlp_width", 512))
 GPIPE, INTERLEAVED = PipelineConfig("gpipe"), PipelineConfig("interleaved", virtual_stages=2)
 
 pytestmark = pytest.mark.core
@@ -42,14 +44,20 @@ def by_kind(collectives: list[Collective]) -> dict[str, float]:
     ("mesh", "stage", "pipelined"), [(DEEP, 1, EVEN), (DEEP, 1, INTERLEAVED), *slow((MIXED, 3, EVEN))]
 )
 def test_memory_is_flat_in_the_number_of_microbatches(mesh: MeshConfig, stage: int, pipelined: PipelineConfig) -> None:
-    few, many = (compiled(LAYERS, mesh, stage, accumulation=count, pipelined=pipelined) for count in (8, 32))
-    # Kept for each microbatch, inputs alone would add a fifth.
-    assert many.memory.temporaries <= 1.02 * few.memory.temporaries
+    few, many = (
+        compiled(LAYERS, mesh, stage, accumulation=count, pipelined=pipelined, switches=NARROW).memory.temporaries
+        for count in (8, 32)
+    )
+    assert many <= 1.02 * few
 
 
 def test_gpipe_keeps_an_input_of_each_microbatch() -> None:
-    few, many = (compiled(LAYERS, DEEP, 1, accumulation=count, pipelined=GPIPE) for count in (8, 32))
-    assert many.memory.temporaries - few.memory.temporaries == pytest.approx(24 * activation(DEEP), rel=0.05)
+    few, many = (
+        compiled(LAYERS, DEEP, 1, accumulation=count, pipelined=GPIPE, switches=NARROW).memory.temporaries
+        for count in (8, 32)
+    )
+    assert many > 1.15 * few
+    assert many - few == pytest.approx(24 * activation(DEEP), rel=0.05)
 
 
 @pytest.mark.parametrize(

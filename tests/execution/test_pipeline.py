@@ -17,8 +17,10 @@ from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.execution.stages import EVEN, rest_on_stages
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.model.decoder import Params, make_parts
+from jaxopt_llm.model.context import Context
+from jaxopt_llm.model.decoder import Auxiliary, Params, Parts, make_parts
 from jaxopt_llm.parallel.mesh import compiler_options
+from jaxopt_llm.tree import leaves_with_path
 
 ROWS, LENGTH = 32, 16
 UNIFORM = replace(toy.UNIFORM, layers=11)  # chunks of unequal lengths
@@ -46,12 +48,26 @@ REST = [
 ]
 
 
+def penalised(plain: Parts) -> Parts:
+    """With an auxiliary loss that tells layers apart, and a count of the tokens that passed any."""
+
+    def none() -> Auxiliary:
+        return Auxiliary(jnp.float32(0), {"tokens": jnp.float32(0)})
+
+    def block(kind: Any, weights: Params, x: jax.Array, context: Context, layer: Any, cache: Any) -> Any:
+        x, cache, _ = plain.block(kind, weights, x, context, layer, cache)
+        penalty = 1e-3 * (1 + layer["index"]) * jnp.sum(x.astype(jnp.float32) ** 2)
+        return x, cache, Auxiliary(penalty, {"tokens": jnp.float32(x.shape[0] * x.shape[1])})
+
+    return replace(plain, block=block, zero_auxiliary=none)
+
+
 def compute(
     config: ModelConfig, zero: int, microbatches: int, pipelined: PipelineConfig, **axes: int
-) -> tuple[float, float, Params]:
-    """Loss, the loss of an evaluation, and gradients [repeats, ...], of packed rows."""
+) -> tuple[dict[str, float], Params]:
+    """Losses, those of an evaluation too, and gradients [repeats, ...], of packed rows."""
     placement = toy.placement(zero, **axes)
-    parts, stages = make_parts(config, loss_chunk=7, z_loss=1e-2), axes.get("pipeline", 1)
+    parts, stages = penalised(make_parts(config, loss_chunk=7, z_loss=1e-2)), axes.get("pipeline", 1)
     if stages > 1:
         parts = rest_on_stages(parts, stages, pipelined)
     remat = RematConfig("full")
@@ -64,12 +80,12 @@ def compute(
 
     def both(params: Params, batch: Batch) -> Any:
         cotangent = 1 / jnp.sum(batch.loss_mask).astype(jnp.float32)
-        loss, _, _, gradients = executor.loss_and_gradients(parts, params, nothing, batch, cotangent, placement)
-        evaluated, _ = executor.loss(parts, params, batch, placement.for_evaluation())
-        return cotangent * loss, cotangent * evaluated, gradients
+        loss, _, added, gradients = executor.loss_and_gradients(parts, params, nothing, batch, cotangent, placement)
+        evaluated, also_added = executor.loss(parts, params, batch, placement.for_evaluation())
+        return {"loss": loss, "added": added, "evaluated": evaluated, "also_added": also_added}, gradients
 
     run = jax.jit(both, compiler_options=compiler_options(placement.mesh, microbatches))
-    loss, evaluated, gradients = jax.tree.map(np.asarray, run(params, batch))
+    losses, gradients = jax.tree.map(np.asarray, run(params, batch))
 
     def by_layer(spec: Any, gradient: np.ndarray) -> np.ndarray:
         if spec.leading < 3:
@@ -79,7 +95,9 @@ def compute(
         assert not rows[places < 0].any(), "a place without a layer has a gradient"
         return rows[np.argsort(places)[np.sum(places < 0) :]]
 
-    return float(loss), float(evaluated), jax.tree.map(by_layer, parts.specs, gradients)
+    return {name: float(loss) for name, loss in leaves_with_path(losses)}, jax.tree.map(
+        by_layer, parts.specs, gradients
+    )
 
 
 one_device = functools.cache(functools.partial(compute, zero=0, microbatches=1, pipelined=EVEN))
@@ -87,10 +105,9 @@ one_device = functools.cache(functools.partial(compute, zero=0, microbatches=1, 
 
 def assert_as_on_one_device(config: ModelConfig, mesh: str, pipelined: PipelineConfig, microbatches: int) -> None:
     zero, axes = MESHES[mesh]
-    loss, evaluated, gradients = compute(config, zero, microbatches, pipelined, **axes)
-    expected_loss, expected_evaluated, expected = one_device(config)
-    assert loss == pytest.approx(expected_loss, rel=1e-6)
-    assert evaluated == pytest.approx(expected_evaluated, rel=1e-6)
+    losses, gradients = compute(config, zero, microbatches, pipelined, **axes)
+    expected_losses, expected = one_device(config)
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
     assert_equal(gradients, expected)
 
 
