@@ -7,7 +7,7 @@ Hardware: one GPU of 24 GB. As compiled,
 
     python -m jaxopt_llm.plan --config llama3_8b_lora.py --gpu 4090 --hosts 1 --gpus-per-host 1
 
-17.2 GiB at the peak and 0.0 GiB sent. 16 rows of 2048 tokens in a step, one at a time; adapters of all matrices of the
+17.1 GiB at the peak and 0.0 GiB sent. 16 rows of 2048 tokens in a step, one at a time; adapters of all matrices of the
 blocks, alpha twice the rank, as Biderman et al. advise (2024, arXiv:2405.09673). FOLDER is the model as it is
 downloaded: that of Llama 3.1 does as well. chats.jsonl: see docs/chat.md.
 """

@@ -137,7 +137,7 @@ def test_the_program_does_not_grow_with_depth_nor_with_microbatches(pipelined: P
             (2 * LAYERS, 64),
         )  # two a chunk at least: of one XLA makes no loop
     )
-    assert all(other <= 1.01 * base for other in others)
+    assert all(other <= 1.02 * base for other in others)
 
 
 def test_layers_run_while_neighbours_send() -> None:

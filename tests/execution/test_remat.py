@@ -12,7 +12,7 @@ import toy
 
 from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.execution.stages import rest_on_stages
+from jaxopt_llm.execution.stages import EVEN, rest_on_stages
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import make_parts
 from jaxopt_llm.model.intermediates import Intermediate
@@ -101,7 +101,7 @@ def test_a_stage_of_a_pipeline_keeps_what_the_policy_says() -> None:
     def flops(remat: RematConfig) -> int:
         def run(params: Any, batch: Batch) -> Any:
             placement = toy.placement(pipeline=stages)
-            return pipeline.loss_and_gradients(parts, params, nothing, batch, jnp.float32(1), placement, remat)
+            return pipeline.loss_and_gradients(parts, params, nothing, batch, jnp.float32(1), placement, remat, EVEN)
 
         return hlo.dot_flops(jax.jit(run).lower(params, batch).compile().as_text())
 
