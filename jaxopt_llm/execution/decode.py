@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from jaxopt_llm import tree
 from jaxopt_llm.execution import scan
+from jaxopt_llm.kernels.spans import Spans
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Params, Parts
 from jaxopt_llm.parallel.mesh import BATCH_AXES
@@ -74,8 +75,8 @@ def make_step(
     ) -> tuple[jax.Array, Any]:
         slots = first + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = slots - padding[:, None]
-        real = (positions >= 0).astype(jnp.int32)
-        context = Context(positions, real, placement, cache_index=first, cache_padding=padding)
+        spans = Spans(*jnp.broadcast_arrays(padding[:, None], slots))
+        context = Context(positions, spans, placement, cache_index=first)
         logits, caches = scan.forward(parts, params, tokens, context, caches, only=last)
         return choose(logits[:, 0, :vocabulary_size], sampling, seed, index), caches
 

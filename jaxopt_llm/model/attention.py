@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxopt_llm.kernels.attention import attention
+from jaxopt_llm.kernels import attention_xla
+from jaxopt_llm.kernels.attention import attend
+from jaxopt_llm.kernels.spans import Form
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.intermediates import tag
@@ -21,9 +23,8 @@ BIASED = {"none": (), "qkv": ("query", "key", "value"), "all": ("query", "key", 
 
 @struct.dataclass
 class Cache:
-    """Keys and values of the tokens seen so far by a stack of layers, [L, B, G, T, K]; slot t holds position
-    t - context.cache_padding. By heads, as attention reads them: else XLA turns all of it round, and back, for every
-    token."""
+    """Keys and values of the tokens seen so far by a stack of layers, [L, B, G, T, K], a slot each. By heads, as
+    attention reads them: else XLA turns all of it round, and back, for every token."""
 
     key: jax.Array
     value: jax.Array
@@ -53,7 +54,7 @@ def self_attention(
     key_norm: Function,
     frequencies: np.ndarray | None,
     window: int | None,
-    scale: float | None,
+    scale: float,
     softcap: float | None,
     cache: Cache | None,
 ) -> tuple[jax.Array, Cache | None]:
@@ -80,30 +81,18 @@ def self_attention(
     q, k = query_norm(q), key_norm(k)
     if frequencies is not None:
         q, k = rotary(q, context.positions, frequencies), rotary(k, context.positions, frequencies)
-    key_positions = key_segment_ids = None
+    # A token sees its own row last: what of a window is known when the program is compiled.
+    form = Form(scale, softcap, before=None if window is None else window - 1, after=0)
     if cache is not None:
         cache = Cache(_write(cache.key, k, context), _write(cache.value, v, context))
         k, v = _read(cache.key, context), _read(cache.value, context)
-        # Slots not yet written lie after every query's position: the causal mask hides them.
-        key_positions = jnp.arange(k.shape[1]) - context.cache_padding[:, None]
-        key_segment_ids = (key_positions >= 0).astype(jnp.int32)  # the tokens are 1, what pads them is 0
+        form = Form(scale, softcap)
     if context.placement.replicates("kv_heads", k.shape[2]):
         # Repeated, heads split over `tensor` again: a group cannot be cut. Pinned before it, too: their gradients are
         # summed in 16 bits, not in what precedes.
         k, v = (by_head(each, "kv_heads") for each in (k, v))
         k, v = (by_head(jnp.repeat(each, q.shape[2] // each.shape[2], axis=2), "heads") for each in (k, v))
-    out = attention(
-        q,
-        k,
-        v,
-        positions=context.positions,
-        segment_ids=context.segment_ids,
-        key_positions=key_positions,
-        key_segment_ids=key_segment_ids,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-    )
+    out = attend(attention_xla, form, q, k, v, context.spans.within(window))
     out = context.placement.leave(project("BSHK,HKD->BSD", by_head(out, "heads"), params, "output"))
     return tag(out, "attention_output"), cache
 

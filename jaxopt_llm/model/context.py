@@ -3,22 +3,23 @@
 import jax
 from flax import struct
 
+from jaxopt_llm.kernels.spans import Spans
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.tree import Leaf
 
 
 @struct.dataclass
 class Context:
-    """positions, segment_ids: int32 [B, S]; noise: uint32 [B, S] or None (see Batch).
+    """positions: int32 [B, S]; spans: the rows, or slots of the cache, that each token sees but for a window; noise:
+    uint32 [B, S] or None (see Batch).
 
-    With a cache: cache_index, int32 scalar, the slot of the first token; cache_padding, int32 [B], how many slots at
-    the start of a row's cache hold nothing; cache_layer, int32 scalar, the layer's place in its stack's cache.
+    With a cache: cache_index, int32 scalar, the slot of the first token; cache_layer, int32 scalar, the layer's place
+    in its stack's cache.
     """
 
     positions: jax.Array
-    segment_ids: jax.Array
+    spans: Spans
     placement: Placement = struct.field(pytree_node=False)
     cache_index: Leaf = None
-    cache_padding: Leaf = None
     cache_layer: Leaf = None
     noise: Leaf = None

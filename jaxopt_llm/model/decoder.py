@@ -16,6 +16,7 @@ import numpy as np
 from flax import struct
 
 from jaxopt_llm.kernels.cross_entropy import Classifier
+from jaxopt_llm.kernels.spans import of_documents
 from jaxopt_llm.model import layers, tables, weights
 from jaxopt_llm.model.attention import Cache, attention_specs, self_attention
 from jaxopt_llm.model.batch import Batch
@@ -175,7 +176,7 @@ def make_parts(config: ModelConfig, loss_chunk: int = 0, z_loss: float = 0.0) ->
         positions, segment_ids = (
             placement.constrain(field, "batch", "sequence") for field in (batch.positions, batch.segment_ids)
         )
-        return Context(positions=positions, segment_ids=segment_ids, placement=placement, noise=batch.noise)
+        return Context(positions, of_documents(segment_ids), placement, noise=batch.noise)
 
     def embed(outer: Params, tokens: jax.Array, context: Context) -> jax.Array:
         tokens = context.placement.constrain(tokens, "batch", "sequence")
@@ -206,7 +207,7 @@ def make_parts(config: ModelConfig, loss_chunk: int = 0, z_loss: float = 0.0) ->
             key_norm=normed("key_norm"),
             frequencies=turning.get(kind),
             window=windows.get(kind),
-            scale=config.attention_scale or None,
+            scale=config.attention_scale or 1 / math.sqrt(config.head_dim),
             softcap=config.attention_softcap or None,
             cache=cache,
         )

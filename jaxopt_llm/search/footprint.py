@@ -7,7 +7,7 @@ memory runs out (docs/plan.md and docs/out_of_memory.md say how close it comes).
 from dataclasses import dataclass
 
 from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.kernels.attention import CAUSAL_PARTS, QUERY_BLOCK
+from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS, QUERY_BLOCK
 from jaxopt_llm.parallel.mesh import GATHERED_AHEAD
 from jaxopt_llm.search.block import Block, kept
 from jaxopt_llm.search.passes import Passes

@@ -12,6 +12,7 @@ import toy
 
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.decode import Decoder, Sampling, candidates, choose
+from jaxopt_llm.kernels.spans import of_documents
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import make_parts
 from jaxopt_llm.parallel.sharding import Placement
@@ -48,7 +49,9 @@ def test_greedy_takes_the_likeliest_token_of_the_real_ones(greedy: np.ndarray) -
     prompt = PROMPTS[2]
     row = np.concatenate([prompt, greedy[2]])
     positions = np.arange(row.size, dtype=np.int32)[None]
-    logits = scan.forward(PARTS, PARAMS, row[None], Context(positions, np.ones_like(positions), PLACEMENT))[0][0]
+    logits = scan.forward(
+        PARTS, PARAMS, row[None], Context(positions, of_documents(jnp.ones_like(positions)), PLACEMENT)
+    )[0][0]
     chosen = np.s_[prompt.size - 1 : -1]
     np.testing.assert_array_equal(greedy[2], logits[chosen, :SIZE].argmax(axis=-1))
     assert (logits[chosen].argmax(axis=-1) >= SIZE).any()  # padding rows of the table would win

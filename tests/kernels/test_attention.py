@@ -11,8 +11,9 @@ import pytest
 import reference
 import toy
 
-from jaxopt_llm.kernels import attention as kernel
-from jaxopt_llm.kernels.attention import attention
+from jaxopt_llm.kernels import attention_xla as kernel
+from jaxopt_llm.kernels.attention import attend, attention
+from jaxopt_llm.kernels.spans import Form, Spans, of_documents
 from jaxopt_llm.parallel import hlo
 
 pytestmark = pytest.mark.core
@@ -30,26 +31,40 @@ def operands(queries: int, keys: int, heads: int, kv_heads: int, head_dim: int =
 def packed_rows(length: int) -> Arrays:
     batch = toy.packed(rows=2, length=length)
     assert (batch.segment_ids[:, -1] > 1).all()
-    return {"positions": batch.positions, "segment_ids": batch.segment_ids}
+    return {"segment_ids": batch.segment_ids}
 
 
-def one_document(length: int, first: int = 0) -> Arrays:
-    positions = np.broadcast_to(np.arange(first, length), (2, length - first))
-    return {"positions": positions, "segment_ids": np.ones_like(positions)}
+def one_document(length: int) -> Arrays:
+    return {"segment_ids": np.zeros((2, length), np.int32)}
 
 
 def cached(length: int, first: int) -> Arrays:
-    """Queries from position `first` on, keys from 0, of which the first three are not for them."""
-    positions = one_document(length)["positions"]
-    keys = {"key_positions": positions, "key_segment_ids": (positions >= 3).astype(int)}
-    return one_document(length, first) | keys
+    """Queries in the slots of a cache from `first` on; its first three are not for them."""
+    slots = np.broadcast_to(np.arange(first, length, dtype=np.int32), (2, length - first))
+    return {"first": np.full_like(slots, 3), "last": slots}
+
+
+def visible(window: int | None, where: Arrays) -> np.ndarray:
+    """bool [B, S, T], by definition."""
+    if "segment_ids" in where:
+        ids = where["segment_ids"]
+        query, key = np.arange(ids.shape[1])[:, None], np.arange(ids.shape[1])
+        return (ids[:, :, None] == ids[:, None]) & (key <= query) & (query - key < (window or np.inf))
+    last, key = where["last"][..., None], np.arange(where["last"].max() + 1)
+    return (key >= where["first"][..., None]) & (key <= last) & (last - key < (window or np.inf))
 
 
 def output_and_gradients(
     window: int | None, compiler_options: dict[str, Any] | None = toy.QUICK_COMPILE, **of_scores: float
 ) -> Callable[..., Any]:
+    def attended(q: jax.Array, k: jax.Array, v: jax.Array, where: Arrays) -> jax.Array:
+        if "segment_ids" in where:
+            return attention(q, k, v, window=window, segment_ids=where["segment_ids"], **of_scores)
+        form = Form(**{"scale": q.shape[-1] ** -0.5} | of_scores)
+        return attend(kernel, form, q, k, v, Spans(**where).within(window))
+
     def run(q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array, where: Arrays) -> tuple[jax.Array, ...]:
-        out, backward = jax.vjp(lambda q, k, v: attention(q, k, v, window=window, **where, **of_scores), q, k, v)
+        out, backward = jax.vjp(lambda q, k, v: attended(q, k, v, where), q, k, v)
         return out, *backward(gradient)
 
     return jax.jit(run, compiler_options=compiler_options)
@@ -65,11 +80,8 @@ def expected(
     scale: float = 0.0,
     softcap: float = 0.0,
 ) -> tuple[np.ndarray, ...]:
-    of_queries, of_keys = where["positions"], where.get("key_positions", where["positions"])
-    distance = of_queries[:, :, None] - of_keys[:, None, :]
-    same = where["segment_ids"][:, :, None] == where.get("key_segment_ids", where["segment_ids"])[:, None, :]
-    visible = same & (distance >= 0) & (distance < (window or np.inf))
-    out, backward = reference.attend(*(x.astype(np.float64) for x in (q, k, v)), visible, scale, softcap)
+    arrays = (x.astype(np.float64) for x in (q, k, v))
+    out, backward = reference.attend(*arrays, visible(window, where), scale, softcap)
     return out, *backward(gradient.astype(np.float64))
 
 
@@ -89,7 +101,7 @@ def test_output_and_gradients_are_the_references(
 ) -> None:
     monkeypatch.setattr(kernel, "QUERY_BLOCK", block)
     monkeypatch.setattr(kernel, "CAUSAL_ROWS", 1)
-    queries, keys = (where.get(name, where["positions"]).shape[1] for name in ("positions", "key_positions"))
+    _, queries, keys = visible(window, where).shape
     arrays = operands(queries, keys, heads, kv_heads=2)
     actual = output_and_gradients(window)(*arrays, where)
     for name, got, want in zip(("out", "q", "k", "v"), actual, expected(window, *arrays, where), strict=True):
@@ -102,7 +114,7 @@ def test_scaled_and_capped_scores_are_the_references(
 ) -> None:
     monkeypatch.setattr(kernel, "QUERY_BLOCK", 4)
     monkeypatch.setattr(kernel, "CAUSAL_ROWS", 1)
-    queries, keys = (where.get(name, where["positions"]).shape[1] for name in ("positions", "key_positions"))
+    _, queries, keys = visible(window, where).shape
     arrays, of_scores = operands(queries, keys, heads=4, kv_heads=2), {"scale": 0.7, "softcap": 1.2}
     actual = output_and_gradients(window, **of_scores)(*arrays, where)
     capped, without = (expected(window, *arrays, where, **each) for each in (of_scores, {"scale": 0.7}))
@@ -114,15 +126,30 @@ def test_scaled_and_capped_scores_are_the_references(
 def test_a_query_that_sees_nothing_gives_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "QUERY_BLOCK", 4)
     where = cached(12, first=5)
-    where["segment_ids"] = where["segment_ids"] * np.array([[1], [2]])  # nobody has the second row's segment
     q, k, v, gradient = operands(7, 12, heads=4, kv_heads=2)
     gradient[1] = 0  # what such a query is given: it is padding
-    actual = output_and_gradients(None)(q, k, v, gradient, where)
+    nothing = where | {"first": where["first"] + np.array([[0], [20]], np.int32)}
+    actual = output_and_gradients(None)(q, k, v, gradient, nothing)
     assert all(np.isfinite(array).all() for array in actual)
-    assert not any(array[1].any() for array in actual[1:])
-    where["segment_ids"][1] = 1
+    assert not any(array[1].any() for array in actual)
     for got, want in zip(actual, expected(None, q, k, v, gradient, where), strict=True):
         np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_spans_of_documents(causal: bool) -> None:
+    ids = np.array([[4, 4, 4, 7, 7, 1], [3, 3, 3, 3, 3, 3]], np.int32)
+    seen = of_documents(jnp.asarray(ids), causal).visible(jnp.arange(6))
+    same = ids[:, :, None] == ids[:, None]
+    np.testing.assert_array_equal(seen, np.tril(same) if causal else same)
+
+
+def test_both_ways_within_a_document() -> None:
+    where = packed_rows(10)
+    q, k, v, _ = operands(10, 10, heads=4, kv_heads=2)
+    ids = where["segment_ids"]
+    want, _ = reference.attend(*(x.astype(np.float64) for x in (q, k, v)), ids[:, :, None] == ids[:, None])
+    np.testing.assert_allclose(attention(q, k, v, causal=False, segment_ids=ids), want, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ import toy
 from jaxopt_llm import tree
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.kernels.spans import Spans, of_documents
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Auxiliary, Params, Parts, layout, make_parts
@@ -106,7 +107,7 @@ forward = jit(functools.partial(scan.forward, parts(tied=False)))
 
 
 def logits(tokens: np.ndarray, segment_ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    context = Context(positions=positions, segment_ids=segment_ids, placement=PLACEMENT)
+    context = Context(positions, of_documents(segment_ids), PLACEMENT)
     return np.asarray(forward(params(tied=False), tokens, context, None)[0])
 
 
@@ -136,8 +137,10 @@ def test_cached_logits_are_the_uncached() -> None:
     caches = scan.make_caches(parts(tied=False), *tokens.shape, jnp.float32, PLACEMENT)
     pieces = []
     for first, end in [(0, 7), (7, 10), *((at, at + 1) for at in range(10, 16))]:
-        where = (ROW_POSITIONS[:, first:end], ones[:, first:end], PLACEMENT)
-        context = Context(*where, cache_index=jnp.int32(first), cache_padding=jnp.zeros(len(tokens), jnp.int32))
+        positions = ROW_POSITIONS[:, first:end]
+        context = Context(
+            positions, Spans(jnp.zeros_like(positions), positions), PLACEMENT, cache_index=jnp.int32(first)
+        )
         piece, caches = forward(params(tied=False), tokens[:, first:end], context, caches)
         pieces.append(piece)
     np.testing.assert_allclose(
@@ -168,7 +171,7 @@ def test_every_block_is_told_its_number_in_order() -> None:
         block=append_digit,
         logits=lambda outer, x, context: x,
     )
-    context = Context(BATCH.positions, BATCH.segment_ids, PLACEMENT)
+    context = Context(BATCH.positions, of_documents(BATCH.segment_ids), PLACEMENT)
     digits, _ = jax.jit(lambda: scan.forward(counting, params(tied=False), BATCH.tokens, context))()
     np.testing.assert_array_equal(digits, np.full(BATCH.tokens.shape, 1234))  # 0, 1, 2, 3, 4
 

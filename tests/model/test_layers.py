@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import toy
 
+from jaxopt_llm.kernels.spans import of_documents
 from jaxopt_llm.model.attention import attention_specs, self_attention
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.context import Context
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.core
 
 ROWS, WIDTH, MLP_WIDTH = (2, 3), 4, 5
 POSITIONS = jnp.broadcast_to(jnp.arange(3), ROWS)
-CONTEXT = Context(positions=POSITIONS, segment_ids=jnp.ones_like(POSITIONS), placement=toy.placement())
+CONTEXT = Context(POSITIONS, of_documents(jnp.zeros_like(POSITIONS)), toy.placement())
 
 
 def kept(layer, specs, width: int) -> int:  # type: ignore[no-untyped-def]
@@ -44,7 +45,7 @@ def test_an_mlp_keeps_its_input_and_projections(kind: str, projections: int, bia
 @pytest.mark.parametrize("biases", ["none", "all"])
 def test_attention_keeps_its_input_and_not_the_norm_of_it(biases: str) -> None:
     config = ModelConfig(width=WIDTH, heads=2, kv_heads=1, head_dim=6, biases=biases)  # type: ignore[arg-type]
-    none = dict.fromkeys(("window", "scale", "softcap", "cache"))
+    none = {"scale": 1.0} | dict.fromkeys(("window", "softcap", "cache"))
     frequencies = np.ones(3, np.float32)
 
     def layer(params: dict, x: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from test_reference import assert_finite_differences
 from jaxopt_llm import tree
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.kernels.spans import Spans
 from jaxopt_llm.model import leaves
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.context import Context
@@ -136,10 +137,9 @@ def test_cached_logits_are_the_uncached(name: str) -> None:
         part = slice(first, first + 4)
         context = Context(
             positions[:, part],
-            ones[:, part],
+            Spans(jnp.zeros((len(tokens), 4), jnp.int32), positions[:, part]),
             PLACEMENT,
             jnp.int32(first),
-            cache_padding=np.zeros(len(tokens), np.int32),
         )
         piece, caches = forward(params(name), tokens[:, part], context, caches)
         pieces.append(piece[..., : toy.CONFIG.vocabulary_size])
