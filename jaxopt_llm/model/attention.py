@@ -3,20 +3,25 @@
 Letters: B batch, S sequence, T cache length, L layers, D width, H heads, G key-value heads, K head size.
 """
 
+import functools
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import PartitionSpec
 
 from jaxopt_llm.kernels import attention_xla
-from jaxopt_llm.kernels.attention import attend
-from jaxopt_llm.kernels.spans import Form
+from jaxopt_llm.kernels.attention import IMPLEMENTATIONS, Implementation, attend
+from jaxopt_llm.kernels.spans import Form, Spans
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.intermediates import tag
 from jaxopt_llm.model.layers import Function, project, recomputed, rotary, with_biases
 from jaxopt_llm.model.param import ParamSpec, normal
 from jaxopt_llm.model.weights import Weight
+from jaxopt_llm.parallel.sharding import Placement
 
 BIASED = {"none": (), "qkv": ("query", "key", "value"), "all": ("query", "key", "value", "output")}
 
@@ -56,12 +61,14 @@ def self_attention(
     window: int | None,
     scale: float,
     softcap: float | None,
+    implementation: str,
     cache: Cache | None,
 ) -> tuple[jax.Array, Cache | None]:
     """Attention to norm(x). x: [B, S, D] -> [B, S, D], and the cache with this call's keys and values written at
     `context.cache_index`.
 
-    frequencies: rotary, [K/2]; None turns nothing. window, scale, softcap: see kernels/attention.py.
+    frequencies: rotary, [K/2]; None turns nothing. window, scale, softcap, implementation: see
+    kernels/attention.py.
     """
 
     def by_head(x: jax.Array, heads: str) -> jax.Array:
@@ -92,9 +99,62 @@ def self_attention(
         # summed in 16 bits, not in what precedes.
         k, v = (by_head(each, "kv_heads") for each in (k, v))
         k, v = (by_head(jnp.repeat(each, q.shape[2] // each.shape[2], axis=2), "heads") for each in (k, v))
-    out = attend(attention_xla, form, q, k, v, context.spans.within(window))
+    # What reads a cache has few queries: bound by memory, and XLA's own operations divide over any mesh.
+    kernel = attention_xla if cache is not None else _implementation(implementation, context.placement)
+    out = attend(kernel, form, q, k, v, context.spans.within(window))
     out = context.placement.leave(project("BSHK,HKD->BSD", by_head(out, "heads"), params, "output"))
     return tag(out, "attention_output"), cache
+
+
+def _implementation(name: str, placement: Placement) -> Implementation:
+    return IMPLEMENTATIONS[name] if name == "xla" else _OnEachDevice(IMPLEMENTATIONS[name], placement)
+
+
+@dataclass(frozen=True)
+class _OnEachDevice:
+    """A kernel that is given each device's own rows and heads: of what XLA cannot look into, it would gather all."""
+
+    kernel: Implementation
+    placement: Placement
+
+    def forward(
+        self, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, spans: Spans
+    ) -> tuple[jax.Array, jax.Array]:
+        heads, kv_heads, rows, sums = self._parts(q, k)
+        run = self.placement.on_each_device(
+            functools.partial(self.kernel.forward, form), (heads, kv_heads, kv_heads, rows), (heads, sums)
+        )
+        return run(q, k, v, spans)
+
+    def backward(
+        self,
+        form: Form,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        spans: Spans,
+        log_sum: jax.Array,
+        mean: jax.Array,
+        gradient: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        heads, kv_heads, rows, sums = self._parts(q, k)
+        run = self.placement.on_each_device(
+            functools.partial(self.kernel.backward, form),
+            (heads, kv_heads, kv_heads, rows, sums, sums, heads),
+            (heads, kv_heads, kv_heads),
+        )
+        return run(q, k, v, spans, log_sum, mean, gradient)
+
+    def _parts(self, q: jax.Array, k: jax.Array) -> tuple[PartitionSpec, ...]:
+        """Of q, of k and v, of spans, and of what is a number for each query and head."""
+        spec = self.placement.activation
+        kv_heads = "kv_heads" if k.shape[2] < q.shape[2] else "heads"
+        return (
+            spec("batch", "sequence", "heads", None).spec,
+            spec("batch", "sequence", kv_heads, None).spec,
+            spec("batch", "sequence").spec,
+            spec("batch", "heads", "sequence").spec,
+        )
 
 
 def _write(cache: jax.Array, new: jax.Array, context: Context) -> jax.Array:

@@ -161,7 +161,7 @@ def _norm_specs(config: ModelConfig, **dims: int) -> dict[str, ParamSpec]:
     return layers.norm_specs(config.norm, config.norm_zero_centered, tuple(dims.values()), tuple(dims))
 
 
-def make_parts(config: ModelConfig, loss_chunk: int = 0, z_loss: float = 0.0) -> Parts:
+def make_parts(config: ModelConfig, loss_chunk: int = 0, z_loss: float = 0.0, attention: str = "xla") -> Parts:
     """The parts of a decoder, its switches read once: see ModelConfig and, of the loss, TrainingConfig."""
     norm = functools.partial(
         layers.norm, kind=config.norm, epsilon=config.norm_epsilon, zero_centered=config.norm_zero_centered
@@ -209,6 +209,7 @@ def make_parts(config: ModelConfig, loss_chunk: int = 0, z_loss: float = 0.0) ->
             window=windows.get(kind),
             scale=config.attention_scale or 1 / math.sqrt(config.head_dim),
             softcap=config.attention_softcap or None,
+            implementation=attention,
             cache=cache,
         )
         x = residual(x, normed("attention_post_norm")(attended))
