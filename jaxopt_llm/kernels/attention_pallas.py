@@ -21,8 +21,8 @@ from jax.experimental.pallas import triton
 
 from jaxopt_llm.kernels.spans import Form, Spans
 
-LOG2_E = math.log2(math.e)  # exponents are of two: GPUs have an instruction for its powers
-MASKED = float(jnp.finfo(jnp.float32).min)  # finite: exponent - peak of a query that sees nothing must not be NaN
+LOG2_E = math.log2(math.e)  # GPUs have an instruction for powers of two
+MASKED = float(jnp.finfo(jnp.float32).min)  # finite: score - peak of a query that sees nothing must not be NaN
 CAPABILITY = (8, 0)  # the least that is supported
 
 Carry = TypeVar("Carry")
@@ -306,13 +306,14 @@ def _forward_kernel(
         total, peak, summed = carry
         key_rows = _Rows(block, tile.keys)
         there = key_rows.inside(k.shape[0]) if masked else None
-        exponents = _exponents(form, triton.dot(own_q, _load(k, key_rows.slice, there), trans_b=True))  # [S, T]
+        scores = _bounded(form, triton.dot(own_q, _load(k, key_rows.slice, there), trans_b=True))  # [S, T]
         if masked:
             numbers = key_rows.numbers()[None]
             visible = (own_first[:, None] <= numbers) & (numbers <= own_last[:, None])
-            exponents = jnp.where(visible, exponents, MASKED)
-        new_peak = jnp.maximum(peak, jnp.max(exponents, axis=1))
-        weights, fading = jnp.exp2(exponents - new_peak[:, None]), jnp.exp2(peak - new_peak)
+            scores = jnp.where(visible, scores, MASKED)
+        new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
+        weights = jnp.exp2((scores - new_peak[:, None]) * (_unit(form) * LOG2_E))
+        fading = jnp.exp2((peak - new_peak) * (_unit(form) * LOG2_E))
         values = _load(v, key_rows.slice, there)
         summed = summed * fading[:, None] + triton.dot(weights.astype(values.dtype), values)
         return total * fading + jnp.sum(weights, axis=1), new_peak, summed
@@ -321,9 +322,9 @@ def _forward_kernel(
     nothing = jnp.zeros((tile.queries,), jnp.float32)
     carry = nothing, nothing + MASKED, jnp.zeros(own_q.shape, jnp.float32)
     total, peak, summed = _over_blocks(bounds, rows.block, None, step, carry)
-    total = jnp.where(own_first <= own_last, total, jnp.inf)
-    _store(out, rows.slice, summed / total[:, None], own)
-    _store(log_sum, rows.slice, peak / LOG2_E + jnp.log(total), own)
+    sees = own_first <= own_last
+    _store(out, rows.slice, summed / jnp.where(sees, total, jnp.inf)[:, None], own)
+    _store(log_sum, rows.slice, jnp.where(sees, peak * _unit(form) + jnp.log(total), jnp.inf), own)
 
 
 def _d_queries_kernel(
@@ -354,7 +355,7 @@ def _d_queries_kernel(
         visible = (own_first <= numbers) & (numbers <= own_last) if masked else None
         products = triton.dot(own_q, keys, trans_b=True)  # [S, T]
         d_weights = triton.dot(own_gradient, values, trans_b=True)
-        _, d_products = _again(form, products, visible, d_weights, own_log_sum, own_mean)
+        _, d_products = _weights_again(form, products, visible, d_weights, own_log_sum, own_mean)
         return summed + triton.dot(d_products.astype(keys.dtype), keys)
 
     _store(d_q, rows.slice, _over_blocks(bounds, rows.block, None, step, jnp.zeros(own_q.shape, jnp.float32)), own)
@@ -389,7 +390,7 @@ def _d_keys_kernel(
         visible = (first[rows.slice][None] <= numbers) & (numbers <= last[rows.slice][None]) if masked else None
         products = triton.dot(own_k, queries, trans_b=True)  # [T, S]: no product below transposes what it multiplies
         d_weights = triton.dot(own_v, d_out, trans_b=True)
-        weights, d_products = _again(form, products, visible, d_weights, its_log_sum, its_mean)
+        weights, d_products = _weights_again(form, products, visible, d_weights, its_log_sum, its_mean)
         d_values += triton.dot(weights.astype(d_out.dtype), d_out)
         return d_keys + triton.dot(d_products.astype(queries.dtype), queries), d_values
 
@@ -399,14 +400,16 @@ def _d_keys_kernel(
     _store(d_v, key_rows.slice, d_values, own)
 
 
-def _exponents(form: Form, products: jax.Array) -> jax.Array:
-    """The scores, in powers of two, of products of queries and keys."""
-    if form.softcap is None:
-        return products * (form.scale * LOG2_E)
-    return jnp.tanh(products * (form.scale / form.softcap)) * (form.softcap * LOG2_E)
+def _bounded(form: Form, products: jax.Array) -> jax.Array:
+    """The scores, in units of `_unit`, of products of queries and keys."""
+    return products if form.softcap is None else jnp.tanh(products * (form.scale / form.softcap))
 
 
-def _again(
+def _unit(form: Form) -> float:
+    return form.scale if form.softcap is None else form.softcap
+
+
+def _weights_again(
     form: Form,
     products: jax.Array,
     visible: jax.Array | None,
@@ -415,13 +418,11 @@ def _again(
     mean: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """The softmax's weights, and the gradient of the products of queries and keys; log_sum and mean broadcast."""
-    exponents = _exponents(form, products)
-    seen = exponents if visible is None else jnp.where(visible, exponents, MASKED)
-    weights = jnp.exp2(seen - log_sum * LOG2_E)
+    scores = _bounded(form, products)
+    seen = scores if visible is None else jnp.where(visible, scores, MASKED)
+    weights = jnp.exp2((seen * _unit(form) - log_sum) * LOG2_E)
     d_products = weights * (d_weights * form.scale - mean * form.scale)
-    if form.softcap is not None:
-        d_products *= 1 - jnp.square(exponents / (form.softcap * LOG2_E))
-    return weights, d_products
+    return weights, d_products if form.softcap is None else d_products * (1 - scores * scores)
 
 
 def _over_blocks(
@@ -472,14 +473,13 @@ class _Rows:
 
 def _load(ref: Any, where: Any, inside: jax.Array | None) -> jax.Array:
     """What is not inside comes as 0. inside: of the rows, None for all."""
-    if inside is None:
-        return ref[where]
-    return triton.load(ref.at[where], mask=_over(inside, ref.at[where]), other=0)
+    part = ref.at[where]
+    return triton.load(part) if inside is None else triton.load(part, mask=_over(inside, part), other=0)
 
 
 def _store(ref: Any, where: Any, value: jax.Array, inside: jax.Array | None) -> None:
-    mask = None if inside is None else _over(inside, ref.at[where])
-    triton.store(ref.at[where], value.astype(ref.dtype), mask=mask)
+    part = ref.at[where]
+    triton.store(part, value.astype(ref.dtype), mask=None if inside is None else _over(inside, part))
 
 
 def _over(inside: jax.Array, ref: Any) -> jax.Array:
