@@ -4,14 +4,13 @@ Letters: B batch, S queries, T keys.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 
-@struct.dataclass
-class Spans:
+class Spans(NamedTuple):
     """The keys that each query sees: the rows from `first` to `last`, both included, none where first > last; int32
     [B, S] each.
 
