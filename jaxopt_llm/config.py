@@ -102,6 +102,7 @@ RESUME_MAY_CHANGE = (
     "training.steps",
     "training.accumulation",
     "training.loss_chunk",
+    "training.attention",
     "training.skip_limit",
     "optimizer.in_backward",
     *(f"{section}.*" for section in ("mesh", "distributed", "sharding", "pipeline", "remat", "offload")),

@@ -77,6 +77,7 @@ def compiled(
     matmul: str = "compute_dtype",
     exempt: int = 0,
     pipelined: PipelineConfig = EVEN,
+    attention: str = "xla",
 ) -> Compiled:
     model = ModelConfig(
         width=WIDTH,
@@ -102,7 +103,11 @@ def compiled(
     if adapters_over:
         lora = LoraConfig(rank=RANK, base=adapters_over, double_quantisation=adapters_over == "nf4")
     training = TrainingConfig(
-        batch_size=ROWS * accumulation, sequence_length=SEQUENCE, accumulation=accumulation, loss_chunk=LOSS_CHUNK
+        batch_size=ROWS * accumulation,
+        sequence_length=SEQUENCE,
+        accumulation=accumulation,
+        loss_chunk=LOSS_CHUNK,
+        attention=attention,
     )
     optimizer = OptimizerConfig(
         state_dtype=state_dtype, in_backward=in_backward, clip_norm=0 if in_backward else OptimizerConfig.clip_norm

@@ -13,6 +13,8 @@ from matrix import pairwise
 
 from jaxopt_llm import tree
 from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.kernels import attention_xla
+from jaxopt_llm.kernels.attention import IMPLEMENTATIONS
 from jaxopt_llm.model.decoder import Params, make_parts
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
 from jaxopt_llm.parallel.precision import PrecisionConfig
@@ -64,6 +66,7 @@ CASES = pairwise(
         "remat": ("none", "full"),
         "model": ("tied", "untied"),
         "adapt": ("full", "lora", "lora-int8"),
+        "attention": ("xla", "kernel"),
     },
     lambda case: (
         case["pipeline"] * case["tensor"] * math.prod(case["split"].values()) <= DEVICES
@@ -80,6 +83,7 @@ BASIC = {
     "remat": "full",
     "model": "tied",
     "adapt": "full",
+    "attention": "xla",
 }
 # Beyond the cover: the third batch axis, more devices along one, segments of unlike blocks, the decoder's other
 # switches, under tensor and under sequence parallelism, and the other rematerialisation policies.
@@ -92,6 +96,7 @@ EXTRAS = [
     BASIC | {"model": "gemma", "pipeline": 2, "tensor": 2, "sequence_parallel": True, "remat": "offload"},
     BASIC | {"zero": 3, "tensor": 2, "split": {"data": 2, "fsdp": 2}, "adapt": "qlora"},
     BASIC | {"pipeline": 2, "split": {"data": 2, "fsdp": 2}, "adapt": "qlora"},
+    BASIC | {"pipeline": 2, "tensor": 2, "split": {"fsdp": 2}, "remat": "save_attention", "attention": "kernel"},
 ]
 # What is left of the switches' own product with the axes.
 SLOW = [
@@ -129,12 +134,30 @@ class Result(NamedTuple):
     frozen: Params
 
 
+@pytest.fixture(autouse=True)
+def kernel_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of the one for GPUs stands XLA's, on each device's own rows and heads as that one is."""
+    monkeypatch.setitem(IMPLEMENTATIONS, "pallas", attention_xla)
+    monkeypatch.setattr("jaxopt_llm.training.program.check_attends", lambda *of: None)
+
+
 def compute(
-    placement: Placement, accumulation: int, remat: str, model: str, adapt: str, loss_chunk: int = LOSS_CHUNK
+    placement: Placement,
+    accumulation: int,
+    remat: str,
+    model: str,
+    adapt: str,
+    attention: str = "xla",
+    loss_chunk: int = LOSS_CHUNK,
 ) -> Result:
     """The real training step, twice: loss, norm and gradients of the first, and the parameters after the second."""
     training = TrainingConfig(
-        batch_size=ROWS, sequence_length=LENGTH, accumulation=accumulation, loss_chunk=loss_chunk, z_loss=1e-2
+        batch_size=ROWS,
+        sequence_length=LENGTH,
+        accumulation=accumulation,
+        loss_chunk=loss_chunk,
+        attention="pallas" if attention == "kernel" else "xla",
+        z_loss=1e-2,
     )
     # An epsilon under which rounding noise of a zero gradient does not become a full step; a clip that always acts.
     optimizer = OptimizerConfig(learning_rate=1e-2, epsilon=1e-3, clip_norm=0.5)
@@ -205,7 +228,8 @@ def sizes(case: dict[str, Any]) -> dict[str, int]:
 def name(case: dict[str, Any]) -> str:
     axes = "-".join(f"{axis}{size}" for axis, size in sizes(case).items() if size > 1)
     axes += "-sequence" if case["sequence_parallel"] else ""
-    return f"zero{case['zero']}-{axes}-accumulate{case['accumulation']}-{case['remat']}-{case['model']}-{case['adapt']}"
+    rest = "-".join(case[each] for each in ("remat", "model", "adapt", "attention"))
+    return f"zero{case['zero']}-{axes}-accumulate{case['accumulation']}-{rest}"
 
 
 @pytest.mark.parametrize(
@@ -219,7 +243,7 @@ def name(case: dict[str, Any]) -> str:
 )
 def test_placement_changes_nothing(case: dict[str, Any]) -> None:
     placement = toy.placement(case["zero"], sequence_parallel=case["sequence_parallel"], **sizes(case))
-    found = compute(placement, case["accumulation"], case["remat"], case["model"], case["adapt"])
+    found = compute(placement, case["accumulation"], case["remat"], case["model"], case["adapt"], case["attention"])
     expected = one_device(case["model"], case["adapt"])
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
     assert found.norm == pytest.approx(expected.norm, rel=1e-5)

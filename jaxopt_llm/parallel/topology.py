@@ -15,6 +15,7 @@ from jax.experimental import topologies
 from jax.extend.mlir import ir
 
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.kernels import attention_pallas
 from jaxopt_llm.parallel.offload import HOST
 from jaxopt_llm.parallel.precision import Matmul
 
@@ -238,12 +239,29 @@ def check_multiplies(device: Any, matmul: Matmul) -> None:
     """Raises InputError for fp8 on a GPU without it, which would multiply in 16 bits and only lose. CPUs emulate it."""
     if matmul != "fp8" or device.platform != "gpu":
         return
-    if tuple(map(int, device.compute_capability.split("."))) < FLOAT8_CAPABILITY:
+    if _capability(device) < FLOAT8_CAPABILITY:
         raise InputError(
             f"precision.matmul=fp8: {device.device_kind} has no tensor cores for it (H100, H200, B200 and others of "
             "compute capability 8.9 and above have): set --precision.matmul int8, or compute_dtype for "
             "--precision.compute-dtype bfloat16"
         )
+
+
+def check_attends(device: Any, attention: str, head_dim: int, dtype: str) -> None:
+    """Raises InputError where a kernel does not go with the device, the heads or their dtype."""
+    if attention == "xla":
+        return
+    mend = "set --training.attention xla"
+    if device.platform != "gpu":
+        raise InputError(f"training.attention={attention} is for GPUs, not for {device.device_kind}: {mend}")
+    found = attention_pallas.problems(head_dim, dtype, _capability(device))
+    if found:
+        raise InputError(f"training.attention={attention}: {'; '.join(found)}: {mend}")
+
+
+def _capability(device: Any) -> tuple[int, int]:
+    major, minor = map(int, device.compute_capability.split("."))
+    return major, minor
 
 
 def gpu_topology(chip: str = "h200", hosts: int = 1, gpus_per_host: int = 8) -> list[jax.Device]:

@@ -18,7 +18,7 @@ from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import Params, Parts, make_parts
 from jaxopt_llm.parallel.sharding import Placement
-from jaxopt_llm.parallel.topology import check_multiplies
+from jaxopt_llm.parallel.topology import check_attends, check_multiplies
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training import update
 from jaxopt_llm.training.lora import LoraConfig, adapt
@@ -62,11 +62,13 @@ def make_program(
     Allocates nothing: the placement's devices may be those of a topology that is only compiled for, or none, of
     which a program is only reckoned with.
 
-    Raises InputError where devices cannot multiply as `precision.matmul` says.
+    Raises InputError where devices cannot multiply as `precision.matmul` says, or attend as `training.attention` does.
     """
     if isinstance(placement.mesh, Mesh):
-        check_multiplies(placement.mesh.devices.flat[0], placement.precision.matmul)
-    parts = make_parts(model, training.loss_chunk, training.z_loss)
+        device = placement.mesh.devices.flat[0]
+        check_multiplies(device, placement.precision.matmul)
+        check_attends(device, training.attention, model.head_dim, placement.precision.compute_dtype)
+    parts = make_parts(model, training.loss_chunk, training.z_loss, training.attention)
     stages = placement.size("pipeline")
     if stages > 1:
         parts = rest_on_stages(parts, stages, pipelined)

@@ -1,0 +1,48 @@
+"""What a step with attention's own kernel holds, moves and runs, read off programs compiled for eight H200s."""
+
+import pytest
+from test_bytes import SEQUENCE, Compiled, compiled, slow
+
+from jaxopt_llm.parallel import hlo, instructions
+from jaxopt_llm.parallel.mesh import MeshConfig
+
+LAYERS = 8
+SPLIT = MeshConfig(fsdp=4, tensor=2)
+MIXED = MeshConfig(pipeline=2, fsdp=2, tensor=2)
+GROUPED = MeshConfig(data=2, fsdp=4)
+KERNELS = {"forward": 1, "backward": 2}
+
+pytestmark = pytest.mark.core
+
+
+def calls(step: Compiled) -> int:
+    """Of Triton's kernels, in a step of one device."""
+    return sum(
+        instructions.times(instruction, run)
+        for _, instruction, run in instructions.walk(step.text)
+        if instruction.find(r'custom_call_target="(__gpu\$xla\.gpu\.triton)"')
+    )
+
+
+@pytest.mark.parametrize(("remat", "forwards"), [("full", 2), ("save_attention", 1), ("none", 1)])
+def test_a_saved_result_is_not_computed_again(remat: str, forwards: int) -> None:
+    step = compiled(LAYERS, SPLIT, 3, remat, attention="pallas")
+    assert calls(step) == LAYERS * (forwards * KERNELS["forward"] + KERNELS["backward"])
+
+
+@pytest.mark.parametrize(("mesh", "stage"), [(SPLIT, 3), (GROUPED, 1), *slow((MIXED, 3), (GROUPED, 2))])
+def test_each_device_attends_to_its_own(mesh: MeshConfig, stage: int) -> None:
+    """No operand is gathered for the kernel: what goes between devices is what goes without it."""
+    accumulation = 4 if mesh.pipeline > 1 else 1
+    found, expected = (
+        compiled(LAYERS, mesh, stage, accumulation=accumulation, attention=name) for name in ("pallas", "xla")
+    )
+    assert calls(found)
+    for axes in {each.axes for each in (*found.collectives, *expected.collectives)}:
+        assert found.wire_bytes(*axes) == pytest.approx(expected.wire_bytes(*axes), rel=1e-3), axes
+    assert found.memory.temporaries <= 1.01 * expected.memory.temporaries
+
+
+def test_no_array_has_a_score_for_every_query_and_key() -> None:
+    text = compiled(LAYERS, SPLIT, 3, attention="pallas").text
+    assert not [each for each in hlo.array_shapes(text) if each.shape[-2:] == (SEQUENCE, SEQUENCE)]
