@@ -1,0 +1,283 @@
+"""Attention by every implementation that there is: TFLOP/s of forward and of backward, and distance from float32.
+
+    python benchmarks/attention.py [--head-dims 64 128 256] [--lengths 2048 8192 32768] [--both-ways] [--dtype bfloat16]
+                                   [--only NAME ...] [--runs 5] [--json FILE]
+    python benchmarks/attention.py --tune [--head-dims 128] [--lengths 8192]
+
+On the first device. 16,384 tokens, 4096 / head_dim query heads, a quarter as many of keys and values, causal unless
+--both-ways. Own implementations beside cuDNN's (jax.nn) and tokamax's, where these are installed; what one does not
+support is named. FLOPs are four products of queries, keys and head_dim forward and ten backward, half of them where
+causal: recomputation counts for nothing. Ways run in alternation; figures are medians. Distance is that of the result,
+and of the greatest of the gradients', from the xla implementation in float32, relative to its norm.
+
+--tune tries the Pallas kernels' tiles one by one and prints the fastest first. On a CPU the sizes are a toy's, kernels
+run in Pallas's interpreter, and no figure means anything.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import itertools
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxopt_llm import errors
+from jaxopt_llm.kernels import attention_pallas, attention_xla
+from jaxopt_llm.kernels.attention import attend
+from jaxopt_llm.kernels.attention_pallas import BLOCKS, Blocks, Tile
+from jaxopt_llm.kernels.spans import Form, of_documents
+
+CALLS = 10  # in a row for each time taken: a call alone would measure the host as well
+ON_CPU = jax.default_backend() == "cpu"
+TOKENS, WIDTH, GROUPED = (256, 128, 4) if ON_CPU else (16_384, 4096, 4)
+
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q, k, v -> out
+
+
+@dataclass(frozen=True)
+class Pallas:
+    """The implementation with tiles of its own, and in the interpreter where there is no GPU."""
+
+    blocks: Blocks | None = None
+
+    @property
+    def forward(self) -> Any:
+        return functools.partial(attention_pallas.forward, blocks=self.blocks, interpret=ON_CPU)
+
+    @property
+    def backward(self) -> Any:
+        return functools.partial(attention_pallas.backward, blocks=self.blocks, interpret=ON_CPU)
+
+
+@dataclass(frozen=True)
+class Case:
+    head_dim: int
+    length: int
+    causal: bool
+    dtype: str
+
+    def operands(self) -> tuple[jax.Array, ...]:
+        """q, k, v and the gradient of the result."""
+        rows, heads = max(TOKENS // self.length, 1), WIDTH // self.head_dim
+        random = np.random.default_rng(0)
+
+        def draw(heads: int) -> jax.Array:
+            return jnp.asarray(random.normal(size=(rows, self.length, heads, self.head_dim)), self.dtype)
+
+        return draw(heads), draw(max(heads // GROUPED, 1)), draw(max(heads // GROUPED, 1)), draw(heads)
+
+    @property
+    def products(self) -> float:
+        """FLOPs of one product of all queries, keys and head_dim: the half where causal."""
+        return 2 * max(TOKENS, self.length) * self.length * WIDTH * (0.5 if self.causal else 1.0)
+
+    def own(self, implementation: Any) -> Attention:
+        form = Form(self.head_dim**-0.5, after=0 if self.causal else None)
+
+        def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            spans = of_documents(jnp.zeros(q.shape[:2], jnp.int32), self.causal)
+            return attend(implementation, form, q, k, v, spans)
+
+        return run
+
+    def ways(self) -> dict[str, Attention]:
+        found: dict[str, Attention] = {"xla": self.own(attention_xla), "pallas": self.own(Pallas())}
+        if not ON_CPU:
+            found["cudnn"] = functools.partial(
+                jax.nn.dot_product_attention, is_causal=self.causal, implementation="cudnn"
+            )
+        if importlib.util.find_spec("tokamax") and not ON_CPU:
+            tokamax: Any = importlib.import_module("tokamax")
+            for name in ("mosaic", "triton"):
+                found[f"tokamax {name}"] = functools.partial(
+                    tokamax.dot_product_attention, is_causal=self.causal, implementation=name
+                )
+        return found
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Compiled, with their arguments."""
+
+    forward: Callable[[], Any]
+    backward: Callable[[], Any]
+
+
+def prepare(function: Attention, q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array) -> Prepared:
+    """Raises whatever an implementation says that does not support the call."""
+    forward = jax.jit(function)
+    out, pull = jax.jit(lambda q, k, v: jax.vjp(function, q, k, v))(q, k, v)
+    backward = jax.jit(lambda pull, gradient: pull(gradient))
+    jax.block_until_ready((out, forward(q, k, v), backward(pull, gradient)))
+    return Prepared(functools.partial(forward, q, k, v), functools.partial(backward, pull, gradient))
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """Of one call."""
+    clock = time.perf_counter()
+    for _ in range(CALLS):
+        last = run()
+    jax.block_until_ready(last)
+    return (time.perf_counter() - clock) / CALLS
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]
+
+
+def distance(found: Any, expected: Any) -> float:
+    """The greatest of the arrays', relative to the norm of each."""
+
+    def one(a: jax.Array, b: jax.Array) -> jax.Array:
+        b = b.astype(jnp.float32)
+        return jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b)
+
+    return max(float(one(a, b)) for a, b in zip(found, expected, strict=True))
+
+
+def compare(case: Case, only: list[str], runs: int) -> list[dict[str, Any]]:
+    operands, prepared, rows = case.operands(), {}, []
+    with jax.default_matmul_precision("highest"):
+        exact = prepare(case.own(attention_xla), *(x.astype(jnp.float32) for x in operands))
+        expected, expected_gradients = exact.forward(), exact.backward()
+    for name, function in case.ways().items():
+        if only and name not in only:
+            continue
+        row: dict[str, Any] = {"name": name, **dataclasses.asdict(case)}
+        rows.append(row)
+        try:
+            prepared[name] = prepare(function, *operands)
+        except Exception as error:  # a library may raise anything of what it does not support; it is shown
+            row["unavailable"] = first_line(error)
+            continue
+        row["distance"] = distance([prepared[name].forward()], [expected])
+        row["gradient_distance"] = distance(prepared[name].backward(), expected_gradients)
+    del expected, expected_gradients, exact
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in prepared}
+    for _ in range(runs):
+        for name, each in prepared.items():
+            times[name][0].append(seconds(each.forward))
+            times[name][1].append(seconds(each.backward))
+    for row in rows:
+        if row["name"] in times:
+            row["forward_seconds"], row["backward_seconds"] = map(statistics.median, times[row["name"]])
+            row["forward_tflops"] = 2 * case.products / row["forward_seconds"] / 1e12
+            row["backward_tflops"] = 5 * case.products / row["backward_seconds"] / 1e12
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    which = f"{row['head_dim']:>8} {row['length']:>7} {'causal' if row['causal'] else 'both':>7}  {row['name']:<15}"
+    if "unavailable" in row:
+        return f"{which} {row['unavailable']}"
+    return (
+        f"{which} {row['forward_tflops']:9.1f} {row['backward_tflops']:9.1f} {1e3 * row['forward_seconds']:9.3f} "
+        f"{1e3 * row['backward_seconds']:9.3f} {row['distance']:9.1e} {row['gradient_distance']:9.1e}"
+    )
+
+
+HEAD = (
+    f"{'head_dim':>8} {'length':>7} {'mask':>7}  {'':<15} {'forward':>9} {'backward':>9} {'ms':>9} {'ms':>9} "
+    f"{'distance':>9} {'gradients':>9}"
+)
+
+
+def tune(case: Case, runs: int) -> dict[str, list[dict[str, Any]]]:
+    """Each kernel's tiles with their milliseconds, the fastest first; those that do not compile last."""
+    q, k, v, gradient = case.operands()
+    spans = of_documents(jnp.zeros(q.shape[:2], jnp.int32), case.causal)
+    form = Form(case.head_dim**-0.5)
+    default = BLOCKS[case.head_dim, q.dtype.itemsize]
+    out, log_sum = jax.jit(functools.partial(attention_pallas.forward, form, interpret=ON_CPU))(q, k, v, spans)
+    mean = jnp.einsum("BSHK,BSHK->BHS", gradient, out, preferred_element_type=jnp.float32)
+
+    def forward(blocks: Blocks) -> Callable[[], Any]:
+        run = jax.jit(functools.partial(attention_pallas.forward, form, blocks=blocks, interpret=ON_CPU))
+        return functools.partial(run, q, k, v, spans)
+
+    def backward(which: tuple[int, ...], blocks: Blocks) -> Callable[[], Any]:
+        """Of what the backward gives, only these, so that XLA runs one of its kernels."""
+        whole = functools.partial(attention_pallas.backward, form, blocks=blocks, interpret=ON_CPU)
+        run = jax.jit(lambda *of: [whole(*of)[i] for i in which])
+        return functools.partial(run, q, k, v, spans, log_sum, mean, gradient)
+
+    kernels: dict[str, Callable[[Blocks], Callable[[], Any]]] = {
+        "forward": forward,
+        "d_queries": functools.partial(backward, (0,)),
+        "d_keys": functools.partial(backward, (1, 2)),
+    }
+    tiles = [
+        Tile(*each) for each in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3, 4))
+    ]  # fmt: skip
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, kernel in kernels.items():
+        rows = found[name] = []
+        for tile in tiles[:2] if ON_CPU else tiles:
+            row: dict[str, Any] = dataclasses.asdict(tile)
+            rows.append(row)
+            try:
+                run = kernel(dataclasses.replace(default, **{name: tile}))
+                jax.block_until_ready(run())
+                row["ms"] = 1e3 * statistics.median(seconds(run) for _ in range(runs))
+            except jax.errors.JaxRuntimeError as error:  # of shared memory or registers there is too little
+                row["unavailable"] = first_line(error)
+        rows.sort(key=lambda row: row.get("ms", float("inf")))
+        print(f"{name}, head_dim {case.head_dim}, {case.length}; by default {getattr(default, name)}")
+        for row in rows[:6]:
+            print(f"  {row}", flush=True)
+    return found
+
+
+def main() -> int:
+    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes, lengths = ([64], [64]) if ON_CPU else ([64, 128, 256], [2048, 8192, 32_768])
+    parser.add_argument("--head-dims", type=int, nargs="+", default=sizes)
+    parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
+    parser.add_argument("--both-ways", action="store_true", help="without a causal mask, too")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--only", nargs="+", default=[], help="these implementations alone")
+    parser.add_argument("--runs", type=int, default=5, help="of each (default: 5)")
+    parser.add_argument("--tune", action="store_true", help="try the Pallas kernels' tiles instead")
+    parser.add_argument("--json", type=Path, help="file to write the figures to; the table goes beside it as .txt")
+    asked = parser.parse_args()
+    masks = (True, False) if asked.both_ways else (True,)
+    cases = [Case(*each, asked.dtype) for each in itertools.product(asked.head_dims, asked.lengths, masks)]
+    report: dict[str, Any] = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "tokens": TOKENS,
+        "dtype": asked.dtype,
+    }
+    if asked.tune:
+        report["tiles"] = [{**dataclasses.asdict(case), **tune(case, asked.runs)} for case in cases]
+        said = [json.dumps(report, indent=2)]
+    else:
+        said = [f"{report['device']}, jax {jax.__version__}, {asked.dtype}; TFLOP/s", HEAD]
+        print("\n".join(said), flush=True)
+        report["rows"] = []
+        for case in cases:
+            rows = compare(case, asked.only, asked.runs)
+            said += map(line, rows)
+            print("\n".join(map(line, rows)), flush=True)
+            report["rows"] += rows
+    if asked.json:
+        asked.json.write_text(json.dumps(report, indent=2) + "\n")
+        asked.json.with_suffix(".txt").write_text("\n".join(said) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    errors.run(main)
