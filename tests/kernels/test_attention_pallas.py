@@ -1,0 +1,316 @@
+"""The Pallas kernel against the float64 reference, on the CPU in Pallas's interpreter, and its programs for GPUs.
+
+The interpreter runs the kernels' Python, masks and loops, not Triton: rounding on tensor cores, registers and speed are
+a GPU's to show.
+"""
+
+import functools
+import math
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+import toy
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxopt_llm.kernels import attention_pallas as kernel
+from jaxopt_llm.kernels import attention_xla
+from jaxopt_llm.kernels.attention_pallas import Blocks, Tile
+from jaxopt_llm.kernels.spans import Form, Spans
+from jaxopt_llm.parallel import hlo, topology
+from jaxopt_llm.parallel.topology import gpu_topology
+
+pytestmark = pytest.mark.core
+
+BATCH, HEAD_DIM = 2, 8
+SMALL = Blocks(Tile(16, 8, 4, 2), Tile(8, 16, 4, 2), Tile(16, 8, 4, 2))
+PLAIN = Form(scale=0.6)
+CAPPED = Form(scale=0.6, softcap=1.5)
+NAMES = ("out", "log_sum", "d_q", "d_k", "d_v")
+LENGTH = 37  # no multiple of any block
+
+
+@functools.cache
+def run(form: Form, implementation: Any = kernel, **settings: Any) -> Any:
+    """(q, k, v, gradient, first, last) -> as NAMES. settings: of the kernel, in the interpreter by default."""
+    if implementation is kernel:
+        settings = {"blocks": SMALL, "interpret": True} | settings
+    whole = functools.partial(forward_and_backward, form, implementation, settings)
+    return jax.jit(whole, compiler_options=toy.QUICK_COMPILE)
+
+
+def forward_and_backward(
+    form: Form, implementation: Any, settings: Any, q: Any, k: Any, v: Any, gradient: Any, first: Any, last: Any
+) -> tuple[jax.Array, ...]:
+    operands = form, q, k, v, Spans(first, last)
+    out, log_sum = implementation.forward(*operands, **settings)
+    return out, log_sum, *implementation.backward(*operands, log_sum, mean_of(gradient, out), gradient, **settings)
+
+
+def mean_of(gradient: jax.Array, out: jax.Array) -> jax.Array:
+    """[B, H, S]"""
+    return jnp.einsum("bshk,bshk->bhs", gradient.astype(jnp.float32), out.astype(jnp.float32))
+
+
+def arrays(
+    queries: int = LENGTH, keys: int = LENGTH, heads: int = 4, groups: int = 2, dtype: Any = np.float32
+) -> list[np.ndarray]:
+    """q, k, v and the gradient of the output."""
+    random = np.random.default_rng(queries)
+    shapes = ((queries, heads), (keys, groups), (keys, groups), (queries, heads))
+    return [random.normal(size=(BATCH, *shape, HEAD_DIM)).astype(dtype) for shape in shapes]
+
+
+def expected(
+    form: Form, q: np.ndarray, k: np.ndarray, v: np.ndarray, gradient: np.ndarray, first: Any, last: Any
+) -> tuple[np.ndarray, ...]:
+    """As NAMES, in float64."""
+    q, k, v, gradient = (x.astype(np.float64) for x in (q, k, v, gradient))
+    rows = np.arange(k.shape[1])
+    visible = (rows >= first[..., None]) & (rows <= last[..., None])  # [B, S, T]
+    some = visible.any(axis=-1)[..., None, None]
+    # The reference has no query that sees nothing: let it see all, and its output not matter.
+    out, backward = reference.attend(q, k, v, visible | ~some[..., 0], form.scale, form.softcap or 0.0)
+    repeated = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    scores = np.einsum("bshk,bthk->bhst", q, repeated) * form.scale
+    if form.softcap is not None:
+        scores = form.softcap * np.tanh(scores / form.softcap)
+    scores = np.where(visible[:, None], scores, -np.inf)
+    peak = scores.max(axis=-1, initial=-1e30)
+    with np.errstate(divide="ignore"):
+        log_sum = np.log(np.exp(scores - peak[..., None]).sum(axis=-1)) + peak
+    return (np.where(some, out, 0), np.where(some[..., 0, 0][:, None], log_sum, np.inf), *backward(gradient * some))
+
+
+def causal(queries: int, window: int = 10**6, shift: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """The keys begin `shift` rows before the queries."""
+    rows = np.broadcast_to(np.arange(queries) + shift, (BATCH, queries))
+    return np.maximum(rows - window + 1, 0), rows
+
+
+def packed(length: int) -> tuple[np.ndarray, np.ndarray]:
+    positions = toy.packed(rows=BATCH, length=length).positions
+    rows = np.arange(length)
+    return rows - positions, np.broadcast_to(rows, positions.shape)
+
+
+def scattered(queries: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
+    """In no order, some before or beyond all keys, some of nothing."""
+    random = np.random.default_rng(keys)
+    first = random.integers(-keys, keys + 4, (BATCH, queries))
+    return first, first + random.integers(-3, keys, (BATCH, queries))
+
+
+SPANS = {
+    "causal": causal(LENGTH),
+    "window": causal(LENGTH, window=11),
+    "window of one": causal(LENGTH, window=1),
+    "documents": packed(LENGTH),
+    "everything": (np.full((BATCH, LENGTH), -5), np.full((BATCH, LENGTH), 10**6)),
+    "no order": scattered(LENGTH, LENGTH),
+    "nothing": (np.full((BATCH, LENGTH), 3), np.full((BATCH, LENGTH), 2)),
+    "before the keys": (np.full((BATCH, LENGTH), -9), np.full((BATCH, LENGTH), -1)),
+    "beyond the keys": (np.full((BATCH, LENGTH), LENGTH), np.full((BATCH, LENGTH), 99)),
+}
+
+
+def assert_equal(found: Any, wanted: Any, tolerance: float = 5e-6) -> None:
+    for name, got, want in zip(NAMES, found, wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("form", [PLAIN, CAPPED], ids=["plain", "capped"])
+@pytest.mark.parametrize("spans", SPANS)
+def test_output_and_gradients_are_the_references(form: Form, spans: str) -> None:
+    case = *arrays(), *SPANS[spans]
+    assert_equal(run(form)(*case), expected(form, *case))
+
+
+@pytest.mark.parametrize(
+    "queries, keys, heads, groups",
+    [
+        pytest.param(1, 1, 1, 1, id="one token"),
+        pytest.param(1, 29, 4, 1, id="one query, one key-value head"),
+        pytest.param(20, 51, 3, 3, id="more keys than queries, a key-value head each"),
+        pytest.param(51, 20, 6, 2, id="more queries than keys, three queries a head"),
+        pytest.param(32, 32, 4, 2, id="whole blocks"),
+    ],
+)
+def test_shapes(queries: int, keys: int, heads: int, groups: int) -> None:
+    of_shape = arrays(queries, keys, heads, groups)
+    for spans in (causal(queries, shift=keys - queries), scattered(queries, keys)):
+        case = *of_shape, *spans
+        assert_equal(run(PLAIN)(*case), expected(PLAIN, *case))
+
+
+def test_a_query_that_sees_nothing_neither_gets_nor_gives() -> None:
+    first, last = (x.copy() for x in SPANS["causal"])
+    blind = np.zeros((BATCH, LENGTH), bool)
+    blind[0, 20:], blind[1, ::3] = True, True
+    last[blind] = -1
+    out, log_sum, *gradients = run(PLAIN)(*arrays(), first, last)
+    assert not out[blind].any() and not gradients[0][blind].any()
+    assert np.isposinf(np.moveaxis(log_sum, 1, 2)[blind]).all()
+    assert np.isfinite(np.moveaxis(log_sum, 1, 2)[~blind]).all()
+    assert not gradients[1][0, 20:].any() and not gradients[2][0, 20:].any()
+    assert all(np.isfinite(each).all() for each in gradients)
+
+
+def test_large_scores() -> None:
+    """Of ±10,000, products of whole numbers: exact in float32, so that only the softmax rounds."""
+    random = np.random.default_rng(0)
+    q, k, v, gradient = arrays()
+    q, k = (random.integers(-60, 61, x.shape).astype(np.float32) for x in (q, k))
+    scores = np.einsum("bshk,bthk->bhst", q, np.repeat(k, 2, axis=2))
+    assert np.abs(scores).max() > 1e4
+    case = q, k, v, gradient, *SPANS["causal"]
+    form = Form(scale=1.0)
+    # A log-sum-exp of 1e4 has no bits below 1e-3 in float32, and the backward's weights are as exact as it is.
+    for name, got, want in zip(NAMES, run(form)(*case), expected(form, *case), strict=True):
+        assert np.isfinite(got).all()
+        assert toy.distance(got, want) < (1e-6 if name in ("out", "log_sum") else 1e-3), name
+
+
+@pytest.mark.parametrize("form", [PLAIN, CAPPED], ids=["plain", "capped"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_rounds_no_more_than_xlas(form: Form, dtype: Any) -> None:
+    """1.2 times its distance from float64, of what both begin with."""
+    case = *arrays(dtype=dtype), *SPANS["documents"]
+    found, others, wanted = run(form)(*case), run(form, attention_xla)(*case), expected(form, *case)
+    for name, got, other, want in zip(NAMES, found, others, wanted, strict=True):
+        assert got.dtype == (jnp.float32 if name == "log_sum" else dtype)
+        assert toy.distance(got, want) <= 1.2 * toy.distance(other, want), name
+
+
+def test_default_blocks() -> None:
+    """Larger than the rows, and smaller."""
+    random = np.random.default_rng(0)
+    for length in (20, 150):
+        case = [random.normal(size=(1, length, heads, 64)).astype(np.float32) for heads in (2, 1, 1, 2)]
+        case += [each[:1] for each in causal(length, window=90)]
+        form = Form(scale=0.125)
+        assert_equal(run(form, blocks=None)(*case), expected(form, *case))
+
+
+def test_parts_of_the_keys_sum_to_the_whole() -> None:
+    """As a ring has them: each part by its own rows, merged by log-sum-exp, and the whole's given to the backward."""
+    q, k, v, gradient = arrays()
+    first, last = SPANS["no order"]
+    want_out, want_log_sum, *want_gradients = expected(PLAIN, q, k, v, gradient, first, last)
+    half = LENGTH // 2 + 1
+    parts = [(k[:, rows], v[:, rows], Spans(first - rows.start, last - rows.start)) for rows in
+             (slice(0, half), slice(half, LENGTH))]  # fmt: skip
+    forwards = [kernel.forward(PLAIN, q, *part, blocks=SMALL, interpret=True) for part in parts]
+    blind = [np.isposinf(log_sum) for _, log_sum in forwards]
+    log_sums = [np.where(none, -np.inf, log_sum) for none, (_, log_sum) in zip(blind, forwards, strict=True)]
+    log_sum = np.where(blind[0] & blind[1], np.inf, np.logaddexp(*log_sums))
+    shares = (np.exp(each - log_sum) for each in log_sums)
+    out = sum(share.swapaxes(1, 2)[..., None] * out for share, (out, _) in zip(shares, forwards, strict=True))
+    mean = mean_of(gradient, out)
+    (d_q, *d_begin), (d_q_too, *d_end) = (
+        kernel.backward(
+            PLAIN, q, *part, log_sum.astype(np.float32), mean, gradient, blocks=SMALL, interpret=True
+        )
+        for part in parts
+    )  # fmt: skip
+    joined = [np.concatenate(each, axis=1) for each in zip(d_begin, d_end, strict=True)]
+    assert_equal((out, log_sum, d_q + d_q_too, *joined), (want_out, want_log_sum, *want_gradients))
+
+
+def test_keys_that_no_query_of_a_block_sees_are_not_read() -> None:
+    """Of two documents of whole blocks, the second is NaN: read and masked, it would be in the first's results."""
+    length = 32
+    q, k, v, gradient = arrays(length, length)
+    rows = np.broadcast_to(np.arange(length), (BATCH, length))
+    spans = np.where(rows < 16, 0, 16), rows
+    for x in (q, k, v, gradient):
+        x[:, 16:] = np.nan
+    out, _, *gradients = run(PLAIN)(q, k, v, gradient, *spans)
+    whole = np.s_[:, :16]
+    want = expected(PLAIN, *(x[whole] for x in (q, k, v, gradient, *spans)))
+    assert_equal((out[whole], want[1], *(each[whole] for each in gradients)), want)
+
+
+@pytest.mark.parametrize("spans", SPANS)
+@pytest.mark.parametrize("tile", [Tile(16, 8, 4, 2), Tile(8, 16, 4, 2)])
+def test_bounds_have_all_that_is_seen_and_no_mask_where_all_is(spans: str, tile: Tile) -> None:
+    first, last = SPANS[spans]
+    rows = np.arange(LENGTH)
+    visible = (rows >= first[..., None]) & (rows <= last[..., None])  # [B, S, T]
+    blocks = [np.arange(0, LENGTH, size) for size in (tile.queries, tile.keys)]
+    pairs = [(visible[:, i : i + tile.queries, j : j + tile.keys]) for i in blocks[0] for j in blocks[1]]
+    shape = (*map(len, blocks), BATCH)
+    some = np.moveaxis(np.array([each.any((1, 2)) for each in pairs]).reshape(shape), 2, 0)  # [B, N, M]
+    every = np.moveaxis(np.array([each.all((1, 2)) for each in pairs]).reshape(shape), 2, 0)
+    within = kernel._within(Spans(jnp.asarray(first), jnp.asarray(last)), LENGTH, tile.queries)
+    of_keys, of_queries = kernel._keys_to_read(within, tile), kernel._queries_to_read(within, tile, LENGTH)
+    for bounds, needed, whole in ((of_keys, some, every), (of_queries, *(np.swapaxes(x, 1, 2) for x in (some, every)))):
+        begin, full_begin, full_stop, stop = np.moveaxis(np.asarray(bounds), -1, 0)[..., None]
+        others = np.arange(needed.shape[-1])
+        read, unmasked = (others >= begin) & (others < stop), (others >= full_begin) & (others < full_stop)
+        assert (needed <= read).all() and (unmasked <= read).all() and (unmasked <= whole).all()
+        assert ((begin <= full_begin) & (full_begin <= full_stop) & (full_stop <= stop)).all()
+        if spans in ("causal", "window", "everything", "nothing"):
+            assert (read == needed).all()
+        if spans in ("causal", "everything"):  # the last block of queries is not whole: what it lacks sees nothing
+            assert (unmasked[:, : LENGTH // tile.queries] == whole[:, : LENGTH // tile.queries])[:, :, :2].all()
+
+
+def test_what_is_not_supported() -> None:
+    assert not kernel.problems(128, jnp.bfloat16, (8, 0))
+    (head_dim, dtype, capability) = kernel.problems(96, jnp.float64, (7, 5))
+    assert "head_dim=96" in head_dim and "float64" in dtype and "(7, 5)" in capability
+
+
+# ---- Programs for GPUs, compiled and not run.
+
+
+def program(chip: str, head_dim: int, dtype: Any, *, toolkit: bool = False, form: Form = PLAIN) -> jax.stages.Compiled:
+    """Forward and backward. toolkit: with machine code, by NVIDIA's assembler."""
+    mesh = Mesh(np.array(gpu_topology(chip, gpus_per_host=1)), ("data",), axis_types=(AxisType.Auto,))
+
+    def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    q, k, row = array(1, 2048, 8, head_dim), array(1, 2048, 2, head_dim), array(1, 2048, dtype=jnp.int32)
+    mapped = jax.shard_map(
+        functools.partial(forward_and_backward, form, kernel, {}),
+        mesh=mesh,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    lowered = jax.jit(mapped).trace(q, k, k, q, row, row).lower(lowering_platforms=("cuda",))
+    return lowered.compile() if toolkit else topology.compile(lowered)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("chip", ["a100", "4090", "h100", "b200"])
+def test_blocks_fit_into_shared_memory(chip: str, head_dim: int) -> None:
+    """Or XLA would not compile."""
+    text = str(program(chip, head_dim, jnp.bfloat16).as_text())
+    assert text.count("__gpu$xla.gpu.triton") == 3
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("chip", ["4090", "h100"])
+def test_blocks_of_float32_fit_into_shared_memory(chip: str, head_dim: int) -> None:
+    program(chip, head_dim, jnp.float32)
+
+
+def test_the_program_holds_no_scores_and_repeats_no_keys() -> None:
+    compiled = program("h100", 128, jnp.bfloat16)
+    q, statistics = 2048 * 8 * 128, 2048 * 8
+    assert max(math.prod(array.shape) for array in hlo.array_shapes(str(compiled.as_text()))) == q
+    # The mean, spans and bounds, in 32 bits; k for every query head would be as large as q.
+    assert hlo.memory(compiled).temporaries < 2 * statistics * 4
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="NVIDIA's ptxas is not installed")
+@pytest.mark.parametrize("chip", ["a100", "h100", "b200"])
+def test_machine_code(chip: str) -> None:
+    program(chip, 128, jnp.bfloat16, toolkit=True, form=CAPPED)
