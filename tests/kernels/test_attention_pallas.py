@@ -112,6 +112,10 @@ SPANS = {
     "documents": packed(LENGTH),
     "everything": (np.full((BATCH, LENGTH), -5), np.full((BATCH, LENGTH), 10**6)),
     "no order": scattered(LENGTH, LENGTH),
+    "everything but for some": (
+        np.where(np.arange(LENGTH) // 8 % 3 == 1, 9, 0) + np.zeros((BATCH, 1), int),
+        np.full((BATCH, LENGTH), LENGTH),
+    ),
     "nothing": (np.full((BATCH, LENGTH), 3), np.full((BATCH, LENGTH), 2)),
     "before the keys": (np.full((BATCH, LENGTH), -9), np.full((BATCH, LENGTH), -1)),
     "beyond the keys": (np.full((BATCH, LENGTH), LENGTH), np.full((BATCH, LENGTH), 99)),
@@ -236,34 +240,64 @@ def test_keys_that_no_query_of_a_block_sees_are_not_read() -> None:
 
 
 @pytest.mark.parametrize("spans", SPANS)
-@pytest.mark.parametrize("tile", [Tile(16, 8, 4, 2), Tile(8, 16, 4, 2)])
-def test_bounds_have_all_that_is_seen_and_no_mask_where_all_is(spans: str, tile: Tile) -> None:
+@pytest.mark.parametrize("tile", [Tile(16, 8, 4, 2), Tile(8, 16, 4, 2)], ids=["wide", "tall"])
+def test_blocks_that_are_read_and_those_without_a_mask(spans: str, tile: Tile) -> None:
     first, last = SPANS[spans]
     rows = np.arange(LENGTH)
     visible = (rows >= first[..., None]) & (rows <= last[..., None])  # [B, S, T]
-    blocks = [np.arange(0, LENGTH, size) for size in (tile.queries, tile.keys)]
-    pairs = [(visible[:, i : i + tile.queries, j : j + tile.keys]) for i in blocks[0] for j in blocks[1]]
-    shape = (*map(len, blocks), BATCH)
-    some = np.moveaxis(np.array([each.any((1, 2)) for each in pairs]).reshape(shape), 2, 0)  # [B, N, M]
-    every = np.moveaxis(np.array([each.all((1, 2)) for each in pairs]).reshape(shape), 2, 0)
+    queries, keys = (np.arange(0, LENGTH, size) for size in (tile.queries, tile.keys))  # begins of N and M blocks
+    pairs = [[visible[:, i : i + tile.queries, j : j + tile.keys] for j in keys] for i in queries]
+    some, every = (
+        np.array([[getattr(pair, reduce)((1, 2)) for pair in row] for row in pairs]).transpose(2, 0, 1)  # [B, N, M]
+        for reduce in ("any", "all")
+    )
+    # Rows beyond the last query see nothing; keys beyond the last are masked when they are loaded.
+    every &= queries[:, None] + tile.queries <= LENGTH
+    whole_keys = every & (keys + tile.keys <= LENGTH)
+
     within = kernel._within(Spans(jnp.asarray(first), jnp.asarray(last)), LENGTH, tile.queries)
-    of_keys, of_queries = kernel._keys_to_read(within, tile), kernel._queries_to_read(within, tile, LENGTH)
-    for bounds, needed, whole in ((of_keys, some, every), (of_queries, *(np.swapaxes(x, 1, 2) for x in (some, every)))):
+    of_queries = kernel._keys_to_read(within, tile), some, whole_keys
+    of_keys = kernel._queries_to_read(within, tile, LENGTH), some.swapaxes(1, 2), every.swapaxes(1, 2)
+    for bounds, needed, whole in (of_queries, of_keys):
         begin, full_begin, full_stop, stop = np.moveaxis(np.asarray(bounds), -1, 0)[..., None]
-        others = np.arange(needed.shape[-1])
-        read, unmasked = (others >= begin) & (others < stop), (others >= full_begin) & (others < full_stop)
-        assert (needed <= read).all() and (unmasked <= read).all() and (unmasked <= whole).all()
+        other = np.arange(needed.shape[-1])
+        read, unmasked = (begin <= other) & (other < stop), (full_begin <= other) & (other < full_stop)
         assert ((begin <= full_begin) & (full_begin <= full_stop) & (full_stop <= stop)).all()
-        if spans in ("causal", "window", "everything", "nothing"):
-            assert (read == needed).all()
-        if spans in ("causal", "everything"):  # the last block of queries is not whole: what it lacks sees nothing
-            assert (unmasked[:, : LENGTH // tile.queries] == whole[:, : LENGTH // tile.queries])[:, :, :2].all()
+        assert (needed <= read).all() and (unmasked <= whole).all()
+        if spans not in ("no order", "everything but for some"):  # where what every query sees is no run of blocks
+            assert (read == needed).all() and (unmasked == whole).all()
 
 
 def test_what_is_not_supported() -> None:
     assert not kernel.problems(128, jnp.bfloat16, (8, 0))
     (head_dim, dtype, capability) = kernel.problems(96, jnp.float64, (7, 5))
     assert "head_dim=96" in head_dim and "float64" in dtype and "(7, 5)" in capability
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [Form(scale=0.1), Form(scale=0.1, softcap=1.5)], ids=["plain", "capped"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "dtype, precision, tolerance",
+    [("float32", "highest", 1e-5), ("float32", "default", 5e-3), ("float16", None, 2e-3), ("bfloat16", None, 1e-2)],
+)
+def test_a_gpus_output_and_gradients_are_the_references(
+    gpu: jax.Device, dtype: str, precision: str | None, tolerance: float, head_dim: int, form: Form
+) -> None:
+    """Grouped heads and rows that no block divides; each array as a whole, relative to its norm."""
+    random = np.random.default_rng(0)
+    settings = {"interpret": gpu.platform == "cpu"}
+    for queries, keys in ((700, 700), (1, 300), (300, 129)):
+        sizes = ((queries, 4), (keys, 2), (keys, 2), (queries, 4))
+        case = [random.normal(size=(BATCH, *size, head_dim)).astype(jnp.dtype(dtype)) for size in sizes]
+        for spans in (causal(queries, window=450, shift=keys - queries), scattered(queries, keys)):
+            with jax.default_matmul_precision(precision):
+                found = jax.jit(functools.partial(forward_and_backward, form, kernel, settings))(*case, *spans)
+            for name, got, want in zip(NAMES, found, expected(form, *case, *spans), strict=True):
+                finite = np.isfinite(want)
+                assert got.devices() == {gpu}
+                assert (np.isfinite(got) == finite).all()
+                assert toy.distance(np.where(finite, got, 0), np.where(finite, want, 0)) < tolerance, name
 
 
 # ---- Programs for GPUs, compiled and not run.
