@@ -91,7 +91,7 @@ def forward(
     bounds = _keys_to_read(spans, tile)
     at = _Specs.of(bounds, spans, q, k)
     call = pl.pallas_call(
-        functools.partial(_forward_kernel, form, tile),
+        functools.partial(_attention_forward, form, tile),
         grid=(bounds.shape[1], heads, batch),
         in_specs=at.operands,
         out_specs=[at.queries, at.statistics],
@@ -99,7 +99,7 @@ def forward(
         compiler_params=_compiler_params(tile),
         interpret=interpret,
     )
-    out, log_sum = call(bounds, *spans, q, k, v)
+    out, log_sum = call(bounds, spans.first, spans.last, q, k, v)
     return out, log_sum
 
 
@@ -137,7 +137,7 @@ def _d_queries(form: Form, tile: Tile, interpret: bool, spans: Spans, *arrays: j
     bounds = _keys_to_read(spans, tile)
     at = _Specs.of(bounds, spans, q, k)
     call = pl.pallas_call(
-        functools.partial(_d_queries_kernel, form, tile),
+        functools.partial(_attention_d_queries, form, tile),
         grid=(bounds.shape[1], heads, batch),
         in_specs=[*at.operands, at.queries, at.statistics, at.statistics],
         out_specs=at.queries,
@@ -145,7 +145,7 @@ def _d_queries(form: Form, tile: Tile, interpret: bool, spans: Spans, *arrays: j
         compiler_params=_compiler_params(tile),
         interpret=interpret,
     )
-    return call(bounds, *spans, *arrays)
+    return call(bounds, spans.first, spans.last, *arrays)
 
 
 def _d_keys(form: Form, tile: Tile, interpret: bool, spans: Spans, *arrays: jax.Array) -> list[jax.Array]:
@@ -156,7 +156,7 @@ def _d_keys(form: Form, tile: Tile, interpret: bool, spans: Spans, *arrays: jax.
     bounds = _queries_to_read(spans, tile, keys)
     at = _Specs.of(bounds, spans, q, k, own=q.shape[2] // groups)
     call = pl.pallas_call(
-        functools.partial(_d_keys_kernel, form, tile),
+        functools.partial(_attention_d_keys, form, tile),
         grid=(bounds.shape[1], groups, batch),
         in_specs=[*at.operands, at.queries, at.statistics, at.statistics],
         out_specs=[at.keys, at.keys],
@@ -164,7 +164,7 @@ def _d_keys(form: Form, tile: Tile, interpret: bool, spans: Spans, *arrays: jax.
         compiler_params=_compiler_params(tile),
         interpret=interpret,
     )
-    return call(bounds, *spans, *arrays)
+    return call(bounds, spans.first, spans.last, *arrays)
 
 
 def _blocks(q: jax.Array) -> Blocks:
@@ -229,7 +229,7 @@ def _within(spans: Spans, keys: int, block: int) -> Spans:
 
 def _extremes(spans: Spans, block: int) -> tuple[jax.Array, ...]:
     """Least and greatest first, least and greatest last, of each block of queries: [B, N] each."""
-    first, last = (x.reshape(x.shape[0], -1, block) for x in spans)
+    first, last = (x.reshape(x.shape[0], -1, block) for x in (spans.first, spans.last))
     return first.min(-1), first.max(-1), last.min(-1), last.max(-1)
 
 
@@ -272,7 +272,7 @@ def _bounds(begin: jax.Array, full_begin: jax.Array, full_stop: jax.Array, stop:
 # ---- Kernels, on refs as _Specs has them. In this section, S is a block of queries and T one of keys.
 
 
-def _forward_kernel(
+def _attention_forward(
     form: Form,
     tile: Tile,
     bounds: Any,
@@ -313,7 +313,7 @@ def _forward_kernel(
     _store(log_sum, rows.slice, jnp.where(sees, peak * _unit(form) + jnp.log(total), jnp.inf), own)
 
 
-def _d_queries_kernel(
+def _attention_d_queries(
     form: Form,
     tile: Tile,
     bounds: Any,
@@ -347,7 +347,7 @@ def _d_queries_kernel(
     _store(d_q, rows.slice, _over_blocks(bounds, rows.block, None, step, jnp.zeros(own_q.shape, jnp.float32)), own)
 
 
-def _d_keys_kernel(
+def _attention_d_keys(
     form: Form,
     tile: Tile,
     bounds: Any,

@@ -18,7 +18,7 @@ import toy
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.kernels import attention_pallas as kernel
-from jaxopt_llm.kernels.attention import attention
+from jaxopt_llm.kernels import attention_xla
 from jaxopt_llm.kernels.attention_pallas import Blocks, Tile
 from jaxopt_llm.kernels.spans import Form, Spans
 from jaxopt_llm.parallel import hlo, topology
@@ -35,18 +35,20 @@ LENGTH = 37  # no multiple of any block
 
 
 @functools.cache
-def kernels(form: Form, blocks: Blocks = SMALL) -> Any:
-    """(q, k, v, gradient, first, last) -> as NAMES."""
+def run(form: Form, implementation: Any = kernel, **settings: Any) -> Any:
+    """(q, k, v, gradient, first, last) -> as NAMES. settings: of the kernel, in the interpreter by default."""
+    if implementation is kernel:
+        settings = {"blocks": SMALL, "interpret": True} | settings
+    whole = functools.partial(forward_and_backward, form, implementation, settings)
+    return jax.jit(whole, compiler_options=toy.QUICK_COMPILE)
 
-    def run(q: Any, k: Any, v: Any, gradient: Any, first: Any, last: Any) -> tuple[jax.Array, ...]:
-        spans = Spans(first, last)
-        out, log_sum = kernel.forward(form, q, k, v, spans, blocks=blocks, interpret=True)
-        gradients = kernel.backward(
-            form, q, k, v, spans, log_sum, mean_of(gradient, out), gradient, blocks=blocks, interpret=True
-        )
-        return out, log_sum, *gradients
 
-    return jax.jit(run, compiler_options=toy.QUICK_COMPILE)
+def forward_and_backward(
+    form: Form, implementation: Any, settings: Any, q: Any, k: Any, v: Any, gradient: Any, first: Any, last: Any
+) -> tuple[jax.Array, ...]:
+    operands = form, q, k, v, Spans(first, last)
+    out, log_sum = implementation.forward(*operands, **settings)
+    return out, log_sum, *implementation.backward(*operands, log_sum, mean_of(gradient, out), gradient, **settings)
 
 
 def mean_of(gradient: jax.Array, out: jax.Array) -> jax.Array:
@@ -110,6 +112,10 @@ SPANS = {
     "documents": packed(LENGTH),
     "everything": (np.full((BATCH, LENGTH), -5), np.full((BATCH, LENGTH), 10**6)),
     "no order": scattered(LENGTH, LENGTH),
+    "everything but for some": (
+        np.where(np.arange(LENGTH) // 8 % 3 == 1, 9, 0) + np.zeros((BATCH, 1), int),
+        np.full((BATCH, LENGTH), LENGTH),
+    ),
     "nothing": (np.full((BATCH, LENGTH), 3), np.full((BATCH, LENGTH), 2)),
     "before the keys": (np.full((BATCH, LENGTH), -9), np.full((BATCH, LENGTH), -1)),
     "beyond the keys": (np.full((BATCH, LENGTH), LENGTH), np.full((BATCH, LENGTH), 99)),
@@ -125,7 +131,7 @@ def assert_equal(found: Any, wanted: Any, tolerance: float = 5e-6) -> None:
 @pytest.mark.parametrize("spans", SPANS)
 def test_output_and_gradients_are_the_references(form: Form, spans: str) -> None:
     case = *arrays(), *SPANS[spans]
-    assert_equal(kernels(form)(*case), expected(form, *case))
+    assert_equal(run(form)(*case), expected(form, *case))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +148,7 @@ def test_shapes(queries: int, keys: int, heads: int, groups: int) -> None:
     of_shape = arrays(queries, keys, heads, groups)
     for spans in (causal(queries, shift=keys - queries), scattered(queries, keys)):
         case = *of_shape, *spans
-        assert_equal(kernels(PLAIN)(*case), expected(PLAIN, *case))
+        assert_equal(run(PLAIN)(*case), expected(PLAIN, *case))
 
 
 def test_a_query_that_sees_nothing_neither_gets_nor_gives() -> None:
@@ -150,7 +156,7 @@ def test_a_query_that_sees_nothing_neither_gets_nor_gives() -> None:
     blind = np.zeros((BATCH, LENGTH), bool)
     blind[0, 20:], blind[1, ::3] = True, True
     last[blind] = -1
-    out, log_sum, *gradients = kernels(PLAIN)(*arrays(), first, last)
+    out, log_sum, *gradients = run(PLAIN)(*arrays(), first, last)
     assert not out[blind].any() and not gradients[0][blind].any()
     assert np.isposinf(np.moveaxis(log_sum, 1, 2)[blind]).all()
     assert np.isfinite(np.moveaxis(log_sum, 1, 2)[~blind]).all()
@@ -168,7 +174,7 @@ def test_large_scores() -> None:
     case = q, k, v, gradient, *SPANS["causal"]
     form = Form(scale=1.0)
     # A log-sum-exp of 1e4 has no bits below 1e-3 in float32, and the backward's weights are as exact as it is.
-    for name, got, want in zip(NAMES, kernels(form)(*case), expected(form, *case), strict=True):
+    for name, got, want in zip(NAMES, run(form)(*case), expected(form, *case), strict=True):
         assert np.isfinite(got).all()
         assert toy.distance(got, want) < (1e-6 if name in ("out", "log_sum") else 1e-3), name
 
@@ -177,24 +183,21 @@ def test_large_scores() -> None:
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_rounds_no_more_than_xlas(form: Form, dtype: Any) -> None:
     """1.2 times its distance from float64, of what both begin with."""
-    q, k, v, gradient = arrays(dtype=dtype)
-    batch = toy.packed(rows=BATCH, length=LENGTH)
-    spans = packed(LENGTH)
+    case = *arrays(dtype=dtype), *SPANS["documents"]
+    found, others, wanted = run(form)(*case), run(form, attention_xla)(*case), expected(form, *case)
+    for name, got, other, want in zip(NAMES, found, others, wanted, strict=True):
+        assert got.dtype == (jnp.float32 if name == "log_sum" else dtype)
+        assert toy.distance(got, want) <= 1.2 * toy.distance(other, want), name
 
-    @functools.partial(jax.jit, compiler_options=toy.QUICK_COMPILE)
-    def xla(q: Any, k: Any, v: Any, gradient: Any) -> tuple[jax.Array, ...]:
-        where = {"positions": batch.positions, "segment_ids": batch.segment_ids}
-        out, backward = jax.vjp(
-            lambda q, k, v: attention(q, k, v, scale=form.scale, softcap=form.softcap, **where), q, k, v
-        )
-        return out, *backward(gradient)
 
-    out, _, *gradients = kernels(form)(q, k, v, gradient, *spans)
-    want_out, _, *want_gradients = expected(form, q, k, v, gradient, *spans)
-    found, wanted = (out, *gradients), (want_out, *want_gradients)
-    for name, got, others, want in zip(("out", "q", "k", "v"), found, xla(q, k, v, gradient), wanted, strict=True):
-        assert got.dtype == dtype
-        assert toy.distance(got, want) <= 1.2 * toy.distance(others, want), name
+def test_default_blocks() -> None:
+    """Larger than the rows, and smaller."""
+    random = np.random.default_rng(0)
+    for length in (20, 150):
+        case = [random.normal(size=(1, length, heads, 64)).astype(np.float32) for heads in (2, 1, 1, 2)]
+        case += [each[:1] for each in causal(length, window=90)]
+        form = Form(scale=0.125)
+        assert_equal(run(form, blocks=None)(*case), expected(form, *case))
 
 
 def test_parts_of_the_keys_sum_to_the_whole() -> None:
@@ -230,41 +233,71 @@ def test_keys_that_no_query_of_a_block_sees_are_not_read() -> None:
     spans = np.where(rows < 16, 0, 16), rows
     for x in (q, k, v, gradient):
         x[:, 16:] = np.nan
-    out, _, *gradients = kernels(PLAIN)(q, k, v, gradient, *spans)
+    out, _, *gradients = run(PLAIN)(q, k, v, gradient, *spans)
     whole = np.s_[:, :16]
     want = expected(PLAIN, *(x[whole] for x in (q, k, v, gradient, *spans)))
     assert_equal((out[whole], want[1], *(each[whole] for each in gradients)), want)
 
 
 @pytest.mark.parametrize("spans", SPANS)
-@pytest.mark.parametrize("tile", [Tile(16, 8, 4, 2), Tile(8, 16, 4, 2)])
-def test_bounds_have_all_that_is_seen_and_no_mask_where_all_is(spans: str, tile: Tile) -> None:
+@pytest.mark.parametrize("tile", [Tile(16, 8, 4, 2), Tile(8, 16, 4, 2)], ids=["wide", "tall"])
+def test_blocks_that_are_read_and_those_without_a_mask(spans: str, tile: Tile) -> None:
     first, last = SPANS[spans]
     rows = np.arange(LENGTH)
     visible = (rows >= first[..., None]) & (rows <= last[..., None])  # [B, S, T]
-    blocks = [np.arange(0, LENGTH, size) for size in (tile.queries, tile.keys)]
-    pairs = [(visible[:, i : i + tile.queries, j : j + tile.keys]) for i in blocks[0] for j in blocks[1]]
-    shape = (*map(len, blocks), BATCH)
-    some = np.moveaxis(np.array([each.any((1, 2)) for each in pairs]).reshape(shape), 2, 0)  # [B, N, M]
-    every = np.moveaxis(np.array([each.all((1, 2)) for each in pairs]).reshape(shape), 2, 0)
+    queries, keys = (np.arange(0, LENGTH, size) for size in (tile.queries, tile.keys))  # begins of N and M blocks
+    pairs = [[visible[:, i : i + tile.queries, j : j + tile.keys] for j in keys] for i in queries]
+    some, every = (
+        np.array([[getattr(pair, reduce)((1, 2)) for pair in row] for row in pairs]).transpose(2, 0, 1)  # [B, N, M]
+        for reduce in ("any", "all")
+    )
+    # Rows beyond the last query see nothing; keys beyond the last are masked when they are loaded.
+    every &= queries[:, None] + tile.queries <= LENGTH
+    whole_keys = every & (keys + tile.keys <= LENGTH)
+
     within = kernel._within(Spans(jnp.asarray(first), jnp.asarray(last)), LENGTH, tile.queries)
-    of_keys, of_queries = kernel._keys_to_read(within, tile), kernel._queries_to_read(within, tile, LENGTH)
-    for bounds, needed, whole in ((of_keys, some, every), (of_queries, *(np.swapaxes(x, 1, 2) for x in (some, every)))):
+    of_queries = kernel._keys_to_read(within, tile), some, whole_keys
+    of_keys = kernel._queries_to_read(within, tile, LENGTH), some.swapaxes(1, 2), every.swapaxes(1, 2)
+    for bounds, needed, whole in (of_queries, of_keys):
         begin, full_begin, full_stop, stop = np.moveaxis(np.asarray(bounds), -1, 0)[..., None]
-        others = np.arange(needed.shape[-1])
-        read, unmasked = (others >= begin) & (others < stop), (others >= full_begin) & (others < full_stop)
-        assert (needed <= read).all() and (unmasked <= read).all() and (unmasked <= whole).all()
+        other = np.arange(needed.shape[-1])
+        read, unmasked = (begin <= other) & (other < stop), (full_begin <= other) & (other < full_stop)
         assert ((begin <= full_begin) & (full_begin <= full_stop) & (full_stop <= stop)).all()
-        if spans in ("causal", "window", "everything", "nothing"):
-            assert (read == needed).all()
-        if spans in ("causal", "everything"):  # the last block of queries is not whole: what it lacks sees nothing
-            assert (unmasked[:, : LENGTH // tile.queries] == whole[:, : LENGTH // tile.queries])[:, :, :2].all()
+        assert (needed <= read).all() and (unmasked <= whole).all()
+        if spans not in ("no order", "everything but for some"):  # where what every query sees is no run of blocks
+            assert (read == needed).all() and (unmasked == whole).all()
 
 
 def test_what_is_not_supported() -> None:
     assert not kernel.problems(128, jnp.bfloat16, (8, 0))
     (head_dim, dtype, capability) = kernel.problems(96, jnp.float64, (7, 5))
     assert "head_dim=96" in head_dim and "float64" in dtype and "(7, 5)" in capability
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [Form(scale=0.1), Form(scale=0.1, softcap=1.5)], ids=["plain", "capped"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "dtype, precision, tolerance",
+    [("float32", "highest", 1e-5), ("float32", "default", 5e-3), ("float16", None, 2e-3), ("bfloat16", None, 1e-2)],
+)
+def test_a_gpus_output_and_gradients_are_the_references(
+    gpu: jax.Device, dtype: str, precision: str | None, tolerance: float, head_dim: int, form: Form
+) -> None:
+    """Grouped heads and rows that no block divides; each array as a whole, relative to its norm."""
+    random = np.random.default_rng(0)
+    settings = {"interpret": gpu.platform == "cpu"}
+    for queries, keys in ((700, 700), (1, 300), (300, 129)):
+        sizes = ((queries, 4), (keys, 2), (keys, 2), (queries, 4))
+        case = [random.normal(size=(BATCH, *size, head_dim)).astype(jnp.dtype(dtype)) for size in sizes]
+        for spans in (causal(queries, window=450, shift=keys - queries), scattered(queries, keys)):
+            with jax.default_matmul_precision(precision):
+                found = jax.jit(functools.partial(forward_and_backward, form, kernel, settings))(*case, *spans)
+            for name, got, want in zip(NAMES, found, expected(form, *case, *spans), strict=True):
+                finite = np.isfinite(want)
+                assert got.devices() == {gpu}
+                assert (np.isfinite(got) == finite).all()
+                assert toy.distance(np.where(finite, got, 0), np.where(finite, want, 0)) < tolerance, name
 
 
 # ---- Programs for GPUs, compiled and not run.
@@ -277,13 +310,14 @@ def program(chip: str, head_dim: int, dtype: Any, *, toolkit: bool = False, form
     def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    def run(q: Any, k: Any, v: Any, gradient: Any, first: Any, last: Any) -> tuple[jax.Array, ...]:
-        spans = Spans(first, last)
-        out, log_sum = kernel.forward(form, q, k, v, spans)
-        return out, *kernel.backward(form, q, k, v, spans, log_sum, mean_of(gradient, out), gradient)
-
     q, k, row = array(1, 2048, 8, head_dim), array(1, 2048, 2, head_dim), array(1, 2048, dtype=jnp.int32)
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    mapped = jax.shard_map(
+        functools.partial(forward_and_backward, form, kernel, {}),
+        mesh=mesh,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
     lowered = jax.jit(mapped).trace(q, k, k, q, row, row).lower(lowering_platforms=("cuda",))
     return lowered.compile() if toolkit else topology.compile(lowered)
 
@@ -304,11 +338,10 @@ def test_blocks_of_float32_fit_into_shared_memory(chip: str, head_dim: int) -> N
 
 def test_the_program_holds_no_scores_and_repeats_no_keys() -> None:
     compiled = program("h100", 128, jnp.bfloat16)
-    largest = max(math.prod(array.shape) for array in hlo.array_shapes(str(compiled.as_text())))
-    assert largest == 2048 * 8 * 128  # q
-    statistics = 8 * 2048 * 4
-    # Two statistics, and spans and bounds; the products of gradient and output are summed as they are formed.
-    assert hlo.memory(compiled).temporaries < 3 * statistics
+    q, statistics = 2048 * 8 * 128, 2048 * 8
+    assert max(math.prod(array.shape) for array in hlo.array_shapes(str(compiled.as_text()))) == q
+    # The mean, spans and bounds, in 32 bits; k for every query head would be as large as q.
+    assert hlo.memory(compiled).temporaries < 2 * statistics * 4
 
 
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="NVIDIA's ptxas is not installed")
