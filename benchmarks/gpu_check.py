@@ -64,10 +64,15 @@ def parts(on_cpu: bool) -> list[Part]:
     having = (path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text())
     tests = sorted(str(path.relative_to(ROOT)) for path in having)
     peer = train_step("llama_small", 1, "--peer", "hf-torch")
+    # The interpreter has no use for the heads of a tiny model.
+    flash = [] if on_cpu else ["--training.attention", "pallas"]
+    attention = ["benchmarks/attention.py", "--runs", "3", *([] if on_cpu else ["--lengths", "8192"]), "--json"]
     pytest = ["-m", "pytest", "-q", "-m", "gpu", *(["--gpu-tests-on-cpu"] if on_cpu else [])]
     return [
         Part("1b-step", train_step("llama_1b", runs=1), read_step, describe_step, seconds=130),
         Part("tests", [*pytest, *tests, "--junit-xml"], read_junit, describe_tests, seconds=180),
+        Part("attention", attention, read_attention, describe_attention, seconds=120),
+        Part("1b-flash", train_step("llama_1b", 1, *flash), read_step, describe_step, seconds=130),
         Part("train-step", train_step("llama_small", runs=2), read_step, describe_step, seconds=100),
         Part("filled", [*filled, "--json"], read_step, describe_filled, seconds=180),
         Part("peer", peer, read_step, describe_peer, seconds=180, needs=("torch", "transformers")),
@@ -78,6 +83,11 @@ def read_step(path: Path) -> dict[str, Any]:
     """What train_step.py says, without its command, which names a temporary file."""
     report: dict[str, Any] = json.loads(path.read_text())
     return {name: value for name, value in report.items() if name != "command"}
+
+
+def read_attention(path: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
 
 
 def read_junit(path: Path) -> dict[str, Any]:
@@ -95,6 +105,15 @@ def read_junit(path: Path) -> dict[str, Any]:
 
 def describe_tests(report: dict[str, Any]) -> str:
     return ", ".join(f"{len(tests)} {outcome}" for outcome, tests in report.items() if tests)
+
+
+def describe_attention(report: dict[str, Any]) -> str:
+    said = []
+    for row in report["rows"]:
+        name = f"{row['name']} at head_dim {row['head_dim']}"
+        figures = "unavailable" if "unavailable" in row else f"{row['forward_tflops']:.0f}/{row['backward_tflops']:.0f}"
+        said.append(f"{name} {figures}")
+    return "TFLOP/s forward/backward: " + ", ".join(said)
 
 
 def describe_step(report: dict[str, Any]) -> str:

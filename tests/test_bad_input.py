@@ -86,6 +86,10 @@ CASES = {
         ["--pipeline.schedule", "zigzag"],
         ["--pipeline.schedule", "zigzag", "'gpipe', '1f1b', 'interleaved'"],
     ),
+    "a kernel for GPUs on a CPU": (
+        ["--training.attention", "pallas"],
+        ["training.attention=pallas is for GPUs, not for cpu: set --training.attention xla"],
+    ),
     "interleaved of one run": (
         ["--mesh.pipeline", "2", "--pipeline.schedule", "interleaved"],
         ["pipeline.schedule=interleaved with pipeline.virtual_stages=1: set at least 2"],
@@ -250,7 +254,7 @@ def assert_one_line(stderr: str, *parts: str) -> None:
 
 
 # What only the data or the compiled step can tell; all else is refused before JAX is touched.
-LATE = ("vocabulary too small",)
+LATE = ("vocabulary too small", "a kernel for GPUs on a CPU")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in LATE])
