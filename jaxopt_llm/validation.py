@@ -79,7 +79,6 @@ def validate(config: TrainConfig) -> None:
             *lora.problems(param_specs(config.model), config.lora, config.training.trainable),
             *shapes.problems(config.model, config.training, config.mesh, config.sharding),
             *(stages.problems(layout(config.model), config.mesh.pipeline, config.pipeline) or _unequal_groups(config)),
-            *_missing_features(config),
             *_waits_for_all_gradients(config),
             *_unquantisable(config),
         ]
@@ -136,12 +135,6 @@ def _unquantisable(config: TrainConfig) -> list[str]:
     if exempt and config.remat.every > 1:
         found.append(f"{name} does not go with remat.every={config.remat.every}: set one of them to 0 and 1")
     return found
-
-
-def _missing_features(config: TrainConfig) -> list[str]:
-    if config.mesh.context == 1:
-        return []
-    return [f"mesh.context={config.mesh.context}: not there yet, no ring attention; use mesh.fsdp and mesh.tensor"]
 
 
 # What an optimizer in the backward wants: what else these do waits for all gradients, or is not there with it.

@@ -132,7 +132,10 @@ CASES = {
         ["--distributed.coordinator", "here", "--distributed.timeout-seconds", "0"],
         ["distributed.coordinator=here: must be host:port", "distributed.timeout_seconds=0"],
     ),
-    "no ring yet": (["--mesh.context", "2"], ["mesh.context=2"]),
+    "a sequence that context does not divide": (
+        ["--mesh.context", "5", "--training.sequence-length", "64"],
+        ["training.sequence_length=64 does not divide by mesh.context=5 (nearest that do: 60 and 65)"],
+    ),
     "not finite": (["--optimizer.learning-rate", "inf"], ["optimizer.learning_rate=inf", "float32"]),
     "not in float32": (["--optimizer.epsilon", "1e-320"], ["optimizer.epsilon=1e-320", "float32"]),
     "more layers than can be named": (["--model.layers", "2147483647"], ["model.layers=2147483647", "10,000"]),

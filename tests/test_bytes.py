@@ -97,7 +97,10 @@ def compiled(
         compute_dtype_layers=exempt,
     )
     placement = Placement(
-        make_mesh(mesh, gpu_topology("h200")), ShardingConfig(stage, sequence_parallel), precision, offload
+        make_mesh(mesh, gpu_topology("h200", gpus_per_host=mesh.devices)),
+        ShardingConfig(stage, sequence_parallel),
+        precision,
+        offload,
     )
     lora = LoraConfig()
     if adapters_over:

@@ -61,7 +61,7 @@ CASES = pairwise(
         "zero": (0, 1, 2, 3),
         "tensor": (1, 2, 4),  # of which 4 exceeds the key-value heads: they are repeated
         "sequence_parallel": (False, True),
-        "split": ({}, {"data": 2}, {"fsdp": 2}, {"data": 2, "fsdp": 2}),
+        "split": ({}, {"data": 2}, {"fsdp": 2}, {"data": 2, "fsdp": 2}, {"context": 2}, {"context": 2, "fsdp": 2}),
         "accumulation": (1, 3),
         "remat": ("none", "full"),
         "model": ("tied", "untied"),
@@ -90,6 +90,7 @@ BASIC = {
 EXTRAS = [
     BASIC | {"split": {"fsdp": 2, "expert": 2}, "remat": "offload"},
     BASIC | {"zero": 2, "split": {"fsdp": 8}, "remat": "save_attention"},
+    BASIC | {"zero": 3, "split": {"context": 8}, "remat": "save_attention", "model": "segments"},
     BASIC | {"pipeline": 2, "accumulation": 1, "model": "segments"},
     BASIC | {"zero": 3, "tensor": 2, "split": {"fsdp": 2}, "accumulation": 1, "model": "segments", "remat": "none"},
     BASIC | {"model": "gpt", "zero": 3, "tensor": 4, "sequence_parallel": True, "split": {"fsdp": 2}, "remat": "named"},

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxopt_llm.kernels import attention_xla
 from jaxopt_llm.kernels.attention import IMPLEMENTATIONS, Implementation, attend
+from jaxopt_llm.kernels.ring import Ring
 from jaxopt_llm.kernels.spans import Form, Spans
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.context import Context
@@ -107,7 +108,10 @@ def self_attention(
 
 
 def _implementation(name: str, placement: Placement) -> Implementation:
-    return IMPLEMENTATIONS[name] if name == "xla" else _OnEachDevice(IMPLEMENTATIONS[name], placement)
+    kernel = IMPLEMENTATIONS[name]
+    if placement.size("context") > 1:
+        return _OnEachDevice(Ring(kernel, "context"), placement)
+    return kernel if name == "xla" else _OnEachDevice(kernel, placement)
 
 
 @dataclass(frozen=True)

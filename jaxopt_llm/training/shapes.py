@@ -10,14 +10,18 @@ from jaxopt_llm.training.step import TrainingConfig
 
 
 def problems(model: ModelConfig, training: TrainingConfig, mesh: MeshConfig, sharding: ShardingConfig) -> list[str]:
-    """Of the rows of a microbatch, and of what mesh.tensor splits."""
+    """Of the rows of a microbatch, of the sequence, and of what mesh.tensor splits."""
     batch = {"training.accumulation": training.accumulation} | {f"mesh.{a}": getattr(mesh, a) for a in BATCH_AXES}
     over = " × ".join(f"{name}={size}" for name, size in batch.items())
     shards = math.prod(batch.values())
     found = _unless_multiple(f"training.batch_size={training.batch_size}", training.batch_size, shards, over)
 
+    length = training.sequence_length
+    over_context = f"mesh.context={mesh.context}"
+    found += _unless_multiple(f"training.sequence_length={length}", length, mesh.context, over_context)
+
     def over_tensor(tensor: int) -> list[str]:
-        return tensor_problems(model, training.sequence_length, sharding.sequence_parallel, tensor)
+        return tensor_problems(model, length, sharding.sequence_parallel, tensor, mesh.context)
 
     if split := over_tensor(mesh.tensor):
         fewer = next(tensor for tensor in range(mesh.tensor - 1, 0, -1) if not over_tensor(tensor))
@@ -25,7 +29,9 @@ def problems(model: ModelConfig, training: TrainingConfig, mesh: MeshConfig, sha
     return found
 
 
-def tensor_problems(model: ModelConfig, sequence_length: int, sequence_parallel: bool, tensor: int) -> list[str]:
+def tensor_problems(
+    model: ModelConfig, sequence_length: int, sequence_parallel: bool, tensor: int, context: int = 1
+) -> list[str]:
     """Of every logical axis that the placement's tables lay over `tensor`."""
     over, heads, kv_heads = f"mesh.tensor={tensor}", model.heads, model.kv_heads
     padded = padded_vocabulary(model.vocabulary_size)
@@ -42,7 +48,8 @@ def tensor_problems(model: ModelConfig, sequence_length: int, sequence_parallel:
         found.append(_sentence(f"model.kv_heads={kv_heads}", over, [*below[-1:], *above[:1]]))
     if sequence_parallel:
         length = f"training.sequence_length={sequence_length}, which sharding.sequence_parallel splits,"
-        found += _unless_multiple(length, sequence_length, tensor, over)
+        over = f"mesh.context={context} × {over}" if context > 1 else over
+        found += _unless_multiple(length, sequence_length, context * tensor, over)
     return found
 
 

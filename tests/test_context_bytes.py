@@ -1,0 +1,55 @@
+"""What a sequence costs that devices divide: memory, and what goes round, read off programs for H200s."""
+
+import pytest
+from test_attention_bytes import KERNELS, calls
+from test_bytes import ROWS, SEQUENCE, WIDTH, compiled, per_layer, slow
+
+from jaxopt_llm.model import param
+from jaxopt_llm.parallel.mesh import MeshConfig
+
+LAYERS = 8
+
+pytestmark = pytest.mark.core
+
+
+def temporaries(step) -> float:  # type: ignore[no-untyped-def]
+    return step.memory.temporaries
+
+
+@pytest.mark.parametrize("attention", ["pallas", *slow(("xla",))])
+@pytest.mark.parametrize("context", [1, 4])
+def test_a_device_keeps_its_part_of_a_layers_input(context: int, attention: str) -> None:
+    """Of what grows with depth, beside the gradients, which stage 0 does not divide."""
+    mesh = MeshConfig(context=context)
+    specs = compiled(LAYERS, mesh, 0, attention=attention).program.specs.masters["segment_0"]
+    gradients = 4 * param.count(param.layer_specs(specs))
+    kept = per_layer(temporaries, mesh, 0, attention=attention) - gradients
+    assert kept == pytest.approx(ROWS * SEQUENCE * WIDTH * 2 / context, rel=0.05)
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(fsdp=2, context=4), *slow((MeshConfig(fsdp=4, context=2),))])
+@pytest.mark.parametrize("attention", ["xla", "pallas"])
+def test_keys_and_values_go_round_and_no_activation_is_gathered(mesh: MeshConfig, attention: str) -> None:
+    step = compiled(LAYERS, mesh, 3, attention=attention)
+    sent = [each for each in step.collectives if each.axes == ("context",) and each.array_bytes > 10_000]
+    assert {each.kind for each in sent} == {"collective-permute"}
+    # Keys and values forward, the same backward, which the forward that is run again shares; their gradients in 16 bits
+    # at first, being one device's, and in 32 on the way, and rounded for the last step, home.
+    part = ROWS // mesh.fsdp * SEQUENCE // mesh.context * WIDTH * 2
+    in_32_bits = 2 * (mesh.context - 2)
+    assert sum(each.array_bytes * each.times for each in sent) == LAYERS * 2 * part * (
+        2 * (mesh.context - 1) + 2 + in_32_bits
+    )
+
+
+def test_zero_divides_over_the_context_too() -> None:
+    mesh = MeshConfig(fsdp=2, context=4)
+    step = compiled(LAYERS, mesh, 3, attention="pallas")
+    batch = 17 * ROWS * SEQUENCE / 8  # four integers and a boolean
+    assert step.memory.arguments == pytest.approx(12 / 8 * param.count(step.program.specs.masters) + batch, rel=0.01)
+
+
+def test_a_saved_result_is_not_computed_again() -> None:
+    mesh = MeshConfig(fsdp=2, context=4)
+    step = compiled(LAYERS, mesh, 3, "save_attention", attention="pallas")
+    assert calls(step) == LAYERS * mesh.context * (KERNELS["forward"] + KERNELS["backward"])
