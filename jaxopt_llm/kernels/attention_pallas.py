@@ -393,7 +393,9 @@ def _bounded(form: Form, products: jax.Array) -> jax.Array:
 
 
 def _unit(form: Form) -> float:
-    return form.scale if form.softcap is None else form.softcap
+    unit = form.scale if form.softcap is None else form.softcap
+    assert unit > 0, "the largest score is looked for before this multiplies it"
+    return unit
 
 
 def _weights_again(

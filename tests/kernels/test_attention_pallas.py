@@ -338,16 +338,17 @@ def program(chip: str, head_dim: int, dtype: Any, *, toolkit: bool = False, form
     return lowered.compile() if toolkit else topology.compile(lowered)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("chip", ["a100", "4090", "h100", "b200"])
+@pytest.mark.parametrize(
+    "chip, head_dim", [("a100", 128), *((chip, size) for chip in ("4090", "h100", "b200") for size in (64, 128, 256))]
+)
 def test_blocks_fit_into_shared_memory(chip: str, head_dim: int) -> None:
-    """Or XLA would not compile."""
+    """Or XLA would not compile. An A100 has the instructions of the 4090, and more memory."""
     text = str(program(chip, head_dim, jnp.bfloat16).as_text())
     assert text.count("__gpu$xla.gpu.triton") == 3
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("chip, precision", [("4090", "default"), ("4090", "highest"), ("h100", "default")])
+@pytest.mark.parametrize("chip, precision", [("4090", "highest"), ("h100", "default")])
 def test_blocks_of_float32_fit_into_shared_memory(chip: str, precision: str, head_dim: int) -> None:
     with jax.default_matmul_precision(precision):
         program(chip, head_dim, jnp.float32)
