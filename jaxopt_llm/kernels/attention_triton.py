@@ -27,8 +27,9 @@ PACKAGES = "triton", "jax_triton"
 DTYPES = "bfloat16", "float16"
 LOG2_E = math.log2(math.e)
 CACHE_BYTES = 24 * 2**20  # of what programs that run together read again and again: half of Hopper's L2
+MOST = jnp.iinfo(jnp.int32).max
 ROW_ALIGNMENT = 4  # of int32 and float32: the TMA unit wants rows that begin at a multiple of 16 bytes
-# Triton writes PTX for the assembler that it brings along, XLA assembles with its own, which may be older.
+# Triton writes PTX for the assembler that it brings along; XLA's own, which may be older, takes that of CUDA 12.9.
 PTX_VERSION = 88
 
 
@@ -49,8 +50,8 @@ class Tiles:
     backward_keys: Tile
 
 
-# By head size. No array of these spills inside a loop (but for a few words with a cap) and all fit 227 KiB of shared
-# memory; which of such tiles is the fastest was not measured.
+# By head size. On Hopper next to nothing spills in a loop, with a cap a few words do; what else fits registers and 227
+# KiB of shared memory may be faster: none was measured.
 TILES: Mapping[int, Tiles] = {
     64: Tiles(forward=Tile(128, 64, 4, 3), backward_queries=Tile(128, 64, 4, 3), backward_keys=Tile(64, 128, 8, 3)),
     128: Tiles(forward=Tile(128, 128, 8, 2), backward_queries=Tile(128, 128, 8, 2), backward_keys=Tile(64, 128, 8, 2)),
@@ -208,8 +209,8 @@ def _constants(form: Form, q: jax.Array, k: jax.Array) -> dict[str, Any]:
 
 
 def _heads_together(heads: int, elements: int) -> int:
-    """The most of the key-value heads, dividing their number, of which two arrays of so many 16-bit elements per head
-    fit the cache."""
+    """How many of so many heads, dividing them, to work on at a time for two arrays of theirs to fit the cache;
+    elements: of one head and array, 16 bits each."""
     fitting = max(1, CACHE_BYTES // (4 * elements))
     return max(count for count in range(1, heads + 1) if heads % count == 0 and (count == 1 or count <= fitting))
 
@@ -232,46 +233,46 @@ def _by_row(block: int, *arrays: jax.Array) -> tuple[Any, ...]:
 
 
 def _clipped(first: jax.Array, last: jax.Array, keys: int) -> tuple[jax.Array, jax.Array]:
-    """The same spans within the rows that there are."""
-    return jnp.maximum(first, 0), jnp.minimum(last, keys - 1)
+    """The same spans within the rows that there are, and those of no keys beside them."""
+    return jnp.clip(first, 0, keys), jnp.clip(last, -1, keys - 1)
 
 
 def _seen_by_queries(first: jax.Array, last: jax.Array, tile: Tile) -> jax.Array:
     """`bounds` of blocks of queries, int32 [B, blocks, 4], as the kernels take them: in rows of the keys."""
     earliest, latest, sees = _extremes(first, last, tile.queries)
     end = jnp.max(latest, axis=-1, where=sees, initial=-1) + 1
-    start = jnp.min(earliest, axis=-1, where=sees, initial=jnp.iinfo(jnp.int32).max)
-    start = jnp.minimum(start, end)
+    start = jnp.minimum(jnp.min(earliest, axis=-1, where=sees, initial=MOST), end)
     full_start = start - (start - jnp.max(earliest, axis=-1)) // tile.keys * tile.keys
-    full = (jnp.min(latest, axis=-1) + 1 - full_start) // tile.keys  # blocks of keys
-    has_full = jnp.all(sees, axis=-1) & (full > 0)
-    full_start = jnp.where(has_full, full_start, start)
-    full_end = full_start + jnp.where(has_full, full, 0) * tile.keys
-    return jnp.stack([start, full_start, full_end, end], axis=-1).astype(jnp.int32)
+    # Of a query that sees nothing, first is after last: then this is not positive.
+    full = (jnp.min(latest, axis=-1) + 1 - full_start) // tile.keys
+    full_start = jnp.where(full > 0, full_start, start)
+    full_end = full_start + jnp.maximum(full, 0) * tile.keys
+    return jnp.stack([start, full_start, full_end, end], axis=-1)
 
 
 def _seeing_keys(first: jax.Array, last: jax.Array, keys: int, tile: Tile) -> jax.Array:
     """`bounds` of blocks of keys, int32 [B, blocks, 4]: in rows of the queries, by whole blocks of them."""
     earliest, latest, sees = _extremes(first, last, tile.queries)
-    key = jnp.arange(0, keys, tile.keys)[:, None]  # [blocks of keys, 1], against [B, 1, blocks of queries]
-    last_key = jnp.minimum(key + tile.keys, keys) - 1
+    first_key = jnp.arange(0, keys, tile.keys, dtype=jnp.int32)[:, None]
+    last_key = jnp.minimum(first_key + tile.keys, keys) - 1
+    # [B, blocks of keys, blocks of queries]
+    touches = jnp.min(earliest, axis=-1, where=sees, initial=MOST)[:, None] <= last_key
+    touches &= jnp.max(latest, axis=-1, where=sees, initial=-1)[:, None] >= first_key
+    covers = jnp.max(earliest, axis=-1)[:, None] <= first_key
+    covers &= jnp.min(latest, axis=-1)[:, None] >= last_key
 
-    def of_block(reduce: Callable[..., jax.Array], x: jax.Array, initial: int) -> jax.Array:
-        return reduce(x, axis=-1, where=sees, initial=initial)[:, None]
-
-    limits = jnp.iinfo(jnp.int32)
-    touches = (of_block(jnp.min, earliest, limits.max) <= last_key) & (of_block(jnp.max, latest, limits.min) >= key)
-    covers = (jnp.max(earliest, axis=-1)[:, None] <= key) & (jnp.min(latest, axis=-1)[:, None] >= last_key)
-    covers &= jnp.all(sees, axis=-1)[:, None]
-    block = jnp.arange(earliest.shape[1])
     blocks = earliest.shape[1]
+    block = jnp.arange(blocks, dtype=jnp.int32)
+
+    def first_where(mask: jax.Array) -> jax.Array:
+        return jnp.min(jnp.where(mask, block, blocks), axis=-1)
+
     end = jnp.max(jnp.where(touches, block + 1, 0), axis=-1)
-    start = jnp.minimum(jnp.min(jnp.where(touches, block, blocks), axis=-1), end)
-    # The first run of blocks that see all keys; where spans do not decrease it is the only one.
-    full_start = jnp.min(jnp.where(covers, block, blocks), axis=-1)
-    full_end = jnp.min(jnp.where(~covers & (block > full_start[..., None]), block, blocks), axis=-1)
-    full_start, full_end = (jnp.where(jnp.any(covers, axis=-1), x, start) for x in (full_start, full_end))
-    return (jnp.stack([start, full_start, full_end, end], axis=-1) * tile.queries).astype(jnp.int32)
+    start = jnp.minimum(first_where(touches), end)
+    # The first run of blocks that see all keys, or none at the end. Where spans do not decrease there is but one.
+    full_start = jnp.minimum(first_where(covers), end)
+    full_end = jnp.minimum(first_where(~covers & (block > full_start[..., None])), end)
+    return jnp.stack([start, full_start, full_end, end], axis=-1) * tile.queries
 
 
 def _extremes(first: jax.Array, last: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:

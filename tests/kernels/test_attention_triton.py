@@ -97,10 +97,10 @@ def out_of_order(queries: int, keys: int) -> Where:
 
 
 def with_padding(length: int) -> Where:
-    """Every fifth query sees nothing, nor do the last ones."""
+    """Every fifth query sees nothing, nor do the last ones, each said in another way."""
     first, last = causal(length)
-    row = np.arange(length)
-    return first, np.where((row % 5 == 2) | (row > length - 20), -1, last)
+    limits, row = np.iinfo(np.int32), np.arange(length)
+    return np.where(row % 5 == 2, limits.max, first), np.where(row > length - 20, limits.min, last)
 
 
 def tiles(queries: int, keys: int) -> Tiles:
@@ -217,16 +217,16 @@ def test_all_that_is_seen_is_visited_and_what_goes_unmasked_is_seen_by_all(
 def test_blocks_outside_a_window_are_not_visited_and_those_inside_have_no_mask() -> None:
     where = kernel._clipped(*map(jnp.asarray, causal(512, window=128)), 512)
     tile = Tile(queries=32, keys=32, warps=4, stages=2)
-    assert [tuple(map(int, each)) for each in np.asarray(kernel._seen_by_queries(*where, tile))[0, [0, 1, 8]]] == [
-        (0, 0, 0, 32),
-        (0, 0, 32, 64),
-        (129, 161, 257, 288),
-    ]
-    assert [tuple(map(int, each)) for each in np.asarray(kernel._seeing_keys(*where, 512, tile))[0, [0, 8, 15]]] == [
-        (0, 32, 128, 160),
-        (256, 288, 384, 416),
-        (480, 480, 480, 512),
-    ]
+    seen = np.asarray(kernel._seen_by_queries(*where, tile))[0, [0, 1, 8]]
+    assert seen.tolist() == [[0, 0, 0, 32], [0, 0, 32, 64], [129, 161, 257, 288]]
+    seeing = np.asarray(kernel._seeing_keys(*where, 512, tile))[0, [0, 8, 15]]
+    assert seeing.tolist() == [[0, 32, 128, 160], [256, 288, 384, 416], [480, 512, 512, 512]]
+
+
+def test_the_last_keys_have_no_mask_where_they_do_not_fill_a_block() -> None:
+    where = jnp.zeros((1, 64), jnp.int32), jnp.full((1, 64), 49, jnp.int32)
+    seeing = kernel._seeing_keys(*where, 50, Tile(queries=32, keys=32, warps=4, stages=2))
+    assert seeing.tolist() == [[[0, 0, 64, 64], [0, 0, 64, 64]]]
 
 
 def test_heads_that_go_together_divide_all_and_fit_the_cache() -> None:
@@ -326,30 +326,29 @@ def test_kernels_fit_hopper_and_use_its_units(
 
 @needs_triton
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 1e-2), ("float16", 2e-3)])
-@pytest.mark.parametrize("size", TILES)
 @pytest.mark.parametrize(
-    "where, softcap",
+    "size, dtype, softcap, where",
     [
-        pytest.param(causal(1000), None, id="causal"),
-        pytest.param(causal(1000, window=300), 20.0, id="window and cap"),
-        pytest.param(packed(1000), None, id="documents"),
-        pytest.param(with_padding(1000), None, id="queries that see nothing"),
-        pytest.param(out_of_order(1000, 1000), None, id="out of order"),
+        pytest.param(64, "bfloat16", None, causal(700), id="head size 64"),
+        pytest.param(128, "bfloat16", None, packed(700), id="head size 128, documents"),
+        pytest.param(256, "bfloat16", 20.0, causal(700, window=300), id="head size 256, window, capped"),
+        pytest.param(128, "float16", None, causal(700, window=300), id="float16, window"),
+        pytest.param(128, "bfloat16", 20.0, with_padding(700), id="queries that see nothing, capped"),
+        pytest.param(64, "float16", None, out_of_order(700, 700), id="out of order"),
     ],
 )
-def test_a_gpus_output_and_gradients_are_the_references(
-    gpu: jax.Device, where: Where, softcap: float | None, size: int, dtype: str, tolerance: float
+def test_a_gpus_output_and_gradients_are_the_references_and_always_the_same(
+    gpu: jax.Device, size: int, dtype: str, softcap: float | None, where: Where
 ) -> None:
     if gpu.platform == "cpu":
         pytest.skip("Triton compiles for GPUs alone")
     lacking = problems(size, dtype, tuple(map(int, gpu.compute_capability.split("."))))
     if lacking:
         pytest.skip("; ".join(lacking))
-    arrays = operands(1000, 1000, heads=8, groups=2, size=size, dtype=jnp.dtype(dtype))
+    arrays = operands(700, 700, heads=8, groups=2, size=size, dtype=jnp.dtype(dtype))
     form = Form(scale=size**-0.5, softcap=softcap)
-    found = jax.jit(functools.partial(run, form, None))(*arrays, where)
-    assert_are(found, expected(form, *arrays, where), tolerance)
-    again = jax.jit(functools.partial(run, form, None))(*arrays, where)
+    compiled = jax.jit(functools.partial(run, form, None))
+    found, again = (compiled(*arrays, where) for _ in range(2))
+    assert_are(found, expected(form, *arrays, where), tolerance=1e-2 if dtype == "bfloat16" else 2e-3)
     for first, second in zip(found, again, strict=True):
         np.testing.assert_array_equal(first, second)
