@@ -243,10 +243,9 @@ def _seen_by_queries(first: jax.Array, last: jax.Array, tile: Tile) -> jax.Array
     end = jnp.max(latest, axis=-1, where=sees, initial=-1) + 1
     start = jnp.minimum(jnp.min(earliest, axis=-1, where=sees, initial=MOST), end)
     full_start = start - (start - jnp.max(earliest, axis=-1)) // tile.keys * tile.keys
-    # Of a query that sees nothing, first is after last: then this is not positive.
-    full = (jnp.min(latest, axis=-1) + 1 - full_start) // tile.keys
-    full_start = jnp.where(full > 0, full_start, start)
-    full_end = full_start + jnp.maximum(full, 0) * tile.keys
+    # Of a query that sees nothing first is after last, and the difference not positive.
+    full = jnp.maximum((jnp.min(latest, axis=-1) + 1 - full_start) // tile.keys, 0)
+    full_end = full_start + full * tile.keys
     return jnp.stack([start, full_start, full_end, end], axis=-1)
 
 
