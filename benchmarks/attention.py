@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxopt_llm import errors
-from jaxopt_llm.kernels import attention_pallas, attention_xla
+from jaxopt_llm.kernels import attention_pallas, attention_triton, attention_xla
 from jaxopt_llm.kernels.attention import attend
 from jaxopt_llm.kernels.attention_pallas import BLOCKS, Blocks, Tile
 from jaxopt_llm.kernels.spans import Form, of_documents
@@ -95,6 +95,7 @@ class Case:
     def ways(self) -> dict[str, Attention]:
         found: dict[str, Attention] = {"xla": self.own(attention_xla), "pallas": self.own(Pallas())}
         if not ON_CPU:
+            found["triton"] = self.own(attention_triton)
             found["cudnn"] = functools.partial(
                 jax.nn.dot_product_attention, is_causal=self.causal, implementation="cudnn"
             )

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxopt_llm.kernels import attention_pallas, attention_xla
+from jaxopt_llm.kernels import attention_pallas, attention_triton, attention_xla
 from jaxopt_llm.kernels.spans import Form, Spans, of_documents
 
 SAVED = "attention"  # the name under which jax.checkpoint knows result and log-sum-exp: saved, no forward runs again
@@ -49,7 +49,11 @@ class Implementation(Protocol):
         ...
 
 
-IMPLEMENTATIONS: dict[str, Implementation] = {"xla": attention_xla, "pallas": attention_pallas}
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "xla": attention_xla,
+    "pallas": attention_pallas,
+    "triton": attention_triton,
+}
 
 
 def attention(

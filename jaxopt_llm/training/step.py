@@ -37,9 +37,9 @@ class TrainingConfig:
     """microbatches per step: each holds batch_size / accumulation sequences"""
     loss_chunk: int = 1024
     """tokens of each device whose logits exist at a time; 0: those of the whole microbatch"""
-    attention: Literal["xla", "pallas"] = "xla"
-    """what computes attention: XLA's own operations, on any device, or our flash-attention kernel for GPUs from Ampere
-    on. What reads a cache is computed by xla"""
+    attention: Literal["xla", "pallas", "triton"] = "xla"
+    """what computes attention: XLA's own operations, on any device; our flash-attention kernel in Pallas, for GPUs from
+    Ampere on; or that in Triton, for Hopper and Blackwell. What reads a cache is computed by xla"""
     z_loss: float = 0.0
     """times log(Z)² of each token, Z being the softmax's sum, is minimised beside the loss: keeps logits from drifting,
     at 1e-4 or so (Chowdhery et al. 2022). The loss in the metrics is without it"""
