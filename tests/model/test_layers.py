@@ -45,7 +45,7 @@ def test_an_mlp_keeps_its_input_and_projections(kind: str, projections: int, bia
 @pytest.mark.parametrize("biases", ["none", "all"])
 def test_attention_keeps_its_input_and_not_the_norm_of_it(biases: str) -> None:
     config = ModelConfig(width=WIDTH, heads=2, kv_heads=1, head_dim=6, biases=biases)  # type: ignore[arg-type]
-    none = {"scale": 1.0} | dict.fromkeys(("window", "softcap", "cache"))
+    none = {"scale": 1.0, "implementation": "xla"} | dict.fromkeys(("window", "softcap", "cache"))
     frequencies = np.ones(3, np.float32)
 
     def layer(params: dict, x: jax.Array) -> jax.Array:
