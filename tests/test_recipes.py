@@ -107,7 +107,9 @@ def test_adapters_fit_the_gpus_that_the_docstrings_name(
     assert found.memory.peak < 0.92 * gigabytes * GIB  # the share that XLA may use
     for field, value in changes.items():
         assert f"--{field.replace('_', '-')} {value}" in docstring(name)
-    assert f"{found.memory.peak / GIB:.1f} GiB" in docstring(name)
+    said = map(float, re.findall(r"([\d.]+) GiB", docstring(name)))
+    # Versions of XLA differ by less than the last digit, and so may round apart.
+    assert any(each == pytest.approx(found.memory.peak / GIB, abs=0.09) for each in said)
 
 
 @pytest.mark.slow
