@@ -49,11 +49,9 @@ class Implementation(Protocol):
         ...
 
 
-IMPLEMENTATIONS: dict[str, Implementation] = {
-    "xla": attention_xla,
-    "pallas": attention_pallas,
-    "triton": attention_triton,
-}
+# Kernels, each of which says by `problems(head_dim, dtype, capability)` what it does not support.
+KERNELS: dict[str, Any] = {"pallas": attention_pallas, "triton": attention_triton}
+IMPLEMENTATIONS: dict[str, Implementation] = {"xla": attention_xla, **KERNELS}
 
 
 def attention(
@@ -76,8 +74,13 @@ def attention(
     scale: multiplies the scores, 1 / sqrt(K) by default.
     softcap: then bounds them, as softcap × tanh(score / softcap), before what is not visible is masked.
     Returns [B, S, H, K] in q's dtype, 0 for a query that sees nothing.
+
+    Raises ValueError for a window without the causal order, and for an implementation that there is not.
     """
-    assert causal or window is None, "a window ends at its query"
+    if window is not None and not causal:
+        raise ValueError(f"window={window} with causal=False: a window ends at its query")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r}: choose one of {', '.join(IMPLEMENTATIONS)}")
     if segment_ids is None:
         segment_ids = jnp.zeros(q.shape[:2], jnp.int32)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale

@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from jax.extend.mlir import ir
 
 from jaxopt_llm.errors import InputError
-from jaxopt_llm.kernels import attention_pallas, attention_triton
+from jaxopt_llm.kernels.attention import KERNELS
 from jaxopt_llm.parallel.offload import HOST
 from jaxopt_llm.parallel.precision import Matmul
 
@@ -254,8 +254,7 @@ def check_attends(device: Any, attention: str, head_dim: int, dtype: str) -> Non
     mend = "set --training.attention xla"
     if device.platform != "gpu":
         raise InputError(f"training.attention={attention} is for GPUs, not for {device.device_kind}: {mend}")
-    kernel = {"pallas": attention_pallas, "triton": attention_triton}[attention]
-    found = kernel.problems(head_dim, dtype, _capability(device))
+    found = KERNELS[attention].problems(head_dim, dtype, _capability(device))
     if found:
         raise InputError(f"training.attention={attention}: {'; '.join(found)}: {mend}")
 

@@ -152,6 +152,15 @@ def test_both_ways_within_a_document() -> None:
     np.testing.assert_allclose(attention(q, k, v, causal=False, segment_ids=ids), want, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    "call, said", [({"causal": False, "window": 3}, "window=3"), ({"implementation": "cuda"}, "xla, pallas, triton")]
+)
+def test_what_there_is_not_is_refused(call: dict[str, Any], said: str) -> None:
+    q, k, v, _ = operands(4, 4, heads=2, kv_heads=2)
+    with pytest.raises(ValueError, match=said):
+        attention(q, k, v, **call)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 128])
 @pytest.mark.parametrize(
