@@ -134,7 +134,7 @@ CASES = {
     ),
     "a sequence that context does not divide": (
         ["--mesh.context", "5", "--training.sequence-length", "64"],
-        ["training.sequence_length=64 does not divide by mesh.context=5 (nearest that do: 60 and 65)"],
+        ["training.sequence_length=64 does not divide by 2 × mesh.context=5 (nearest that do: 60 and 70)"],
     ),
     "not finite": (["--optimizer.learning-rate", "inf"], ["optimizer.learning_rate=inf", "float32"]),
     "not in float32": (["--optimizer.epsilon", "1e-320"], ["optimizer.epsilon=1e-320", "float32"]),

@@ -67,10 +67,12 @@ CASES = pairwise(
         "model": ("tied", "untied"),
         "adapt": ("full", "lora", "lora-int8"),
         "attention": ("xla", "kernel"),
+        "exchange": ("ring", "all_to_all"),
     },
     lambda case: (
         case["pipeline"] * case["tensor"] * math.prod(case["split"].values()) <= DEVICES
         and case["tensor"] > case["sequence_parallel"]
+        and (case["exchange"] == "ring" or ("context" in case["split"] and case["tensor"] == 1))
     ),
 )
 BASIC = {
@@ -84,6 +86,7 @@ BASIC = {
     "model": "tied",
     "adapt": "full",
     "attention": "xla",
+    "exchange": "ring",
 }
 # Beyond the cover: the third batch axis, more devices along one, segments of unlike blocks, the decoder's other
 # switches, under tensor and under sequence parallelism, and the other rematerialisation policies.
@@ -228,7 +231,7 @@ def sizes(case: dict[str, Any]) -> dict[str, int]:
 
 def name(case: dict[str, Any]) -> str:
     axes = "-".join(f"{axis}{size}" for axis, size in sizes(case).items() if size > 1)
-    axes += "-sequence" if case["sequence_parallel"] else ""
+    axes += "-sequence" * case["sequence_parallel"] + "-exchange" * (case["exchange"] == "all_to_all")
     rest = "-".join(case[each] for each in ("remat", "model", "adapt", "attention"))
     return f"zero{case['zero']}-{axes}-accumulate{case['accumulation']}-{rest}"
 
@@ -243,7 +246,8 @@ def name(case: dict[str, Any]) -> str:
     ids=name,
 )
 def test_placement_changes_nothing(case: dict[str, Any]) -> None:
-    placement = toy.placement(case["zero"], sequence_parallel=case["sequence_parallel"], **sizes(case))
+    sharding = ShardingConfig(case["zero"], case["sequence_parallel"], case["exchange"])
+    placement = replace(toy.placement(**sizes(case)), sharding=sharding)
     found = compute(placement, case["accumulation"], case["remat"], case["model"], case["adapt"], case["attention"])
     expected = one_device(case["model"], case["adapt"])
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)

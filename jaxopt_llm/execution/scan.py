@@ -106,6 +106,7 @@ def forward(
 
     only: index of the token whose logits alone are wanted, [B, 1, V].
     """
+    assert not context.placement.deals, "logits would come in the order in which a ring deals tokens"
     taps = no_taps(parts.specs)
     outer = context.placement.place(parts.specs["outer"], params["outer"], taps["outer"], keep=False)
     x = parts.embed(outer, tokens, context)

@@ -13,6 +13,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxopt_llm.kernels import attention_xla
+from jaxopt_llm.kernels.all_to_all import AllToAll
 from jaxopt_llm.kernels.attention import IMPLEMENTATIONS, Implementation, attend
 from jaxopt_llm.kernels.ring import Ring
 from jaxopt_llm.kernels.spans import Form, Spans
@@ -110,7 +111,8 @@ def self_attention(
 def _implementation(name: str, placement: Placement) -> Implementation:
     kernel = IMPLEMENTATIONS[name]
     if placement.size("context") > 1:
-        return _OnEachDevice(Ring(kernel, "context"), placement)
+        exchange = {"ring": Ring, "all_to_all": AllToAll}[placement.sharding.context_exchange]
+        return _OnEachDevice(exchange(kernel, "context"), placement)
     return kernel if name == "xla" else _OnEachDevice(kernel, placement)
 
 

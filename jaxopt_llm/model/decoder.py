@@ -172,14 +172,13 @@ def make_parts(config: ModelConfig, loss_chunk: int = 0, z_loss: float = 0.0, at
     turning: dict[Kind, np.ndarray | None] = {"global": frequencies, "sliding": frequencies}
 
     def make_context(batch: Batch, placement: Placement) -> Context:
-        # Pinned: what reads a part of the sequence would else split what attention compares, every position with each.
-        positions, segment_ids = (
-            placement.constrain(field, "batch", "sequence") for field in (batch.positions, batch.segment_ids)
-        )
-        return Context(positions, of_documents(segment_ids), placement, noise=batch.noise)
+        # Of rows in the sequence's order, then dealt with them.
+        spans = of_documents(placement.constrain(batch.segment_ids, "batch", "sequence"))
+        noise = None if batch.noise is None else placement.dealt(batch.noise)
+        return Context(placement.dealt(batch.positions), jax.tree.map(placement.dealt, spans), placement, noise=noise)
 
     def embed(outer: Params, tokens: jax.Array, context: Context) -> jax.Array:
-        tokens = context.placement.constrain(tokens, "batch", "sequence")
+        tokens = context.placement.dealt(tokens)
         # Not pinned whole first, which would save a permute of it: inside a pipeline XLA of jax 0.11.2 aborts.
         x = context.placement.leave(tables.take(outer["embedding"]["table"], tokens, context.placement))
         if config.scale_embedding:
@@ -231,7 +230,7 @@ def make_parts(config: ModelConfig, loss_chunk: int = 0, z_loss: float = 0.0, at
     def head_loss(
         outer: Params, x: jax.Array, batch: Batch, context: Context, cotangent: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        tokens = batch.targets, batch.loss_mask
+        tokens = context.placement.dealt(batch.targets), context.placement.dealt(batch.loss_mask)
         return tables.cross_entropy(*head(outer, x, context), tokens, cotangent, classifier, context.placement)
 
     def zero_auxiliary() -> Auxiliary:

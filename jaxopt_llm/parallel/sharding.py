@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxopt_llm import tree
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.kernels import ring
 from jaxopt_llm.parallel.gathering import Placed, WeightShardings, gather_sequence, scatter_sequence
 from jaxopt_llm.parallel.mesh import AXES, BATCH_AXES
 from jaxopt_llm.parallel.offload import HOST, OFF, OffloadConfig
@@ -78,6 +79,9 @@ class ShardingConfig:
     """what mesh.fsdp divides: 0 nothing, 1 masters and moments, 2 and gradients, 3 and compute parameters"""
     sequence_parallel: bool = False
     """whether mesh.tensor also divides, along the sequence, norms and the residual stream (Korthikanti et al. 2022)"""
+    context_exchange: Literal["ring", "all_to_all"] = "ring"
+    """what attention exchanges over mesh.context: ring: keys and values go round, while those that came before are
+    attended to; all_to_all: each device's part of the sequence for a part of the heads, and back"""
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,19 @@ class Placement:
         """A product [B, S, D] that sums over what `tensor` splits, as it joins the residual stream: `enter`
         transposed."""
         return scatter_sequence(y, *self._sequences) if self._splits_sequence else y
+
+    @property
+    def deals(self) -> bool:
+        """Whether the sequence is dealt to the devices of a ring, instead of divided in its order."""
+        return self.size("context") > 1 and self.sharding.context_exchange == "ring"
+
+    def dealt(self, tokens: jax.Array) -> jax.Array:
+        """Numbers of tokens [B, S] in the order in which the devices have them. All of them go everywhere for it: small
+        before anything that a model makes of a token."""
+        if not self.deals:
+            return self.constrain(tokens, "batch", "sequence")
+        whole = self.constrain(tokens, "batch", None)
+        return self.constrain(ring.deal(whole, self.size("context")), "batch", "sequence")
 
     def on_each_device(self, function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
         """`function` of each device's own parts, in which collectives are written out; inputs, outputs: PartitionSpecs.

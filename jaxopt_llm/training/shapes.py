@@ -17,8 +17,10 @@ def problems(model: ModelConfig, training: TrainingConfig, mesh: MeshConfig, sha
     found = _unless_multiple(f"training.batch_size={training.batch_size}", training.batch_size, shards, over)
 
     length = training.sequence_length
-    over_context = f"mesh.context={mesh.context}"
-    found += _unless_multiple(f"training.sequence_length={length}", length, mesh.context, over_context)
+    dealt = mesh.context > 1 and sharding.context_exchange == "ring"
+    parts, over_context = (2 if dealt else 1) * mesh.context, f"{'2 × ' * dealt}mesh.context={mesh.context}"
+    found += _unless_multiple(f"training.sequence_length={length}", length, parts, over_context)
+    found += _heads_problems(model, mesh) if mesh.context > 1 and not dealt else []
 
     def over_tensor(tensor: int) -> list[str]:
         return tensor_problems(model, length, sharding.sequence_parallel, tensor, mesh.context)
@@ -27,6 +29,18 @@ def problems(model: ModelConfig, training: TrainingConfig, mesh: MeshConfig, sha
         fewer = next(tensor for tensor in range(mesh.tensor - 1, 0, -1) if not over_tensor(tensor))
         found += [*split, f"or mesh.tensor={fewer}, which divides them as they are"]
     return found
+
+
+def _heads_problems(model: ModelConfig, mesh: MeshConfig) -> list[str]:
+    """Of all-to-all over `context`, which divides the heads that `tensor` leaves a device."""
+    name, heads = ("kv_heads", model.kv_heads) if model.kv_heads >= mesh.tensor else ("heads", model.heads)
+    if heads % (mesh.tensor * mesh.context) == 0:
+        return []
+    over = f"mesh.context={mesh.context}" + f" × mesh.tensor={mesh.tensor}" * (mesh.tensor > 1)
+    return [
+        f"sharding.context_exchange=all_to_all gives each device some of the heads, and model.{name}={heads} does not "
+        f"divide by {over}: take ring, which needs no heads, or fewer devices along them"
+    ]
 
 
 def tensor_problems(

@@ -1,4 +1,4 @@
-"""A ring on simulated devices computes what one device does with all keys, of any spans."""
+"""Attention of a sequence over simulated devices is what one device makes of all keys, of any spans."""
 
 import functools
 from typing import Any
@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxopt_llm.kernels import attention_xla
-from jaxopt_llm.kernels.ring import Ring
+from jaxopt_llm.kernels.all_to_all import AllToAll
+from jaxopt_llm.kernels.ring import Ring, deal
 from jaxopt_llm.kernels.spans import Form, Spans
 
 pytestmark = pytest.mark.core
@@ -18,9 +19,10 @@ pytestmark = pytest.mark.core
 DEVICES, LENGTH, FORM = 4, 24, Form(0.5)
 
 
-def test_a_ring_is_the_whole_and_what_sees_nothing_is_zero() -> None:
+@pytest.mark.parametrize("exchange", [Ring, AllToAll])
+def test_it_is_the_whole_and_what_sees_nothing_is_zero(exchange: Any) -> None:
     random = np.random.default_rng(0)
-    q, k, v, gradient = (random.normal(size=(2, LENGTH, heads, 4)).astype(np.float32) for heads in (4, 2, 2, 4))
+    q, k, v, gradient = (random.normal(size=(2, LENGTH, heads, 4)).astype(np.float32) for heads in (8, 4, 4, 8))
     first = random.integers(-3, LENGTH, (2, LENGTH)).astype(np.int32)
     spans = Spans(first, first + random.integers(-4, 12, first.shape).astype(np.int32))
     blind = ~np.asarray(spans.visible(jnp.arange(LENGTH))).any(axis=-1)
@@ -32,16 +34,35 @@ def test_a_ring_is_the_whole_and_what_sees_nothing_is_zero() -> None:
         mean = jnp.einsum("BSHK,BSHK->BHS", gradient, out)
         return out, log_sum, *kernel.backward(FORM, q, k, v, spans, log_sum, mean, gradient)
 
+    dealt = deal(jnp.arange(LENGTH)[None], DEVICES)[0] if exchange is Ring else jnp.arange(LENGTH)
+    arrays = q, k, v, gradient, spans
     mesh = jax.make_mesh((DEVICES,), ("context",), (AxisType.Auto,), devices=jax.devices("cpu")[:DEVICES])
     rows, sums = PartitionSpec(None, "context"), PartitionSpec(None, None, "context")
     around = jax.shard_map(
-        functools.partial(both, Ring(attention_xla, "context")),
+        functools.partial(both, exchange(attention_xla, "context")),
         mesh=mesh,
         in_specs=rows,
         out_specs=(rows, sums, rows, rows, rows),
         check_vma=False,
     )
-    found, expected = jax.jit(around)(q, k, v, gradient, spans), both(attention_xla, q, k, v, gradient, spans)
-    for got, want in zip(found, expected, strict=True):
+    found = jax.jit(around)(*jax.tree.map(lambda x: x[:, dealt], arrays))
+    natural = jnp.argsort(dealt)
+    found = [x[:, :, natural] if number == 1 else x[:, natural] for number, x in enumerate(found)]
+    for got, want in zip(found, both(attention_xla, *arrays), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6)
     assert not found[0][blind].any() and np.isinf(np.swapaxes(found[1], 1, 2)[blind]).all()
+
+
+def test_each_device_of_a_ring_has_the_same_to_do_at_every_step() -> None:
+    """Under the causal order: queries times keys that they see, of its own part and of every other."""
+    row = jnp.arange(LENGTH, dtype=jnp.int32)[None]
+    rows = deal(row, DEVICES).reshape(DEVICES, 1, -1)
+    parts = [rows[owner] for owner in range(DEVICES)]
+
+    def seen(device: int, owner: int) -> int:
+        return int((parts[owner][:, None, :] <= parts[device][:, :, None]).sum())
+
+    own = {seen(device, device) for device in range(DEVICES)}
+    others = {seen(a, b) for a in range(DEVICES) for b in range(DEVICES) if a != b}
+    assert len(own) == len(others) == 1
+    assert others == {(LENGTH // DEVICES) ** 2 // 2}
