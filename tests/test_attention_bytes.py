@@ -11,6 +11,7 @@ SPLIT = MeshConfig(fsdp=4, tensor=2)
 MIXED = MeshConfig(pipeline=2, fsdp=2, tensor=2)
 GROUPED = MeshConfig(data=2, fsdp=4)
 KERNELS = {"forward": 1, "backward": 2}
+TRITON = r'custom_call_target="(__gpu\$xla\.gpu\.triton)"'
 
 pytestmark = pytest.mark.core
 
@@ -20,7 +21,7 @@ def calls(step: Compiled) -> int:
     return sum(
         instructions.times(instruction, run)
         for _, instruction, run in instructions.walk(step.text)
-        if instruction.find(r'custom_call_target="(__gpu\$xla\.gpu\.triton)"')
+        if instruction.find(TRITON)
     )
 
 

@@ -38,6 +38,7 @@ from jaxopt_llm.training.step import TrainingConfig
 DEVICES = 8
 # Rows of a microbatch; so few queries are attended to in one part, which halves the time to compile.
 ROWS, SEQUENCE, WIDTH, VOCABULARY = 8, 128, 1024, 7_680
+HEADS = 8
 LOSS_CHUNK = 64  # tokens: fewer than any device has
 RANK = 16  # of adapters, where there are any
 SHARE = (DEVICES - 1) / DEVICES  # of an array, sent by each device of a ring that gathers or scatters it
@@ -78,12 +79,14 @@ def compiled(
     exempt: int = 0,
     pipelined: PipelineConfig = EVEN,
     attention: str = "xla",
+    context_exchange: str = "ring",
+    shape: tuple[int, int] = (ROWS, SEQUENCE),
 ) -> Compiled:
     model = ModelConfig(
         width=WIDTH,
         layers=layers,
-        heads=8,
-        kv_heads=8,
+        heads=HEADS,
+        kv_heads=HEADS,
         head_dim=128,
         mlp_width=4096,
         vocabulary_size=VOCABULARY,
@@ -98,7 +101,7 @@ def compiled(
     )
     placement = Placement(
         make_mesh(mesh, gpu_topology("h200", gpus_per_host=mesh.devices)),
-        ShardingConfig(stage, sequence_parallel),
+        ShardingConfig(stage, sequence_parallel, context_exchange),
         precision,
         offload,
     )
@@ -106,8 +109,8 @@ def compiled(
     if adapters_over:
         lora = LoraConfig(rank=RANK, base=adapters_over, double_quantisation=adapters_over == "nf4")
     training = TrainingConfig(
-        batch_size=ROWS * accumulation,
-        sequence_length=SEQUENCE,
+        batch_size=shape[0] * accumulation,
+        sequence_length=shape[1],
         accumulation=accumulation,
         loss_chunk=LOSS_CHUNK,
         attention=attention,

@@ -1,10 +1,11 @@
 """What a sequence costs that devices divide: memory, and what goes round, read off programs for H200s."""
 
 import pytest
-from test_attention_bytes import KERNELS, calls
-from test_bytes import ROWS, SEQUENCE, WIDTH, compiled, slow
+from test_attention_bytes import KERNELS, TRITON, calls
+from test_bytes import HEADS, ROWS, SEQUENCE, WIDTH, compiled, slow
 
 from jaxopt_llm.model import param
+from jaxopt_llm.parallel import instructions
 from jaxopt_llm.parallel.mesh import MeshConfig
 
 LAYERS = 8
@@ -33,12 +34,46 @@ def test_keys_and_values_go_round_and_no_activation_is_gathered(mesh: MeshConfig
     step = compiled(LAYERS, mesh, 3, attention=attention)
     sent = [each for each in step.collectives if each.axes == ("context",) and each.array_bytes > 10_000]
     assert {each.kind for each in sent} == {"collective-permute"}
-    # Keys and values forward, and the same backward, which the forward that is run again shares. Their gradients in 32
-    # bits, but where XLA rounds before it sends: one device's own at first, and what comes home.
+    # Keys and values forward, again in the forward that is run again, and backward. Their gradients in 32 bits, but
+    # where XLA rounds before it sends: one device's own at first, and what comes home.
     part = ROWS // mesh.fsdp * SEQUENCE // mesh.context * WIDTH * 2
     parts = sum(each.array_bytes * each.times for each in sent) / (LAYERS * 2 * part)
-    operands, steps = 2 * (mesh.context - 1), mesh.context
+    operands, steps = 3 * (mesh.context - 1), mesh.context
     assert operands + 2 * steps - 2 <= parts <= operands + 2 * steps
+
+
+def test_what_goes_round_is_sent_beside_a_kernel() -> None:
+    """Of sizes that XLA does not combine: what is small waits at a ring's ends for what it is sent with."""
+    rows, length = 2, 65_536
+    step = compiled(4, MeshConfig(fsdp=2, context=4), 3, "save_attention", attention="pallas", shape=(rows, length))
+    part = rows // 2 * length // 4 * WIDTH * 2
+    started: dict[str, tuple[int, int]] = {}
+    beside = alone = kernels = 0
+    for computation, instruction, run in instructions.walk(step.text):
+        kernels += instruction.find(TRITON) is not None
+        if instruction.opcode == "collective-permute-start":
+            size = sum(array.bytes for name in instruction.operands for array in computation[name].results)
+            started[instruction.name] = kernels, size * instructions.times(instruction, run)
+        elif instruction.opcode == "collective-permute-done":
+            before, sent = started.pop(instruction.operands[0])
+            beside, alone = (beside + sent, alone) if kernels > before else (beside, alone + sent)
+    steps = 3  # of keys and values twice, and of their gradients in 32 bits, which in the end are sent home in 16
+    assert beside >= 4 * (2 * steps + 2 * steps - 1 + 1) * 2 * part
+    assert alone < part
+
+
+@pytest.mark.parametrize("attention", ["xla", "pallas"])
+def test_all_to_all_sends_operands_results_and_gradients_once_each(attention: str) -> None:
+    mesh = MeshConfig(fsdp=2, context=4)
+    step = compiled(LAYERS, mesh, 3, "save_attention", attention=attention, context_exchange="all_to_all")
+    sent = [each for each in step.collectives if each.axes == ("context",) and each.array_bytes > 10_000]
+    assert {each.kind for each in sent} == {"all-to-all"}
+    part = ROWS // mesh.fsdp * SEQUENCE // mesh.context * WIDTH * 2
+    numbers = 3 * ROWS // mesh.fsdp * SEQUENCE // mesh.context * HEADS * 4  # of each query and head, back and forth
+    # Queries, keys, values and the result; backward these but for the result, whose gradient comes, and three.
+    expected = LAYERS * ((4 + 7) * part + numbers)
+    assert sum(each.array_bytes * each.times for each in sent) == pytest.approx(expected, rel=0.01)
+    assert not [each for each in step.collectives if each.kind == "collective-permute" and each.array_bytes >= part]
 
 
 def test_zero_divides_over_the_context_too() -> None:

@@ -2,8 +2,9 @@
 
 Each device keeps its queries, and at every step has the keys and values of another, to which it attends while it sends
 them on (Liu et al. 2023, arXiv:2310.01889). A part of the keys is spans in other rows, and what the parts give is
-merged by the logs of their softmaxes' sums. In the backward the gradients of keys and values go round with them.
-Nothing is larger than a device's own part.
+merged by the logs of their softmaxes' sums. In the backward the gradients of keys and values go round behind them.
+Nothing is larger than a device's own part, and no more than two parts are there at once: steps are a loop's, since of
+steps one after the other XLA sends all first, and attends to none meanwhile.
 
 Of a sequence in 2N chunks the i-th of N devices has chunk i and chunk 2N-1-i, one from either end: so dealt, each has
 the same to do at every step under the causal order (Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2). What a
@@ -12,7 +13,6 @@ query sees is one run of a part's rows all the same: the two chunks are in the s
 Letters: B batch, S queries of a device, T its keys, H heads, G key-value heads, K head size.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxopt_llm.kernels.spans import Form, Spans
+
+Part = tuple[jax.Array, jax.Array]  # keys and values [B, T, G, K], or their gradients
+Result = tuple[jax.Array, jax.Array]  # [B, S, H, K] and the log of the softmax's sum [B, H, S], -inf of none; float32
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,17 @@ class Ring:
     def forward(
         self, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, spans: Spans
     ) -> tuple[jax.Array, jax.Array]:
-        result: tuple[jax.Array, jax.Array] | None = None
-        for seen, (k_part, v_part) in self._around(k, v, spans):
-            out, log_sum = self.kernel.forward(_of_a_part(form), q, k_part, v_part, seen)
-            part = out.astype(jnp.float32), jnp.where(log_sum == jnp.inf, -jnp.inf, log_sum)
-            result = part if result is None else _merge(result, part)
-        assert result is not None
-        out, log_sum = result
+        def attend(step: Any, part: Part) -> Result:
+            out, log_sum = self.kernel.forward(_of_a_part(form), q, *part, self._seen(spans, step, q.shape[1]))
+            return out.astype(jnp.float32), jnp.where(log_sum == jnp.inf, -jnp.inf, log_sum)
+
+        def meet(step: Any, carry: tuple[Part, Result]) -> tuple[Part, Result]:
+            part, result = carry
+            return self._send(part), _merge(result, attend(step, part))
+
+        own, last = (k, v), jax.lax.axis_size(self.axis) - 1
+        part, result = jax.lax.fori_loop(1, last, meet, (self._send(own), attend(0, own)))
+        out, log_sum = _merge(result, attend(last, part))
         return out.astype(q.dtype), jnp.where(log_sum == -jnp.inf, jnp.inf, log_sum)
 
     def backward(
@@ -56,20 +63,31 @@ class Ring:
         mean: jax.Array,
         gradient: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        d_q, d_k, d_v = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
-        for seen, (k_part, v_part) in self._around(k, v, spans):
-            found = self.kernel.backward(_of_a_part(form), q, k_part, v_part, seen, log_sum, mean, gradient)
-            d_q, d_k, d_v = (total + each for total, each in zip((d_q, d_k, d_v), found, strict=True))
-            d_k, d_v = self._send((d_k, d_v))  # beside what they are of; after the last step, home
-        return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
+        def attend(step: Any, part: Part) -> tuple[jax.Array, Part]:
+            seen = self._seen(spans, step, q.shape[1])
+            found = self.kernel.backward(_of_a_part(form), q, *part, seen, log_sum, mean, gradient)
+            d_q, *d_part = (each.astype(jnp.float32) for each in found)
+            return d_q, tuple(d_part)
 
-    def _around(self, k: jax.Array, v: jax.Array, spans: Spans) -> Iterator[tuple[Spans, tuple[jax.Array, jax.Array]]]:
-        """Every part, beginning with the device's own: what is seen of it, in its rows, and its keys and values."""
-        count, own, part = jax.lax.axis_size(self.axis), jax.lax.axis_index(self.axis), (k, v)
-        for step in range(count):
-            following = self._send(part) if step < count - 1 else part  # while this part is attended to
-            yield _in_part(spans, (own - step) % count, count, k.shape[1]), part
-            part = following
+        def add(a: Part, b: Part) -> Part:
+            return a[0] + b[0], a[1] + b[1]
+
+        def meet(step: Any, carry: tuple[Part, jax.Array, Part]) -> tuple[Part, jax.Array, Part]:
+            # The gradient of the part before is sent while that of this one is formed.
+            part, d_q, d_before = carry
+            more, d_part = attend(step, part)
+            return self._send(part), d_q + more, add(self._send(d_before), d_part)
+
+        own, last = (k, v), jax.lax.axis_size(self.axis) - 1
+        part, d_q, d_before = jax.lax.fori_loop(1, last, meet, (self._send(own), *attend(0, own)))
+        more, d_part = attend(last, part)
+        d_k, d_v = self._send(add(self._send(d_before), d_part))  # home
+        return (d_q + more).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
+
+    def _seen(self, spans: Spans, step: Any, rows: int) -> Spans:
+        """Of the part that came with so many steps, in its rows."""
+        devices = jax.lax.axis_size(self.axis)
+        return _in_part(spans, (jax.lax.axis_index(self.axis) - step) % devices, devices, rows)
 
     def _send(self, arrays: Any) -> Any:
         count = jax.lax.axis_size(self.axis)
@@ -99,8 +117,7 @@ def _of_a_part(form: Form) -> Form:
     return replace(form, before=None, after=None)
 
 
-def _merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Results [B, S, H, K] and logs of sums [B, H, S], here of -inf where nothing is seen; float32."""
+def _merge(a: Result, b: Result) -> Result:
     total = jnp.logaddexp(a[1], b[1])
     finite = jnp.where(total == -jnp.inf, 0.0, total)
     out = sum(out * jnp.swapaxes(jnp.exp(log_sum - finite), 1, 2)[..., None] for out, log_sum in (a, b))

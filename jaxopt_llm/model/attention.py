@@ -4,6 +4,7 @@ Letters: B batch, S sequence, T cache length, L layers, D width, H heads, G key-
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -25,6 +26,7 @@ from jaxopt_llm.model.param import ParamSpec, normal
 from jaxopt_llm.model.weights import Weight
 from jaxopt_llm.parallel.sharding import Placement
 
+EXCHANGES: dict[str, Callable[[Implementation, str], Implementation]] = {"ring": Ring, "all_to_all": AllToAll}
 BIASED = {"none": (), "qkv": ("query", "key", "value"), "all": ("query", "key", "value", "output")}
 
 
@@ -111,8 +113,7 @@ def self_attention(
 def _implementation(name: str, placement: Placement) -> Implementation:
     kernel = IMPLEMENTATIONS[name]
     if placement.size("context") > 1:
-        exchange = {"ring": Ring, "all_to_all": AllToAll}[placement.sharding.context_exchange]
-        return _OnEachDevice(exchange(kernel, "context"), placement)
+        return _OnEachDevice(EXCHANGES[placement.sharding.context_exchange](kernel, "context"), placement)
     return kernel if name == "xla" else _OnEachDevice(kernel, placement)
 
 
