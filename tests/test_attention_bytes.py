@@ -47,3 +47,14 @@ def test_each_device_attends_to_its_own(mesh: MeshConfig, stage: int) -> None:
 def test_no_array_has_a_score_for_every_query_and_key() -> None:
     text = compiled(LAYERS, SPLIT, 3, attention="pallas").text
     assert not [each for each in hlo.array_shapes(text) if each.shape[-2:] == (SEQUENCE, SEQUENCE)]
+
+
+def test_heads_that_devices_share_are_repeated_for_each_device_alone() -> None:
+    """Two key-value heads over four devices, with two query heads each: a kernel reads one."""
+    step = compiled(LAYERS, MeshConfig(fsdp=2, tensor=4), 3, attention="pallas", switches=(("kv_heads", 2),))
+    heads = {
+        tuple(computation[name].results[0].shape[2] for name in instruction.operands[3:6])  # queries, keys and values
+        for computation, instruction, _ in instructions.walk(step.text)
+        if instruction.find(TRITON)
+    }
+    assert heads == {(2, 1, 1)}

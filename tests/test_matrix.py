@@ -72,7 +72,7 @@ CASES = pairwise(
     lambda case: (
         case["pipeline"] * case["tensor"] * math.prod(case["split"].values()) <= DEVICES
         and case["tensor"] > case["sequence_parallel"]
-        and (case["exchange"] == "ring" or ("context" in case["split"] and case["tensor"] == 1))
+        and (case["exchange"] == "ring" or ("context" in case["split"] and case["tensor"] < 4))
     ),
 )
 BASIC = {

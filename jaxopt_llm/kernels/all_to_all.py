@@ -2,7 +2,7 @@
 
 Before attention and after it, in the forward and in the backward, devices exchange what they have of the sequence for
 what they attend to of the heads (Jacobs et al. 2023, arXiv:2309.14509). It sends less than a ring does, all of it in
-one go, and any kernel sees the whole sequence; but there are no more devices than key-value heads.
+one go, and any kernel sees the whole sequence; but there are no more devices than heads.
 
 Letters: B batch, S queries of a device, H heads, G key-value heads, K head size.
 """

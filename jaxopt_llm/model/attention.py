@@ -4,6 +4,7 @@ Letters: B batch, S sequence, T cache length, L layers, D width, H heads, G key-
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -98,11 +99,12 @@ def self_attention(
         cache = Cache(_write(cache.key, k, context), _write(cache.value, v, context))
         k, v = _read(cache.key, context), _read(cache.value, context)
         form = Form(scale, softcap)
-    if context.placement.replicates("kv_heads", k.shape[2]):
-        # Repeated, heads split over `tensor` again: a group cannot be cut. Pinned before it, too: their gradients are
-        # summed in 16 bits, not in what precedes.
+    shared = math.lcm(k.shape[2], context.placement.head_shards) // k.shape[2]
+    if shared > 1:
+        # By several devices, as each can have whole heads only. Pinned before it, too: their gradients are summed in 16
+        # bits, not in what precedes.
         k, v = (by_head(each, "kv_heads") for each in (k, v))
-        k, v = (by_head(jnp.repeat(each, q.shape[2] // each.shape[2], axis=2), "heads") for each in (k, v))
+        k, v = (by_head(jnp.repeat(each, shared, axis=2), "kv_heads") for each in (k, v))
     # What reads a cache has few queries: bound by memory, and XLA's own operations divide over any mesh.
     kernel = attention_xla if cache is not None else _implementation(implementation, context.placement)
     out = attend(kernel, form, q, k, v, context.spans.within(window))
@@ -127,7 +129,7 @@ class _OnEachDevice:
     def forward(
         self, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, spans: Spans
     ) -> tuple[jax.Array, jax.Array]:
-        heads, kv_heads, rows, sums = self._parts(q, k)
+        heads, kv_heads, rows, sums = self._parts()
         run = self.placement.on_each_device(
             functools.partial(self.kernel.forward, form), (heads, kv_heads, kv_heads, rows), (heads, sums)
         )
@@ -144,7 +146,7 @@ class _OnEachDevice:
         mean: jax.Array,
         gradient: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        heads, kv_heads, rows, sums = self._parts(q, k)
+        heads, kv_heads, rows, sums = self._parts()
         run = self.placement.on_each_device(
             functools.partial(self.kernel.backward, form),
             (heads, kv_heads, kv_heads, rows, sums, sums, heads),
@@ -152,13 +154,12 @@ class _OnEachDevice:
         )
         return run(q, k, v, spans, log_sum, mean, gradient)
 
-    def _parts(self, q: jax.Array, k: jax.Array) -> tuple[PartitionSpec, ...]:
+    def _parts(self) -> tuple[PartitionSpec, ...]:
         """Of q, of k and v, of spans, and of what is a number for each query and head."""
         spec = self.placement.activation
-        kv_heads = "kv_heads" if k.shape[2] < q.shape[2] else "heads"
         return (
             spec("batch", "sequence", "heads", None).spec,
-            spec("batch", "sequence", kv_heads, None).spec,
+            spec("batch", "sequence", "kv_heads", None).spec,
             spec("batch", "sequence").spec,
             spec("batch", "heads", "sequence").spec,
         )

@@ -157,6 +157,11 @@ class Placement:
         """Whether the sequence is dealt to the devices of a ring, instead of divided in its order."""
         return self.size("context") > 1 and self.sharding.context_exchange == "ring"
 
+    @property
+    def head_shards(self) -> int:
+        """Into how many parts attention divides the heads."""
+        return self.size("tensor") * (1 if self.sharding.context_exchange == "ring" else self.size("context"))
+
     def dealt(self, tokens: jax.Array) -> jax.Array:
         """Numbers of tokens [B, S] in the order in which the devices have them. All of them go everywhere for it: small
         before anything that a model makes of a token."""

@@ -33,13 +33,12 @@ def problems(model: ModelConfig, training: TrainingConfig, mesh: MeshConfig, sha
 
 def _heads_problems(model: ModelConfig, mesh: MeshConfig) -> list[str]:
     """Of all-to-all over `context`, which divides the heads that `tensor` leaves a device."""
-    name, heads = ("kv_heads", model.kv_heads) if model.kv_heads >= mesh.tensor else ("heads", model.heads)
-    if heads % (mesh.tensor * mesh.context) == 0:
+    if model.heads % (mesh.tensor * mesh.context) == 0:
         return []
     over = f"mesh.context={mesh.context}" + f" × mesh.tensor={mesh.tensor}" * (mesh.tensor > 1)
     return [
-        f"sharding.context_exchange=all_to_all gives each device some of the heads, and model.{name}={heads} does not "
-        f"divide by {over}: take ring, which needs no heads, or fewer devices along them"
+        f"sharding.context_exchange=all_to_all gives each device some of the heads, and model.heads={model.heads} does "
+        f"not divide by {over}: take ring, which divides none, or fewer devices along them"
     ]
 
 
