@@ -36,7 +36,8 @@ import numpy as np
 from jaxopt_llm import errors
 from jaxopt_llm.kernels import attention_pallas, attention_triton, attention_xla
 from jaxopt_llm.kernels.attention import attend
-from jaxopt_llm.kernels.attention_pallas import BLOCKS, Blocks, Tile
+from jaxopt_llm.kernels.attention_pallas import BLOCKS, Blocks
+from jaxopt_llm.kernels.attention_pallas_kernels import Tile
 from jaxopt_llm.kernels.spans import Form, of_documents
 
 CALLS = 10  # in a row for each time taken: a call alone would measure the host as well

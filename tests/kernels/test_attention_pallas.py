@@ -19,7 +19,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.kernels import attention_pallas as kernel
 from jaxopt_llm.kernels import attention_xla
-from jaxopt_llm.kernels.attention_pallas import Blocks, Tile
+from jaxopt_llm.kernels.attention_pallas import Blocks
+from jaxopt_llm.kernels.attention_pallas_kernels import Tile
 from jaxopt_llm.kernels.spans import Form, Spans
 from jaxopt_llm.parallel import hlo, topology
 from jaxopt_llm.parallel.topology import gpu_topology
