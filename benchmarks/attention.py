@@ -1,14 +1,18 @@
 """Attention by every implementation that there is: TFLOP/s of forward and of backward, and distance from float32.
 
     python benchmarks/attention.py [--head-dims 64 128 256] [--lengths 2048 8192 32768] [--both-ways] [--dtype bfloat16]
-                                   [--only NAME ...] [--runs 5] [--json FILE]
+                                   [--only NAME ...] [--runs 5] [--json FILE] [--write-table [FILE]]
     python benchmarks/attention.py --tune [--head-dims 128] [--lengths 8192]
 
 On the first device. 16,384 tokens, 4096 / head_dim query heads, a quarter as many of keys and values, causal unless
---both-ways. Own implementations beside cuDNN's (jax.nn) and tokamax's, where these are installed; what one does not
+--both-ways. Own implementations, cuDNN's among them, beside tokamax's, where these are installed; what one does not
 support is named. FLOPs are four products of queries, keys and head_dim forward and ten backward, half of them where
 causal: recomputation counts for nothing. Ways run in alternation; figures are medians. Distance is that of the result,
 and of the greatest of the gradients', from the xla implementation in float32, relative to its norm.
+
+--write-table puts what the causal calls took into the table by which `--training.attention auto` chooses, in place of
+what it has of the same calls: jaxopt_llm/kernels/attention_measured.json, or FILE. What rounds more than twice as much
+as xla does not get in.
 
 --tune tries the Pallas kernels' tiles one by one and prints the fastest first. On a CPU the sizes are a toy's, kernels
 run in Pallas's interpreter, and no figure means anything.
@@ -34,15 +38,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxopt_llm import errors
-from jaxopt_llm.kernels import attention_pallas, attention_triton, attention_xla
-from jaxopt_llm.kernels.attention import attend
+from jaxopt_llm.errors import InputError
+from jaxopt_llm.kernels import attention_auto, attention_pallas, attention_triton, attention_xla
+from jaxopt_llm.kernels.attention import attend, capability_of
+from jaxopt_llm.kernels.attention import attention as by_name
+from jaxopt_llm.kernels.attention_auto import Measured
 from jaxopt_llm.kernels.attention_pallas import BLOCKS, Blocks
 from jaxopt_llm.kernels.attention_pallas_kernels import Tile
 from jaxopt_llm.kernels.spans import Form, of_documents
 
 CALLS = 10  # in a row for each time taken: a call alone would measure the host as well
 ON_CPU = jax.default_backend() == "cpu"
+CAPABILITY = capability_of(jax.devices()[0]) or attention_pallas.CAPABILITY  # the interpreter has none
 TOKENS, WIDTH, GROUPED = (256, 128, 4) if ON_CPU else (16_384, 4096, 4)
+
+OWN = ("xla", "pallas", "triton", "cudnn")
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q, k, v -> out
 
@@ -84,22 +94,24 @@ class Case:
         """FLOPs of one product of all queries, keys and head_dim: the half where causal."""
         return 2 * max(TOKENS, self.length) * self.length * WIDTH * (0.5 if self.causal else 1.0)
 
-    def own(self, implementation: Any) -> Attention:
+    def own(self, implementation: Any, kernel: Any = None) -> Attention:
+        """kernel: says what it does not support, which the result raises."""
+        problems = kernel.problems(self.head_dim, self.dtype, CAPABILITY) if kernel else []
         form = Form(self.head_dim**-0.5, after=0 if self.causal else None)
 
         def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            if problems:
+                raise ValueError("; ".join(problems))
             spans = of_documents(jnp.zeros(q.shape[:2], jnp.int32), self.causal)
             return attend(implementation, form, q, k, v, spans)
 
         return run
 
     def ways(self) -> dict[str, Attention]:
-        found: dict[str, Attention] = {"xla": self.own(attention_xla), "pallas": self.own(Pallas())}
+        found = {"xla": self.own(attention_xla), "pallas": self.own(Pallas(), attention_pallas)}
         if not ON_CPU:
-            found["triton"] = self.own(attention_triton)
-            found["cudnn"] = functools.partial(
-                jax.nn.dot_product_attention, is_causal=self.causal, implementation="cudnn"
-            )
+            found["triton"] = self.own(attention_triton, attention_triton)
+            found["cudnn"] = functools.partial(by_name, causal=self.causal, implementation="cudnn")
         if importlib.util.find_spec("tokamax") and not ON_CPU:
             tokamax: Any = importlib.import_module("tokamax")
             for name in ("mosaic", "triton"):
@@ -180,6 +192,24 @@ def compare(case: Case, only: list[str], runs: int) -> list[dict[str, Any]]:
     return rows
 
 
+def measured(case: Case, rows: list[dict[str, Any]], device: jax.Device) -> Measured:
+    """What `compare` says of a case, as the table has it."""
+    ours = {row["name"]: row for row in rows if row["name"] in OWN and "unavailable" not in row}
+
+    def sound(row: dict[str, Any]) -> bool:
+        return all(row[each] <= 2 * ours["xla"][each] for each in ("distance", "gradient_distance"))
+
+    return Measured(
+        capability=device.compute_capability,
+        dtype=case.dtype,
+        head_dim=case.head_dim,
+        length=case.length,
+        device=device.device_kind,
+        jax=jax.__version__,
+        seconds={name: row["forward_seconds"] + row["backward_seconds"] for name, row in ours.items() if sound(row)},
+    )
+
+
 def line(row: dict[str, Any]) -> str:
     which = f"{row['head_dim']:>8} {row['length']:>7} {'causal' if row['causal'] else 'both':>7}  {row['name']:<15}"
     if "unavailable" in row:
@@ -252,8 +282,20 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], help="these implementations alone")
     parser.add_argument("--runs", type=int, default=5, help="of each (default: 5)")
     parser.add_argument("--tune", action="store_true", help="try the Pallas kernels' tiles instead")
+    parser.add_argument(
+        "--write-table",
+        type=Path,
+        nargs="?",
+        const=attention_auto.TABLE,
+        metavar="FILE",
+        help="put the causal calls' seconds into the table that `auto` reads, or into FILE",
+    )
     parser.add_argument("--json", type=Path, help="file to write the figures to; the table goes beside it as .txt")
     asked = parser.parse_args()
+    if asked.write_table and (asked.only or asked.tune):
+        raise InputError("--write-table: the table compares all implementations: leave --only and --tune away")
+    if asked.write_table and ON_CPU:
+        raise InputError("--write-table: a CPU's figures mean nothing; run it on the GPU that is to be known")
     masks = (True, False) if asked.both_ways else (True,)
     cases = [Case(*each, asked.dtype) for each in itertools.product(asked.head_dims, asked.lengths, masks)]
     report: dict[str, Any] = {
@@ -275,6 +317,8 @@ def main() -> int:
             said += map(line, rows)
             print("\n".join(map(line, rows)), flush=True)
             report["rows"] += rows
+            if asked.write_table and case.causal:
+                attention_auto.write([measured(case, rows, jax.devices()[0])], asked.write_table)
     if asked.json:
         asked.json.write_text(json.dumps(report, indent=2) + "\n")
         asked.json.with_suffix(".txt").write_text("\n".join(said) + "\n")

@@ -4,7 +4,8 @@
 
 Every part is a process of its own with a limit on its time. A part that fails is recorded with its error and does not
 stop the others; one whose packages are missing is skipped by name. Writes FOLDER/<gpu>-<date>.json with everything and
-.txt with what was printed. Exit code: 0, or 1 where a part failed, or 2 where no GPU is visible.
+.txt with what was printed, and what attention took into the table by which it is chosen, to be committed
+(jaxopt_llm/kernels/attention_measured.json). Exit code: 0, or 1 where a part failed, or 2 where no GPU is visible.
 """
 
 import argparse
@@ -66,7 +67,8 @@ def parts(on_cpu: bool) -> list[Part]:
     peer = train_step("llama_small", 1, "--peer", "hf-torch")
     # The interpreter has no use for the heads of a tiny model.
     flash = [] if on_cpu else ["--training.attention", "pallas"]
-    attention = ["benchmarks/attention.py", "--runs", "3", *([] if on_cpu else ["--lengths", "8192"]), "--json"]
+    table = [] if on_cpu else ["--lengths", "8192", "--write-table"]
+    attention = ["benchmarks/attention.py", "--runs", "3", *table, "--json"]
     pytest = ["-m", "pytest", "-q", "-m", "gpu", *(["--gpu-tests-on-cpu"] if on_cpu else [])]
     return [
         Part("1b-step", train_step("llama_1b", runs=1), read_step, describe_step, seconds=130),

@@ -19,7 +19,8 @@ from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.parallel.mesh import BATCH_AXES, MeshConfig
+from jaxopt_llm.parallel.mesh import BATCH_AXES, MeshConfig, visible_devices
+from jaxopt_llm.parallel.topology import choose_attention
 from jaxopt_llm.run import Run
 from jaxopt_llm.validation import validate
 
@@ -70,14 +71,20 @@ def main() -> int:
         trained = dataclasses.replace(trained, data=dataclasses.replace(trained.data, weights=(), format="auto"))
     config = configuration.override(trained, overrides, PROGRAM)
     _check(trained, config)
+    length, size = config.training.sequence_length, config.model.vocabulary_size
+    # Whatever the run's was: this may be another machine.
+    attention = choose_attention(
+        visible_devices()[0], "auto", config.model.head_dim, config.precision.compute_dtype, length
+    )
+    if attention.reason:
+        print(f"attention: {attention}", file=sys.stderr)
     with oom.remedied("loading the checkpoint", "take a GPU with more"):
-        source = run.load(own.checkpoint, config.data)
+        source = run.load(own.checkpoint, config.data, attention=attention.name)
     if elsewhere:
         stream, skipped = open_whole(config.data, source.tokenizer)
         what = f"{', '.join(config.data.paths)}{''.join(f', {count:,} {why}' for why, count in skipped.items())}"
     else:
         stream, what = open_corpus(config.data, source.tokenizer).held_out, "the held-out split"
-    length, size = config.training.sequence_length, config.model.vocabulary_size
     rows = PackedRows(stream, length, size, what, config.data.long_documents)
     with oom.remedied("evaluating", "set --training.batch-size or --training.sequence-length smaller"):
         loss, tokens = evaluate(source, rows, config.training.batch_size, own.batches)

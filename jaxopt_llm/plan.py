@@ -28,6 +28,7 @@ from jaxopt_llm import errors
 from jaxopt_llm.advice import Advice, advice_lines, advise
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.kernels.attention_auto import Choice
 from jaxopt_llm.model import flops, leaves
 from jaxopt_llm.parallel import hlo, links, topology
 from jaxopt_llm.parallel.buffers import compile_and_list
@@ -86,6 +87,7 @@ class Plan:
     gpus_per_host: int
     jax: str
     parameters: int
+    attention: Choice
     compile_seconds: float
     memory: Memory
     largest: tuple[Held, ...]  # arrays, of those alive at the peak
@@ -149,6 +151,7 @@ def make_plan(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int) -> 
         gpus_per_host=gpus_per_host,
         jax=jax.__version__,
         parameters=leaves.count(program.parts.specs),
+        attention=program.attention,
         compile_seconds=compile_seconds,
         memory=held,
         largest=largest(program, known, temporaries),
@@ -196,6 +199,7 @@ def show(plan: Plan) -> str:
     lines = [
         f"{plan.parameters:,} parameters on {plan.hosts} × {plan.gpus_per_host} {plan.gpu}; compiled in "
         f"{plan.compile_seconds:.1f} s with jax {plan.jax}",
+        f"attention: {plan.attention}",
         "",
         *kind_lines(plan.memory),
         f"  {'XLA may use':18} {plan.limit / GIB:9.2f}   {float(MEMORY_FRACTION):.0%} of the GPU's",

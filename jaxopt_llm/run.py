@@ -107,10 +107,11 @@ def folder_config(folder: Folder, directory: Path, tokenizer: str) -> TrainConfi
     )
 
 
-def load(directory: Path, data: DataConfig | None = None, tensor: int = 1) -> Run:
+def load(directory: Path, data: DataConfig | None = None, tensor: int = 1, attention: str = "xla") -> Run:
     """Of a run directory or a Hugging Face folder.
 
     data: names the tokenizer, where that is not where the run had it. tensor: devices that every weight is split over.
+    attention: the implementation that attends where nothing reads a cache.
 
     Raises InputError for what is neither, CheckpointError where a run has no checkpoint that can be used.
     """
@@ -123,15 +124,19 @@ def load(directory: Path, data: DataConfig | None = None, tensor: int = 1) -> Ru
         )
     _check_tensor(tensor, config)
     if folder is not None:
-        return Run(config, tokenizer, *read_folder(folder, config.precision, tensor), step=0)
+        return Run(config, tokenizer, *read_folder(folder, config.precision, tensor, attention), step=0)
     _check_tokenizer(directory, tokenizer)
-    parts, params, placement, step = restore(directory, config, config.precision.compute_dtype, tensor=tensor)
+    parts, params, placement, step = restore(
+        directory, config, config.precision.compute_dtype, tensor=tensor, attention=attention
+    )
     return Run(config, tokenizer, parts, params, placement, step)
 
 
-def read_folder(folder: Folder, precision: PrecisionConfig, tensor: int) -> tuple[Parts, Params, Placement]:
+def read_folder(
+    folder: Folder, precision: PrecisionConfig, tensor: int, attention: str = "xla"
+) -> tuple[Parts, Params, Placement]:
     """The parameters of a Hugging Face folder, in compute dtype, and where they are."""
-    parts = make_parts(folder.config)
+    parts = make_parts(folder.config, attention=attention)
     placement = placement_for(size(parts.specs, precision.compute_dtype), precision, tensor)
 
     def read(path: str, spec: ParamSpec) -> jax.Array:
@@ -142,7 +147,12 @@ def read_folder(folder: Folder, precision: PrecisionConfig, tensor: int) -> tupl
 
 
 def restore(
-    directory: Path, config: TrainConfig, dtype: str, frozen_as: FrozenAs = "rests", tensor: int = 1
+    directory: Path,
+    config: TrainConfig,
+    dtype: str,
+    frozen_as: FrozenAs = "rests",
+    tensor: int = 1,
+    attention: str = "xla",
 ) -> tuple[Parts, Params, Placement, int]:
     """The parameters of a run's last checkpoint, those that were trained in this dtype, where they are, and its step.
 
@@ -151,7 +161,7 @@ def restore(
 
     Raises CheckpointError where it has no checkpoint that can be used.
     """
-    parts = make_parts(config.model, config.training.loss_chunk)
+    parts = make_parts(config.model, config.training.loss_chunk, attention=attention)
     parts, trained, frozen = lora.adapt(parts, config.lora, config.precision, config.training.trainable)
     base = None
     if frozen_as == "absent":

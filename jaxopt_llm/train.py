@@ -128,6 +128,8 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             f"{leaves.count(program.parts.specs):,} parameters{trained} on {placement.mesh.size} "
             f"{jax.devices()[0].device_kind} device(s){processes}, run directory {directory}"
         )
+        if program.attention.reason:
+            progress.say(f"attention: {program.attention}")
         progress.say(f"data: {corpus}")
         for each in (*sources, held_out_split):
             if each.packing:

@@ -16,11 +16,22 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import pytest
 
+from jaxopt_llm.kernels import attention_auto
 from jaxopt_llm.parallel.mesh import simulate_cpu_devices
 
 simulate_cpu_devices(8)
 # Where there is a GPU, too: what runs on it says so, by the fixture below.
 jax.config.update("jax_default_device", jax.devices("cpu")[0])
+
+
+@pytest.fixture(autouse=True, scope="session")
+def nothing_measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What `training.attention auto` chooses from, whatever the package's table has by now."""
+    table = tmp_path_factory.mktemp("measured") / "table.json"
+    table.write_text("[]")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_auto, "TABLE", table)
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -88,7 +88,11 @@ CASES = {
     ),
     "a kernel for GPUs on a CPU": (
         ["--training.attention", "pallas"],
-        ["training.attention=pallas is for GPUs, not for cpu: set --training.attention xla"],
+        ["training.attention=pallas is for GPUs, not for cpu: set --training.attention auto, or xla"],
+    ),
+    "an implementation that knows no documents": (
+        ["--training.attention", "cudnn"],
+        ["--training.attention", "'cudnn'", "'auto', 'xla', 'pallas', 'triton'"],
     ),
     "interleaved of one run": (
         ["--mesh.pipeline", "2", "--pipeline.schedule", "interleaved"],

@@ -5,14 +5,18 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 from commands import command, train
 from test_bad_input import assert_one_line
 
+from jaxopt_llm import evaluate
 from jaxopt_llm.errors import OutOfMemory
-from jaxopt_llm.evaluate import main
+from jaxopt_llm.kernels import attention_xla
+from jaxopt_llm.kernels.attention import IMPLEMENTATIONS
+from jaxopt_llm.kernels.attention_auto import Choice
 
 pytestmark = pytest.mark.core
 
@@ -45,6 +49,31 @@ def test_the_held_out_split_has_the_loss_that_the_run_measured(run: Path) -> Non
     assert perplexity == pytest.approx(math.exp(loss), rel=1e-3)
     # Whatever the batch, and with rows of nothing at its end.
     assert evaluated(run, "--training.batch-size", 7) == (loss, perplexity, tokens)
+
+
+def test_attention_is_chosen_for_the_device(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    passed: list[str] = []
+
+    class Kernel:
+        def forward(self, *of: Any) -> Any:
+            passed.append("kernel")
+            return attention_xla.forward(*of)
+
+    def choose(*of: Any) -> Choice:
+        asked.append(of)
+        return Choice("pallas", "for a reason")
+
+    monkeypatch.setattr(evaluate, "choose_attention", choose)
+    monkeypatch.setitem(IMPLEMENTATIONS, "pallas", Kernel())
+    monkeypatch.setattr(sys, "argv", ["evaluate", "--checkpoint", str(run), "--batches", "1"])
+    assert evaluate.main() == 0
+    config = json.loads((run / "config.json").read_text())
+    of_model = config["model"]["head_dim"], config["precision"]["compute_dtype"], config["training"]["sequence_length"]
+    assert asked == [(jax.devices()[0], "auto", *of_model)] and passed
+    assert capsys.readouterr().err == "attention: pallas, for a reason\n"
 
 
 def test_any_source_is_read_whole(run: Path) -> None:
@@ -84,4 +113,4 @@ def test_out_of_memory_it_says_what_to_change(
     monkeypatch.setattr(sys, "argv", ["evaluate", "--checkpoint", str(run)])
     monkeypatch.setattr(f"jaxopt_llm.{fails}", exhausted)
     with pytest.raises(OutOfMemory, match=f"out of memory {said}"):
-        main()
+        evaluate.main()

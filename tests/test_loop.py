@@ -20,12 +20,13 @@ from jaxopt_llm import train as command
 from jaxopt_llm import utilisation
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.errors import InputError, TrainingDiverged
+from jaxopt_llm.kernels.attention_auto import Choice
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.decoder import param_specs
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import MeshConfig
 from jaxopt_llm.parallel.topology import CHIPS
-from jaxopt_llm.training import guard
+from jaxopt_llm.training import guard, program
 
 
 def tiny(directory: Path, **sections: Any) -> TrainConfig:
@@ -101,6 +102,19 @@ def test_metrics_are_read_a_step_late(tmp_path: Path, monkeypatch: pytest.Monkey
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
     assert ["eval_loss" in record for record in records] == [False, False, False, True, True]
+
+
+def test_what_attention_was_chosen_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing on a CPU, where there is no choice."""
+    with Preemption() as preemption:
+        command.train(tiny(tmp_path / "silent"), preemption)
+    assert "attention" not in capsys.readouterr().out
+    monkeypatch.setattr(program, "choose_attention", lambda *of: Choice("xla", "for a reason"))
+    with Preemption() as preemption:
+        command.train(tiny(tmp_path / "run"), preemption)
+    assert capsys.readouterr().out.splitlines().count("attention: xla, for a reason") == 1
 
 
 def test_records_have_the_utilisation_of_a_known_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,13 @@ def plans() -> dict[int, Plan]:
     return {count: make_plan(with_rows(count), "h200", 1, 8) for count in (1, 16)}
 
 
+def test_attention_is_chosen_as_by_the_run(plans: dict[int, Plan]) -> None:
+    """Of the table that is measured on GPUs, of which tests have none."""
+    (line,) = (each for each in planning.show(plans[1]).splitlines() if each.startswith("attention: "))
+    assert line.startswith("attention: xla, as nothing was measured of head_dim 128 in bfloat16")
+    assert json.loads(planning.to_json(plans[1]))["attention"]["name"] == "xla"
+
+
 def test_memory_by_kind(plans: dict[int, Plan]) -> None:
     few, many = plans[1].memory, plans[16].memory
     assert few.parameters == pytest.approx(4 / 8 * plans[1].parameters, rel=1e-3)

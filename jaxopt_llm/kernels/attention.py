@@ -8,13 +8,16 @@ Letters: B batch, S queries, T keys, H heads, G key-value heads, K head size.
 
 import functools
 import math
+import warnings
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxopt_llm.kernels import attention_pallas, attention_triton, attention_xla
+from jaxopt_llm.kernels import attention_cudnn, attention_pallas, attention_triton, attention_xla
+from jaxopt_llm.kernels.attention_auto import fastest
 from jaxopt_llm.kernels.spans import Form, Spans, of_documents
 
 SAVED = "attention"  # the name under which jax.checkpoint knows result and log-sum-exp: saved, no forward runs again
@@ -54,6 +57,24 @@ KERNELS: dict[str, Any] = {"pallas": attention_pallas, "triton": attention_trito
 IMPLEMENTATIONS: dict[str, Implementation] = {"xla": attention_xla, **KERNELS}
 
 
+def capability_of(device: Any) -> tuple[int, int] | None:
+    """The compute capability; None of what is no GPU."""
+    if device.platform != "gpu":
+        return None
+    major, minor = map(int, device.compute_capability.split("."))
+    return major, minor
+
+
+def unsupported(
+    head_dim: int, dtype: Any, capability: tuple[int, int] | None, kernels: Mapping[str, Any] = KERNELS
+) -> dict[str, list[str]]:
+    """Of xla and of each kernel, what of a call it does not support, in words. capability: None without a GPU."""
+    return {"xla": []} | {
+        name: ["a kernel for GPUs"] if capability is None else kernel.problems(head_dim, dtype, capability)
+        for name, kernel in kernels.items()
+    }
+
+
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -64,7 +85,7 @@ def attention(
     segment_ids: jax.Array | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    implementation: str = "xla",
+    implementation: str = "auto",
 ) -> jax.Array:
     """Softmax attention with grouped queries, softmax in float32.
 
@@ -73,20 +94,53 @@ def attention(
     causal: only those up to itself; window: only the last so many of these.
     scale: multiplies the scores, 1 / sqrt(K) by default.
     softcap: then bounds them, as softcap × tanh(score / softcap), before what is not visible is masked.
+    implementation: one of IMPLEMENTATIONS; "cudnn", on GPUs, without segment_ids or softcap; or "auto", the fastest of
+        all that support the call on JAX's default device, by what was measured of its kind (see attention_auto.py).
     Returns [B, S, H, K] in q's dtype, 0 for a query that sees nothing.
 
-    Raises ValueError for a window without the causal order, and for an implementation that there is not.
+    Raises ValueError for a window without the causal order, and for an implementation that there is not or that does
+    not support the call.
     """
     if window is not None and not causal:
         raise ValueError(f"window={window} with causal=False: a window ends at its query")
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={implementation!r}: choose one of {', '.join(IMPLEMENTATIONS)}")
+    implementation = _implementation(implementation, q, k.shape[1], segment_ids is not None, softcap)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if implementation == "cudnn":
+        return attention_cudnn.attention(q, k, v, causal=causal, window=window, scale=scale)
     if segment_ids is None:
         segment_ids = jnp.zeros(q.shape[:2], jnp.int32)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     before, after = None if window is None else window - 1, 0 if causal else None
     spans = of_documents(segment_ids, causal).within(window)
     return attend(IMPLEMENTATIONS[implementation], Form(scale, softcap, before, after), q, k, v, spans)
+
+
+def _implementation(asked: str, q: jax.Array, keys: int, documents: bool, softcap: float | None) -> str:
+    """The name of what computes the call."""
+    head_dim, capability = q.shape[-1], capability_of(_device())
+    problems = unsupported(head_dim, q.dtype, capability, {**KERNELS, "cudnn": attention_cudnn})
+    if documents:
+        problems["cudnn"].append("segment_ids: cudnn knows no documents, all others do")
+    if softcap is not None:
+        problems["cudnn"].append(f"softcap={softcap}: cudnn has none, all others have")
+    if asked == "auto":
+        choice = fastest(head_dim, q.dtype, keys, capability, problems)
+        if not choice.measured:
+            warnings.warn(f"attention: {choice}", stacklevel=3)  # once for each place that calls
+        return choice.name
+    if asked not in problems:
+        raise ValueError(f"implementation={asked!r}: choose one of auto, {', '.join(problems)}")
+    if problems[asked]:
+        others = [name for name, found in problems.items() if not found]
+        raise ValueError(
+            f"implementation={asked!r}: {'; '.join(problems[asked])}; what supports this call: {', '.join(others)}"
+        )
+    return asked
+
+
+def _device() -> Any:
+    """That for which JAX compiles unless told otherwise."""
+    default = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return default if isinstance(default, jax.Device) else jax.devices(default)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

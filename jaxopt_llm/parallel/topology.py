@@ -15,7 +15,8 @@ from jax.experimental import topologies
 from jax.extend.mlir import ir
 
 from jaxopt_llm.errors import InputError
-from jaxopt_llm.kernels.attention import KERNELS
+from jaxopt_llm.kernels.attention import capability_of, unsupported
+from jaxopt_llm.kernels.attention_auto import Choice, fastest
 from jaxopt_llm.parallel.offload import HOST
 from jaxopt_llm.parallel.precision import Matmul
 
@@ -237,9 +238,8 @@ def chip_of(device_kind: str) -> Chip | None:
 
 def check_multiplies(device: Any, matmul: Matmul) -> None:
     """Raises InputError for fp8 on a GPU without it, which would multiply in 16 bits and only lose. CPUs emulate it."""
-    if matmul != "fp8" or device.platform != "gpu":
-        return
-    if _capability(device) < FLOAT8_CAPABILITY:
+    capability = capability_of(device)
+    if matmul == "fp8" and capability is not None and capability < FLOAT8_CAPABILITY:
         raise InputError(
             f"precision.matmul=fp8: {device.device_kind} has no tensor cores for it (H100, H200, B200 and others of "
             "compute capability 8.9 and above have): set --precision.matmul int8, or compute_dtype for "
@@ -247,21 +247,22 @@ def check_multiplies(device: Any, matmul: Matmul) -> None:
         )
 
 
-def check_attends(device: Any, attention: str, head_dim: int, dtype: str) -> None:
-    """Raises InputError where a kernel does not go with the device, the heads or their dtype."""
-    if attention == "xla":
-        return
-    mend = "set --training.attention xla"
-    if device.platform != "gpu":
-        raise InputError(f"training.attention={attention} is for GPUs, not for {device.device_kind}: {mend}")
-    found = KERNELS[attention].problems(head_dim, dtype, _capability(device))
-    if found:
-        raise InputError(f"training.attention={attention}: {'; '.join(found)}: {mend}")
+def choose_attention(device: Any, asked: str, head_dim: int, dtype: str, keys: int) -> Choice:
+    """The implementation of attention that is asked for or, for "auto", that is the fastest for calls of so many keys:
+    the same for a device and for one of a topology of its kind.
 
-
-def _capability(device: Any) -> tuple[int, int]:
-    major, minor = map(int, device.compute_capability.split("."))
-    return major, minor
+    Raises InputError where what is asked for does not go with the device, the heads or their dtype.
+    """
+    capability = capability_of(device)
+    problems = unsupported(head_dim, dtype, capability)
+    if asked == "auto":
+        return fastest(head_dim, dtype, keys, capability, problems)
+    mend = "set --training.attention auto, or xla"
+    if problems[asked] and capability is None:
+        raise InputError(f"training.attention={asked} is for GPUs, not for {device.device_kind}: {mend}")
+    if problems[asked]:
+        raise InputError(f"training.attention={asked}: {'; '.join(problems[asked])}: {mend}")
+    return Choice(asked)
 
 
 def gpu_topology(chip: str = "h200", hosts: int = 1, gpus_per_host: int = 8) -> list[jax.Device]:

@@ -14,11 +14,12 @@ from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.execution.schedules import PipelineConfig
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.execution.stages import EVEN, rest_on_stages
+from jaxopt_llm.kernels.attention_auto import FALLBACK, Choice
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import Params, Parts, make_parts
 from jaxopt_llm.parallel.sharding import Placement
-from jaxopt_llm.parallel.topology import check_attends, check_multiplies
+from jaxopt_llm.parallel.topology import check_multiplies, choose_attention
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training import update
 from jaxopt_llm.training.lora import LoraConfig, adapt
@@ -32,9 +33,10 @@ from jaxopt_llm.training.update import Optimizers
 @dataclass(frozen=True)
 class Program:
     """step: jitted (state, batch) -> (state, metrics), compiled for `state` and `batch`, the abstract arguments.
-    kept: state -> what a checkpoint holds of it."""
+    kept: state -> what a checkpoint holds of it. attention: what `training.attention` has come to."""
 
     parts: Parts
+    attention: Choice
     executor: Executor
     specs: StateSpecs
     optimizers: Optimizers
@@ -64,11 +66,15 @@ def make_program(
 
     Raises InputError where devices cannot multiply as `precision.matmul` says, or attend as `training.attention` does.
     """
+    attention = Choice(FALLBACK if training.attention == "auto" else training.attention)
     if isinstance(placement.mesh, Mesh):
         device = placement.mesh.devices.flat[0]
         check_multiplies(device, placement.precision.matmul)
-        check_attends(device, training.attention, model.head_dim, placement.precision.compute_dtype)
-    parts = make_parts(model, training.loss_chunk, training.z_loss, training.attention)
+        keys = training.sequence_length // placement.size("context")
+        attention = choose_attention(
+            device, training.attention, model.head_dim, placement.precision.compute_dtype, keys
+        )
+    parts = make_parts(model, training.loss_chunk, training.z_loss, attention.name)
     stages = placement.size("pipeline")
     if stages > 1:
         parts = rest_on_stages(parts, stages, pipelined)
@@ -82,6 +88,7 @@ def make_program(
     ids, mask = (jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for dtype in (jnp.int32, jnp.bool))
     return Program(
         parts=parts,
+        attention=attention,
         executor=executor,
         specs=specs,
         optimizers=optimizers,

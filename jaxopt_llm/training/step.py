@@ -37,9 +37,10 @@ class TrainingConfig:
     """microbatches per step: each holds batch_size / accumulation sequences"""
     loss_chunk: int = 1024
     """tokens of each device whose logits exist at a time; 0: those of the whole microbatch"""
-    attention: Literal["xla", "pallas", "triton"] = "xla"
+    attention: Literal["auto", "xla", "pallas", "triton"] = "auto"
     """what computes attention: XLA's own operations, on any device; our flash-attention kernel in Pallas, for GPUs from
-    Ampere on; or that in Triton, for Hopper and Blackwell. What reads a cache is computed by xla"""
+    Ampere on; that in Triton, for Hopper and Blackwell; or of those that support the model and the GPU, the one that
+    was measured to be the fastest there, xla where nothing was. What reads a cache is computed by xla"""
     z_loss: float = 0.0
     """times log(Z)² of each token, Z being the softmax's sum, is minimised beside the loss: keeps logits from drifting,
     at 1e-4 or so (Chowdhery et al. 2022). The loss in the metrics is without it"""

@@ -153,7 +153,8 @@ def test_both_ways_within_a_document() -> None:
 
 
 @pytest.mark.parametrize(
-    "call, said", [({"causal": False, "window": 3}, "window=3"), ({"implementation": "cuda"}, "xla, pallas, triton")]
+    "call, said",
+    [({"causal": False, "window": 3}, "window=3"), ({"implementation": "cuda"}, "auto, xla, pallas, triton, cudnn")],
 )
 def test_what_there_is_not_is_refused(call: dict[str, Any], said: str) -> None:
     q, k, v, _ = operands(4, 4, heads=2, kv_heads=2)

@@ -11,6 +11,7 @@ from jaxopt_llm import config as configuration
 from jaxopt_llm import plan as planning
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.kernels.attention_auto import Choice
 from jaxopt_llm.parallel.mesh import MeshConfig
 from jaxopt_llm.parallel.sharding import ShardingConfig
 from jaxopt_llm.plan import Memory, Plan
@@ -53,6 +54,7 @@ def as_estimated(config: TrainConfig, more: float = 1.0, limit: int = LIMIT) -> 
         gpus_per_host=CLUSTER.gpus_per_host,
         jax="",
         parameters=10,
+        attention=Choice("xla"),
         compile_seconds=0.0,
         memory=Memory(*map(round, sizes), round(found.footprint.peak * more - sum(sizes)), 0, 0),
         host_bytes=0,
