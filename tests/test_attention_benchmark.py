@@ -1,7 +1,18 @@
 """benchmarks/attention.py at a toy's size: every way computes the same, and FLOPs are those of the paper."""
 
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import attention
+import gpu_check
 import pytest
+
+from jaxopt_llm.errors import InputError
+from jaxopt_llm.kernels import attention_auto
 
 
 def test_ways_compute_the_same() -> None:
@@ -26,4 +37,83 @@ def test_flops_are_counted_as_in_the_papers() -> None:
 
 def test_what_is_not_supported_is_named() -> None:
     (row,) = attention.compare(attention.Case(16, 64, causal=True, dtype="bfloat16"), only=["pallas"], runs=1)
-    assert "KeyError" in row["unavailable"] and row["unavailable"] in attention.line(row)
+    assert "head_dim=16: the pallas kernel takes" in row["unavailable"] and row["unavailable"] in attention.line(row)
+
+
+# ---- The table that `auto` reads.
+
+GPU: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
+FIGURES = {"forward_seconds": 1.0, "backward_seconds": 2.5, "distance": 1e-3, "gradient_distance": 2e-3}
+
+
+def measured(**others: dict[str, Any]) -> Mapping[str, float]:
+    """Of xla and these, of which this is what differs."""
+    rows = [{"name": name, **FIGURES, **row} for name, row in {"xla": {}, **others}.items()]
+    return attention.measured(attention.Case(128, 8192, causal=True, dtype="bfloat16"), rows, GPU).seconds
+
+
+def test_the_table_has_what_is_ours_and_can_run() -> None:
+    assert measured(
+        pallas={"backward_seconds": 1.0}, triton={"unavailable": "not installed"}, **{"tokamax mosaic": {}}
+    ) == {"xla": 3.5, "pallas": 2.0}
+
+
+@pytest.mark.parametrize("wrong", [{"distance": 2.1e-3}, {"gradient_distance": 4.1e-3}, {"distance": float("nan")}])
+def test_what_computes_something_else_does_not_get_into_the_table(wrong: dict[str, float]) -> None:
+    assert measured(pallas={"forward_seconds": 0.1, **wrong}, cudnn={"distance": 1.9e-3}).keys() == {"xla", "cudnn"}
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["attention.py", *map(str, arguments)])
+    return attention.main()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On which pallas is the slower one of 8192 tokens, and the faster one of fewer."""
+    monkeypatch.setattr(attention, "ON_CPU", False)
+    monkeypatch.setattr(attention.jax, "devices", lambda: [GPU])
+
+    def compare(case: attention.Case, *_: object) -> list[dict[str, Any]]:
+        of_case = {**dataclasses.asdict(case), **FIGURES, "forward_tflops": 1.0, "backward_tflops": 1.0}
+        pallas = {"name": "pallas", **of_case, "forward_seconds": 2.0 if case.length == 8192 else 0.5}
+        return [{"name": "xla", **of_case}, pallas]
+
+    monkeypatch.setattr(attention, "compare", compare)
+
+
+def fastest(file: Path, keys: int) -> str:
+    table = attention_auto.read(file)
+    return attention_auto.fastest(128, "bfloat16", keys, (9, 0), {"xla": [], "pallas": []}, table).name
+
+
+@pytest.mark.usefixtures("gpu")
+def test_auto_reads_what_the_benchmark_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "table.json"
+    assert run(monkeypatch, "--lengths", 8192, 512, "--both-ways", "--write-table", table) == 0
+    assert (fastest(table, 8192), fastest(table, 512)) == ("xla", "pallas")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_auto_reads_what_gpu_check_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "table.json"
+    monkeypatch.setattr(attention_auto, "TABLE", table)  # the package's
+    on_gpu, on_cpu = (
+        next(part.arguments[1:] for part in gpu_check.parts(on_cpu) if part.name == "attention")
+        for on_cpu in (False, True)
+    )
+    assert run(monkeypatch, *on_cpu, tmp_path / "report.json") == 0 and not table.exists()
+    assert run(monkeypatch, *on_gpu, tmp_path / "report.json") == 0
+    assert fastest(table, 8192) == "xla" and (tmp_path / "report.json").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [([], "a CPU's figures"), (["--only", "xla"], "leave --only"), (["--tune"], "leave --only and --tune")],
+)
+def test_no_table_of_what_compares_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    with pytest.raises(InputError, match=f"--write-table: .*{said}"):
+        run(monkeypatch, *arguments, "--write-table", tmp_path / "table.json")
+    assert not (tmp_path / "table.json").exists()

@@ -107,7 +107,7 @@ def test_bad_input(run: Path, arguments: tuple[object, ...], said: str) -> None:
 def test_out_of_memory_it_says_what_to_change(
     fails: str, said: str, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def exhausted(*_: object) -> None:
+    def exhausted(*_: object, **__: object) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1024 bytes.")
 
     monkeypatch.setattr(sys, "argv", ["evaluate", "--checkpoint", str(run)])

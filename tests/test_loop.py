@@ -110,7 +110,7 @@ def test_what_attention_was_chosen_is_said_once(
     """Nothing on a CPU, where there is no choice."""
     with Preemption() as preemption:
         command.train(tiny(tmp_path / "silent"), preemption)
-    assert "attention" not in capsys.readouterr().out
+    assert "attention: " not in capsys.readouterr().out
     monkeypatch.setattr(program, "choose_attention", lambda *of: Choice("xla", "for a reason"))
     with Preemption() as preemption:
         command.train(tiny(tmp_path / "run"), preemption)
