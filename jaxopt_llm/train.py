@@ -92,6 +92,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
         keep_frozen=run.keeps_frozen(config),
         pipelined=config.pipeline,
     )
+    processes.check_same("training.attention", program.attention.name, "all must have the same packages, or name it")
     own = OwnRows(program.batch.tokens.shape, program.rows)
     loader = Loader(sources, weights, config.training.batch_size, config.run.seed, own.numbers)
     held_out_split = rows(corpus.held_out, "the held-out split")

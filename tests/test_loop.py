@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,6 +25,8 @@ from jaxopt_llm.kernels.attention_auto import Choice
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.decoder import param_specs
 from jaxopt_llm.observe.preemption import Preemption
+from jaxopt_llm.parallel.distributed import Processes
+from jaxopt_llm.parallel.launchers import Job
 from jaxopt_llm.parallel.mesh import MeshConfig
 from jaxopt_llm.parallel.topology import CHIPS
 from jaxopt_llm.training import guard, program
@@ -115,6 +118,18 @@ def test_what_attention_was_chosen_is_said_once(
     with Preemption() as preemption:
         command.train(tiny(tmp_path / "run"), preemption)
     assert capsys.readouterr().out.splitlines().count("attention: xla, for a reason") == 1
+
+
+def test_processes_that_choose_another_attention_do_not_start(tmp_path: Path) -> None:
+    """They would wait for each other in programs that differ."""
+
+    class Unlike(Processes):
+        def channel(self, name: str) -> Any:
+            other = SimpleNamespace(exchange=lambda value: [value, "triton"])
+            return other if name == "training.attention" else super().channel(name)
+
+    with Preemption() as preemption, pytest.raises(InputError, match=r"training\.attention of process 1 .* packages"):
+        command.train(tiny(tmp_path / "run"), preemption, Unlike(Job("", 1, 0)))
 
 
 def test_records_have_the_utilisation_of_a_known_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

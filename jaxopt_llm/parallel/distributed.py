@@ -116,12 +116,12 @@ class Processes:
     def channel(self, name: str) -> "Channel":
         return Channel(name, self.index, self.count)
 
-    def check_same(self, what: str, value: str) -> None:
+    def check_same(self, what: str, value: str, mend: str = "all must read the same files") -> None:
         """Raises InputError where another process has something else than the first."""
         values = self.channel(what).exchange(value)
         other = next((index for index, each in enumerate(values) if each != values[0]), None)
         if other is not None:
-            raise InputError(f"{what} of process {other} is not that of process 0: all must read the same files")
+            raise InputError(f"{what} of process {other} is not that of process 0: {mend}")
 
     def check_shared(self, directory: Path) -> None:
         """Raises InputError where another process does not see what the first writes into the directory."""
