@@ -218,6 +218,17 @@ def test_auto_by_hand_says_nothing_without_a_gpu(recwarn: pytest.WarningsRecorde
     assert not recwarn.list
 
 
+def test_by_hand_it_is_the_default_device_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[jax.Device] = []
+    monkeypatch.setattr(kernels, "capability_of", asked.append)
+    last = jax.devices("cpu")[-1]
+    with jax.default_device(last):
+        attention(*arrays())
+    with jax.default_device("cpu"):  # type: ignore[arg-type]
+        attention(*arrays())
+    assert asked == [last, jax.devices("cpu")[0]]
+
+
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     "implementation, call, said",
