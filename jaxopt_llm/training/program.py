@@ -70,7 +70,7 @@ def make_program(
     if isinstance(placement.mesh, Mesh):
         device = placement.mesh.devices.flat[0]
         check_multiplies(device, placement.precision.matmul)
-        keys = training.sequence_length // placement.size("context")
+        keys = training.sequence_length // (placement.size("context") if placement.deals else 1)
         attention = choose_attention(
             device, training.attention, model.head_dim, placement.precision.compute_dtype, keys
         )

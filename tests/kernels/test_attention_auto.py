@@ -151,19 +151,21 @@ def test_what_is_asked_for_and_not_supported_is_refused(asked: str, on: str) -> 
     assert choose_attention(device, "xla", 96, "bfloat16", 1024) == Choice("xla")
 
 
-@pytest.mark.parametrize("context, name", [(1, "pallas"), (8, "xla")])
+@pytest.mark.parametrize(
+    "context, exchange, name", [(1, "ring", "pallas"), (8, "ring", "xla"), (8, "all_to_all", "pallas")]
+)
 def test_a_step_attends_with_it(
-    context: int, name: str, table: list[Measured], monkeypatch: pytest.MonkeyPatch
+    context: int, exchange: Any, name: str, table: list[Measured], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 8192 positions, or of an eighth of them: as many keys as a call has where devices divide the sequence."""
+    """Of 8192 positions, or of an eighth of them, as many keys as a call has in a ring."""
     made = []
     make_parts = program.make_parts
     monkeypatch.setattr(program, "make_parts", lambda *of: made.append(of[-1]) or make_parts(*of))
-    model = ModelConfig(width=64, layers=1, heads=1, kv_heads=1, head_dim=128, mlp_width=64, vocabulary_size=256)
+    model = ModelConfig(width=64, layers=1, heads=8, kv_heads=8, head_dim=128, mlp_width=64, vocabulary_size=256)
     assert TrainingConfig().attention == "auto"
     training = TrainingConfig(batch_size=8, sequence_length=8192)
     mesh = make_mesh(MeshConfig(context=context, data=8 // context), gpu_topology("h200"))
-    placement = Placement(mesh, ShardingConfig(), PrecisionConfig(compute_dtype="bfloat16"))
+    placement = Placement(mesh, ShardingConfig(context_exchange=exchange), PrecisionConfig(compute_dtype="bfloat16"))
     of = (OptimizerConfig(), ScheduleConfig(), RematConfig(), LoraConfig(), placement)
     found = program.make_program(model, training, *of)
     assert found.attention.name == name and made == [name]
