@@ -59,7 +59,9 @@ def output_and_gradients(
 ) -> Callable[..., Any]:
     def attended(q: jax.Array, k: jax.Array, v: jax.Array, where: Arrays) -> jax.Array:
         if "segment_ids" in where:
-            return attention(q, k, v, window=window, segment_ids=where["segment_ids"], **of_scores)
+            return attention(
+                q, k, v, window=window, segment_ids=where["segment_ids"], implementation="xla", **of_scores
+            )
         form = Form(**{"scale": q.shape[-1] ** -0.5} | of_scores)
         return attend(kernel, form, q, k, v, Spans(**where).within(window))
 
