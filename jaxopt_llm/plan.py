@@ -97,7 +97,7 @@ class Plan:
     pcie_seconds: float  # by the link's rate, reads and writes one after the other
     limit: int  # bytes of a GPU that XLA may use
     collectives: tuple[Traffic, ...]
-    flops: int  # of each GPU's matmuls in a step, as compiled
+    flops: int  # of each GPU's matmuls in a step, as compiled; those of attention's kernels by arithmetic
     flops_seconds: float  # at the chip's peak
     model_flops: float  # of each GPU in a step, that the model needs: nothing recomputed, causal attention
     repeated_flops: float  # of each GPU in a step, by arithmetic: of forwards that had been run before
@@ -141,6 +141,7 @@ def make_plan(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int) -> 
     rests = resting(config)
     assert rests is not None, "what `validate` refuses"
     work = workload(config, rests, Cluster(gpu, hosts, gpus_per_host))
+    in_kernels = work.attention_flops if work.flash else 0.0  # whose products XLA does not know
     over_pcie = hlo.host_traffic(text)
     activations = Activations(config.model, config.training, placement)
     known = Known.of(program, activations, config.remat, Passes.of(config).waiting)
@@ -161,8 +162,9 @@ def make_plan(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int) -> 
         pcie_seconds=over_pcie / chip.pcie_bytes_per_second,
         limit=limit,
         collectives=tuple(_traffic(hlo.collectives(text, mesh), mesh, chip, gpus_per_host)),
-        flops=sum(computed.values()),
-        flops_seconds=topology.seconds_at_peak(chip, computed),
+        flops=sum(computed.values()) + round(in_kernels),
+        flops_seconds=topology.seconds_at_peak(chip, computed)
+        + in_kernels / chip.peak_flops[config.precision.compute_dtype],
         model_flops=needed.causal * tokens / len(devices),
         repeated_flops=work.repeated_flops,
         idle=work.idle,

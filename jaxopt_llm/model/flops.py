@@ -38,7 +38,7 @@ def per_token(config: ModelConfig, trainable: Params, frozen: Params, sequence_l
         for kind in segment.kinds:
             window = config.window if kind == "sliding" else sequence_length
             for causal in attention:
-                seen = _keys_seen(sequence_length, min(window, sequence_length), causal)
+                seen = keys_seen(sequence_length, min(window, sequence_length), causal)
                 attention[causal] += segment.repeats * 2 * config.heads * config.head_dim * seen
     return ModelFlops(*(2 * (products + 3 * attention[causal]) for causal in (True, False)))
 
@@ -64,6 +64,6 @@ def _product_weights(config: ModelConfig, specs: Params) -> int:
     return sum(jax.tree.leaves(tree.map_with_path(weights, specs)))
 
 
-def _keys_seen(length: int, window: int, causal: bool) -> float:
+def keys_seen(length: int, window: int, causal: bool) -> float:
     """Mean over the queries of a sequence."""
     return window - window * (window - 1) / (2 * length) if causal else float(window)

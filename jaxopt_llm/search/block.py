@@ -6,8 +6,7 @@ Letters: D width, H heads, G key-value heads, K head size, F MLP width.
 from dataclasses import dataclass
 
 from jaxopt_llm.execution.stacks import KEPT_BY, RematConfig
-from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS, CAUSAL_ROWS, QUERY_BLOCK
-from jaxopt_llm.model.config import Kind, ModelConfig
+from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.intermediates import Intermediate
 
 
@@ -72,11 +71,3 @@ def recomputed(remat: RematConfig, model: ModelConfig) -> frozenset[Intermediate
 
 def _reads_mlp_output(model: ModelConfig) -> bool:
     return model.norm_placement in ("post", "both")
-
-
-def keys_formed(model: ModelConfig, kind: Kind, sequence_length: int) -> float:
-    """Keys for which a query's scores are formed, masked ones among them: see kernels/attention_xla.py."""
-    if kind == "sliding":
-        return float(min(QUERY_BLOCK + model.window - 1, sequence_length))
-    parts = min(CAUSAL_PARTS, -(-sequence_length // CAUSAL_ROWS))
-    return sequence_length * (parts + 1) / (2 * parts)

@@ -4,11 +4,14 @@ The compiler's figure is the truth; this one decides which settings are worth co
 memory runs out (docs/plan.md and docs/out_of_memory.md say how close it comes).
 """
 
+import math
 from dataclasses import dataclass
 
 from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS, QUERY_BLOCK
+from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS
 from jaxopt_llm.parallel.mesh import GATHERED_AHEAD
+from jaxopt_llm.parallel.sharding import STORAGE_AXES
+from jaxopt_llm.search.attention import Attention
 from jaxopt_llm.search.block import Block, kept
 from jaxopt_llm.search.passes import Passes
 from jaxopt_llm.search.resting import Resting
@@ -102,8 +105,8 @@ def _working(config: TrainConfig, rests: Resting, block: Block, count: int, pass
     """What lives while the backward is in the attention of a layer, as XLA schedules it."""
     model, training = config.model, config.training
     compute = BYTES[config.precision.compute_dtype]
-    rows, queries = count // training.sequence_length, min(QUERY_BLOCK, training.sequence_length)
-    scores = rows * model.heads / config.mesh.tensor * queries * training.sequence_length
+    rows = count * config.mesh.context // training.sequence_length
+    scores = rows * Attention.of(config).scores
     # Scores and their gradient in float32, and both as the products read them.
     attention = scores * (2 * 4 + 2 * compute)
     mlp = compute * count * 4 * block.elements["mlp_up"]
@@ -121,5 +124,6 @@ MASKS = (CAUSAL_PARTS + 1) / 2
 def _gathers_ahead(config: TrainConfig) -> bool:
     """Whether XLA gathers the next layer's weights early; it then keeps the masks that attention adds, too (see
     parallel/mesh.py)."""
-    mesh, gathers = config.mesh, config.sharding.zero_stage == 3 and config.mesh.fsdp > 1
+    mesh = config.mesh
+    gathers = config.sharding.zero_stage == 3 and math.prod(getattr(mesh, axis) for axis in STORAGE_AXES) > 1
     return bool(GATHERED_AHEAD) and gathers and config.training.accumulation * mesh.pipeline * mesh.tensor == 1

@@ -15,6 +15,9 @@ from jaxopt_llm.parallel.topology import CHIPS, Chip
 PRODUCTS = 0.7
 # Memory: copies reach about 90% of what the datasheet says.
 MEMORY = 0.85
+# Flash attention: FlashAttention-2, the method of our kernels, reaches 35% on H100 (Shah et al. 2024, arXiv:2407.08608)
+# and 50 to 73% on A100 (Dao 2023, arXiv:2307.08691). Ours have been measured on none.
+FLASH = 0.35
 # Rings on 8 GPUs, by nccl-tests' bus bandwidth: 230 to 240 of 300 GB/s (A100), 360 to 370 of 450 (H100).
 NVLINK = 0.8
 NETWORK = 0.8
@@ -25,6 +28,7 @@ PCIE = 0.85
 # measured; all GPUs of a host share its memory.
 COPIED_BESIDE = 0.5
 # What is sent over these axes is what the next product reads: XLA may schedule a kernel beside it, but none that lasts.
+# So are the heads that an all-to-all brings.
 WAITED = {"tensor", "pipeline"}
 
 
@@ -52,6 +56,8 @@ class Sent(Protocol):
     @property
     def link(self) -> str: ...
     @property
+    def kind(self) -> str: ...
+    @property
     def seconds(self) -> float: ...
     @property
     def overlapped(self) -> float: ...
@@ -61,7 +67,8 @@ class Sent(Protocol):
 class Work:
     """Of one GPU in one step.
 
-    flops: of products with weights. attention_flops, attention_bytes: of its scores, by which it is bound.
+    flops: of products with weights. attention_flops, attention_bytes: of its scores, by which it is bound; flash: a
+    kernel's, which keeps them on the chip.
     repeated_flops: of both, those of forwards that were run before. bytes: read and written by what is no product.
     pcie_bytes: to the host and back; pcie_beside: of those, scheduled beside kernels. idle: share of the step in which
     a pipeline's stage computes what does not count.
@@ -70,6 +77,7 @@ class Work:
     flops: float
     attention_flops: float
     attention_bytes: float
+    flash: bool
     repeated_flops: float
     bytes: float
     sent: tuple[Sent, ...]
@@ -111,20 +119,24 @@ def step_time(work: Work, chip: Chip, compute_dtype: str) -> StepTime:
     """Raises KeyError for a dtype that the chip does not multiply."""
     peak, memory = PRODUCTS * chip.peak_flops[compute_dtype], MEMORY * chip.memory_bytes_per_second
     compute, streaming = work.flops / peak, work.bytes / memory
-    attention_flops, attention_bytes = work.attention_flops / peak, work.attention_bytes / memory
+    attention_flops = work.attention_flops / ((FLASH if work.flash else PRODUCTS) * chip.peak_flops[compute_dtype])
+    attention_bytes = work.attention_bytes / memory
     if attention_flops > attention_bytes:
         compute += attention_flops
     else:
         streaming += attention_bytes
     shares = {"nvlink": NVLINK, "network": NETWORK}
-    sent = [(each.seconds / shares[each.link], 0.0 if WAITED & {*each.axes} else each.overlapped) for each in work.sent]
-    hidden = sum(seconds * overlapped for seconds, overlapped in sent)
-    exposed = sum(seconds * (1 - overlapped) for seconds, overlapped in sent)
+    sent = [(each, each.seconds / shares[each.link]) for each in work.sent]
+    hidden = sum(seconds * _beside(each) for each, seconds in sent)
+    exposed = sum(seconds * (1 - _beside(each)) for each, seconds in sent)
+    in_ring = sum(seconds * _beside(each) for each, seconds in sent if _goes_round(each))
     pcie = work.pcie_bytes / (PCIE * chip.pcie_bytes_per_second)
     beside = pcie * COPIED_BESIDE * work.pcie_beside / max(work.pcie_bytes, 1)
     kernels = compute + streaming
     # Kernels, links and PCIe run at once: the slowest sets the pace, and the others are taken off it.
-    links_longer, pcie_longer = max(0.0, hidden - kernels), max(0.0, beside - max(hidden, kernels))
+    attention = max(attention_flops, attention_bytes)
+    links_longer = max(0.0, hidden - kernels, in_ring - attention)
+    pcie_longer = max(0.0, beside - max(hidden, kernels))
     works = 1 - work.idle
     return StepTime(
         compute=works * compute,
@@ -133,3 +145,13 @@ def step_time(work: Work, chip: Chip, compute_dtype: str) -> StepTime:
         pcie=pcie - beside + pcie_longer,
         idle=work.idle * kernels,
     )
+
+
+def _beside(sent: Sent) -> float:
+    """The share of it beside which kernels run."""
+    return 0.0 if WAITED & {*sent.axes} or sent.kind == "all-to-all" else sent.overlapped
+
+
+def _goes_round(sent: Sent) -> bool:
+    """Whether it is a ring's keys and values, beside which attention alone runs."""
+    return sent.axes == ("context",) and sent.kind == "collective-permute"

@@ -12,8 +12,10 @@ from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.model.decoder import padded_vocabulary
 from jaxopt_llm.parallel import links
 from jaxopt_llm.parallel.mesh import AXES, BATCH_AXES, MeshConfig
+from jaxopt_llm.parallel.sharding import STORAGE_AXES
 from jaxopt_llm.parallel.topology import CHIPS
-from jaxopt_llm.search.block import Block, keys_formed, recomputed
+from jaxopt_llm.search.attention import ALL_TO_ALL, RING, Attention
+from jaxopt_llm.search.block import Block, recomputed
 from jaxopt_llm.search.passes import Passes
 from jaxopt_llm.search.resting import Resting
 from jaxopt_llm.search.roofline import Cluster, Work
@@ -33,7 +35,7 @@ LOGIT = 22  # bytes read and written for each logit, from its product to those o
 
 # Shares of what is sent beside which other kernels are scheduled, as programs are compiled: what is gathered or reduced
 # in every layer is, what is reduced once a step, after the microbatches, is not.
-IN_LAYERS, AT_THE_END = 1.0, 0.0
+IN_LAYERS, AT_THE_END, IN_RING = 1.0, 0.0, 0.6
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Sent:
 
     axes: tuple[str, ...]
     link: str
+    kind: str
     bytes: float
     seconds: float
     overlapped: float
@@ -50,7 +53,8 @@ class Sent:
 def tokens(config: TrainConfig) -> int:
     """Of a microbatch, on one device."""
     training = config.training
-    return training.batch_size // (training.accumulation * config.mesh.batch_shards) * training.sequence_length
+    rows = training.batch_size // (training.accumulation * config.mesh.batch_shards)
+    return rows * training.sequence_length // config.mesh.context
 
 
 def classes(config: TrainConfig) -> int:
@@ -69,8 +73,9 @@ def workload(config: TrainConfig, rests: Resting, cluster: Cluster) -> Work:
     rerun = passes.again * weights + passes.backward * sum(block.weights.get(name, 0.0) for name in again)
     products = weights * passes.forward + rerun + weights * passes.backward * (1 + trained)
 
-    formed = sum(number * keys_formed(model, kind, training.sequence_length) for kind, number in passes.kinds)
-    scores = count * formed * model.heads / mesh.tensor
+    attention = Attention.of(config)
+    formed = sum(number * attention.keys_formed(kind) for kind, number in passes.kinds)
+    scores = count * formed * attention.heads
     attends_again = passes.again + ("attention" in again) * passes.backward
     attends = passes.forward + attends_again
 
@@ -101,7 +106,8 @@ def workload(config: TrainConfig, rests: Resting, cluster: Cluster) -> Work:
     return Work(
         flops=2 * held * count * products + 6 * logits * model.width,
         attention_flops=2 * model.head_dim * scores * (2 * attends + 5 * passes.backward),
-        attention_bytes=scores * (SCORE_FORWARD * attends + SCORE_BACKWARD * passes.backward),
+        attention_bytes=0 if attention.flash else scores * (SCORE_FORWARD * attends + SCORE_BACKWARD * passes.backward),
+        flash=attention.flash,
         repeated_flops=2 * held * count * rerun + 4 * model.head_dim * scores * attends_again,
         bytes=streamed,
         sent=tuple(_sent(config, rests, cluster, block, passes)),
@@ -130,7 +136,7 @@ def _sent(config: TrainConfig, rests: Resting, cluster: Cluster, block: Block, p
         group = math.prod(getattr(mesh, axis) for axis in axes)
         moved = rounds * array_bytes * (1 if kind == "collective-permute" else (group - 1) / group)
         name, rate = _link(axes, kind, mesh, cluster.gpu, cluster.gpus_per_host)
-        yield Sent(axes, name, moved, moved / rate, overlapped)
+        yield Sent(axes, name, kind, moved, moved / rate, overlapped)
 
     layers, outer = rests.layers, rests.outer
     on_stages = mesh.pipeline > 1
@@ -148,9 +154,9 @@ def _sent(config: TrainConfig, rests: Resting, cluster: Cluster, block: Block, p
         if stage == 3:
             of_outer *= 1 if on_stages else 2  # within a loop over layers and around it they are gathered again
             read = layers.weights / passes.chunks * (passes.forwards + passes.backward) + outer.weights * of_outer
-        yield from over(ZERO_AXES, "reduce-scatter", reduced * formed, 1, overlapped)
+        yield from over(STORAGE_AXES, "reduce-scatter", reduced * formed, 1, overlapped)
         yield from over(("data",), "all-reduce", reduced * (layers.masters + outer.masters), 2, AT_THE_END)
-        yield from over(ZERO_AXES, "all-gather", compute * read, 1, overlapped)
+        yield from over(STORAGE_AXES, "all-gather", compute * read, 1, overlapped)
 
     held, residual = passes.layers, compute * tokens(config) * config.model.width
     again = recomputed(config.remat, config.model)
@@ -176,9 +182,22 @@ def _sent(config: TrainConfig, rests: Resting, cluster: Cluster, block: Block, p
     # sums over the stages, there and back.
     yield from over(("pipeline",), "collective-permute", residual / tensor * (passes.forward + passes.backward), 1)
     yield from over(("pipeline",), "all-reduce", residual / tensor * 4 * passes.loss, 2)
-
-
-ZERO_AXES = ("fsdp", "expert")
+    attention, per_head = Attention.of(config), held * tokens(config) * config.model.head_dim
+    queries, keys = per_head * attention.heads, per_head * attention.kv_heads
+    if attention.exchange == RING:
+        # Keys and values, which a forward that is run again shares with its backward. Their gradients in float32, but
+        # for what XLA rounds before it sends: a device's own at first, and at last what comes home.
+        others = mesh.context - 1
+        moved = others * compute * (passes.forwards + passes.backward)
+        moved += ((others - 1) * 4 + 2 * compute) * passes.backward
+        yield from over(("context",), "collective-permute", 2 * keys * moved, 1, IN_RING)
+    elif attention.exchange == ALL_TO_ALL:
+        # Forward queries, keys, values and the result, which the output's weights want again where it is recomputed;
+        # backward all of those and their gradients.
+        results = passes.forwards + ("attention" in again) * passes.backward
+        moved = queries * (passes.forwards + results + 3 * passes.backward)
+        moved += 2 * keys * (passes.forwards + 2 * passes.backward)
+        yield from over(("context",), "all-to-all", compute * moved, 1)
 
 
 @functools.cache

@@ -1,0 +1,65 @@
+"""Attention as the arithmetic of memory and of time sees it: by what computes it, and by what devices exchange where they
+divide a sequence. Of one layer, on one device.
+"""
+
+from dataclasses import dataclass
+
+from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.kernels.attention import KERNELS
+from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS, CAUSAL_ROWS, QUERY_BLOCK
+from jaxopt_llm.model import flops
+from jaxopt_llm.model.config import Kind, ModelConfig
+
+RING, ALL_TO_ALL = "ring", "all_to_all"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """flash: whether scores stay on the chip. devices: that divide a sequence; exchange: by what they meet, "" for one.
+    heads, kv_heads: of a device, before heads are exchanged. queries, keys: of a row, that meet at once."""
+
+    model: ModelConfig
+    flash: bool
+    sequence: int
+    devices: int
+    exchange: str
+    heads: float
+    kv_heads: float
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "Attention":
+        model, mesh = config.model, config.mesh
+        heads = model.heads / mesh.tensor
+        return cls(
+            model=model,
+            flash=config.training.attention in KERNELS,
+            sequence=config.training.sequence_length,
+            devices=mesh.context,
+            exchange=config.sharding.context_exchange if mesh.context > 1 else "",
+            heads=heads,
+            # With fewer key-value heads than devices each query head has its own.
+            kv_heads=model.kv_heads / mesh.tensor if model.kv_heads >= mesh.tensor else heads,
+        )
+
+    def keys_formed(self, kind: Kind) -> float:
+        """Keys for which a query's scores are formed: by a kernel those that it sees; by xla masked ones, too, in a ring
+        all there are, else those of its part or block (see kernels/attention_xla.py)."""
+        model, sequence = self.model, self.sequence
+        if self.flash:
+            window = model.window if kind == "sliding" else sequence
+            return flops.keys_seen(sequence, min(window, sequence), causal=True)
+        if self.exchange == RING:
+            return float(sequence)
+        if kind == "sliding":
+            return float(min(QUERY_BLOCK + model.window - 1, sequence))
+        parts = min(CAUSAL_PARTS, -(-sequence // CAUSAL_ROWS))
+        return sequence * (parts + 1) / (2 * parts)
+
+    @property
+    def scores(self) -> float:
+        """Of a row, that are in memory at once."""
+        if self.flash:
+            return 0.0
+        meeting = self.sequence / (self.devices if self.exchange == RING else 1)
+        heads = self.heads / (self.devices if self.exchange == ALL_TO_ALL else 1)
+        return heads * min(QUERY_BLOCK, meeting) * meeting
