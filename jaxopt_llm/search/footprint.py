@@ -11,7 +11,7 @@ from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS
 from jaxopt_llm.parallel.mesh import GATHERED_AHEAD
 from jaxopt_llm.parallel.sharding import STORAGE_AXES
-from jaxopt_llm.search.attention import Attention
+from jaxopt_llm.search.attention import RING, Attention
 from jaxopt_llm.search.block import Block, kept
 from jaxopt_llm.search.passes import Passes
 from jaxopt_llm.search.resting import Resting
@@ -20,22 +20,23 @@ from jaxopt_llm.search.workload import BYTES, accumulates, classes, tokens
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes. working: of the layer whose backward runs, and what waits from the loss. loss, reduction: beside what else
-    is there at these moments, while the loss is formed and where gradients are summed over devices. host: of host
-    memory."""
+    """Bytes. working: of the layer whose backward runs, and what waits from the loss. forward, loss, reduction: beside what
+    else is there at these moments, in the last layer's attention, while the loss is formed and where gradients are summed
+    over devices. host: of host memory."""
 
     parameters: float
     optimizer: float
     gradients: float
     activations: float
     working: float
+    forward: float
     loss: float
     reduction: float
     host: float
 
     @property
     def peak(self) -> float:
-        in_layer = self.gradients + self.activations + self.working
+        in_layer = self.gradients + self.activations + max(self.working, self.forward)
         at_loss, in_reduction = self.activations + self.loss, self.gradients + self.reduction
         return self.parameters + self.optimizer + max(in_layer, at_loss, in_reduction)
 
@@ -52,6 +53,7 @@ def footprint(config: TrainConfig, rests: Resting) -> Footprint:
         gradients=_gradients(config, rests, passes, reduced),
         activations=count * compute * _kept_elements(config, block, passes),
         working=_working(config, rests, block, count, passes),
+        forward=_forward(config, passes, count),
         loss=_loss(config, rests, count),
         reduction=4 * (rests.layers.masters + rests.outer.masters) if config.sharding.zero_stage == 1 else 0,
         host=rests.host + on_host,
@@ -105,20 +107,43 @@ def _working(config: TrainConfig, rests: Resting, block: Block, count: int, pass
     """What lives while the backward is in the attention of a layer, as XLA schedules it."""
     model, training = config.model, config.training
     compute = BYTES[config.precision.compute_dtype]
-    rows = count * config.mesh.context // training.sequence_length
-    scores = rows * Attention.of(config).scores
+    of_attention = Attention.of(config)
+    scores = _rows(config, count) * of_attention.scores
     # Scores and their gradient in float32, and both as the products read them.
     attention = scores * (2 * 4 + 2 * compute)
+    if of_attention.exchange == RING:  # the others' keys and values, all at once, and of gradients what goes and comes
+        others = of_attention.devices - 1
+        attention += 2 * count * of_attention.kv_heads * model.head_dim * (compute * others + 4 * 2)
     mlp = compute * count * 4 * block.elements["mlp_up"]
-    residual = compute * count * 5 * model.width
+    # Without scores XLA holds what precedes attention and what the MLP works with together.
+    residual = compute * count * (9 if of_attention.flash else 5) * model.width
     weights = compute * rests.layers.weights / (passes.layers * passes.chunks)
     # In attention its masks, and after it the next layer's weights.
-    ahead = max(scores * 4 * MASKS, weights) if _gathers_ahead(config) else 0
+    ahead = max(scores * 4 * _masks(of_attention), weights) if _gathers_ahead(config) else 0
     return attention + mlp + residual + _head_gradient(config, rests, count) + weights + ahead
 
 
-# Of the scores of all keys: the masks of the four parts of attention, which see 1/4, 2/4, 3/4 and all of them.
-MASKS = (CAUSAL_PARTS + 1) / 2
+def _forward(config: TrainConfig, passes: Passes, count: int) -> float:
+    """In xla's attention: the masks of all scores, a byte for each, which XLA forms once for all layers; and of a block
+    those that it adds, the scores, and what the product with the values reads."""
+    attention = Attention.of(config)
+    if attention.flash:
+        return 0.0
+    formed = max(attention.keys_formed(kind) for kind, _ in passes.kinds)
+    scores = _rows(config, count) * attention.scores
+    return count * attention.heads * formed + scores * (
+        4 * _masks(attention) + 4 + BYTES[config.precision.compute_dtype]
+    )
+
+
+def _rows(config: TrainConfig, count: int) -> float:
+    return count * config.mesh.context / config.training.sequence_length
+
+
+def _masks(attention: Attention) -> float:
+    """Of the scores of all keys: the masks of the four parts of attention, which see 1/4, 2/4, 3/4 and all of them. In a
+    ring there are no parts."""
+    return 1.0 if attention.exchange == RING else (CAUSAL_PARTS + 1) / 2
 
 
 def _gathers_ahead(config: TrainConfig) -> bool:
