@@ -96,11 +96,10 @@ def _loss(config: TrainConfig, rests: Resting, count: int) -> float:
 
 
 def _head_gradient(config: TrainConfig, rests: Resting, count: int) -> float:
-    """In float32, whole: it waits for its reduction. Of two chunks XLA makes no loop, and keeps the zeros that it is
-    summed up from beside it; of more it sums in place (read off programs of jax 0.10.2)."""
+    """In float32, whole: it waits for its reduction. What it is summed up from in chunks, XLA keeps beside it."""
     table = classes(config) * config.model.width
     chunk = config.training.loss_chunk or count
-    return table * rests.outer.trained / rests.outer.weights * (8 if -(-count // chunk) == 2 else 4)
+    return table * rests.outer.trained / rests.outer.weights * (8 if count > chunk else 4)
 
 
 def _working(config: TrainConfig, rests: Resting, block: Block, count: int, passes: Passes) -> float:
