@@ -8,9 +8,11 @@ from typing import Any
 from jaxopt_llm import config as configuration
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.kernels.attention import KERNELS
 from jaxopt_llm.parallel.sharding import STORAGE_AXES
 from jaxopt_llm.search.footprint import Footprint, footprint
 from jaxopt_llm.search.resting import resting
+from jaxopt_llm.search.walk import PART
 from jaxopt_llm.training.memory import GIB
 from jaxopt_llm.validation import validate
 
@@ -68,7 +70,7 @@ def advise(config: TrainConfig, lacking: int, resumes: bool = False, simulated: 
         return Advice(settings, saves, price, saves >= lacking, same)
 
     found = []
-    for ladder in _ladders(config):
+    for ladder in _ladders(config, simulated):
         rungs = [rung for settings, price in ladder if (rung := judge(settings, price))]
         if rungs:
             found.append(next((rung for rung in rungs if rung.fits), max(rungs, key=lambda rung: rung.saves)))
@@ -117,7 +119,7 @@ def advice_lines(advice: Sequence[Advice]) -> list[str]:
 # ---- What there is to set. Each ladder is one idea, its rungs go further and further.
 
 
-def _ladders(config: TrainConfig) -> Iterator[list[Rung]]:
+def _ladders(config: TrainConfig, simulated: bool) -> Iterator[list[Rung]]:
     mesh, training, remat, optimizer = config.mesh, config.training, config.remat, config.optimizer
     yield list(_sharding(config))
     if not remat.offload and remat.every == 1:
@@ -149,6 +151,9 @@ def _ladders(config: TrainConfig) -> Iterator[list[Rung]]:
     }.get(config.sharding.zero_stage if mesh.batch_shards > 1 else 0, "")
     yield [({"training.accumulation": training.accumulation * 2**n}, accumulating) for n in range(1, 7)]
     yield list(_tensor(config))
+    yield list(_context(config))
+    if not simulated and training.attention not in KERNELS:
+        yield [({"training.attention": "pallas"}, "a kernel for GPUs from Ampere on, not measured yet")]
     if mesh.tensor > 1 and not config.sharding.sequence_parallel:
         yield [({"sharding.sequence_parallel": True}, "two more gathers a layer")]
     if config.precision.reduce_dtype == "float32" and config.precision.compute_dtype == "bfloat16":
@@ -195,3 +200,15 @@ def _tensor(config: TrainConfig) -> Iterator[Rung]:
             if size % times == 0:
                 tensor = config.mesh.tensor * times
                 yield {f"mesh.{axis}": size // times, "mesh.tensor": tensor, "sharding.sequence_parallel": True}, price
+
+
+def _context(config: TrainConfig) -> Iterator[Rung]:
+    """The same GPUs, of which more share a row, a single one at a time."""
+    price = "attention exchanges keys and values in every layer, and every microbatch gathers and reduces"
+    mesh, training = config.mesh, config.training
+    for times in (2, 4, 8, 16):
+        for axis in ("data", "fsdp"):
+            size, context = getattr(mesh, axis), times * mesh.context
+            if size % times == 0 and training.sequence_length >= context * PART:
+                rows = max(training.batch_size * times // mesh.batch_shards, 1)
+                yield {f"mesh.{axis}": size // times, "mesh.context": context, "training.accumulation": rows}, price

@@ -1,8 +1,9 @@
-"""Attention as the arithmetic of memory and of time sees it: by what computes it, and by what devices exchange where they
-divide a sequence. Of one layer, on one device.
+"""Attention as the arithmetic of memory and of time sees it: by what computes it, and by what devices exchange where
+they divide a sequence. Of one layer, on one device.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.kernels.attention import KERNELS
@@ -10,7 +11,8 @@ from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS, CAUSAL_ROWS, QUERY_BL
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.config import Kind, ModelConfig
 
-RING, ALL_TO_ALL = "ring", "all_to_all"
+RING: Final = "ring"
+ALL_TO_ALL: Final = "all_to_all"
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class Attention:
         )
 
     def keys_formed(self, kind: Kind) -> float:
-        """Keys for which a query's scores are formed: by a kernel those that it sees; by xla masked ones, too, in a ring
-        all there are, else those of its part or block (see kernels/attention_xla.py)."""
+        """Keys for which a query's scores are formed: by a kernel those that it sees; by xla masked ones, too, in a
+        ring all there are, else those of its part or block (see kernels/attention_xla.py)."""
         model, sequence = self.model, self.sequence
         if self.flash:
             window = model.window if kind == "sliding" else sequence

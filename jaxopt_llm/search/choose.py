@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.kernels.attention import KERNELS
 from jaxopt_llm.parallel.mesh import MeshConfig
 from jaxopt_llm.search.footprint import Footprint, footprint
 from jaxopt_llm.search.resting import Resting, resting
@@ -118,12 +119,20 @@ def estimate_all(
         if rests := known[key]:
             found[each] = estimate(each, cluster, rests)
 
-    for mesh in meshes(cluster):
+    for mesh in meshes(config, cluster):
         for each in walk(config, mesh, allowed, lean):
-            add(each)
+            if each.training.attention == config.training.attention or _attends(each, cluster):
+                add(each)
     if config.mesh.devices == cluster.devices and config not in found:
         add(config)
     return tuple(sorted(found.values(), key=lambda each: (each.time.total, each.footprint.peak)))
+
+
+def _attends(config: TrainConfig, cluster: Cluster) -> bool:
+    """Whether these GPUs have the kernel."""
+    kernel = KERNELS[config.training.attention]
+    dtype, capability = config.precision.compute_dtype, cluster.chip.compute_capability
+    return not kernel.problems(config.model.head_dim, dtype, capability)
 
 
 def search(
@@ -136,7 +145,7 @@ def search(
 ) -> Search:
     """limit: bytes that XLA may use of each GPU. compile_all: compiles up to `at_once` settings side by side. Raises
     InputError where no setting is legal."""
-    illegal = {mesh: found for mesh in meshes(cluster) if (found := mesh_problems(config, mesh))}
+    illegal = {mesh: found for mesh in meshes(config, cluster) if (found := mesh_problems(config, mesh))}
     candidates = estimate_all(config, cluster, allowed)
     if not candidates:
         raise InputError(

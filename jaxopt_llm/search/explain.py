@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from jaxopt_llm import config as configuration
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.search.choose import Candidate, Search
-from jaxopt_llm.search.report import mesh_words, pipeline_words, remat_words
+from jaxopt_llm.search.report import mesh_words, pipeline_words, remat_words, sharding_words
 from jaxopt_llm.search.roofline import LABELS
 from jaxopt_llm.search.walk import ALLOWED
 from jaxopt_llm.training.memory import GIB
@@ -29,9 +29,7 @@ LEVELS = (
     _Level(
         "sharding",
         lambda config: config.sharding,
-        lambda config: (
-            f"ZeRO-{config.sharding.zero_stage}" + (", sequence parallel" if config.sharding.sequence_parallel else "")
-        ),
+        lambda config: ", ".join(sharding_words(config)),
     ),
     _Level(
         "accumulation",

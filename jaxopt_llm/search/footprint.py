@@ -20,9 +20,9 @@ from jaxopt_llm.search.workload import BYTES, accumulates, classes, tokens
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes. working: of the layer whose backward runs, and what waits from the loss. forward, loss, reduction: beside what
-    else is there at these moments, in the last layer's attention, while the loss is formed and where gradients are summed
-    over devices. host: of host memory."""
+    """Bytes. working: of the layer whose backward runs, and what waits from the loss. forward, loss, reduction: beside
+    what else is there at these moments, in the last layer's attention, while the loss is formed and where gradients are
+    summed over devices. host: of host memory."""
 
     parameters: float
     optimizer: float
@@ -104,15 +104,13 @@ def _head_gradient(config: TrainConfig, rests: Resting, count: int) -> float:
 
 def _working(config: TrainConfig, rests: Resting, block: Block, count: int, passes: Passes) -> float:
     """What lives while the backward is in the attention of a layer, as XLA schedules it."""
-    model, training = config.model, config.training
-    compute = BYTES[config.precision.compute_dtype]
+    model, compute = config.model, BYTES[config.precision.compute_dtype]
     of_attention = Attention.of(config)
     scores = _rows(config, count) * of_attention.scores
     # Scores and their gradient in float32, and both as the products read them.
     attention = scores * (2 * 4 + 2 * compute)
-    if of_attention.exchange == RING:  # the others' keys and values, all at once, and of gradients what goes and comes
-        others = of_attention.devices - 1
-        attention += 2 * count * of_attention.kv_heads * model.head_dim * (compute * others + 4 * 2)
+    if of_attention.exchange == RING:  # keys and values of two parts, and their gradients in float32
+        attention += 2 * count * of_attention.kv_heads * model.head_dim * 2 * (compute + 4)
     mlp = compute * count * 4 * block.elements["mlp_up"]
     # Without scores XLA holds what precedes attention and what the MLP works with together.
     residual = compute * count * (9 if of_attention.flash else 5) * model.width
@@ -140,8 +138,8 @@ def _rows(config: TrainConfig, count: int) -> float:
 
 
 def _masks(attention: Attention) -> float:
-    """Of the scores of all keys: the masks of the four parts of attention, which see 1/4, 2/4, 3/4 and all of them. In a
-    ring there are no parts."""
+    """Of the scores of all keys: the masks of the four parts of attention, which see 1/4, 2/4, 3/4 and all of them. In
+    a ring there are no parts."""
     return 1.0 if attention.exchange == RING else (CAUSAL_PARTS + 1) / 2
 
 

@@ -18,6 +18,15 @@ def mesh_words(mesh: MeshConfig) -> str:
     return " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1) or "one GPU"
 
 
+def sharding_words(config: TrainConfig) -> list[str]:
+    sharding, mesh = config.sharding, config.mesh
+    return [
+        f"ZeRO-{sharding.zero_stage}",
+        *(["sequence parallel"] if sharding.sequence_parallel and mesh.tensor > 1 else []),
+        *([sharding.context_exchange.replace("_", "-")] if mesh.context > 1 else []),
+    ]
+
+
 def pipeline_words(pipeline: PipelineConfig) -> str:
     said = pipeline.schedule + (f" by {pipeline.virtual_stages}" if pipeline.virtual_stages > 1 else "")
     return said + (f" of {' '.join(map(str, pipeline.split))} layers" if pipeline.split else "")
@@ -34,8 +43,7 @@ def words(config: TrainConfig, recipe: TrainConfig) -> str:
     said = [
         mesh_words(config.mesh),
         *([pipeline_words(config.pipeline)] if config.mesh.pipeline > 1 else []),
-        f"ZeRO-{config.sharding.zero_stage}",
-        *(["sequence parallel"] if config.sharding.sequence_parallel and config.mesh.tensor > 1 else []),
+        *sharding_words(config),
         f"remat {remat_words(config.remat)}",
         *([f"accumulation {config.training.accumulation}"] if config.training.accumulation > 1 else []),
         *(["optimizer on the host"] if config.offload.optimizer else []),

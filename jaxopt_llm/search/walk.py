@@ -1,18 +1,21 @@
 """The settings that a search walks, and which of them are legal."""
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from jaxopt_llm import config as configuration
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.execution import stages
 from jaxopt_llm.execution.schedules import PipelineConfig
 from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.kernels.attention import KERNELS
 from jaxopt_llm.model.decoder import layout
 from jaxopt_llm.parallel.mesh import MeshConfig
-from jaxopt_llm.parallel.sharding import ShardingConfig
+from jaxopt_llm.parallel.sharding import STORAGE_AXES, ShardingConfig
+from jaxopt_llm.search.attention import ALL_TO_ALL, RING
 from jaxopt_llm.search.roofline import Cluster
 from jaxopt_llm.training import shapes
 from jaxopt_llm.validation import WITH_IN_BACKWARD
@@ -28,9 +31,14 @@ REMAT = (
     RematConfig("full"),
     RematConfig("full", offload=("block_input",)),
 )
-# What alters what is learnt, and is walked only where the user allows it: values from wide to narrow. An optimizer in
-# the backward comes with what it wants: no clip, no skipped step.
+# Tokens of a device's part of a sequence, at least. Keys and values of fewer take longer to go round than a kernel
+# takes to attend to them: by the rates of roofline.py on an H100, over NVLink, with as many key-value heads as heads.
+PART = 2048
+# What is walked only where the user allows it: what alters what is learnt, values from wide to narrow; and attention's
+# kernels, none of which has been measured. An optimizer in the backward comes with what it wants: no clip, no skipped
+# step.
 ALLOWED: dict[str, tuple[Any, ...]] = {
+    "training.attention": tuple(KERNELS),
     "optimizer.state_dtype": ("float32", "bfloat16", "int8"),
     "precision.reduce_dtype": ("float32", "bfloat16"),
     "precision.compute_dtype": ("float32", "bfloat16"),
@@ -58,6 +66,8 @@ def walk(
             ways = itertools.product([RematConfig("full")], [1] * (mesh.pipeline == 1))
         shardings = [(each, offloads) for offloads in (False, True) for each in _shardings(config, mesh, offloads)]
         for (sharding, offloads), pipeline, (remat, accumulation) in itertools.product(shardings, pipelines, [*ways]):
+            if not _divides_sequences(config, mesh, accumulation):
+                continue
             yield replace(
                 variant,
                 mesh=mesh,
@@ -69,18 +79,31 @@ def walk(
             )
 
 
-def meshes(cluster: Cluster) -> Iterator[MeshConfig]:
+def _divides_sequences(config: TrainConfig, mesh: MeshConfig, accumulation: int) -> bool:
+    """Whether there is a reason to: where its rows have a divisor in common with `context`, `fsdp` by as much more
+    leaves a device as many tokens, and less is exchanged."""
+    return math.gcd(config.training.batch_size // (mesh.batch_shards * accumulation), mesh.context) == 1
+
+
+def meshes(config: TrainConfig, cluster: Cluster) -> Iterator[MeshConfig]:
     """Of all these GPUs, `tensor` within a host: it exchanges activations in every layer."""
     for tensor in divisors(cluster.gpus_per_host):
-        for fsdp in divisors(cluster.devices // tensor):
-            for data in divisors(cluster.devices // (tensor * fsdp)):
-                yield MeshConfig(cluster.devices // (tensor * fsdp * data), data, fsdp, tensor=tensor)
+        for context in divisors(cluster.devices // tensor):
+            if context > 1 and config.training.sequence_length < context * PART:
+                break
+            for fsdp in divisors(cluster.devices // (tensor * context)):
+                for data in divisors(cluster.devices // (tensor * context * fsdp)):
+                    stages = cluster.devices // (tensor * context * fsdp * data)
+                    yield MeshConfig(stages, data, fsdp, context=context, tensor=tensor)
 
 
 def mesh_problems(config: TrainConfig, mesh: MeshConfig) -> list[str]:
     """Why no setting on this mesh is legal."""
-    whole, at_once = replace(config.sharding, sequence_parallel=False), replace(config.training, accumulation=1)
-    found = shapes.problems(config.model, at_once, mesh, whole)
+    at_once, whole = (
+        replace(config.training, accumulation=1),
+        [ShardingConfig(context_exchange=each) for each in _exchanges(config, mesh)],
+    )
+    found = min((shapes.problems(config.model, at_once, mesh, each) for each in whole), key=len)
     found += stages.problems(layout(config.model), mesh.pipeline, PipelineConfig())
     if mesh.pipeline > 1 and config.optimizer.in_backward:
         found.append(f"mesh.pipeline={mesh.pipeline} does not go with optimizer.in_backward")
@@ -114,19 +137,30 @@ def variants(config: TrainConfig, allowed: tuple[str, ...]) -> list[TrainConfig]
 
 
 def _narrower(config: TrainConfig, name: str) -> tuple[Any, ...]:
-    """A field's own value, and those after it."""
+    """A field's own value, and those after it; attention's kernels have no order."""
     own, values = configuration.get(config, name), ALLOWED[name]
+    if name == "training.attention":
+        return tuple(dict.fromkeys((own, *values)))
     return values[values.index(own) :] if own in values else (own,)
 
 
 def _shardings(config: TrainConfig, mesh: MeshConfig, offloads: bool) -> Iterator[ShardingConfig]:
-    """With `fsdp`, stage 0 is `data` by another name. Without it there is nothing to divide; but stage 1 has masters
-    beside what the blocks read, which can rest on the host."""
-    for stage in (1, 2, 3) if mesh.fsdp > 1 else (0, 1) if offloads else (0,):
+    """With `fsdp`, stage 0 is `data` by another name; with `context`, stages 0 and 1 sum whole gradients in every
+    layer, for nothing. With neither there is nothing to divide; but stage 1 has masters beside what the blocks read,
+    which can rest on the host."""
+    zero_stages: tuple[Literal[0, 1, 2, 3], ...] = (0, 1) if offloads else (0,)
+    if any(getattr(mesh, axis) > 1 for axis in STORAGE_AXES):
+        zero_stages = (2, 3) if mesh.context > 1 else (1, 2, 3)
+    stage: Literal[0, 1, 2, 3]
+    for stage, exchange in itertools.product(zero_stages, _exchanges(config, mesh)):
         for sequence_parallel in (False, True) if mesh.tensor > 1 else (False,):
-            sharding = ShardingConfig(stage, sequence_parallel)
+            sharding = ShardingConfig(stage, sequence_parallel, exchange)
             if not shapes.problems(config.model, replace(config.training, accumulation=1), mesh, sharding):
                 yield sharding
+
+
+def _exchanges(config: TrainConfig, mesh: MeshConfig) -> Sequence[Literal["ring", "all_to_all"]]:
+    return (RING, ALL_TO_ALL) if mesh.context > 1 else (config.sharding.context_exchange,)
 
 
 def divisors(number: int) -> list[int]:

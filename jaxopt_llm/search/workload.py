@@ -31,11 +31,12 @@ SCORE_FORWARD, SCORE_BACKWARD = 20, 26
 # products read and write for a token: norms, residual sums; rotary positions; activation function.
 FORWARD = {"residual": 10, "heads": 2, "mlp": 3}
 BACKWARD = {"residual": 22, "heads": 4, "mlp": 9}  # what is elementwise is computed again first
+MERGED = 12  # bytes read and written where one part's results, or gradients, are added to others', in float32
 LOGIT = 22  # bytes read and written for each logit, from its product to those of its gradient
 
 # Shares of what is sent beside which other kernels are scheduled, as programs are compiled: what is gathered or reduced
 # in every layer is, what is reduced once a step, after the microbatches, is not.
-IN_LAYERS, AT_THE_END, IN_RING = 1.0, 0.0, 0.6
+IN_LAYERS, AT_THE_END = 1.0, 0.0
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,10 @@ def workload(config: TrainConfig, rests: Resting, cluster: Cluster) -> Work:
     if accumulates(config):
         streamed += 12 * rests.layers.gradients / passes.chunks * passes.backward
         streamed += 12 * rests.outer.gradients * passes.loss
+    if attention.exchange == RING:
+        queries, keys = (count * model.head_dim * heads for heads in (attention.heads, attention.kv_heads))
+        summed = queries * (attends + passes.backward) + 2 * keys * passes.backward
+        streamed += held * (mesh.context - 1) * MERGED * summed
     streamed += LOGIT * logits + passes.loss * chunks * 8 * table
     # The update reads and writes what rests, and reads the gradients twice: for their norm before.
     streamed += 2 * (rests.parameters + rests.optimizer + rests.host)
@@ -143,6 +148,9 @@ def _sent(config: TrainConfig, rests: Resting, cluster: Cluster, block: Block, p
     # How often all that is outside the stacks is read, and gradients of it are formed: on stages, a table that is the
     # embedding and the head in two places.
     of_outer = passes.loss * (1 + config.model.tied_head) if on_stages else passes.backward
+    if stage < 2:  # gradients are whole: what devices of a sequence have of them is summed in the layers
+        summed = layers.trained / passes.chunks * passes.backward + outer.trained
+        yield from over(("context",), "all-reduce", reduced * summed, 2)
     if stage == 0:
         yield from over(BATCH_AXES, "all-reduce", reduced * (layers.trained + outer.trained), 2, AT_THE_END)
     else:
@@ -154,7 +162,10 @@ def _sent(config: TrainConfig, rests: Resting, cluster: Cluster, block: Block, p
         if stage == 3:
             of_outer *= 1 if on_stages else 2  # within a loop over layers and around it they are gathered again
             read = layers.weights / passes.chunks * (passes.forwards + passes.backward) + outer.weights * of_outer
-        yield from over(STORAGE_AXES, "reduce-scatter", reduced * formed, 1, overlapped)
+        if stage == 1 and mesh.context > 1:  # and over the batch, which XLA does not scatter over both
+            yield from over(("fsdp", "expert"), "all-reduce", reduced * formed, 2, overlapped)
+        else:
+            yield from over(STORAGE_AXES, "reduce-scatter", reduced * formed, 1, overlapped)
         yield from over(("data",), "all-reduce", reduced * (layers.masters + outer.masters), 2, AT_THE_END)
         yield from over(STORAGE_AXES, "all-gather", compute * read, 1, overlapped)
 
@@ -184,20 +195,21 @@ def _sent(config: TrainConfig, rests: Resting, cluster: Cluster, block: Block, p
     yield from over(("pipeline",), "all-reduce", residual / tensor * 4 * passes.loss, 2)
     attention, per_head = Attention.of(config), held * tokens(config) * config.model.head_dim
     queries, keys = per_head * attention.heads, per_head * attention.kv_heads
+    attends_again = passes.backward if "attention" in again else 0
     if attention.exchange == RING:
-        # Keys and values, which a forward that is run again shares with its backward. Their gradients in float32, but
-        # for what XLA rounds before it sends: a device's own at first, and at last what comes home.
+        # Keys and values; run again, a forward has what comes first from its backward. Their gradients in float32, but
+        # for what comes home, and all that goes to a single neighbour.
         others = mesh.context - 1
-        moved = others * compute * (passes.forwards + passes.backward)
-        moved += ((others - 1) * 4 + 2 * compute) * passes.backward
-        yield from over(("context",), "collective-permute", 2 * keys * moved, 1, IN_RING)
+        parts = others * (passes.forwards + passes.backward) + (others - 1) * attends_again
+        narrow = 1 if others > 1 else 2
+        of_gradients = (narrow * compute + (mesh.context - narrow) * 4) * passes.backward
+        yield from over(("context",), "collective-permute", 2 * keys * (compute * parts + of_gradients), 1)
     elif attention.exchange == ALL_TO_ALL:
         # Forward queries, keys, values and the result, which the output's weights want again where it is recomputed;
         # backward all of those and their gradients.
-        results = passes.forwards + ("attention" in again) * passes.backward
-        moved = queries * (passes.forwards + results + 3 * passes.backward)
-        moved += 2 * keys * (passes.forwards + 2 * passes.backward)
-        yield from over(("context",), "all-to-all", compute * moved, 1)
+        of_queries = queries * (2 * passes.forwards + attends_again + 3 * passes.backward)
+        of_keys = 2 * keys * (passes.forwards + 2 * passes.backward)
+        yield from over(("context",), "all-to-all", compute * (of_queries + of_keys), 1)
 
 
 @functools.cache

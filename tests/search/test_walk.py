@@ -16,7 +16,7 @@ RECIPE = configuration.load("10b.py")
 
 
 def test_meshes_use_all_gpus_and_keep_tensor_within_a_host() -> None:
-    found = list(meshes(Cluster("h100", 2, 4)))
+    found = list(meshes(RECIPE, Cluster("h100", 2, 4)))
     assert len(found) == len(set(found))
     assert {mesh.devices for mesh in found} == {8}
     assert {mesh.tensor for mesh in found} == {1, 2, 4}
