@@ -1,6 +1,22 @@
-"""Llama 3.1 8B."""
+"""Llama 3.1 8B (Llama team 2024, arXiv:2407.21783) on sequences of 131,072 tokens: 8,030,261,248 parameters.
+
+    python -m jaxopt_llm.train --config llama3_8b_128k.py --model.pretrained FOLDER --data.tokenizer FOLDER \
+        --data.paths prepared
+
+Hardware: 8 GPUs of 141 GB in one host. As compiled,
+
+    python -m jaxopt_llm.plan --config llama3_8b_128k.py --gpu h200 --hosts 1 --gpus-per-host 8
+
+72.8 GiB at the peak and 869.1 GiB sent, of each GPU in a step. The GPUs divide every sequence, 16,384 tokens to each,
+and by ZeRO-3 all that is trained; keys and values go round a ring (docs/attention.md). A step is 8 sequences, one after
+another: 1,048,576 tokens. Logits are formed of 1024 tokens at a time. Nothing is computed again but what is elementwise:
+with --remat.policy full it is 29.6 GiB.
+
+FOLDER is Llama 3.1 8B as it is downloaded. Without --model.pretrained the weights are random at first.
+"""
 
 from jaxopt_llm.config import RunConfig, TrainConfig
+from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.parallel.mesh import MeshConfig
 from jaxopt_llm.training.optimizer import OptimizerConfig
@@ -9,7 +25,7 @@ from jaxopt_llm.training.step import TrainingConfig
 
 
 def get_config() -> TrainConfig:
-    steps = 800
+    steps = 1000
     return TrainConfig(
         run=RunConfig(directory="runs/llama3_8b_128k"),
         model=ModelConfig(
@@ -22,10 +38,14 @@ def get_config() -> TrainConfig:
             mlp_width=14_336,
             rope_theta=500_000.0,
             rope_factor=8.0,
+            rope_low_frequency_factor=1.0,
+            rope_high_frequency_factor=4.0,
+            rope_original_length=8192,
             tied_head=False,
         ),
         training=TrainingConfig(steps=steps, batch_size=8, accumulation=8, sequence_length=131_072, attention="pallas"),
         optimizer=OptimizerConfig(learning_rate=1e-5),
         schedule=ScheduleConfig(warmup_steps=50, decay_steps=steps),
         mesh=MeshConfig(context=8),
+        remat=RematConfig("none"),
     )

@@ -23,10 +23,10 @@ from jaxopt_llm.training.program import make_program
 from jaxopt_llm.validation import validate
 
 PRETRAINING = ("llama2_7b", "10b", "llama3_8b", "llama2_70b", "gpt3_175b")
-TUNING = ("llama3_8b_lora", "llama3_8b_qlora", "llama2_70b_qlora", "qwen3_8b_full")
+TUNING = ("llama3_8b_128k", "llama3_8b_lora", "llama3_8b_qlora", "llama2_70b_qlora", "qwen3_8b_full")
 SIZED = PRETRAINING + TUNING
-# Two compile in a run of all tests; the others by name.
-QUICK = ("llama2_7b", "llama3_8b_qlora")
+# Three compile in a run of all tests; the others by name.
+QUICK = ("llama2_7b", "llama3_8b_128k", "llama3_8b_qlora")
 COMPILED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SIZED]
 
 

@@ -2,6 +2,7 @@
 they divide a sequence. Of one layer, on one device.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,16 +32,16 @@ class Attention:
     @classmethod
     def of(cls, config: TrainConfig) -> "Attention":
         model, mesh = config.model, config.mesh
-        heads = model.heads / mesh.tensor
+        exchange = config.sharding.context_exchange if mesh.context > 1 else ""
+        shards = mesh.tensor * (mesh.context if exchange == ALL_TO_ALL else 1)
         return cls(
             model=model,
             flash=config.training.attention in KERNELS,
             sequence=config.training.sequence_length,
             devices=mesh.context,
-            exchange=config.sharding.context_exchange if mesh.context > 1 else "",
-            heads=heads,
-            # With fewer key-value heads than devices each query head has its own.
-            kv_heads=model.kv_heads / mesh.tensor if model.kv_heads >= mesh.tensor else heads,
+            exchange=exchange,
+            heads=model.heads / mesh.tensor,
+            kv_heads=math.lcm(model.kv_heads, shards) / mesh.tensor,  # repeated for those that share one
         )
 
     def keys_formed(self, kind: Kind) -> float:
