@@ -9,8 +9,8 @@ Hardware: 8 GPUs of 141 GB in one host. As compiled,
 
 72.8 GiB at the peak and 869.1 GiB sent, of each GPU in a step. The GPUs divide every sequence, 16,384 tokens to each,
 and by ZeRO-3 all that is trained; keys and values go round a ring (docs/attention.md). A step is 8 sequences, one after
-another: 1,048,576 tokens. Logits are formed of 1024 tokens at a time. Nothing is computed again but what is elementwise:
-with --remat.policy full it is 29.6 GiB.
+another: 1,048,576 tokens. Logits are formed of 1024 tokens at a time. Nothing is computed again but what is
+elementwise: with --remat.policy full it is 29.6 GiB.
 
 FOLDER is Llama 3.1 8B as it is downloaded. Without --model.pretrained the weights are random at first.
 """

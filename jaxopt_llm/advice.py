@@ -8,6 +8,7 @@ from typing import Any
 from jaxopt_llm import config as configuration
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.kernels import attention_pallas
 from jaxopt_llm.kernels.attention import KERNELS
 from jaxopt_llm.parallel.sharding import STORAGE_AXES
 from jaxopt_llm.search.footprint import Footprint, footprint
@@ -21,6 +22,7 @@ Rung = tuple[Settings, str]  # and their price in words
 
 WORTH = 0.01  # of the estimated peak: what saves less is no advice
 SHOWN = 6
+AMPERE = (8, 0)  # compute capability
 # Policies, the cheapest first, with the FLOPs beyond those of `none`, in percent: see docs/rematerialisation.md.
 POLICIES = {"none": 0, "dots": 3, "save_qkv": 15, "save_attention": 23, "full": 26}
 
@@ -152,8 +154,9 @@ def _ladders(config: TrainConfig, simulated: bool) -> Iterator[list[Rung]]:
     yield [({"training.accumulation": training.accumulation * 2**n}, accumulating) for n in range(1, 7)]
     yield list(_tensor(config))
     yield list(_context(config))
-    if not simulated and training.attention not in KERNELS:
-        yield [({"training.attention": "pallas"}, "a kernel for GPUs from Ampere on, not measured yet")]
+    sizes = config.model.head_dim, config.precision.compute_dtype
+    if not simulated and training.attention not in KERNELS and not attention_pallas.problems(*sizes, AMPERE):
+        yield [({"training.attention": "pallas"}, "scores stay on the chip; for GPUs from Ampere on, not measured yet")]
     if mesh.tensor > 1 and not config.sharding.sequence_parallel:
         yield [({"sharding.sequence_parallel": True}, "two more gathers a layer")]
     if config.precision.reduce_dtype == "float32" and config.precision.compute_dtype == "bfloat16":

@@ -168,6 +168,31 @@ def test_only_what_is_legal_and_not_yet_on() -> None:
             assert each.same == (not configuration.differences(config, after))
 
 
+# A row of 65,536 tokens on each GPU: nothing but its own length fills them.
+LONG = llama(training__sequence_length=65_536, training__attention="pallas")
+
+
+def test_long_sequences_are_divided() -> None:
+    found = {tuple(each.settings): each for each in advise(LONG, 60 * GIB)}
+    divided = found["mesh.fsdp", "mesh.context", "training.accumulation"]
+    assert divided.same and divided.saves > 0.4 * advice.predict(LONG).peak
+    sizes = divided.settings
+    assert sizes["mesh.fsdp"] * sizes["mesh.context"] == 8 == sizes["training.accumulation"] * sizes["mesh.fsdp"]
+    assert not any("context" in each.flags for each in advise(changed(LONG, training__sequence_length=2048), GIB))
+
+
+def test_scores_that_fill_memory_are_kept_on_the_chip() -> None:
+    scores = changed(LONG, training__attention="xla", training__sequence_length=16_384)
+
+    def kernels(**of: Any) -> list[Advice]:
+        return [each for each in advise(scores, 4 * GIB, **of) if "training.attention" in each.settings]
+
+    assert kernels()[0].settings == {"training.attention": "pallas"} and kernels()[0].saves > 4 * GIB
+    assert not kernels(simulated=True), "a CPU has none"
+    odd = changed(scores, model__head_dim=96)
+    assert not any("training.attention" in each.settings for each in advise(odd, GIB))
+
+
 def test_a_resume_is_told_nothing_that_it_may_not_change() -> None:
     fresh, resumed = advise(SMALL, GIB), advise(SMALL, GIB, resumes=True)
     assert {"lora.rank": 16} in [each.settings for each in fresh]

@@ -130,8 +130,9 @@ def test_where_nothing_fits_the_least_is_compiled_and_the_next_steps_are_said() 
     assert [step.split(":")[0] for step in steps] == ["adapters alone", "--gpu b200", "--hosts 2"]
     assert "--lora.rank 16" in steps[0]
     nearly = dataclasses.replace(found, limit=int(0.99 * least.footprint.peak))
-    first = remedies(nearly, (), 0.92)[0]
-    assert first.startswith("--allow precision.reduce_dtype: ") and "--precision.reduce_dtype bfloat16" in first
+    kernels, narrower, *_ = remedies(nearly, (), 0.92)
+    assert kernels.startswith("--allow training.attention: ") and "--training.attention pallas" in kernels
+    assert narrower.startswith("--allow precision.reduce_dtype: ") and "--precision.reduce_dtype bfloat16" in narrower
 
 
 def test_a_recipe_for_other_gpus_is_not_among_the_candidates() -> None:
@@ -161,6 +162,27 @@ def test_moments_whose_blocks_would_straddle_devices_are_left_out() -> None:
         MeshConfig(pipeline=2): {*both, "int8"},
         MeshConfig(tensor=2): both,
     }
+
+
+def test_kernels_that_the_gpus_do_not_have_are_left_out() -> None:
+    def kernels(gpu: str) -> set[str]:
+        found = estimate_all(RECIPE, Cluster(gpu, 1, 4), ("training.attention",), lean=True)
+        return {each.config.training.attention for each in found}
+
+    assert "triton" not in kernels("a100") >= {RECIPE.training.attention, "pallas"}
+    narrow = dataclasses.replace(RECIPE, model=dataclasses.replace(RECIPE.model, head_dim=96))
+    found = estimate_all(narrow, CLUSTER, ("training.attention",), lean=True)
+    assert {each.config.training.attention for each in found} == {RECIPE.training.attention}
+
+
+def test_a_row_longer_than_a_gpu_holds_is_divided() -> None:
+    """Of 131,072 tokens, a single one: neither rows nor heads are enough to divide it by."""
+    training = dataclasses.replace(RECIPE.training, batch_size=1, sequence_length=131_072, attention="pallas")
+    model = dataclasses.replace(RECIPE.model, heads=35, kv_heads=5)
+    found = estimate_all(dataclasses.replace(RECIPE, model=model, training=training, mesh=MeshConfig()), CLUSTER, ())
+    best = next(each for each in found if each.footprint.peak < LIMIT)
+    assert best.config.mesh == MeshConfig(context=4)
+    assert "context 4, ZeRO-" in report.words(best.config, RECIPE)
 
 
 def test_the_tree_names_every_mesh_and_why_it_was_left() -> None:

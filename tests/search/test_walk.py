@@ -6,8 +6,10 @@ from jaxopt_llm import config as configuration
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.execution import stages
 from jaxopt_llm.execution.schedules import PipelineConfig
+from jaxopt_llm.kernels.attention import KERNELS
 from jaxopt_llm.model.decoder import layout
 from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.parallel.sharding import ShardingConfig
 from jaxopt_llm.search.roofline import Cluster
 from jaxopt_llm.search.walk import mesh_problems, meshes, variants, walk
 from jaxopt_llm.validation import validate
@@ -31,6 +33,50 @@ def test_every_setting_is_legal_and_keeps_the_batch() -> None:
             validate(config)
         assert {config.training.batch_size for config in found} == {32}
         assert {config.training.accumulation for config in found} >= {1, 2, 4}
+
+
+def with_rows(count: int, sequence: int) -> TrainConfig:
+    return dataclasses.replace(
+        RECIPE, training=dataclasses.replace(RECIPE.training, batch_size=count, sequence_length=sequence)
+    )
+
+
+def test_a_sequence_is_divided_where_its_parts_are_long() -> None:
+    def sizes(sequence: int) -> set[int]:
+        return {mesh.context for mesh in meshes(with_rows(8, sequence), Cluster("h100", 2, 4))}
+
+    assert [sizes(each) for each in (2048, 4096, 131_072)] == [{1}, {1, 2}, {1, 2, 4, 8}]
+    assert len({mesh.context * mesh.fsdp for mesh in meshes(with_rows(8, 8192), Cluster("h100", 2, 4))}) > 1
+
+
+def test_a_sequence_is_divided_where_rows_cannot_be() -> None:
+    """Else more of `fsdp` leaves each device as many tokens, and nothing is exchanged in attention."""
+    mesh = MeshConfig(fsdp=2, context=4)
+    found = list(walk(with_rows(8, 32_768), mesh))
+    assert {config.training.accumulation for config in found} == {4}
+    assert {config.training.accumulation for config in walk(with_rows(6, 32_768), mesh)} == {1, 3}
+    for config in found[::7]:
+        validate(config)
+    assert {(each.sharding.zero_stage, each.sharding.context_exchange) for each in found} == {
+        (stage, exchange) for stage in (2, 3) for exchange in ("ring", "all_to_all")
+    }
+
+
+def test_heads_are_exchanged_where_there_are_as_many() -> None:
+    few = with_rows(1, 32_768)
+    few = dataclasses.replace(few, model=dataclasses.replace(few.model, heads=4, kv_heads=4))
+    exchanges = {each.sharding.context_exchange for each in walk(few, MeshConfig(context=8))}
+    assert exchanges == {"ring"}
+    by_heads = dataclasses.replace(few, sharding=ShardingConfig(context_exchange="all_to_all"))
+    assert set(walk(by_heads, MeshConfig(context=8))) == set(walk(few, MeshConfig(context=8)))
+
+
+def test_kernels_are_walked_only_where_they_are_allowed() -> None:
+    def walked(config: TrainConfig, *allowed: str) -> set[str]:
+        return {each.training.attention for each in variants(config, allowed)}
+
+    assert walked(RECIPE) == {RECIPE.training.attention}
+    assert walked(RECIPE, "training.attention") == {RECIPE.training.attention, *KERNELS}
 
 
 def test_every_number_of_stages_has_schedules_that_fit_it() -> None:
