@@ -14,9 +14,11 @@ from jaxopt_llm.advice import advice_lines, advise
 from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.errors import InputError, OutOfMemory
+from jaxopt_llm.kernels.attention import capability_of
 from jaxopt_llm.parallel import hlo
 from jaxopt_llm.parallel.buffers import compile_and_list
 from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.search.attention import settled
 from jaxopt_llm.search.passes import Passes
 from jaxopt_llm.training.activations import Activations
 from jaxopt_llm.training.memory import GIB, Known, by_kind, kind_lines, largest, largest_lines
@@ -82,7 +84,8 @@ class Explainer:
         if newest is not None:
             message += f"; the run can go on from checkpoint {newest} in {self.checkpoints.directory}"
         simulated = jax.default_backend() == "cpu"
-        advice = advise(self.config, lacking, newest is not None, simulated)
+        known = settled(self.config, capability_of(jax.devices()[0]))
+        advice = advise(known, lacking, newest is not None, simulated)
         return OutOfMemory(message, (*self._held(lowered), *advice_lines(advice)))
 
     def _held(self, lowered: jax.stages.Lowered) -> list[str]:

@@ -37,6 +37,7 @@ from jaxopt_llm.parallel.runtime import MEMORY_FRACTION
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.parallel.topology import CHIPS, Chip
 from jaxopt_llm.search import choose, explain, recipe, report
+from jaxopt_llm.search.attention import settled
 from jaxopt_llm.search.passes import Passes
 from jaxopt_llm.search.remedies import remedies
 from jaxopt_llm.search.resting import resting
@@ -140,7 +141,8 @@ def make_plan(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int) -> 
     computed = hlo.dot_flops_by_dtype(text)
     rests = resting(config)
     assert rests is not None, "what `validate` refuses"
-    work = workload(config, rests, Cluster(gpu, hosts, gpus_per_host))
+    on_chip = settled(config, chip.compute_capability)
+    work = workload(on_chip, rests, Cluster(gpu, hosts, gpus_per_host))
     in_kernels = work.attention_flops if work.flash else 0.0  # whose products XLA does not know
     over_pcie = hlo.host_traffic(text)
     activations = Activations(config.model, config.training, placement)
@@ -156,7 +158,7 @@ def make_plan(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int) -> 
         compile_seconds=compile_seconds,
         memory=held,
         largest=largest(program, known, temporaries),
-        advice=advise(config, held.peak - limit) if held.peak > limit else (),
+        advice=advise(on_chip, held.peak - limit) if held.peak > limit else (),
         host_bytes=memory.host,
         pcie_bytes=over_pcie,
         pcie_seconds=over_pcie / chip.pcie_bytes_per_second,

@@ -2,24 +2,42 @@
 they divide a sequence. Of one layer, on one device.
 """
 
+import functools
 import math
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.kernels.attention import KERNELS
+from jaxopt_llm.kernels.attention import KERNELS, unsupported
+from jaxopt_llm.kernels.attention_auto import fastest
 from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS, CAUSAL_ROWS, QUERY_BLOCK
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.config import Kind, ModelConfig
 
+AUTO = "auto"
 RING: Final = "ring"
 ALL_TO_ALL: Final = "all_to_all"
 
 
+def settled(config: TrainConfig, capability: tuple[int, int] | None) -> TrainConfig:
+    """With what `auto` takes on a GPU of this compute capability, None without one: as make_program does."""
+    training, mesh = config.training, config.mesh
+    if training.attention != AUTO:
+        return config
+    keys = training.sequence_length // (mesh.context if config.sharding.context_exchange == RING else 1)
+    name = _taken(config.model.head_dim, config.precision.compute_dtype, keys, capability)
+    return replace(config, training=replace(training, attention=name))
+
+
+@functools.cache
+def _taken(head_dim: int, dtype: str, keys: int, capability: tuple[int, int] | None) -> Any:
+    return fastest(head_dim, dtype, keys, capability, unsupported(head_dim, dtype, capability)).name
+
+
 @dataclass(frozen=True)
 class Attention:
-    """flash: whether scores stay on the chip. devices: that divide a sequence; exchange: by what they meet, "" for one.
-    heads, kv_heads: of a device, before heads are exchanged. queries, keys: of a row, that meet at once."""
+    """flash: whether scores stay on the chip; those of `auto` do not, until it is `settled`. devices: that divide a
+    sequence; exchange: how they do, "" for one. heads, kv_heads: of a device, before heads are exchanged."""
 
     model: ModelConfig
     flash: bool

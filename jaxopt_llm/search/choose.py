@@ -14,6 +14,7 @@ from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.kernels.attention import KERNELS
 from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.search.attention import settled
 from jaxopt_llm.search.footprint import Footprint, footprint
 from jaxopt_llm.search.resting import Resting, resting
 from jaxopt_llm.search.roofline import Cluster, Sent, StepTime, Work, step_time
@@ -99,9 +100,10 @@ class Search:
 
 
 def estimate(config: TrainConfig, cluster: Cluster, rests: Resting) -> Candidate:
-    work = workload(config, rests, cluster)
+    known = settled(config, cluster.chip.compute_capability)
+    work = workload(known, rests, cluster)
     time = step_time(work, cluster.chip, config.precision.compute_dtype)
-    return Candidate(config, footprint(config, rests), work, time)
+    return Candidate(config, footprint(known, rests), work, time)
 
 
 def estimate_all(

@@ -1,0 +1,68 @@
+"""What attention takes, by hand."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from jaxopt_llm import config as configuration
+from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.kernels.attention_auto import Measured
+from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.parallel.sharding import ShardingConfig
+from jaxopt_llm.search import attention
+from jaxopt_llm.search.attention import Attention, settled
+
+RECIPE = configuration.load("llama3_8b_128k.py")  # 32 heads, 8 key-value heads
+
+
+def recipe(length: int = 131_072, by: str = "pallas", exchange: Any = "ring", **axes: int) -> TrainConfig:
+    training = dataclasses.replace(RECIPE.training, sequence_length=length, attention=by)
+    sharding = ShardingConfig(context_exchange=exchange)
+    return dataclasses.replace(RECIPE, training=training, sharding=sharding, mesh=MeshConfig(**axes))
+
+
+@pytest.mark.parametrize("axes", [{}, {"context": 8}])
+def test_a_kernel_forms_the_scores_that_are_seen_and_keeps_them(axes: dict[str, int]) -> None:
+    found = Attention.of(recipe(**axes))
+    assert (found.keys_formed("global"), found.scores) == ((131_072 + 1) / 2, 0)
+    window = dataclasses.replace(RECIPE, model=dataclasses.replace(RECIPE.model, window=1024))
+    assert Attention.of(window).keys_formed("sliding") == pytest.approx(1024, rel=0.01)
+
+
+def test_xla_forms_all_scores_of_a_ring_and_holds_a_part_of_a_block() -> None:
+    alone, ring, heads = (
+        Attention.of(recipe(by="xla", exchange=exchange, **axes))
+        for exchange, axes in (("ring", {}), ("ring", {"context": 8}), ("all_to_all", {"context": 8}))
+    )
+    formed = [each.keys_formed("global") / 131_072 for each in (alone, ring, heads)]
+    assert formed == [5 / 8, 1, 5 / 8]
+    assert alone.scores == 32 * 512 * 131_072
+    assert ring.scores == heads.scores == alone.scores / 8
+
+
+def test_key_value_heads_are_repeated_where_devices_share_them() -> None:
+    def kv_heads(exchange: str, **axes: int) -> float:
+        return Attention.of(recipe(exchange=exchange, **axes)).kv_heads
+
+    assert [kv_heads("ring", context=4, tensor=tensor) for tensor in (1, 2, 8, 16)] == [8, 4, 1, 1]
+    assert [kv_heads("all_to_all", context=context) for context in (4, 8, 16)] == [8, 8, 16]
+
+
+def test_auto_is_what_was_measured_to_be_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = {131_072: "xla", 16_384: "pallas"}
+    rows = [
+        Measured("9.0", "bfloat16", 128, length, "", "", {"xla": 1.0 + (name == "pallas"), "pallas": 1.5})
+        for length, name in lengths.items()
+    ]
+    monkeypatch.setattr("jaxopt_llm.kernels.attention_auto.read", lambda file: rows)
+    attention._taken.cache_clear()
+    monkeypatch.setattr(attention, "_taken", attention._taken.__wrapped__)
+
+    def taken(capability: tuple[int, int] | None, **of: Any) -> str:
+        return settled(recipe(**{"by": "auto", **of}), capability).training.attention
+
+    assert taken((9, 0)) == taken((9, 0), context=8, exchange="all_to_all") == "xla"
+    assert taken((9, 0), context=8) == "pallas", "a part of the keys at a time"
+    assert taken((8, 0), context=8) == taken(None, context=8) == "xla"
+    assert taken((8, 0), by="triton") == "triton"
