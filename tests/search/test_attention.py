@@ -12,6 +12,9 @@ from jaxopt_llm.parallel.mesh import MeshConfig
 from jaxopt_llm.parallel.sharding import ShardingConfig
 from jaxopt_llm.search import attention
 from jaxopt_llm.search.attention import Attention, settled
+from jaxopt_llm.search.choose import Candidate, estimate
+from jaxopt_llm.search.resting import resting
+from jaxopt_llm.search.roofline import Cluster
 
 RECIPE = configuration.load("llama3_8b_128k.py")  # 32 heads, 8 key-value heads
 
@@ -49,16 +52,19 @@ def test_key_value_heads_are_repeated_where_devices_share_them() -> None:
     assert [kv_heads("all_to_all", context=context) for context in (4, 8, 16)] == [8, 8, 16]
 
 
-def test_auto_is_what_was_measured_to_be_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = {131_072: "xla", 16_384: "pallas"}
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On compute capability 9.0: of long calls xla is the fastest, of shorter ones pallas."""
     rows = [
-        Measured("9.0", "bfloat16", 128, length, "", "", {"xla": 1.0 + (name == "pallas"), "pallas": 1.5})
-        for length, name in lengths.items()
+        Measured("9.0", "bfloat16", 128, 131_072, "", "", {"xla": 1.0, "pallas": 2.0}),
+        Measured("9.0", "bfloat16", 128, 16_384, "", "", {"xla": 2.0, "pallas": 1.0}),
     ]
     monkeypatch.setattr("jaxopt_llm.kernels.attention_auto.read", lambda file: rows)
-    attention._taken.cache_clear()
-    monkeypatch.setattr(attention, "_taken", attention._taken.__wrapped__)
+    monkeypatch.setattr(attention, "_taken", attention._taken.__wrapped__)  # keeps nothing of it
 
+
+@pytest.mark.usefixtures("measured")
+def test_auto_is_what_was_measured_to_be_the_fastest() -> None:
     def taken(capability: tuple[int, int] | None, **of: Any) -> str:
         return settled(recipe(**{"by": "auto", **of}), capability).training.attention
 
@@ -66,3 +72,16 @@ def test_auto_is_what_was_measured_to_be_the_fastest(monkeypatch: pytest.MonkeyP
     assert taken((9, 0), context=8) == "pallas", "a part of the keys at a time"
     assert taken((8, 0), context=8) == taken(None, context=8) == "xla"
     assert taken((8, 0), by="triton") == "triton"
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_search_reckons_with_what_auto_takes() -> None:
+    def found(by: str) -> Candidate:
+        config = recipe(by=by, context=8)
+        rests = resting(config)
+        assert rests is not None
+        return estimate(config, Cluster("h200", 1, 8), rests)
+
+    auto, pallas, xla = map(found, ("auto", "pallas", "xla"))
+    assert (auto.footprint, auto.time) == (pallas.footprint, pallas.time) != (xla.footprint, xla.time)
+    assert auto.config.training.attention == "auto"
