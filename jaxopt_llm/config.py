@@ -34,6 +34,7 @@ from jaxopt_llm.parallel.mesh import MeshConfig
 from jaxopt_llm.parallel.offload import OffloadConfig
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import ShardingConfig
+from jaxopt_llm.parallel.xla_options import XlaConfig
 from jaxopt_llm.training.evaluation import EvaluationConfig
 from jaxopt_llm.training.lora import LoraConfig
 from jaxopt_llm.training.optimizer import OptimizerConfig
@@ -72,6 +73,7 @@ class TrainConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     remat: RematConfig = field(default_factory=RematConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
+    xla: XlaConfig = field(default_factory=XlaConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -105,7 +107,7 @@ RESUME_MAY_CHANGE = (
     "training.attention",
     "training.skip_limit",
     "optimizer.in_backward",
-    *(f"{section}.*" for section in ("mesh", "distributed", "sharding", "pipeline", "remat", "offload")),
+    *(f"{section}.*" for section in ("mesh", "distributed", "sharding", "pipeline", "remat", "offload", "xla")),
     *(f"{section}.*" for section in ("checkpoint", "evaluation", "logging", "profile")),
 )
 

@@ -130,6 +130,7 @@ def make_plan(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int) -> 
         config.lora,
         placement,
         pipelined=config.pipeline,
+        xla=config.xla,
     )
     lowered = topology.lower(program.step, program.state, program.batch)
     clock = time.perf_counter()

@@ -91,6 +91,7 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
         config.run.seed,
         keep_frozen=run.keeps_frozen(config),
         pipelined=config.pipeline,
+        xla=config.xla,
     )
     processes.check_same("training.attention", program.attention.name, "all must have the same packages, or name it")
     own = OwnRows(program.batch.tokens.shape, program.rows)
@@ -171,7 +172,9 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
 
         with explainer.during(lambda: "compiling", lowered_step):
             run_step = compiled(lowered_step)
-            lowered = make_held_out(program.parts, program.executor, placement).lower(program.state, program.batch)
+            lowered = make_held_out(program.parts, program.executor, placement, config.xla).lower(
+                program.state, program.batch
+            )
             held_out = compiled(lowered)
         needed = [hlo.memory(each) for each in (run_step, held_out)]
         peak, on_host = max(each.peak for each in needed), max(each.host for each in needed)

@@ -32,6 +32,7 @@ def validate(config: TrainConfig) -> None:
         *config.distributed.problems(),
         *config.checkpoint.problems(),
         *config.remat.problems(),
+        *config.xla.problems(),
         *(config.pipeline.problems() if config.mesh.pipeline > 1 else []),
     ]
     at_least_one = (

@@ -15,9 +15,10 @@ from jaxopt_llm.config import RECIPES
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import param_specs
 from jaxopt_llm.parallel import hlo, topology
-from jaxopt_llm.parallel.mesh import GATHERED_AHEAD, MeshConfig, make_mesh
+from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
 from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
 from jaxopt_llm.parallel.topology import gpu_topology
+from jaxopt_llm.parallel.xla_options import GATHERED_AHEAD
 from jaxopt_llm.plan import GIB, Plan, make_plan
 from jaxopt_llm.training.program import make_program
 from jaxopt_llm.validation import validate

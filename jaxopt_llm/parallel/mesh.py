@@ -7,10 +7,9 @@ from dataclasses import astuple, dataclass
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AxisType, Mesh
 
 from jaxopt_llm.errors import InputError
-from jaxopt_llm.parallel.precision import Matmul
 
 # Outermost first. `tensor` is innermost and so falls on the fastest links; `pipeline` moves least and crosses hosts
 # first. XLA also wants `pipeline` first: a nested shard_map over later axes only is the form that it accepts.
@@ -55,62 +54,6 @@ def simulate_cpu_devices(count: int, processes: int = 1) -> None:
     jax.config.update("jax_num_cpu_devices", count)
     if count * processes > 1:
         os.environ["PJRT_NPROC"] = str(CPU_THREADS * count)
-
-
-# What lets GPUs compute while they exchange. Collectives are scheduled around computation by their estimated time (XLA
-# 0.10.2 does so on several GPUs unasked); reductions of gradients are spread over layers unasked, and double buffering
-# of loops doubles the program for nothing.
-SCHEDULED: dict[str, str | bool | int] = {"xla_gpu_enable_latency_hiding_scheduler": True}
-# A layer's weights are gathered while the layer before computes, for one layer's gathered weights more and, seen in
-# XLA 0.10.2, constants of attention's masks that it then keeps (10B, 4 rows a GPU: 2.9 GiB). XLA does it to every loop:
-# of one over microbatches it would keep copies of gradients (10B, 4 microbatches: 27.2 -> 35.7 GiB), and under sequence
-# parallelism it sums over `tensor` once more what nobody reads. From jax 0.11 on the option has another name
-# (xla_gpu_pipeline_all_gather) and harms: the backward's gathers all come after its last product (10B, 8 GPUs: 48% of
-# the gathered bytes move beside products). Without it 77% do, all but those of the attention's own weights.
-GATHERED_AHEAD: dict[str, str | bool | int] = (
-    {"xla_gpu_enable_pipelined_all_gather": True} if jax.__version_info__ < (0, 11) else {}
-)
-# Of a ring keys, values and the gradients of both are sent at once: by its own choice XLA has one collective at a time
-# beside computation, and waits for the others.
-AT_ONCE: dict[str, str | bool | int] = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
-# Passes of XLA's that make programs compute something else, and say nothing:
-# - What is gathered and sliced again becomes a permute; devices whose slice is their own are left out of it, and get
-#   zeros (seen in 0.10.2: gradients between the stages of a pipeline). Without it there is the gather.
-# - What a loop that counts down slices out of host memory jax 0.10.2 copies from the wrong end (openxla/xla#46231): a
-#   backward would find the activations, or the weights, of other layers. Without it the slice is a kernel's, which
-#   reads the right ones; 0.11.2 copies them as it should.
-WRONG_PASSES = ["all-gather-to-collective-permute-simplifier"] + (
-    ["dynamic-slice-annotator"] if jax.__version_info__ < (0, 11, 2) else []
-)
-CORRECT: dict[str, str | bool | int] = {"xla_disable_hlo_passes": ",".join(WRONG_PASSES)}
-
-# Triton's matmuls come first where they are on, with operands widened to 16 bits; only of what they leave does XLA make
-# cuBLASLt's calls in fp8.
-CUBLAS: dict[str, str | bool | int] = {"xla_gpu_enable_triton_gemm": False}
-
-
-def compiler_options(
-    mesh: Mesh | AbstractMesh, microbatches: int, matmul: Matmul = "compute_dtype"
-) -> dict[str, str | bool | int]:
-    """For programs over the mesh, with so many microbatches and products formed so (see PrecisionConfig). On CPUs XLA
-    aborts on 16-bit sums over devices in a region that is manual over `pipeline` alone, in the pass that would widen
-    them."""
-    if not isinstance(mesh, Mesh):
-        return {}
-    stages = mesh.shape["pipeline"]
-    if mesh.devices.flat[0].platform == "cpu":
-        return {"xla_disable_hlo_passes": "all-reduce-promotion"} if stages > 1 else {}
-    products = CUBLAS if matmul == "fp8" else {}
-    if mesh.size == 1:
-        return CORRECT | products
-    ahead = GATHERED_AHEAD if gathers_ahead(mesh, microbatches) else {}
-    return CORRECT | products | SCHEDULED | ahead | (AT_ONCE if mesh.shape["context"] > 1 else {})
-
-
-def gathers_ahead(mesh: Mesh | AbstractMesh, microbatches: int) -> bool:
-    """Whether GPUs are told to gather a layer's weights while another computes: not in a loop over microbatches, nor
-    under `tensor`."""
-    return bool(GATHERED_AHEAD) and microbatches * mesh.shape["pipeline"] * mesh.shape["tensor"] == 1
 
 
 def visible_devices() -> list[jax.Device]:

@@ -4,12 +4,13 @@ The compiler's figure is the truth; this one decides which settings are worth co
 memory runs out (docs/plan.md and docs/out_of_memory.md say how close it comes).
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS
-from jaxopt_llm.parallel.mesh import GATHERED_AHEAD
+from jaxopt_llm.parallel import xla_options
 from jaxopt_llm.parallel.sharding import STORAGE_AXES
 from jaxopt_llm.search.attention import RING, Attention
 from jaxopt_llm.search.block import Block, kept
@@ -145,7 +146,7 @@ def _masks(attention: Attention) -> float:
 
 def _gathers_ahead(config: TrainConfig) -> bool:
     """Whether XLA gathers the next layer's weights early; it then keeps the masks that attention adds, too (see
-    parallel/mesh.py)."""
+    parallel/xla_options.py)."""
     mesh = config.mesh
     gathers = config.sharding.zero_stage == 3 and math.prod(getattr(mesh, axis) for axis in STORAGE_AXES) > 1
-    return bool(GATHERED_AHEAD) and gathers and config.training.accumulation * mesh.pipeline * mesh.tensor == 1
+    return gathers and xla_options.gathers_ahead(dataclasses.asdict(mesh), config.training.accumulation)

@@ -11,8 +11,8 @@ from jaxopt_llm import tree
 from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Parts
-from jaxopt_llm.parallel.mesh import compiler_options
 from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.xla_options import OURS, XlaConfig, compiler_options
 from jaxopt_llm.training.state import TrainState
 
 
@@ -24,7 +24,7 @@ class EvaluationConfig:
     """held-out batches that one measurement reads, each of training.batch_size sequences"""
 
 
-def make_held_out(parts: Parts, executor: Executor, placement: Placement) -> Any:
+def make_held_out(parts: Parts, executor: Executor, placement: Placement, xla: XlaConfig = OURS) -> Any:
     """Jitted (state, batch), fields [M, B, S] -> the sums of loss, in nats, and of real tokens."""
     placement = placement.for_evaluation()
 
@@ -32,7 +32,8 @@ def make_held_out(parts: Parts, executor: Executor, placement: Placement) -> Any
         params = tree.merge(state.trainable, state.frozen)
         return executor.loss(parts, params, batch, placement)[0], jnp.sum(batch.loss_mask)
 
-    return jax.jit(sums, out_shardings=placement.replicated, compiler_options=compiler_options(placement.mesh, 1))
+    options = compiler_options(placement.mesh, 1, own=xla)
+    return jax.jit(sums, out_shardings=placement.replicated, compiler_options=options)
 
 
 def evaluate(held_out: Any, state: TrainState, batches: Iterable[Batch]) -> float:

@@ -18,8 +18,10 @@ from jaxopt_llm.kernels.attention_auto import FALLBACK, Choice
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import Params, Parts, make_parts
+from jaxopt_llm.parallel import xla_options
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.parallel.topology import check_multiplies, choose_attention
+from jaxopt_llm.parallel.xla_options import OURS, XlaConfig
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training import update
 from jaxopt_llm.training.lora import LoraConfig, adapt
@@ -58,13 +60,15 @@ def make_program(
     seed: int = 0,
     keep_frozen: bool = True,
     pipelined: PipelineConfig = EVEN,
+    xla: XlaConfig = OURS,
 ) -> Program:
     """seed: of what dropout drops. keep_frozen: see StateSpecs.
 
     Allocates nothing: the placement's devices may be those of a topology that is only compiled for, or none, of
     which a program is only reckoned with.
 
-    Raises InputError where devices cannot multiply as `precision.matmul` says, or attend as `training.attention` does.
+    Raises InputError where devices cannot multiply as `precision.matmul` says, or attend as `training.attention` does,
+    or their compiler does not take the options of `xla`.
     """
     attention = Choice(FALLBACK if training.attention == "auto" else training.attention)
     if isinstance(placement.mesh, Mesh):
@@ -74,6 +78,7 @@ def make_program(
         attention = choose_attention(
             device, training.attention, model.head_dim, placement.precision.compute_dtype, keys
         )
+        xla_options.check(xla, placement.mesh)
     parts = make_parts(model, training.loss_chunk, training.z_loss, attention.name)
     stages = placement.size("pipeline")
     if stages > 1:
@@ -104,6 +109,7 @@ def make_program(
             training.accumulation,
             optimizer.in_backward,
             dropout_seed=seed if lora.dropout else None,
+            xla=xla,
         ),
         kept=training_state.kept(specs, placement),
         state=training_state.abstract(specs, placement),

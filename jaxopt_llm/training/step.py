@@ -16,8 +16,8 @@ from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Params, Parts
 from jaxopt_llm.parallel import offload
-from jaxopt_llm.parallel.mesh import compiler_options
 from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.xla_options import OURS, XlaConfig, compiler_options
 from jaxopt_llm.training import guard, loss_scale, update
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.guard import Guard
@@ -87,6 +87,7 @@ def make_step(
     microbatches: int = 1,
     in_backward: bool = False,
     dropout_seed: int | None = None,
+    xla: XlaConfig = OURS,
 ) -> Step:
     """The jitted step; it consumes the state it is given. Batch fields: [M, B, S], M microbatches.
 
@@ -170,5 +171,5 @@ def make_step(
         in_shardings=(resting, rows),
         out_shardings=(resting, placement.replicated),
         donate_argnums=0,
-        compiler_options=compiler_options(placement.mesh, microbatches, precision.matmul),
+        compiler_options=compiler_options(placement.mesh, microbatches, precision.matmul, xla),
     )

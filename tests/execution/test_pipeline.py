@@ -19,7 +19,7 @@ from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Auxiliary, Params, Parts, make_parts
-from jaxopt_llm.parallel.mesh import compiler_options
+from jaxopt_llm.parallel.xla_options import compiler_options
 from jaxopt_llm.tree import leaves_with_path
 
 ROWS, LENGTH = 32, 16
