@@ -25,6 +25,7 @@ from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.layers import Function
 from jaxopt_llm.model.param import ParamSpec, normal
 from jaxopt_llm.model.weights import Weight
+from jaxopt_llm.parallel import hlo
 from jaxopt_llm.parallel.sharding import Placement
 
 VOCABULARY_MULTIPLE = 128  # table rows are padded to it; a constant, so that values never depend on the mesh
@@ -197,20 +198,21 @@ def make_parts(config: ModelConfig, loss_chunk: int = 0, z_loss: float = 0.0, at
             """This norm, or nothing in a block that has none of this name."""
             return functools.partial(norm, params[name]) if name in params else lambda x: x
 
-        attended, cache = self_attention(
-            params["attention"],
-            x,
-            context,
-            norm=normed("attention_norm"),
-            query_norm=normed("query_norm"),
-            key_norm=normed("key_norm"),
-            frequencies=turning.get(kind),
-            window=windows.get(kind),
-            scale=config.attention_scale or 1 / math.sqrt(config.head_dim),
-            softcap=config.attention_softcap or None,
-            implementation=attention,
-            cache=cache,
-        )
+        with hlo.within(windows.get(kind)):
+            attended, cache = self_attention(
+                params["attention"],
+                x,
+                context,
+                norm=normed("attention_norm"),
+                query_norm=normed("query_norm"),
+                key_norm=normed("key_norm"),
+                frequencies=turning.get(kind),
+                window=windows.get(kind),
+                scale=config.attention_scale or 1 / math.sqrt(config.head_dim),
+                softcap=config.attention_softcap or None,
+                implementation=attention,
+                cache=cache,
+            )
         x = residual(x, normed("attention_post_norm")(attended))
         transformed = layers.mlp(params["mlp"], x, context, norm=normed("mlp_norm"), kind=config.mlp)
         x = residual(x, normed("mlp_post_norm")(transformed))

@@ -4,10 +4,12 @@ Bytes in memory come from `Compiled.memory_analysis()`, the rest from the HLO te
 program of one device (SPMD), so every number here is per device.
 """
 
+import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -104,8 +106,9 @@ def dot_flops_by_dtype(text: str) -> Mapping[str, int]:
     """FLOPs of all matmuls by their first operand's dtype, in XLA's names: 2 per multiply-add, times the trip counts of
     the loops around them.
 
-    Counted are dots, also in fusions, and calls of cuBLAS; every branch of a conditional counts once. Not counted are
-    kernels (Pallas, Triton, cuDNN), convolutions, and products with a vector that XLA writes as multiply and reduce.
+    Counted are dots, also in fusions, calls of cuBLAS, and our kernels of attention (see `_attention_products`); every
+    branch of a conditional counts once. Not counted are other kernels (cuDNN's among them), convolutions, and products
+    with a vector that XLA writes as multiply and reduce.
 
     Raises:
         ValueError: a matmul is in a loop without a fixed trip count.
@@ -116,6 +119,9 @@ def dot_flops_by_dtype(text: str) -> Mapping[str, int]:
             operand = computation[instruction.operands[0]].results[0]
             products = math.prod(instruction.results[0].shape) * _contracted(computation, instruction)
             flops[operand.dtype] = flops.get(operand.dtype, 0) + 2 * products * times(instruction, run)
+        elif attended := _attention_products(computation, instruction):
+            dtype, products = attended
+            flops[dtype] = flops.get(dtype, 0) + 2 * products * times(instruction, run)
     return flops
 
 
@@ -180,6 +186,39 @@ def _contracted(computation: Computation, matmul: Instruction) -> int:
     shape = computation[matmul.operands[0]].results[0].shape
     dimensions = matmul.find(r'\blhs_contracting_dim(?:ension)?s(?:=\{|":\[)([^\]}]*)') or ""
     return math.prod(shape[dimension] for dimension in integers(dimensions))
+
+
+# ---- Kernels of attention.
+
+_TRITON = r'custom_call_target="(__gpu\$xla\.gpu\.triton|triton_kernel_call_ffi)"'  # Pallas's; jax-triton's
+
+
+def within(window: int | None) -> contextlib.AbstractContextManager[Any]:
+    """A scope for attention in which a query sees its last `window` keys: what a kernel's program does not tell."""
+    return contextlib.nullcontext() if window is None else jax.named_scope(f"within_{window}_keys")
+
+
+def _attention_products(computation: Computation, call: Instruction) -> tuple[str, int] | None:
+    """The dtype and the multiply-adds of a kernel that attends, None of other instructions.
+
+    It is known by its arrays, of which q, k and v come first: q [..., S, H, K] or [..., S, H × K], the others with rows
+    T. The forward, from these three, multiplies twice for each query and each key that it sees; a backward that gives
+    the gradient of q, three times; one that gives those of k and v, four times. Counted are the keys up to a query's
+    own, (T + 1) / 2 on average, or those of its window (see `within`): documents are not told apart, and what is masked
+    in blocks on the diagonal, which a kernel multiplies all the same, is not counted.
+    """
+    if not call.find(_TRITON):
+        return None
+    operands = [computation[name].results[0] for name in call.operands]
+    arrays = [each for each in operands if each.dtype in ("bf16", "f16", "f32") and len(each.shape) >= 3]
+    if len(arrays) < 3:
+        return None
+    (q, k), gradients = arrays[:2], [each for each in call.results if len(each.shape) >= 4]
+    formed = 2 if len(arrays) == 3 else 2 + len(gradients)
+    keys = k.shape[-3] if len(k.shape) > 3 else k.shape[-2]
+    seen = min(int(call.find(r'op_name="[^"]*\bwithin_(\d+)_keys') or keys), keys)
+    # The triangle before a whole window is there; times the keys, so that nothing is rounded.
+    return q.dtype, formed * math.prod(q.shape) * (2 * seen * keys - seen * (seen - 1)) // (2 * keys)
 
 
 # ---- Host memory.

@@ -32,7 +32,7 @@ def make_held_out(parts: Parts, executor: Executor, placement: Placement, xla: X
         params = tree.merge(state.trainable, state.frozen)
         return executor.loss(parts, params, batch, placement)[0], jnp.sum(batch.loss_mask)
 
-    options = compiler_options(placement.mesh, 1, own=xla)
+    options = compiler_options(placement.mesh, own=xla)
     return jax.jit(sums, out_shardings=placement.replicated, compiler_options=options)
 
 

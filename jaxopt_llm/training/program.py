@@ -21,7 +21,7 @@ from jaxopt_llm.model.decoder import Params, Parts, make_parts
 from jaxopt_llm.parallel import xla_options
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.parallel.topology import check_multiplies, choose_attention
-from jaxopt_llm.parallel.xla_options import OURS, XlaConfig
+from jaxopt_llm.parallel.xla_options import OURS, XlaConfig, compiler_options
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training import update
 from jaxopt_llm.training.lora import LoraConfig, adapt
@@ -88,6 +88,8 @@ def make_program(
     learning_rate = make_schedule(optimizer.learning_rate, schedule)
     optimizers = update.make_optimizers(functools.partial(make_optimizer, optimizer, learning_rate), trainable)
     specs = training_state.state_specs(trainable, frozen, optimizers, placement.precision, keep_frozen)
+    matmul, attention = placement.precision.matmul, training.attention
+    options = compiler_options(placement.mesh, training.accumulation, matmul, attention, xla)
     rows = placement.activation(None, "batch", "sequence")
     shape = (training.accumulation, training.batch_size // training.accumulation, training.sequence_length)
     ids, mask = (jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for dtype in (jnp.int32, jnp.bool))
@@ -106,10 +108,9 @@ def make_program(
             training.skip_outliers,
             executor,
             placement,
-            training.accumulation,
             optimizer.in_backward,
             dropout_seed=seed if lora.dropout else None,
-            xla=xla,
+            options=options,
         ),
         kept=training_state.kept(specs, placement),
         state=training_state.abstract(specs, placement),

@@ -17,7 +17,7 @@ from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Params, Parts
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.sharding import Placement
-from jaxopt_llm.parallel.xla_options import OURS, XlaConfig, compiler_options
+from jaxopt_llm.parallel.xla_options import Options
 from jaxopt_llm.training import guard, loss_scale, update
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.guard import Guard
@@ -84,10 +84,9 @@ def make_step(
     skip_outliers: float,
     executor: Executor,
     placement: Placement,
-    microbatches: int = 1,
     in_backward: bool = False,
     dropout_seed: int | None = None,
-    xla: XlaConfig = OURS,
+    options: Options | None = None,
 ) -> Step:
     """The jitted step; it consumes the state it is given. Batch fields: [M, B, S], M microbatches.
 
@@ -95,6 +94,7 @@ def make_step(
     in_backward: whether layers are updated during the backward, by an executor of its own. There is one microbatch
         then, no clip and no loss scale, and a step that is not finite is taken all the same, though counted as skipped.
     dropout_seed: what dropout drops in a step follows from it, and the step's number; None: there is no dropout.
+    options: of XLA's compiler.
 
     Metrics, float32 but for the counts: loss and grad_norm (neither need be finite), learning_rate, and how many steps
     were skipped, this one included: `skipped` in all, `skipped_in_a_row` up to here, without overflows; `overflow`,
@@ -171,5 +171,5 @@ def make_step(
         in_shardings=(resting, rows),
         out_shardings=(resting, placement.replicated),
         donate_argnums=0,
-        compiler_options=compiler_options(placement.mesh, microbatches, precision.matmul, xla),
+        compiler_options=options,
     )

@@ -1,0 +1,54 @@
+"""FLOPs of a step whose attention is a kernel, which XLA cannot look into: what is counted is what its formula says."""
+
+from typing import Any
+
+import pytest
+from test_bytes import ROWS, SEQUENCE, VOCABULARY, WIDTH, compiled
+
+from jaxopt_llm.kernels import attention_triton
+from jaxopt_llm.model import flops
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.parallel import hlo
+from jaxopt_llm.parallel.mesh import MeshConfig
+
+LAYERS, WINDOW = 8, 32
+SPLIT = MeshConfig(fsdp=4, tensor=2)
+GROUPED = MeshConfig(data=2, fsdp=4)
+KERNELS = {
+    "pallas": [],
+    "triton": [pytest.mark.skipif(bool(attention_triton.problems(128, "bfloat16", (9, 0))), reason="wants jax-triton")],
+}
+# A product of queries and keys, or of weights and values, over all keys: of one device, in all layers.
+PRODUCT = 2 * LAYERS * ROWS * SEQUENCE * SEQUENCE * WIDTH // 8
+
+pytestmark = pytest.mark.core
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in KERNELS.items()])
+@pytest.mark.parametrize(
+    ("mesh", "stage", "remat", "forwards"),
+    [(SPLIT, 3, "none", 1), (SPLIT, 3, "full", 2), (GROUPED, 1, "save_attention", 1)],
+    ids=["none", "full", "in-groups"],
+)
+def test_a_kernel_is_counted_by_the_keys_that_are_seen(
+    name: str, mesh: MeshConfig, stage: int, remat: str, forwards: int
+) -> None:
+    found, by_xla = (hlo.dot_flops(compiled(LAYERS, mesh, stage, remat, attention=each).text) for each in (name, "xla"))
+    # Forward 2 products; backward 3 for the queries' gradient and 4 for the keys' and values', where XLA's has 5. So
+    # few rows are one part, of which XLA multiplies all keys.
+    of_xla = PRODUCT * (2 * forwards + 5)
+    assert found - (by_xla - of_xla) == PRODUCT * (2 * forwards + 7) * (SEQUENCE + 1) / (2 * SEQUENCE)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in KERNELS.items()])
+def test_of_a_window_its_own_keys(name: str) -> None:
+    """In half of the layers. The model needs six products of attention's; a backward of two kernels has three more."""
+    switches: tuple[tuple[str, Any], ...] = (("pattern", ("global", "sliding")), ("window", WINDOW))
+    step = compiled(LAYERS, SPLIT, 3, "none", attention=name, switches=switches)
+    model = ModelConfig(vocabulary_size=VOCABULARY, heads=8, head_dim=128, layers=LAYERS, **dict(switches))
+    specs = step.program.specs
+    needed, attention = (
+        flops.per_token(model, *of, SEQUENCE).causal for of in ((specs.masters, specs.frozen), ({}, {}))
+    )
+    tokens = ROWS * SEQUENCE / 8
+    assert hlo.dot_flops(step.text) == pytest.approx(tokens * (needed + attention * (9 / 6 - 1)), rel=1e-9)
