@@ -1,4 +1,4 @@
-"""The training step of any recipe: tokens/s, seconds to the first step, peak memory, FLOPs.
+"""The training step of any recipe: tokens/s, MFU, seconds to the first step, peak memory, FLOPs.
 
     python benchmarks/train_step.py --config quickstart.py [--runs 3] [--steps 10] [--json FILE] [--section.field VALUE]
                                     [--peer hf-torch]
@@ -6,7 +6,7 @@
 Every run is a process of its own. The first compiles everything (cold); the others find the compilation cache as it
 left it (warm). Figures are medians over the runs; a table goes to standard output, JSON to --json. A peer's runs
 (eager, then compiled) alternate with ours, so that what else the machine does falls on all; each runs in its own best
-settings.
+settings. What a GPU has no memory for is not run, and named.
 """
 
 import argparse
@@ -29,6 +29,8 @@ RUNS_BY_ITSELF = "--measure-since"  # how this file starts itself: seconds since
 # As the README advises on CPUs. Not for the peer: eager torch is 6% slower with it.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
+MFU = ("mfu", "mfu_full_attention")
+
 # A file that measures, its arguments, what it adds to the environment.
 Contender = tuple[str, list[str], dict[str, str]]
 
@@ -40,24 +42,37 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
 
     from jaxopt_llm import config as configuration
     from jaxopt_llm.model import leaves
-    from jaxopt_llm.parallel import hlo
-    from jaxopt_llm.parallel.mesh import make_mesh, simulate_cpu_devices
+    from jaxopt_llm.parallel import hlo, runtime
+    from jaxopt_llm.parallel.mesh import make_mesh
     from jaxopt_llm.parallel.sharding import Placement
     from jaxopt_llm.parallel.topology import chip_of, seconds_at_peak
     from jaxopt_llm.training import state as training_state
     from jaxopt_llm.training.program import make_program
+    from jaxopt_llm.utilisation import utilisation
     from jaxopt_llm.validation import validate
 
     config = configuration.parse(arguments, "benchmarks/train_step.py")
     validate(config)
-    simulate_cpu_devices(config.mesh.devices)
-    placement = Placement(make_mesh(config.mesh), config.sharding, config.precision)
+    runtime.start(config.mesh.devices, cache=True)
+    placement = Placement(make_mesh(config.mesh), config.sharding, config.precision, config.offload)
     program = make_program(
-        config.model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
+        config.model,
+        config.training,
+        config.optimizer,
+        config.schedule,
+        config.remat,
+        config.lora,
+        placement,
+        pipelined=config.pipeline,
+        xla=config.xla,
     )
     lowering = time.time()
     compiled = program.step.lower(program.state, program.batch).compile()
     compile_seconds = time.time() - lowering
+    device, memory = jax.devices()[0], hlo.memory(compiled)
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is not None and memory.peak > limit:
+        return {"unavailable": f"needs {memory.peak / 2**30:.1f} GiB, {device.device_kind} gives {limit / 2**30:.1f}"}
     state = training_state.initialize(program.specs, program.optimizers, config.run.seed, placement)
     random = np.random.default_rng(0)
     shape = program.batch.tokens.shape
@@ -84,17 +99,17 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
         seconds.append(time.perf_counter() - before)
     step_seconds = statistics.median(seconds)
 
-    device = jax.devices()[0]
     tokens = config.training.batch_size * config.training.sequence_length
     flops_by_dtype = hlo.dot_flops_by_dtype(str(compiled.as_text()))
     flops = sum(flops_by_dtype.values()) * placement.mesh.size
-    memory = hlo.memory(compiled)
     chip = chip_of(device.device_kind)
     statistics_of_device = device.memory_stats() or {}
     return {
         "jax": jax.__version__,
         "device": f"{placement.mesh.size} × {device.device_kind}",
         "parameters": leaves.count(program.parts.specs),
+        "settings": settings(config),
+        "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state)),
         "tokens_per_step": tokens,
         "flops_per_step": flops,
         "planned_peak_bytes": memory.peak,
@@ -108,7 +123,19 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
         "tokens_per_second": tokens / step_seconds,
         "flops_per_second": flops / step_seconds,
         "share_of_peak_flops": seconds_at_peak(chip, flops_by_dtype) / step_seconds if chip else None,
+        # By the name of its convention, as in metrics.jsonl; none where the chip's peak is not known.
+        **{name: seconds * tokens / step_seconds for name, seconds in utilisation(config, program, placement).items()},
     }
+
+
+def settings(config: Any) -> dict[str, Any]:
+    """What a figure is to be read beside."""
+    names = ("training.batch_size", "training.sequence_length", "training.accumulation", "training.attention")
+    names += ("precision.matmul", "precision.reduce_dtype", "optimizer.state_dtype", "optimizer.in_backward")
+    names += ("remat.policy", "remat.every", "remat.offload", "offload.optimizer", "offload.parameters", "lora.rank")
+    from jaxopt_llm import config as configuration
+
+    return {name: configuration.get(config, name) for name in names}
 
 
 def import_seconds(runs: int) -> float | None:
@@ -152,7 +179,7 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
     if "unavailable" in cold:
         return cold
     summary = dict(cold)
-    for name in ("step_seconds", "tokens_per_second", "flops_per_second", "measured_peak_bytes"):
+    for name in ("step_seconds", "tokens_per_second", "flops_per_second", "measured_peak_bytes", *MFU):
         if name in cold:
             summary[name] = statistics.median(result[name] for result in results)
     summary["first_step_seconds"] = {
@@ -189,6 +216,12 @@ def show(report: dict[str, Any]) -> None:
         ],
         "peak memory, measured": [memory(column["measured_peak_bytes"]) for column in columns.values()],
         "peak memory, planned per device": [memory(report["planned_peak_bytes"])],
+        **{
+            figure: [f"{column[name]:.1%}" if name in column else "-" for column in columns.values()]
+            for name, figure in zip(MFU, ("MFU, causal attention at half", "MFU, attention whole"), strict=True)
+            if name in report
+        },
+        "state, bytes per parameter": [f"{report['state_bytes'] / report['parameters']:.1f}"],
         "TFLOP per step (matmuls, as compiled)": [f"{report['flops_per_step'] / 1e12:.4f}"],
         "TFLOP/s": [f"{report['flops_per_second'] / 1e12:.3f}" + ("" if share is None else f" ({share:.0%} of peak)")],
     }
@@ -231,7 +264,10 @@ def main() -> int:
             if "unavailable" not in peer:
                 peer["ratio"] = ours["tokens_per_second"] / peer["tokens_per_second"]
         report["peer"] = dict(zip(peer_hf_torch.MODES, peers, strict=True))
-    show(report)
+    if "unavailable" in report:
+        print(f"not run: {report['unavailable']}")
+    else:
+        show(report)
     if own.json:
         own.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
