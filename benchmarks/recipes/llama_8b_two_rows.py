@@ -1,7 +1,7 @@
 """llama_8b.py with two rows of 8192 tokens a step, over which the update and the casts of weights are spread.
 
-Hardware: one H200. As compiled, XX GiB at the peak, of the 129.7 that it may use. From 79% of the GPU's memory on XLA
-computes things again on its own, here 30% more FLOPs, and saves nothing: the option moves that limit.
+Hardware: one H200. As compiled, 125.3 GiB at the peak, of 129.7 that XLA may use. Without its option it would compute
+things again on its own, 30% more FLOPs (see parallel/xla_options.py).
 """
 
 from pathlib import Path

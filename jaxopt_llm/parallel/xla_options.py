@@ -7,6 +7,10 @@ reduced moves beside other kernels but for 1%: combining collectives up to 1 GiB
 gathers 44% then wait, and 77% of its reductions), pipelined all-reduce (1.6 GiB more), double buffering of loops (twice
 the program for the same overlap), several collectives at a time (0.2 GiB more). Command buffers, on by default, and the
 choice between Triton and cuBLAS, which is made by timing, do not show in a compiled program: only a GPU can tell.
+
+A user's to set: xla_gpu_memory_limit_slop_factor=150. From 79% of a GPU's memory on XLA computes things again on its
+own, and may save nothing by it (8B, two rows of 8192 tokens on one H200, remat none: 1168 TFLOP for 896, with 125.3 GiB
+at the peak in either case). With this it does not, and mends no more what would not fit.
 """
 
 from collections.abc import Mapping
@@ -71,9 +75,10 @@ CORRECT: Options = {PASSES: ",".join(WRONG_PASSES)}
 # Triton's matmuls come first where they are on, with operands widened to 16 bits; only of what they leave does XLA make
 # cuBLASLt's calls in fp8.
 CUBLAS: Options = {"xla_gpu_enable_triton_gemm": False}
-# XLA 0.11.2 lets a kernel write straight into the stack of what is kept for the backward, and one of jax-triton's whose
-# result something else reads, too, it then runs twice: attention's forward, wherever its result is kept. Not set for
-# other kernels, which run once all the same: 14% fewer of the gathered bytes move beside products (10B, remat none).
+# XLA 0.11.2 lets products of cuBLAS's and kernels of jax-triton's write straight into the stack of what is kept for the
+# backward, and runs those twice whose results are read beside (8B on one H200, remat none: 518 TFLOP for 448; with our
+# Triton kernel attention's forward, too). The price of running them once: of the gathered bytes 62% move beside
+# products where 81% did (10B on 8 GPUs, remat none; with remat full 84% for 79%).
 ONCE: Options = {"xla_gpu_enable_dynamic_slice_fusion": False} if jax.__version_info__ >= (0, 11) else {}
 # On CPUs XLA aborts on 16-bit sums over devices in a region that is manual over `pipeline` alone, in the pass that
 # would widen them.
@@ -84,29 +89,27 @@ def compiler_options(
     mesh: Mesh | AbstractMesh,
     microbatches: int = 1,
     matmul: Matmul = "compute_dtype",
-    attention: str = "xla",
     own: XlaConfig = OURS,
 ) -> Options:
-    """For programs over the mesh, with so many microbatches, products formed so (see PrecisionConfig), and attention
-    (see TrainingConfig).
+    """For programs over the mesh, with so many microbatches and products formed so (see PrecisionConfig).
 
     own: comes last. Passes that it disables are disabled beside ours, which computed something wrong.
     """
-    ours, theirs = _ours(mesh, microbatches, matmul, attention), own.parsed()
+    ours, theirs = _ours(mesh, microbatches, matmul), own.parsed()
     if PASSES in ours and PASSES in theirs:
         theirs[PASSES] = f"{ours[PASSES]},{theirs[PASSES]}"
     return ours | theirs
 
 
-def _ours(mesh: Mesh | AbstractMesh, microbatches: int, matmul: Matmul, attention: str) -> Options:
+def _ours(mesh: Mesh | AbstractMesh, microbatches: int, matmul: Matmul) -> Options:
     if not isinstance(mesh, Mesh):
         return {}
     if mesh.devices.flat[0].platform == "cpu":
         return NARROW_SUMS if mesh.shape["pipeline"] > 1 else {}
-    kernels = (CUBLAS if matmul == "fp8" else {}) | (ONCE if attention not in ("xla", "pallas") else {})
+    on_one = CORRECT | ONCE | (CUBLAS if matmul == "fp8" else {})
     if mesh.size == 1:
-        return CORRECT | kernels
-    return CORRECT | kernels | SCHEDULED | (GATHERED_AHEAD if gathers_ahead(mesh.shape, microbatches) else {})
+        return on_one
+    return on_one | SCHEDULED | (GATHERED_AHEAD if gathers_ahead(mesh.shape, microbatches) else {})
 
 
 def gathers_ahead(sizes: Mapping[str, int], microbatches: int) -> bool:

@@ -88,8 +88,7 @@ def make_program(
     learning_rate = make_schedule(optimizer.learning_rate, schedule)
     optimizers = update.make_optimizers(functools.partial(make_optimizer, optimizer, learning_rate), trainable)
     specs = training_state.state_specs(trainable, frozen, optimizers, placement.precision, keep_frozen)
-    matmul, attention = placement.precision.matmul, training.attention
-    options = compiler_options(placement.mesh, training.accumulation, matmul, attention, xla)
+    options = compiler_options(placement.mesh, training.accumulation, placement.precision.matmul, xla)
     rows = placement.activation(None, "batch", "sequence")
     shape = (training.accumulation, training.batch_size // training.accumulation, training.sequence_length)
     ids, mask = (jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for dtype in (jnp.int32, jnp.bool))

@@ -5,8 +5,12 @@ from pathlib import Path
 import jax
 import pytest
 from commands import ROOT, command
+from test_bytes import ROWS, SEQUENCE, VOCABULARY, compiled
 
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.model import flops
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.parallel import hlo
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
 from jaxopt_llm.parallel.topology import gpu_topology
 from jaxopt_llm.parallel.xla_options import CORRECT, GATHERED_AHEAD, PASSES, XlaConfig, check, compiler_options
@@ -28,6 +32,16 @@ def test_a_users_options_come_last_and_leave_wrong_passes_disabled() -> None:
     options = compiler_options(mesh, 1, own=own)
     assert options["xla_gpu_enable_latency_hiding_scheduler"] is False
     assert (options["xla_gpu_autotune_level"], options[PASSES]) == ("0", f"{CORRECT[PASSES]},dce")
+
+
+def test_a_product_that_is_kept_and_used_is_formed_once() -> None:
+    layers = 8
+    step = compiled(layers, MeshConfig(), 3, "none")
+    model = ModelConfig(vocabulary_size=VOCABULARY, heads=8, head_dim=128, layers=layers)
+    needed = flops.per_token(model, step.program.specs.masters, step.program.specs.frozen, SEQUENCE).full
+    # Attention's backward forms the scores again.
+    scores = 2 * layers * 8 * 128 * SEQUENCE
+    assert hlo.dot_flops(step.text) == ROWS * SEQUENCE * (needed + scores)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
