@@ -35,8 +35,13 @@ def recipe(case: str, on_cpu: bool) -> Path:
 def start_plan(path: Path, gpu: str) -> subprocess.Popen[str]:
     command = ["-m", "jaxopt_llm.plan", "--config", str(path), "--gpu", gpu, "--hosts", "1", "--gpus-per-host", "1"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, *command, "--json"], env=environment, text=True, **pipes)
+    return subprocess.Popen(
+        [sys.executable, *command, "--json"],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def predicted(plan: subprocess.Popen[str]) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,37 +42,12 @@ TOY = ModelConfig(width=64, heads=4, kv_heads=2, head_dim=16, mlp_width=128)
 # What is no kernel.
 FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
 
-Shapes = tuple[jax.ShapeDtypeStruct, ...]
+Pass = tuple[Callable[..., Any], tuple[Any, ...]]  # a function, and the shapes of its operands
 
 
-@dataclass(frozen=True)
-class Operation:
-    """function: of arrays of these shapes; those from `fixed` on have no gradient."""
+def passes(model: ModelConfig, tokens: int, device: jax.Device) -> dict[str, Pass]:
+    """A backward takes what the forward keeps for it, and the gradients of the results."""
 
-    name: str
-    function: Callable[..., Any]
-    shapes: Shapes
-    fixed: int
-
-    @property
-    def forward(self) -> tuple[Callable[..., Any], Shapes]:
-        return self.function, self.shapes
-
-    @property
-    def backward(self) -> tuple[Callable[..., Any], Shapes]:
-        """Of the operands and the gradients of the results."""
-        operands, fixed = self.shapes[: self.fixed], self.fixed
-        results = jax.tree.leaves(jax.eval_shape(self.function, *self.shapes))
-
-        def run(*arrays: jax.Array) -> Any:
-            given, rest, gradients = arrays[:fixed], arrays[fixed : len(self.shapes)], arrays[len(self.shapes) :]
-            out, pull = jax.vjp(lambda *given: self.function(*given, *rest), *given)
-            return pull(jax.tree.unflatten(jax.tree.structure(out), gradients))
-
-        return run, (*operands, *self.shapes[fixed:], *results)
-
-
-def operations(model: ModelConfig, tokens: int, device: jax.Device) -> list[Operation]:
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -81,42 +55,49 @@ def operations(model: ModelConfig, tokens: int, device: jax.Device) -> list[Oper
     placement = Placement(make_mesh(MeshConfig(), [device]), ShardingConfig(), PrecisionConfig())
     specs = layers.norm_specs("rms", False, (model.width,), ("embed",))
 
-    def norm(x: jax.Array, tap: jax.Array, scale: jax.Array) -> jax.Array:
+    def norm(scale: jax.Array, x: jax.Array, tap: jax.Array) -> jax.Array:
         """The scale's gradient is its tap's (see Placed)."""
         weights = placement.place(specs, {"scale": scale}, {"scale": tap}, keep=False)
         return layers.norm(weights, x, kind="rms", epsilon=model.norm_epsilon, zero_centered=False)
 
-    def turn(q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def turn(positions: jax.Array, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         return layers.rotary(q, positions, frequencies), layers.rotary(k, positions, frequencies)
+
+    def activate(gate: jax.Array, up: jax.Array) -> jax.Array:
+        return layers.recomputed(layers.HIDDEN["swiglu"])(gate, up)
 
     heads = (array(1, tokens, count, model.head_dim) for count in (model.heads, model.kv_heads))
     scale, wide = array(model.width, dtype=jnp.float32), array(1, tokens, model.mlp_width)
-    return [
-        Operation("RMSNorm", norm, (array(1, tokens, model.width), scale, scale), 2),
-        Operation("rotary", turn, (*heads, array(1, tokens, dtype=jnp.int32)), 2),
-        Operation("SwiGLU", layers.recomputed(layers.HIDDEN["swiglu"]), (wide, wide), 2),
-    ]
+    # Operands without a gradient are the first.
+    operations: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
+        "RMSNorm": (norm, (scale, array(1, tokens, model.width), scale), 1),
+        "rotary": (turn, (array(1, tokens, dtype=jnp.int32), *heads), 1),
+        "SwiGLU": (activate, (wide, wide), 0),
+    }
+    found: dict[str, Pass] = {}
+    for name, (function, operands, fixed) in operations.items():
 
+        def both(*operands: Any, function: Any = function, fixed: int = fixed) -> Any:
+            return jax.vjp(functools.partial(function, *operands[:fixed]), *operands[fixed:])
 
-def passes(model: ModelConfig, tokens: int, device: jax.Device) -> dict[str, tuple[Callable[..., Any], Shapes]]:
-    found: dict[str, tuple[Callable[..., Any], Shapes]] = {}
-    for each in operations(model, tokens, device):
-        found[f"{each.name} forward"], found[f"{each.name} backward"] = each.forward, each.backward
+        results, pull = jax.eval_shape(both, *operands)
+        found[f"{name} forward"] = (function, operands)
+        found[f"{name} backward"] = (lambda pull, gradients: pull(gradients), (pull, results))
     return found
 
 
-def least_bytes(function: Callable[..., Any], shapes: Shapes) -> int:
-    arrays = (*shapes, *jax.tree.leaves(jax.eval_shape(function, *shapes)))
+def least_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int:
+    arrays = jax.tree.leaves((operands, jax.eval_shape(function, *operands)))
     return sum(math.prod(each.shape) * each.dtype.itemsize for each in arrays)
 
 
 # ---- As compiled.
 
 
-def as_compiled(function: Callable[..., Any], shapes: Shapes, device: jax.Device) -> tuple[int, int]:
+def as_compiled(function: Callable[..., Any], operands: tuple[Any, ...], device: jax.Device) -> tuple[int, int]:
     """Kernels, and the bytes that they read and write."""
     sharding = NamedSharding(make_mesh(MeshConfig(), [device]), PartitionSpec())
-    arguments = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding) for each in shapes]
+    arguments = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding), operands)
     text = str(topology.compile(jax.jit(function).lower(*arguments)).as_text())
     entry = instructions.parse(text)["ENTRY"]
     kernels = [each for each in entry.values() if each.opcode not in FREE]
@@ -127,9 +108,9 @@ def as_compiled(function: Callable[..., Any], shapes: Shapes, device: jax.Device
     return len(kernels), moved
 
 
-def compiled_row(name: str, function: Callable[..., Any], shapes: Shapes, device: jax.Device) -> dict[str, Any]:
-    kernels, moved = as_compiled(function, shapes, device)
-    return {"name": name, "kernels": kernels, "bytes": moved, "least_bytes": least_bytes(function, shapes)}
+def compiled_row(name: str, of: Pass, device: jax.Device) -> dict[str, Any]:
+    kernels, moved = as_compiled(*of, device)
+    return {"name": name, "kernels": kernels, "bytes": moved, "least_bytes": least_bytes(*of)}
 
 
 def compiled_line(row: dict[str, Any]) -> str:
@@ -149,7 +130,7 @@ def seconds(run: Callable[[], Any]) -> float:
     return (time.perf_counter() - clock) / CALLS
 
 
-def operands(shapes: Shapes) -> list[jax.Array]:
+def random_arrays(shapes: Any) -> Any:
     random = np.random.default_rng(0)
 
     def one(each: jax.ShapeDtypeStruct) -> jax.Array:
@@ -157,28 +138,25 @@ def operands(shapes: Shapes) -> list[jax.Array]:
             return jnp.broadcast_to(jnp.arange(each.shape[-1], dtype=jnp.int32), each.shape)
         return jnp.asarray(random.standard_normal(each.shape, np.float32), each.dtype)
 
-    return [one(each) for each in shapes]
+    return jax.tree.map(one, shapes)
 
 
 def measure(model: ModelConfig, tokens: int, runs: int) -> list[dict[str, Any]]:
     copied = jax.ShapeDtypeStruct((1, tokens, model.width), jnp.bfloat16)
-    ways = {"copy": (lambda x: -x, (copied,)), **passes(model, tokens, jax.devices()[0])}
-    prepared = {name: functools.partial(jax.jit(function), *operands(of)) for name, (function, of) in ways.items()}
+    ways: dict[str, Pass] = {"copy": (lambda x: -x, (copied,)), **passes(model, tokens, jax.devices()[0])}
+    prepared = {name: functools.partial(jax.jit(function), *random_arrays(of)) for name, (function, of) in ways.items()}
     for run in prepared.values():
         jax.block_until_ready(run())
     times: dict[str, list[float]] = {name: [] for name in prepared}
     for _ in range(runs):
         for name, run in prepared.items():
             times[name].append(seconds(run))
-    rows = [
-        {"name": name, "least_bytes": least_bytes(*ways[name]), "seconds": statistics.median(taken)}
-        for name, taken in times.items()
-    ]
-    for row in rows:
-        row["bytes_per_second"] = row["least_bytes"] / row["seconds"]
-    rate = rows[0]["bytes_per_second"]
+    rows: list[dict[str, Any]] = []
+    for name, taken in times.items():
+        least, median = least_bytes(*ways[name]), statistics.median(taken)
+        rows.append({"name": name, "least_bytes": least, "seconds": median, "bytes_per_second": least / median})
     for row in rows[1:]:
-        row["could_save"] = 1 - row["bytes_per_second"] / rate
+        row["could_save"] = 1 - row["bytes_per_second"] / rows[0]["bytes_per_second"]
     return rows
 
 
@@ -207,7 +185,7 @@ def main() -> int:
     report: dict[str, Any] = {"jax": jax.__version__, "tokens": tokens}
     if asked.compiled:
         (gpu,) = topology.gpu_topology(asked.gpu, gpus_per_host=1)
-        rows = [compiled_row(name, *of, gpu) for name, of in passes(model, tokens, gpu).items()]
+        rows = [compiled_row(name, of, gpu) for name, of in passes(model, tokens, gpu).items()]
         report |= {"gpu": asked.gpu, "rows": rows}
         said = [
             f"{tokens} tokens of Llama 3 8B in bf16, compiled for {asked.gpu}, jax {jax.__version__}",

@@ -130,11 +130,14 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
 
 def settings(config: Any) -> dict[str, Any]:
     """What a figure is to be read beside."""
-    names = ("training.batch_size", "training.sequence_length", "training.accumulation", "training.attention")
-    names += ("precision.matmul", "precision.reduce_dtype", "optimizer.state_dtype", "optimizer.in_backward")
-    names += ("remat.policy", "remat.every", "remat.offload", "offload.optimizer", "offload.parameters", "lora.rank")
     from jaxopt_llm import config as configuration
 
+    names = (
+        *("training.batch_size", "training.sequence_length", "training.accumulation", "training.attention"),
+        *("precision.matmul", "precision.reduce_dtype", "optimizer.state_dtype", "optimizer.in_backward"),
+        *("remat.policy", "remat.every", "remat.offload", "offload.optimizer", "offload.parameters", "lora.rank"),
+        "xla.options",
+    )
     return {name: configuration.get(config, name) for name in names}
 
 

@@ -5,8 +5,9 @@ They are compiler options of `jax.jit`, where an unknown name is an error; in XL
 Tried and left as they are, with 4 layers of 10B compiled for 8 H200s (jax 0.10.2; 0.11.2), where what is gathered and
 reduced moves beside other kernels but for 1%: combining collectives up to 1 GiB (0.5 GiB more memory; of 0.11.2's
 gathers 44% then wait, and 77% of its reductions), pipelined all-reduce (1.6 GiB more), double buffering of loops (twice
-the program for the same overlap), several collectives at a time (0.2 GiB more). Command buffers, on by default, and the
-choice between Triton and cuBLAS, which is made by timing, do not show in a compiled program: only a GPU can tell.
+the program for the same overlap), several collectives at a time where there is no ring (0.2 GiB more). Command buffers,
+on by default, and the choice between Triton and cuBLAS, which is made by timing, do not show in a compiled program:
+only a GPU can tell.
 
 A user's to set: xla_gpu_memory_limit_slop_factor=150. From 79% of a GPU's memory on XLA computes things again on its
 own, and may save nothing by it (8B, two rows of 8192 tokens on one H200, remat none: 1168 TFLOP for 896, with 125.3 GiB
@@ -24,7 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.parallel.precision import Matmul
 
-Options = dict[str, str | bool]
+Options = dict[str, str | bool | int]
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,9 @@ SCHEDULED: Options = {"xla_gpu_enable_latency_hiding_scheduler": True}
 # (xla_gpu_pipeline_all_gather) and harms: the backward's gathers all come after its last product (10B, 8 GPUs: 48% of
 # the gathered bytes move beside products). Without it 77% do, all but those of the attention's own weights.
 GATHERED_AHEAD: Options = {"xla_gpu_enable_pipelined_all_gather": True} if jax.__version_info__ < (0, 11) else {}
+# Of a ring keys, values and the gradients of both are sent at once: by its own choice XLA has one collective at a time
+# beside computation, and waits for the others.
+AT_ONCE: Options = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 # Passes of XLA's that make programs compute something else, and say nothing:
 # - What is gathered and sliced again becomes a permute; devices whose slice is their own are left out of it, and get
 #   zeros (seen in 0.10.2: gradients between the stages of a pipeline). Without it there is the gather.
@@ -109,7 +113,8 @@ def _ours(mesh: Mesh | AbstractMesh, microbatches: int, matmul: Matmul) -> Optio
     on_one = CORRECT | ONCE | (CUBLAS if matmul == "fp8" else {})
     if mesh.size == 1:
         return on_one
-    return on_one | SCHEDULED | (GATHERED_AHEAD if gathers_ahead(mesh.shape, microbatches) else {})
+    ahead = GATHERED_AHEAD if gathers_ahead(mesh.shape, microbatches) else {}
+    return on_one | SCHEDULED | ahead | (AT_ONCE if mesh.shape["context"] > 1 else {})
 
 
 def gathers_ahead(sizes: Mapping[str, int], microbatches: int) -> bool:
