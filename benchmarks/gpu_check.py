@@ -28,6 +28,7 @@ from xml.etree import ElementTree
 
 from jaxopt_llm import errors
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.parallel.runtime import MEMORY_FRACTION
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 465  # for all of it: a part gets what those before it have left, at most its own limit
@@ -51,31 +52,43 @@ class Part:
     summary: Callable[[dict[str, Any]], str]  # says it in a line
     seconds: int  # limit
     needs: tuple[str, ...] = ()  # packages that the rest does without
+    gigabytes: tuple[int, int] = (0, 1000)  # at least, and below: of memory that XLA may use, on a GPU
 
 
 def parts(on_cpu: bool) -> list[Part]:
+    """What would be missed most comes first: a call may be the only one, and end early."""
+
     def recipe(name: str) -> str:
         return f"benchmarks/recipes/{'tiny' if on_cpu else name}.py"
 
-    def train_step(name: str, runs: int, *more: str) -> list[str]:
-        return ["benchmarks/train_step.py", "--config", recipe(name), "--runs", str(runs), *more, "--json"]
+    def figures(case: str, seconds: int, runs: int = 1, gigabytes: tuple[int, int] = (0, 1000)) -> Part:
+        cases = ["--only", f"llama_{case}", "--runs", str(runs), *(["--on-cpu"] if on_cpu else [])]
+        arguments = ["benchmarks/gpu_figures.py", *cases, "--json"]
+        return Part(case.replace("_", "-"), arguments, read_figures, describe_figures, seconds, gigabytes=gigabytes)
 
+    small = ["benchmarks/train_step.py", "--config", recipe("llama_small"), "--runs"]
     filled = ["benchmarks/fill_gpu.py", "--config", recipe("llama_1b"), *(["--gigabytes", "0.004"] if on_cpu else [])]
     # Only the files that have such tests: what others import may be missing here.
     having = (path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text())
     tests = sorted(str(path.relative_to(ROOT)) for path in having)
-    peer = train_step("llama_small", 1, "--peer", "hf-torch")
-    # The interpreter has no use for the heads of a tiny model.
-    flash = [] if on_cpu else ["--training.attention", "pallas"]
     table = [] if on_cpu else ["--lengths", "8192", "--write-table"]
     attention = ["benchmarks/attention.py", "--runs", "3", *table, "--json"]
     pytest = ["-m", "pytest", "-q", "-m", "gpu", *(["--gpu-tests-on-cpu"] if on_cpu else [])]
+    hot_path = ["benchmarks/hot_path.py", "--json"]
+    peer = [*small, "1", "--peer", "hf-torch", "--json"]
     return [
-        Part("1b-step", train_step("llama_1b", runs=1), read_step, describe_step, seconds=130),
-        Part("tests", [*pytest, *tests, "--junit-xml"], read_junit, describe_tests, seconds=180),
-        Part("attention", attention, read_attention, describe_attention, seconds=120),
-        Part("1b-flash", train_step("llama_1b", 1, *flash), read_step, describe_step, seconds=130),
-        Part("train-step", train_step("llama_small", runs=2), read_step, describe_step, seconds=100),
+        figures("8b", seconds=150, gigabytes=(115, 1000)),
+        figures("8b_80gb", seconds=150, gigabytes=(70, 115)),
+        Part("attention", attention, read_json, describe_attention, seconds=120),
+        Part("tests", [*pytest, *tests, "--junit-xml"], read_junit, describe_tests, seconds=150),
+        figures("1b", seconds=110, runs=2),
+        Part("hot-path", hot_path, read_json, describe_hot_path, seconds=40),
+        figures("8b_fp8", seconds=150, gigabytes=(115, 1000)),
+        figures("1b_fp8", seconds=110),
+        figures("8b_lora", seconds=110, gigabytes=(45, 1000)),
+        figures("8b_two_rows", seconds=130, gigabytes=(130, 1000)),
+        figures("1b_lora", seconds=80),
+        Part("train-step", [*small, "2", "--json"], read_step, describe_step, seconds=100),
         Part("filled", [*filled, "--json"], read_step, describe_filled, seconds=180),
         Part("peer", peer, read_step, describe_peer, seconds=180, needs=("torch", "transformers")),
     ]
@@ -83,11 +96,17 @@ def parts(on_cpu: bool) -> list[Part]:
 
 def read_step(path: Path) -> dict[str, Any]:
     """What train_step.py says, without its command, which names a temporary file."""
-    report: dict[str, Any] = json.loads(path.read_text())
+    report = json.loads(path.read_text())
     return {name: value for name, value in report.items() if name != "command"}
 
 
-def read_attention(path: Path) -> dict[str, Any]:
+def read_figures(path: Path) -> dict[str, Any]:
+    """The one case's."""
+    (row,) = json.loads(path.read_text())["rows"]
+    return {name: value for name, value in row.items() if name != "command"}
+
+
+def read_json(path: Path) -> dict[str, Any]:
     report: dict[str, Any] = json.loads(path.read_text())
     return report
 
@@ -118,6 +137,24 @@ def describe_attention(report: dict[str, Any]) -> str:
     return "TFLOP/s forward/backward: " + ", ".join(said)
 
 
+def describe_hot_path(report: dict[str, Any]) -> str:
+    rates = (f"{row['name']} {row['bytes_per_second'] / 1e9:.0f}" for row in report["rows"])
+    return "GB/s of the least bytes: " + ", ".join(rates)
+
+
+def describe_figures(report: dict[str, Any]) -> str:
+    planned = report["predicted"].get("peak_bytes")
+    predicted = "nothing" if planned is None else f"{planned / GIB:.2f} GiB"
+    if why := report.get("unavailable") or report.get("failed"):
+        return f"{why}; predicted without the GPU {predicted}"
+    first = report["first_step_seconds"]
+    return (
+        (f"MFU {report['mfu']:.1%}, attention whole {report['mfu_full_attention']:.1%}; " if "mfu" in report else "")
+        + f"{describe_step(report)}; predicted without the GPU {predicted}; first step after {first['cold']:.0f} s"
+        + ("" if first["warm"] is None else f", warm {first['warm']:.0f}")
+    )
+
+
 def describe_step(report: dict[str, Any]) -> str:
     planned, measured = report["planned_peak_bytes"], report["measured_peak_bytes"]
     share = report["share_of_peak_flops"]
@@ -142,11 +179,18 @@ def describe_peer(report: dict[str, Any]) -> str:
     return "; torch ".join(said)
 
 
-def run(part: Part, environment: dict[str, str], seconds: float) -> dict[str, Any]:
-    """One part's status, the seconds that it took of those given, its report, its output and its error."""
+def run(part: Part, environment: dict[str, str], seconds: float, limit_bytes: int | None) -> dict[str, Any]:
+    """One part's status, the seconds that it took of those given, its report, its output and its error.
+
+    limit_bytes: of the GPU's memory, that XLA may use; None where there is no GPU.
+    """
     missing = [name for name in part.needs if version(name) is None]
     if missing:
         return {"status": "skipped", "seconds": 0.0, "error": f"not installed: {', '.join(missing)}"}
+    least, below = part.gigabytes
+    if limit_bytes is not None and not least <= limit_bytes / 1e9 < below:
+        has = f"this GPU gives {limit_bytes / 1e9:.0f} GB"
+        return {"status": "skipped", "seconds": 0.0, "error": f"for {least} to {below} GB of memory, {has}"}
     if seconds < part.seconds / 2:
         return {"status": "skipped", "seconds": 0.0, "error": f"{seconds:.0f} s are left; --only {part.name} runs it"}
     started = time.monotonic()
@@ -248,6 +292,8 @@ def main() -> int:
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the GPU may have other users
     }
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment:  # JAX takes one of the two
+        environment.setdefault("XLA_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
     results: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "machine": look(environment, platforms[0]),
@@ -262,7 +308,8 @@ def main() -> int:
     for part in parts(asked.on_cpu):
         if asked.only not in (None, part.name):
             continue
-        result = run(part, environment, SECONDS - (time.monotonic() - started))
+        limit = results["machine"].get("memory_limit_bytes")
+        result = run(part, environment, SECONDS - (time.monotonic() - started), limit)
         results["parts"][part.name] = result
         said.append(line(part, result))
         print(said[-1], flush=True)

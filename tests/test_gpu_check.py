@@ -33,13 +33,14 @@ def test_without_a_gpu_it_says_so_in_one_line() -> None:
 def test_a_step_is_measured_without_what_reads_data_and_command_lines(tmp_path: Path) -> None:
     for missing in ("grain", "tyro"):
         (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError('{missing}')")
-    done = check("--on-cpu", "--only", "1b-step", "--output", tmp_path, PYTHONPATH=str(tmp_path))
+    done = check("--on-cpu", "--only", "1b", "--output", tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     (written,) = tmp_path.glob("cpu-*.json")
     results = json.loads(written.read_text())
-    part = results["parts"]["1b-step"]
+    part = results["parts"]["1b"]
     assert part["status"] == "passed"
     assert part["report"]["planned_peak_bytes"] > 0 and part["report"]["step_seconds"] > 0
+    assert part["report"]["predicted"]["peak_bytes"] > 0
     assert results["packages"]["jax"]
     assert "tokens/s" in written.with_suffix(".txt").read_text()
 
