@@ -7,13 +7,17 @@ import pytest
 from commands import ROOT, command
 from test_bytes import ROWS, SEQUENCE, VOCABULARY, compiled
 
+from jaxopt_llm import config as configuration
+from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.parallel import hlo
+from jaxopt_llm.parallel import hlo, topology
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
+from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.parallel.topology import gpu_topology
 from jaxopt_llm.parallel.xla_options import CORRECT, GATHERED_AHEAD, PASSES, XlaConfig, check, compiler_options
+from jaxopt_llm.training.program import make_program
 
 TINY = ROOT / "benchmarks" / "recipes" / "tiny.py"
 
@@ -42,6 +46,28 @@ def test_a_product_that_is_kept_and_used_is_formed_once() -> None:
     # Attention's backward forms the scores again.
     scores = 2 * layers * 8 * 128 * SEQUENCE
     assert hlo.dot_flops(step.text) == ROWS * SEQUENCE * (needed + scores)
+
+
+def test_a_users_options_reach_the_step() -> None:
+    config = configuration.changed(configuration.load(str(TINY.with_name("llama_small.py"))), {"model.layers": 2})
+    mesh = make_mesh(MeshConfig(), gpu_topology("h200", gpus_per_host=1))
+    placement = Placement(mesh, config.sharding, config.precision)
+    of = (config.model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement)
+
+    def calls_cublas(*options: str) -> bool:
+        program = make_program(*of, xla=XlaConfig(options))
+        text = topology.compile(program.step.lower(program.state, program.batch)).as_text()
+        return "__cublas$" in str(text)
+
+    assert (calls_cublas("xla_gpu_enable_triton_gemm=true"), calls_cublas("xla_gpu_enable_triton_gemm=false")) == (
+        False,
+        True,
+    )
+
+
+def test_a_resume_may_change_them() -> None:
+    changed = configuration.changed(TrainConfig(), {"xla.options": ("xla_gpu_autotune_level=0",)})
+    assert not configuration.differences(TrainConfig(), changed)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
