@@ -109,8 +109,8 @@ def test_adapters_fit_the_gpus_that_the_docstrings_name(
     for field, value in changes.items():
         assert f"--{field.replace('_', '-')} {value}" in docstring(name)
     said = map(float, re.findall(r"([\d.]+) GiB", docstring(name)))
-    # Versions of XLA differ by less than the last digit, and so may round apart.
-    assert any(each == pytest.approx(found.memory.peak / GIB, abs=0.09) for each in said)
+    # Versions of XLA differ by a tenth.
+    assert any(each == pytest.approx(found.memory.peak / GIB, abs=0.15) for each in said)
 
 
 @pytest.mark.slow
