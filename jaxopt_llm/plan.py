@@ -144,7 +144,6 @@ def make_plan(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int) -> 
     assert rests is not None, "what `validate` refuses"
     on_chip = settled(config, chip.compute_capability)
     work = workload(on_chip, rests, Cluster(gpu, hosts, gpus_per_host))
-    in_kernels = work.attention_flops if work.flash else 0.0  # whose products XLA does not know
     over_pcie = hlo.host_traffic(text)
     activations = Activations(config.model, config.training, placement)
     known = Known.of(program, activations, config.remat, Passes.of(config).waiting)
@@ -165,9 +164,8 @@ def make_plan(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int) -> 
         pcie_seconds=over_pcie / chip.pcie_bytes_per_second,
         limit=limit,
         collectives=tuple(_traffic(hlo.collectives(text, mesh), mesh, chip, gpus_per_host)),
-        flops=sum(computed.values()) + round(in_kernels),
-        flops_seconds=topology.seconds_at_peak(chip, computed)
-        + in_kernels / chip.peak_flops[config.precision.compute_dtype],
+        flops=sum(computed.values()),
+        flops_seconds=topology.seconds_at_peak(chip, computed),
         model_flops=needed.causal * tokens / len(devices),
         repeated_flops=work.repeated_flops,
         idle=work.idle,

@@ -152,11 +152,11 @@ def test_the_searchs_arithmetic_agrees_with_the_compiler_on_long_sequences(case:
 
 
 def test_a_kernels_products_are_counted() -> None:
-    """By arithmetic: XLA does not know them. Those that the model needs, and one forward more of two products."""
+    """Those that run: twice a forward of two products, and a backward of three and of four."""
     said = plan_over_sequences("ring")
     attention = 8 * 8 * 2 * 2 * 128 * (32_768 + 1) / 2 * 32_768 / 8  # layers, heads, products, of each GPU
     products = said.model_flops - 3 * attention
-    assert said.flops == pytest.approx(4.5 * attention + products * 4 / 3, rel=0.05)
+    assert said.flops == pytest.approx(5.5 * attention + products * 4 / 3, rel=0.05)
     assert said.flops_seconds == pytest.approx(said.flops / CHIPS["h200"].peak_flops["bfloat16"], rel=0.01)
 
 

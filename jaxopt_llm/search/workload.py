@@ -110,7 +110,7 @@ def workload(config: TrainConfig, rests: Resting, cluster: Cluster) -> Work:
     beside = 2 * passes.backward * kept_on_host
     return Work(
         flops=2 * held * count * products + 6 * logits * model.width,
-        attention_flops=2 * model.head_dim * scores * (2 * attends + 5 * passes.backward),
+        attention_flops=2 * model.head_dim * scores * (2 * attends + (7 if attention.flash else 5) * passes.backward),
         attention_bytes=0 if attention.flash else scores * (SCORE_FORWARD * attends + SCORE_BACKWARD * passes.backward),
         flash=attention.flash,
         repeated_flops=2 * held * count * rerun + 4 * model.head_dim * scores * attends_again,
