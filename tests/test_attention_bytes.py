@@ -1,8 +1,11 @@
 """What a step with attention's own kernel holds, moves and runs, read off programs compiled for eight H200s."""
 
+import math
+
 import pytest
 from test_bytes import SEQUENCE, Compiled, compiled, slow
 
+from jaxopt_llm.kernels import attention_xla
 from jaxopt_llm.parallel import hlo, instructions
 from jaxopt_llm.parallel.mesh import MeshConfig
 
@@ -58,3 +61,14 @@ def test_heads_that_devices_share_are_repeated_for_each_device_alone() -> None:
         if instruction.find(TRITON)
     }
     assert heads == {(2, 1, 1)}
+
+
+def test_masks_are_of_a_block_of_queries() -> None:
+    """Not of all, formed once before the loop over layers."""
+    rows, length = 8, 4096
+    text = compiled(LAYERS, MeshConfig(fsdp=8), 3, shape=(rows, length)).text
+    masks = [
+        each for each in hlo.array_shapes(text) if each.dtype == "pred" and length in each.shape and not each.fused
+    ]
+    assert masks
+    assert max(math.prod(each.shape) for each in masks) <= rows // 8 * attention_xla.QUERY_BLOCK * length

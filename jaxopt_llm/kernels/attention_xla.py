@@ -23,6 +23,7 @@ MASKED = float(jnp.finfo(jnp.float32).min)  # finite: scores - peak of a query t
 
 def forward(form: Form, q: jax.Array, k: jax.Array, v: jax.Array, spans: Spans) -> tuple[jax.Array, jax.Array]:
     """See attention.Implementation."""
+    q, spans = _masks_of_a_layer(q, spans)
     outs, log_sums = [], []
     for rows, seen in _parts(form, q.shape[1], k.shape[1]):
         out, log_sum = _forward_part(form, q[:, rows], k[:, seen], v[:, seen], _rows(spans, rows))
@@ -42,6 +43,7 @@ def backward(
     gradient: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See attention.Implementation."""
+    q, spans = _masks_of_a_layer(q, spans)
     parts, gradients = _parts(form, q.shape[1], k.shape[1]), []
     for rows, seen in parts:
         of_queries = (q[:, rows], _rows(spans, rows), log_sum[:, :, rows], mean[:, :, rows], gradient[:, rows])
@@ -52,6 +54,12 @@ def backward(
         d_keys, d_values = d_keys.at[:, seen].add(d_k), d_values.at[:, seen].add(d_v)
     d_queries = jnp.concatenate([each[0] for each in gradients], axis=1)
     return d_queries, d_keys.astype(k.dtype), d_values.astype(v.dtype)
+
+
+def _masks_of_a_layer(q: jax.Array, spans: Spans) -> tuple[jax.Array, Spans]:
+    """Spans that seem to depend on the queries. Else JAX forms what follows from them alone before the loop over
+    layers: the masks of all queries, keys and heads, whole."""
+    return jax.lax.optimization_barrier((q, spans))
 
 
 def _parts(form: Form, queries: int, keys: int) -> list[tuple[slice, slice]]:

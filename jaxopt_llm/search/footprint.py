@@ -21,23 +21,22 @@ from jaxopt_llm.search.workload import BYTES, accumulates, classes, tokens
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes. working: of the layer whose backward runs, and what waits from the loss. forward, loss, reduction: beside
-    what else is there at these moments, in the last layer's attention, while the loss is formed and where gradients are
-    summed over devices. host: of host memory."""
+    """Bytes. working: of the layer whose backward runs, and what waits from the loss. loss, reduction: beside what else
+    is there at these moments, while the loss is formed and where gradients are summed over devices. host: of host
+    memory."""
 
     parameters: float
     optimizer: float
     gradients: float
     activations: float
     working: float
-    forward: float
     loss: float
     reduction: float
     host: float
 
     @property
     def peak(self) -> float:
-        in_layer = self.gradients + self.activations + max(self.working, self.forward)
+        in_layer = self.gradients + self.activations + self.working
         at_loss, in_reduction = self.activations + self.loss, self.gradients + self.reduction
         return self.parameters + self.optimizer + max(in_layer, at_loss, in_reduction)
 
@@ -54,7 +53,6 @@ def footprint(config: TrainConfig, rests: Resting) -> Footprint:
         gradients=_gradients(config, rests, passes, reduced),
         activations=count * compute * _kept_elements(config, block, passes),
         working=_working(config, rests, block, count, passes),
-        forward=_forward(config, passes, count),
         loss=_loss(config, rests, count),
         reduction=4 * (rests.layers.masters + rests.outer.masters) if config.sharding.zero_stage == 1 else 0,
         host=rests.host + on_host,
@@ -119,19 +117,6 @@ def _working(config: TrainConfig, rests: Resting, block: Block, count: int, pass
     # In attention its masks, and after it the next layer's weights.
     ahead = max(scores * 4 * _masks(of_attention), weights) if _gathers_ahead(config) else 0
     return attention + mlp + residual + _head_gradient(config, rests, count) + weights + ahead
-
-
-def _forward(config: TrainConfig, passes: Passes, count: int) -> float:
-    """In xla's attention: the masks of all scores, a byte for each, which XLA forms once for all layers; and of a block
-    those that it adds, the scores, and what the product with the values reads."""
-    attention = Attention.of(config)
-    if attention.flash:
-        return 0.0
-    formed = max(attention.keys_formed(kind) for kind, _ in passes.kinds)
-    scores = _rows(config, count) * attention.scores
-    return count * attention.heads * formed + scores * (
-        4 * _masks(attention) + 4 + BYTES[config.precision.compute_dtype]
-    )
 
 
 def _rows(config: TrainConfig, count: int) -> float:
