@@ -25,7 +25,8 @@ def test_a_layers_activations_fall_with_the_number_of_devices(attention: str) ->
     one, two = (
         (deep.memory.temporaries - shallow.memory.temporaries) / 8 - gradients for deep, shallow in steps.values()
     )
-    assert two == pytest.approx(one / 2, rel=0.02)
+    # XLA 0.11.2 keeps one array of the residual stream twice.
+    assert two == pytest.approx(one / 2, rel=0.07)
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(fsdp=2, context=4), *slow((MeshConfig(fsdp=4, context=2),))])
@@ -43,7 +44,8 @@ def test_keys_and_values_go_round_and_no_activation_is_gathered(mesh: MeshConfig
 
 
 def test_what_goes_round_is_sent_beside_a_kernel() -> None:
-    """Of sizes that XLA does not combine: what is small waits at a ring's ends for what it is sent with."""
+    """But for gradients on their last way, home. Of sizes that XLA does not combine: what is small waits at a ring's
+    ends for what it is sent with."""
     rows, length = 2, 65_536
     step = compiled(4, MeshConfig(fsdp=2, context=4), 3, "save_attention", attention="pallas", shape=(rows, length))
     part = rows // 2 * length // 4 * WIDTH * 2
@@ -58,8 +60,8 @@ def test_what_goes_round_is_sent_beside_a_kernel() -> None:
             before, sent = started.pop(instruction.operands[0])
             beside, alone = (beside + sent, alone) if kernels > before else (beside, alone + sent)
     steps = 3  # of keys and values twice, and of their gradients in 32 bits, which in the end are sent home in 16
-    assert beside >= 4 * (2 * steps + 2 * steps - 1 + 1) * 2 * part
-    assert alone < part
+    assert beside >= 4 * (2 * steps + 2 * steps - 1) * 2 * part
+    assert alone <= 1.01 * 4 * 2 * part
 
 
 @pytest.mark.parametrize("attention", ["xla", "pallas"])
