@@ -5,8 +5,9 @@ from typing import Protocol
 
 import jax
 
+from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.decoder import Auxiliary, Params, Parts
+from jaxopt_llm.model.decoder import Params, Parts
 from jaxopt_llm.parallel.sharding import Placement
 
 

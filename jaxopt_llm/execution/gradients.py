@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxopt_llm.model import param
+from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.decoder import Auxiliary, Params
+from jaxopt_llm.model.decoder import Params
 from jaxopt_llm.parallel.sharding import GROUPS, Placement
 
 Sums = tuple[jax.Array, Auxiliary, Params]  # loss, auxiliary sums and gradients, each summed over real tokens

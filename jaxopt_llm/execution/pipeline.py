@@ -33,8 +33,9 @@ from jaxopt_llm.execution.gradients import Sums, add_gradients, place, sum_over_
 from jaxopt_llm.execution.schedules import Ends, PipelineConfig, forward_table, make_table
 from jaxopt_llm.execution.stacks import RematConfig, no_taps
 from jaxopt_llm.execution.stage import Stage, Tick, at, microbatch_of, on_every_stage, part, stage_specs, when, where
+from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.decoder import Auxiliary, Params, Parts
+from jaxopt_llm.model.decoder import Params, Parts
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.sharding import Placement
 

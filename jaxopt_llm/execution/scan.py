@@ -13,9 +13,10 @@ from jaxopt_llm import tree
 from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.execution.gradients import Sums, add_sums, sum_over_groups, zero_sums
 from jaxopt_llm.execution.stacks import RematConfig, model_stacks, no_taps, run_stacks
+from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.decoder import Auxiliary, Params, Parts, Segment
+from jaxopt_llm.model.decoder import Params, Parts, Segment
 from jaxopt_llm.parallel.sharding import Placement
 
 

@@ -13,9 +13,10 @@ import numpy as np
 
 from jaxopt_llm import tree
 from jaxopt_llm.model import param
+from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.config import Kind
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.decoder import Auxiliary, Params, Parts, Segment
+from jaxopt_llm.model.decoder import Params, Parts, Segment
 from jaxopt_llm.model.dropout import with_noise
 from jaxopt_llm.model.intermediates import Intermediate, tag
 from jaxopt_llm.parallel import offload

@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec
 from jaxopt_llm.execution.schedules import Ends, Table, Work
 from jaxopt_llm.execution.stacks import RematConfig, Stack, no_taps, run_stacks
 from jaxopt_llm.model import param
+from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.decoder import Auxiliary, Params, Parts
+from jaxopt_llm.model.decoder import Params, Parts
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.instructions import sometimes
 from jaxopt_llm.parallel.sharding import Placement

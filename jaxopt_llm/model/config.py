@@ -29,6 +29,31 @@ class ModelConfig:
     """size of one head; even, because rotary positions turn pairs"""
     mlp_width: int = 384
     """hidden size of the MLP"""
+    experts: int = 0
+    """MLPs of a layer that has a mixture of them, of which a router chooses for each token; 0: no layer has"""
+    experts_per_token: int = 2
+    """how many are chosen"""
+    expert_width: int = 384
+    """hidden size of each"""
+    shared_expert_width: int = 0
+    """hidden size of an MLP beside the experts that every token passes; 0: there is none"""
+    dense_layers: int = 0
+    """so many layers at the beginning have one MLP, no experts"""
+    expert_every: int = 1
+    """of the others the last of every so many layers has experts, counted from the model's beginning"""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """what makes scores of a router's logits: over all experts (Mixtral), or of each by itself (DeepSeek-V3)"""
+    router_renormalises: bool = True
+    """whether the scores of the chosen experts are divided by their sum"""
+    router_scale: float = 1.0
+    """then multiplies them"""
+    balance_loss: float = 0.01
+    """times what a layer's router loses by an uneven load, 1 where it is even, is minimised beside the loss"""
+    router_z_loss: float = 0.0
+    """times log(Z)² of each token, Z being the sum of the router's softmax, likewise: 0.001 in the paper (ST-MoE)"""
+    expert_capacity: float = 0.0
+    """of a sequence each expert takes at most so many times its even share of the choices, the first of them, and drops
+    what is beyond (Switch); 0: drops nothing"""
     pattern: tuple[Kind, ...] = ("global",)
     """attention of successive blocks, repeated: global sees the whole document, sliding the last `window` tokens,
     global_nope is global without rotary positions (SmolLM3)"""
@@ -75,6 +100,9 @@ class ModelConfig:
     tied_head: bool = True
     """whether the embedding table is the head"""
 
+    def has_experts(self, layer: int) -> bool:
+        return self.experts > 0 and layer >= self.dense_layers and (layer + 1) % self.expert_every == 0
+
     def problems(self) -> list[str]:
         sizes = ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "window")
         found = [
@@ -103,6 +131,7 @@ class ModelConfig:
             found.append(
                 f"model.last_layers={self.last_layers}: must be at least 0, and below model.layers={self.layers}"
             )
+        found += self._expert_problems() if self.experts else []
         if not self.pattern:
             found.append("model.pattern: must name at least one kind of block")
         if self.positions == "learned":
@@ -114,4 +143,29 @@ class ModelConfig:
             found.append(f"model.heads={self.heads} does not divide by model.kv_heads={self.kv_heads}")
         if self.head_dim % 2:
             found.append(f"model.head_dim={self.head_dim}: must be even")
+        return found
+
+    def _expert_problems(self) -> list[str]:
+        found = [
+            f"model.{name}={getattr(self, name)}: must be at least {least}"
+            for name, least in (("experts", 1), ("experts_per_token", 1), ("expert_width", 1), ("expert_every", 1))
+            if getattr(self, name) < least
+        ]
+        if self.experts_per_token > self.experts:
+            found.append(
+                f"model.experts_per_token={self.experts_per_token}: must be at most model.experts={self.experts}"
+            )
+        if self.shared_expert_width < 0 or not self.router_scale > 0:
+            found.append("model.shared_expert_width must be at least 0, and model.router_scale above 0")
+        if not 0 <= self.dense_layers < self.layers:
+            found.append(
+                f"model.dense_layers={self.dense_layers}: must be at least 0, and below model.layers={self.layers}"
+            )
+        if self.expert_capacity < 0 or 0 < self.expert_capacity < 1:
+            found.append(
+                f"model.expert_capacity={self.expert_capacity}: must be at least 1, or 0 to drop nothing: below 1 some "
+                "choices are dropped whatever the router does"
+            )
+        if self.biases == "all":
+            found.append("model.biases=all: experts have none; take none or qkv")
         return found

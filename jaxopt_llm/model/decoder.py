@@ -5,6 +5,7 @@ Letters: B batch, S sequence, D width, V vocabulary (padded).
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from jaxopt_llm.kernels.cross_entropy import Classifier
 from jaxopt_llm.kernels.spans import of_documents
-from jaxopt_llm.model import layers, tables, weights
+from jaxopt_llm.model import experts, layers, tables, weights
 from jaxopt_llm.model.attention import Cache, attention_specs, self_attention
+from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.config import Kind, ModelConfig
 from jaxopt_llm.model.context import Context
@@ -38,26 +39,13 @@ class Segment:
     """A period of block kinds, repeated. Its leaves are stacked [repeats, ...].
 
     per_layer: constants scanned beside the weights, each [repeats, period, ...]; `index` is the layer's number.
+    experts: which blocks of the period have a mixture of them.
     """
 
     kinds: tuple[Kind, ...]
     repeats: int
     per_layer: dict[str, np.ndarray]
-
-
-@struct.dataclass
-class Auxiliary:
-    """What a block adds beside its output: one structure for all kinds.
-
-    loss: float32, already weighted and summed over tokens, so that the main loss's denominator serves it.
-    statistics: sums for the metrics.
-    """
-
-    loss: jax.Array
-    statistics: dict[str, jax.Array]
-
-    def __add__(self, other: "Auxiliary") -> "Auxiliary":
-        return jax.tree.map(jnp.add, self, other)
+    experts: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -87,17 +75,19 @@ class Parts:
 
 
 def layout(config: ModelConfig) -> tuple[Segment, ...]:
-    """The pattern as often as it fits, and what is left of it as a second segment; the same again of the last layers
-    where they are stacks of their own."""
-    period, cut = len(config.pattern), config.layers - config.last_layers
-    kinds = [config.pattern[layer % period] for layer in range(config.layers)]
+    """The period of the layers as often as it fits, and what is left of it as another segment: of the layers before the
+    first with experts, of the others, and of the last layers where they are stacks of their own."""
+    period = math.lcm(len(config.pattern), config.expert_every if config.experts else 1)
+    kinds = [config.pattern[layer % len(config.pattern)] for layer in range(config.layers)]
+    cuts = {0, config.dense_layers if config.experts else 0, config.layers - config.last_layers, config.layers}
     segments = []
-    for begin, end in ((0, cut), (cut, config.layers)):
+    for begin, end in itertools.pairwise(sorted(cuts)):
         rest = end - (end - begin) % period
         for first, length, repeats in ((begin, period, (rest - begin) // period), (rest, end - rest, 1)):
             if length and repeats:
                 index = first + np.arange(repeats * length, dtype=np.int32).reshape(repeats, length)
-                segments.append(Segment(tuple(kinds[first : first + length]), repeats, {"index": index}))
+                experts = tuple(config.has_experts(layer) for layer in range(first, first + length))
+                segments.append(Segment(tuple(kinds[first : first + length]), repeats, {"index": index}, experts))
     return tuple(segments)
 
 
@@ -128,17 +118,20 @@ def param_specs(config: ModelConfig) -> Params:
         outer["head"] = {"table": table}
     # Each block adds to the residual stream twice; its variance stays near 1 (Radford et al. 2019, GPT-2).
     residual_scale = 1 / math.sqrt(2 * config.layers)
+    dense = layers.mlp_specs(config.mlp, config.width, config.mlp_width, residual_scale, biased=config.biases == "all")
+    mixture = experts.experts_specs(config, residual_scale) if config.experts else {}
     block = {
         "attention": attention_specs(config, residual_scale),
-        "mlp": layers.mlp_specs(
-            config.mlp, config.width, config.mlp_width, residual_scale, biased=config.biases == "all"
-        ),
         **{name: _norm_specs(config, **dims) for name, dims in _block_norms(config).items()},
     }
     specs: Params = {"outer": outer}
     for number, segment in enumerate(layout(config)):
-        stacked = jax.tree.map(lambda spec, repeats=segment.repeats: spec.stack(repeats), block)
-        specs[f"segment_{number}"] = {f"block_{position}": stacked for position in range(len(segment.kinds))}
+        specs[f"segment_{number}"] = {
+            f"block_{position}": jax.tree.map(
+                lambda spec, repeats=segment.repeats: spec.stack(repeats), block | {"mlp": mixture if mixed else dense}
+            )
+            for position, mixed in enumerate(segment.experts)
+        }
     return specs
 
 
@@ -176,7 +169,8 @@ def make_parts(config: ModelConfig, loss_chunk: int = 0, z_loss: float = 0.0, at
         # Of rows in the sequence's order, then dealt with them.
         spans = of_documents(placement.constrain(batch.segment_ids, "batch", "sequence"))
         noise = None if batch.noise is None else placement.dealt(batch.noise)
-        return Context(placement.dealt(batch.positions), jax.tree.map(placement.dealt, spans), placement, noise=noise)
+        positions, counts = map(placement.dealt, (batch.positions, batch.loss_mask))
+        return Context(positions, jax.tree.map(placement.dealt, spans), placement, noise=noise, counts=counts)
 
     def embed(outer: Params, tokens: jax.Array, context: Context) -> jax.Array:
         tokens = context.placement.dealt(tokens)
@@ -214,9 +208,13 @@ def make_parts(config: ModelConfig, loss_chunk: int = 0, z_loss: float = 0.0, at
                 cache=cache,
             )
         x = residual(x, normed("attention_post_norm")(attended))
-        transformed = layers.mlp(params["mlp"], x, context, norm=normed("mlp_norm"), kind=config.mlp)
+        if "router" in params["mlp"]:
+            transformed, added = experts.mixture(params["mlp"], x, context, norm=normed("mlp_norm"), config=config)
+        else:
+            transformed = layers.mlp(params["mlp"], x, context, norm=normed("mlp_norm"), kind=config.mlp)
+            added = zero_auxiliary()
         x = residual(x, normed("mlp_post_norm")(transformed))
-        return x, cache, zero_auxiliary()
+        return x, cache, added
 
     def head(outer: Params, x: jax.Array, context: Context) -> tuple[jax.Array, Weight]:
         """The head's input, with all its positions, and the table."""
@@ -236,7 +234,7 @@ def make_parts(config: ModelConfig, loss_chunk: int = 0, z_loss: float = 0.0, at
         return tables.cross_entropy(*head(outer, x, context), tokens, cotangent, classifier, context.placement)
 
     def zero_auxiliary() -> Auxiliary:
-        return Auxiliary(loss=jnp.zeros((), jnp.float32), statistics={})
+        return Auxiliary(jnp.zeros((), jnp.float32), experts.no_statistics(config) if config.experts else {})
 
     def make_cache(kind: Kind, repeats: int, batch: int, length: int, dtype: Any, placement: Placement) -> Cache:
         def empty() -> jax.Array:

@@ -14,10 +14,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxopt_llm.kernels import grouped_matmul
 from jaxopt_llm.model import dropout, quantised
 from jaxopt_llm.model.leaves import CODED, CodedWeight, LoraWeight, dequantise, lengths
 from jaxopt_llm.model.quantised import Operand, Quantised
 from jaxopt_llm.parallel.gathering import Placed, WeightShardings, gather, reduce_gradient
+from jaxopt_llm.parallel.sharding import Placement
 
 Whole = Placed | CodedWeight  # one array to compute with
 Weight = Whole | LoraWeight
@@ -39,6 +41,21 @@ def einsum(subscripts: str, x: jax.Array, weight: Weight, dtype: jnp.dtype | Non
         y = einsum(subscripts, x, weight.base, dtype) + einsum(up, low, weight.lora_b, dtype)
         return y if weight.magnitude is None else _to_magnitude(subscripts, y, weight)
     return _einsum(subscripts, dtype, x, *split_tap(weight))
+
+
+def grouped(rows: jax.Array, weight: Weight, sizes: jax.Array, placement: Placement, turned: bool = False) -> jax.Array:
+    """Each device's rows times its part of the matrices of the groups that they lie in.
+
+    rows: [N, R, D] or, turned, [N, R, F], each of N devices' own, sorted by group; sizes: int32 [N, E], its rows in
+        each of its E groups, after which there may be others, which give 0.
+    weight: [groups, D, F], which `tensor` may divide: of what it sums over, each device gives its part of the sum.
+    Returns [N, R, F] or, turned, [N, R, D], in rows' dtype.
+    """
+    if isinstance(weight, LoraWeight):
+        assert weight.magnitude is None and not turned
+        low = weight.scale * grouped(_dropped(rows, weight), weight.lora_a, sizes, placement)
+        return grouped(rows, weight.base, sizes, placement) + grouped(low, weight.lora_b, sizes, placement, True)
+    return _grouped(placement, turned, rows, *split_tap(weight), sizes)
 
 
 def materialise(weight: Weight, dtype: jnp.dtype | None = None) -> jax.Array:
@@ -214,3 +231,51 @@ def _materialise_backward(dtype, weight, dy):
 
 
 _materialise.defvjp(_materialise_forward, _materialise_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _grouped(placement, turned, rows, weight, tap, sizes):
+    return _grouped_forward(placement, turned, rows, weight, tap, sizes)[0]
+
+
+def _grouped_forward(placement, turned, rows, weight, tap, sizes):
+    shardings = shardings_of(weight)
+    gathered = quantised.wide(_gather_operand(weight, (2,) if turned else (1,)), shardings.compute_dtype)
+    kept = checkpoint_name(gathered, KEPT) if shardings.keep else None
+    return _rows_times(placement, turned, rows, gathered, shardings, sizes), (rows, weight, kept, sizes)
+
+
+def _rows_times(placement, turned, rows, gathered, shardings, sizes):
+    def on_device(rows, matrices, sizes):
+        return grouped_matmul.forward(rows[0], matrices, sizes[0], rows.dtype, turned)[None]
+
+    own = PartitionSpec(placement.device_axes)
+    return placement.on_each_device(on_device, (own, shardings.gathered.spec, own), own)(rows, gathered, sizes)
+
+
+def _grouped_backward(placement, turned, residuals, dy):
+    rows, weight, gathered, sizes = residuals
+    shardings = shardings_of(weight)
+    if gathered is None:
+        gathered = quantised.wide(_gather_operand(weight, (2,) if turned else (1,)), shardings.compute_dtype)
+    d_rows = _rows_times(placement, not turned, dy, gathered, shardings, sizes)
+    if not shardings.trainable:
+        return d_rows, None, None, None
+
+    def on_device(rows, dy, sizes):
+        x, y = (dy, rows) if turned else (rows, dy)
+        return grouped_matmul.weight_gradient(x[0], y[0], sizes[0], shardings.reduce_dtype)[None]
+
+    # Each device's part of the sum leaves the region: outside, XLA reduces it to where it goes.
+    spec = shardings.gathered.spec
+    held = jax.tree.leaves(tuple(spec))
+    others = tuple(axis for axis in placement.device_axes if axis not in held)
+    own = PartitionSpec(placement.device_axes)
+    with jax.named_scope(GRADIENT):
+        parts = placement.on_each_device(on_device, (own, own, own), PartitionSpec(others, *spec))(rows, dy, sizes)
+        # Not jnp.sum: it would widen 16-bit values to float32, and so the bytes between devices.
+        gradient = jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, (0,))
+    return d_rows, None, reduce_gradient(gradient, shardings), None
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)

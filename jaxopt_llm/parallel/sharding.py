@@ -32,6 +32,8 @@ PARAMETER_AXES: dict[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
+    "experts": ("expert",),
+    "expert_mlp": ("tensor",),
     "vocabulary": ("pipeline", "tensor"),
 }
 ACTIVATION_AXES: dict[str, tuple[str, ...]] = {
@@ -106,8 +108,9 @@ class Placement:
 
     @property
     def gradient_groups(self) -> tuple[str, ...]:
-        """The batch axes on which gradients are whole: one group each, summed once after the microbatches."""
-        axes = BATCH_AXES if self.sharding.zero_stage < 2 else ("data",)
+        """The batch axes on which gradients are whole: one group each, summed once after the microbatches. Never
+        `expert`, over which the devices of a group exchange tokens."""
+        axes = ("data", "fsdp") if self.sharding.zero_stage < 2 else ("data",)
         return tuple(axis for axis in axes if self.size(axis) > 1)
 
     def group(self) -> "Placement":
@@ -178,6 +181,11 @@ class Placement:
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, axis_names=self._automatic, check_vma=False
         )
+
+    @property
+    def device_axes(self) -> tuple[str, ...]:
+        """The axes that divide what every device has for itself, stacked along one dimension."""
+        return tuple(axis for axis in AXES if axis in self._automatic and axis not in self.grouped)
 
     # --- the stages of a pipeline
 
