@@ -7,6 +7,7 @@ Shapes: B batch, S query position, T key position, D width, H heads, G kv heads,
 V vocabulary, VP >= V rows of the padded tables.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,14 @@ class ReferenceConfig:
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     scale_embedding: bool = False
+    experts: int = 0
+    experts_per_token: int = 2
+    router: str = "softmax"
+    router_renormalises: bool = True
+    router_scale: float = 1.0
+    balance_loss: float = 0.01
+    router_z_loss: float = 0.0
+    expert_capacity: float = 0.0
 
 
 def tree_map(function: Callable[[Array], Array], tree: Tree) -> Tree:
@@ -231,14 +240,102 @@ def mlp(x: Array, weights: Tree, config: ReferenceConfig) -> tuple[Array, Callab
     return out, backward
 
 
-def block(x: Array, weights: Tree, config: ReferenceConfig, angles: Array, visible: Array) -> tuple[Array, Callable]:
+def choose(scores: Array, config: ReferenceConfig) -> Array:
+    """Which experts take a token, bool [B, S, E]."""
+    batch, length, experts = scores.shape
+    # Of equals the first.
+    best = np.argsort(-scores, axis=-1, kind="stable")[..., : config.experts_per_token]  # [B, S, k]
+    chosen = np.zeros(scores.shape, bool)
+    room = config.expert_capacity * length * config.experts_per_token / experts
+    for row in range(batch):
+        taken = np.zeros(experts)
+        for rank in range(config.experts_per_token):
+            for token in range(length):
+                expert = best[row, token, rank]
+                chosen[row, token, expert] = not room or taken[expert] < np.ceil(room)
+                taken[expert] += 1
+    return chosen
+
+
+def route(
+    x: Array, router: Array, config: ReferenceConfig, counts: Array
+) -> tuple[Array, float, Callable[[Array], tuple[Array, Array]]]:
+    """Weights [B, S, E] of the experts, 0 where they are not chosen, and what is minimised beside the loss. counts:
+    bool [B, S]."""
+    logits, logits_backward = contract("bsd,de->bse", x, router)
+    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    shares = exponentials / exponentials.sum(axis=-1, keepdims=True)
+    scores = shares if config.router == "softmax" else 1 / (1 + np.exp(-logits))
+    unlimited = choose(scores, dataclasses.replace(config, expert_capacity=0.0))
+    chosen = choose(scores, config)
+    total = np.sum(scores * unlimited, axis=-1, keepdims=True) if config.router_renormalises else np.ones(1)
+    weights = config.router_scale * scores * chosen / total
+
+    tokens, k, experts = counts.sum(axis=1), config.experts_per_token, config.experts
+    load = np.einsum("bse,bs->be", unlimited.astype(float), counts)
+    even = experts / np.maximum(tokens * k, 1)[:, None]
+    sums = scores.sum(axis=-1, keepdims=True)
+    log_z = np.log(exponentials.sum(axis=-1)) + logits.max(axis=-1)
+    balance = np.einsum("be,bse,bs->", even * load, scores / sums, counts)
+    extra = config.balance_loss * balance + config.router_z_loss * np.sum(counts * log_z**2)
+
+    def backward(d_weights: Array) -> tuple[Array, Array]:
+        d_scores = config.router_scale * d_weights * chosen / total
+        if config.router_renormalises:
+            d_scores -= np.sum(d_weights * weights, axis=-1, keepdims=True) / total * unlimited
+        d_normed = config.balance_loss * (even * load)[:, None] * counts[..., None]
+        d_scores += (d_normed - np.sum(d_normed * scores / sums, axis=-1, keepdims=True)) / sums
+        if config.router == "softmax":
+            d_logits = scores * (d_scores - np.sum(d_scores * scores, axis=-1, keepdims=True))
+        else:
+            d_logits = d_scores * scores * (1 - scores)
+        d_logits += config.router_z_loss * 2 * (counts * log_z)[..., None] * shares
+        return logits_backward(d_logits)
+
+    return weights, float(extra), backward
+
+
+def mixture(x: Array, weights: Tree, config: ReferenceConfig, counts: Array) -> tuple[Array, float, Callable]:
+    """Every expert on every token."""
+    mixing, extra, route_backward = route(x, weights["router"], config, counts)
+    inner = [name for name in ("gate", "up", "down") if name in weights]
+    results = [mlp(x, {name: weights[name][expert] for name in inner}, config) for expert in range(config.experts)]
+    out = sum(mixing[..., expert, None] * result for expert, (result, _) in enumerate(results))
+    shared = {name.removeprefix("shared_"): leaf for name, leaf in weights.items() if name.startswith("shared_")}
+    if shared:
+        beside, shared_backward = mlp(x, shared, config)
+        out = out + beside
+
+    def backward(d_out: Array) -> tuple[Array, Tree]:
+        d_mixing = np.stack([np.sum(d_out * result, axis=-1) for result, _ in results], axis=-1)
+        d_x, d_router = route_backward(d_mixing)
+        gradients: Tree = {name: np.zeros_like(weights[name]) for name in inner} | {"router": d_router}
+        for expert, (_, expert_backward) in enumerate(results):
+            d_own, d_weights = expert_backward(mixing[..., expert, None] * d_out)
+            d_x = d_x + d_own
+            for name in inner:
+                gradients[name][expert] = d_weights[name]
+        if shared:
+            d_own, d_weights = shared_backward(d_out)
+            d_x, gradients = d_x + d_own, gradients | {f"shared_{name}": leaf for name, leaf in d_weights.items()}
+        return d_x, gradients
+
+    return out, extra, backward
+
+
+def block(
+    x: Array, weights: Tree, config: ReferenceConfig, angles: Array, visible: Array, counts: Array
+) -> tuple[Array, float, Callable]:
     pre, post = config.norm_placement in ("pre", "both"), config.norm_placement in ("post", "both")
     normed, attention_norm_backward = norm_if(pre, "attention_norm", x, weights, config)
     attended, attention_backward = attention(normed, weights, config, angles, visible)
     attended, attention_post_backward = norm_if(post, "attention_post_norm", attended, weights, config)
     x = x + attended
     normed, mlp_norm_backward = norm_if(pre, "mlp_norm", x, weights, config)
-    transformed, mlp_backward = mlp(normed, weights["mlp"], config)
+    if "router" in weights["mlp"]:
+        transformed, extra, mlp_backward = mixture(normed, weights["mlp"], config, counts)
+    else:
+        (transformed, mlp_backward), extra = mlp(normed, weights["mlp"], config), 0.0
     transformed, mlp_post_backward = norm_if(post, "mlp_post_norm", transformed, weights, config)
 
     def backward(d_out: Array) -> tuple[Array, Tree]:
@@ -252,7 +349,7 @@ def block(x: Array, weights: Tree, config: ReferenceConfig, angles: Array, visib
         d_norms = d_attention_norm | d_attention_post | d_mlp_norm | d_mlp_post
         return d_middle + d_x, {"mlp": d_mlp} | d_attention | d_norms
 
-    return x + transformed, backward
+    return x + transformed, extra, backward
 
 
 def visibility(kind: str, window: int, segment_ids: Array, positions: Array) -> Array:
@@ -263,9 +360,16 @@ def visibility(kind: str, window: int, segment_ids: Array, positions: Array) -> 
 
 
 def decoder(
-    params: Tree, config: ReferenceConfig, tokens: Array, segment_ids: Array, positions: Array
-) -> tuple[Array, Callable[[Array], Tree]]:
-    """Logits [B, S, V], and the backward from their gradient to that of the parameters."""
+    params: Tree,
+    config: ReferenceConfig,
+    tokens: Array,
+    segment_ids: Array,
+    positions: Array,
+    counts: Array | None = None,
+) -> tuple[Array, float, Callable[[Array], Tree]]:
+    """Logits [B, S, V], what is minimised beside the loss, and the backward from the logits' gradient to that of the
+    parameters. counts: the tokens that routers are judged by, bool [B, S]; all by default."""
+    counts = np.ones(np.shape(tokens), bool) if counts is None else np.asarray(counts)
     params = tree_map(lambda leaf: np.asarray(leaf, np.float64), params)
     tokens, segment_ids, positions = (np.asarray(array, np.int64) for array in (tokens, segment_ids, positions))
     outer = params["outer"]
@@ -279,7 +383,7 @@ def decoder(
     x = outer["embedding"]["table"][tokens] * embedding_scale  # [B, S, D]
     if learned:
         x = x + outer["positions"]["table"][positions]
-    tape = []
+    tape, extra = [], 0.0
     for i, (kinds, repeats) in enumerate(config.layout):
         for repeat in range(repeats):
             for j, kind in enumerate(kinds):
@@ -287,7 +391,8 @@ def decoder(
                 weights = {group: {name: leaf[repeat] for name, leaf in stack[group].items()} for group in stack}
                 visible = visibility(kind, config.window, segment_ids, positions)
                 turned = np.zeros_like(angles) if learned or kind == "global_nope" else angles
-                x, block_backward = block(x, weights, config, turned, visible)
+                x, added, block_backward = block(x, weights, config, turned, visible, counts)
+                extra += added
                 tape.append((i, repeat, j, block_backward))
     normed, norm_backward = norm(x, outer["final_norm"], config)
     out, out_backward = contract("bsd,vd->bsv", normed, head)  # [B, S, V]
@@ -310,7 +415,7 @@ def decoder(
             np.add.at(gradients["outer"]["positions"]["table"], positions, d_x)
         return gradients
 
-    return out, backward
+    return out, extra, backward
 
 
 def logits(params: Tree, config: ReferenceConfig, tokens: Array, segment_ids: Array, positions: Array) -> Array:
@@ -326,8 +431,9 @@ def loss_and_gradients(
     segment_ids: Array,
     positions: Array,
 ) -> tuple[float, Tree]:
-    """The cross-entropy summed (not averaged) over the tokens in loss_mask, and its gradient in the shape of params."""
-    out, backward = decoder(params, config, tokens, segment_ids, positions)  # [B, S, V]
+    """The cross-entropy summed (not averaged) over the tokens in loss_mask, and its gradient in the shape of params,
+    with that of what is minimised beside it."""
+    out, _, backward = decoder(params, config, tokens, segment_ids, positions, loss_mask)  # [B, S, V]
     shifted = out - out.max(axis=-1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))  # [B, S, V]
     # A target outside the mask may be any number, even one outside the vocabulary.

@@ -67,7 +67,7 @@ def mixture(
 
     normed, logits = route(x)
     choice = router.choose(logits, config)
-    plan = make_plan(choice.experts, config.experts, placement)
+    plan = make_plan(jnp.where(choice.kept, choice.experts, config.experts), config.experts, placement)
     rows = dispatch(placement, normed, plan)
     y = combine(placement, outward(plan.sizes, *inward(rows, plan.sizes)), choice.weights, plan)
     if config.shared_expert_width:
@@ -90,7 +90,7 @@ def _auxiliary(choice: router.Choice, logits: jax.Array, context: Context, confi
     statistics = {
         "expert_load": jnp.sum(router.loads(choice, counts, config), axis=0),
         "router_entropy": -jnp.sum(jnp.sum(jnp.exp(log) * log, axis=-1) * counts),
-        "dropped": jnp.sum((choice.experts == config.experts) & counts[..., None], dtype=jnp.float32),
+        "dropped": jnp.sum(~choice.kept & counts[..., None], dtype=jnp.float32),
     }
     return Auxiliary(loss, jax.lax.stop_gradient(statistics))
 

@@ -13,10 +13,11 @@ from jaxopt_llm.model.config import ModelConfig
 
 
 class Choice(NamedTuple):
-    """experts: int32 [B, S, k], E where a choice was dropped; weights: float32 [B, S, k], 0 there; scores: float32
-    [B, S, E], of all."""
+    """experts: int32 [B, S, k]; kept: bool [B, S, k], whether the expert takes the token; weights: float32 [B, S, k], 0
+    where not; scores: float32 [B, S, E], of all."""
 
     experts: jax.Array
+    kept: jax.Array
     weights: jax.Array
     scores: jax.Array
 
@@ -31,10 +32,8 @@ def choose(logits: jax.Array, config: ModelConfig) -> Choice:
     if config.router_renormalises:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights * config.router_scale
-    if config.expert_capacity:
-        kept = _within_capacity(experts, config)
-        experts, weights = jnp.where(kept, experts, config.experts), jnp.where(kept, weights, 0)
-    return Choice(experts, weights, scores)
+    kept = _within_capacity(experts, config) if config.expert_capacity else jnp.ones(experts.shape, jnp.bool)
+    return Choice(experts, kept, jnp.where(kept, weights, 0), scores)
 
 
 def capacity(config: ModelConfig, length: int) -> int:
@@ -71,7 +70,7 @@ def balance_loss(choice: Choice, counts: jax.Array, config: ModelConfig) -> jax.
 
 
 def loads(choice: Choice, counts: jax.Array, config: ModelConfig) -> jax.Array:
-    """How many choices fall on each expert, float32 [B, E]."""
+    """How many choices fall on each expert, what it drops among them, float32 [B, E]."""
     batch = choice.experts.shape[0]
     taken = jnp.where(counts[..., None], choice.experts, config.experts).reshape(batch, -1)
     rows = jnp.sort(taken, axis=1)
