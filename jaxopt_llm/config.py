@@ -115,6 +115,7 @@ RESUME_MAY_CHANGE = (
 CHECKPOINT_IS_SHAPED_BY = (
     *(f"model.{name}" for name in ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width")),
     *("model.pattern", "model.positions", "model.max_positions", "model.norm", "model.norm_placement"),
+    *("model.experts", "model.expert_width", "model.shared_expert_width", "model.dense_layers", "model.expert_every"),
     *("model.qk_norm", "model.biases", "model.mlp", "model.tied_head", "lora.rank", "lora.targets", "lora.base"),
     *("lora.double_quantisation", "lora.dora", "training.trainable", "model.last_layers"),
     *("optimizer.name", "optimizer.state_dtype", "precision.loss_scaling"),

@@ -52,6 +52,19 @@ MODELS = {
         logit_softcap=5.0,
         scale_embedding=True,
     ),
+    "experts": replace(toy.UNIFORM, layers=4, experts=4, expert_width=8, expert_every=2, router_z_loss=1e-2),
+    "shared": replace(
+        toy.UNIFORM,
+        experts=8,
+        experts_per_token=3,
+        expert_width=4,
+        shared_expert_width=8,
+        dense_layers=1,
+        router="sigmoid",
+        router_scale=2.5,
+        balance_loss=0.1,
+        expert_capacity=1.0,
+    ),
 }
 ROWS, LENGTH = 24, 16
 LOSS_CHUNK = 7  # tokens: less than any device has, and no divisor of what it has
@@ -102,6 +115,12 @@ EXTRAS = [
     BASIC | {"zero": 3, "tensor": 2, "split": {"data": 2, "fsdp": 2}, "adapt": "qlora"},
     BASIC | {"pipeline": 2, "split": {"data": 2, "fsdp": 2}, "adapt": "qlora"},
     BASIC | {"pipeline": 2, "tensor": 2, "split": {"fsdp": 2}, "remat": "save_attention", "attention": "kernel"},
+    BASIC | {"model": "experts", "split": {"expert": 2, "data": 2}, "tensor": 2, "zero": 0},
+    BASIC | {"model": "experts", "split": {"expert": 4, "fsdp": 2}, "zero": 3, "adapt": "lora-int8"},
+    BASIC | {"model": "experts", "split": {"expert": 2}, "pipeline": 2, "tensor": 2, "sequence_parallel": True},
+    BASIC | {"model": "shared", "split": {"expert": 8}, "zero": 2, "remat": "named", "accumulation": 1},
+    BASIC | {"model": "shared", "split": {"expert": 2, "fsdp": 2, "context": 2}, "zero": 1, "remat": "offload"},
+    BASIC | {"model": "shared", "split": {"expert": 2, "fsdp": 2}, "pipeline": 2, "zero": 3, "adapt": "lora"},
 ]
 # What is left of the switches' own product with the axes.
 SLOW = [

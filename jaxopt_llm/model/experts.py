@@ -33,7 +33,8 @@ def experts_specs(config: ModelConfig, residual_scale: float) -> dict[str, Param
     inward = ParamSpec((count, width, inner), ("experts", "embed", "expert_mlp"), (1,), normal())
     outward = ParamSpec((count, inner, width), ("experts", "expert_mlp", "embed"), (1,), normal(residual_scale))
     specs = {
-        "router": ParamSpec((width, count), ("embed", None), (0,), normal()),
+        # It has no contracting dimension: neither adapted nor in fewer bits, and no matrix to Muon.
+        "router": ParamSpec((width, count), ("embed", None), (), normal(width**-0.5)),
         **({} if config.mlp == "gelu" else {"gate": inward}),
         "up": inward,
         "down": outward,
@@ -66,7 +67,7 @@ def mixture(
         return weights.grouped(HIDDEN[config.mlp](*projected), params["down"], sizes, placement)
 
     normed, logits = route(x)
-    choice = router.choose(logits, config)
+    choice = router.choose(logits, context.spans.last, config, placement)  # a token sees none after itself
     plan = make_plan(jnp.where(choice.kept, choice.experts, config.experts), config.experts, placement)
     rows = dispatch(placement, normed, plan)
     y = combine(placement, outward(plan.sizes, *inward(rows, plan.sizes)), choice.weights, plan)

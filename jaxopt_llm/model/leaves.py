@@ -51,8 +51,9 @@ class LoraWeight:
     to the length that it says (DoRA: Liu et al. 2024, arXiv:2402.09353).
 
     base: a leaf, or a coded weight.
-    lora_a: [the dimensions that a product sums over, rank]; lora_b: [the others, rank]. The rank comes last in both: a
-        stack divided along its minor dimension is transposed around the loop over it.
+    lora_a: [the dimensions that a product sums over, rank]; lora_b: [the others, rank]; of experts both for each, in
+        their first dimension. The rank comes last: a stack divided along its minor dimension is transposed around the
+        loop over it.
     magnitude: [the others], or None.
     noise: uint32 [B, S], by which dropout drops the share `dropout` of what A reads; None where nothing is dropped.
     """
@@ -107,7 +108,7 @@ def nf4_specs(spec: ParamSpec, double: bool) -> Nf4Weight:
 
 def lora_specs(spec: ParamSpec, rank: int, scale: float, dora: bool = False, dropout: float = 0.0) -> LoraWeight:
     """A starts random, B at zero and a magnitude as the base has it: at first the weight is its base."""
-    stack = tuple(range(spec.leading))
+    stack = (*range(spec.leading), *(dim for dim, axis in enumerate(spec.axes) if axis == "experts"))
     others = tuple(dim for dim in range(len(spec.shape)) if dim not in (*stack, *spec.contracting))
 
     def of(dims: tuple[int, ...], contracting: tuple[int, ...], init: Initializer, *rank: int) -> ParamSpec:
@@ -224,8 +225,9 @@ def merged(weight: tree.Leaf, contracting: tuple[int, ...]) -> jax.Array:
     dims = list(range(base.ndim))
     others = [dim for dim in dims if dim not in contracting]
     a, b = (factor.astype(jnp.float32) for factor in (weight.lora_a, weight.lora_b))
-    rank = base.ndim
-    product = jnp.einsum(a, [*sorted(contracting), rank], b, [*others, rank], dims, precision="highest")
+    rank, experts = base.ndim, others[: a.ndim - len(contracting) - 1]
+    of_a = [*experts, *sorted(contracting), rank]
+    product = jnp.einsum(a, of_a, b, [*others, rank], dims, precision="highest")
     whole = base + weight.scale * product
     if weight.magnitude is None:
         return whole

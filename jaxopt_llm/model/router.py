@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.parallel.sharding import Placement
 
 
 class Choice(NamedTuple):
@@ -22,18 +23,27 @@ class Choice(NamedTuple):
     scores: jax.Array
 
 
-def choose(logits: jax.Array, config: ModelConfig) -> Choice:
+def choose(logits: jax.Array, rows: jax.Array, config: ModelConfig, placement: Placement) -> Choice:
     """Of float32 logits [B, S, E] the k best scores, of equals the first expert's.
 
     softmax: Jiang et al. 2024, arXiv:2401.04088 (Mixtral); sigmoid: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2.
+    rows: int32 [B, S], the place of each token in its sequence, however that is dealt to devices.
     """
     scores = jax.nn.softmax(logits) if config.router == "softmax" else jax.nn.sigmoid(logits)
-    weights, experts = jax.lax.top_k(scores, config.experts_per_token)
+    _, experts = jax.lax.top_k(jax.lax.stop_gradient(scores), config.experts_per_token)
+    # Not picked by their numbers: on look-ups in a region that is manual over `pipeline` XLA's partitioner aborts.
+    weights = jnp.sum(jnp.where(_is(experts, config), scores[:, :, None], 0), axis=-1)
     if config.router_renormalises:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    weights = weights * config.router_scale
-    kept = _within_capacity(experts, config) if config.expert_capacity else jnp.ones(experts.shape, jnp.bool)
-    return Choice(experts, kept, jnp.where(kept, weights, 0), scores)
+    kept = jnp.ones(experts.shape, jnp.bool)
+    if config.expert_capacity:
+        kept = within_capacity(experts, rows, config, placement)
+    return Choice(experts, kept, jnp.where(kept, weights * config.router_scale, 0), scores)
+
+
+def _is(experts: jax.Array, config: ModelConfig) -> jax.Array:
+    """bool [B, S, k, E], which XLA forms within a sum and never whole."""
+    return experts[..., None] == jnp.arange(config.experts)
 
 
 def capacity(config: ModelConfig, length: int) -> int:
@@ -44,17 +54,27 @@ def capacity(config: ModelConfig, length: int) -> int:
     return math.ceil(config.expert_capacity * length * config.experts_per_token / config.experts)
 
 
-def _within_capacity(experts: jax.Array, config: ModelConfig) -> jax.Array:
+def within_capacity(experts: jax.Array, rows: jax.Array, config: ModelConfig, placement: Placement) -> jax.Array:
     """bool [B, S, k]: a sequence's first choices come before all its second ones (Lepikhin et al. 2021,
     arXiv:2006.16668, algorithm 1), and in the order of tokens."""
-    batch, length, count = experts.shape
-    queue = jnp.swapaxes(experts, 1, 2).reshape(batch, -1)  # [B, k S]
-    order = jnp.argsort(queue, axis=1, stable=True)
-    ordered = jnp.take_along_axis(queue, order, axis=1)
-    first = jax.vmap(lambda row: jnp.searchsorted(row, row, side="left"))(ordered)
-    place = jnp.arange(queue.shape[1]) - first  # in the queue for its expert
-    place = jnp.take_along_axis(place, jnp.argsort(order, axis=1), axis=1)
-    return jnp.swapaxes((place < capacity(config, length)).reshape(batch, count, length), 1, 2)
+    devices = placement.size("context")
+
+    def on_device(experts: jax.Array, rows: jax.Array) -> jax.Array:
+        own = experts.shape[1]
+        if devices > 1:
+            experts, rows = jax.lax.all_gather((experts, rows), "context", axis=1, tiled=True)
+        batch, length, count = experts.shape
+        queue = experts.reshape(batch, -1)
+        turn = (rows[..., None] + length * jnp.arange(count)).reshape(batch, -1)
+        order = jnp.lexsort((turn, queue), axis=1)
+        queue = jnp.take_along_axis(queue, order, axis=1)  # for one expert after the other
+        place = jnp.arange(queue.shape[1]) - jax.vmap(jnp.searchsorted)(queue, queue)
+        place = jnp.take_along_axis(place, jnp.argsort(order, axis=1), axis=1).reshape(batch, length, count)
+        first = jax.lax.axis_index("context") * own if devices > 1 else 0
+        return jax.lax.dynamic_slice_in_dim(place, first, own, axis=1) < capacity(config, length)
+
+    tokens = placement.activation("batch", "sequence").spec
+    return placement.on_each_device(on_device, (tokens, tokens), tokens)(experts, rows)
 
 
 def balance_loss(choice: Choice, counts: jax.Array, config: ModelConfig) -> jax.Array:
@@ -71,11 +91,7 @@ def balance_loss(choice: Choice, counts: jax.Array, config: ModelConfig) -> jax.
 
 def loads(choice: Choice, counts: jax.Array, config: ModelConfig) -> jax.Array:
     """How many choices fall on each expert, what it drops among them, float32 [B, E]."""
-    batch = choice.experts.shape[0]
-    taken = jnp.where(counts[..., None], choice.experts, config.experts).reshape(batch, -1)
-    rows = jnp.sort(taken, axis=1)
-    ends = jax.vmap(lambda row: jnp.searchsorted(row, jnp.arange(config.experts + 1), side="left"))(rows)
-    return jnp.diff(ends, axis=1).astype(jnp.float32)
+    return jnp.sum(_is(choice.experts, config) & counts[..., None, None], axis=(1, 2), dtype=jnp.float32)
 
 
 def z_loss(logits: jax.Array, counts: jax.Array) -> jax.Array:

@@ -52,8 +52,8 @@ def grouped(rows: jax.Array, weight: Weight, sizes: jax.Array, placement: Placem
     Returns [N, R, F] or, turned, [N, R, D], in rows' dtype.
     """
     if isinstance(weight, LoraWeight):
-        assert weight.magnitude is None and not turned
-        low = weight.scale * grouped(_dropped(rows, weight), weight.lora_a, sizes, placement)
+        assert weight.magnitude is None and weight.noise is None and not turned, "lora.problems refuses others"
+        low = weight.scale * grouped(rows, weight.lora_a, sizes, placement)
         return grouped(rows, weight.base, sizes, placement) + grouped(low, weight.lora_b, sizes, placement, True)
     return _grouped(placement, turned, rows, *split_tap(weight), sizes)
 
@@ -240,27 +240,34 @@ def _grouped(placement, turned, rows, weight, tap, sizes):
 
 def _grouped_forward(placement, turned, rows, weight, tap, sizes):
     shardings = shardings_of(weight)
-    gathered = quantised.wide(_gather_operand(weight, (2,) if turned else (1,)), shardings.compute_dtype)
-    kept = checkpoint_name(gathered, KEPT) if shardings.keep else None
-    return _rows_times(placement, turned, rows, gathered, shardings, sizes), (rows, weight, kept, sizes)
+    gathered = _gather_operand(weight, (2,) if turned else (1,))
+    operand = quantised.inputs(shardings.matmul, rows, (2,), shardings.grouped)
+    kept = jax.tree.map(lambda array: checkpoint_name(array, KEPT), gathered) if shardings.keep else None
+    y = _rows_times(placement, turned, operand, gathered, shardings, sizes, rows.dtype)
+    return y, (operand, weight, kept, sizes)
 
 
-def _rows_times(placement, turned, rows, gathered, shardings, sizes):
+def _rows_times(placement, turned, rows, gathered, shardings, sizes, dtype):
+    """In the compute dtype, of what operands in fewer bits stand for."""
+    rows, matrices = (quantised.wide(each, shardings.compute_dtype) for each in (rows, gathered))
+
     def on_device(rows, matrices, sizes):
-        return grouped_matmul.forward(rows[0], matrices, sizes[0], rows.dtype, turned)[None]
+        return grouped_matmul.forward(rows[0], matrices, sizes[0], dtype, turned)[None]
 
     own = PartitionSpec(placement.device_axes)
-    return placement.on_each_device(on_device, (own, shardings.gathered.spec, own), own)(rows, gathered, sizes)
+    return placement.on_each_device(on_device, (own, shardings.gathered.spec, own), own)(rows, matrices, sizes)
 
 
 def _grouped_backward(placement, turned, residuals, dy):
     rows, weight, gathered, sizes = residuals
     shardings = shardings_of(weight)
-    if gathered is None:
-        gathered = quantised.wide(_gather_operand(weight, (2,) if turned else (1,)), shardings.compute_dtype)
-    d_rows = _rows_times(placement, not turned, dy, gathered, shardings, sizes)
+    gathered = _gather_operand(weight, (2,) if turned else (1,)) if gathered is None else gathered
+    dtype = shardings.compute_dtype if isinstance(rows, Quantised) else rows.dtype
+    dy = quantised.incoming(shardings.matmul, dy.astype(dtype), shardings.grouped)
+    d_rows = _rows_times(placement, not turned, dy, gathered, shardings, sizes, dtype)
     if not shardings.trainable:
         return d_rows, None, None, None
+    rows, dy = (quantised.wide(each, shardings.compute_dtype) for each in (rows, dy))
 
     def on_device(rows, dy, sizes):
         x, y = (dy, rows) if turned else (rows, dy)

@@ -78,7 +78,12 @@ def problems(specs: Params, config: LoraConfig, trainable: tuple[str, ...] = ())
     both = [path for path in weights if _fits(path, config.targets) and tree.first_match(path, trainable)]
     if both:
         found.append(f"{both[0]} is trained whole by training.trainable and adapted by lora.targets: choose one")
-    return found or [*_rank_problems(specs, config), *_table_problems(weights, config), *_nf4_problems(specs, config)]
+    return found or [
+        *_rank_problems(specs, config),
+        *_table_problems(weights, config),
+        *_expert_problems(specs, config),
+        *_nf4_problems(specs, config),
+    ]
 
 
 def _undecided(paths: list[str], weights: list[str], patterns: tuple[str, ...], kind: str) -> list[str]:
@@ -114,8 +119,9 @@ def _rank_problems(specs: Params, config: LoraConfig) -> list[str]:
     def most(path: str, spec: ParamSpec) -> tuple[int, str] | None:
         if not (spec.contracting and _fits(path, config.targets)):
             return None
-        rows = spec.layer().fan_in
-        return min(rows, math.prod(spec.layer().shape) // rows), path
+        one = spec.layer()
+        experts = one.shape[one.axes.index("experts")] if "experts" in one.axes else 1
+        return min(one.fan_in, math.prod(one.shape) // experts // one.fan_in), path
 
     pairs = tree.map_with_path(most, specs)
     rank, path = min(jax.tree.leaves(pairs, is_leaf=lambda pair: isinstance(pair, tuple)))
@@ -130,6 +136,19 @@ def _table_problems(weights: list[str], config: LoraConfig) -> list[str]:
     if not (config.dora and tables):
         return []
     return [f"lora.dora is for the matrices of the blocks, and lora.targets select {tables[0]}: leave that out"]
+
+
+def _expert_problems(specs: Params, config: LoraConfig) -> list[str]:
+    """What adapters of experts do not have."""
+    fits = tree.map_with_path(
+        lambda path, spec: path if "experts" in spec.axes and _fits(path, config.targets) else None, specs
+    )
+    names = [name for name in ("dora", "dropout") if getattr(config, name)]
+    return [
+        f"lora.{name} is not for experts, and lora.targets select {path}: leave that out, or set lora.targets"
+        for path in jax.tree.leaves(fits)[:1]
+        for name in names
+    ]
 
 
 def _nf4_problems(specs: Params, config: LoraConfig) -> list[str]:

@@ -22,6 +22,10 @@ def problems(model: ModelConfig, training: TrainingConfig, mesh: MeshConfig, sha
     found += _unless_multiple(f"training.sequence_length={length}", length, parts, over_context)
     found += _heads_problems(model, mesh) if mesh.context > 1 and not dealt else []
 
+    if model.experts:
+        over_expert = f"mesh.expert={mesh.expert}"
+        found += _unless_multiple(f"model.experts={model.experts}", model.experts, mesh.expert, over_expert)
+
     def over_tensor(tensor: int) -> list[str]:
         return tensor_problems(model, length, sharding.sequence_parallel, tensor, mesh.context)
 
@@ -51,7 +55,11 @@ def tensor_problems(
     vocabulary = f"model.vocabulary_size={model.vocabulary_size}, padded to {padded},"
     found = [
         *_unless_multiple(f"model.heads={heads}", heads, tensor, over, step=kv_heads),
-        *_unless_multiple(f"model.mlp_width={model.mlp_width}", model.mlp_width, tensor, over),
+        *(
+            each
+            for name in ("mlp_width", *(("expert_width", "shared_expert_width") if model.experts else ()))
+            for each in _unless_multiple(f"model.{name}={getattr(model, name)}", getattr(model, name), tensor, over)
+        ),
         *_unless_multiple(vocabulary, padded, tensor, over, step=VOCABULARY_MULTIPLE),
     ]
     # Fewer than `tensor` are replicated, as Placement.replicates says.
