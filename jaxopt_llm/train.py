@@ -223,8 +223,8 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
             told: dict[str, float] = {"tokens": step * tokens}
             if measured is None and step % config.logging.every:
                 return told
-            names = ("loss", "grad_norm", "learning_rate", "loss_scale")
-            values = {name: _finite(metrics[name]) for name in names if name in metrics}
+            unsaid = {"skipped", "skipped_in_a_row", "overflow"}
+            values = {name: _finite(value) for name, value in metrics.items() if name not in unsaid}
             record = meter.record(step, {**values, "skipped": int(metrics["skipped"])})
             if measured is not None:
                 record["eval_loss"] = told["eval_loss"] = evaluate(held_out, measured, map(own.place, held_out_rows))
@@ -294,8 +294,10 @@ def _sound(metrics: Metrics) -> bool:
     return not int(metrics["skipped_in_a_row"]) and not int(metrics["overflow"])
 
 
-def _finite(value: jax.Array) -> float | None:
-    """None, which JSON has, for what is not finite: a skipped step's loss."""
+def _finite(value: jax.Array) -> Any:
+    """None, which JSON has, for what is not finite: a skipped step's loss. Of a vector a list."""
+    if value.ndim:
+        return [_finite(each) for each in jax.device_get(value)]
     return float(value) if math.isfinite(value) else None
 
 

@@ -21,6 +21,7 @@ from jaxopt_llm import tree
 from jaxopt_llm.execution.gradients import each_group, in_groups, sum_of_squares
 from jaxopt_llm.execution.stacks import RematConfig, Stack, layer_of, model_stacks, no_taps, run_period
 from jaxopt_llm.model import param
+from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Params, Parts
 from jaxopt_llm.parallel.sharding import Placement
@@ -42,8 +43,9 @@ def loss_and_update(
     placement: Placement,
     read: Read,
     update: Update,
-) -> tuple[jax.Array, jax.Array, dict[str, State]]:
-    """The loss summed over real tokens, the sum of squares of all gradients, and the state after the update.
+) -> tuple[jax.Array, jax.Array, Auxiliary, dict[str, State]]:
+    """The loss summed over real tokens, the sum of squares of all gradients, the auxiliary sums, and the state after
+    the update.
 
     Arguments as in executor.py, but for the trainable parameters, which are in the state. batch: fields [1, B, S].
     """
@@ -60,21 +62,22 @@ def loss_and_update(
 
     def period(
         stack: Stack, weights: Params, taps: Params, per_layer: Any, x: jax.Array, batch: Batch, remat: RematConfig
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, Auxiliary]:
         context = parts.make_context(batch, inside)
         x, _, auxiliary = run_period(parts, stack, weights, taps, per_layer, x, context, remat)
-        return x, cotangent * auxiliary.loss
+        return x, auxiliary
 
     @jax.named_scope(FORWARD)
-    def forward(name: str, stack: Stack, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x after a stack, and the input of each period, [R, G, B / G, S, D]."""
+    def forward(name: str, stack: Stack, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
+        """x after a stack, and of each period its input, [R, G, B / G, S, D], and its auxiliary sums, [R, G, ...]."""
         taps, once = no_taps(param.layer_specs(stack.specs)), RematConfig("none")
 
-        def one(x: jax.Array, layer: Any) -> tuple[jax.Array, jax.Array]:
-            def run(x: jax.Array, batch: Batch) -> jax.Array:
-                return period(stack, layer[0], taps, layer[1], x, batch, once)[0]
+        def one(x: jax.Array, layer: Any) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
+            def run(x: jax.Array, batch: Batch) -> tuple[jax.Array, Auxiliary]:
+                return period(stack, layer[0], taps, layer[1], x, batch, once)
 
-            return each_group(run, placement)(x, microbatch), x
+            y, auxiliary = each_group(run, placement)(x, microbatch)
+            return y, (x, auxiliary)
 
         return jax.lax.scan(one, x, (params[name], stack.per_layer))
 
@@ -103,7 +106,8 @@ def loss_and_update(
 
             def back(x: jax.Array, dy: jax.Array, batch: Batch) -> tuple[Params, jax.Array]:
                 def run(taps: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-                    return period(stack, weights, taps, per_layer, x, batch, RematConfig("full"))
+                    y, auxiliary = period(stack, weights, taps, per_layer, x, batch, RematConfig("full"))
+                    return y, cotangent * auxiliary.loss
 
                 return jax.vjp(run, inside.taps(layer_specs), x)[1]((dy, jnp.float32(1)))
 
@@ -122,10 +126,12 @@ def loss_and_update(
         _, pull = jax.vjp(lambda taps: embed(taps, batch), inside.taps(specs["outer"]))
         return jax.tree.map(jnp.add, outer, *pull(dx))
 
-    stacks, inputs = model_stacks(parts), {}
+    stacks, inputs, auxiliary = model_stacks(parts), {}, parts.zero_auxiliary()
     x = each_group(lambda batch: embed(no_taps(parts.specs["outer"]), batch), placement)(microbatch)
     for name, stack in stacks.items():
-        x, inputs[name] = forward(name, stack, x)
+        x, (inputs[name], added) = forward(name, stack, x)
+        groups = (0, 1) if placement.gradient_groups else (0,)
+        auxiliary = auxiliary + jax.tree.map(lambda sums, groups=groups: jnp.sum(sums, axis=groups), added)
     loss, outer, dx = each_group(head, placement)(x, microbatch)
     squares, new = jnp.float32(0), dict(state)
     for name, stack in reversed(stacks.items()):
@@ -134,4 +140,4 @@ def loss_and_update(
     outer = each_group(embed_back, placement)(dx, outer, microbatch)
     outer = jax.tree.map(placement.reduce_groups, specs["outer"], outer)
     new["outer"] = update("outer", state["outer"], outer)
-    return jnp.sum(loss), squares + sum_of_squares(outer), new
+    return jnp.sum(loss), squares + sum_of_squares(outer), auxiliary, new

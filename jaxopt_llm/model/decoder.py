@@ -209,7 +209,9 @@ def make_parts(config: ModelConfig, loss_chunk: int = 0, z_loss: float = 0.0, at
             )
         x = residual(x, normed("attention_post_norm")(attended))
         if "router" in params["mlp"]:
-            transformed, added = experts.mixture(params["mlp"], x, context, norm=normed("mlp_norm"), config=config)
+            transformed, added = experts.mixture(
+                params["mlp"], x, context, layer["index"], norm=normed("mlp_norm"), config=config
+            )
         else:
             transformed = layers.mlp(params["mlp"], x, context, norm=normed("mlp_norm"), kind=config.mlp)
             added = zero_auxiliary()

@@ -46,9 +46,15 @@ def experts_specs(config: ModelConfig, residual_scale: float) -> dict[str, Param
 
 
 def mixture(
-    params: dict[str, Weight], x: jax.Array, context: Context, *, norm: Function, config: ModelConfig
+    params: dict[str, Weight],
+    x: jax.Array,
+    context: Context,
+    layer: jax.Array,
+    *,
+    norm: Function,
+    config: ModelConfig,
 ) -> tuple[jax.Array, Auxiliary]:
-    """The mixture of norm(x). x: [B, S, D] -> [B, S, D]."""
+    """The mixture of norm(x). x: [B, S, D] -> [B, S, D]; layer: int32, its number."""
     placement = context.placement
 
     @recomputed
@@ -74,26 +80,51 @@ def mixture(
     if config.shared_expert_width:
         shared = {name.removeprefix("shared_"): each for name, each in params.items() if name.startswith("shared_")}
         y = y + mlp(shared, x, context, norm=norm, kind=config.mlp)
-    return tag(y, "mlp_output"), _auxiliary(choice, logits, context, config)
+    return tag(y, "mlp_output"), _auxiliary(choice, logits, context, layer, config)
 
 
 def no_statistics(config: ModelConfig) -> dict[str, jax.Array]:
-    return {"expert_load": jnp.zeros(config.experts), "router_entropy": jnp.zeros(()), "dropped": jnp.zeros(())}
+    """Sums over tokens. expert_load: choices [layers, E], what experts drop among them; router_tokens: tokens once for
+    each layer with experts; router_entropy: of its scores, in nats; dropped: choices."""
+    scalars = {name: jnp.zeros((), jnp.float32) for name in ("router_tokens", "router_entropy", "dropped")}
+    return {"expert_load": jnp.zeros((config.layers, config.experts), jnp.float32), **scalars}
 
 
-def _auxiliary(choice: router.Choice, logits: jax.Array, context: Context, config: ModelConfig) -> Auxiliary:
+def _auxiliary(
+    choice: router.Choice, logits: jax.Array, context: Context, layer: jax.Array, config: ModelConfig
+) -> Auxiliary:
     if context.counts is None:
         return Auxiliary(jnp.zeros((), jnp.float32), no_statistics(config))
     counts = context.counts
     loss = config.balance_loss * router.balance_loss(choice, counts, config)
     loss = loss + config.router_z_loss * router.z_loss(logits, counts)
-    log = jax.nn.log_softmax(logits)
+    load = jnp.sum(router.loads(choice, counts, config), axis=0)
+    own = jnp.arange(config.layers)[:, None] == layer
+    scores = choice.scores / jnp.sum(choice.scores, axis=-1, keepdims=True)
     statistics = {
-        "expert_load": jnp.sum(router.loads(choice, counts, config), axis=0),
-        "router_entropy": -jnp.sum(jnp.sum(jnp.exp(log) * log, axis=-1) * counts),
+        "expert_load": jnp.where(own, load, 0),
+        "router_tokens": jnp.sum(counts, dtype=jnp.float32),
+        "router_entropy": jnp.sum(jnp.sum(jax.scipy.special.entr(scores), axis=-1) * counts),
         "dropped": jnp.sum(~choice.kept & counts[..., None], dtype=jnp.float32),
     }
     return Auxiliary(loss, jax.lax.stop_gradient(statistics))
+
+
+def seen(statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """What a step's sums say of its routers, in float32. expert_load: of each expert, relative to an even one, the mean
+    over the layers that have experts [E]; expert_imbalance: the largest of any layer; router_entropy: the mean in nats;
+    dropped: the share of choices. Empty where there are no experts."""
+    if not statistics:
+        return {}
+    load, tokens = statistics["expert_load"], jnp.maximum(statistics["router_tokens"], 1)
+    choices = jnp.sum(load, axis=1, keepdims=True)
+    relative = load * load.shape[1] / jnp.maximum(choices, 1)
+    return {
+        "expert_load": jnp.sum(relative, axis=0) / jnp.maximum(jnp.sum(choices > 0), 1),
+        "expert_imbalance": jnp.max(relative),
+        "router_entropy": statistics["router_entropy"] / tokens,
+        "dropped": statistics["dropped"] / jnp.maximum(jnp.sum(choices), 1),
+    }
 
 
 # --- to the experts and back

@@ -15,7 +15,8 @@ from jaxopt_llm.observe.metrics import LoggingConfig
 
 
 class Dashboards:
-    """Writes every number of a record under its name and step. A context manager.
+    """Writes every number of a record under its name and step, those of a list each under its place in it, as in
+    expert_load/7. A context manager.
 
     What an interrupted run wrote after the step it is resumed from TensorBoard no longer shows; Weights & Biases, which
     forgets nothing, shows it and what comes in its place.
@@ -55,8 +56,14 @@ class Dashboards:
             self._run.define_metric("*", step_metric="step")
 
     def write(self, record: dict[str, Any]) -> None:
+        numbers: dict[str, Any] = {}
+        for name, value in record.items():
+            each = (
+                {f"{name}/{i}": number for i, number in enumerate(value)} if isinstance(value, list) else {name: value}
+            )
+            numbers |= each
         # None stands for what is not finite.
-        numbers = {name: value for name, value in record.items() if name != "step" and value is not None}
+        numbers = {name: value for name, value in numbers.items() if name != "step" and value is not None}
         if self._board is not None:
             self._board.write(record["step"], numbers)
         if self._run is not None:

@@ -359,12 +359,13 @@ class Placement:
 
     def undivided(self, specs: tree.Tree) -> list[str]:
         """Paths of the parameters that ZeRO leaves whole because none of their dimensions divides."""
-        if self.size(*STORAGE_AXES) == 1 or self.sharding.zero_stage == 0:
-            return []
-        whole = tree.map_with_path(
-            lambda path, spec: path if self._dims(spec, STORAGE_AXES) == self._dims(spec) else None, specs
-        )
-        return jax.tree.leaves(whole)
+        storage = {axis for axis in STORAGE_AXES if self.size(axis) > 1}
+
+        def whole(path: str, spec: Spec) -> str | None:
+            own = {axis for dim in self._dims(spec) for axis in dim}
+            return path if storage - own and self._dims(spec, STORAGE_AXES) == self._dims(spec) else None
+
+        return [] if self.sharding.zero_stage == 0 else jax.tree.leaves(tree.map_with_path(whole, specs))
 
     def _storage(self, stage: int) -> tuple[str, ...]:
         """What divides an array that ZeRO divides from this stage on."""

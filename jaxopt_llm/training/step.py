@@ -12,7 +12,8 @@ import optax
 from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.execution.gradients import sum_of_squares
 from jaxopt_llm.execution.in_backward import loss_and_update
-from jaxopt_llm.model import param
+from jaxopt_llm.model import experts, param
+from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Params, Parts
 from jaxopt_llm.parallel import offload
@@ -71,8 +72,9 @@ class TrainingConfig:
 
 Metrics = dict[str, jax.Array]
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-# Loss, gradient norm, whether the step is an overflow of the loss scale's, what is remembered of it, and the new state.
-Advance = tuple[jax.Array, jax.Array, jax.Array, Guard, State]
+# Loss, gradient norm, whether the step is an overflow of the loss scale's, what is remembered of it, the new state, and
+# the auxiliary sums.
+Advance = tuple[jax.Array, jax.Array, jax.Array, Guard, State, Auxiliary]
 
 
 def make_step(
@@ -98,13 +100,14 @@ def make_step(
 
     Metrics, float32 but for the counts: loss and grad_norm (neither need be finite), learning_rate, and how many steps
     were skipped, this one included: `skipped` in all, `skipped_in_a_row` up to here, without overflows; `overflow`,
-    bool, whether this one was for the loss scale's sake, and, where there is one, the `loss_scale` of the next.
+    bool, whether this one was for the loss scale's sake, and, where there is one, the `loss_scale` of the next; what
+    experts.seen says of routers.
     """
     precision = placement.precision
 
     def after_backward(state: TrainState, batch: Batch, cotangent: jax.Array) -> Advance:
         scale = state.loss_scale.get("scale", 1.0)
-        loss, _, _, gradients = executor.loss_and_gradients(
+        loss, _, auxiliary, gradients = executor.loss_and_gradients(
             parts, state.trainable, state.frozen, batch, scale * cotangent, placement
         )
         # The gradients are divided by the scale as they are clipped: here it would make a second copy of them.
@@ -113,7 +116,7 @@ def make_step(
         good, remembered = guard.judge(state.guard, loss, norm, overflow, skip_outliers)
         clip = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.float32(1)
         updated = update.apply(optimizers, specs.masters, state.updatable, gradients, clip / scale, good, placement)
-        return loss, norm, overflow, remembered, updated
+        return loss, norm, overflow, remembered, updated, auxiliary
 
     def during_backward(state: TrainState, batch: Batch, cotangent: jax.Array) -> Advance:
         def read(section: State) -> Params:
@@ -125,12 +128,12 @@ def make_step(
             return update.update_layer(optimizers[section], layer_specs, placement, own, gradients)
 
         sections = update.by_section(state.updatable)
-        loss, squares, sections = loss_and_update(
+        loss, squares, auxiliary, sections = loss_and_update(
             parts, sections, state.frozen, batch, cotangent, placement, read, of_layer
         )
         loss, norm, overflow = loss * cotangent, jnp.sqrt(squares), jnp.bool(False)
         _, remembered = guard.judge(state.guard, loss, norm, overflow, outliers=0.0)
-        return loss, norm, overflow, remembered, update.of_all(sections)
+        return loss, norm, overflow, remembered, update.of_all(sections), auxiliary
 
     advance = during_backward if in_backward else after_backward
 
@@ -142,7 +145,7 @@ def make_step(
         tokens = jnp.sum(batch.loss_mask)
         # An all-masked batch has loss 0 and gradient 0, not NaN.
         cotangent = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
-        loss, norm, overflow, remembered, (masters, moments, compute) = advance(state, batch, cotangent)
+        loss, norm, overflow, remembered, (masters, moments, compute), auxiliary = advance(state, batch, cotangent)
         new_state = TrainState(
             step=state.step + 1,
             masters=masters,
@@ -159,6 +162,7 @@ def make_step(
             "skipped": new_state.step - remembered["updates"],
             "skipped_in_a_row": remembered["skipped_in_a_row"],
             "overflow": overflow,
+            **experts.seen(auxiliary.statistics),
         }
         if precision.scales_loss:
             metrics["loss_scale"] = new_state.loss_scale["scale"]
