@@ -1,7 +1,7 @@
 """Grouped products in XLA's own operation: for any device, and what other kernels are compared with.
 
-On CPUs and GPUs XLA has no kernel for it: it multiplies a copy of the rows for each group, masked to the group's own, by
-all matrices. Right, and E times the FLOPs and the bytes: for tests, toys, and devices that nothing else serves.
+On CPUs and GPUs XLA has no kernel for it: it multiplies a copy of the rows for each group, masked to the group's own,
+by all matrices. Right, and E times the FLOPs and the bytes: for tests, toys, and devices that nothing else serves.
 
 Letters: T rows, E groups, D and F sizes of a row before and after.
 """
