@@ -1,0 +1,259 @@
+"""Grouped matmul by every implementation that there is: TFLOP/s of the product and of both gradients.
+
+    python benchmarks/grouped_matmul.py [--groups 8 128] [--loads even skewed] [--tokens 16384] [--width 4096]
+                                        [--inner 14336] [--dtype bfloat16] [--only NAME ...] [--runs 5] [--json FILE]
+    python benchmarks/grouped_matmul.py --tune [--groups 8 128] [--loads even]
+
+On the first device: rows [tokens, width], sorted by group, times matrices [groups, width, inner]; `dx` is the rows'
+gradient, `dw` the matrices', `all` the three together. Even loads are those of rows that draw their group, each as
+likely; skewed ones of rows that draw it by 1 / its number. Beside the implementations, xla's being JAX's ragged_dot,
+`dense` is one matrix for all rows, of the same FLOPs: what a grouped product could reach at best. FLOPs are 2 × tokens
+× width × inner a leg; what a way multiplies beyond that counts for nothing. Ways run in alternation; figures are
+medians. Distance is the greatest of the three results', from float32, over the rows and the matrix of the largest
+group, relative to its norm.
+
+--tune tries the Pallas kernel's blocks one by one, for each leg, and prints the fastest first. On a CPU the sizes are a
+toy's, kernels run in Pallas's interpreter, and no figure means anything.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attention import ON_CPU, distance, first_line
+
+from jaxopt_llm import errors
+from jaxopt_llm.kernels import grouped_matmul_pallas, grouped_matmul_xla
+from jaxopt_llm.kernels.grouped_matmul_pallas import BLOCKS, Blocks
+
+LEGS = ("forward", "dx", "dw")
+SECONDS = 0.1  # of calls in a row for each time taken: a short call alone would measure the host as well
+MOST_CALLS = 10
+SHARED_MEMORY = 232_448  # bytes a block may have on an H100
+TOKENS, WIDTH, INNER, GROUPS = (256, 64, 96, [4]) if ON_CPU else (16_384, 4096, 14_336, [8, 128])
+
+Operands = dict[str, jax.Array]  # x, w, dy, sizes
+Leg = Callable[[Operands], jax.Array]
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: int
+    width: int
+    inner: int
+    groups: int
+    load: str  # "even" or "skewed"
+    dtype: str
+
+    @property
+    def flops(self) -> float:
+        """Of a leg."""
+        return 2 * self.tokens * self.width * self.inner
+
+    def sizes(self) -> np.ndarray:
+        weights = 1 / (np.arange(self.groups) + 1) if self.load == "skewed" else np.ones(self.groups)
+        drawn = np.random.default_rng(0).multinomial(self.tokens, weights / weights.sum())
+        return drawn.astype(np.int32)
+
+    def operands(self) -> Operands:
+        def draw(seed: int, *shape: int) -> jax.Array:
+            return jax.random.normal(jax.random.key(seed), shape, self.dtype)
+
+        return {
+            "x": draw(0, self.tokens, self.width),
+            # One matrix, of another length in each group: so many random numbers would not fit beside each other.
+            "w": draw(1, self.width, self.inner) * draw(2, self.groups, 1, 1),
+            "dy": draw(3, self.tokens, self.inner),
+            "sizes": jnp.asarray(self.sizes()),
+        }
+
+    def expected(self, of: Operands) -> list[jax.Array]:
+        """The legs' results of the largest group, in float32."""
+        group, rows = self.largest()
+        with jax.default_matmul_precision("highest"):
+            x, w, dy = (each.astype(jnp.float32) for each in (of["x"][rows], of["w"][group], of["dy"][rows]))
+            return [x @ w, dy @ w.T, x.T @ dy]
+
+    def largest(self) -> tuple[int, slice]:
+        """Its number and its rows."""
+        sizes = self.sizes()
+        group = int(sizes.argmax())
+        begin = int(sizes[:group].sum())
+        return group, slice(begin, begin + int(sizes[group]))
+
+
+def own(implementation: Any, **settings: Any) -> dict[str, Leg]:
+    def forward(of: Operands) -> jax.Array:
+        return implementation.forward(of["x"], of["w"], of["sizes"], of["x"].dtype, **settings)
+
+    def dx(of: Operands) -> jax.Array:
+        return implementation.forward(of["dy"], of["w"], of["sizes"], of["x"].dtype, transposed=True, **settings)
+
+    def dw(of: Operands) -> jax.Array:
+        return implementation.weight_gradient(of["x"], of["dy"], of["sizes"], of["x"].dtype, **settings)
+
+    return {"forward": forward, "dx": dx, "dw": dw}
+
+
+DENSE: dict[str, Leg] = {
+    "forward": lambda of: of["x"] @ of["w"][0],
+    "dx": lambda of: of["dy"] @ of["w"][0].T,
+    "dw": lambda of: of["x"].T @ of["dy"],
+}
+WAYS = {"xla": own(grouped_matmul_xla), "pallas": own(grouped_matmul_pallas, interpret=ON_CPU), "dense": DENSE}
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """Of one call of what has run before."""
+
+    def over(calls: int) -> float:
+        clock = time.perf_counter()
+        for _ in range(calls):
+            last = run()
+        jax.block_until_ready(last)
+        return (time.perf_counter() - clock) / calls
+
+    return over(min(max(round(SECONDS / over(1)), 1), MOST_CALLS))
+
+
+def far(case: Case, legs: Mapping[str, Callable[[], Any]], expected: list[jax.Array] | None) -> float | None:
+    """The distance of what the legs give; None, and only run, if nothing is expected."""
+    group, rows = case.largest()
+    found = []
+    for leg, run in legs.items():
+        out = jax.block_until_ready(run())
+        if expected:
+            found.append(out[group] if leg == "dw" else out[rows])
+    return distance(found, expected) if expected else None
+
+
+def compare(case: Case, only: list[str], runs: int) -> list[dict[str, Any]]:
+    of, prepared, rows = case.operands(), {}, []
+    expected = case.expected(of)
+    for name, legs in WAYS.items():
+        if only and name not in only:
+            continue
+        row: dict[str, Any] = {"name": name, **dataclasses.asdict(case)}
+        rows.append(row)
+        compiled = {leg: functools.partial(jax.jit(function), of) for leg, function in legs.items()}
+        try:
+            row["distance"] = far(case, compiled, None if name == "dense" else expected)
+        except jax.errors.JaxRuntimeError as error:  # masked copies of all rows for each group may not fit
+            row["unavailable"] = first_line(error)
+            continue
+        prepared[name] = compiled
+    del expected
+    times: dict[str, dict[str, list[float]]] = {name: {leg: [] for leg in LEGS} for name in prepared}
+    for _ in range(runs):
+        for name, leg in itertools.product(prepared, LEGS):
+            times[name][leg].append(seconds(prepared[name][leg]))
+    for row in rows:
+        if row["name"] in times:
+            taken = {leg: statistics.median(each) for leg, each in times[row["name"]].items()}
+            row["seconds"] = taken
+            row["tflops"] = {leg: case.flops / each / 1e12 for leg, each in taken.items()}
+            row["tflops"]["all"] = len(LEGS) * case.flops / sum(taken.values()) / 1e12
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    which = f"{row['groups']:>6} {row['load']:>7}  {row['name']:<7}"
+    if "unavailable" in row:
+        return f"{which} {row['unavailable']}"
+    figures = " ".join(f"{row['tflops'][leg]:9.1f}" for leg in (*LEGS, "all"))
+    return f"{which} {figures}" + ("" if row["distance"] is None else f" {row['distance']:9.1e}")
+
+
+HEAD = f"{'groups':>6} {'load':>7}  {'':<7} " + " ".join(f"{leg:>9}" for leg in (*LEGS, "all", "distance"))
+
+
+def choices(itemsize: int) -> list[Blocks]:
+    """Those whose loads fit into the memory that they share, and whose sums into registers, without being few."""
+    every = itertools.product((64, 128, 256), (64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4, 5))
+    return [
+        each
+        for each in itertools.starmap(Blocks, every)
+        if (each.rows + each.columns) * each.depth * each.stages * itemsize <= SHARED_MEMORY
+        and 32 <= each.rows * each.columns // (each.warps * 32) <= 128
+    ]
+
+
+def tune(case: Case, runs: int) -> dict[str, list[dict[str, Any]]]:
+    """Each leg's blocks with their TFLOP/s, the fastest first; those that do not compile last."""
+    of = case.operands()
+    itemsize = of["x"].dtype.itemsize
+    found: dict[str, list[dict[str, Any]]] = {}
+    for leg in LEGS:
+        rows = found[leg] = []
+        for blocks in choices(itemsize)[: 2 if ON_CPU else None]:
+            row: dict[str, Any] = dataclasses.asdict(blocks)
+            rows.append(row)
+            try:
+                way = own(grouped_matmul_pallas, blocks=blocks, interpret=ON_CPU)[leg]
+                run = functools.partial(jax.jit(way), of)
+                jax.block_until_ready(run())
+                row["tflops"] = case.flops / statistics.median(seconds(run) for _ in range(runs)) / 1e12
+            except jax.errors.JaxRuntimeError as error:  # of shared memory or registers there is too little
+                row["unavailable"] = first_line(error)
+        rows.sort(key=lambda row: -row.get("tflops", 0))
+        print(f"{leg}, {case.groups} groups, {case.load}; by default {BLOCKS[itemsize]}")
+        for row in rows[:6]:
+            print(f"  {row}", flush=True)
+    return found
+
+
+def main() -> int:
+    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, nargs="+", default=GROUPS)
+    parser.add_argument("--loads", nargs="+", default=["even", "skewed"], choices=["even", "skewed"])
+    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"rows of all groups (default: {TOKENS})")
+    parser.add_argument("--width", type=int, default=WIDTH, help=f"of a row (default: {WIDTH})")
+    parser.add_argument("--inner", type=int, default=INNER, help=f"of its product (default: {INNER})")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--only", nargs="+", default=[], choices=list(WAYS), help="these ways alone")
+    parser.add_argument("--runs", type=int, default=5, help="of each (default: 5)")
+    parser.add_argument("--tune", action="store_true", help="try the Pallas kernel's blocks instead")
+    parser.add_argument("--json", type=Path, help="file to write the figures to; the table goes beside it as .txt")
+    asked = parser.parse_args()
+    cases = [
+        Case(asked.tokens, asked.width, asked.inner, groups, load, asked.dtype)
+        for groups, load in itertools.product(asked.groups, asked.loads)
+    ]
+    report: dict[str, Any] = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+    }
+    if asked.tune:
+        report["blocks"] = [{**dataclasses.asdict(case), **tune(case, asked.runs)} for case in cases]
+        said = [json.dumps(report, indent=2)]
+    else:
+        shape = f"{asked.tokens} × {asked.width} × {asked.inner}"
+        said = [f"{report['device']}, jax {jax.__version__}, {asked.dtype}, {shape}; TFLOP/s", HEAD]
+        print("\n".join(said), flush=True)
+        report["rows"] = []
+        for case in cases:
+            rows = compare(case, asked.only, asked.runs)
+            said += map(line, rows)
+            print("\n".join(map(line, rows)), flush=True)
+            report["rows"] += rows
+    if asked.json:
+        asked.json.write_text(json.dumps(report, indent=2) + "\n")
+        asked.json.with_suffix(".txt").write_text("\n".join(said) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    errors.run(main)
