@@ -152,7 +152,7 @@ def _grouped_matmul(blocks: Blocks, transposed: bool, tiles: Any, x: Any, w: Any
         own = _load(w, group, columns, part) if transposed else _load(w, group, part, columns)
         return summed + triton.dot(_load(x, rows, part), own, trans_b=transposed)
 
-    # Behind the last group there is nothing to sum up.
+    # Behind the last group there is nothing to sum up. In 32 bits, as Triton's loop has its other bound.
     steps = jnp.where(group < groups, jnp.int32(pl.cdiv(depth, blocks.depth)), 0)
     summed = lax.fori_loop(0, steps, step, jnp.zeros((blocks.rows, blocks.columns), jnp.float32))
     _store(summed, out, rows, columns)
