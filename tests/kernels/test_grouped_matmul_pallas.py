@@ -27,7 +27,7 @@ from jaxopt_llm.parallel.topology import gpu_topology
 pytestmark = pytest.mark.core
 
 
-@pytest.mark.parametrize("length, groups, block", [(7, 3, 2), (6, 2, 4), (1, 3, 4), (8, 3, 1)])
+@pytest.mark.parametrize("length, groups, block", [(7, 3, 2), (8, 3, 4), (1, 3, 4), (8, 3, 1)])
 def test_tiles_have_every_row_of_a_group_once(length: int, groups: int, block: int) -> None:
     """Of all sizes that there are."""
     every = [each for each in itertools.product(range(length + 1), repeat=groups) if sum(each) <= length]
