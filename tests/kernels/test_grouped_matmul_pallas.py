@@ -6,7 +6,6 @@ Rounding on tensor cores, registers and speed are a GPU's to show.
 
 import functools
 import itertools
-import math
 import shutil
 from typing import Any
 
@@ -174,11 +173,11 @@ def test_blocks_fit_into_shared_memory(chip: str, dtype: Any, precision: str | N
 
 
 def test_the_program_holds_nothing_of_every_group_and_every_row() -> None:
-    """Nor a copy of the matrices, transposed or not: beside its arguments and results only what tells programs where
-    they work."""
+    """Nor a copy of the matrices, transposed or not, be it in what becomes a result: only arguments and the kernels'
+    results, and what tells programs where they work."""
     compiled = program("h200", rows=16384, inputs=4096, outputs=14336)
-    shapes = list(hlo.array_shapes(str(compiled.as_text())))
-    assert max(math.prod(each.shape) for each in shapes if each.opcode != "parameter") <= 8 * 4096 * 14336
+    arrays = hlo.array_shapes(str(compiled.as_text()))
+    assert {each.opcode for each in arrays if each.bytes > 16384} == {"parameter", "custom-call", "tuple"}
     assert hlo.memory(compiled).temporaries < 16384
 
 
