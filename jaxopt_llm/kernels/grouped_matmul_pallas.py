@@ -2,7 +2,8 @@
 
 The rows of each group are cut into tiles from the group's first row on, the last one masked to what is left, and a list
 of all tiles that XLA makes of the sizes tells each program where it works (Gale et al. 2022, arXiv:2211.15841). Every
-product has its group's FLOPs and no more, but for the masked rows of one tile a group.
+product has its group's FLOPs and no more, but for the masked rows of one tile a group. Any sizes will do; rows whose
+bytes are no multiple of 16 cannot be loaded beside products, and are slow.
 
 Letters: T rows, E groups, D and F sizes of a row before and after, N tiles.
 """
