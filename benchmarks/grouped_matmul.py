@@ -44,7 +44,7 @@ MOST_CALLS = 10
 SHARED_MEMORY = 232_448  # bytes a block may have on an H100
 TOKENS, WIDTH, INNER, GROUPS = (256, 64, 96, [4]) if ON_CPU else (16_384, 4096, 14_336, [8, 128])
 
-Operands = dict[str, jax.Array]  # x, w, dy, sizes
+Operands = dict[str, jax.Array]  # x, one (matrix), w, dy, sizes
 Leg = Callable[[Operands], jax.Array]
 
 
@@ -71,10 +71,12 @@ class Case:
         def draw(seed: int, *shape: int) -> jax.Array:
             return jax.random.normal(jax.random.key(seed), shape, self.dtype)
 
+        one = draw(1, self.width, self.inner)
         return {
             "x": draw(0, self.tokens, self.width),
-            # One matrix, of another length in each group: so many random numbers would not fit beside each other.
-            "w": draw(1, self.width, self.inner) * draw(2, self.groups, 1, 1),
+            "one": one,
+            # Of another length in each group: so many random numbers would not fit beside each other.
+            "w": one * draw(2, self.groups, 1, 1),
             "dy": draw(3, self.tokens, self.inner),
             "sizes": jnp.asarray(self.sizes()),
         }
@@ -108,8 +110,8 @@ def own(implementation: Any, **settings: Any) -> dict[str, Leg]:
 
 
 DENSE: dict[str, Leg] = {
-    "forward": lambda of: of["x"] @ of["w"][0],
-    "dx": lambda of: of["dy"] @ of["w"][0].T,
+    "forward": lambda of: of["x"] @ of["one"],
+    "dx": lambda of: of["dy"] @ of["one"].T,
     "dw": lambda of: of["x"].T @ of["dy"],
 }
 WAYS = {"xla": own(grouped_matmul_xla), "pallas": own(grouped_matmul_pallas, interpret=ON_CPU), "dense": DENSE}

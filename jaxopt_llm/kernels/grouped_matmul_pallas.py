@@ -34,10 +34,10 @@ class Blocks:
     stages: int  # loads of the loop in flight, each with shared memory of its own
 
 
-# By bytes of an element, for all three products. One choice for A100, RTX 4090, H100 and B200: the widest tiles, as deep
-# as fits into the shared memory of each (101,376 bytes a block on the RTX 4090, where Triton keeps one stage less), that
-# spill no register on any, in float32's highest precision neither. On an H100 a step's products run beside the loads of
-# the two behind it. Compiled for all of them, timed on none.
+# By bytes of an element, for all three products. One choice for A100, RTX 4090, H100 and B200: the widest tiles, as
+# deep as fits into the shared memory of each (101,376 bytes a block on the RTX 4090, where Triton keeps one stage
+# less), that spill no register on any, in float32's highest precision neither. On an H100 a step's products run beside
+# the loads of the two behind it. Compiled for all of them, timed on none.
 BLOCKS = {2: Blocks(128, 256, 64, 8, 3), 4: Blocks(128, 128, 32, 8, 4)}
 
 
