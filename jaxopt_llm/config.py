@@ -105,6 +105,7 @@ RESUME_MAY_CHANGE = (
     "training.accumulation",
     "training.loss_chunk",
     "training.attention",
+    "training.expert_products",
     "training.skip_limit",
     "optimizer.in_backward",
     *(f"{section}.*" for section in ("mesh", "distributed", "sharding", "pipeline", "remat", "offload", "xla")),

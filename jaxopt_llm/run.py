@@ -27,6 +27,7 @@ from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh, visible_devices
 from jaxopt_llm.parallel.offload import OffloadConfig
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
+from jaxopt_llm.parallel.topology import choose_expert_products
 from jaxopt_llm.training import lora, pretrained, shapes
 
 FrozenAs = Literal["rests", "original", "absent"]
@@ -136,7 +137,7 @@ def read_folder(
     folder: Folder, precision: PrecisionConfig, tensor: int, attention: str = "xla"
 ) -> tuple[Parts, Params, Placement]:
     """The parameters of a Hugging Face folder, in compute dtype, and where they are."""
-    parts = make_parts(folder.config, attention=attention)
+    parts = make_parts(folder.config, attention=attention, expert_products=expert_products(precision))
     placement = placement_for(size(parts.specs, precision.compute_dtype), precision, tensor)
 
     def read(path: str, spec: ParamSpec) -> jax.Array:
@@ -161,7 +162,8 @@ def restore(
 
     Raises CheckpointError where it has no checkpoint that can be used.
     """
-    parts = make_parts(config.model, config.training.loss_chunk, attention=attention)
+    products = expert_products(config.precision)
+    parts = make_parts(config.model, config.training.loss_chunk, attention=attention, expert_products=products)
     parts, trained, frozen = lora.adapt(parts, config.lora, config.precision, config.training.trainable)
     base = None
     if frozen_as == "absent":
@@ -248,6 +250,11 @@ def _check_tensor(tensor: int, config: TrainConfig) -> None:
             f"--tensor {tensor}: must divide the devices ({devices}) and the model's heads and MLP width, as do "
             f"{', '.join(map(str, fit))}"
         )
+
+
+def expert_products(precision: PrecisionConfig) -> str:
+    """What multiplies with experts here, whatever a run took elsewhere."""
+    return choose_expert_products(visible_devices()[0], "auto", precision.compute_dtype)
 
 
 def placement_for(needed: int, precision: PrecisionConfig, tensor: int = 1) -> Placement:

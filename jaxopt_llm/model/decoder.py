@@ -155,8 +155,14 @@ def _norm_specs(config: ModelConfig, **dims: int) -> dict[str, ParamSpec]:
     return layers.norm_specs(config.norm, config.norm_zero_centered, tuple(dims.values()), tuple(dims))
 
 
-def make_parts(config: ModelConfig, loss_chunk: int = 0, z_loss: float = 0.0, attention: str = "xla") -> Parts:
-    """The parts of a decoder, its switches read once: see ModelConfig and, of the loss, TrainingConfig."""
+def make_parts(
+    config: ModelConfig,
+    loss_chunk: int = 0,
+    z_loss: float = 0.0,
+    attention: str = "xla",
+    expert_products: str = "xla",
+) -> Parts:
+    """The parts of a decoder, its switches read once: see ModelConfig and TrainingConfig."""
     norm = functools.partial(
         layers.norm, kind=config.norm, epsilon=config.norm_epsilon, zero_centered=config.norm_zero_centered
     )
@@ -210,7 +216,13 @@ def make_parts(config: ModelConfig, loss_chunk: int = 0, z_loss: float = 0.0, at
         x = residual(x, normed("attention_post_norm")(attended))
         if "router" in params["mlp"]:
             transformed, added = experts.mixture(
-                params["mlp"], x, context, layer["index"], norm=normed("mlp_norm"), config=config
+                params["mlp"],
+                x,
+                context,
+                layer["index"],
+                norm=normed("mlp_norm"),
+                config=config,
+                products=expert_products,
             )
         else:
             transformed = layers.mlp(params["mlp"], x, context, norm=normed("mlp_norm"), kind=config.mlp)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
+from jaxopt_llm.kernels.grouped_matmul import IMPLEMENTATIONS
 from jaxopt_llm.model import router, weights
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.config import ModelConfig
@@ -53,9 +54,14 @@ def mixture(
     *,
     norm: Function,
     config: ModelConfig,
+    products: str,
 ) -> tuple[jax.Array, Auxiliary]:
-    """The mixture of norm(x). x: [B, S, D] -> [B, S, D]; layer: int32, its number."""
-    placement = context.placement
+    """The mixture of norm(x). x: [B, S, D] -> [B, S, D]; layer: int32, its number; products: the implementation of
+    theirs, see kernels/grouped_matmul.py."""
+    placement, kernel = context.placement, IMPLEMENTATIONS[products]
+
+    def by_expert(rows: jax.Array, name: str, sizes: jax.Array) -> jax.Array:
+        return weights.grouped(rows, params[name], sizes, kernel, placement)
 
     @recomputed
     def route(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -65,12 +71,12 @@ def mixture(
 
     @recomputed
     def inward(rows: jax.Array, sizes: jax.Array) -> list[jax.Array]:
-        hidden = {name: weights.grouped(rows, params[name], sizes, placement) for name in INWARD if name in params}
+        hidden = {name: by_expert(rows, name, sizes) for name in INWARD if name in params}
         return [tag(each, INWARD[name]) for name, each in hidden.items()]
 
     @recomputed
     def outward(sizes: jax.Array, *projected: jax.Array) -> jax.Array:
-        return weights.grouped(HIDDEN[config.mlp](*projected), params["down"], sizes, placement)
+        return by_expert(HIDDEN[config.mlp](*projected), "down", sizes)
 
     normed, logits = route(x)
     choice = router.choose(logits, context.spans.last, config, placement)  # a token sees none after itself

@@ -43,7 +43,14 @@ def einsum(subscripts: str, x: jax.Array, weight: Weight, dtype: jnp.dtype | Non
     return _einsum(subscripts, dtype, x, *split_tap(weight))
 
 
-def grouped(rows: jax.Array, weight: Weight, sizes: jax.Array, placement: Placement, turned: bool = False) -> jax.Array:
+def grouped(
+    rows: jax.Array,
+    weight: Weight,
+    sizes: jax.Array,
+    kernel: grouped_matmul.Implementation,
+    placement: Placement,
+    turned: bool = False,
+) -> jax.Array:
     """Each device's rows times its part of the matrices of the groups that they lie in.
 
     rows: [N, R, D] or, turned, [N, R, F], each of N devices' own, sorted by group; sizes: int32 [N, E], its rows in
@@ -53,9 +60,10 @@ def grouped(rows: jax.Array, weight: Weight, sizes: jax.Array, placement: Placem
     """
     if isinstance(weight, LoraWeight):
         assert weight.magnitude is None and weight.noise is None and not turned, "lora.problems refuses others"
-        low = weight.scale * grouped(rows, weight.lora_a, sizes, placement)
-        return grouped(rows, weight.base, sizes, placement) + grouped(low, weight.lora_b, sizes, placement, True)
-    return _grouped(placement, turned, rows, *split_tap(weight), sizes)
+        low = weight.scale * grouped(rows, weight.lora_a, sizes, kernel, placement)
+        up = grouped(low, weight.lora_b, sizes, kernel, placement, turned=True)
+        return grouped(rows, weight.base, sizes, kernel, placement) + up
+    return _grouped(kernel, placement, turned, rows, *split_tap(weight), sizes)
 
 
 def materialise(weight: Weight, dtype: jnp.dtype | None = None) -> jax.Array:
@@ -233,51 +241,50 @@ def _materialise_backward(dtype, weight, dy):
 _materialise.defvjp(_materialise_forward, _materialise_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _grouped(placement, turned, rows, weight, tap, sizes):
-    return _grouped_forward(placement, turned, rows, weight, tap, sizes)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _grouped(kernel, placement, turned, rows, weight, tap, sizes):
+    return _grouped_forward(kernel, placement, turned, rows, weight, tap, sizes)[0]
 
 
-def _grouped_forward(placement, turned, rows, weight, tap, sizes):
+def _grouped_forward(kernel, placement, turned, rows, weight, tap, sizes):
     shardings = shardings_of(weight)
     gathered = _gather_operand(weight, (2,) if turned else (1,))
     operand = quantised.inputs(shardings.matmul, rows, (2,), shardings.grouped)
     kept = jax.tree.map(lambda array: checkpoint_name(array, KEPT), gathered) if shardings.keep else None
-    y = _rows_times(placement, turned, operand, gathered, shardings, sizes, rows.dtype)
+    y = _rows_times(kernel, placement, turned, operand, gathered, shardings, sizes, rows.dtype)
     return y, (operand, weight, kept, sizes)
 
 
-def _rows_times(placement, turned, rows, gathered, shardings, sizes, dtype):
+def _rows_times(kernel, placement, turned, rows, gathered, shardings, sizes, dtype):
     """In the compute dtype, of what operands in fewer bits stand for."""
     rows, matrices = (quantised.wide(each, shardings.compute_dtype) for each in (rows, gathered))
 
     def on_device(rows, matrices, sizes):
-        return grouped_matmul.forward(rows[0], matrices, sizes[0], dtype, turned)[None]
+        return kernel.forward(rows[0], matrices, sizes[0], dtype, transposed=turned)[None]
 
     own = PartitionSpec(placement.device_axes)
     return placement.on_each_device(on_device, (own, shardings.gathered.spec, own), own)(rows, matrices, sizes)
 
 
-def _grouped_backward(placement, turned, residuals, dy):
+def _grouped_backward(kernel, placement, turned, residuals, dy):
     rows, weight, gathered, sizes = residuals
     shardings = shardings_of(weight)
     gathered = _gather_operand(weight, (2,) if turned else (1,)) if gathered is None else gathered
     dtype = shardings.compute_dtype if isinstance(rows, Quantised) else rows.dtype
     dy = quantised.incoming(shardings.matmul, dy.astype(dtype), shardings.grouped)
-    d_rows = _rows_times(placement, not turned, dy, gathered, shardings, sizes, dtype)
+    d_rows = _rows_times(kernel, placement, not turned, dy, gathered, shardings, sizes, dtype)
     if not shardings.trainable:
         return d_rows, None, None, None
     rows, dy = (quantised.wide(each, shardings.compute_dtype) for each in (rows, dy))
 
     def on_device(rows, dy, sizes):
         x, y = (dy, rows) if turned else (rows, dy)
-        return grouped_matmul.weight_gradient(x[0], y[0], sizes[0], shardings.reduce_dtype)[None]
+        return kernel.weight_gradient(x[0], y[0], sizes[0], shardings.reduce_dtype)[None]
 
     # Each device's part of the sum leaves the region: outside, XLA reduces it to where it goes.
-    spec = shardings.gathered.spec
+    spec, own = shardings.gathered.spec, PartitionSpec(placement.device_axes)
     held = jax.tree.leaves(tuple(spec))
     others = tuple(axis for axis in placement.device_axes if axis not in held)
-    own = PartitionSpec(placement.device_axes)
     with jax.named_scope(GRADIENT):
         parts = placement.on_each_device(on_device, (own, own, own), PartitionSpec(others, *spec))(rows, dy, sizes)
         # Not jnp.sum: it would widen 16-bit values to float32, and so the bytes between devices.

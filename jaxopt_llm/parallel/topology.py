@@ -15,6 +15,7 @@ from jax.experimental import topologies
 from jax.extend.mlir import ir
 
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.kernels import grouped_matmul_pallas
 from jaxopt_llm.kernels.attention import capability_of, unsupported
 from jaxopt_llm.kernels.attention_auto import Choice, fastest
 from jaxopt_llm.parallel.offload import HOST
@@ -263,6 +264,27 @@ def choose_attention(device: Any, asked: str, head_dim: int, dtype: str, keys: i
     if problems[asked]:
         raise InputError(f"training.attention={asked}: {'; '.join(problems[asked])}: {mend}")
     return Choice(asked)
+
+
+def choose_expert_products(device: Any, asked: str, dtype: str) -> str:
+    """The implementation of experts' products that is asked for, or for "auto" the kernel wherever it is supported.
+
+    Raises InputError where what is asked for does not go with the device or the dtype.
+    """
+    capability = capability_of(device)
+    if asked == "auto":
+        return "xla" if capability is None or grouped_matmul_pallas.problems(dtype, capability) else "pallas"
+    if asked == "pallas":
+        found = (
+            [f"is for GPUs, not for {device.device_kind}"]
+            if capability is None
+            else grouped_matmul_pallas.problems(dtype, capability)
+        )
+        if found:
+            raise InputError(
+                f"training.expert_products=pallas: {'; '.join(found)}: set --training.expert-products auto"
+            )
+    return asked
 
 
 def gpu_topology(chip: str = "h200", hosts: int = 1, gpus_per_host: int = 8) -> list[jax.Device]:

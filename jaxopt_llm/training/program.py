@@ -20,7 +20,7 @@ from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import Params, Parts, make_parts
 from jaxopt_llm.parallel import xla_options
 from jaxopt_llm.parallel.sharding import Placement
-from jaxopt_llm.parallel.topology import check_multiplies, choose_attention
+from jaxopt_llm.parallel.topology import check_multiplies, choose_attention, choose_expert_products
 from jaxopt_llm.parallel.xla_options import OURS, XlaConfig, compiler_options
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training import update
@@ -71,6 +71,7 @@ def make_program(
     or their compiler does not take the options of `xla`.
     """
     attention = Choice(FALLBACK if training.attention == "auto" else training.attention)
+    products = "xla"
     if isinstance(placement.mesh, Mesh):
         device = placement.mesh.devices.flat[0]
         check_multiplies(device, placement.precision.matmul)
@@ -78,8 +79,9 @@ def make_program(
         attention = choose_attention(
             device, training.attention, model.head_dim, placement.precision.compute_dtype, keys
         )
+        products = choose_expert_products(device, training.expert_products, placement.precision.compute_dtype)
         xla_options.check(xla, placement.mesh)
-    parts = make_parts(model, training.loss_chunk, training.z_loss, attention.name)
+    parts = make_parts(model, training.loss_chunk, training.z_loss, attention.name, products)
     stages = placement.size("pipeline")
     if stages > 1:
         parts = rest_on_stages(parts, stages, pipelined)

@@ -42,6 +42,9 @@ class TrainingConfig:
     """what computes attention: XLA's own operations, on any device; our flash-attention kernel in Pallas, for GPUs from
     Ampere on; that in Triton, for Hopper and Blackwell; or of those that support the model and the GPU, the one that
     was measured to be the fastest there, xla where nothing was. What reads a cache is computed by xla"""
+    expert_products: Literal["auto", "xla", "pallas"] = "auto"
+    """what multiplies rows with their expert's matrices: XLA's own operation, which on GPUs multiplies each with those
+    of all experts; our kernel in Pallas, for GPUs from Ampere on; auto: the kernel on such GPUs, else xla"""
     z_loss: float = 0.0
     """times log(Z)² of each token, Z being the softmax's sum, is minimised beside the loss: keeps logits from drifting,
     at 1e-4 or so (Chowdhery et al. 2022). The loss in the metrics is without it"""
