@@ -27,6 +27,10 @@ CONFIGS = {
     ),
     "capacity": replace(CONFIG, expert_capacity=1.0),
 }
+EXPERTS = {
+    *("experts", "experts_per_token", "expert_width", "shared_expert_width", "dense_layers", "expert_every", "router"),
+    *("router_renormalises", "router_scale", "balance_loss", "router_z_loss", "expert_capacity"),
+}
 ROWS, LENGTH = 4, 24
 
 
@@ -53,6 +57,11 @@ def assert_as_reference(config: ModelConfig, params: Params) -> None:
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b) + 1e-7 * whole, path
 
     tree.map_with_path(check, gradients, expected)
+
+
+def test_every_switch_of_theirs_is_on_somewhere() -> None:
+    for name in EXPERTS:
+        assert any(getattr(each, name) != getattr(toy.UNIFORM, name) for each in CONFIGS.values()), name
 
 
 @pytest.mark.parametrize("name", CONFIGS)

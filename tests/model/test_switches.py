@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import reference
 import toy
+from test_experts import EXPERTS
 from test_reference import assert_finite_differences
 
 from jaxopt_llm import tree
@@ -83,7 +84,8 @@ def test_every_switch_is_on_somewhere() -> None:
         "tied_head",
         "pretrained",
         "last_layers",
-    }  # test_decoder.py, test_pretrained.py, test_trainable.py
+        *EXPERTS,
+    }  # test_decoder.py, test_pretrained.py, test_trainable.py, test_experts.py
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     assert set().union(*SWITCHES.values()) == fields - sizes - elsewhere
 
