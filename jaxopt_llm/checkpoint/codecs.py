@@ -74,6 +74,18 @@ def fixed(**values: Any) -> Codec:
     return Codec(read, lambda config: {name: allowed[0] for name, allowed in choices.items()})
 
 
+def absent(*names: str) -> Codec:
+    """Theirs that must be null or missing."""
+
+    def read(settings: Settings) -> dict[str, Any]:
+        for name in names:
+            if settings.get(name) is not None:
+                raise Unsupported(f"{name}={settings[name]!r}: only null is known here")
+        return {}
+
+    return Codec(read, lambda config: {})
+
+
 def _read_heads(settings: Settings) -> dict[str, Any]:
     heads = _value(settings, "num_attention_heads", int)
     head_dim = _value(settings, "hidden_size", int) // max(heads, 1)
@@ -131,6 +143,23 @@ def _write_one_window(config: ModelConfig) -> Settings:
     return {"sliding_window": config.window if "sliding" in config.pattern else None}
 
 
+def _read_moe_window(settings: Settings) -> dict[str, Any]:
+    """Qwen3-MoE: of all layers or none."""
+    if not _value(settings, "use_sliding_window", bool, False):
+        return {"pattern": ("global",)}
+    if settings.get("max_window_layers") not in (None, 0):
+        raise Unsupported(
+            f"max_window_layers={settings['max_window_layers']!r}: versions of transformers differ in whether the "
+            "layers below it have a window; only 0 is known here"
+        )
+    return _read_one_window(settings)
+
+
+def _write_moe_window(config: ModelConfig) -> Settings:
+    used = "sliding" in config.pattern
+    return _write_one_window(config) | {"use_sliding_window": used, "max_window_layers": 0 if used else config.layers}
+
+
 GPT_ALIASES = {
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",
@@ -140,12 +169,16 @@ GPT_ALIASES = {
 LAYER_TYPES: dict[str, Kind] = {"full_attention": "global", "sliding_attention": "sliding"}
 
 
-def _layers(settings: Settings, name: str, default: Callable[[int], Any]) -> list[Any]:
-    """A field's list with a value for each layer."""
+def _layer_count(settings: Settings) -> int:
     count = _value(settings, "num_hidden_layers", int)
     if count > MOST_LAYERS:
         raise Unsupported(f"num_hidden_layers={count}: must be at most {MOST_LAYERS:,}")
-    given = settings.get(name)
+    return count
+
+
+def _layers(settings: Settings, name: str, default: Callable[[int], Any]) -> list[Any]:
+    """A field's list with a value for each layer."""
+    count, given = _layer_count(settings), settings.get(name)
     if given is None:
         return [default(layer) for layer in range(count)]
     if not isinstance(given, list) or len(given) < count:
@@ -237,6 +270,66 @@ def period(pattern: Iterable[Kind]) -> tuple[Kind, ...]:
     return kinds
 
 
+def sparse_layers(has_experts: list[bool]) -> tuple[int, int] | None:
+    """dense_layers and expert_every, as small as they can be, of the layers that have experts; None where these cannot
+    say it."""
+    if True not in has_experts:
+        return None
+    for every in range(1, len(has_experts) + 1):
+        for dense in (0, has_experts.index(True)):
+            if has_experts == [layer >= dense and (layer + 1) % every == 0 for layer in range(len(has_experts))]:
+                return dense, every
+    return None
+
+
+def _read_sparse_layers(settings: Settings) -> dict[str, Any]:
+    """Qwen3-MoE: of every so many layers the last has experts, unless it is named."""
+    every, without = _value(settings, "decoder_sparse_step", int), settings.get("mlp_only_layers") or []
+    if every < 1:
+        raise Unsupported(f"decoder_sparse_step={every}: must be at least 1")
+    if not isinstance(without, list) or any(type(each) is not int for each in without):
+        raise Unsupported(f"mlp_only_layers={without!r}: must be a list of layers")
+    layers = range(_layer_count(settings))
+    found = sparse_layers([layer not in without and (layer + 1) % every == 0 for layer in layers])
+    if found is None:
+        raise Unsupported(
+            f"mlp_only_layers={without!r}, decoder_sparse_step={every}: from some layer on every so many'th must have "
+            "experts"
+        )
+    return dict(zip(("dense_layers", "expert_every"), found, strict=True))
+
+
+def _write_sparse_layers(config: ModelConfig) -> Settings:
+    every = config.expert_every
+    dense = [layer for layer in range(config.dense_layers) if (layer + 1) % every == 0]
+    return {"decoder_sparse_step": every, "mlp_only_layers": dense}
+
+
+def experts(name: str, alias: str, default: int) -> Codec:
+    """The number of experts, which versions of transformers write under one name or the other."""
+
+    def read(settings: Settings) -> dict[str, Any]:
+        given = {each: settings[each] for each in (name, alias) if settings.get(each) is not None}
+        if len(given) == 2 and given[name] != given[alias]:
+            raise Unsupported(f"{alias}={given[alias]!r}: it is another name of {name}, which is {given[name]!r}")
+        count = _value({name: next(iter(given.values()), None)}, name, int, default)
+        if count < 1:
+            raise Unsupported(f"{name}={count}: must be at least 1")
+        return {"experts": count}
+
+    return Codec(read, lambda config: {name: config.experts})
+
+
+def _check_projection_norms(settings: Settings) -> dict[str, Any]:
+    """OLMoE's class has norms of hidden_size, whatever head_dim says."""
+    heads, head_dim = _value(settings, "num_attention_heads", int), _read_heads(settings)["head_dim"]
+    if heads * head_dim != settings["hidden_size"]:
+        raise Unsupported(
+            f"head_dim={head_dim}: times num_attention_heads={heads} it must be hidden_size={settings['hidden_size']}"
+        )
+    return {}
+
+
 def _read_gpt(settings: Settings) -> dict[str, Any]:
     for alias, name in GPT_ALIASES.items():
         if settings.get(alias) not in (None, settings.get(name)):
@@ -277,10 +370,10 @@ SIZES = copied(
     width="hidden_size",
     layers="num_hidden_layers",
     heads="num_attention_heads",
-    mlp_width="intermediate_size",
     norm_epsilon="rms_norm_eps",
     tied_head="tie_word_embeddings",
 )
+MLP_SIZE = copied(mlp_width="intermediate_size")
 HEADS = Codec(_read_heads, lambda config: {"num_key_value_heads": config.kv_heads, "head_dim": config.head_dim})
 DIVISIBLE = Codec(_check_divisible, lambda config: {})
 ROPE = Codec(_read_rope, _write_rope)
@@ -302,4 +395,10 @@ GPT_SIZES = copied(
 )
 GPT_HEADS = Codec(_read_gpt, lambda config: {"n_inner": config.mlp_width})
 SOFTCAPS = optional(attention_softcap="attn_logit_softcapping", logit_softcap="final_logit_softcapping")
-ROTARY = (SIZES, HEADS, ROPE)
+MOE_WINDOW = Codec(_read_moe_window, _write_moe_window)
+SPARSE_LAYERS = Codec(_read_sparse_layers, _write_sparse_layers)
+CHOICE = copied(experts_per_token="num_experts_per_tok", balance_loss="router_aux_loss_coef")
+RENORMALISES = copied(router_renormalises="norm_topk_prob")
+PROJECTION_NORMS = Codec(_check_projection_norms, lambda config: {})
+BASICS = (SIZES, HEADS, ROPE)
+ROTARY = (*BASICS, MLP_SIZE)

@@ -8,36 +8,65 @@ from typing import Any
 
 from jaxopt_llm.checkpoint.codecs import (
     ALTERNATING_WINDOWS,
+    BASICS,
+    CHOICE,
     DIVISIBLE,
     GPT_HEADS,
     GPT_SIZES,
     HINTS,
+    MOE_WINDOW,
     NO_BIASES,
     NOPE,
     ONE_WINDOW,
+    PROJECTION_NORMS,
     QUERY_SCALAR,
+    RENORMALISES,
     ROTARY,
     SOFTCAPS,
+    SPARSE_LAYERS,
     SWIGLU,
     WINDOWS_FROM,
     Codec,
     Settings,
     Unsupported,
+    absent,
     always,
+    copied,
+    experts,
     fixed,
     period,
+    sparse_layers,
+)
+from jaxopt_llm.checkpoint.names import (
+    ATTENTION,
+    EXPERTS,
+    FUSED,
+    GEMMA_NORMS,
+    GPT,
+    LLAMA,
+    MIXTRAL_EXPERTS,
+    MLP,
+    NORMS,
+    OUTSIDE,
+    POST_NORMS,
+    QK_NORMS,
+    QKV_BIASES,
+    in_memory,
 )
 from jaxopt_llm.model.config import ModelConfig
 
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """names: a tensor's name, {} for the number of its layer, -> our leaf: the path in a block, or of what is outside
-    the stacks. Several, apart by blanks, lie side by side along the output's dimension.
+    """names: a tensor's name, {} for the number of its layer and a second one for that of its expert, -> our leaf: the
+    path in a block, or of what is outside the stacks. Several, apart by blanks, lie side by side along the output's
+    dimension.
     defaults: fields that its config.json may lack, where that stands for something.
     input_first: whether matrices of the blocks are [in, out], not [out, in] as torch.nn.Linear's.
     base: what a file of the model without its head lacks at the start of its names.
     ignored: names of tensors that hold no parameters, as patterns.
+    in_memory: other names, by which transformers' classes hold a layer's parameters since version 5, and write them on
+    request -> the tensors of `names` that they are, side by side, and of all experts one after the other.
     """
 
     model_type: str
@@ -48,6 +77,7 @@ class Family:
     input_first: bool = False
     base: str = "model."
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    in_memory: dict[str, str] = field(default_factory=dict)
 
     def read(self, settings: Settings) -> ModelConfig:
         whole = self.defaults | settings
@@ -111,7 +141,14 @@ def fitting(config: ModelConfig, preferred: str | None = None) -> Family:
 
 def canonical(config: ModelConfig) -> ModelConfig:
     """The same model, with defaults in the fields that it does not read."""
-    unread = ["pretrained", "last_layers"]
+    unread = ["pretrained", "last_layers", "router_z_loss"]  # the last is of training alone, and nowhere there
+    changed: dict[str, Any] = {}
+    has_experts = [config.has_experts(layer) for layer in range(config.layers)]
+    if sparse := sparse_layers(has_experts):
+        changed = dict(zip(("dense_layers", "expert_every"), sparse, strict=True))
+        unread += ["mlp_width"] if all(has_experts) else []
+    else:
+        unread += OF_EXPERTS
     if "sliding" not in config.pattern:
         unread.append("window")
     if config.positions == "learned":
@@ -123,80 +160,19 @@ def canonical(config: ModelConfig) -> ModelConfig:
     return replace(
         config,
         **{name: getattr(ModelConfig, name) for name in unread},
+        **changed,
         pattern=period([config.pattern[i % len(config.pattern)] for i in range(config.layers)]),
         attention_scale=config.attention_scale or config.head_dim**-0.5,
     )
 
 
+# Fields that a model without experts does not read.
+OF_EXPERTS = (
+    *("experts", "experts_per_token", "expert_width", "shared_expert_width", "dense_layers", "expert_every"),
+    *("router", "router_renormalises", "router_scale", "balance_loss", "expert_capacity"),
+)
 UNTIED: Settings = {"tie_word_embeddings": False, "rope_theta": 10_000.0}
 
-
-# --- names
-
-OUTSIDE = {
-    "model.embed_tokens.weight": "outer/embedding/table",
-    "model.norm.weight": "outer/final_norm/scale",
-    "lm_head.weight": "outer/head/table",
-}
-
-
-def _in_layer(names: dict[str, str]) -> dict[str, str]:
-    return {f"model.layers.{{}}.{name}": ours for name, ours in names.items()}
-
-
-ATTENTION = _in_layer(
-    {
-        "self_attn.q_proj.weight": "attention/query",
-        "self_attn.k_proj.weight": "attention/key",
-        "self_attn.v_proj.weight": "attention/value",
-        "self_attn.o_proj.weight": "attention/output",
-    }
-)
-FUSED = _in_layer(
-    {
-        "self_attn.qkv_proj.weight": "attention/query attention/key attention/value",
-        "self_attn.o_proj.weight": "attention/output",
-        "mlp.gate_up_proj.weight": "mlp/gate mlp/up",
-        "mlp.down_proj.weight": "mlp/down",
-    }
-)
-QKV_BIASES = _in_layer(
-    {f"self_attn.{name[0]}_proj.bias": f"attention/{name}_bias" for name in ("query", "key", "value")}
-)
-QK_NORMS = _in_layer(
-    {"self_attn.q_norm.weight": "query_norm/scale", "self_attn.k_norm.weight": "key_norm/scale"},
-)
-MLP = _in_layer({f"mlp.{name}_proj.weight": f"mlp/{name}" for name in ("gate", "up", "down")})
-NORMS = _in_layer(
-    {"input_layernorm.weight": "attention_norm/scale", "post_attention_layernorm.weight": "mlp_norm/scale"}
-)
-POST_NORMS = _in_layer(
-    {
-        "post_attention_layernorm.weight": "attention_post_norm/scale",
-        "post_feedforward_layernorm.weight": "mlp_post_norm/scale",
-    }
-)
-GEMMA_NORMS = NORMS | POST_NORMS | _in_layer({"pre_feedforward_layernorm.weight": "mlp_norm/scale"})
-LLAMA = OUTSIDE | ATTENTION | MLP | NORMS
-GPT = {
-    "transformer.wte.weight": "outer/embedding/table",
-    "transformer.wpe.weight": "outer/positions/table",
-    "transformer.ln_f.weight": "outer/final_norm/scale",
-    "transformer.ln_f.bias": "outer/final_norm/bias",
-    "lm_head.weight": "outer/head/table",
-    "transformer.h.{}.ln_1.weight": "attention_norm/scale",
-    "transformer.h.{}.ln_1.bias": "attention_norm/bias",
-    "transformer.h.{}.ln_2.weight": "mlp_norm/scale",
-    "transformer.h.{}.ln_2.bias": "mlp_norm/bias",
-    "transformer.h.{}.attn.c_attn.weight": "attention/query attention/key attention/value",
-    "transformer.h.{}.attn.c_attn.bias": "attention/query_bias attention/key_bias attention/value_bias",
-    "transformer.h.{}.attn.c_proj.weight": "attention/output",
-    "transformer.h.{}.attn.c_proj.bias": "attention/output_bias",
-    "transformer.h.{}.mlp.c_fc.weight": "mlp/up",
-    "transformer.h.{}.mlp.c_fc.bias": "mlp/up_bias",
-    "transformer.h.{}.mlp.c_proj.weight": "mlp/down",
-    "transformer.h.{}.mlp.c_proj.bias": "mlp/down_bias",
-}
 
 FAMILIES = (
     Family("llama", "LlamaForCausalLM", LLAMA, (*ROTARY, DIVISIBLE, SWIGLU, NO_BIASES), UNTIED),
@@ -269,6 +245,83 @@ FAMILIES = (
             "num_key_value_heads": 4,
             "no_rope_layer_interval": 4,
         },
+    ),
+    Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        OUTSIDE | ATTENTION | NORMS | MIXTRAL_EXPERTS,
+        (
+            *BASICS,
+            SWIGLU,
+            ONE_WINDOW,
+            experts("num_local_experts", "num_experts", 8),
+            CHOICE,
+            copied(expert_width="intermediate_size"),
+            fixed(router_jitter_noise=0.0),
+            absent("layer_types"),
+        ),
+        {
+            "tie_word_embeddings": False,
+            "rope_theta": 1_000_000.0,
+            "num_key_value_heads": 8,
+            "num_experts_per_tok": 2,
+            "router_aux_loss_coef": 0.001,
+        },
+        in_memory=in_memory("block_sparse_moe", "w1", "w3", "w2")
+        | {"model.layers.{}.mlp.gate.weight": "model.layers.{}.block_sparse_moe.gate.weight"},
+    ),
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        LLAMA | QK_NORMS | EXPERTS,
+        (
+            *ROTARY,
+            SWIGLU,
+            MOE_WINDOW,
+            experts("num_experts", "num_local_experts", 128),
+            CHOICE,
+            RENORMALISES,
+            SPARSE_LAYERS,
+            copied(expert_width="moe_intermediate_size"),
+            fixed(attention_bias=False),
+            absent("layer_types"),
+            always(qk_norm="head"),
+        ),
+        UNTIED
+        | {
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.001,
+        },
+        in_memory=in_memory("mlp", "gate_proj", "up_proj", "down_proj"),
+    ),
+    Family(
+        "olmoe",
+        "OlmoeForCausalLM",
+        OUTSIDE | ATTENTION | NORMS | QK_NORMS | EXPERTS,
+        (
+            *BASICS,
+            SWIGLU,
+            PROJECTION_NORMS,
+            experts("num_experts", "num_local_experts", 64),
+            CHOICE,
+            RENORMALISES,
+            copied(expert_width="intermediate_size"),
+            fixed(attention_bias=False),
+            absent("clip_qkv", "sliding_window", "layer_types"),
+            always(qk_norm="projection"),
+        ),
+        UNTIED
+        | {
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.01,
+        },
+        in_memory=in_memory("mlp", "gate_proj", "up_proj", "down_proj"),
     ),
     Family(
         "gpt2",

@@ -10,10 +10,10 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,9 @@ from jaxopt_llm.checkpoint import families, safetensors
 from jaxopt_llm.checkpoint.codecs import Settings, Unsupported
 from jaxopt_llm.checkpoint.families import Family
 from jaxopt_llm.checkpoint.safetensors import Described, NewFolder, Stored
+from jaxopt_llm.checkpoint.tensors import Piece, Tensor, tensors
 from jaxopt_llm.errors import InputError
-from jaxopt_llm.model import decoder, leaves
+from jaxopt_llm.model import leaves
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import Params
 from jaxopt_llm.model.param import ParamSpec
@@ -48,94 +49,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-
-
-class Piece(NamedTuple):
-    """A parameter of ours within a tensor of theirs.
-
-    path: of our leaf; layer: its place in the leaf's stack, None for what is in none; spec: of one layer, without
-    padding; begin: where it begins along the tensor's output dimension.
-    """
-
-    path: str
-    layer: int | None
-    spec: ParamSpec
-    begin: int
-
-    @property
-    def width(self) -> int:
-        """Along the tensor's output dimension."""
-        return math.prod(self.spec.shape) // self.spec.fan_in
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One of theirs: pieces of ours, side by side along the output. A matrix is [out, in], or [in, out]."""
-
-    pieces: tuple[Piece, ...]
-    input_first: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        spec = self.pieces[0].spec
-        width = sum(piece.width for piece in self.pieces)
-        if not spec.contracting:
-            return (width,)
-        return (spec.fan_in, width) if self.input_first else (width, spec.fan_in)
-
-    def view(self, array: np.ndarray, piece: Piece) -> np.ndarray:
-        """The piece as our leaf's shape has it: a view, of which nothing is read."""
-        part = slice(piece.begin, piece.begin + piece.width)
-        order = self._order(piece.spec)
-        cut = array[:, part] if self.input_first and piece.spec.contracting else array[part]
-        return cut.reshape([piece.spec.shape[dim] for dim in order]).transpose(np.argsort(order))
-
-    def join(self, arrays: list[np.ndarray]) -> np.ndarray:
-        """The tensor of its pieces: the inverse of `view`."""
-        parts = []
-        for array, piece in zip(arrays, self.pieces, strict=True):
-            sizes = (piece.spec.fan_in, piece.width) if self.input_first else (piece.width, piece.spec.fan_in)
-            turned = array.transpose(self._order(piece.spec))
-            parts.append(turned.reshape(sizes if piece.spec.contracting else (piece.width,)))
-        axis = 1 if self.input_first and self.pieces[0].spec.contracting else 0
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
-
-    def _order(self, spec: ParamSpec) -> list[int]:
-        """Our dimensions in the order that theirs has them."""
-        summed = sorted(spec.contracting)
-        others = [dim for dim in range(len(spec.shape)) if dim not in summed]
-        return summed + others if self.input_first else others + summed
-
-
-def tensors(family: Family, config: ModelConfig) -> dict[str, Tensor]:
-    """The tensors of a model by their names, in the order of the layers."""
-    specs = decoder.param_specs(config)
-    by_path = dict(tree.leaves_with_path(specs))
-    # Our prefix, its place in the stack, the layer's number; first of what is outside the stacks.
-    places: list[tuple[str, int | None, int | None]] = [("", None, None), *decoder.places(config)]
-    found: dict[str, Tensor] = {}
-    used: set[str] = set()
-    for prefix, row, layer in places:
-        for name, ours in family.names.items():
-            paths = [prefix + each for each in ours.split()]
-            if ("{}" in name) != bool(prefix) or paths[0] not in by_path:
-                continue
-            pieces: list[Piece] = []
-            for path in paths:
-                spec = _unpadded(by_path[path].layer() if prefix else by_path[path], config)
-                pieces.append(Piece(path, row, spec, sum(piece.width for piece in pieces)))
-            # Tables are [rows, width] whatever the matrices are.
-            found[name.format(layer)] = Tensor(tuple(pieces), family.input_first and bool(prefix))
-            used |= set(paths)
-    missing = by_path.keys() - used
-    if missing:
-        raise Unsupported(f"{family.model_type} has no tensor for {min(missing)}")
-    return found
-
-
-def _unpadded(spec: ParamSpec, config: ModelConfig) -> ParamSpec:
-    sizes = zip(spec.shape, spec.axes, strict=True)
-    return replace(spec, shape=tuple(config.vocabulary_size if axis == "vocabulary" else size for size, axis in sizes))
 
 
 # --- reading
@@ -206,13 +119,13 @@ class Folder:
     stored: Mapping[str, Stored]
 
     @functools.cached_property
-    def _where(self) -> dict[tuple[str, int | None], tuple[str, Tensor, Piece]]:
-        """Our leaf and the place in its stack -> the tensor that it is in."""
-        return {
-            (piece.path, piece.layer): (name, tensor, piece)
-            for name, tensor in tensors(self.family, self.config).items()
-            for piece in tensor.pieces
-        }
+    def _where(self) -> dict[tuple[str, int | None], list[tuple[str, Tensor, Piece]]]:
+        """Our leaf and the place in its stack -> the tensor that it is in, or that of each expert."""
+        where: dict[tuple[str, int | None], list[tuple[str, Tensor, Piece]]] = {}
+        for name, tensor in tensors(self.family, self.config).items():
+            for piece in tensor.pieces:
+                where.setdefault((piece.path, piece.layer), []).append((name, tensor, piece))
+        return where
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -228,7 +141,8 @@ class Folder:
 
     def dtype(self, path: str) -> np.dtype:
         """Of a leaf's values: the widest, where its tensors differ."""
-        held = {self.stored[name].array.dtype for (leaf, _), (name, *_) in self._where.items() if leaf == path}
+        names = [name for (leaf, _), places in self._where.items() if leaf == path for name, *_ in places]
+        held = {self.stored[name].array.dtype for name in names}
         return jnp.dtype(jnp.result_type(*held))
 
     def read(self, path: str, spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
@@ -240,7 +154,14 @@ class Folder:
 
     def fill(self, path: str, out: np.ndarray, layer: int | None, index: tuple[slice, ...]) -> None:
         """Writes what the index selects of a leaf's layer: see `filled`."""
-        name, tensor, piece = self._where[path, layer]
+        places = self._where[path, layer]
+        if places[0][2].expert is None:
+            self._fill(*places[0], out, index)
+        else:
+            for place, of_expert in zip(places[index[0]], out, strict=True):
+                self._fill(*place, of_expert, index[1:])
+
+    def _fill(self, name: str, tensor: Tensor, piece: Piece, out: np.ndarray, index: tuple[slice, ...]) -> None:
         stored = self.stored[name]
         source = tensor.view(stored.array, piece)[index]
         out = out[tuple(slice(size) for size in source.shape)]  # fewer rows than ours where ours are padded
@@ -259,23 +180,55 @@ def open_folder(path: Path) -> Folder:
     if not any(name.startswith(family.base) for name in stored):  # the model without its head, as GPT-2's first folder
         stored = {name if name in wanted else family.base + name: each for name, each in stored.items()}
     stored = {name: each for name, each in stored.items() if not any(fnmatchcase(name, p) for p in family.ignored)}
+    stored = _as_published(family, config, stored, wanted)
     for name, tensor in wanted.items():
         if name not in stored:
             raise InputError(f"{path}: tensor {name!r} is missing")
         found = stored[name]
         if found.array.dtype not in safetensors.FLOATS.values():
             raise safetensors.not_float(found.file, name, str(found.array.dtype))
-        if found.array.shape != tensor.shape:
-            raise InputError(
-                f"{found.file}: tensor {name!r} is {list(found.array.shape)}, and by {CONFIG} it must be "
-                f"{list(tensor.shape)}"
-            )
+        _check_shape(name, found, tensor.shape)
     if config.tied_head:
         _check_tied(family, stored)
     for name, extra in stored.items():
         if name not in wanted:
             raise InputError(f"{extra.file}: tensor {name!r} is none of a {family.architecture}'s as {CONFIG} has it")
     return Folder(path, family, config, stored)
+
+
+def _as_published(
+    family: Family, config: ModelConfig, stored: Mapping[str, Stored], wanted: Mapping[str, Tensor]
+) -> dict[str, Stored]:
+    """The same by the names that folders have, where it is as transformers' classes hold it: views."""
+    found = dict(stored)
+    for layer in range(config.layers):
+        for theirs, published in family.in_memory.items():
+            name, parts = theirs.format(layer), published.split()
+            first = wanted.get(parts[0].format(layer, 0))
+            if name not in found or first is None:
+                continue
+            one = found.pop(name)
+            if first.pieces[0].expert is None:
+                views = {parts[0].format(layer): one.array}
+            else:
+                rows, columns = first.shape
+                _check_shape(name, one, (config.experts, len(parts) * rows, columns))
+                views = {
+                    part.format(layer, expert): view
+                    for expert, of_expert in enumerate(one.array)
+                    for part, view in zip(parts, np.split(of_expert, len(parts)), strict=True)
+                }
+            if twice := views.keys() & found.keys():
+                raise InputError(f"{one.file}: tensor {min(twice)!r} is there twice, and once within {name!r}")
+            found |= {part: one._replace(array=view) for part, view in views.items()}
+    return found
+
+
+def _check_shape(name: str, found: Stored, shape: tuple[int, ...]) -> None:
+    if found.array.shape != shape:
+        raise InputError(
+            f"{found.file}: tensor {name!r} is {list(found.array.shape)}, and by {CONFIG} it must be {list(shape)}"
+        )
 
 
 def _check_tied(family: Family, stored: dict[str, Stored]) -> None:
@@ -333,12 +286,19 @@ def write(
     widest_first = sorted(wanted, key=lambda name: -dtypes[name].itemsize)
     described = {name: Described(dtypes[name], wanted[name].shape) for name in widest_first}
 
+    @functools.lru_cache(maxsize=1)  # experts of a layer, which are asked for in turn, come from the devices at once
+    def experts(path: str, layer: int, contracting: tuple[int, ...]) -> np.ndarray:
+        return one_layer(values[path], layer, (), contracting)
+
+    def get_piece(piece: Piece) -> np.ndarray:
+        if piece.expert is None:
+            return one_layer(values[piece.path], piece.layer, piece.spec.shape, piece.spec.contracting)
+        assert piece.layer is not None
+        return experts(piece.path, piece.layer, tuple(dim + 1 for dim in piece.spec.contracting))[piece.expert]
+
     def get(name: str) -> np.ndarray:
         tensor = wanted[name]
-        arrays = [
-            one_layer(values[piece.path], piece.layer, piece.spec.shape, piece.spec.contracting)
-            for piece in tensor.pieces
-        ]
+        arrays = [get_piece(piece) for piece in tensor.pieces]
         with np.errstate(over="ignore"):  # told below
             joined = tensor.join(arrays).astype(described[name].dtype, copy=False)
         if not np.isfinite(joined).all():

@@ -22,9 +22,10 @@ from jax.sharding import NamedSharding
 from jaxopt_llm import tree
 from jaxopt_llm.checkpoint import huggingface, peft_config, safetensors
 from jaxopt_llm.checkpoint.families import Family
-from jaxopt_llm.checkpoint.huggingface import Folder, Piece, Tensor
+from jaxopt_llm.checkpoint.huggingface import Folder
 from jaxopt_llm.checkpoint.peft_config import PeftConfig, endings
 from jaxopt_llm.checkpoint.safetensors import Stored
+from jaxopt_llm.checkpoint.tensors import Piece, Tensor, tensors
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.model import leaves
 from jaxopt_llm.model.config import ModelConfig
@@ -35,6 +36,7 @@ WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
 HEAD = "lm_head"  # in every family
 EMBEDDING = "outer/embedding/table"
+ROUTER = "/mlp/router"
 LOOKED_UP = (EMBEDDING, "outer/positions/table")  # modules of these have no product, and factors of other names
 
 LINEAR = ("lora_A.weight", "lora_B.weight")  # [rank, in], [out, rank]
@@ -72,11 +74,12 @@ class Module(NamedTuple):
 
 
 def modules(family: Family, config: ModelConfig) -> dict[str, Module]:
-    """By their names, in the order of the layers."""
+    """By their names, in the order of the layers. Experts and their routers are none: transformers' classes hold them
+    as bare parameters."""
     found = {}
-    for tensor_name, tensor in huggingface.tensors(family, config).items():
+    for tensor_name, tensor in tensors(family, config).items():
         name, first = tensor_name.removesuffix(".weight"), tensor.pieces[0]
-        if first.spec.contracting:
+        if first.spec.contracting and first.expert is None and not first.path.endswith(ROUTER):
             found[name] = Module(name, tensor, first.path in LOOKED_UP)
             if first.path == EMBEDDING and config.tied_head:
                 found[HEAD] = Module(HEAD, tensor, looked_up=False)

@@ -11,10 +11,10 @@ import numpy as np
 
 from jaxopt_llm.checkpoint import huggingface, peft_config, safetensors
 from jaxopt_llm.checkpoint.families import Family
-from jaxopt_llm.checkpoint.huggingface import Piece
 from jaxopt_llm.checkpoint.peft import HEAD, KINDS, LINEAR, LOOK_UP, MAGNITUDE, PREFIX, WEIGHTS, modules
 from jaxopt_llm.checkpoint.peft_config import PeftConfig, endings
 from jaxopt_llm.checkpoint.safetensors import Described, NewFolder
+from jaxopt_llm.checkpoint.tensors import Piece
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import Params

@@ -83,14 +83,15 @@ class ParamSpec:
 
     def layer(self) -> "ParamSpec":
         """The spec of one layer of a stack: the inverse of `stack`."""
-        return replace(self._without(self.leading), layers=None)
+        return replace(self.without(self.leading), layers=None)
 
     def stage(self) -> "ParamSpec":
         """The spec of what one stage of a pipeline holds of a stack: its slots chunk after chunk, whichever layers
         these are."""
         return self.layer().stack(self.shape[0] * self.shape[2])
 
-    def _without(self, leading: int) -> "ParamSpec":
+    def without(self, leading: int) -> "ParamSpec":
+        """The spec of what is along so many leading dimensions."""
         dims = tuple(dim - leading for dim in self.contracting)
         return replace(self, shape=self.shape[leading:], axes=self.axes[leading:], contracting=dims)
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxopt_llm.checkpoint import families
 from jaxopt_llm.checkpoint.codecs import Unsupported
-from jaxopt_llm.checkpoint.huggingface import tensors
+from jaxopt_llm.checkpoint.tensors import tensors
 from jaxopt_llm.model.config import ModelConfig
 
 pytestmark = pytest.mark.core

@@ -1,0 +1,108 @@
+"""Hugging Face's tensors as pieces of our leaves: which leaf, which layer, which expert, and how they lie there."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxopt_llm import tree
+from jaxopt_llm.checkpoint.codecs import Unsupported
+from jaxopt_llm.checkpoint.families import Family
+from jaxopt_llm.model import decoder
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.model.param import ParamSpec
+
+
+class Piece(NamedTuple):
+    """A parameter of ours within a tensor of theirs.
+
+    path: of our leaf; layer: its place in the leaf's stack, None for what is in none; expert: its place among the
+    layer's, None for what is of none; spec: of one layer and expert, without padding; begin: where it begins along the
+    tensor's output dimension.
+    """
+
+    path: str
+    layer: int | None
+    expert: int | None
+    spec: ParamSpec
+    begin: int
+
+    @property
+    def width(self) -> int:
+        """Along the tensor's output dimension."""
+        return math.prod(self.spec.shape) // self.spec.fan_in
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One of theirs: pieces of ours, side by side along the output. A matrix is [out, in], or [in, out]."""
+
+    pieces: tuple[Piece, ...]
+    input_first: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        spec = self.pieces[0].spec
+        width = sum(piece.width for piece in self.pieces)
+        if not spec.contracting:
+            return (width,)
+        return (spec.fan_in, width) if self.input_first else (width, spec.fan_in)
+
+    def view(self, array: np.ndarray, piece: Piece) -> np.ndarray:
+        """The piece as our leaf's shape has it: a view, of which nothing is read."""
+        part = slice(piece.begin, piece.begin + piece.width)
+        order = self._order(piece.spec)
+        cut = array[:, part] if self.input_first and piece.spec.contracting else array[part]
+        return cut.reshape([piece.spec.shape[dim] for dim in order]).transpose(np.argsort(order))
+
+    def join(self, arrays: list[np.ndarray]) -> np.ndarray:
+        """The tensor of its pieces: the inverse of `view`."""
+        parts = []
+        for array, piece in zip(arrays, self.pieces, strict=True):
+            sizes = (piece.spec.fan_in, piece.width) if self.input_first else (piece.width, piece.spec.fan_in)
+            turned = array.transpose(self._order(piece.spec))
+            parts.append(turned.reshape(sizes if piece.spec.contracting else (piece.width,)))
+        axis = 1 if self.input_first and self.pieces[0].spec.contracting else 0
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
+
+    def _order(self, spec: ParamSpec) -> list[int]:
+        """Our dimensions in the order that theirs has them."""
+        summed = sorted(spec.contracting)
+        others = [dim for dim in range(len(spec.shape)) if dim not in summed]
+        return summed + others if self.input_first else others + summed
+
+
+def tensors(family: Family, config: ModelConfig) -> dict[str, Tensor]:
+    """The tensors of a model by their names, in the order of the layers; those of a leaf's experts are side by side."""
+    by_path = dict(tree.leaves_with_path(decoder.param_specs(config)))
+    # Our prefix, its place in the stack, the layer's number; first of what is outside the stacks.
+    places: list[tuple[str, int | None, int | None]] = [("", None, None), *decoder.places(config)]
+    found: dict[str, Tensor] = {}
+    used: set[str] = set()
+    for prefix, row, layer in places:
+        for name, ours in family.names.items():
+            paths = [prefix + each for each in ours.split()]
+            if ("{}" in name) != bool(prefix) or paths[0] not in by_path:
+                continue
+            specs = [_unpadded(by_path[path].layer() if prefix else by_path[path], config) for path in paths]
+            of_experts = "experts" in specs[0].axes
+            if of_experts != (name.count("{}") == 2):
+                continue
+            for expert in range(config.experts) if of_experts else (None,):
+                pieces: list[Piece] = []
+                for path, spec in zip(paths, specs, strict=True):
+                    one = spec.without(1) if of_experts else spec
+                    pieces.append(Piece(path, row, expert, one, sum(piece.width for piece in pieces)))
+                # Tables are [rows, width] whatever the matrices are.
+                found[name.format(layer, expert)] = Tensor(tuple(pieces), family.input_first and bool(prefix))
+            used |= set(paths)
+    missing = by_path.keys() - used
+    if missing:
+        raise Unsupported(f"{family.model_type} has no tensor for {min(missing)}")
+    return found
+
+
+def _unpadded(spec: ParamSpec, config: ModelConfig) -> ParamSpec:
+    sizes = zip(spec.shape, spec.axes, strict=True)
+    return replace(spec, shape=tuple(config.vocabulary_size if axis == "vocabulary" else size for size, axis in sizes))
