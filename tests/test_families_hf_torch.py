@@ -179,7 +179,7 @@ def test_a_round_trip_is_equal_to_the_bit(name: str, cases: dict[str, Case], tmp
     jax.tree.map(np.testing.assert_array_equal, again.params, case.here.params)
 
 
-@pytest.mark.parametrize("name", ["mistral 0.1", "gpt 2", "gemma 2"])
+@pytest.mark.parametrize("name", ["mistral 0.1", "gpt 2", "gemma 2", "mixtral", "qwen 3 moe", "olmoe"])
 def test_a_model_of_ones_own_is_loaded_there(name: str, cases: dict[str, Case], tmp_path: Path) -> None:
     """Whose config.json says what ModelConfig knows, and no more."""
     case = cases[name]
@@ -188,6 +188,16 @@ def test_a_model_of_ones_own_is_loaded_there(name: str, cases: dict[str, Case], 
     own = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own", attn_implementation="eager")
     assert type(own) is type(case.model)
     np.testing.assert_array_equal(case.their_logits(own), case.their_logits(case.model))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen 3 moe", "olmoe"])
+def test_experts_are_read_as_the_classes_hold_them(name: str, cases: dict[str, Case], tmp_path: Path) -> None:
+    case = cases[name]
+    case.model.save_pretrained(tmp_path, save_original_format=False)
+    assert any(stored.array.ndim == 3 for stored in safetensors.open_folder(tmp_path).values())
+    found = jaxopt_llm.load_pretrained(tmp_path)
+    assert found.config == case.here.config
+    jax.tree.map(np.testing.assert_array_equal, found.params, case.here.params)
 
 
 # The second form of each family is a slow one: it differs in what the logits show already.

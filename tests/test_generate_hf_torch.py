@@ -29,6 +29,9 @@ FORMS = (
     "phi 3",
     "olmo 2 grouped",
     "smollm 3",
+    "mixtral tied, windows",
+    "qwen 3 moe tied, windows",
+    "olmoe",
     "gpt 2",
 )
 GAP, DISTINCT = 2e-4, 8

@@ -208,7 +208,7 @@ def _as_published(
             if name not in found or first is None:
                 continue
             one = found.pop(name)
-            if first.pieces[0].expert is None:
+            if not first.of_expert:
                 views = {parts[0].format(layer): one.array}
             else:
                 rows, columns = first.shape

@@ -79,7 +79,7 @@ def modules(family: Family, config: ModelConfig) -> dict[str, Module]:
     found = {}
     for tensor_name, tensor in tensors(family, config).items():
         name, first = tensor_name.removesuffix(".weight"), tensor.pieces[0]
-        if first.spec.contracting and first.expert is None and not first.path.endswith(ROUTER):
+        if first.spec.contracting and not tensor.of_expert and not first.path.endswith(ROUTER):
             found[name] = Module(name, tensor, first.path in LOOKED_UP)
             if first.path == EMBEDDING and config.tied_head:
                 found[HEAD] = Module(HEAD, tensor, looked_up=False)
@@ -201,7 +201,7 @@ def open_adapter(path: Path, family: Family, config: ModelConfig) -> Adapter:
             f"{path / peft_config.FILE}: target_modules={said.target_modules!r}, with layers_to_transform="
             f"{said.layers_to_transform}, selects nothing of the model"
         )
-    stored = _by_module(path, every)
+    stored = _by_module(path, every, tensors(family, config))
     base = {name: each.pop(BASE) for name, each in stored.items() if BASE in each}
     for name, each in stored.items():
         if name not in selected and each:
@@ -237,7 +237,7 @@ def open_adapter(path: Path, family: Family, config: ModelConfig) -> Adapter:
     return Adapter(path, lora, widest.factors.scale, parts, file, base)
 
 
-def _by_module(path: Path, every: Collection[str]) -> dict[str, dict[str, Stored]]:
+def _by_module(path: Path, every: Collection[str], names: Collection[str]) -> dict[str, dict[str, Stored]]:
     """The tensors of a folder by module and kind."""
     file = path / WEIGHTS
     if not file.is_file() and (path / PICKLE).is_file():
@@ -256,6 +256,8 @@ def _by_module(path: Path, every: Collection[str]) -> dict[str, dict[str, Stored
     for name, stored in safetensors.open_file(file).items():
         kind = next((kind for kind in KINDS if name.endswith(f".{kind}")), "")
         module = name.removeprefix(PREFIX).removesuffix(f".{kind}")
+        if f"{module}.weight" in names and module not in every:
+            raise InputError(f"{file}: tensor {name!r}: adapters of experts and of their routers are not read here")
         if not (kind and name.startswith(PREFIX) and module in every):
             raise InputError(f"{file}: tensor {name!r} is of no adapter of a matrix of the model")
         if stored.array.dtype not in safetensors.FLOATS.values():

@@ -14,7 +14,7 @@ from jaxopt_llm.checkpoint.families import Family
 from jaxopt_llm.checkpoint.peft import HEAD, KINDS, LINEAR, LOOK_UP, MAGNITUDE, PREFIX, WEIGHTS, modules
 from jaxopt_llm.checkpoint.peft_config import PeftConfig, endings
 from jaxopt_llm.checkpoint.safetensors import Described, NewFolder
-from jaxopt_llm.checkpoint.tensors import Piece
+from jaxopt_llm.checkpoint.tensors import Piece, tensors
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import Params
@@ -42,6 +42,11 @@ def write(
     every = modules(family, config)
     chosen = {name: [p for p in module.weight.pieces if p.path in adapted] for name, module in every.items()}
     chosen = {name: pieces for name, pieces in chosen.items() if pieces}
+    if homeless := adapted.keys() - {piece.path for pieces in chosen.values() for piece in pieces}:
+        raise InputError(
+            f"{path}: adapters of {min(homeless)}: PEFT has none of experts and of their routers as they are here; "
+            "`convert merge` folds them into the model"
+        )
     described: dict[str, Described] = {}
     for name, pieces in chosen.items():
         module = every[name]
@@ -79,10 +84,12 @@ def write(
     times = {
         re.escape(ending): count for count, names in by_count.items() if count > 1 for ending in endings(names, every)
     }
+    # Experts are modules in older versions of transformers, and end like an MLP's.
+    of_experts = {name.removesuffix(".weight") for name, each in tensors(family, config).items() if each.of_expert}
     said = PeftConfig(
         r=rank,
         lora_alpha=alpha,
-        target_modules=endings(chosen, every),
+        target_modules=endings(chosen, every.keys() | of_experts),
         rank_pattern={pattern: rank * count for pattern, count in times.items()},
         alpha_pattern={pattern: alpha * (math.sqrt(count) if rslora else count) for pattern, count in times.items()},
         use_rslora=rslora,

@@ -42,6 +42,10 @@ class Tensor:
     input_first: bool
 
     @property
+    def of_expert(self) -> bool:
+        return self.pieces[0].expert is not None
+
+    @property
     def shape(self) -> tuple[int, ...]:
         spec = self.pieces[0].spec
         width = sum(piece.width for piece in self.pieces)
@@ -89,11 +93,11 @@ def tensors(family: Family, config: ModelConfig) -> dict[str, Tensor]:
             of_experts = "experts" in specs[0].axes
             if of_experts != (name.count("{}") == 2):
                 continue
+            specs = [spec.without(1) if of_experts else spec for spec in specs]
             for expert in range(config.experts) if of_experts else (None,):
                 pieces: list[Piece] = []
                 for path, spec in zip(paths, specs, strict=True):
-                    one = spec.without(1) if of_experts else spec
-                    pieces.append(Piece(path, row, expert, one, sum(piece.width for piece in pieces)))
+                    pieces.append(Piece(path, row, expert, spec, sum(piece.width for piece in pieces)))
                 # Tables are [rows, width] whatever the matrices are.
                 found[name.format(layer, expert)] = Tensor(tuple(pieces), family.input_first and bool(prefix))
             used |= set(paths)

@@ -97,6 +97,33 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
         3_075_098_624,
         {"pattern": ("global", "global", "global", "global_nope"), "tied_head": True},
     ),
+    "mixtral": (
+        sizes(
+            32000, 4096, 14336, 32, 32, 8, sliding_window=None, rope_theta=1000000.0, tie_word_embeddings=False,
+            num_local_experts=8, num_experts_per_tok=2, router_aux_loss_coef=0.02, output_router_logits=False,
+        ),
+        46_702_792_704,
+        {"experts": 8, "experts_per_token": 2, "expert_width": 14336, "balance_loss": 0.02},
+    ),
+    "qwen3_moe": (
+        sizes(
+            151936, 2048, 6144, 48, 32, 4, head_dim=128, attention_bias=False, use_sliding_window=False,
+            sliding_window=None, max_window_layers=48, rope_theta=1000000.0, tie_word_embeddings=False,
+            decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True, num_experts=128,
+            num_experts_per_tok=8, router_aux_loss_coef=0.001, output_router_logits=False,
+        ),
+        30_532_122_624,
+        {"experts": 128, "experts_per_token": 8, "expert_width": 768, "qk_norm": "head", "pattern": ("global",)},
+    ),
+    "olmoe": (
+        sizes(
+            50304, 2048, 1024, 16, 16, 16, attention_bias=False, clip_qkv=None, rope_theta=10000.0, rope_scaling=None,
+            tie_word_embeddings=False, norm_topk_prob=False, num_experts=64, num_experts_per_tok=8,
+            router_aux_loss_coef=0.01, output_router_logits=False,
+        ),
+        6_919_161_856,
+        {"experts": 64, "expert_width": 1024, "qk_norm": "projection", "router_renormalises": False},
+    ),
     "gpt2": (
         {
             "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "n_ctx": 1024,
@@ -154,6 +181,38 @@ def test_the_kinds_of_the_layers(name: str, changes: dict[str, Any], pattern: tu
     assert read(family.write(config)) == config
 
 
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"mlp_only_layers": [0, 1]}, {"dense_layers": 2, "expert_every": 1}),
+        ({"decoder_sparse_step": 3}, {"dense_layers": 0, "expert_every": 3}),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 1, 3]}, {"dense_layers": 5, "expert_every": 2}),
+        ({"mlp_only_layers": list(range(0, 48, 2))}, {"dense_layers": 0, "expert_every": 2}),
+        ({"mlp_only_layers": list(range(46)), "num_hidden_layers": 47}, {"dense_layers": 46, "expert_every": 1}),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+            {"pattern": ("sliding",), "window": 8},
+        ),
+        ({"num_experts": None, "num_local_experts": 16}, {"experts": 16}),
+        ({"num_experts": None}, {"experts": 128}),
+    ],
+)
+def test_which_layers_have_experts_and_windows(changes: dict[str, Any], fields: dict[str, Any]) -> None:
+    config = read(published("qwen3_moe") | changes)
+    assert {name: getattr(config, name) for name in fields} == fields
+    family = families.find(published("qwen3_moe"))
+    written = family.write(config)
+    assert read(written) == config
+    # By what transformers' class says of each layer.
+    wanted = published("qwen3_moe") | changes
+    for settings in (wanted, written):
+        sparse = [
+            layer not in settings["mlp_only_layers"] and (layer + 1) % settings["decoder_sparse_step"] == 0
+            for layer in range(config.layers)
+        ]
+        assert sparse == [config.has_experts(layer) for layer in range(config.layers)]
+
+
 def test_of_two_places_the_one_is_read_that_transformers_reads() -> None:
     both = published("llama") | {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
     config = read(both | {"rope_scaling": LLAMA3_ROPE, "original_max_position_embeddings": 4096})
@@ -169,6 +228,12 @@ def test_of_two_places_the_one_is_read_that_transformers_reads() -> None:
         (ModelConfig(pattern=("global", "sliding"), biases="qkv"), "qwen2"),
         (ModelConfig(pattern=("global", "sliding"), qk_norm="head"), "qwen3"),
         (ModelConfig(pattern=("global_nope", "global")), "smollm3"),
+        (ModelConfig(experts=4, mlp_width=7), "mixtral"),  # no layer reads mlp_width
+        (ModelConfig(experts=4, dense_layers=1, qk_norm="head"), "qwen3_moe"),
+        (ModelConfig(experts=4, expert_every=5, experts_per_token=3), "llama"),  # of 4 layers: none has experts
+        (ModelConfig(experts=4, router_z_loss=0.1), "mixtral"),  # which changes no logits
+        (ModelConfig(experts=4, qk_norm="projection", head_dim=32, width=128), "olmoe"),
+        (ModelConfig(balance_loss=0.5), "llama"),
     ],
 )
 def test_a_model_of_ones_own_finds_its_family(config: ModelConfig, family: str) -> None:
@@ -181,6 +246,11 @@ def test_a_model_of_ones_own_finds_its_family(config: ModelConfig, family: str) 
         ({"logit_softcap": 3.0}, "model.logit_softcap=3.0"),
         ({"norm_zero_centered": True}, "model.norm_zero_centered=True"),
         ({"pattern": ("sliding", "global")}, "model.pattern="),
+        ({"experts": 4, "router": "sigmoid"}, "model.router=sigmoid"),
+        ({"experts": 4, "router_scale": 2.0}, "model.router_scale=2.0"),
+        ({"experts": 4, "shared_expert_width": 8}, "model.shared_expert_width=8"),
+        ({"experts": 4, "expert_capacity": 1.5}, "model.expert_capacity=1.5"),
+        ({"experts": 4, "dense_layers": 1}, "model.dense_layers=1"),
     ],
 )
 def test_a_model_that_no_family_has_is_refused(changes: dict[str, Any], lacks: str) -> None:
@@ -219,6 +289,21 @@ def test_a_model_that_no_family_has_is_refused(changes: dict[str, Any], lacks: s
         ("llama", {"is_causal": False}, "is_causal=False: only True"),
         ("qwen2", {"per_layer_config": {"2": {"rms_norm_eps": 1.0}}}, "per_layer_config"),
         ("mistral", {"layer_types": ["full_attention"] * 32}, "layer_types: with it a mistral"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: only 0.0"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts=0: must be at least 1"),
+        ("mixtral", {"num_experts": 4}, "num_experts=4: it is another name of num_local_experts, which is 8"),
+        ("mixtral", {"num_experts_per_tok": 9}, "experts_per_token=9: must be at most model.experts=8"),
+        ("mixtral", {"layer_types": ["full_attention"] * 32}, "layer_types=.*: only null"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("qwen3_moe", {"mlp_only_layers": [3]}, "mlp_only_layers=\\[3\\], decoder_sparse_step=1: from some layer on"),
+        ("qwen3_moe", {"mlp_only_layers": list(range(48))}, "every so many'th must have experts"),
+        ("qwen3_moe", {"mlp_only_layers": [True]}, "mlp_only_layers=\\[True\\]: must be a list of layers"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0: must be at least 1"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias=True"),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "max_window_layers=48: versions"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0: only null"),
+        ("olmoe", {"sliding_window": 8}, "sliding_window=8: only null"),
+        ("olmoe", {"head_dim": 64}, "head_dim=64: times num_attention_heads=16 it must be hidden_size=2048"),
         ("gemma2", {"num_attention_heads": 15}, "hidden_size=3584 does not divide by num_attention_heads=15"),
     ],
 )

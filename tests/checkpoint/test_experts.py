@@ -1,0 +1,218 @@
+"""Folders of mixtures of experts, a tensor for each: into our stacks and back, and refused where they are not whole."""
+
+import functools
+import json
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import folders
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from commands import command
+from test_huggingface import resident_of_files, rewrite
+from test_peft import QUERY, adapters, opened
+from test_peft import rewrite as rewrite_adapter
+from test_peft import write as write_adapter
+
+from jaxopt_llm import load_pretrained, tree
+from jaxopt_llm.checkpoint import families, huggingface, safetensors
+from jaxopt_llm.errors import InputError
+from jaxopt_llm.execution.stages import rest_on_stages
+from jaxopt_llm.model.decoder import make_parts
+
+pytestmark = pytest.mark.core
+
+EXPERTS = 4
+BASE = replace(folders.CONFIG, pattern=("global",), biases="none", experts=EXPERTS, expert_width=6)
+MIXTRAL = BASE
+QWEN = replace(BASE, qk_norm="head", expert_every=2, router_renormalises=False)
+OLMOE = replace(BASE, qk_norm="projection", kv_heads=4, width=16)
+CONFIGS = {"mixtral": MIXTRAL, "qwen3_moe": QWEN, "olmoe": OLMOE}
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "one device": {},
+    "experts, divided and split": {"zero_stage": 3, "expert": 2, "fsdp": 2, "tensor": 2},
+    "an expert on each": {"zero_stage": 3, "expert": 4, "data": 2},
+    "stages": {"pipeline": 2, "zero_stage": 3, "expert": 2, "fsdp": 2},
+}
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_expert_comes_into_its_place(family: str, name: str, tmp_path: Path) -> None:
+    config, placement = CONFIGS[family], toy.placement(**PLACEMENTS[name])
+    parts, expected = make_parts(config), folders.params(config)
+    if stages := PLACEMENTS[name].get("pipeline"):
+        parts = rest_on_stages(parts, stages)
+        expected = toy.on_stages(parts.specs, expected)
+    folder = huggingface.open_folder(folders.folder(tmp_path / "folder", config))
+    assert folder.family.model_type == family
+    assert families.canonical(folder.config) == families.canonical(config)
+
+    def check(path: str, spec: Any, values: np.ndarray) -> None:
+        leaf = folder.read(path, spec, placement.parameters(spec))
+        np.testing.assert_array_equal(leaf, values, err_msg=path)
+
+    tree.map_with_path(check, parts.specs, expected)
+
+
+def test_the_host_holds_one_tensor_beside_the_parts(tmp_path: Path) -> None:
+    """Of 16-bit tensors that become 32 bits wide."""
+    config = replace(MIXTRAL, layers=2, experts=16, width=256, expert_width=1024)
+    folder = huggingface.open_folder(folders.folder(tmp_path / "folder", config, jnp.bfloat16, most=10**9))
+    placement, specs = toy.placement(expert=4), make_parts(config).specs["segment_0"]["block_0"]["mlp"]
+    path = "segment_0/block_0/mlp/"
+    folder.read(path + "down", specs["down"], placement.parameters(specs["down"]))  # what is imported at first
+    mapped = resident_of_files()
+    tracemalloc.start()
+    leaf = folder.read(path + "up", specs["up"], placement.parameters(specs["up"]))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    one = 4 * 256 * 1024
+    assert leaf.nbytes == 32 * one
+    assert 32 * one <= peak < 33.5 * one
+    assert resident_of_files() - mapped < 2 * one
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_round_trip_is_equal_to_the_bit(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of each leaf the experts of a layer come from the devices at once."""
+    fetched = []
+
+    def one_layer(*arguments: Any) -> np.ndarray:
+        fetched.append(arguments)
+        return of_one_layer(*arguments)
+
+    of_one_layer = huggingface.one_layer
+    config = CONFIGS[family]
+    source = folders.folder(tmp_path / "one", config, jnp.bfloat16)
+    monkeypatch.setattr(huggingface, "one_layer", one_layer)
+    load_pretrained(source).save_pretrained(tmp_path / "two")
+    specs = jax.tree.leaves(make_parts(config).specs)
+    assert len(fetched) == sum(1 if spec.layers is None else len(spec.layers) for spec in specs)
+    one, two = (safetensors.open_folder(tmp_path / name) for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name in one:
+        assert one[name].array.dtype == two[name].array.dtype == jnp.bfloat16
+        assert one[name].array.tobytes() == two[name].array.tobytes()
+
+
+# ---- As transformers' classes hold them.
+
+
+def as_in_memory(family: str, arrays: dict[str, np.ndarray]) -> None:
+    """All experts of a layer in one tensor, their gates and ups below each other."""
+    for name in list(arrays):
+        if ".experts." not in name:
+            arrays[name.replace("block_sparse_moe", "mlp")] = arrays.pop(name)
+    gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    mixture = "block_sparse_moe" if family == "mixtral" else "mlp"
+    for layer in range(CONFIGS[family].layers):
+        if not CONFIGS[family].has_experts(layer):
+            continue
+        experts = f"model.layers.{layer}.{mixture}.experts."
+        both = [np.concatenate([arrays.pop(f"{experts}{e}.{n}.weight") for n in (gate, up)]) for e in range(EXPERTS)]
+        arrays[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = np.stack(both)
+        downs = [arrays.pop(f"{experts}{e}.{down}.weight") for e in range(EXPERTS)]
+        arrays[f"model.layers.{layer}.mlp.experts.down_proj"] = np.stack(downs)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_what_classes_hold_is_read_as_well(family: str, tmp_path: Path) -> None:
+    folder = folders.folder(tmp_path / "folder", CONFIGS[family])
+    rewrite(folder, functools.partial(as_in_memory, family))
+    assert not any(".experts.0." in name for name in safetensors.open_folder(folder))
+    jax.tree.map(np.testing.assert_array_equal, load_pretrained(folder).params, folders.params(CONFIGS[family]))
+
+
+# ---- What is not whole.
+
+ONE = "model.layers.3.block_sparse_moe.experts.2.w3.weight"
+JOINED = "model.layers.3.mlp.experts.gate_up_proj"
+
+
+def narrowed(arrays: dict[str, np.ndarray]) -> None:
+    as_in_memory("mixtral", arrays)
+    arrays[JOINED] = arrays[JOINED][:3]
+
+
+def twice(arrays: dict[str, np.ndarray]) -> None:
+    one = arrays[ONE]
+    as_in_memory("mixtral", arrays)
+    arrays[ONE] = one
+
+
+def beyond(arrays: dict[str, np.ndarray]) -> None:
+    as_in_memory("mixtral", arrays)
+    arrays[JOINED.replace(".3.", ".5.")] = arrays[JOINED]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda arrays: arrays.pop(ONE), f"tensor '{ONE}' is missing"),
+        (lambda arrays: arrays.update({ONE.replace(".2.", ".4."): arrays[ONE]}), "experts.4.w3.weight' is none of a"),
+        (lambda arrays: arrays.update({ONE: arrays[ONE][:5]}), rf"tensor '{ONE}' is \[5, 32\], .* must be \[6, 32\]"),
+        (lambda arrays: arrays[ONE].__setitem__((1, 2), np.nan), f"tensor '{ONE}' has values that are not finite"),
+        (narrowed, rf"tensor '{JOINED}' is \[3, 12, 32\], and by config.json it must be \[4, 12, 32\]"),
+        (twice, f"tensor '{ONE}' is there twice, and once within '{JOINED}'"),
+        (beyond, "tensor 'model.layers.5.mlp.experts.gate_up_proj' is none of a MixtralForCausalLM's"),
+    ],
+)  # fmt: skip
+def test_tensors_that_are_not_the_models_are_named(change: Callable[..., Any], said: str, tmp_path: Path) -> None:
+    folder = folders.folder(tmp_path / "folder", MIXTRAL)
+    rewrite(folder, change)
+    with pytest.raises(InputError, match=said):
+        load_pretrained(folder)
+
+
+def test_a_command_refuses_a_folder_that_lacks_an_expert(tmp_path: Path) -> None:
+    folder = folders.folder(tmp_path / "folder", MIXTRAL)
+    rewrite(folder, lambda arrays: arrays.pop(ONE))
+    for arguments in (
+        ("convert", "import", "--from", folder, "--to", tmp_path / "run"),
+        ("generate", "--checkpoint", folder, "--prompt", "a"),
+    ):
+        found = command(*arguments)
+        assert (found.returncode, found.stdout) == (2, "")
+        (line,) = found.stderr.splitlines()
+        assert f"{folder}: tensor '{ONE}' is missing" in line
+
+
+# ---- Adapters.
+
+
+def test_adapters_of_the_other_matrices_go_there_and_back(tmp_path: Path) -> None:
+    """Of layers without experts the MLP, too, whose names are those of experts."""
+    params = adapters(QWEN, "attention/query segment_0/block_0/mlp/down segment_1/block_0/mlp/down")
+    path = write_adapter(tmp_path / "adapter", params, QWEN)
+    assert json.loads((path / "adapter_config.json").read_text())["target_modules"] == ["q_proj", "mlp.down_proj"]
+    found = opened(path, QWEN)
+    assert {weight for weight, _ in found.parts} == {
+        *(f"segment_0/block_{block}/attention/query" for block in (0, 1)),
+        *(f"segment_{segment}/block_0/{name}" for segment, name in ((0, "mlp/down"), (1, "mlp/down"))),
+        "segment_1/block_0/attention/query",
+    }
+
+
+@pytest.mark.parametrize("target", ["router", "down"])
+def test_adapters_of_experts_are_not_written(target: str, tmp_path: Path) -> None:
+    params = adapters(MIXTRAL, f"attention/query mlp/{target}")
+    with pytest.raises(InputError, match=f"adapters of segment_0/block_0/mlp/{target}: PEFT has none of experts"):
+        write_adapter(tmp_path / "adapter", params, MIXTRAL)
+    assert not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.parametrize("module", ["gate", "experts.2.w3"])
+def test_adapters_of_experts_are_not_read(module: str, tmp_path: Path) -> None:
+    """As older versions of transformers have modules for them."""
+    path = write_adapter(tmp_path / "adapter", adapters(MIXTRAL, "attention/query"), MIXTRAL)
+    name = QUERY.replace("self_attn.q_proj", f"block_sparse_moe.{module}")
+    rewrite_adapter(path, lambda arrays: arrays.update({name: arrays[QUERY]}))
+    with pytest.raises(InputError, match=f"tensor '{name}': adapters of experts and of their routers are not read"):
+        opened(path, MIXTRAL)
