@@ -166,7 +166,7 @@ def with_pretrained(config: TrainConfig) -> TrainConfig:
     if config.model.pretrained:
         # Absolute: commands that read this run's directory may be started elsewhere.
         path = Path(os.path.abspath(config.model.pretrained))
-        model, ours = pretrained_model(path), ("pretrained", "last_layers")
+        model, ours = pretrained_model(path), ("pretrained", "last_layers", "balance_loss", "router_z_loss")
         there = {each.name: getattr(model, each.name) for each in dataclasses.fields(model) if each.name not in ours}
         settled = _settled("model", config.model, there)
         config = dataclasses.replace(config, model=dataclasses.replace(settled, pretrained=str(path)))

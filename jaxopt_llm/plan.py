@@ -89,6 +89,7 @@ class Plan:
     jax: str
     parameters: int
     attention: Choice
+    active_parameters: int  # that a token meets
     compile_seconds: float
     memory: Memory
     largest: tuple[Held, ...]  # arrays, of those alive at the peak
@@ -155,6 +156,7 @@ def make_plan(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int) -> 
         jax=jax.__version__,
         parameters=leaves.count(program.parts.specs),
         attention=program.attention,
+        active_parameters=flops.active(config.model, program.parts.specs),
         compile_seconds=compile_seconds,
         memory=held,
         largest=largest(program, known, temporaries),
@@ -200,8 +202,8 @@ def _traffic(collectives: Sequence[hlo.Collective], mesh: Mesh, chip: Chip, gpus
 
 def show(plan: Plan) -> str:
     lines = [
-        f"{plan.parameters:,} parameters on {plan.hosts} × {plan.gpus_per_host} {plan.gpu}; compiled in "
-        f"{plan.compile_seconds:.1f} s with jax {plan.jax}",
+        f"{flops.in_words(plan.parameters, plan.active_parameters)} on {plan.hosts} × {plan.gpus_per_host} {plan.gpu}; "
+        f"compiled in {plan.compile_seconds:.1f} s with jax {plan.jax}",
         f"attention: {plan.attention}",
         "",
         *kind_lines(plan.memory),
@@ -329,7 +331,8 @@ def _docstring(own: argparse.Namespace, found: choose.Search, winner: choose.Cho
     assert isinstance(plan, Plan)
     gpus = f"--gpu {own.gpu} --hosts {own.hosts} --gpus-per-host {own.gpus_per_host}"
     sent = sum(each.bytes for each in plan.collectives)
-    return f"""{plan.parameters:,} parameters on {plan.hosts} × {plan.gpus_per_host} {plan.gpu}: the fastest of
+    parameters = flops.in_words(plan.parameters, plan.active_parameters)
+    return f"""{parameters} on {plan.hosts} × {plan.gpus_per_host} {plan.gpu}: the fastest of
 {len(found.candidates):,} settings by the roofline of docs/plan.md, {winner.time.total:.2f} s a step.
 
     python -m jaxopt_llm.train --config {own.write.name} --data.paths prepared --data.tokenizer tokenizer.json

@@ -29,7 +29,7 @@ from jaxopt_llm.data.tokens import TokenStream
 from jaxopt_llm.errors import InputError, Preempted, TrainingDiverged
 from jaxopt_llm.execution import stages
 from jaxopt_llm.files import replace_durably
-from jaxopt_llm.model import leaves, param
+from jaxopt_llm.model import flops, leaves, param
 from jaxopt_llm.observe.dashboards import Dashboards
 from jaxopt_llm.observe.meter import Meter
 from jaxopt_llm.observe.metrics import MetricsLog
@@ -124,10 +124,11 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
         adapter = configuration.open_adapter(config) if config.lora.pretrained and not start else None
         if adapter is not None:
             adapter.check_base(base)
-        partly = jax.tree.leaves(program.specs.frozen)
+        specs, partly = program.parts.specs, jax.tree.leaves(program.specs.frozen)
+        parameters = flops.in_words(leaves.count(specs), flops.active(config.model, specs))
         trained = f", of which {param.count(program.specs.masters):,} are trained," if partly else ""
         progress.say(
-            f"{leaves.count(program.parts.specs):,} parameters{trained} on {placement.mesh.size} "
+            f"{parameters}{trained} on {placement.mesh.size} "
             f"{jax.devices()[0].device_kind} device(s){processes}, run directory {directory}"
         )
         if program.attention.reason:

@@ -30,13 +30,13 @@ from jaxopt_llm.errors import InputError
 from jaxopt_llm.model import leaves
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import Params
+from jaxopt_llm.model.experts import ROUTER
 from jaxopt_llm.model.param import ParamSpec
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
 HEAD = "lm_head"  # in every family
 EMBEDDING = "outer/embedding/table"
-ROUTER = "/mlp/router"
 LOOKED_UP = (EMBEDDING, "outer/positions/table")  # modules of these have no product, and factors of other names
 
 LINEAR = ("lora_A.weight", "lora_B.weight")  # [rank, in], [out, rank]

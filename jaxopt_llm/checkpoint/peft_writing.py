@@ -44,8 +44,8 @@ def write(
     chosen = {name: pieces for name, pieces in chosen.items() if pieces}
     if homeless := adapted.keys() - {piece.path for pieces in chosen.values() for piece in pieces}:
         raise InputError(
-            f"{path}: adapters of {min(homeless)}: PEFT has none of experts and of their routers as they are here; "
-            "`convert merge` folds them into the model"
+            f"{path}: adapters of {min(homeless)}: PEFT has none of experts as they are here; `convert merge` folds "
+            "them into the model"
         )
     described: dict[str, Described] = {}
     for name, pieces in chosen.items():

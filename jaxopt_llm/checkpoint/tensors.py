@@ -11,6 +11,7 @@ from jaxopt_llm.checkpoint.codecs import Unsupported
 from jaxopt_llm.checkpoint.families import Family
 from jaxopt_llm.model import decoder
 from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.model.experts import ROUTER
 from jaxopt_llm.model.param import ParamSpec
 
 
@@ -89,7 +90,7 @@ def tensors(family: Family, config: ModelConfig) -> dict[str, Tensor]:
             paths = [prefix + each for each in ours.split()]
             if ("{}" in name) != bool(prefix) or paths[0] not in by_path:
                 continue
-            specs = [_unpadded(by_path[path].layer() if prefix else by_path[path], config) for path in paths]
+            specs = [_as_theirs(path, by_path[path], config) for path in paths]
             of_experts = "experts" in specs[0].axes
             if of_experts != (name.count("{}") == 2):
                 continue
@@ -107,6 +108,12 @@ def tensors(family: Family, config: ModelConfig) -> dict[str, Tensor]:
     return found
 
 
-def _unpadded(spec: ParamSpec, config: ModelConfig) -> ParamSpec:
-    sizes = zip(spec.shape, spec.axes, strict=True)
-    return replace(spec, shape=tuple(config.vocabulary_size if axis == "vocabulary" else size for size, axis in sizes))
+def _as_theirs(path: str, spec: ParamSpec, config: ModelConfig) -> ParamSpec:
+    """Of one layer, without padding; a router, whose product is as no other matrix's here, is one there."""
+    one = spec if spec.layers is None else spec.layer()
+    sizes = zip(one.shape, one.axes, strict=True)
+    return replace(
+        one,
+        shape=tuple(config.vocabulary_size if axis == "vocabulary" else size for size, axis in sizes),
+        contracting=(0,) if path.endswith(ROUTER) else one.contracting,
+    )

@@ -11,7 +11,8 @@ MOST_LAYERS = 10_000  # a layout names every layer
 class ModelConfig:
     pretrained: str = ""
     """folder of a Hugging Face model, or directory of a run of ours: initial parameters come from its weights, of a run
-    its last checkpoint's, every other field of this section from its config.json"""
+    its last checkpoint's, every other field of this section but last_layers, balance_loss and router_z_loss from its
+    config.json"""
     vocabulary_size: int = 258
     """token ids; the byte tokenizer has 258"""
     width: int = 128

@@ -26,6 +26,7 @@ from jaxopt_llm.model.param import ParamSpec, normal
 from jaxopt_llm.model.weights import Weight
 from jaxopt_llm.parallel.sharding import Placement
 
+ROUTER = "/mlp/router"  # how its path ends
 HIGHEST = jax.lax.Precision.HIGHEST  # of the router's product: what is near a tie must not depend on the device
 
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import jax
 
 from jaxopt_llm import tree
-from jaxopt_llm.model import param
+from jaxopt_llm.model import leaves, param
 from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.model.decoder import Params, layout
+from jaxopt_llm.model.decoder import Params, layout, places
+from jaxopt_llm.model.experts import ROUTER
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.precision import PrecisionConfig
 
@@ -44,11 +45,34 @@ def per_token(config: ModelConfig, trainable: Params, frozen: Params, sequence_l
 
 
 def quantised_per_token(config: ModelConfig, trainable: Params, precision: PrecisionConfig) -> float:
-    """Of those operations, the ones between codes: see `precision.matmul`."""
+    """Of those operations, the ones between codes: see `precision.matmul`. Experts' products are none."""
     products = {"fp8": 3, "int8": 1}.get(precision.matmul, 0)  # forward, gradient of the input, gradient of the weight
-    stacks = {name: each for name, each in trainable.items() if name != "outer"}
-    share = 1 - 2 * precision.compute_dtype_layers / config.layers  # all layers are of one size
-    return 2 * products * share * _product_weights(config, stacks)
+    wide = precision.compute_dtype_layers
+    narrow = [prefix for prefix, _, layer in places(config) if wide <= layer < config.layers - wide]
+
+    def weights(path: str, spec: ParamSpec) -> int:
+        if spec.layers is None or not spec.contracting or "experts" in spec.axes:
+            return 0
+        layers = sum(path.startswith(prefix) for prefix in narrow)
+        return param.count(spec) // param.depth(spec) * layers
+
+    return 2 * products * sum(jax.tree.leaves(tree.map_with_path(weights, trainable)))
+
+
+def active(config: ModelConfig, specs: Params) -> int:
+    """Parameters that a token meets: of a layer's experts those that it goes to."""
+    adapters = tree.partition(specs, leaves.is_adapter)[0]
+    return sum(_met(config, spec) for spec in jax.tree.leaves((leaves.bare(specs), adapters)))
+
+
+def in_words(parameters: int, active: int) -> str:
+    """How many there are, and how many of them are active where not all are."""
+    return f"{parameters:,} parameters" + (f" ({active:,} active)" if active < parameters else "")
+
+
+def _met(config: ModelConfig, spec: ParamSpec) -> int:
+    count = param.count(spec)
+    return count // config.experts * config.experts_per_token if "experts" in spec.axes else count
 
 
 def _product_weights(config: ModelConfig, specs: Params) -> int:
@@ -56,9 +80,9 @@ def _product_weights(config: ModelConfig, specs: Params) -> int:
     looked_up = ("outer/positions/",) if config.tied_head else ("outer/positions/", "outer/embedding/")
 
     def weights(path: str, spec: ParamSpec) -> int:
-        if not spec.contracting or path.startswith(looked_up):
+        if not (spec.contracting or path.endswith(ROUTER)) or path.startswith(looked_up):
             return 0
-        size = param.count(spec)
+        size = _met(config, spec)
         return size // spec.shape[0] * config.vocabulary_size if "vocabulary" in spec.axes else size
 
     return sum(jax.tree.leaves(tree.map_with_path(weights, specs)))

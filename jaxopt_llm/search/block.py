@@ -21,7 +21,7 @@ class Block:
 
     @classmethod
     def of(cls, model: ModelConfig, tensor: int, sequence_parallel: bool) -> "Block":
-        width, heads, mlp = model.width, model.heads * model.head_dim / tensor, model.mlp_width / tensor
+        width, heads, mlp = model.width, model.heads * model.head_dim / tensor, _mlp_width(model) / tensor
         # Fewer key-value heads than devices rest and are computed whole on each.
         kv_heads = model.kv_heads * model.head_dim / (tensor if model.kv_heads >= tensor else 1)
         residual = width / tensor if sequence_parallel else width
@@ -51,6 +51,13 @@ class Block:
             },
             residual=residual,
         )
+
+
+def _mlp_width(model: ModelConfig) -> float:
+    """Of the MLPs that a token meets in a layer, the mean over the layers."""
+    mixed = sum(model.has_experts(layer) for layer in range(model.layers)) / model.layers
+    met = model.experts_per_token * model.expert_width + model.shared_expert_width
+    return mixed * met + (1 - mixed) * model.mlp_width
 
 
 def kept(remat: RematConfig, model: ModelConfig) -> frozenset[Intermediate]:

@@ -16,7 +16,7 @@ import pytest
 import toy
 from commands import command
 from test_huggingface import resident_of_files, rewrite
-from test_peft import QUERY, adapters, opened
+from test_peft import ALPHA, QUERY, RANK, adapters, opened
 from test_peft import rewrite as rewrite_adapter
 from test_peft import write as write_adapter
 
@@ -200,12 +200,17 @@ def test_adapters_of_the_other_matrices_go_there_and_back(tmp_path: Path) -> Non
     }
 
 
-@pytest.mark.parametrize("target", ["router", "down"])
-def test_adapters_of_experts_are_not_written(target: str, tmp_path: Path) -> None:
-    params = adapters(MIXTRAL, f"attention/query mlp/{target}")
-    with pytest.raises(InputError, match=f"adapters of segment_0/block_0/mlp/{target}: PEFT has none of experts"):
+def test_adapters_of_experts_are_not_written_but_folded_in(tmp_path: Path) -> None:
+    params = adapters(MIXTRAL, "attention/query mlp/down")
+    with pytest.raises(InputError, match="adapters of segment_0/block_0/mlp/down: PEFT has none of experts"):
         write_adapter(tmp_path / "adapter", params, MIXTRAL)
     assert not (tmp_path / "adapter").exists()
+
+    huggingface.write(tmp_path / "whole", jax.device_put(params, toy.placement().replicated), MIXTRAL)
+    found = load_pretrained(tmp_path / "whole").params["segment_0"]["block_0"]["mlp"]["down"]
+    down = params["segment_0"]["block_0"]["mlp"]["down"]
+    expected = down.base + ALPHA / RANK * np.einsum("lefr,ledr->lefd", down.lora_a, down.lora_b)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("module", ["gate", "experts.2.w3"])
