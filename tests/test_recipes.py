@@ -12,7 +12,7 @@ import pytest
 
 from jaxopt_llm import config as configuration
 from jaxopt_llm.config import RECIPES
-from jaxopt_llm.model import param
+from jaxopt_llm.model import flops, param
 from jaxopt_llm.model.decoder import param_specs
 from jaxopt_llm.parallel import hlo, topology
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
@@ -26,6 +26,7 @@ from jaxopt_llm.validation import validate
 PRETRAINING = ("llama2_7b", "10b", "llama3_8b", "llama2_70b", "gpt3_175b")
 TUNING = ("llama3_8b_128k", "llama3_8b_lora", "llama3_8b_qlora", "llama2_70b_qlora", "qwen3_8b_full")
 SIZED = PRETRAINING + TUNING
+MIXTURES = ("mixtral_8x7b", "qwen3_30b_a3b")
 # Three compile in a run of all tests; the others by name.
 QUICK = ("llama2_7b", "llama3_8b_128k", "llama3_8b_qlora")
 COMPILED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SIZED]
@@ -54,12 +55,20 @@ def plan(name: str) -> Plan:
     return make_plan(config, given["--gpu"], int(given["--hosts"]), int(given["--gpus-per-host"]))
 
 
-@pytest.mark.parametrize("name", SIZED)
+@pytest.mark.parametrize("name", SIZED + MIXTURES)
 def test_a_recipe_is_valid_and_has_the_parameters_that_it_says(name: str) -> None:
     config = configuration.load(f"{name}.py")
     validate(config)
     assert param.count(param_specs(config.model)) == pytest.approx(number("parameters", docstring(name)), rel=1e-3)
     assert f"--config {name}.py" in docstring(name)
+
+
+@pytest.mark.parametrize(("name", "published"), list(zip(MIXTURES, (12.9e9, 3.3e9), strict=True)))
+def test_a_mixture_says_how_many_of_its_parameters_are_active(name: str, published: float) -> None:
+    model = configuration.load(f"{name}.py").model
+    active = flops.active(model, param_specs(model))
+    assert active == number(r"active\)", docstring(name))
+    assert active == pytest.approx(published, rel=0.02)
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -22,8 +22,10 @@ from test_peft import write as write_adapter
 
 from jaxopt_llm import load_pretrained, tree
 from jaxopt_llm.checkpoint import families, huggingface, safetensors
+from jaxopt_llm.config import TrainConfig, with_pretrained
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution.stages import rest_on_stages
+from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import make_parts
 
 pytestmark = pytest.mark.core
@@ -100,6 +102,17 @@ def test_a_round_trip_is_equal_to_the_bit(family: str, tmp_path: Path, monkeypat
     for name in one:
         assert one[name].array.dtype == two[name].array.dtype == jnp.bfloat16
         assert one[name].array.tobytes() == two[name].array.tobytes()
+
+
+def test_what_a_router_is_taught_beside_the_loss_is_the_runs_own(tmp_path: Path) -> None:
+    """All else of a model is the folder's."""
+    folder = folders.folder(tmp_path / "folder", replace(MIXTRAL, balance_loss=0.02))
+    assert huggingface.read_config(folder)[1].balance_loss == 0.02
+    model = ModelConfig(pretrained=str(folder), balance_loss=0.5, router_z_loss=0.1)
+    found = with_pretrained(TrainConfig(model=model)).model
+    assert (found.balance_loss, found.router_z_loss, found.experts, found.width) == (0.5, 0.1, EXPERTS, 32)
+    with pytest.raises(InputError, match="leave out model.experts_per_token=3"):
+        with_pretrained(TrainConfig(model=replace(model, experts_per_token=3)))
 
 
 # ---- As transformers' classes hold them.

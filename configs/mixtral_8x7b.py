@@ -1,0 +1,44 @@
+"""Mixtral 8x7B (Jiang et al. 2024, arXiv:2401.04088): 46,702,792,704 parameters (12,879,925,248 active).
+
+    python -m jaxopt_llm.train --config mixtral_8x7b.py --data.paths prepared --data.tokenizer tokenizer.json
+
+Hardware: 8 H200 in one host, an expert of each layer on each. What it takes of them:
+
+    python -m jaxopt_llm.plan --config mixtral_8x7b.py --gpu h200 --hosts 1 --gpus-per-host 8
+
+ZeRO-3 of what all tokens pass, 2 rows of 4096 tokens on each GPU at a time, 64 in a step. With more hosts --mesh.fsdp
+divides the experts, too. --model.pretrained FOLDER begins from the published weights, for which this learning rate is
+too high: --optimizer.learning-rate 1e-5.
+"""
+
+from jaxopt_llm.config import RunConfig, TrainConfig
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.training.optimizer import OptimizerConfig
+from jaxopt_llm.training.schedule import ScheduleConfig
+from jaxopt_llm.training.step import TrainingConfig
+
+
+def get_config() -> TrainConfig:
+    steps = 500_000
+    return TrainConfig(
+        run=RunConfig(directory="runs/mixtral_8x7b"),
+        model=ModelConfig(
+            vocabulary_size=32_000,
+            width=4096,
+            layers=32,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            experts=8,
+            experts_per_token=2,
+            expert_width=14_336,
+            balance_loss=0.02,
+            rope_theta=1_000_000.0,
+            tied_head=False,
+        ),
+        training=TrainingConfig(steps=steps, batch_size=64, sequence_length=4096, accumulation=4),
+        optimizer=OptimizerConfig(learning_rate=3e-4),
+        schedule=ScheduleConfig(warmup_steps=2000, decay_steps=steps),
+        mesh=MeshConfig(expert=8),
+    )
