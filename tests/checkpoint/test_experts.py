@@ -63,6 +63,17 @@ def test_every_expert_comes_into_its_place(family: str, name: str, tmp_path: Pat
     tree.map_with_path(check, parts.specs, expected)
 
 
+def test_tensors_have_their_published_names_and_shapes(tmp_path: Path) -> None:
+    """Of a layer's mixture, a matrix is [out, in]."""
+    expected = {"gate.weight": (EXPERTS, 32)}
+    for expert in range(EXPERTS):
+        shapes = {"w1": (6, 32), "w3": (6, 32), "w2": (32, 6)}
+        expected |= {f"experts.{expert}.{name}.weight": shape for name, shape in shapes.items()}
+    prefix = "model.layers.3.block_sparse_moe."
+    stored = safetensors.open_folder(folders.folder(tmp_path / "folder", MIXTRAL))
+    assert {n.removeprefix(prefix): each.array.shape for n, each in stored.items() if n.startswith(prefix)} == expected
+
+
 def test_the_host_holds_one_tensor_beside_the_parts(tmp_path: Path) -> None:
     """Of 16-bit tensors that become 32 bits wide."""
     config = replace(MIXTRAL, layers=2, experts=16, width=256, expert_width=1024)
@@ -181,6 +192,14 @@ def test_tensors_that_are_not_the_models_are_named(change: Callable[..., Any], s
     folder = folders.folder(tmp_path / "folder", MIXTRAL)
     rewrite(folder, change)
     with pytest.raises(InputError, match=said):
+        load_pretrained(folder)
+
+
+def test_a_layer_without_experts_has_none(tmp_path: Path) -> None:
+    folder = folders.folder(tmp_path / "folder", QWEN)
+    name = "model.layers.2.mlp.experts.down_proj"
+    rewrite(folder, lambda arrays: arrays.update({name: np.ones((EXPERTS, 32, 6), np.float32)}))
+    with pytest.raises(InputError, match=f"tensor '{name}' is none of a Qwen3MoeForCausalLM's"):
         load_pretrained(folder)
 
 
