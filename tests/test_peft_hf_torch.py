@@ -16,6 +16,7 @@ import pytest
 import jaxopt_llm
 from jaxopt_llm import tree
 from jaxopt_llm.checkpoint import huggingface, peft_writing
+from jaxopt_llm.errors import InputError
 from jaxopt_llm.model import leaves
 from jaxopt_llm.pretrained import Pretrained
 
@@ -38,6 +39,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", SIZES | {"tie_word_embeddings": False}),
     "gpt2": ("GPT2", IDS | {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 32}),
     "qwen2": ("Qwen2", SIZES | {"tie_word_embeddings": True}),
+    "mixtral": ("Mixtral", SIZES | {"num_local_experts": 4}),
+    "qwen3 moe": ("Qwen3Moe", SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]}),
     "gemma2": ("Gemma2", SIZES | {"head_dim": 16, "sliding_window": 4, "tie_word_embeddings": True}),
 }
 
@@ -118,6 +121,8 @@ OURS = [
     ("gpt2", "dora */attention/output */mlp/up"),
     ("gpt2", "*/attention/value */mlp/down */positions/table */embedding/table"),
     ("qwen2", "*/attention/* */embedding/table"),
+    ("mixtral", "*/attention/*"),
+    ("qwen3 moe", "dora */attention/*"),
     ("gemma2", f"*/embedding/table {BLOCKS}"),
     ("gemma2", "segment_1/* segment_0/block_1/mlp/gate"),  # of some layers
 ]
@@ -172,6 +177,8 @@ THEIRS: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"target_modules": ["c_attn", "wpe"], "layers_to_transform": 1, "layers_pattern": "h"}),
     ("qwen2", {"target_modules": ["k_proj"], "layers_to_transform": [2]}),
     ("qwen2", {"target_modules": ["embed_tokens", "lm_head", "k_proj"], "ensure_weight_tying": True}),
+    ("mixtral", {"target_modules": ["q_proj", "o_proj", "lm_head"]}),
+    ("qwen3 moe", {"target_modules": ["k_proj"], "use_dora": True}),
     ("gemma2", {"target_modules": "all-linear", "use_dora": True}),
 ]
 
@@ -193,3 +200,13 @@ def test_what_peft_writes_is_loaded(
     assert np.abs(expected - model.logits(model.own)).max() > 0.01 * np.abs(expected).max()
     theirs.save_pretrained(tmp_path)
     same(jaxopt_llm.load_pretrained(model.folder, adapter=tmp_path).logits(model.tokens), expected)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "gate"], ["w1", "w2", "w3"]], ids=str)
+def test_what_peft_writes_of_experts_is_refused(targets: Any, models: dict[str, Model], tmp_path: Path) -> None:
+    """Where it turns modules of older versions into parameters."""
+    model = models["mixtral"]
+    config = library.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=targets)
+    library.get_peft_model(model.fresh(), config).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="adapter_config.json: target_parameters=.*: not known here"):
+        jaxopt_llm.load_pretrained(model.folder, adapter=tmp_path)

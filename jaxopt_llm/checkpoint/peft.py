@@ -30,13 +30,13 @@ from jaxopt_llm.errors import InputError
 from jaxopt_llm.model import leaves
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import Params
-from jaxopt_llm.model.experts import ROUTER
 from jaxopt_llm.model.param import ParamSpec
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
 HEAD = "lm_head"  # in every family
 EMBEDDING = "outer/embedding/table"
+MLP = "/mlp/"
 LOOKED_UP = (EMBEDDING, "outer/positions/table")  # modules of these have no product, and factors of other names
 
 LINEAR = ("lora_A.weight", "lora_B.weight")  # [rank, in], [out, rank]
@@ -74,12 +74,12 @@ class Module(NamedTuple):
 
 
 def modules(family: Family, config: ModelConfig) -> dict[str, Module]:
-    """By their names, in the order of the layers. Experts and their routers are none: transformers' classes hold them
-    as bare parameters."""
+    """By their names, in the order of the layers. Experts and their routers are none, for transformers' classes hold
+    them as bare parameters; nor are, beside experts, the MLPs of other layers, whose names PEFT takes for theirs."""
     found = {}
     for tensor_name, tensor in tensors(family, config).items():
         name, first = tensor_name.removesuffix(".weight"), tensor.pieces[0]
-        if first.spec.contracting and not tensor.of_expert and not first.path.endswith(ROUTER):
+        if first.spec.contracting and not (config.experts and MLP in first.path):
             found[name] = Module(name, tensor, first.path in LOOKED_UP)
             if first.path == EMBEDDING and config.tied_head:
                 found[HEAD] = Module(HEAD, tensor, looked_up=False)
@@ -237,8 +237,8 @@ def open_adapter(path: Path, family: Family, config: ModelConfig) -> Adapter:
     return Adapter(path, lora, widest.factors.scale, parts, file, base)
 
 
-def _by_module(path: Path, every: Collection[str], names: Collection[str]) -> dict[str, dict[str, Stored]]:
-    """The tensors of a folder by module and kind."""
+def _by_module(path: Path, every: Collection[str], weights: Mapping[str, Tensor]) -> dict[str, dict[str, Stored]]:
+    """The tensors of a folder by module and kind. weights: the model's tensors."""
     file = path / WEIGHTS
     if not file.is_file() and (path / PICKLE).is_file():
         code = (
@@ -256,8 +256,11 @@ def _by_module(path: Path, every: Collection[str], names: Collection[str]) -> di
     for name, stored in safetensors.open_file(file).items():
         kind = next((kind for kind in KINDS if name.endswith(f".{kind}")), "")
         module = name.removeprefix(PREFIX).removesuffix(f".{kind}")
-        if f"{module}.weight" in names and module not in every:
-            raise InputError(f"{file}: tensor {name!r}: adapters of experts and of their routers are not read here")
+        weight = weights.get(f"{module}.weight")
+        if weight is not None and module not in every and MLP in weight.pieces[0].path:
+            raise InputError(
+                f"{file}: tensor {name!r}: adapters of experts, and of MLPs beside them, are not read here"
+            )
         if not (kind and name.startswith(PREFIX) and module in every):
             raise InputError(f"{file}: tensor {name!r} is of no adapter of a matrix of the model")
         if stored.array.dtype not in safetensors.FLOATS.values():

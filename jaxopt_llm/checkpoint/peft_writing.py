@@ -14,7 +14,7 @@ from jaxopt_llm.checkpoint.families import Family
 from jaxopt_llm.checkpoint.peft import HEAD, KINDS, LINEAR, LOOK_UP, MAGNITUDE, PREFIX, WEIGHTS, modules
 from jaxopt_llm.checkpoint.peft_config import PeftConfig, endings
 from jaxopt_llm.checkpoint.safetensors import Described, NewFolder
-from jaxopt_llm.checkpoint.tensors import Piece, tensors
+from jaxopt_llm.checkpoint.tensors import Piece
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import Params
@@ -44,8 +44,8 @@ def write(
     chosen = {name: pieces for name, pieces in chosen.items() if pieces}
     if homeless := adapted.keys() - {piece.path for pieces in chosen.values() for piece in pieces}:
         raise InputError(
-            f"{path}: adapters of {min(homeless)}: PEFT has none of experts as they are here; `convert merge` folds "
-            "them into the model"
+            f"{path}: adapters of {min(homeless)}: PEFT has no modules of experts, nor of MLPs beside them; `convert "
+            "merge` folds them into the model"
         )
     described: dict[str, Described] = {}
     for name, pieces in chosen.items():
@@ -84,12 +84,10 @@ def write(
     times = {
         re.escape(ending): count for count, names in by_count.items() if count > 1 for ending in endings(names, every)
     }
-    # Experts are modules in older versions of transformers, and end like an MLP's.
-    of_experts = {name.removesuffix(".weight") for name, each in tensors(family, config).items() if each.of_expert}
     said = PeftConfig(
         r=rank,
         lora_alpha=alpha,
-        target_modules=endings(chosen, every.keys() | of_experts),
+        target_modules=endings(chosen, every),
         rank_pattern={pattern: rank * count for pattern, count in times.items()},
         alpha_pattern={pattern: alpha * (math.sqrt(count) if rslora else count) for pattern, count in times.items()},
         use_rslora=rslora,

@@ -1,7 +1,6 @@
 """Folders of mixtures of experts, a tensor for each: into our stacks and back, and refused where they are not whole."""
 
 import functools
-import json
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -219,22 +218,19 @@ def test_a_command_refuses_a_folder_that_lacks_an_expert(tmp_path: Path) -> None
 # ---- Adapters.
 
 
-def test_adapters_of_the_other_matrices_go_there_and_back(tmp_path: Path) -> None:
-    """Of layers without experts the MLP, too, whose names are those of experts."""
-    params = adapters(QWEN, "attention/query segment_0/block_0/mlp/down segment_1/block_0/mlp/down")
-    path = write_adapter(tmp_path / "adapter", params, QWEN)
-    assert json.loads((path / "adapter_config.json").read_text())["target_modules"] == ["q_proj", "mlp.down_proj"]
+def test_adapters_of_attention_go_there_and_back(tmp_path: Path) -> None:
+    """Of all layers, those without experts among them; PEFT would take the MLPs of these for experts."""
+    path = write_adapter(tmp_path / "adapter", adapters(QWEN, "attention/query"), QWEN)
     found = opened(path, QWEN)
-    assert {weight for weight, _ in found.parts} == {
-        *(f"segment_0/block_{block}/attention/query" for block in (0, 1)),
-        *(f"segment_{segment}/block_0/{name}" for segment, name in ((0, "mlp/down"), (1, "mlp/down"))),
-        "segment_1/block_0/attention/query",
-    }
+    blocks = ("segment_0/block_0", "segment_0/block_1", "segment_1/block_0")
+    assert {weight for weight, _ in found.parts} == {f"{block}/attention/query" for block in blocks}
+    with pytest.raises(InputError, match="adapters of segment_1/block_0/mlp/down: PEFT has no modules of experts, nor"):
+        write_adapter(tmp_path / "other", adapters(QWEN, "attention/query segment_1/block_0/mlp/down"), QWEN)
 
 
 def test_adapters_of_experts_are_not_written_but_folded_in(tmp_path: Path) -> None:
     params = adapters(MIXTRAL, "attention/query mlp/down")
-    with pytest.raises(InputError, match="adapters of segment_0/block_0/mlp/down: PEFT has none of experts"):
+    with pytest.raises(InputError, match="adapters of segment_0/block_0/mlp/down: PEFT has no modules of experts"):
         write_adapter(tmp_path / "adapter", params, MIXTRAL)
     assert not (tmp_path / "adapter").exists()
 
@@ -251,5 +247,7 @@ def test_adapters_of_experts_are_not_read(module: str, tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "adapter", adapters(MIXTRAL, "attention/query"), MIXTRAL)
     name = QUERY.replace("self_attn.q_proj", f"block_sparse_moe.{module}")
     rewrite_adapter(path, lambda arrays: arrays.update({name: arrays[QUERY]}))
-    with pytest.raises(InputError, match=f"tensor '{name}': adapters of experts and of their routers are not read"):
+    with pytest.raises(
+        InputError, match=f"tensor '{name}': adapters of experts, and of MLPs beside them, are not read"
+    ):
         opened(path, MIXTRAL)
