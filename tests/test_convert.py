@@ -22,6 +22,8 @@ from jaxopt_llm import convert, load_pretrained
 from jaxopt_llm.checkpoint import huggingface, safetensors
 from jaxopt_llm.checkpoint.safetensors import Described
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.model import flops, param
+from jaxopt_llm.model.decoder import param_specs
 
 pytestmark = pytest.mark.core
 
@@ -100,6 +102,25 @@ def test_training_begins_from_a_folder_and_ends_as_one(folder: Path, tmp_path: P
     done("convert", "export", "--checkpoint", run, "--to", out, "--dtype", "bfloat16")
     expected = folders.params(CONFIG, jnp.bfloat16)
     jax.tree.map(np.testing.assert_array_equal, load_pretrained(out).params, expected)
+
+
+def test_experts_are_trained_from_a_folder_and_end_as_one(tmp_path: Path) -> None:
+    """Spread over a mesh, and in two segments of layers."""
+    model = replace(CONFIG, biases="none", qk_norm="head", experts=4, expert_width=8, dense_layers=1, layers=3)
+    folder, recipe = folders.folder(tmp_path / "folder", model), tmp_path / "recipe.py"
+    run, out = tmp_path / "run", tmp_path / "out"
+    recipe.write_text(RECIPE.format(path=str(folder)))
+    still = ("--optimizer.learning-rate", 1e-30, "--optimizer.weight-decay", 0, "--evaluation.batches", 1)
+    mesh = ("--mesh.expert", 2, "--mesh.fsdp", 2, "--model.balance-loss", 0.1)
+    said = done("train", "--config", recipe, "--run.directory", run, *mesh, *still)
+    specs = param_specs(model)
+    assert f"{param.count(specs):,} parameters ({flops.active(model, specs):,} active) on 4 cpu" in said
+    assert json.loads((run / "config.json").read_text())["model"]["balance_loss"] == 0.1
+    done("convert", "export", "--checkpoint", run, "--to", out)
+    one, two = tensors(folder), tensors(out)
+    assert one.keys() == two.keys() and "model.layers.2.mlp.experts.3.up_proj.weight" in one
+    assert all(one[name].tobytes() == two[name].tobytes() for name in one)
+    assert json.loads((out / "config.json").read_text())["router_aux_loss_coef"] == 0.1
 
 
 def test_adapters_go_out_are_merged_and_begin_a_run(folder: Path, tmp_path: Path) -> None:
