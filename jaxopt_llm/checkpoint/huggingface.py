@@ -35,6 +35,7 @@ from jaxopt_llm.parallel import offload
 
 CONFIG = "config.json"
 DIGESTED = 2**18  # bytes of a tensor, or a row of it, that tell it from others
+DIGESTED_IN_ALL = 2**29  # where tensors are so many that each has fewer
 # What an export takes over from the folder that the weights came from: nothing that names code, people or places.
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 KEPT_SETTINGS = (*TOKEN_IDS, "max_position_embeddings", "initializer_range")
@@ -131,9 +132,9 @@ class Folder:
     def sha256(self) -> str:
         """Of what tells these weights from others: each tensor's name, dtype and shape, and rows from all over it (all
         of them would take as long as reading the folder)."""
-        digest = hashlib.sha256()
+        digest, most = hashlib.sha256(), min(DIGESTED, DIGESTED_IN_ALL // len(self.stored))
         for name, stored in sorted(self.stored.items()):
-            every = max(1, stored.array.nbytes // DIGESTED)
+            every = max(1, stored.array.nbytes // most)
             digest.update(f"{name} {stored.array.dtype} {stored.array.shape} ".encode())
             digest.update(np.ascontiguousarray(stored.array[::every]).view(np.uint8).data)
             stored.release()
