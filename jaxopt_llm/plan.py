@@ -88,8 +88,8 @@ class Plan:
     gpus_per_host: int
     jax: str
     parameters: int
-    attention: Choice
     active_parameters: int  # that a token meets
+    attention: Choice
     compile_seconds: float
     memory: Memory
     largest: tuple[Held, ...]  # arrays, of those alive at the peak
@@ -155,8 +155,8 @@ def make_plan(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int) -> 
         gpus_per_host=gpus_per_host,
         jax=jax.__version__,
         parameters=leaves.count(program.parts.specs),
-        attention=program.attention,
         active_parameters=flops.active(config.model, program.parts.specs),
+        attention=program.attention,
         compile_seconds=compile_seconds,
         memory=held,
         largest=largest(program, known, temporaries),
