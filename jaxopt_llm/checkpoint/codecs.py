@@ -273,12 +273,16 @@ def period(pattern: Iterable[Kind]) -> tuple[Kind, ...]:
 def sparse_layers(has_experts: list[bool]) -> tuple[int, int] | None:
     """dense_layers and expert_every, as small as they can be, of the layers that have experts; None where these cannot
     say it."""
-    if True not in has_experts:
+    layers = range(len(has_experts))
+    sparse = [layer for layer in layers if has_experts[layer]]
+    if not sparse:
         return None
-    for every in range(1, len(has_experts) + 1):
-        for dense in (0, has_experts.index(True)):
-            if has_experts == [layer >= dense and (layer + 1) % every == 0 for layer in range(len(has_experts))]:
-                return dense, every
+    first = sparse[0]
+    of_one = (every for every in range(1, first + 2) if (first + 1) % every == 0 and first + every not in layers)
+    every = sparse[1] - first if len(sparse) > 1 else next(of_one, first + 1)
+    for dense in (0, first):
+        if has_experts == [layer >= dense and (layer + 1) % every == 0 for layer in layers]:
+            return dense, every
     return None
 
 
@@ -289,8 +293,8 @@ def _read_sparse_layers(settings: Settings) -> dict[str, Any]:
         raise Unsupported(f"decoder_sparse_step={every}: must be at least 1")
     if not isinstance(without, list) or any(type(each) is not int for each in without):
         raise Unsupported(f"mlp_only_layers={without!r}: must be a list of layers")
-    layers = range(_layer_count(settings))
-    found = sparse_layers([layer not in without and (layer + 1) % every == 0 for layer in layers])
+    layers, named = range(_layer_count(settings)), set(without)
+    found = sparse_layers([layer not in named and (layer + 1) % every == 0 for layer in layers])
     if found is None:
         raise Unsupported(
             f"mlp_only_layers={without!r}, decoder_sparse_step={every}: from some layer on every so many'th must have "

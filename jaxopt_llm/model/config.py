@@ -1,10 +1,12 @@
-"""ModelConfig: one decoder whose switches cover Llama, Mistral, Qwen, Gemma 2, Phi-3, OLMo 2, SmolLM3 and GPT-2/3."""
+"""ModelConfig: one decoder whose switches cover Llama, Mistral, Mixtral, Qwen, Gemma 2, Phi-3, OLMo 2, OLMoE,
+SmolLM3 and GPT-2/3."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["global", "sliding", "global_nope"]
 MOST_LAYERS = 10_000  # a layout names every layer
+MOST_EXPERTS = 200_000  # of all layers, whose tensors a folder names
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,10 @@ class ModelConfig:
         if self.experts_per_token > self.experts:
             found.append(
                 f"model.experts_per_token={self.experts_per_token}: must be at most model.experts={self.experts}"
+            )
+        if self.experts * self.layers > MOST_EXPERTS:
+            found.append(
+                f"model.experts={self.experts}: times model.layers={self.layers} it must be at most {MOST_EXPERTS:,}"
             )
         if self.shared_expert_width < 0 or not self.router_scale > 0:
             found.append("model.shared_expert_width must be at least 0, and model.router_scale above 0")

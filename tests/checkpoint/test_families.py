@@ -1,11 +1,12 @@
 """Published config.json files, as models of ours: their sizes by the numbers of parameters that are published, too."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from jaxopt_llm.checkpoint import families
+from jaxopt_llm.checkpoint import codecs, families
 from jaxopt_llm.checkpoint.codecs import Unsupported
 from jaxopt_llm.checkpoint.tensors import tensors
 from jaxopt_llm.model.config import ModelConfig
@@ -213,6 +214,22 @@ def test_which_layers_have_experts_and_windows(changes: dict[str, Any], fields: 
         assert sparse == [config.has_experts(layer) for layer in range(config.layers)]
 
 
+@pytest.mark.parametrize("count", range(1, 8))
+def test_the_layers_that_have_experts_are_said_in_the_smallest_way(count: int) -> None:
+    """Or not at all: by every pair of fields."""
+    pairs = [(every, dense) for every in range(1, count + 1) for dense in range(count)]
+    said: dict[tuple[bool, ...], tuple[int, int]] = {}
+    for every, dense in pairs:
+        said.setdefault(tuple(layer >= dense and (layer + 1) % every == 0 for layer in range(count)), (dense, every))
+    for layers in itertools.product((False, True), repeat=count):
+        found = codecs.sparse_layers([*layers])
+        assert (found is not None) == (any(layers) and layers in said), layers
+        if found is not None:
+            dense, every = found
+            assert layers == tuple(layer >= dense and (layer + 1) % every == 0 for layer in range(count))
+            assert every == said[layers][1]
+
+
 def test_of_two_places_the_one_is_read_that_transformers_reads() -> None:
     both = published("llama") | {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
     config = read(both | {"rope_scaling": LLAMA3_ROPE, "original_max_position_embeddings": 4096})
@@ -298,6 +315,7 @@ def test_a_model_that_no_family_has_is_refused(changes: dict[str, Any], lacks: s
         ("qwen3_moe", {"mlp_only_layers": [3]}, "mlp_only_layers=\\[3\\], decoder_sparse_step=1: from some layer on"),
         ("qwen3_moe", {"mlp_only_layers": list(range(48))}, "every so many'th must have experts"),
         ("qwen3_moe", {"mlp_only_layers": [True]}, "mlp_only_layers=\\[True\\]: must be a list of layers"),
+        ("qwen3_moe", {"num_experts": 2**31 - 1}, "model.experts=2147483647: times model.layers=48 it must be at most"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0: must be at least 1"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias=True"),
         ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "max_window_layers=48: versions"),
