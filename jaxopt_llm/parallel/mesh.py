@@ -26,7 +26,8 @@ class MeshConfig:
     fsdp: int = 1
     """devices that split the batch and, by sharding.zero_stage, the training state"""
     expert: int = 1
-    """devices along the experts; of a dense model, which has none, one more axis like fsdp"""
+    """devices along the experts; of a dense model, which has none, one more axis like fsdp, over which gradients are
+    reduced in every microbatch"""
     context: int = 1
     """devices along the sequence"""
     tensor: int = 1
