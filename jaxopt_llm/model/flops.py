@@ -51,7 +51,7 @@ def quantised_per_token(config: ModelConfig, trainable: Params, precision: Preci
     narrow = [prefix for prefix, _, layer in places(config) if wide <= layer < config.layers - wide]
 
     def weights(path: str, spec: ParamSpec) -> int:
-        if spec.layers is None or not spec.contracting or "experts" in spec.axes:
+        if spec.layers is None or not spec.contracting or spec.numbered:
             return 0
         layers = sum(path.startswith(prefix) for prefix in narrow)
         return param.count(spec) // param.depth(spec) * layers
@@ -72,7 +72,7 @@ def in_words(parameters: int, active: int) -> str:
 
 def _met(config: ModelConfig, spec: ParamSpec) -> int:
     count = param.count(spec)
-    return count // config.experts * config.experts_per_token if "experts" in spec.axes else count
+    return count // config.experts * config.experts_per_token if spec.numbered else count
 
 
 def _product_weights(config: ModelConfig, specs: Params) -> int:

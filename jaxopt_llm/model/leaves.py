@@ -108,7 +108,7 @@ def nf4_specs(spec: ParamSpec, double: bool) -> Nf4Weight:
 
 def lora_specs(spec: ParamSpec, rank: int, scale: float, dora: bool = False, dropout: float = 0.0) -> LoraWeight:
     """A starts random, B at zero and a magnitude as the base has it: at first the weight is its base."""
-    stack = (*range(spec.leading), *(dim for dim, axis in enumerate(spec.axes) if axis == "experts"))
+    stack = (*range(spec.leading), *spec.numbered)
     others = tuple(dim for dim in range(len(spec.shape)) if dim not in (*stack, *spec.contracting))
 
     def of(dims: tuple[int, ...], contracting: tuple[int, ...], init: Initializer, *rank: int) -> ParamSpec:

@@ -67,6 +67,11 @@ class ParamSpec:
         return 0 if self.layers is None else np.ndim(self.layers)
 
     @property
+    def numbered(self) -> tuple[int, ...]:
+        """The dimension that numbers matrices, of which each token meets some: experts; none of what is one matrix."""
+        return tuple(dim for dim, axis in enumerate(self.axes) if axis == "experts")
+
+    @property
     def fan_in(self) -> int:
         return math.prod(self.shape[dim] for dim in self.contracting)
 

@@ -120,7 +120,7 @@ def _rank_problems(specs: Params, config: LoraConfig) -> list[str]:
         if not (spec.contracting and _fits(path, config.targets)):
             return None
         one = spec.layer()
-        experts = one.shape[one.axes.index("experts")] if "experts" in one.axes else 1
+        experts = math.prod(one.shape[dim] for dim in one.numbered)
         return min(one.fan_in, math.prod(one.shape) // experts // one.fan_in), path
 
     pairs = tree.map_with_path(most, specs)
@@ -140,9 +140,7 @@ def _table_problems(weights: list[str], config: LoraConfig) -> list[str]:
 
 def _expert_problems(specs: Params, config: LoraConfig) -> list[str]:
     """What adapters of experts do not have."""
-    fits = tree.map_with_path(
-        lambda path, spec: path if "experts" in spec.axes and _fits(path, config.targets) else None, specs
-    )
+    fits = tree.map_with_path(lambda path, spec: path if spec.numbered and _fits(path, config.targets) else None, specs)
     names = [name for name in ("dora", "dropout") if getattr(config, name)]
     return [
         f"lora.{name} is not for experts, and lora.targets select {path}: leave that out, or set lora.targets"

@@ -137,9 +137,18 @@ def _direction(config: OptimizerConfig, section: str, specs: tree.Tree) -> optax
 
 
 def _sides(spec: ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The dimensions that a product sums over and the others, the sides of a matrix; None for what is none."""
-    others = tuple(dim for dim in range(len(spec.shape)) if dim not in spec.contracting)
+    """The dimensions that a product sums over and the others, the sides of a matrix, or of each of several; None for
+    what is none."""
+    others = tuple(dim for dim in range(len(spec.shape)) if dim not in (*spec.contracting, *spec.numbered))
     return (tuple(spec.contracting), others) if spec.contracting and others else None
+
+
+def _lengths(spec: ParamSpec) -> tuple[int, int]:
+    """Of a matrix's sides."""
+    sides = _sides(spec)
+    assert sides is not None
+    rows, columns = (math.prod(spec.shape[dim] for dim in side) for side in sides)
+    return rows, columns
 
 
 def _muon(momentum: float, specs: tree.Tree, labels: tree.Tree) -> optax.GradientTransformation:
@@ -152,7 +161,7 @@ def _muon(momentum: float, specs: tree.Tree, labels: tree.Tree) -> optax.Gradien
         )
 
     dimensions = of_matrices(lambda spec: MuonDimensionNumbers(*_sides(spec)))  # type: ignore[misc]  # a matrix has sides
-    scales = of_matrices(lambda spec: MUON_RMS * math.sqrt(max(spec.fan_in, math.prod(spec.shape) // spec.fan_in)))
+    scales = of_matrices(lambda spec: MUON_RMS * math.sqrt(max(_lengths(spec))))
     return optax.chain(
         scale_by_muon(beta=momentum, weight_dimension_numbers=dimensions),
         optax.stateless(lambda updates, params: jax.tree.map(jnp.multiply, updates, scales)),
@@ -164,12 +173,15 @@ def _adafactor(specs: tree.Tree) -> optax.GradientTransformation:
     means of rows and of columns, and both the step's RMS and its share of the weight's own are bounded."""
 
     def matrix(spec: ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """(the order of dimensions, the sides) of a weight whose moment is factored."""
+        """(the order of dimensions, the shape) of a weight whose moment is factored. optax takes the two largest
+        dimensions for a matrix's: of more experts than that none is."""
         sides = _sides(spec)
         if sides is None:
             return None
-        rows, columns = (math.prod(spec.shape[dim] for dim in side) for side in sides)
-        return (sides[0] + sides[1], (rows, columns)) if min(rows, columns) >= FACTORED_FROM else None
+        numbers = tuple(spec.shape[dim] for dim in spec.numbered)
+        if min(_lengths(spec)) < max((FACTORED_FROM, *numbers)):
+            return None
+        return (*spec.numbered, *sides[0], *sides[1]), (*numbers, *_lengths(spec))
 
     def to_matrix(spec: ParamSpec, x: jax.Array) -> jax.Array:
         view = matrix(spec)

@@ -17,7 +17,7 @@ from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.checkpoint.policy import CheckpointConfig
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.decoder import Params, make_parts
-from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.model.param import ParamSpec, normal
 from jaxopt_llm.parallel.offload import HOST, OffloadConfig
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.training import optimizer as optimizer_module
@@ -278,3 +278,25 @@ def test_resumed_it_goes_on_equal_to_the_bit(name: str, placed: str, tmp_path: P
     resumed = run(name, placed, training_state.resume(of.specs, 2, placement, **restored), 2)
     assert resumed.step == 3
     jax.tree.map(np.testing.assert_array_equal, of.kept(resumed), whole)
+
+
+def test_each_expert_is_a_matrix_of_its_own() -> None:
+    """To Muon, and to Adafactor's rows and columns."""
+    random, (experts, width, inner) = np.random.default_rng(0), (3, 128, 160)
+    start, gradient = (random.normal(size=(experts, width, inner)).astype(np.float32) for _ in range(2))
+    one = ParamSpec((width, inner), ("embed", "mlp"), (0,), normal())
+    all_of = ParamSpec((experts, width, inner), ("experts", "embed", "expert_mlp"), (1,), normal())
+
+    def update(name: str, spec: ParamSpec, start: np.ndarray, gradient: np.ndarray) -> tuple[np.ndarray, Any]:
+        config = OptimizerConfig(name=name)  # type: ignore[arg-type]
+        optimizer = make_optimizer(config, lambda count: RATE, "segment_0", {"up": spec})
+        state = optimizer.init({"up": start})
+        return optimizer.update({"up": gradient}, state, {"up": start})[0]["up"], state
+
+    found, _ = update("muon", all_of, start, gradient)
+    for expert in range(experts):
+        alone, _ = update("muon", one, start[expert], gradient[expert])
+        np.testing.assert_allclose(found[expert], alone, rtol=1e-4, atol=1e-7)
+    _, state = update("adafactor", all_of, start, gradient)
+    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(state) if leaf.ndim > 1)
+    assert shapes == [(experts, width), (experts, inner)]
