@@ -27,9 +27,9 @@ PRETRAINING = ("llama2_7b", "10b", "llama3_8b", "llama2_70b", "gpt3_175b")
 TUNING = ("llama3_8b_128k", "llama3_8b_lora", "llama3_8b_qlora", "llama2_70b_qlora", "qwen3_8b_full")
 SIZED = PRETRAINING + TUNING
 MIXTURES = ("mixtral_8x7b", "qwen3_30b_a3b")
-# Three compile in a run of all tests; the others by name.
-QUICK = ("llama2_7b", "llama3_8b_128k", "llama3_8b_qlora")
-COMPILED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SIZED]
+# Four compile in a run of all tests; the others by name.
+QUICK = ("llama2_7b", "llama3_8b_128k", "llama3_8b_qlora", "mixtral_8x7b")
+COMPILED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SIZED + MIXTURES]
 
 
 def docstring(name: str) -> str:
