@@ -6,7 +6,7 @@ import pytest
 from test_attention_bytes import TRITON
 from test_bytes import ROWS, SEQUENCE, WIDTH, Compiled, compiled, slow
 
-from jaxopt_llm.parallel import instructions
+from jaxopt_llm.parallel import hlo, instructions
 from jaxopt_llm.parallel.mesh import MeshConfig
 
 LAYERS, EXPERTS, INNER, CHOSEN = 8, 8, 1024, 2
@@ -58,3 +58,15 @@ def test_products_are_the_kernels() -> None:
     ]
     assert names.count("_grouped_matmul") == LAYERS * 3 * 3
     assert names.count("_grouped_matmul_weight_gradient") == LAYERS * 3
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_products_are_counted_by_the_rows_that_are_filled_on_average(mesh: MeshConfig) -> None:
+    """Of a token as many experts' as it is given, not those of the worst case that there is room for."""
+    text = mixed(mesh).text
+    without = "\n".join(
+        line for line in text.splitlines() if "_grouped_matmul" not in line or "custom-call(" not in line
+    )
+    of_experts = hlo.dot_flops(text) - hlo.dot_flops(without)
+    runs = 3 + 3 + 3 + 3  # three matrices: forward, again, and twice backward
+    assert of_experts == LAYERS * runs * 2 * ROWS * SEQUENCE * CHOSEN * WIDTH * INNER // mesh.devices

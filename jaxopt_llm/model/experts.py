@@ -24,6 +24,7 @@ from jaxopt_llm.model.intermediates import tag
 from jaxopt_llm.model.layers import HIDDEN, INWARD, Function, mlp, mlp_specs, recomputed
 from jaxopt_llm.model.param import ParamSpec, normal
 from jaxopt_llm.model.weights import Weight
+from jaxopt_llm.parallel import hlo
 from jaxopt_llm.parallel.sharding import Placement
 
 ROUTER = "/mlp/router"  # how its path ends
@@ -62,7 +63,9 @@ def mixture(
     placement, kernel = context.placement, IMPLEMENTATIONS[products]
 
     def by_expert(rows: jax.Array, name: str, sizes: jax.Array) -> jax.Array:
-        return weights.grouped(rows, params[name], sizes, kernel, placement)
+        devices, count = placement.size("expert"), config.experts_per_token
+        with hlo.filled(count, devices * min(count, config.experts // devices)):
+            return weights.grouped(rows, params[name], sizes, kernel, placement)
 
     @recomputed
     def route(x: jax.Array) -> tuple[jax.Array, jax.Array]:

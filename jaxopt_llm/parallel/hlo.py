@@ -106,9 +106,9 @@ def dot_flops_by_dtype(text: str) -> Mapping[str, int]:
     """FLOPs of all matmuls by their first operand's dtype, in XLA's names: 2 per multiply-add, times the trip counts of
     the loops around them.
 
-    Counted are dots, also in fusions, calls of cuBLAS, and our kernels of attention (see `_attention_products`); every
-    branch of a conditional counts once. Not counted are other kernels (cuDNN's among them), convolutions, and products
-    with a vector that XLA writes as multiply and reduce.
+    Counted are dots, also in fusions, calls of cuBLAS, and our kernels of attention and of experts' products (see
+    `_attention_products`, `_grouped_products`); every branch of a conditional counts once. Not counted are other
+    kernels (cuDNN's among them), convolutions, and products with a vector that XLA writes as multiply and reduce.
 
     Raises:
         ValueError: a matmul is in a loop without a fixed trip count.
@@ -119,8 +119,8 @@ def dot_flops_by_dtype(text: str) -> Mapping[str, int]:
             operand = computation[instruction.operands[0]].results[0]
             products = math.prod(instruction.results[0].shape) * _contracted(computation, instruction)
             flops[operand.dtype] = flops.get(operand.dtype, 0) + 2 * products * times(instruction, run)
-        elif attended := _attention_products(computation, instruction):
-            dtype, products = attended
+        elif formed := _grouped_products(computation, instruction) or _attention_products(computation, instruction):
+            dtype, products = formed
             flops[dtype] = flops.get(dtype, 0) + 2 * products * times(instruction, run)
     return flops
 
@@ -219,6 +219,26 @@ def _attention_products(computation: Computation, call: Instruction) -> tuple[st
     seen = min(int(call.find(r'op_name="[^"]*\bwithin_(\d+)_keys') or keys), keys)
     # The triangle before a whole window is there; times the keys, so that nothing is rounded.
     return q.dtype, formed * math.prod(q.shape) * (2 * seen * keys - seen * (seen - 1)) // (2 * keys)
+
+
+# ---- Kernels of experts' products.
+
+
+def filled(rows: int, room: int) -> contextlib.AbstractContextManager[Any]:
+    """A scope for products of rows sorted by group, of which so many are filled on average: what a kernel's program
+    does not tell."""
+    return jax.named_scope(f"filled_{rows}_of_{room}")
+
+
+def _grouped_products(computation: Computation, call: Instruction) -> tuple[str, int] | None:
+    """The dtype and the multiply-adds of a kernel of kernels/grouped_matmul_pallas.py, on average (see `filled`), None
+    of other instructions. Its operands are where groups begin, rows [T, D], and what they are multiplied with."""
+    if not (call.find(_TRITON) and call.find(r'name = \\?"(_grouped_matmul)')):
+        return None
+    rows = computation[call.operands[1]].results[0]
+    share = re.search(r"\bfilled_(\d+)_of_(\d+)", call.source)
+    count, room = map(int, share.groups()) if share else (1, 1)
+    return rows.dtype, math.prod(rows.shape) * call.results[0].shape[-1] * count // room
 
 
 # ---- Host memory.
