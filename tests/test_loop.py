@@ -58,6 +58,7 @@ class Watched:
     value: Any
     step: int
     events: list[str]
+    ndim: int = 0
 
     def __float__(self) -> float:
         if self.events[-1] != f"read {self.step}":

@@ -52,12 +52,14 @@ def tensor_problems(
     """Of every logical axis that the placement's tables lay over `tensor`."""
     over, heads, kv_heads = f"mesh.tensor={tensor}", model.heads, model.kv_heads
     padded = padded_vocabulary(model.vocabulary_size)
+    dense = not all(map(model.has_experts, range(model.layers)))
+    widths = ["mlp_width"] * dense + ["expert_width", "shared_expert_width"] * bool(model.experts)
     vocabulary = f"model.vocabulary_size={model.vocabulary_size}, padded to {padded},"
     found = [
         *_unless_multiple(f"model.heads={heads}", heads, tensor, over, step=kv_heads),
         *(
             each
-            for name in ("mlp_width", *(("expert_width", "shared_expert_width") if model.experts else ()))
+            for name in widths
             for each in _unless_multiple(f"model.{name}={getattr(model, name)}", getattr(model, name), tensor, over)
         ),
         *_unless_multiple(vocabulary, padded, tensor, over, step=VOCABULARY_MULTIPLE),

@@ -55,7 +55,7 @@ def test_two_segments_follow_each_other_over_the_stages() -> None:
 def test_every_stage_has_a_period(last: int) -> None:
     """Also where one segment outweighs the others."""
     kinds = ("global",) * 20
-    segments = (Segment(kinds, 1, {"index": np.arange(20)[None]}), *dense(last))
+    segments = (Segment(kinds, 1, {"index": np.arange(20)[None]}, (False,) * 20), *dense(last))
     for stages in range(1, last + 2):
         assert all(blocks_by_run(segments, stages))
 

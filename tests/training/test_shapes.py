@@ -75,4 +75,13 @@ def test_all_is_said_at_once_about_every_axis_that_the_tables_lay_over_tensor() 
     tables = (PARAMETER_AXES, ACTIVATION_AXES, SEQUENCE_PARALLEL_AXES)
     split = {name for table in tables for name, axes in table.items() if "tensor" in axes}
     where_it_divides = {"sent_sequence"}  # and else not: nothing to say
-    assert split - where_it_divides == {"heads", "mlp", "vocabulary", "kv_heads", "residual_sequence"}
+    assert split - where_it_divides == {"heads", "mlp", "expert_mlp", "vocabulary", "kv_heads", "residual_sequence"}
+
+
+def test_experts_divide_over_their_axis_and_their_width_over_tensor() -> None:
+    model = replace(MODEL, experts=6, expert_width=10, mlp_width=30, layers=4, expert_every=2)
+    for mlp_width in ({"mlp_width"}, set()):
+        found = shapes.problems(model, TRAINING, MeshConfig(expert=4, tensor=4), ShardingConfig())
+        fields = {re.match(r"\w+\.(\w+)=", each)[1] for each in found[:-1]}  # type: ignore[index]
+        assert fields == {"experts", "expert_width"} | mlp_width
+        model = replace(model, expert_every=1)  # no layer has an MLP of its own
