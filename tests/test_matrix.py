@@ -115,11 +115,14 @@ EXTRAS = [
     BASIC | {"zero": 3, "tensor": 2, "split": {"data": 2, "fsdp": 2}, "adapt": "qlora"},
     BASIC | {"pipeline": 2, "split": {"data": 2, "fsdp": 2}, "adapt": "qlora"},
     BASIC | {"pipeline": 2, "tensor": 2, "split": {"fsdp": 2}, "remat": "save_attention", "attention": "kernel"},
-    BASIC | {"model": "experts", "split": {"expert": 2, "data": 2}, "tensor": 2, "zero": 0},
     BASIC | {"model": "experts", "split": {"expert": 4, "fsdp": 2}, "zero": 3, "adapt": "lora-int8"},
     BASIC | {"model": "experts", "split": {"expert": 2}, "pipeline": 2, "tensor": 2, "sequence_parallel": True},
-    BASIC | {"model": "shared", "split": {"expert": 8}, "zero": 2, "remat": "named", "accumulation": 1},
     BASIC | {"model": "shared", "split": {"expert": 2, "fsdp": 2, "context": 2}, "zero": 1, "remat": "offload"},
+]
+# Experts on the other meshes.
+EXPERTS = [
+    BASIC | {"model": "experts", "split": {"expert": 2, "data": 2}, "tensor": 2, "zero": 0},
+    BASIC | {"model": "shared", "split": {"expert": 8}, "zero": 2, "remat": "named", "accumulation": 1},
     BASIC | {"model": "shared", "split": {"expert": 2, "fsdp": 2}, "pipeline": 2, "zero": 3, "adapt": "lora"},
 ]
 # What is left of the switches' own product with the axes.
@@ -261,6 +264,7 @@ def name(case: dict[str, Any]) -> str:
     [
         *(pytest.param(case, marks=[pytest.mark.core] * (index % 3 == 0)) for index, case in enumerate(CASES)),
         *(pytest.param(case, marks=pytest.mark.core) for case in EXTRAS),
+        *EXPERTS,
         *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW),
     ],
     ids=name,
