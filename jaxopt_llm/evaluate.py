@@ -21,6 +21,7 @@ from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.parallel.mesh import BATCH_AXES, MeshConfig, visible_devices
 from jaxopt_llm.parallel.topology import choose_attention
+from jaxopt_llm.parallel.xla_options import compiler_options
 from jaxopt_llm.run import Run
 from jaxopt_llm.validation import validate
 
@@ -32,6 +33,7 @@ def evaluate(source: Run, rows: PackedRows, batch_size: int, most: int | None) -
     """Mean loss per real token, in nats, and the number of these, over all rows or the first `most` batches."""
     loss = jax.jit(
         functools.partial(scan.loss, source.parts, placement=source.placement, remat=RematConfig("none")),
+        compiler_options=compiler_options(source.placement.mesh),
     )
     batch_size += -batch_size % source.placement.size(*BATCH_AXES)
     total, tokens = 0.0, 0

@@ -98,11 +98,11 @@ def validate(config: TrainConfig) -> None:
 
 def _unequal_groups(config: TrainConfig) -> list[str]:
     """Layers that are run again together: those of a segment, or of a run's part of it, must be in whole groups."""
-    every, period = config.remat.every, len(config.model.pattern)
+    every, period = config.remat.every, config.model.period
     if every == 1:
         return []
     if every % period:
-        return [f"remat.every={every}: must be a multiple of the {period} layers of model.pattern"]
+        return [f"remat.every={every}: must be a multiple of the {period} layers after which kinds of them repeat"]
     segments = layout(config.model)
     places = stages.split(segments, config.mesh.pipeline, config.pipeline)
     virtual, count, _ = places[0].shape

@@ -144,6 +144,26 @@ CASES = {
         ["--mesh.context", "8", "--sharding.context-exchange", "all_to_all", "--model.heads", "4"],
         ["sharding.context_exchange=all_to_all", "model.heads=4 does not divide by mesh.context=8", "take ring"],
     ),
+    "experts that do not divide": (
+        ["--model.experts", "6", "--mesh.expert", "4", "--training.batch-size", "4"],
+        ["model.experts=6 does not divide by mesh.expert=4 (nearest that do: 4 and 8)"],
+    ),
+    "more experts than there are": (
+        ["--model.experts", "2", "--model.experts-per-token", "3"],
+        ["model.experts_per_token=3: must be at most model.experts=2"],
+    ),
+    "less than an even share": (
+        ["--model.experts", "4", "--model.expert-capacity", "0.5"],
+        ["expert_capacity=0.5", "1"],
+    ),
+    "experts in no layer": (
+        ["--model.experts", "4", "--model.expert-every", "99"],
+        ["model.experts=4: no layer has them", "model.expert_every=99"],
+    ),
+    "what rewards an uneven load": (
+        ["--model.experts", "4", "--model.balance-loss", "-1"],
+        ["model.balance_loss=-1.0: must be at least 0"],
+    ),
     "not finite": (["--optimizer.learning-rate", "inf"], ["optimizer.learning_rate=inf", "float32"]),
     "not in float32": (["--optimizer.epsilon", "1e-320"], ["optimizer.epsilon=1e-320", "float32"]),
     "more layers than can be named": (["--model.layers", "2147483647"], ["model.layers=2147483647", "10,000"]),

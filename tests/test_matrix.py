@@ -123,6 +123,7 @@ EXTRAS = [
 EXPERTS = [
     BASIC | {"model": "experts", "split": {"expert": 2, "data": 2}, "tensor": 2, "zero": 0},
     BASIC | {"model": "shared", "split": {"expert": 8}, "zero": 2, "remat": "named", "accumulation": 1},
+    BASIC | {"model": "experts", "split": {"expert": 2, "fsdp": 2}, "tensor": 2, "zero": 1, "adapt": "lora-nf4"},
     BASIC | {"model": "shared", "split": {"expert": 2, "fsdp": 2}, "pipeline": 2, "zero": 3, "adapt": "lora"},
 ]
 # What is left of the switches' own product with the axes.
@@ -142,6 +143,7 @@ ADAPT = {
     "full": LoraConfig(),
     "lora": LoraConfig(rank=4, targets=("*/attention/*", "segment_0/*/mlp/*", "outer/*/table")),
     "lora-int8": LoraConfig(rank=4, targets=("*/attention/*", "segment_0/*/mlp/*", "outer/*/table"), base="int8"),
+    "lora-nf4": LoraConfig(rank=4, targets=("*/mlp/[ugd]*",), base="nf4"),
     "qlora": LoraConfig(
         rank=4,
         targets=("*/attention/*", "segment_0/*/mlp/*"),

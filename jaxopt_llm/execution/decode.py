@@ -20,6 +20,7 @@ from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Params, Parts
 from jaxopt_llm.parallel.mesh import BATCH_AXES
 from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.xla_options import compiler_options
 
 PADDING = -1  # in place of an id
 SHORTEST = 16  # tokens of a prompt, of which fewer cost as much
@@ -82,7 +83,8 @@ def make_step(
 
     # Pinned: an array that came out otherwise than it goes in would have the program compiled again.
     results = placement.activation("batch"), jax.tree.map(lambda x: x.sharding, caches)
-    return jax.jit(step, donate_argnums=1, out_shardings=results)
+    options = compiler_options(placement.mesh)
+    return jax.jit(step, donate_argnums=1, out_shardings=results, compiler_options=options)
 
 
 class Decoder:

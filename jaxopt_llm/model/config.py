@@ -1,6 +1,7 @@
 """ModelConfig: one decoder whose switches cover Llama, Mistral, Mixtral, Qwen, Gemma 2, Phi-3, OLMo 2, OLMoE,
 SmolLM3 and GPT-2/3."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -103,6 +104,11 @@ class ModelConfig:
     tied_head: bool = True
     """whether the embedding table is the head"""
 
+    @property
+    def period(self) -> int:
+        """After so many layers kinds repeat."""
+        return math.lcm(len(self.pattern), self.expert_every if self.experts else 1)
+
     def has_experts(self, layer: int) -> bool:
         return self.experts > 0 and layer >= self.dense_layers and (layer + 1) % self.expert_every == 0
 
@@ -172,6 +178,16 @@ class ModelConfig:
             found.append(
                 f"model.expert_capacity={self.expert_capacity}: must be at least 1, or 0 to drop nothing: below 1 some "
                 "choices are dropped whatever the router does"
+            )
+        found += [
+            f"model.{name}={getattr(self, name)}: must be at least 0"
+            for name in ("balance_loss", "router_z_loss")
+            if getattr(self, name) < 0
+        ]
+        if not found and not any(map(self.has_experts, range(self.layers))):
+            found.append(
+                f"model.experts={self.experts}: no layer has them with model.expert_every={self.expert_every} and "
+                f"model.dense_layers={self.dense_layers} of model.layers={self.layers}"
             )
         if self.biases == "all":
             found.append("model.biases=all: experts have none; take none or qkv")

@@ -77,7 +77,7 @@ class Parts:
 def layout(config: ModelConfig) -> tuple[Segment, ...]:
     """The period of the layers as often as it fits, and what is left of it as another segment: of the layers before the
     first with experts, of the others, and of the last layers where they are stacks of their own."""
-    period = math.lcm(len(config.pattern), config.expert_every if config.experts else 1)
+    period = config.period
     kinds = [config.pattern[layer % len(config.pattern)] for layer in range(config.layers)]
     cuts = {0, config.dense_layers if config.experts else 0, config.layers - config.last_layers, config.layers}
     segments = []

@@ -83,7 +83,8 @@ def mixture(
         return by_expert(HIDDEN[config.mlp](*projected), "down", sizes)
 
     normed, logits = route(x)
-    choice = router.choose(logits, context.spans.last, config, placement)  # a token sees none after itself
+    # A token sees none after itself. With a cache nothing is dropped: what a token is answered would depend on others.
+    choice = router.choose(logits, None if context.counts is None else context.spans.last, config, placement)
     plan = make_plan(jnp.where(choice.kept, choice.experts, config.experts), config.experts, placement)
     rows = dispatch(placement, normed, plan)
     y = combine(placement, outward(plan.sizes, *inward(rows, plan.sizes)), choice.weights, plan)
@@ -110,11 +111,10 @@ def _auxiliary(
     loss = loss + config.router_z_loss * router.z_loss(logits, counts)
     load = jnp.sum(router.loads(choice, counts, config), axis=0)
     own = jnp.arange(config.layers)[:, None] == layer
-    scores = choice.scores / jnp.sum(choice.scores, axis=-1, keepdims=True)
     statistics = {
         "expert_load": jnp.where(own, load, 0),
         "router_tokens": jnp.sum(counts, dtype=jnp.float32),
-        "router_entropy": jnp.sum(jnp.sum(jax.scipy.special.entr(scores), axis=-1) * counts),
+        "router_entropy": jnp.sum(jnp.sum(jax.scipy.special.entr(router.shares(choice.scores)), axis=-1) * counts),
         "dropped": jnp.sum(~choice.kept & counts[..., None], dtype=jnp.float32),
     }
     return Auxiliary(loss, jax.lax.stop_gradient(statistics))
@@ -167,7 +167,7 @@ def make_plan(experts: jax.Array, count: int, placement: Placement) -> Plan:
         local = experts.reshape(-1) - first
         local = jnp.where((local >= 0) & (local < own), local, own)  # what is not here comes last
         order = jnp.argsort(local, stable=True).astype(jnp.int32)
-        place = jnp.argsort(order).astype(jnp.int32)
+        place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
         sizes = jnp.diff(jnp.searchsorted(local[order], jnp.arange(own + 1))).astype(jnp.int32)
         room = tokens * min(per_token, own)  # were all choices that can be here
         place = jnp.where(local < own, place, room).reshape(tokens, per_token)

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.parallel.sharding import Placement
 
+TINY = 1e-18  # whose square, by which a derivative divides, float32 still has
+
 
 class Choice(NamedTuple):
     """experts: int32 [B, S, k]; kept: bool [B, S, k], whether the expert takes the token; weights: float32 [B, S, k], 0
@@ -23,22 +25,28 @@ class Choice(NamedTuple):
     scores: jax.Array
 
 
-def choose(logits: jax.Array, rows: jax.Array, config: ModelConfig, placement: Placement) -> Choice:
+def choose(logits: jax.Array, rows: jax.Array | None, config: ModelConfig, placement: Placement) -> Choice:
     """Of float32 logits [B, S, E] the k best scores, of equals the first expert's.
 
     softmax: Jiang et al. 2024, arXiv:2401.04088 (Mixtral); sigmoid: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2.
-    rows: int32 [B, S], the place of each token in its sequence, however that is dealt to devices.
+    rows: int32 [B, S], the place of each token in its sequence, however that is dealt to devices; None where nothing is
+        to be dropped.
     """
     scores = jax.nn.softmax(logits) if config.router == "softmax" else jax.nn.sigmoid(logits)
     _, experts = jax.lax.top_k(jax.lax.stop_gradient(scores), config.experts_per_token)
     # Not picked by their numbers: on look-ups in a region that is manual over `pipeline` XLA's partitioner aborts.
     weights = jnp.sum(jnp.where(_is(experts, config), scores[:, :, None], 0), axis=-1)
     if config.router_renormalises:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        weights = shares(weights)
     kept = jnp.ones(experts.shape, jnp.bool)
-    if config.expert_capacity:
+    if config.expert_capacity and rows is not None:
         kept = within_capacity(experts, rows, config, placement)
     return Choice(experts, kept, jnp.where(kept, weights * config.router_scale, 0), scores)
+
+
+def shares(scores: jax.Array) -> jax.Array:
+    """Of their sum, which of sigmoids can be 0 in float32."""
+    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + TINY)
 
 
 def _is(experts: jax.Array, config: ModelConfig) -> jax.Array:
@@ -83,8 +91,7 @@ def balance_loss(choice: Choice, counts: jax.Array, config: ModelConfig) -> jax.
     equation 17). 1 a token where all is even. counts: bool [B, S], the tokens that count."""
     tokens = jnp.sum(counts, axis=1, dtype=jnp.float32)  # [B]
     chosen = loads(choice, counts, config)  # [B, E]
-    scores = choice.scores / jnp.sum(choice.scores, axis=-1, keepdims=True)
-    mean = jnp.einsum("BSE,BS->BE", scores, counts.astype(jnp.float32))
+    mean = jnp.einsum("BSE,BS->BE", shares(choice.scores), counts.astype(jnp.float32))
     per_sequence = config.experts * jnp.sum(chosen * mean, axis=-1)
     return jnp.sum(per_sequence / jnp.maximum(tokens * config.experts_per_token, 1))
 

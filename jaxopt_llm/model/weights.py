@@ -249,10 +249,23 @@ def _grouped(kernel, placement, turned, rows, weight, tap, sizes):
 def _grouped_forward(kernel, placement, turned, rows, weight, tap, sizes):
     shardings = shardings_of(weight)
     gathered = _gather_operand(weight, (2,) if turned else (1,))
-    operand = quantised.inputs(shardings.matmul, rows, (2,), shardings.grouped)
+    operand = _rows_operand(placement, turned, rows, shardings)
     kept = jax.tree.map(lambda array: checkpoint_name(array, KEPT), gathered) if shardings.keep else None
     y = _rows_times(kernel, placement, turned, operand, gathered, shardings, sizes, rows.dtype)
     return y, (operand, weight, kept, sizes)
+
+
+def _rows_operand(placement, turned, rows, shardings):
+    """A row's scale is of all of it, also where `tensor` divides it."""
+    parts = placement.size("tensor") if shardings.gathered.spec[2 if turned else 1] else 1
+    whole = rows.reshape(-1, parts, *rows.shape[1:])  # [N / parts, parts, R, D]
+    operand = quantised.inputs(shardings.matmul, whole, (1, 3), shardings.grouped)
+    if not isinstance(operand, Quantised):
+        return rows
+    scales = operand.scales
+    if scales.ndim:
+        scales = jnp.broadcast_to(scales, (*whole.shape[:3], 1)).reshape(*rows.shape[:2], 1)
+    return Quantised(operand.codes.reshape(rows.shape), scales)
 
 
 def _rows_times(kernel, placement, turned, rows, gathered, shardings, sizes, dtype):

@@ -15,11 +15,13 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from jaxopt_llm import tree
+from jaxopt_llm.model.experts import ROUTER
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.training import groups, moments
 from jaxopt_llm.training.moments import StateDtype
 
 FACTORED_FROM = 128  # the smaller side of a matrix from which Adafactor keeps row and column means, as in optax and T5X
+LEAST_RMS = 1e-3  # of a weight, in Adafactor's steps: the paper's epsilon 2
 MUON_RMS = 0.2  # of an entry of Muon's step: about that of Adam's, so that both take one learning rate
 
 
@@ -102,7 +104,8 @@ def make_optimizer(
         assert not spec.leading
         if config.decay_groups:
             return config.weight_decay * groups.number(config.decay_groups, f"{section}/{path}")
-        return config.weight_decay if spec.contracting else 0.0  # not by rank: a bias by heads has two dimensions
+        # Not by rank: a bias by heads has two dimensions.
+        return config.weight_decay if spec.contracting or path.endswith(ROUTER) else 0.0
 
     decays = tree.map_with_path(decay, specs)
     factors = tree.map_with_path(lambda path, spec: groups.number(config.rate_groups, f"{section}/{path}"), specs)
@@ -205,6 +208,15 @@ def _adafactor(specs: tree.Tree) -> optax.GradientTransformation:
         matrices, state = rms.update(matrices, state, parameters)
         return jax.tree.map(from_matrix, specs, matrices), state
 
-    return optax.chain(
-        optax.GradientTransformation(init, update), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()
-    )
+    def bound(updates: tree.Tree, params: tree.Tree) -> tree.Tree:
+        def one(spec: ParamSpec, step: jax.Array, x: jax.Array) -> jax.Array:
+            dims = tuple(dim for dim in range(len(spec.shape)) if dim not in spec.numbered)
+
+            def rms(array: jax.Array) -> jax.Array:
+                return jnp.sqrt(jnp.mean(jnp.square(array), axis=dims, keepdims=True))
+
+            return step / jnp.maximum(rms(step), 1.0) * jnp.maximum(rms(x), LEAST_RMS)
+
+        return jax.tree.map(one, specs, updates, params)
+
+    return optax.chain(optax.GradientTransformation(init, update), optax.stateless(bound))

@@ -81,7 +81,7 @@ def make_program(
         )
         products = choose_expert_products(device, training.expert_products, placement.precision.compute_dtype)
         xla_options.check(xla, placement.mesh)
-    parts = make_parts(model, training.loss_chunk, training.z_loss, attention.name, products)
+    parts = make_parts(model, training.loss_chunk, training.z_loss, attention=attention.name, expert_products=products)
     stages = placement.size("pipeline")
     if stages > 1:
         parts = rest_on_stages(parts, stages, pipelined)

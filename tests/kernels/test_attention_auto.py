@@ -160,7 +160,9 @@ def test_a_step_attends_with_it(
     """Of 8192 positions, or of an eighth of them, as many keys as a call has in a ring."""
     made = []
     make_parts = program.make_parts
-    monkeypatch.setattr(program, "make_parts", lambda *of: made.append(of[3]) or make_parts(*of))
+    monkeypatch.setattr(
+        program, "make_parts", lambda *of, **named: made.append(named["attention"]) or make_parts(*of, **named)
+    )
     model = ModelConfig(width=64, layers=1, heads=8, kv_heads=8, head_dim=128, mlp_width=64, vocabulary_size=256)
     assert TrainingConfig().attention == "auto"
     training = TrainingConfig(batch_size=8, sequence_length=8192)

@@ -12,8 +12,11 @@ import toy
 from jaxopt_llm import tree
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.stacks import RematConfig, no_taps
+from jaxopt_llm.model import experts, router
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import Params, make_parts
+from jaxopt_llm.parallel.precision import PrecisionConfig
+from jaxopt_llm.parallel.sharding import Placement
 
 pytestmark = pytest.mark.core
 
@@ -34,16 +37,22 @@ EXPERTS = {
 ROWS, LENGTH = 4, 24
 
 
-def found(config: ModelConfig, params: Params) -> tuple[float, Params]:
+def run(config: ModelConfig, params: Params, placement: Placement, accumulation: int = 1) -> tuple[Any, ...]:
+    """Loss, auxiliary sums and gradients."""
     parts, batch = make_parts(config), toy.packed(ROWS, LENGTH)
 
-    def run(params: Params, batch: Any) -> Any:
-        placement, cotangent = toy.placement(), 1 / jnp.sum(batch.loss_mask).astype(jnp.float32)
+    def both(params: Params, batch: Any) -> Any:
+        cotangent = 1 / jnp.sum(batch.loss_mask).astype(jnp.float32)
         frozen = no_taps(parts.specs)
         return scan.loss_and_gradients(parts, params, frozen, batch, cotangent, placement, RematConfig("none"))
 
-    loss, tokens, _, gradients = jax.jit(run)(params, toy.microbatches(batch, 1))
-    return float(loss / tokens), gradients
+    loss, tokens, auxiliary, gradients = jax.jit(both)(params, toy.microbatches(batch, accumulation))
+    return float(loss / tokens), auxiliary, gradients
+
+
+def found(config: ModelConfig, params: Params) -> tuple[float, Params]:
+    loss, _, gradients = run(config, params, toy.placement())
+    return loss, gradients
 
 
 def assert_as_reference(config: ModelConfig, params: Params) -> None:
@@ -80,3 +89,50 @@ def test_of_equals_the_first_has_all_and_the_last_has_nobody(per_token: int) -> 
     _, gradients = found(config, params)
     used = [np.any(gradients["segment_0"]["block_0"]["mlp"]["up"][:, expert]) for expert in range(4)]
     assert used == [expert < per_token for expert in range(4)]
+
+
+@pytest.mark.parametrize("matmul", ["int8", "fp8"])
+def test_operands_in_fewer_bits_are_the_same_on_any_mesh(matmul: Any) -> None:
+    params, precision = toy.params(make_parts(CONFIG).specs), PrecisionConfig(compute_dtype="float32", matmul=matmul)
+    one, many = (replace(toy.placement(**mesh), precision=precision) for mesh in ({}, {"expert": 2, "tensor": 2}))
+    (loss, _, gradients), (loss_of_many, _, gradients_of_many) = (run(CONFIG, params, each) for each in (one, many))
+    assert loss_of_many == pytest.approx(loss, rel=1e-6)
+    assert toy.distance(gradients_of_many, gradients) < 1e-5
+
+
+def test_what_is_seen_of_routers() -> None:
+    config = CONFIGS["capacity"]
+    params = toy.params(make_parts(config).specs)
+    for placement, accumulation in ((toy.placement(), 2), (toy.placement(1, data=2, expert=2), 1)):
+        said = experts.seen(run(config, params, placement, accumulation)[1].statistics)
+        assert said["expert_load"].shape == (4,)
+        assert float(jnp.mean(said["expert_load"])) == pytest.approx(1, rel=1e-6)
+        assert 1 < float(jnp.max(said["expert_load"])) <= float(said["expert_imbalance"]) < 4
+        assert 0.5 < float(said["router_entropy"]) < np.log(4)
+        assert 0 < float(said["dropped"]) < 0.5
+    # By hand: two layers with experts of three, of two experts each.
+    load = jnp.asarray([[6.0, 2.0], [0.0, 0.0], [3.0, 5.0]])
+    sums = {"expert_load": load, "router_tokens": jnp.float32(8), "router_entropy": jnp.float32(4)}
+    said = experts.seen({**sums, "dropped": jnp.float32(4)})
+    np.testing.assert_allclose(said["expert_load"], [(6 / 4 + 3 / 4) / 2, (2 / 4 + 5 / 4) / 2])
+    assert (said["expert_imbalance"], said["router_entropy"], said["dropped"]) == (1.5, 0.5, 0.25)
+    assert experts.seen({}) == {}
+
+
+def test_a_router_whose_scores_are_all_0_in_float32_gives_no_nan() -> None:
+    config = replace(CONFIGS["deepseek"], shared_expert_width=0)
+    choice = router.choose(jnp.full((1, 3, 4), -110.0), None, config, toy.placement())
+    assert np.isfinite(choice.weights).all()
+
+    def loss(logits: jax.Array) -> jax.Array:
+        choice = router.choose(logits, None, config, toy.placement())
+        return router.balance_loss(choice, jnp.ones((1, 3), bool), config) + jnp.sum(choice.weights)
+
+    assert np.isfinite(jax.grad(loss)(jnp.full((1, 3, 4), -88.0))).all()
+
+
+def test_with_a_cache_nothing_is_dropped() -> None:
+    config = CONFIGS["capacity"]
+    logits = jnp.zeros((1, 6, 4))
+    assert not router.choose(logits, jnp.arange(6)[None], config, toy.placement()).kept.all()
+    assert router.choose(logits, None, config, toy.placement()).kept.all()

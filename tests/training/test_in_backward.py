@@ -23,6 +23,7 @@ from jaxopt_llm.training.step import TrainingConfig
 MODELS = {
     "tied": replace(toy.CONFIG, pattern=("global",), layers=2),
     "two segments": replace(toy.CONFIG, tied_head=False),
+    "experts": replace(toy.UNIFORM, layers=2, experts=4, expert_width=8, expert_every=2, balance_loss=0.1),
 }
 ADAPT = {
     "": LoraConfig(),
@@ -51,7 +52,7 @@ def train(placement: Placement, optimizer: OptimizerConfig, model: str, adapt: s
     for step in range(STEPS):
         batch = jax.device_put(toy.microbatches(toy.packed(ROWS, LENGTH, seed=step), 1), program.rows)
         state, metrics = program.step(state, batch)
-        told += [float(metrics["loss"]), float(metrics["grad_norm"])]
+        told += [float(metrics[name]) for name in ("loss", "grad_norm", "router_entropy") if name in metrics]
     assert metrics["skipped"] == 0
     return jax.tree.map(np.asarray, program.kept(state)), told
 
@@ -67,6 +68,7 @@ def slow(*case: Any) -> Any:
 
 CASES = [
     (1, {"data": 2, "fsdp": 2, "tensor": 2}, {}, "tied", ""),
+    (1, {"data": 2, "expert": 2}, {}, "experts", ""),
     slow(0, {}, {"name": "muon"}, "two segments", ""),
     slow(0, {"fsdp": 2, "tensor": 2}, {}, "tied", ""),
     slow(0, {"fsdp": 8}, {"name": "lion"}, "two segments", ""),

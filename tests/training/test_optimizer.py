@@ -280,23 +280,30 @@ def test_resumed_it_goes_on_equal_to_the_bit(name: str, placed: str, tmp_path: P
     jax.tree.map(np.testing.assert_array_equal, of.kept(resumed), whole)
 
 
-def test_each_expert_is_a_matrix_of_its_own() -> None:
-    """To Muon, and to Adafactor's rows and columns."""
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_each_expert_is_a_matrix_of_its_own(name: Any) -> None:
+    """Of its own size, too, where a step depends on that."""
     random, (experts, width, inner) = np.random.default_rng(0), (3, 128, 160)
     start, gradient = (random.normal(size=(experts, width, inner)).astype(np.float32) for _ in range(2))
+    start *= np.array([1, 0.1, 0.01], np.float32)[:, None, None]
     one = ParamSpec((width, inner), ("embed", "mlp"), (0,), normal())
     all_of = ParamSpec((experts, width, inner), ("experts", "embed", "expert_mlp"), (1,), normal())
 
-    def update(name: str, spec: ParamSpec, start: np.ndarray, gradient: np.ndarray) -> tuple[np.ndarray, Any]:
-        config = OptimizerConfig(name=name)  # type: ignore[arg-type]
-        optimizer = make_optimizer(config, lambda count: RATE, "segment_0", {"up": spec})
-        state = optimizer.init({"up": start})
-        return optimizer.update({"up": gradient}, state, {"up": start})[0]["up"], state
+    def update(spec: ParamSpec, start: np.ndarray, gradient: np.ndarray) -> np.ndarray:
+        optimizer = make_optimizer(OptimizerConfig(name=name), lambda count: RATE, "segment_0", {"up": spec})
+        return optimizer.update({"up": gradient}, optimizer.init({"up": start}), {"up": start})[0]["up"]
 
-    found, _ = update("muon", all_of, start, gradient)
+    found = update(all_of, start, gradient)
     for expert in range(experts):
-        alone, _ = update("muon", one, start[expert], gradient[expert])
-        np.testing.assert_allclose(found[expert], alone, rtol=1e-4, atol=1e-7)
-    _, state = update("adafactor", all_of, start, gradient)
-    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(state) if leaf.ndim > 1)
-    assert shapes == [(experts, width), (experts, inner)]
+        np.testing.assert_allclose(found[expert], update(one, start[expert], gradient[expert]), rtol=1e-4, atol=1e-7)
+
+
+def test_a_router_decays_as_a_matrix() -> None:
+    specs = make_parts(replace(toy.UNIFORM, experts=2, expert_width=8)).specs["segment_0"]["block_0"]
+    specs = jax.tree.map(ParamSpec.layer, specs)
+    params, nothing = (jax.tree.map(lambda spec, x=x: np.full(spec.shape, x, np.float32), specs) for x in (1, 0))
+    optimizer = make_optimizer(OptimizerConfig(weight_decay=DECAY), lambda count: RATE, "segment_0", {"block_0": specs})
+    state = optimizer.init({"block_0": params})
+    step = optimizer.update({"block_0": nothing}, state, {"block_0": params})[0]["block_0"]
+    assert step["mlp"]["router"] == pytest.approx(-RATE * DECAY)
+    assert not np.any(step["mlp_norm"]["scale"])
