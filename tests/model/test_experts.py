@@ -28,11 +28,22 @@ CONFIGS = {
     "deepseek": replace(
         CONFIG, layers=4, dense_layers=1, router="sigmoid", router_scale=2.5, shared_expert_width=8, balance_loss=0.1
     ),
+    "deepseek_v2": replace(CONFIG, experts=6, experts_per_token=3, router_groups=3, router_groups_per_token=2),
+    "deepseek_v3": replace(
+        CONFIG,
+        experts=9,
+        experts_per_token=4,
+        router="sigmoid",
+        router_groups=3,
+        router_groups_per_token=2,
+        router_bias=True,
+    ),
     "capacity": replace(CONFIG, expert_capacity=1.0),
 }
 EXPERTS = {
     *("experts", "experts_per_token", "expert_width", "shared_expert_width", "dense_layers", "expert_every", "router"),
     *("router_renormalises", "router_scale", "balance_loss", "router_z_loss", "expert_capacity"),
+    *("router_groups", "router_groups_per_token", "router_bias"),
 }
 ROWS, LENGTH = 4, 24
 
@@ -121,11 +132,11 @@ def test_what_is_seen_of_routers() -> None:
 
 def test_a_router_whose_scores_are_all_0_in_float32_gives_no_nan() -> None:
     config = replace(CONFIGS["deepseek"], shared_expert_width=0)
-    choice = router.choose(jnp.full((1, 3, 4), -110.0), None, config, toy.placement())
+    choice = router.choose(jnp.full((1, 3, 4), -110.0), None, None, config, toy.placement())
     assert np.isfinite(choice.weights).all()
 
     def loss(logits: jax.Array) -> jax.Array:
-        choice = router.choose(logits, None, config, toy.placement())
+        choice = router.choose(logits, None, None, config, toy.placement())
         return router.balance_loss(choice, jnp.ones((1, 3), bool), config) + jnp.sum(choice.weights)
 
     assert np.isfinite(jax.grad(loss)(jnp.full((1, 3, 4), -88.0))).all()
@@ -134,5 +145,5 @@ def test_a_router_whose_scores_are_all_0_in_float32_gives_no_nan() -> None:
 def test_with_a_cache_nothing_is_dropped() -> None:
     config = CONFIGS["capacity"]
     logits = jnp.zeros((1, 6, 4))
-    assert not router.choose(logits, jnp.arange(6)[None], config, toy.placement()).kept.all()
-    assert router.choose(logits, None, config, toy.placement()).kept.all()
+    assert not router.choose(logits, None, jnp.arange(6)[None], config, toy.placement()).kept.all()
+    assert router.choose(logits, None, None, config, toy.placement()).kept.all()
