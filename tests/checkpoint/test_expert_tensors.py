@@ -118,9 +118,10 @@ def test_what_a_router_is_taught_beside_the_loss_is_the_runs_own(tmp_path: Path)
     """All else of a model is the folder's."""
     folder = folders.folder(tmp_path / "folder", replace(MIXTRAL, balance_loss=0.02))
     assert huggingface.read_config(folder)[1].balance_loss == 0.02
-    model = ModelConfig(pretrained=str(folder), balance_loss=0.5, router_z_loss=0.1)
+    model = ModelConfig(pretrained=str(folder), balance_loss=0.5, router_z_loss=0.1, router_bias_rate=0.2)
     found = with_pretrained(TrainConfig(model=model)).model
-    assert (found.balance_loss, found.router_z_loss, found.experts, found.width) == (0.5, 0.1, EXPERTS, 32)
+    assert (found.balance_loss, found.router_z_loss, found.router_bias_rate) == (0.5, 0.1, 0.2)
+    assert (found.experts, found.width) == (EXPERTS, 32)
     with pytest.raises(InputError, match="leave out model.experts_per_token=3"):
         with_pretrained(TrainConfig(model=replace(model, experts_per_token=3)))
 

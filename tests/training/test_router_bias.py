@@ -13,12 +13,15 @@ import toy
 
 from jaxopt_llm.checkpoint.native import Checkpoints
 from jaxopt_llm.checkpoint.policy import CheckpointConfig
-from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.execution import scan
+from jaxopt_llm.execution.stacks import RematConfig, no_taps
 from jaxopt_llm.model import router
+from jaxopt_llm.model.decoder import Params, make_parts
 from jaxopt_llm.model.param import ParamSpec, normal, zeros
 from jaxopt_llm.parallel.precision import PrecisionConfig
+from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.lora import LoraConfig
+from jaxopt_llm.training.lora import LoraConfig, adapt
 from jaxopt_llm.training.optimizer import OptimizerConfig, group_problems, make_optimizer
 from jaxopt_llm.training.program import Program, make_program
 from jaxopt_llm.training.schedule import ScheduleConfig
@@ -156,6 +159,33 @@ def test_it_is_read_in_float32_from_a_compute_copy_in_16_bits() -> None:
     np.testing.assert_array_equal(metrics["expert_load"], [0, 0, 0, 0, 0, 0, 4, 4])
 
 
+def test_its_gradient_is_whole_counts_in_reductions_of_16_bits() -> None:
+    """Of which bfloat16 has not all from 257 on."""
+    parts, batch = make_parts(MODEL), toy.packed(ROWS, LENGTH)
+    params = toy.params(parts.specs)
+
+    def gradient(placement: Placement) -> jax.Array:
+        def of(params: Params) -> Params:
+            cotangent, frozen = jnp.float32(1 / 7), no_taps(parts.specs)
+            return scan.loss_and_gradients(
+                parts, params, frozen, toy.microbatches(batch, 1), cotangent, placement, RematConfig("none")
+            )[-1]
+
+        return np.asarray(jax.jit(of)(params)["segment_1"]["block_0"]["mlp"]["router_bias"])
+
+    many = toy.placement(data=2, expert=2)
+    found = gradient(replace(many, precision=replace(FLOAT32, reduce_dtype="bfloat16")))
+    assert np.max(np.abs(found)) > 256
+    np.testing.assert_array_equal(found, gradient(toy.placement()))
+
+
+def test_it_rests_in_float32_where_it_is_frozen() -> None:
+    _, trained, frozen = adapt(make_parts(MODEL), LoraConfig(rank=4), BFLOAT16)
+    of = frozen["segment_1"]["block_0"]["mlp"]
+    assert (of["router_bias"].dtype, of["router"].dtype) == (jnp.float32, jnp.bfloat16)
+    assert trained["segment_1"]["block_0"]["mlp"]["router_bias"] is None
+
+
 @pytest.mark.core
 def test_a_load_that_is_even_in_uneven_parts_leaves_it() -> None:
     parts = np.array([[3, 0, 4, 1, 5, 2], [1, 9, 0, 4, 2, 7], [6, 1, 6, 5, 3, 1]], np.float32)
@@ -171,7 +201,6 @@ def test_it_evens_the_load() -> None:
         state, metrics = step(Case(), state, seed % 4)
         loads.append(metrics["expert_load"])
     first, last = (np.ptp(np.mean(each, axis=0)) for each in (loads[:4], loads[-4:]))
-    print(first, last, [np.ptp(each) for each in loads])
     assert last < first / 4
 
 
