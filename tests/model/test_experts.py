@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 import toy
 
 from jaxopt_llm import tree
@@ -100,6 +101,25 @@ def test_of_equals_the_first_has_all_and_the_last_has_nobody(per_token: int) -> 
     _, gradients = found(config, params)
     used = [np.any(gradients["segment_0"]["block_0"]["mlp"]["up"][:, expert]) for expert in range(4)]
     assert used == [expert < per_token for expert in range(4)]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("levels", [[0.0], [-800.0, 0.0], [-1.0, 0.0, 1.0]], ids=str)
+def test_of_equal_groups_the_first_is_chosen(name: str, levels: list[float]) -> None:
+    """-800: a sigmoid of 0, where nothing of a group that is not chosen may come before it."""
+    config, random = CONFIGS[name], np.random.default_rng(0)
+    logits = random.choice(levels, size=(2, 40, config.experts))
+    bias = random.choice([-0.5, 0.0, 0.25], size=config.experts) if config.router_bias else np.zeros(config.experts)
+    choice = router.choose(jnp.asarray(logits, jnp.float32), jnp.asarray(bias), None, config, toy.placement())
+    if config.router == "sigmoid":
+        scores = np.exp(logits) / (1 + np.exp(logits))
+    else:
+        shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        scores = shifted / shifted.sum(axis=-1, keepdims=True)
+    expected = reference.choose(scores + bias, toy.reference_config(config))
+    chosen = np.any(np.asarray(choice.experts)[..., None] == np.arange(config.experts), axis=2)
+    np.testing.assert_array_equal(chosen, expected)
+    assert np.all(chosen.sum(axis=-1) == config.experts_per_token)
 
 
 @pytest.mark.parametrize("matmul", ["int8", "fp8"])
