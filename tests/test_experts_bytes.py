@@ -1,6 +1,7 @@
 """What a mixture of experts costs: what tokens travel, and what a device holds, read off programs for eight H200s."""
 
 import math
+from typing import Any
 
 import pytest
 from test_attention_bytes import TRITON
@@ -16,8 +17,8 @@ MESHES = [MeshConfig(fsdp=2, expert=4), MeshConfig(fsdp=2, expert=2, tensor=2), 
 pytestmark = pytest.mark.core
 
 
-def mixed(mesh: MeshConfig, remat: str = "full") -> Compiled:
-    return compiled(LAYERS, mesh, 3, remat, switches=MIXTURE)
+def mixed(mesh: MeshConfig, remat: str = "full", more: tuple[tuple[str, Any], ...] = ()) -> Compiled:
+    return compiled(LAYERS, mesh, 3, remat, switches=MIXTURE + more)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -45,6 +46,15 @@ def test_a_device_holds_its_experts_alone(mesh: MeshConfig) -> None:
     # Nor are others gathered: whole over `fsdp`, divided over `expert` and `tensor`.
     largest = max(each.array_bytes for each in step.collectives if each.axes == ("fsdp",) and each.kind == "all-gather")
     assert largest <= 2 * 3 * EXPERTS * WIDTH * INNER * 2 / mesh.expert / mesh.tensor  # three matrices, of two layers
+
+
+def test_groups_and_a_bias_that_follows_the_load_move_counts_alone() -> None:
+    """Numbers by expert, not by token: of each layer its bias, its load, that again, and the bias's gradient."""
+    groups = (("router", "sigmoid"), ("router_groups", 4), ("router_groups_per_token", 2), ("router_bias", True))
+    moved = [
+        sum(each.array_bytes * each.times for each in mixed(MESHES[0], more=more).collectives) for more in ((), groups)
+    ]
+    assert 0 < moved[1] - moved[0] <= LAYERS * 5 * EXPERTS * 4
 
 
 def test_products_are_the_kernels() -> None:

@@ -117,7 +117,8 @@ def _auxiliary(
     counts = context.counts
     loss = config.balance_loss * router.balance_loss(choice, counts, config)
     loss = loss + config.router_z_loss * router.z_loss(logits, counts)
-    load = jnp.sum(router.loads(choice, counts, config), axis=0)
+    # Pinned: for a gradient that is divided XLA would bring all choices to every device.
+    load = context.placement.whole(jnp.sum(router.loads(choice, counts, config), axis=0))
     if bias is not None:
         loss = loss + router.follow(bias, load)
     own = jnp.arange(config.layers)[:, None] == layer

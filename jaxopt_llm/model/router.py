@@ -54,8 +54,11 @@ def _merits(scores: jax.Array, bias: jax.Array | None, config: ModelConfig) -> j
     if config.router_groups == 1:
         return merits
     grouped = merits.reshape(*merits.shape[:2], config.router_groups, -1)  # [B, S, groups, E of a group]
-    best, _ = jax.lax.top_k(grouped, 2 if config.router == "sigmoid" else 1)
-    _, groups = jax.lax.top_k(jnp.sum(best, axis=-1), config.router_groups_per_token)
+    of_groups = jnp.max(grouped, axis=-1)
+    if config.router == "sigmoid":  # not by top_k: XLA brings the results of one on four dimensions together everywhere
+        first = jnp.argmax(grouped, axis=-1, keepdims=True) == jnp.arange(grouped.shape[-1])
+        of_groups += jnp.max(jnp.where(first, -jnp.inf, grouped), axis=-1)
+    _, groups = jax.lax.top_k(of_groups, config.router_groups_per_token)
     chosen = jnp.any(groups[..., None] == jnp.arange(config.router_groups), axis=-2)
     return jnp.where(chosen[..., None], grouped, -jnp.inf).reshape(merits.shape)
 
