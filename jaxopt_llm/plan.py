@@ -268,11 +268,12 @@ def main() -> int:
     config = configuration.parse(arguments, PROGRAM)
     validate(config)
     _without_gpu()
-    if own.search and config.model.experts:
-        raise InputError(
-            f"--search does not know models with experts yet, and model.experts={config.model.experts}: leave it out, "
-            "and compare settings by plans of each"
-        )
+    for name, what in (("experts", "experts"), ("latent_rank", "latent attention")):
+        if own.search and getattr(config.model, name):
+            raise InputError(
+                f"--search does not know models with {what} yet, and model.{name}={getattr(config.model, name)}: leave "
+                "it out, and compare settings by plans of each"
+            )
     if own.search:
         return _search(config, own)
     plan = make_plan(config, own.gpu, own.hosts, own.gpus_per_host)

@@ -1,11 +1,11 @@
 """One block as the arithmetic of memory and of time sees it: sizes per token on one device.
 
-Letters: D width, H heads, G key-value heads, K head size, F MLP width.
+Letters: D width, H heads, G key-value heads, K head size, V that of values, F MLP width.
 """
 
 from dataclasses import dataclass
 
-from jaxopt_llm.execution.stacks import KEPT_BY, RematConfig
+from jaxopt_llm.execution.stacks import KEPT_BY, QKV, RematConfig
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.intermediates import Intermediate
 
@@ -21,19 +21,26 @@ class Block:
 
     @classmethod
     def of(cls, model: ModelConfig, tensor: int, sequence_parallel: bool) -> "Block":
-        width, heads, mlp = model.width, model.heads * model.head_dim / tensor, _mlp_width(model) / tensor
+        width, heads, mlp = model.width, model.heads / tensor, _mlp_width(model) / tensor
         # Fewer key-value heads than devices rest and are computed whole on each.
-        kv_heads = model.kv_heads * model.head_dim / (tensor if model.kv_heads >= tensor else 1)
+        kv_heads = model.kv_heads / (tensor if model.kv_heads >= tensor else 1)
+        queries, mixed = heads * model.head_dim, heads * model.value_dim
+        keys, values = kv_heads * model.key_dim, kv_heads * model.value_dim
+        latent, query_latent = model.latent_rank, model.latent_rank and model.query_rank
+        shared = model.rotary_head_dim if latent else 0  # latents and what heads share are whole on each device
         residual = width / tensor if sequence_parallel else width
         gate = mlp if model.mlp != "gelu" else 0.0
         return cls(
             elements={
                 "block_input": residual,
                 "attention_input": width,
-                "query": heads,
-                "key": kv_heads,
-                "value": kv_heads,
-                "attention": heads,
+                "query_latent": query_latent,
+                "latent": latent,
+                "rotary_key": shared,
+                "query": queries,
+                "key": keys,
+                "value": values,
+                "attention": mixed,
                 "attention_output": residual,
                 "mlp_input": width,
                 "mlp_gate": gate,
@@ -41,10 +48,13 @@ class Block:
                 "mlp_output": residual,
             },
             weights={
-                "query": width * heads,
-                "key": width * kv_heads,
-                "value": width * kv_heads,
-                "attention_output": heads * width,
+                "query_latent": width * query_latent,
+                "latent": width * latent,
+                "rotary_key": width * shared,
+                "query": (query_latent or width) * queries,
+                "key": (latent or width) * keys,
+                "value": (latent or width) * values,
+                "attention_output": mixed * width,
                 "mlp_gate": width * gate,
                 "mlp_up": width * mlp,
                 "mlp_output": mlp * width,
@@ -70,7 +80,7 @@ def kept(remat: RematConfig, model: ModelConfig) -> frozenset[Intermediate]:
 
 def recomputed(remat: RematConfig, model: ModelConfig) -> frozenset[Intermediate]:
     """What the backward computes again of what a product or attention makes."""
-    wanted: set[Intermediate] = {"query", "key", "value", "attention", "attention_output", "mlp_gate", "mlp_up"}
+    wanted: set[Intermediate] = {*QKV, "attention", "attention_output", "mlp_gate", "mlp_up"}
     if _reads_mlp_output(model):
         wanted.add("mlp_output")
     return frozenset(wanted - kept(remat, model) - set(remat.offload))
