@@ -14,6 +14,7 @@ from jaxopt_llm.checkpoint.codecs import (
     GPT_HEADS,
     GPT_SIZES,
     HINTS,
+    MLP_SIZE,
     MOE_WINDOW,
     NO_BIASES,
     NOPE,
@@ -22,6 +23,7 @@ from jaxopt_llm.checkpoint.codecs import (
     QUERY_SCALAR,
     RENORMALISES,
     ROTARY,
+    SIZES,
     SOFTCAPS,
     SPARSE_LAYERS,
     SWIGLU,
@@ -37,12 +39,14 @@ from jaxopt_llm.checkpoint.codecs import (
     period,
     sparse_layers,
 )
+from jaxopt_llm.checkpoint.codecs_deepseek import GROUPS, LATENTS, SHARED, YARN
 from jaxopt_llm.checkpoint.names import (
     ATTENTION,
     EXPERTS,
     FUSED,
     GEMMA_NORMS,
     GPT,
+    LATENT_ATTENTION,
     LLAMA,
     MIXTRAL_EXPERTS,
     MLP,
@@ -51,6 +55,8 @@ from jaxopt_llm.checkpoint.names import (
     POST_NORMS,
     QK_NORMS,
     QKV_BIASES,
+    ROUTER_BIAS,
+    SHARED_EXPERTS,
     in_memory,
 )
 from jaxopt_llm.model.config import ModelConfig
@@ -60,11 +66,11 @@ from jaxopt_llm.model.config import ModelConfig
 class Family:
     """names: a tensor's name, {} for the number of its layer and a second one for that of its expert, -> our leaf: the
     path in a block, or of what is outside the stacks. Several, apart by blanks, lie side by side along the output's
-    dimension.
+    dimension, or, apart by names.BY_HEAD, along that of each head.
     defaults: fields that its config.json may lack, where that stands for something.
     input_first: whether matrices of the blocks are [in, out], not [out, in] as torch.nn.Linear's.
     base: what a file of the model without its head lacks at the start of its names.
-    ignored: names of tensors that hold no parameters, as patterns.
+    ignored: names of tensors that hold no parameters, or none of this model, as patterns, {} for the number of layers.
     in_memory: other names, by which transformers' classes hold a layer's parameters since version 5, and write them on
     request -> the tensors of `names` that they are, side by side, and of all experts one after the other.
     """
@@ -157,7 +163,10 @@ def canonical(config: ModelConfig) -> ModelConfig:
     else:
         unread += ["max_positions"]
     if config.positions == "learned" or config.rope_factor == 1:
-        unread += ["rope_low_frequency_factor", "rope_high_frequency_factor", "rope_original_length"]
+        unread += OF_SCALING
+    elif config.rope_scaling == "llama3":
+        unread += OF_YARN
+    unread += [] if config.latent_rank else OF_LATENTS
     return replace(
         config,
         **{name: getattr(ModelConfig, name) for name in unread},
@@ -173,7 +182,27 @@ OF_EXPERTS = (
     *("router", "router_renormalises", "router_scale", "router_groups", "router_groups_per_token", "router_bias"),
     *("balance_loss", "expert_capacity"),
 )
+OF_LATENTS = ("query_rank", "rotary_head_dim", "value_head_dim")
+OF_YARN = ("rope_mscale", "rope_mscale_all_dim")
+OF_SCALING = (
+    *("rope_scaling", "rope_low_frequency_factor", "rope_high_frequency_factor", "rope_original_length"),
+    *OF_YARN,
+)
 UNTIED: Settings = {"tie_word_embeddings": False, "rope_theta": 10_000.0}
+
+
+DEEPSEEK = OUTSIDE | LATENT_ATTENTION | MLP | NORMS | EXPERTS | SHARED_EXPERTS
+OF_DEEPSEEK: tuple[Codec, ...] = (
+    *(SIZES, MLP_SIZE, LATENTS, YARN, SWIGLU, SHARED),
+    copied(
+        dense_layers="first_k_dense_replace",
+        experts="n_routed_experts",
+        experts_per_token="num_experts_per_tok",
+        router_scale="routed_scaling_factor",
+        balance_loss="aux_loss_alpha",
+    ),
+    fixed(attention_bias=False, moe_layer_freq=1),
+)
 
 
 FAMILIES = (
@@ -323,6 +352,67 @@ FAMILIES = (
             "norm_topk_prob": False,
             "router_aux_loss_coef": 0.01,
         },
+        in_memory=in_memory("mlp", "gate_proj", "up_proj", "down_proj"),
+    ),
+    Family(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        DEEPSEEK,
+        (
+            *OF_DEEPSEEK,
+            DIVISIBLE,
+            GROUPS,
+            fixed(mlp_bias=False, scoring_func="softmax", norm_topk_prob=False),
+            always(router_renormalises=False),
+        ),
+        UNTIED
+        | {
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "first_k_dense_replace": 0,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+            "routed_scaling_factor": 1.0,
+            "aux_loss_alpha": 0.001,
+        },
+        in_memory=in_memory("mlp", "gate_proj", "up_proj", "down_proj"),
+    ),
+    Family(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        DEEPSEEK | ROUTER_BIAS,
+        (
+            *OF_DEEPSEEK,
+            RENORMALISES,
+            copied(router_groups="n_group", router_groups_per_token="topk_group"),
+            fixed(topk_method="noaux_tc", scoring_func="sigmoid", rope_interleave=True),
+            always(router="sigmoid", router_bias=True),
+            Codec(lambda settings: {}, lambda config: {"num_nextn_predict_layers": 0}),
+        ),
+        UNTIED
+        | {
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "first_k_dense_replace": 3,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 2048,
+            "routed_scaling_factor": 2.5,
+            "num_experts_per_tok": 8,
+            "n_group": 8,
+            "topk_group": 4,
+            "norm_topk_prob": True,
+            "aux_loss_alpha": 0.001,
+        },
+        # After the last layer comes one that predicts a token more, which transformers leaves out, too.
+        ignored=("*.rotary_emb.inv_freq", "model.layers.{}.*"),
         in_memory=in_memory("mlp", "gate_proj", "up_proj", "down_proj"),
     ),
     Family(

@@ -24,6 +24,8 @@ from jaxopt_llm.model.layers import Function, Rotary, project, recomputed
 from jaxopt_llm.model.param import ParamSpec, normal
 from jaxopt_llm.model.weights import Weight
 
+EPSILON = 1e-6  # of the latents' norms, as DeepSeek's code has it, whatever that of the others
+
 
 @struct.dataclass
 class LatentCache:
@@ -33,7 +35,7 @@ class LatentCache:
     key: jax.Array
 
 
-def latent_attention_specs(config: ModelConfig, residual_scale: float) -> dict[str, ParamSpec]:
+def specs(config: ModelConfig, residual_scale: float) -> dict[str, ParamSpec]:
     width, heads, rank = config.width, config.heads, config.latent_rank
     queries = (heads, config.head_dim), ("heads", "head_dim")
 
@@ -58,7 +60,7 @@ def latent_attention_specs(config: ModelConfig, residual_scale: float) -> dict[s
     }  # fmt: skip
 
 
-def latent_attention(
+def attention(
     params: dict[str, Weight],
     x: jax.Array,
     context: Context,
