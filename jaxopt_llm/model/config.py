@@ -215,7 +215,7 @@ class ModelConfig:
         if self.kv_heads != self.heads:
             found.append(
                 f"model.kv_heads={self.kv_heads}: with model.latent_rank each query head has keys of its own; set "
-                f"model.heads={self.heads}"
+                f"{self.heads}"
             )
         found += [
             f"model.{name}={getattr(self, name)}: model.latent_rank goes with {only} alone"

@@ -262,7 +262,7 @@ def make_parts(
             return placement.constrain(zeros, None, "batch", "kv_heads", None, "head_dim")
 
         if config.latent_rank:
-            return latent_attention.LatentCache(empty(1, config.latent_rank + config.rotary_head_dim))
+            return latent_attention.LatentCache(empty(1, config.latent_rank), empty(1, config.rotary_head_dim))
         key, value = (empty(config.kv_heads, config.head_dim) for _ in range(2))
         return Cache(key, value)
 

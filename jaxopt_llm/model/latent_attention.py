@@ -14,6 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxopt_llm.model import weights
 from jaxopt_llm.model.attention import attend_to_cache, attend_to_sequence, divided_by_head, read, write
@@ -23,16 +24,18 @@ from jaxopt_llm.model.intermediates import tag
 from jaxopt_llm.model.layers import Function, Rotary, project, recomputed
 from jaxopt_llm.model.param import ParamSpec, normal
 from jaxopt_llm.model.weights import Weight
+from jaxopt_llm.parallel.sharding import Placement
 
 EPSILON = 1e-6  # of the latents' norms, as DeepSeek's code has it, whatever that of the others
 
 
 @struct.dataclass
 class LatentCache:
-    """Of the tokens seen so far by a stack of layers the normed latent and, beside it, the turned key, [L, B, 1, T, R +
-    P], a slot each: one key that all heads read, whose first R are its value. Whole on the devices along `tensor`."""
+    """Of the tokens seen so far by a stack of layers the normed latent, [L, B, 1, T, R], and the turned key, [L, B, 1,
+    T, P], a slot each: those of one head, which all read. Whole on the devices along `tensor`."""
 
-    key: jax.Array
+    latent: jax.Array
+    rotary_key: jax.Array
 
 
 def specs(config: ModelConfig, residual_scale: float) -> dict[str, ParamSpec]:
@@ -116,13 +119,21 @@ def attention(
         q, k = (by_head(jnp.concatenate(each, -1), "heads") for each in ((own, shared), (key, rotary_key)))
         out = attend_to_sequence(implementation, q, k, value, context, window, scale, softcap)
     else:
-        rank = latent.shape[-1]
-        row = jnp.concatenate([latent_norm(latent)[:, :, None], rotary_key], -1)  # [B, S, 1, R + P]
-        cache = LatentCache(write(cache.key, row, context))
+        normed = latent_norm(latent)[:, :, None]
+        cache = LatentCache(write(cache.latent, normed, context), write(cache.rotary_key, rotary_key, context))
         to_latent, to_value = (weights.whole(params[name], (0,)) for name in ("key", "value"))
         own = by_head(jnp.einsum("BSHN,RHN->BSHR", own, to_latent), "heads")
-        q, k = jnp.concatenate([own, shared], -1), read(cache.key, context)
-        mixed = attend_to_cache(q, k, k[..., :rank], context, window, scale, softcap)
+        latents, keys = (_as_it_lies(read(each, context), placement) for each in (cache.latent, cache.rotary_key))
+        q, k = jnp.concatenate([own, shared], -1), jnp.concatenate([latents, keys], -1)
+        mixed = attend_to_cache(q, k, latents, context, window, scale, softcap)
         out = jnp.einsum("BSHR,RHV->BSHV", by_head(mixed, "heads"), to_value)
     out = placement.leave(project("BSHV,HVD->BSD", by_head(out, "heads"), params, "output"))
     return tag(out, "attention_output"), cache
+
+
+def _as_it_lies(x: jax.Array, placement: Placement) -> jax.Array:
+    """[B, T, 1, R] of a cache, in this order. Products would have it in another, for which XLA turns the caches of all
+    layers round, and back, for every token. On each device: of an array that is divided XLA would gather all."""
+    spec = placement.activation("batch", None, None, None).spec
+    in_order = functools.partial(with_layout_constraint, layouts=Layout((0, 1, 2, 3)))
+    return placement.on_each_device(in_order, (spec,), spec)(x)

@@ -81,7 +81,7 @@ def whole(weight: Weight, contracting: tuple[int, ...]) -> jax.Array:
     """
     if not isinstance(weight, LoraWeight):
         return quantised.wide(_gather_operand(weight, contracting), shardings_of(weight).compute_dtype)
-    arrays = jax.tree.map(gather_whole, weight, is_leaf=lambda leaf: isinstance(leaf, Placed | CODED))
+    arrays = jax.tree.map(gather_whole, weight, is_leaf=lambda leaf: isinstance(leaf, (Placed, *CODED)))
     return merged(arrays, contracting).astype(shardings_of(weight.base).compute_dtype)
 
 
