@@ -285,6 +285,9 @@ def write(
     wanted = tensors(served_by, config)
     # The pieces of a tensor have one dtype. Wide ones come first, so that each is aligned in its file.
     dtypes = {name: jnp.dtype(dtype or leaves.dtype(values[tensor.pieces[0].path])) for name, tensor in wanted.items()}
+    exact = {name: tensor.pieces[0].spec.dtype for name, tensor in wanted.items() if tensor.pieces[0].spec.exact}
+    of_model = max((dtypes[name] for name in wanted.keys() - exact.keys()), key=lambda each: each.itemsize)
+    dtypes |= exact  # whatever was asked for
     widest_first = sorted(wanted, key=lambda name: -dtypes[name].itemsize)
     described = {name: Described(dtypes[name], wanted[name].shape) for name in widest_first}
 
@@ -314,7 +317,7 @@ def write(
             **(settings or {}),
             **{name: kept[name] for name in KEPT_SETTINGS if name in kept},
             **served_by.write(config),
-            "torch_dtype": str(dtypes[widest_first[0]]),
+            "torch_dtype": str(of_model),
         }
         (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
         for name in TOKENIZER_FILES:

@@ -34,7 +34,24 @@ BASE = replace(folders.CONFIG, pattern=("global",), biases="none", experts=EXPER
 MIXTRAL = BASE
 QWEN = replace(BASE, qk_norm="head", expert_every=2, router_renormalises=False)
 OLMOE = replace(BASE, qk_norm="projection", kv_heads=4, width=16)
-CONFIGS = {"mixtral": MIXTRAL, "qwen3_moe": QWEN, "olmoe": OLMOE}
+LATENT: dict[str, Any] = {
+    "kv_heads": 4,
+    "head_dim": 10,
+    "latent_rank": 8,
+    "rotary_head_dim": 6,
+    "value_head_dim": 12,
+    "dense_layers": 1,
+    "shared_expert_width": 12,
+}
+DEEPSEEK2 = replace(BASE, **LATENT, router_renormalises=False, router_groups=2)
+DEEPSEEK3 = replace(BASE, **LATENT, query_rank=16, router="sigmoid", router_bias=True, router_scale=2.5)
+CONFIGS = {
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN,
+    "olmoe": OLMOE,
+    "deepseek_v2": DEEPSEEK2,
+    "deepseek_v3": DEEPSEEK3,
+}
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "one device": {},
     "experts, divided and split": {"zero_stage": 3, "expert": 2, "fsdp": 2, "tensor": 2},
@@ -107,10 +124,12 @@ def test_a_round_trip_is_equal_to_the_bit(family: str, tmp_path: Path, monkeypat
     load_pretrained(source).save_pretrained(tmp_path / "two")
     specs = jax.tree.leaves(make_parts(config).specs)
     assert len(fetched) == sum(1 if spec.layers is None else len(spec.layers) for spec in specs)
+    assert {huggingface.read_settings(tmp_path / name)["torch_dtype"] for name in ("one", "two")} == {"bfloat16"}
     one, two = (safetensors.open_folder(tmp_path / name) for name in ("one", "two"))
     assert one.keys() == two.keys()
     for name in one:
-        assert one[name].array.dtype == two[name].array.dtype == jnp.bfloat16
+        dtype = jnp.float32 if name.endswith("e_score_correction_bias") else jnp.bfloat16
+        assert one[name].array.dtype == two[name].array.dtype == dtype
         assert one[name].array.tobytes() == two[name].array.tobytes()
 
 
@@ -204,6 +223,21 @@ def test_tensors_that_are_not_the_models_are_named(change: Callable[..., Any], s
     folder = folders.folder(tmp_path / "folder", MIXTRAL)
     rewrite(folder, change)
     with pytest.raises(InputError, match=said):
+        load_pretrained(folder)
+
+
+def test_what_predicts_more_tokens_is_left_out(tmp_path: Path) -> None:
+    """A layer after the last, as published; not two."""
+    folder = folders.folder(tmp_path / "folder", DEEPSEEK3)
+
+    def with_layer(number: int, arrays: dict[str, np.ndarray]) -> None:
+        arrays[f"model.layers.{number}.eh_proj.weight"] = np.ones((32, 64), np.float32)
+        arrays[f"model.layers.{number}.self_attn.kv_a_layernorm.weight"] = np.ones(8, np.float32)
+
+    rewrite(folder, functools.partial(with_layer, 5))
+    jax.tree.map(np.testing.assert_array_equal, load_pretrained(folder).params, folders.params(DEEPSEEK3))
+    rewrite(folder, functools.partial(with_layer, 6))
+    with pytest.raises(InputError, match="tensor 'model.layers.6.eh_proj.weight' is none of a DeepseekV3ForCausalLM's"):
         load_pretrained(folder)
 
 
