@@ -1,5 +1,5 @@
-"""ModelConfig: one decoder whose switches cover Llama, Mistral, Mixtral, Qwen, Gemma 2, Phi-3, OLMo 2, OLMoE,
-SmolLM3 and GPT-2/3."""
+"""ModelConfig: one decoder whose switches cover Llama, Mistral, Mixtral, Qwen, DeepSeek-V2/V3, Gemma 2, Phi-3, OLMo 2,
+OLMoE, SmolLM3 and GPT-2/3."""
 
 import math
 from dataclasses import dataclass
