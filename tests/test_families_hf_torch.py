@@ -83,6 +83,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral 0.1": ("Mistral", SIZES | {"sliding_window": WINDOW}),
     "mistral 0.3": ("Mistral", SIZES | {"sliding_window": None, "head_dim": 16}),
     "qwen 2": ("Qwen2", SIZES),
+    "qwen 2.5, yarn": (
+        "Qwen2",
+        SIZES | {"rope_parameters": {key: each for key, each in YARN_ROPE.items() if "mscale" not in key}},
+    ),
     "qwen 2 tied, windows": ("Qwen2", SIZES | WINDOWS | {"tie_word_embeddings": True}),
     "qwen 3": ("Qwen3", SIZES | {"head_dim": 16}),
     "qwen 3 tied, windows": ("Qwen3", SIZES | WINDOWS | {"head_dim": 8, "tie_word_embeddings": True}),

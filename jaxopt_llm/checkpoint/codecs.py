@@ -95,53 +95,6 @@ def _read_heads(settings: Settings) -> dict[str, Any]:
     }
 
 
-def rope_parameters(settings: Settings) -> tuple[Any, Settings]:
-    """The kind of scaling, and its parameters with rope_theta: of the older form, where that is beside rope_scaling,
-    and of the newer one, rope_parameters with both."""
-    scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}  # the former wins there, too
-    if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
-        raise Unsupported(f"rope_parameters={scaling!r}: one set for all layers is known here")
-    for where in (settings, scaling):
-        if where.get("partial_rotary_factor", 1) != 1:
-            raise Unsupported(f"partial_rotary_factor={where['partial_rotary_factor']!r}: only 1 is known here")
-    outer = settings.get("original_max_position_embeddings")  # which wins over the one inside
-    if outer is not None:
-        scaling = scaling | {"original_max_position_embeddings": outer}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    return kind, {"rope_theta": settings.get("rope_theta"), **scaling}
-
-
-def unknown_rope(kind: str, *known: str) -> Unsupported:
-    return Unsupported(f"rope_type={kind!r}: only {' and '.join(map(repr, known))} are known here")
-
-
-def _read_rope(settings: Settings) -> dict[str, Any]:
-    kind, scaling = rope_parameters(settings)
-    fields = {"rope_theta": value_of(scaling, "rope_theta", float)}
-    if kind == "default":
-        return fields
-    if kind != "llama3":
-        raise unknown_rope(kind, "default", "llama3")
-    return fields | {
-        "rope_factor": value_of(scaling, "factor", float),
-        "rope_low_frequency_factor": value_of(scaling, "low_freq_factor", float),
-        "rope_high_frequency_factor": value_of(scaling, "high_freq_factor", float),
-        "rope_original_length": value_of(scaling, "original_max_position_embeddings", int),
-    }
-
-
-def _write_rope(config: ModelConfig) -> Settings:
-    """In the older form, which every version reads."""
-    scaling = {
-        "rope_type": "llama3",
-        "factor": config.rope_factor,
-        "low_freq_factor": config.rope_low_frequency_factor,
-        "high_freq_factor": config.rope_high_frequency_factor,
-        "original_max_position_embeddings": config.rope_original_length,
-    }
-    return {"rope_theta": config.rope_theta, "rope_scaling": scaling if config.rope_factor > 1 else None}
-
-
 def _read_one_window(settings: Settings) -> dict[str, Any]:
     """Mistral, Phi-3: of all layers or none."""
     if settings.get("sliding_window") is None:
@@ -390,7 +343,6 @@ SIZES = copied(
 MLP_SIZE = copied(mlp_width="intermediate_size")
 HEADS = Codec(_read_heads, lambda config: {"num_key_value_heads": config.kv_heads, "head_dim": config.head_dim})
 DIVISIBLE = Codec(_check_divisible, lambda config: {})
-ROPE = Codec(_read_rope, _write_rope)
 ONE_WINDOW = Codec(_read_one_window, _write_one_window)
 WINDOWS_FROM = Codec(_read_windows_from, _write_windows_from)
 ALTERNATING_WINDOWS = Codec(_read_alternating_windows, _write_layer_types)
@@ -414,5 +366,3 @@ SPARSE_LAYERS = Codec(_read_sparse_layers, _write_sparse_layers)
 CHOICE = copied(experts_per_token="num_experts_per_tok", balance_loss="router_aux_loss_coef")
 RENORMALISES = copied(router_renormalises="norm_topk_prob")
 PROJECTION_NORMS = Codec(_check_projection_norms, lambda config: {})
-BASICS = (SIZES, HEADS, ROPE)
-ROTARY = (*BASICS, MLP_SIZE)

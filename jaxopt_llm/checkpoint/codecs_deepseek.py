@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxopt_llm.checkpoint.codecs import Codec, Settings, Unsupported, rope_parameters, unknown_rope, value_of
+from jaxopt_llm.checkpoint.codecs import Codec, Settings, Unsupported, value_of
 from jaxopt_llm.model.config import ModelConfig
 
 
@@ -34,50 +34,6 @@ def _write_latents(config: ModelConfig) -> Settings:
         "qk_rope_head_dim": config.turned_dim,
         "v_head_dim": config.value_dim,
     }
-
-
-def _read_rope(settings: Settings) -> dict[str, Any]:
-    kind, scaling = rope_parameters(settings)
-    fields: dict[str, Any] = {"rope_theta": value_of(scaling, "rope_theta", float)}
-    if kind == "default":
-        return fields
-    if kind != "yarn":
-        raise unknown_rope(kind, "default", "yarn")
-    for name, known in (("attention_factor", None), ("truncate", True)):
-        if scaling.get(name) not in (None, known):
-            raise Unsupported(f"{name}={scaling[name]!r}: only {known} is known here")
-    mscale, of_scores = (value_of(scaling, name, float, 0.0) for name in ("mscale", "mscale_all_dim"))
-    if of_scores and not mscale:
-        raise Unsupported(f"mscale_all_dim={of_scores}: without mscale it is not known here")
-    return fields | {
-        "rope_scaling": "yarn",
-        "rope_factor": value_of(scaling, "factor", float),
-        "rope_low_frequency_factor": value_of(scaling, "beta_slow", float, 1.0),
-        "rope_high_frequency_factor": value_of(scaling, "beta_fast", float, 32.0),
-        "rope_original_length": value_of(scaling, "original_max_position_embeddings", int),
-        # Theirs is read beside mscale_all_dim alone.
-        **({"rope_mscale": mscale, "rope_mscale_all_dim": of_scores} if of_scores else {}),
-    }
-
-
-def _write_rope(config: ModelConfig) -> Settings:
-    """In the older form, which every version reads."""
-    theta = {"rope_theta": config.rope_theta}
-    if config.rope_factor == 1:
-        return theta | {"rope_scaling": None}
-    mscale, of_scores = config.rope_mscale, config.rope_mscale_all_dim
-    if of_scores and not mscale:
-        raise Unsupported(f"model.rope_mscale={mscale} beside model.rope_mscale_all_dim={of_scores}")
-    scaling = {
-        "type": "yarn",
-        "rope_type": "yarn",
-        "factor": config.rope_factor,
-        "beta_slow": config.rope_low_frequency_factor,
-        "beta_fast": config.rope_high_frequency_factor,
-        "original_max_position_embeddings": config.rope_original_length,
-        **({"mscale": mscale, "mscale_all_dim": of_scores} if of_scores else {}),
-    }
-    return theta | {"rope_scaling": scaling}
 
 
 def _read_shared(settings: Settings) -> dict[str, Any]:
@@ -116,6 +72,5 @@ def _write_groups(config: ModelConfig) -> Settings:
 
 
 LATENTS = Codec(_read_latents, _write_latents)
-YARN = Codec(_read_rope, _write_rope)
 SHARED = Codec(_read_shared, _write_shared)
 GROUPS = Codec(_read_groups, _write_groups)

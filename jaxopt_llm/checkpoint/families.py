@@ -8,11 +8,11 @@ from typing import Any
 
 from jaxopt_llm.checkpoint.codecs import (
     ALTERNATING_WINDOWS,
-    BASICS,
     CHOICE,
     DIVISIBLE,
     GPT_HEADS,
     GPT_SIZES,
+    HEADS,
     HINTS,
     MLP_SIZE,
     MOE_WINDOW,
@@ -22,7 +22,6 @@ from jaxopt_llm.checkpoint.codecs import (
     PROJECTION_NORMS,
     QUERY_SCALAR,
     RENORMALISES,
-    ROTARY,
     SIZES,
     SOFTCAPS,
     SPARSE_LAYERS,
@@ -39,7 +38,8 @@ from jaxopt_llm.checkpoint.codecs import (
     period,
     sparse_layers,
 )
-from jaxopt_llm.checkpoint.codecs_deepseek import GROUPS, LATENTS, SHARED, YARN
+from jaxopt_llm.checkpoint.codecs_deepseek import GROUPS, LATENTS, SHARED
+from jaxopt_llm.checkpoint.codecs_rope import ROPE, YARN
 from jaxopt_llm.checkpoint.names import (
     ATTENTION,
     EXPERTS,
@@ -188,6 +188,8 @@ OF_SCALING = (
     *("rope_scaling", "rope_low_frequency_factor", "rope_high_frequency_factor", "rope_original_length"),
     *OF_YARN,
 )
+BASICS = (SIZES, HEADS, ROPE)
+ROTARY = (*BASICS, MLP_SIZE)
 UNTIED: Settings = {"tie_word_embeddings": False, "rope_theta": 10_000.0}
 
 

@@ -404,7 +404,7 @@ def test_a_model_that_no_family_has_is_refused(changes: dict[str, Any], lacks: s
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax': only 'sigmoid'"),
         ("deepseek_v3", {"n_group": 7}, "model.experts=256 does not divide into model.router_groups=7"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not read"),
-        ("llama", {"rope_scaling": YARN_ROPE}, "rope_type='yarn': only 'default' and 'llama3'"),
+        ("llama", {"rope_scaling": YARN_ROPE}, "mscale_all_dim=0.707: of this family unknown"),
         ("gemma2", {"num_attention_heads": 15}, "hidden_size=3584 does not divide by num_attention_heads=15"),
     ],
 )
