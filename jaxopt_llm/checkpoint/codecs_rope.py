@@ -51,9 +51,8 @@ def _read_yarn(scaling: Settings, of_scores: bool) -> dict[str, Any]:
             raise Unsupported(f"{name}={scaling[name]!r}: only {known} is known here")
     mscale, all_dim = (value_of(scaling, name, float, 0.0) for name in ("mscale", "mscale_all_dim"))
     if all_dim and not (of_scores and mscale):
-        raise Unsupported(
-            f"mscale_all_dim={all_dim}: {'without mscale' if of_scores else 'of this family'} unknown here"
-        )
+        where = "without mscale" if of_scores else "in this family"
+        raise Unsupported(f"mscale_all_dim={all_dim}: not known here {where}")
     return {
         "rope_scaling": "yarn",
         "rope_low_frequency_factor": value_of(scaling, "beta_slow", float, 1.0),

@@ -306,6 +306,7 @@ def test_of_two_places_the_one_is_read_that_transformers_reads() -> None:
         (ModelConfig(experts=4, router_z_loss=0.1, router_bias_rate=0.1), "mixtral"),  # which change no logits
         (ModelConfig(experts=4, qk_norm="projection", head_dim=32, width=128), "olmoe"),
         (ModelConfig(balance_loss=0.5), "llama"),
+        (ModelConfig(rope_scaling="yarn", rope_factor=2.0), "llama"),
         (ModelConfig(**DEEPSEEK), "deepseek_v2"),
         (ModelConfig(**DEEPSEEK, router_bias=True, router="sigmoid", router_bias_rate=0.0), "deepseek_v3"),
         (ModelConfig(rope_scaling="yarn", rope_mscale=2.0, query_rank=7), "llama"),  # which nothing reads
@@ -329,7 +330,7 @@ def test_a_model_of_ones_own_finds_its_family(config: ModelConfig, family: str) 
         ({"experts": 4, "expert_capacity": 1.5}, "model.expert_capacity=1.5"),
         ({"experts": 4, "dense_layers": 1}, "model.dense_layers=1"),
         ({"kv_heads": 4, "latent_rank": 8}, "model.latent_rank=8"),
-        ({"rope_scaling": "yarn", "rope_factor": 2.0}, "model.rope_scaling=yarn"),
+        ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_mscale": 2.0}, "model.rope_mscale=2.0"),
         (DEEPSEEK | {"shared_expert_width": 9}, "model.shared_expert_width=9: no multiple of model.expert_width=8"),
         (DEEPSEEK | {"expert_every": 2}, "model.expert_every=2"),
         (DEEPSEEK | {"router": "sigmoid"}, "model.router=sigmoid"),
@@ -396,7 +397,11 @@ def test_a_model_that_no_family_has_is_refused(changes: dict[str, Any], lacks: s
         ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq=2: only 1"),
         ("deepseek_v2", {"first_k_dense_replace": 60}, "model.dense_layers=60: must be at least 0, and below"),
         ("deepseek_v2", {"rope_scaling": LLAMA3_ROPE}, "rope_type='llama3': only 'default' and 'yarn'"),
-        ("deepseek_v2", {"rope_scaling": YARN_ROPE | {"mscale": None}}, "mscale_all_dim=0.707: without mscale"),
+        (
+            "deepseek_v2",
+            {"rope_scaling": YARN_ROPE | {"mscale": None}},
+            "mscale_all_dim=0.707: not known here without mscale",
+        ),
         ("deepseek_v2", {"rope_scaling": YARN_ROPE | {"attention_factor": 1.5}}, "attention_factor=1.5: only None"),
         ("deepseek_v2", {"rope_scaling": YARN_ROPE | {"truncate": False}}, "truncate=False: only True"),
         ("deepseek_v2", {"rope_scaling": YARN_ROPE | {"factor": None}}, "factor is missing"),
@@ -404,7 +409,7 @@ def test_a_model_that_no_family_has_is_refused(changes: dict[str, Any], lacks: s
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax': only 'sigmoid'"),
         ("deepseek_v3", {"n_group": 7}, "model.experts=256 does not divide into model.router_groups=7"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not read"),
-        ("llama", {"rope_scaling": YARN_ROPE}, "mscale_all_dim=0.707: of this family unknown"),
+        ("llama", {"rope_scaling": YARN_ROPE}, "mscale_all_dim=0.707: not known here in this family"),
         ("gemma2", {"num_attention_heads": 15}, "hidden_size=3584 does not divide by num_attention_heads=15"),
     ],
 )
