@@ -7,7 +7,7 @@ from jaxopt_llm.checkpoint.codecs import Codec, Settings, Unsupported, value_of
 from jaxopt_llm.model.config import ModelConfig
 
 
-def _read(settings: Settings, *, kinds: tuple[str, ...]) -> dict[str, Any]:
+def _read(settings: Settings, *, kinds: tuple[str, ...], of_scores: bool) -> dict[str, Any]:
     kind, scaling = _scaling(settings)
     fields = {"rope_theta": value_of(scaling, "rope_theta", float)}
     if kind == "default":
@@ -17,7 +17,7 @@ def _read(settings: Settings, *, kinds: tuple[str, ...]) -> dict[str, Any]:
     return fields | {
         "rope_factor": value_of(scaling, "factor", float),
         "rope_original_length": value_of(scaling, "original_max_position_embeddings", int),
-        **(_read_llama3(scaling) if kind == "llama3" else _read_yarn(scaling, of_scores="llama3" not in kinds)),
+        **(_read_llama3(scaling) if kind == "llama3" else _read_yarn(scaling, of_scores)),
     }
 
 
@@ -45,7 +45,6 @@ def _read_llama3(scaling: Settings) -> dict[str, Any]:
 
 
 def _read_yarn(scaling: Settings, of_scores: bool) -> dict[str, Any]:
-    """of_scores: whether the family's class multiplies scores by mscale_all_dim, as DeepSeek's."""
     for name, known in (("attention_factor", None), ("truncate", True)):
         if scaling.get(name) not in (None, known):
             raise Unsupported(f"{name}={scaling[name]!r}: only {known} is known here")
@@ -62,7 +61,7 @@ def _read_yarn(scaling: Settings, of_scores: bool) -> dict[str, Any]:
     }
 
 
-def _write(config: ModelConfig) -> Settings:
+def _write(config: ModelConfig, *, of_scores: bool) -> Settings:
     """In the older form, which every version reads."""
     theta = {"rope_theta": config.rope_theta}
     if config.rope_factor == 1:
@@ -71,7 +70,7 @@ def _write(config: ModelConfig) -> Settings:
     mscales = {"mscale": config.rope_mscale, "mscale_all_dim": config.rope_mscale_all_dim}
     of_kind: dict[str, Settings] = {
         "llama3": {"low_freq_factor": low, "high_freq_factor": high},
-        "yarn": {"beta_slow": low, "beta_fast": high, **(mscales if config.rope_mscale_all_dim else {})},
+        "yarn": {"beta_slow": low, "beta_fast": high, **(mscales if of_scores and config.rope_mscale_all_dim else {})},
     }
     kind = config.rope_scaling
     return theta | {
@@ -85,9 +84,12 @@ def _write(config: ModelConfig) -> Settings:
     }
 
 
-def _rope(*kinds: str) -> Codec:
-    return Codec(functools.partial(_read, kinds=kinds), _write)
+def _rope(*kinds: str, of_scores: bool) -> Codec:
+    """of_scores: whether the family's class multiplies scores by mscale_all_dim, too."""
+    return Codec(
+        functools.partial(_read, kinds=kinds, of_scores=of_scores), functools.partial(_write, of_scores=of_scores)
+    )
 
 
-ROPE = _rope("llama3", "yarn")
-YARN = _rope("yarn")
+ROPE = _rope("llama3", "yarn", of_scores=False)
+YARN = _rope("yarn", of_scores=True)

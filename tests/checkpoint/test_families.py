@@ -332,6 +332,7 @@ def test_a_model_of_ones_own_finds_its_family(config: ModelConfig, family: str) 
         ({"kv_heads": 4, "latent_rank": 8}, "model.latent_rank=8"),
         ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_mscale": 2.0}, "model.rope_mscale=2.0"),
         (DEEPSEEK | {"shared_expert_width": 9}, "model.shared_expert_width=9: no multiple of model.expert_width=8"),
+        ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_mscale_all_dim": 0.5}, "model.rope_mscale_all_dim=0.5"),
         (DEEPSEEK | {"expert_every": 2}, "model.expert_every=2"),
         (DEEPSEEK | {"router": "sigmoid"}, "model.router=sigmoid"),
     ],
