@@ -117,6 +117,7 @@ CHECKPOINT_IS_SHAPED_BY = (
     *(f"model.{name}" for name in ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width")),
     *("model.pattern", "model.positions", "model.max_positions", "model.norm", "model.norm_placement"),
     *("model.experts", "model.expert_width", "model.shared_expert_width", "model.dense_layers", "model.expert_every"),
+    "model.router_bias",
     *("model.qk_norm", "model.biases", "model.mlp", "model.tied_head", "lora.rank", "lora.targets", "lora.base"),
     *("lora.double_quantisation", "lora.dora", "training.trainable", "model.last_layers"),
     *("optimizer.name", "optimizer.state_dtype", "precision.loss_scaling"),
@@ -166,7 +167,8 @@ def with_pretrained(config: TrainConfig) -> TrainConfig:
     if config.model.pretrained:
         # Absolute: commands that read this run's directory may be started elsewhere.
         path = Path(os.path.abspath(config.model.pretrained))
-        model, ours = pretrained_model(path), ("pretrained", "last_layers", "balance_loss", "router_z_loss")
+        model = pretrained_model(path)
+        ours = ("pretrained", "last_layers", "balance_loss", "router_z_loss", "router_bias_rate")
         there = {each.name: getattr(model, each.name) for each in dataclasses.fields(model) if each.name not in ours}
         settled = _settled("model", config.model, there)
         config = dataclasses.replace(config, model=dataclasses.replace(settled, pretrained=str(path)))

@@ -141,7 +141,7 @@ def read_folder(
     placement = placement_for(size(parts.specs, precision.compute_dtype), precision, tensor)
 
     def read(path: str, spec: ParamSpec) -> jax.Array:
-        spec = replace(spec, dtype=jnp.dtype(precision.compute_dtype))
+        spec = replace(spec, dtype=jnp.dtype(precision.of(spec).compute_dtype))
         return folder.read(path, spec, placement.resting_parameters(spec))
 
     return parts, tree.map_with_path(read, parts.specs), placement
@@ -178,7 +178,8 @@ def restore(
                 raise CheckpointError(f"--checkpoint {directory}: it has no checkpoint yet")
             try:
                 # Training casts its masters to it, too, before they meet anything.
-                params = checkpoints.restore(step, dtype, masters=placement.abstract(trained))["masters"]
+                dtypes = jax.tree.map(lambda spec: spec.dtype if spec.exact else jnp.dtype(dtype), trained)
+                params = checkpoints.restore(step, {"masters": dtypes}, masters=placement.abstract(trained))["masters"]
                 if base is not None:
                     frozen = pretrained.read_frozen(base, frozen, placement)
                 elif jax.tree.leaves(frozen):

@@ -50,6 +50,8 @@ class ReferenceConfig:
     router_scale: float = 1.0
     balance_loss: float = 0.01
     router_z_loss: float = 0.0
+    router_groups: int = 1
+    router_groups_per_token: int = 1
     expert_capacity: float = 0.0
 
 
@@ -240,12 +242,20 @@ def mlp(x: Array, weights: Tree, config: ReferenceConfig) -> tuple[Array, Callab
     return out, backward
 
 
-def choose(scores: Array, config: ReferenceConfig) -> Array:
+def best_experts(merits: Array, config: ReferenceConfig) -> list[int]:
+    """Of one token [E]; of equals the first."""
+    groups = [list(group) for group in np.split(np.arange(len(merits)), config.router_groups)]
+    counted = 2 if config.router == "sigmoid" and len(groups) > 1 else 1
+    groups.sort(key=lambda group: -sum(sorted(merits[group])[-counted:]))
+    experts = sorted(expert for group in groups[: config.router_groups_per_token] for expert in group)
+    return sorted(experts, key=lambda expert: -merits[expert])[: config.experts_per_token]
+
+
+def choose(merits: Array, config: ReferenceConfig) -> Array:
     """Which experts take a token, bool [B, S, E]."""
-    batch, length, experts = scores.shape
-    # Of equals the first.
-    best = np.argsort(-scores, axis=-1, kind="stable")[..., : config.experts_per_token]  # [B, S, k]
-    chosen = np.zeros(scores.shape, bool)
+    batch, length, experts = merits.shape
+    best = np.array([[best_experts(token, config) for token in row] for row in merits])  # [B, S, k]
+    chosen = np.zeros(merits.shape, bool)
     room = config.expert_capacity * length * config.experts_per_token / experts
     for row in range(batch):
         taken = np.zeros(experts)
@@ -258,18 +268,19 @@ def choose(scores: Array, config: ReferenceConfig) -> Array:
 
 
 def route(
-    x: Array, router: Array, config: ReferenceConfig, counts: Array
-) -> tuple[Array, float, Callable[[Array], tuple[Array, Array]]]:
+    x: Array, weights: Tree, config: ReferenceConfig, counts: Array
+) -> tuple[Array, float, Callable[[Array], tuple[Array, Tree]]]:
     """Weights [B, S, E] of the experts, 0 where they are not chosen, and what is minimised beside the loss. counts:
-    bool [B, S]."""
-    logits, logits_backward = contract("bsd,de->bse", x, router)
+    bool [B, S]. What stands for a gradient of the bias is how far each load is above the mean, times E."""
+    logits, logits_backward = contract("bsd,de->bse", x, weights["router"])
     exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
     shares = exponentials / exponentials.sum(axis=-1, keepdims=True)
     scores = shares if config.router == "softmax" else 1 / (1 + np.exp(-logits))
-    unlimited = choose(scores, dataclasses.replace(config, expert_capacity=0.0))
-    chosen = choose(scores, config)
+    merits = scores + weights.get("router_bias", 0)
+    unlimited = choose(merits, dataclasses.replace(config, expert_capacity=0.0))
+    chosen = choose(merits, config)
     total = np.sum(scores * unlimited, axis=-1, keepdims=True) if config.router_renormalises else np.ones(1)
-    weights = config.router_scale * scores * chosen / total
+    mixing = config.router_scale * scores * chosen / total
 
     tokens, k, experts = counts.sum(axis=1), config.experts_per_token, config.experts
     load = np.einsum("bse,bs->be", unlimited.astype(float), counts)
@@ -279,10 +290,10 @@ def route(
     balance = np.einsum("be,bse,bs->", even * load, scores / sums, counts)
     extra = config.balance_loss * balance + config.router_z_loss * np.sum(counts * log_z**2)
 
-    def backward(d_weights: Array) -> tuple[Array, Array]:
-        d_scores = config.router_scale * d_weights * chosen / total
+    def backward(d_mixing: Array) -> tuple[Array, Tree]:
+        d_scores = config.router_scale * d_mixing * chosen / total
         if config.router_renormalises:
-            d_scores -= np.sum(d_weights * weights, axis=-1, keepdims=True) / total * unlimited
+            d_scores -= np.sum(d_mixing * mixing, axis=-1, keepdims=True) / total * unlimited
         d_normed = config.balance_loss * (even * load)[:, None] * counts[..., None]
         d_scores += (d_normed - np.sum(d_normed * scores / sums, axis=-1, keepdims=True)) / sums
         if config.router == "softmax":
@@ -290,14 +301,16 @@ def route(
         else:
             d_logits = d_scores * scores * (1 - scores)
         d_logits += config.router_z_loss * 2 * (counts * log_z)[..., None] * shares
-        return logits_backward(d_logits)
+        d_x, d_router = logits_backward(d_logits)
+        above = experts * (load.sum(axis=0) - load.sum() / experts)
+        return d_x, {"router": d_router} | ({"router_bias": above} if "router_bias" in weights else {})
 
-    return weights, float(extra), backward
+    return mixing, float(extra), backward
 
 
 def mixture(x: Array, weights: Tree, config: ReferenceConfig, counts: Array) -> tuple[Array, float, Callable]:
     """Every expert on every token."""
-    mixing, extra, route_backward = route(x, weights["router"], config, counts)
+    mixing, extra, route_backward = route(x, weights, config, counts)
     inner = [name for name in ("gate", "up", "down") if name in weights]
     results = [mlp(x, {name: weights[name][expert] for name in inner}, config) for expert in range(config.experts)]
     out = sum(mixing[..., expert, None] * result for expert, (result, _) in enumerate(results))
@@ -309,7 +322,7 @@ def mixture(x: Array, weights: Tree, config: ReferenceConfig, counts: Array) -> 
     def backward(d_out: Array) -> tuple[Array, Tree]:
         d_mixing = np.stack([np.sum(d_out * result, axis=-1) for result, _ in results], axis=-1)
         d_x, d_router = route_backward(d_mixing)
-        gradients: Tree = {name: np.zeros_like(weights[name]) for name in inner} | {"router": d_router}
+        gradients: Tree = {name: np.zeros_like(weights[name]) for name in inner} | d_router
         for expert, (_, expert_backward) in enumerate(results):
             d_own, d_weights = expert_backward(mixing[..., expert, None] * d_out)
             d_x = d_x + d_own

@@ -172,6 +172,29 @@ CASES = {
         ["--model.experts", "4", "--model.balance-loss", "-1"],
         ["model.balance_loss=-1.0: must be at least 0"],
     ),
+    "groups that experts do not fill": (
+        ["--model.experts", "6", "--model.router-groups", "4"],
+        ["model.experts=6 does not divide into model.router_groups=4"],
+    ),
+    "more groups than there are": (
+        ["--model.experts", "4", "--model.router-groups", "2", "--model.router-groups-per-token", "3"],
+        ["model.router_groups_per_token=3: must be at least 1, and at most model.router_groups=2"],
+    ),
+    "groups with too few experts": (
+        ["--model.experts", "8", "--model.router-groups", "4", "--model.experts-per-token", "3"],
+        ["experts_per_token=3: model.router_groups_per_token=1 of 4 groups have 2 experts"],
+    ),
+    "groups without two experts": (
+        [
+            *("--model.experts", "4", "--model.router-groups", "4", "--model.router-groups-per-token", "2"),
+            *("--model.router", "sigmoid"),
+        ],
+        ["model.router_groups=4: with model.router=sigmoid", "two best", "at most 2"],
+    ),
+    "a bias that leads the load": (
+        ["--model.experts", "4", "--model.router-bias-rate", "-1"],
+        ["model.router_bias_rate=-1.0: must be at least 0"],
+    ),
     "not finite": (["--optimizer.learning-rate", "inf"], ["optimizer.learning_rate=inf", "float32"]),
     "not in float32": (["--optimizer.epsilon", "1e-320"], ["optimizer.epsilon=1e-320", "float32"]),
     "more layers than can be named": (["--model.layers", "2147483647"], ["model.layers=2147483647", "10,000"]),

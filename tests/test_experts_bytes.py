@@ -78,6 +78,15 @@ def test_a_device_holds_its_experts_alone(mesh: MeshConfig) -> None:
     assert largest <= 2 * 3 * EXPERTS * WIDTH * INNER * 2 / mesh.expert / mesh.tensor  # three matrices, of two layers
 
 
+def test_groups_and_a_bias_that_follows_the_load_move_counts_alone() -> None:
+    """Numbers by expert, not by token: of each layer its bias, its load, that again, and the bias's gradient."""
+    groups = {"router": "sigmoid", "router_groups": 4, "router_groups_per_token": 2, "router_bias": True}
+    moved = [
+        sum(each.array_bytes * each.times for each in mixed(MESHES[0], **more).collectives) for more in ({}, groups)
+    ]
+    assert 0 < moved[1] - moved[0] <= LAYERS * 5 * EXPERTS * 4
+
+
 def test_products_are_the_kernels() -> None:
     """Of each matrix one forward and two backward, and of the first ones another in the forward that is run again."""
     step = mixed(MESHES[0])

@@ -31,11 +31,24 @@ def test_parameters_take_all_devices_where_one_is_too_small() -> None:
 
 
 def test_they_rest_divided_and_in_compute_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = train(tmp_path, "--training.steps", 1, "--precision.compute-dtype", "bfloat16")
+    """But for a router's bias."""
+    experts = (
+        "--model.experts",
+        2,
+        "--model.expert-width",
+        8,
+        "--model.router",
+        "sigmoid",
+        "--model.router-bias",
+        True,
+    )
+    done = train(tmp_path, "--training.steps", 1, "--precision.compute-dtype", "bfloat16", *experts)
     assert (done.returncode, done.stderr) == (0, "")
     monkeypatch.setattr(run, "devices_for", lambda needed, devices, limit, tensor: devices)
     loaded = run.load(tmp_path)
-    assert {leaf.dtype for leaf in jax.tree.leaves(loaded.params)} == {jnp.dtype("bfloat16")}
+    dtypes = {path: leaf.dtype for path, leaf in tree.leaves_with_path(loaded.params)}
+    assert dtypes.pop("segment_0/block_0/mlp/router_bias") == jnp.float32
+    assert set(dtypes.values()) == {jnp.dtype("bfloat16")}
     table = loaded.params["outer"]["embedding"]["table"]
     assert table.sharding.num_devices == 8 and not table.is_fully_replicated
     monkeypatch.undo()
@@ -48,7 +61,7 @@ def assert_split(source: run.Run, count: int) -> None:
     """What a decoding device reads: no weight of the blocks whole, and no table."""
     assert source.placement.size("tensor") == source.placement.mesh.size == count
     whole = {path for path, leaf in tree.leaves_with_path(source.params) if leaf.is_fully_replicated}
-    assert all("norm" in path or path.split("/")[-1] in ("key", "value") for path in whole), whole
+    assert all("norm" in path or "router" in path or path.endswith(("key", "value")) for path in whole), whole
 
 
 def test_a_hugging_face_folder_is_what_it_holds(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import reference
 from texts import stream
 
+from jaxopt_llm import tree
 from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokenizer import ByteTokenizer
 from jaxopt_llm.model.batch import Batch
@@ -85,13 +86,17 @@ def reference_config(config: ModelConfig) -> reference.ReferenceConfig:
 
 
 def reference_mean(config: ModelConfig, params: Params, batch: Batch) -> tuple[float, Params]:
-    """The reference's loss per real token of a batch [B, S], and its gradients."""
+    """The reference's loss per real token of a batch [B, S], and its gradients; of a router's bias counts, no mean."""
     where = (batch.loss_mask, batch.segment_ids, batch.positions)
     loss, gradients = reference.loss_and_gradients(
         params, reference_config(config), batch.tokens, batch.targets, *where
     )
     tokens = np.sum(batch.loss_mask)
-    return loss / tokens, reference.tree_map(lambda gradient: gradient / tokens, gradients)
+
+    def mean(path: str, gradient: np.ndarray) -> np.ndarray:
+        return gradient if path.endswith("router_bias") else gradient / tokens
+
+    return loss / tokens, tree.map_with_path(mean, gradients)
 
 
 def placement(

@@ -141,7 +141,8 @@ def fitting(config: ModelConfig, preferred: str | None = None) -> Family:
 
 def canonical(config: ModelConfig) -> ModelConfig:
     """The same model, with defaults in the fields that it does not read."""
-    unread = ["pretrained", "last_layers", "router_z_loss"]  # the last is of training alone, and nowhere there
+    # The last two are of training alone, and nowhere there.
+    unread = ["pretrained", "last_layers", "router_z_loss", "router_bias_rate"]
     changed: dict[str, Any] = {}
     has_experts = [config.has_experts(layer) for layer in range(config.layers)]
     if sparse := sparse_layers(has_experts):
@@ -169,7 +170,8 @@ def canonical(config: ModelConfig) -> ModelConfig:
 # Fields that a model without experts does not read.
 OF_EXPERTS = (
     *("experts", "experts_per_token", "expert_width", "shared_expert_width", "dense_layers", "expert_every"),
-    *("router", "router_renormalises", "router_scale", "balance_loss", "expert_capacity"),
+    *("router", "router_renormalises", "router_scale", "router_groups", "router_groups_per_token", "router_bias"),
+    *("balance_loss", "expert_capacity"),
 )
 UNTIED: Settings = {"tie_word_embeddings": False, "rope_theta": 10_000.0}
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -159,14 +158,16 @@ class Checkpoints:
             + ": make room there, then run again to continue"
         )
 
-    def restore(self, step: int, dtype: str | None = None, **abstract: tree.Tree) -> dict[str, tree.Tree]:
+    def restore(
+        self, step: int, dtypes: Mapping[str, tree.Tree] | None = None, **abstract: tree.Tree
+    ) -> dict[str, tree.Tree]:
         """The trees of these names, in the shapes, dtypes and shardings of trees of ShapeDtypeStructs.
 
-        dtype: what they are cast to while they are read, so that a device never holds more.
+        dtypes: what they are cast to while they are read, so that a device never holds more, as trees of dtypes.
         Raises CheckpointError where the checkpoint holds other leaves, shapes or dtypes, or cannot be read.
         """
         path = self.directory / str(step)
-        cast = abstract if dtype is None else jax.tree.map(lambda x: x.update(dtype=jnp.dtype(dtype)), abstract)
+        cast = jax.tree.map(lambda x, dtype: x.update(dtype=dtype), abstract, dtypes) if dtypes else abstract
         try:
             _check_arrays(path, abstract)
             return {

@@ -47,9 +47,10 @@ def place(gradients: Params, specs: Params, inside: Placement) -> Params:
     return jax.lax.with_sharding_constraint(gradients, jax.tree.map(inside.gradients, specs))
 
 
-def sum_of_squares(gradients: Params) -> jax.Array:
-    """Over all leaves, float32."""
-    return sum((jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(gradients)), jnp.float32(0))
+def sum_of_squares(gradients: Params, specs: Params) -> jax.Array:
+    """Over all leaves that the loss teaches, float32."""
+    learned = jax.tree.leaves(param.learned(specs, gradients))
+    return sum((jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in learned), jnp.float32(0))
 
 
 def in_groups(batch: Batch, placement: Placement) -> Batch:

@@ -114,7 +114,7 @@ def loss_and_update(
             gradients, dx = each_group(back, placement)(x, dx, microbatch)
             if trains:
                 gradients = jax.tree.map(placement.reduce_groups, layer_specs, gradients)
-                squares = squares + sum_of_squares(gradients)
+                squares = squares + sum_of_squares(gradients, layer_specs)
                 new = update(name, own, gradients)
                 state = jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, number, 0), state, new)
             return dx, squares, state
@@ -140,4 +140,4 @@ def loss_and_update(
     outer = each_group(embed_back, placement)(dx, outer, microbatch)
     outer = jax.tree.map(placement.reduce_groups, specs["outer"], outer)
     new["outer"] = update("outer", state["outer"], outer)
-    return jnp.sum(loss), squares + sum_of_squares(outer), auxiliary, new
+    return jnp.sum(loss), squares + sum_of_squares(outer, specs["outer"]), auxiliary, new

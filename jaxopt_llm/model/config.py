@@ -14,8 +14,8 @@ MOST_EXPERTS = 200_000  # of all layers, whose tensors a folder names
 class ModelConfig:
     pretrained: str = ""
     """folder of a Hugging Face model, or directory of a run of ours: initial parameters come from its weights, of a run
-    its last checkpoint's, every other field of this section but last_layers, balance_loss and router_z_loss from its
-    config.json"""
+    its last checkpoint's, every other field of this section but last_layers, balance_loss, router_z_loss and
+    router_bias_rate from its config.json"""
     vocabulary_size: int = 258
     """token ids; the byte tokenizer has 258"""
     width: int = 128
@@ -51,6 +51,17 @@ class ModelConfig:
     """whether the scores of the chosen experts are divided by their sum"""
     router_scale: float = 1.0
     """then multiplies them"""
+    router_groups: int = 1
+    """experts lie in so many groups, in their order, of which a token chooses before it chooses experts of these: by
+    each group's best score (DeepSeek-V2), with router=sigmoid by the sum of its two best (DeepSeek-V3)"""
+    router_groups_per_token: int = 1
+    """how many groups are chosen"""
+    router_bias: bool = False
+    """whether experts are chosen, not weighed, by score + a bias that follows the load, as beside or in place of
+    balance_loss (DeepSeek-V3)"""
+    router_bias_rate: float = 0.001
+    """a step adds as much to the bias of an expert with less than the mean load of its batch, and takes it from one
+    with more"""
     balance_loss: float = 0.01
     """times what a layer's router loses by an uneven load, 1 where it is even, is minimised beside the loss"""
     router_z_loss: float = 0.0
@@ -164,6 +175,7 @@ class ModelConfig:
             found.append(
                 f"model.experts_per_token={self.experts_per_token}: must be at most model.experts={self.experts}"
             )
+        found += self._group_problems()
         if self.experts * self.layers > MOST_EXPERTS:
             found.append(
                 f"model.experts={self.experts}: times model.layers={self.layers} it must be at most {MOST_EXPERTS:,}"
@@ -181,7 +193,7 @@ class ModelConfig:
             )
         found += [
             f"model.{name}={getattr(self, name)}: must be at least 0"
-            for name in ("balance_loss", "router_z_loss")
+            for name in ("balance_loss", "router_z_loss", "router_bias_rate")
             if getattr(self, name) < 0
         ]
         if not found and not any(map(self.has_experts, range(self.layers))):
@@ -191,4 +203,25 @@ class ModelConfig:
             )
         if self.biases == "all":
             found.append("model.biases=all: experts have none; take none or qkv")
+        return found
+
+    def _group_problems(self) -> list[str]:
+        groups, chosen, experts = self.router_groups, self.router_groups_per_token, self.experts
+        if not 1 <= chosen <= groups:
+            return [
+                f"model.router_groups_per_token={chosen}: must be at least 1, and at most model.router_groups={groups}"
+            ]
+        if experts % groups:
+            return [f"model.experts={experts} does not divide into model.router_groups={groups}"]
+        size, found = experts // groups, []
+        if chosen * size < self.experts_per_token and groups > 1:
+            found.append(
+                f"model.experts_per_token={self.experts_per_token}: model.router_groups_per_token={chosen} of "
+                f"{groups} groups have {chosen * size} experts; set at most that, or more groups per token"
+            )
+        if groups > 1 and size == 1 and self.router == "sigmoid":
+            found.append(
+                f"model.router_groups={groups}: with model.router=sigmoid a group's score is that of its two best "
+                f"experts, and of model.experts={experts} each would have one; set at most {experts // 2}"
+            )
         return found

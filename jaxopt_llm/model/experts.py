@@ -17,7 +17,7 @@ from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.exchange import collect, dispatch, spread
 from jaxopt_llm.model.intermediates import tag
 from jaxopt_llm.model.layers import HIDDEN, INWARD, Function, mlp, mlp_specs, recomputed
-from jaxopt_llm.model.param import ParamSpec, normal
+from jaxopt_llm.model.param import ParamSpec, normal, zeros
 from jaxopt_llm.model.routes import Plan
 from jaxopt_llm.model.weights import Weight
 from jaxopt_llm.parallel import hlo
@@ -30,9 +30,11 @@ def experts_specs(config: ModelConfig, residual_scale: float) -> dict[str, Param
     count, width, inner = config.experts, config.width, config.expert_width
     inward = ParamSpec((count, width, inner), ("experts", "embed", "expert_mlp"), (1,), normal())
     outward = ParamSpec((count, inner, width), ("experts", "expert_mlp", "embed"), (1,), normal(residual_scale))
+    bias = ParamSpec((count,), (None,), init=zeros, sign_rate=config.router_bias_rate)
     specs = {
         # It has no contracting dimension: neither adapted nor in fewer bits, and no matrix to Muon.
         "router": ParamSpec((width, count), ("embed", None), (), normal(width**-0.5)),
+        **({"router_bias": bias} if config.router_bias else {}),
         **({} if config.mlp == "gelu" else {"gate": inward}),
         "up": inward,
         "down": outward,
@@ -85,8 +87,9 @@ def mixture(
         return collect(placement, outward(mixing, *inward(rows)), plan)
 
     normed, logits = route(x)
+    bias = weights.materialise(params["router_bias"], jnp.dtype(jnp.float32)) if config.router_bias else None
     # A token sees none after itself. With a cache nothing is dropped: what a token is answered would depend on others.
-    choice = router.choose(logits, None if context.counts is None else context.spans.last, config, placement)
+    choice = router.choose(logits, bias, None if context.counts is None else context.spans.last, config, placement)
     experts = jnp.where(choice.kept, choice.experts, config.experts)
     matrices = {name: params[name] for name in ("gate", "up", "down") if name in params}
     inputs = normed, choice.weights
@@ -94,7 +97,7 @@ def mixture(
     if config.shared_expert_width:
         shared = {name.removeprefix("shared_"): each for name, each in params.items() if name.startswith("shared_")}
         y = y + mlp(shared, x, context, norm=norm, kind=config.mlp)
-    return tag(y, "mlp_output"), _auxiliary(choice, logits, context, layer, config)
+    return tag(y, "mlp_output"), _auxiliary(choice, logits, bias, context, layer, config)
 
 
 def no_statistics(config: ModelConfig) -> dict[str, jax.Array]:
@@ -105,14 +108,22 @@ def no_statistics(config: ModelConfig) -> dict[str, jax.Array]:
 
 
 def _auxiliary(
-    choice: router.Choice, logits: jax.Array, context: Context, layer: jax.Array, config: ModelConfig
+    choice: router.Choice,
+    logits: jax.Array,
+    bias: jax.Array | None,
+    context: Context,
+    layer: jax.Array,
+    config: ModelConfig,
 ) -> Auxiliary:
     if context.counts is None:
         return Auxiliary(jnp.zeros((), jnp.float32), no_statistics(config))
     counts = context.counts
     loss = config.balance_loss * router.balance_loss(choice, counts, config)
     loss = loss + config.router_z_loss * router.z_loss(logits, counts)
-    load = jnp.sum(router.loads(choice, counts, config), axis=0)
+    # Pinned: for a gradient that is divided XLA would bring all choices to every device.
+    load = context.placement.whole(jnp.sum(router.loads(choice, counts, config), axis=0))
+    if bias is not None:
+        loss = loss + router.follow(bias, load)
     own = jnp.arange(config.layers)[:, None] == layer
     statistics = {
         "expert_load": jnp.where(own, load, 0),

@@ -49,6 +49,8 @@ class ParamSpec:
     contracting:  the dimensions that a product sums over; their sizes multiply to the fan-in.
     init:         (key, shape, fan-in) -> float32 values, for one layer where the parameter is a stack.
     layers:       of a stack, nested by its leading axes: the number of the layer at each place, -1 where there is none.
+    sign_rate:    of what no loss teaches: a step takes this times the sign of its gradient off it, whatever the
+                  optimizer, and the gradient is no part of the norm. None of all else.
     """
 
     shape: tuple[int, ...]
@@ -57,6 +59,7 @@ class ParamSpec:
     init: Initializer = ones
     dtype: Any = FLOAT32
     layers: tuple[Any, ...] | None = None
+    sign_rate: float | None = None
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
@@ -65,6 +68,11 @@ class ParamSpec:
     def leading(self) -> int:
         """How many of the axes are a stack's."""
         return 0 if self.layers is None else np.ndim(self.layers)
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is in float32 throughout: of steps of one size, those that 16 bits round away are lost."""
+        return self.sign_rate is not None
 
     @property
     def numbered(self) -> tuple[int, ...]:
@@ -124,6 +132,11 @@ def layers(specs: tree.Tree) -> np.ndarray | None:
 
 def layer_specs(specs: tree.Tree) -> tree.Tree:
     return jax.tree.map(ParamSpec.layer, specs)
+
+
+def learned(specs: tree.Tree, leaves: tree.Tree) -> tree.Tree:
+    """The leaves with None for those that no loss teaches."""
+    return jax.tree.map(lambda spec, leaf: leaf if spec.sign_rate is None else None, specs, leaves)
 
 
 def initialize(specs: tree.Tree, seed: int) -> tree.Tree:

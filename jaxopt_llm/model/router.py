@@ -25,15 +25,18 @@ class Choice(NamedTuple):
     scores: jax.Array
 
 
-def choose(logits: jax.Array, rows: jax.Array | None, config: ModelConfig, placement: Placement) -> Choice:
+def choose(
+    logits: jax.Array, bias: jax.Array | None, rows: jax.Array | None, config: ModelConfig, placement: Placement
+) -> Choice:
     """Of float32 logits [B, S, E] the k best scores, of equals the first expert's.
 
     softmax: Jiang et al. 2024, arXiv:2401.04088 (Mixtral); sigmoid: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2.
+    bias: float32 [E], which the choice adds to the scores, not the weights; None for none.
     rows: int32 [B, S], the place of each token in its sequence, however that is dealt to devices; None where nothing is
         to be dropped.
     """
     scores = jax.nn.softmax(logits) if config.router == "softmax" else jax.nn.sigmoid(logits)
-    _, experts = jax.lax.top_k(jax.lax.stop_gradient(scores), config.experts_per_token)
+    _, experts = jax.lax.top_k(jax.lax.stop_gradient(_merits(scores, bias, config)), config.experts_per_token)
     # Not picked by their numbers: on look-ups in a region that is manual over `pipeline` XLA's partitioner aborts.
     weights = jnp.sum(jnp.where(_is(experts, config), scores[:, :, None], 0), axis=-1)
     if config.router_renormalises:
@@ -42,6 +45,22 @@ def choose(logits: jax.Array, rows: jax.Array | None, config: ModelConfig, place
     if config.expert_capacity and rows is not None:
         kept = within_capacity(experts, rows, config, placement)
     return Choice(experts, kept, jnp.where(kept, weights * config.router_scale, 0), scores)
+
+
+def _merits(scores: jax.Array, bias: jax.Array | None, config: ModelConfig) -> jax.Array:
+    """What experts are chosen by, [B, S, E]: -inf in groups that are not (DeepSeek-AI 2024, arXiv:2405.04434, section
+    2.2.2, and arXiv:2412.19437, section 2.1.2)."""
+    merits = scores if bias is None else scores + bias
+    if config.router_groups == 1:
+        return merits
+    grouped = merits.reshape(*merits.shape[:2], config.router_groups, -1)  # [B, S, groups, E of a group]
+    of_groups = jnp.max(grouped, axis=-1)
+    if config.router == "sigmoid":  # not by top_k: XLA brings the results of one on four dimensions together everywhere
+        first = jnp.argmax(grouped, axis=-1, keepdims=True) == jnp.arange(grouped.shape[-1])
+        of_groups += jnp.max(jnp.where(first, -jnp.inf, grouped), axis=-1)
+    _, groups = jax.lax.top_k(of_groups, config.router_groups_per_token)
+    chosen = jnp.any(groups[..., None] == jnp.arange(config.router_groups), axis=-2)
+    return jnp.where(chosen[..., None], grouped, -jnp.inf).reshape(merits.shape)
 
 
 def shares(scores: jax.Array) -> jax.Array:
@@ -99,6 +118,29 @@ def balance_loss(choice: Choice, counts: jax.Array, config: ModelConfig) -> jax.
 def loads(choice: Choice, counts: jax.Array, config: ModelConfig) -> jax.Array:
     """How many choices fall on each expert, what it drops among them, float32 [B, E]."""
     return jnp.sum(_is(choice.experts, config) & counts[..., None, None], axis=(1, 2), dtype=jnp.float32)
+
+
+@jax.custom_vjp
+def follow(bias: jax.Array, load: jax.Array) -> jax.Array:
+    """0, from which a bias [E] has as its gradient how far the load [E] of each expert is above the mean, times E
+    (Wang et al. 2024, arXiv:2408.15664, algorithm 1, whose steps are by its sign).
+
+    Whatever the loss is multiplied by: the gradient is counts, which float32 sums exactly up to 2^24, so that a load
+    that is even has sign 0 however microbatches and devices divide it.
+    """
+    return jnp.zeros((), jnp.float32)
+
+
+def _follow_forward(bias: jax.Array, load: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return follow(bias, load), load
+
+
+def _follow_backward(load: jax.Array, d_loss: jax.Array) -> tuple[jax.Array, None]:
+    # Of what a pipeline runs to no avail there is no gradient.
+    return jnp.where(d_loss == 0, 0, load.size * load - jnp.sum(load)), None
+
+
+follow.defvjp(_follow_forward, _follow_backward)
 
 
 def z_loss(logits: jax.Array, counts: jax.Array) -> jax.Array:

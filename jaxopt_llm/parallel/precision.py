@@ -2,10 +2,17 @@
 copy rests is ZeRO's business."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 Float = Literal["float32", "bfloat16", "float16"]
 Matmul = Literal["compute_dtype", "fp8", "int8", "int8_qat", "int4_qat"]
+
+
+class Exactness(Protocol):
+    """What is read here of a parameter (model/param.py's ParamSpec)."""
+
+    @property
+    def exact(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,10 @@ class PrecisionConfig:
     @property
     def quantises(self) -> bool:
         return self.matmul != "compute_dtype"
+
+    def of(self, spec: Exactness) -> "PrecisionConfig":
+        """What one parameter and its gradient are in."""
+        return replace(self, compute_dtype="float32", reduce_dtype="float32") if spec.exact else self
 
     def for_evaluation(self) -> "PrecisionConfig":
         """What measures and uses the weights: fp8 and int8 make training faster, the codes of quantisation-aware

@@ -20,7 +20,7 @@ from jaxopt_llm.kernels import ring
 from jaxopt_llm.parallel.gathering import Placed, WeightShardings, gather_sequence, scatter_sequence
 from jaxopt_llm.parallel.mesh import AXES, BATCH_AXES
 from jaxopt_llm.parallel.offload import HOST, OFF, OffloadConfig
-from jaxopt_llm.parallel.precision import Matmul, PrecisionConfig
+from jaxopt_llm.parallel.precision import Exactness, Matmul, PrecisionConfig
 
 PARAMETER_AXES: dict[str, tuple[str, ...]] = {
     "virtual": (),
@@ -62,7 +62,7 @@ GROUPS = "gradient_groups"  # the name of the `vmap` over them, for what is want
 Dims = tuple[tuple[str, ...], ...]  # mesh axes of each dimension
 
 
-class Spec(Protocol):
+class Spec(Exactness, Protocol):
     """What the placement reads of a parameter (model/param.py's ParamSpec)."""
 
     @property
@@ -298,7 +298,8 @@ class Placement:
         """The compute copy of the masters: one gather in compute dtype."""
 
         def copy(spec: Spec, master: jax.Array) -> jax.Array:
-            narrow = jax.lax.with_sharding_constraint(master.astype(self.precision.compute_dtype), self.masters(spec))
+            narrow = master.astype(self.precision.of(spec).compute_dtype)
+            narrow = jax.lax.with_sharding_constraint(narrow, self.masters(spec))
             return jax.lax.with_sharding_constraint(narrow, self.parameters(spec))
 
         return jax.tree.map(copy, specs, masters)
@@ -310,7 +311,7 @@ class Placement:
         """
         groups, dims = self.gradient_groups, self._dims(spec, self._storage(1))
         divides = [axis in (name for dim in dims for name in dim) for axis in groups]
-        gradients = gradients.astype(self.precision.reduce_dtype)
+        gradients = gradients.astype(self.precision.of(spec).reduce_dtype)
         gradients = gradients.reshape(*(self.size(axis) for axis in groups), *spec.shape)
         others = tuple((axis,) for axis, divide in zip(groups, divides, strict=True) if not divide)
         for phase, sharding in ((True, self._sharding(others + dims)), (False, self._sharding(dims))):
@@ -326,7 +327,7 @@ class Placement:
         """What to differentiate by, in place of these parameters (see Placed)."""
 
         def zeros(spec: Spec) -> jax.Array:
-            tap = jnp.zeros(spec.shape, self.precision.reduce_dtype)
+            tap = jnp.zeros(spec.shape, self.precision.of(spec).reduce_dtype)
             return jax.lax.with_sharding_constraint(tap, self.gradients(spec))
 
         return jax.tree.map(zeros, specs)
@@ -352,8 +353,8 @@ class Placement:
                 resting=self.parameters(spec),
                 gathered=self.gathered(spec),
                 gradient=self.gradients(spec),
-                compute_dtype=self.precision.compute_dtype,
-                reduce_dtype=self.precision.reduce_dtype,
+                compute_dtype=self.precision.of(spec).compute_dtype,
+                reduce_dtype=self.precision.of(spec).reduce_dtype,
                 matmul=matmul,
                 keep=keep,
                 trainable=tap is not None,

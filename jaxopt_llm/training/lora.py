@@ -170,7 +170,7 @@ def adapt(
     def wrap(path: str, spec: ParamSpec) -> tree.Leaf:
         if path in whole:
             return spec
-        base: tree.Leaf = replace(spec, dtype=np.dtype(precision.compute_dtype))
+        base: tree.Leaf = replace(spec, dtype=np.dtype(precision.of(spec).compute_dtype))
         if config.base != "float" and spec.leading and spec.contracting:
             base = leaves.coded_specs(spec, config.base, config.double_quantisation)
         if not (config.rank and spec.contracting and _fits(path, config.targets)):

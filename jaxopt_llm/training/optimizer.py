@@ -1,7 +1,8 @@
 """The optimizers: optax, per layer (see update.py).
 
 All of them step by -rate × (direction + decay × parameter), with a direction that is the optimizer's own, so that the
-schedule, decoupled weight decay and the groups of both mean the same whichever is chosen.
+schedule, decoupled weight decay and the groups of both mean the same whichever is chosen. What no loss teaches, a
+router's bias, steps by the sign of its gradient whichever is chosen.
 """
 
 import math
@@ -15,6 +16,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from jaxopt_llm import tree
+from jaxopt_llm.model import param
 from jaxopt_llm.model.experts import ROUTER
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.training import groups, moments
@@ -86,6 +88,7 @@ class OptimizerConfig:
 
 def group_problems(config: OptimizerConfig, specs: tree.Tree) -> list[str]:
     """specs: of what is trained."""
+    specs = param.learned(specs, specs)
     found = groups.problems("optimizer.rate_groups", config.rate_groups, specs)
     if config.decay_groups:
         found += groups.problems("optimizer.decay_groups", config.decay_groups, specs)
@@ -107,8 +110,9 @@ def make_optimizer(
         # Not by rank: a bias by heads has two dimensions.
         return config.weight_decay if spec.contracting or path.endswith(ROUTER) else 0.0
 
-    decays = tree.map_with_path(decay, specs)
-    factors = tree.map_with_path(lambda path, spec: groups.number(config.rate_groups, f"{section}/{path}"), specs)
+    own = param.learned(specs, specs)
+    decays = tree.map_with_path(decay, own)
+    factors = tree.map_with_path(lambda path, spec: groups.number(config.rate_groups, f"{section}/{path}"), own)
 
     def step(direction: tree.Tree, params: tree.Tree) -> tree.Tree:
         return jax.tree.map(
@@ -119,8 +123,26 @@ def make_optimizer(
             params,
         )
 
-    direction = moments.stored(_direction(config, section, specs), config.state_dtype, specs)
-    return optax.chain(direction, optax.stateless(step), optax.scale_by_learning_rate(schedule))
+    direction = moments.stored(_direction(config, section, own), config.state_dtype, own)
+    steps = optax.chain(direction, optax.stateless(step), optax.scale_by_learning_rate(schedule))
+    return _beside_signs(steps, specs)
+
+
+def _beside_signs(optimizer: optax.GradientTransformation, specs: tree.Tree) -> optax.GradientTransformation:
+    """The optimizer, which is never given what no loss teaches: that has no moments, no decay and no schedule, and to a
+    sign the clip is nothing."""
+
+    def init(params: tree.Tree) -> tree.Tree:
+        return optimizer.init(param.learned(specs, params))
+
+    def update(gradients: tree.Tree, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
+        steps, state = optimizer.update(param.learned(specs, gradients), state, param.learned(specs, params))
+        signs = jax.tree.map(
+            lambda spec, x: None if spec.sign_rate is None else -spec.sign_rate * jnp.sign(x), specs, gradients
+        )
+        return tree.merge(steps, signs), state
+
+    return optax.GradientTransformation(init, update)
 
 
 def _direction(config: OptimizerConfig, section: str, specs: tree.Tree) -> optax.GradientTransformation:

@@ -102,7 +102,7 @@ def abstract(specs: StateSpecs, placement: Placement) -> TrainState:
         step=jax.ShapeDtypeStruct((), jnp.int32),
         masters=own(specs.masters),
         moments=own(specs.moments),
-        compute=jax.tree.map(lambda spec: shape(spec, placement.precision.compute_dtype), specs.masters)
+        compute=jax.tree.map(lambda spec: shape(spec, placement.precision.of(spec).compute_dtype), specs.masters)
         if placement.compute_copy
         else None,
         frozen=own(specs.frozen),

@@ -114,7 +114,7 @@ def make_step(
             parts, state.trainable, state.frozen, batch, scale * cotangent, placement
         )
         # The gradients are divided by the scale as they are clipped: here it would make a second copy of them.
-        loss, norm = loss * cotangent, jnp.sqrt(sum_of_squares(gradients)) / scale
+        loss, norm = loss * cotangent, jnp.sqrt(sum_of_squares(gradients, specs.masters)) / scale
         overflow = precision.scales_loss & ~jnp.isfinite(norm)
         good, remembered = guard.judge(state.guard, loss, norm, overflow, skip_outliers)
         clip = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.float32(1)

@@ -1,6 +1,7 @@
 """Folders of mixtures of experts, a tensor for each: into our stacks and back, and refused where they are not whole."""
 
 import functools
+import json
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -114,13 +115,31 @@ def test_a_round_trip_is_equal_to_the_bit(family: str, tmp_path: Path, monkeypat
         assert one[name].array.tobytes() == two[name].array.tobytes()
 
 
+def test_a_routers_bias_stays_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of 16 bits, which says so of all else."""
+    config = replace(MIXTRAL, router_bias=True)
+    mixtral = families.fitting(MIXTRAL)
+    biased = replace(mixtral, names=mixtral.names | {"model.layers.{}.bias": "mlp/router_bias"})
+    monkeypatch.setattr(huggingface, "family_of", lambda config, source: biased)
+    params = jax.tree.map(jnp.asarray, folders.params(config))
+    huggingface.write(tmp_path / "folder", params, config, dtype="bfloat16")
+    stored = safetensors.open_folder(tmp_path / "folder")
+    wide = {name: each.array for name, each in stored.items() if each.array.dtype != jnp.bfloat16}
+    assert {name: each.dtype for name, each in wide.items()} == {
+        f"model.layers.{layer}.bias": jnp.float32 for layer in range(config.layers)
+    }
+    np.testing.assert_array_equal(wide["model.layers.1.bias"], params["segment_0"]["block_0"]["mlp"]["router_bias"][1])
+    assert json.loads((tmp_path / "folder" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
 def test_what_a_router_is_taught_beside_the_loss_is_the_runs_own(tmp_path: Path) -> None:
     """All else of a model is the folder's."""
     folder = folders.folder(tmp_path / "folder", replace(MIXTRAL, balance_loss=0.02))
     assert huggingface.read_config(folder)[1].balance_loss == 0.02
-    model = ModelConfig(pretrained=str(folder), balance_loss=0.5, router_z_loss=0.1)
+    model = ModelConfig(pretrained=str(folder), balance_loss=0.5, router_z_loss=0.1, router_bias_rate=0.2)
     found = with_pretrained(TrainConfig(model=model)).model
-    assert (found.balance_loss, found.router_z_loss, found.experts, found.width) == (0.5, 0.1, EXPERTS, 32)
+    assert (found.balance_loss, found.router_z_loss, found.router_bias_rate) == (0.5, 0.1, 0.2)
+    assert (found.experts, found.width) == (EXPERTS, 32)
     with pytest.raises(InputError, match="leave out model.experts_per_token=3"):
         with_pretrained(TrainConfig(model=replace(model, experts_per_token=3)))
 

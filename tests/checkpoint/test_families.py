@@ -248,7 +248,7 @@ def test_of_two_places_the_one_is_read_that_transformers_reads() -> None:
         (ModelConfig(experts=4, mlp_width=7), "mixtral"),  # no layer reads mlp_width
         (ModelConfig(experts=4, dense_layers=1, qk_norm="head"), "qwen3_moe"),
         (ModelConfig(experts=4, expert_every=5, experts_per_token=3), "llama"),  # of 4 layers: none has experts
-        (ModelConfig(experts=4, router_z_loss=0.1), "mixtral"),  # which changes no logits
+        (ModelConfig(experts=4, router_z_loss=0.1, router_bias_rate=0.1), "mixtral"),  # which change no logits
         (ModelConfig(experts=4, qk_norm="projection", head_dim=32, width=128), "olmoe"),
         (ModelConfig(balance_loss=0.5), "llama"),
     ],
@@ -264,6 +264,8 @@ def test_a_model_of_ones_own_finds_its_family(config: ModelConfig, family: str) 
         ({"norm_zero_centered": True}, "model.norm_zero_centered=True"),
         ({"pattern": ("sliding", "global")}, "model.pattern="),
         ({"experts": 4, "router": "sigmoid"}, "model.router=sigmoid"),
+        ({"experts": 4, "router_bias": True}, "model.router_bias=True"),
+        ({"experts": 4, "router_groups": 2}, "model.router_groups=2"),
         ({"experts": 4, "router_scale": 2.0}, "model.router_scale=2.0"),
         ({"experts": 4, "shared_expert_width": 8}, "model.shared_expert_width=8"),
         ({"experts": 4, "expert_capacity": 1.5}, "model.expert_capacity=1.5"),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 import toy
 
 from jaxopt_llm import tree
@@ -28,11 +29,22 @@ CONFIGS = {
     "deepseek": replace(
         CONFIG, layers=4, dense_layers=1, router="sigmoid", router_scale=2.5, shared_expert_width=8, balance_loss=0.1
     ),
+    "deepseek_v2": replace(CONFIG, experts=6, experts_per_token=3, router_groups=3, router_groups_per_token=2),
+    "deepseek_v3": replace(
+        CONFIG,
+        experts=9,
+        experts_per_token=4,
+        router="sigmoid",
+        router_groups=3,
+        router_groups_per_token=2,
+        router_bias=True,
+    ),
     "capacity": replace(CONFIG, expert_capacity=1.0),
 }
 EXPERTS = {
     *("experts", "experts_per_token", "expert_width", "shared_expert_width", "dense_layers", "expert_every", "router"),
     *("router_renormalises", "router_scale", "balance_loss", "router_z_loss", "expert_capacity"),
+    *("router_groups", "router_groups_per_token", "router_bias"),
 }
 ROWS, LENGTH = 4, 24
 
@@ -91,6 +103,25 @@ def test_of_equals_the_first_has_all_and_the_last_has_nobody(per_token: int) -> 
     assert used == [expert < per_token for expert in range(4)]
 
 
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("levels", [[0.0], [-800.0, 0.0], [-1.0, 0.0, 1.0]], ids=str)
+def test_of_equal_groups_the_first_is_chosen(name: str, levels: list[float]) -> None:
+    """-800: a sigmoid of 0, where nothing of a group that is not chosen may come before it."""
+    config, random = CONFIGS[name], np.random.default_rng(0)
+    logits = random.choice(levels, size=(2, 40, config.experts))
+    bias = random.choice([-0.5, 0.0, 0.25], size=config.experts) if config.router_bias else np.zeros(config.experts)
+    choice = router.choose(jnp.asarray(logits, jnp.float32), jnp.asarray(bias), None, config, toy.placement())
+    if config.router == "sigmoid":
+        scores = np.exp(logits) / (1 + np.exp(logits))
+    else:
+        shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        scores = shifted / shifted.sum(axis=-1, keepdims=True)
+    expected = reference.choose(scores + bias, toy.reference_config(config))
+    chosen = np.any(np.asarray(choice.experts)[..., None] == np.arange(config.experts), axis=2)
+    np.testing.assert_array_equal(chosen, expected)
+    assert np.all(chosen.sum(axis=-1) == config.experts_per_token)
+
+
 @pytest.mark.parametrize("matmul", ["int8", "fp8"])
 def test_operands_in_fewer_bits_are_the_same_on_any_mesh(matmul: Any) -> None:
     params, precision = toy.params(make_parts(CONFIG).specs), PrecisionConfig(compute_dtype="float32", matmul=matmul)
@@ -121,11 +152,11 @@ def test_what_is_seen_of_routers() -> None:
 
 def test_a_router_whose_scores_are_all_0_in_float32_gives_no_nan() -> None:
     config = replace(CONFIGS["deepseek"], shared_expert_width=0)
-    choice = router.choose(jnp.full((1, 3, 4), -110.0), None, config, toy.placement())
+    choice = router.choose(jnp.full((1, 3, 4), -110.0), None, None, config, toy.placement())
     assert np.isfinite(choice.weights).all()
 
     def loss(logits: jax.Array) -> jax.Array:
-        choice = router.choose(logits, None, config, toy.placement())
+        choice = router.choose(logits, None, None, config, toy.placement())
         return router.balance_loss(choice, jnp.ones((1, 3), bool), config) + jnp.sum(choice.weights)
 
     assert np.isfinite(jax.grad(loss)(jnp.full((1, 3, 4), -88.0))).all()
@@ -134,5 +165,5 @@ def test_a_router_whose_scores_are_all_0_in_float32_gives_no_nan() -> None:
 def test_with_a_cache_nothing_is_dropped() -> None:
     config = CONFIGS["capacity"]
     logits = jnp.zeros((1, 6, 4))
-    assert not router.choose(logits, jnp.arange(6)[None], config, toy.placement()).kept.all()
-    assert router.choose(logits, None, config, toy.placement()).kept.all()
+    assert not router.choose(logits, None, jnp.arange(6)[None], config, toy.placement()).kept.all()
+    assert router.choose(logits, None, None, config, toy.placement()).kept.all()
