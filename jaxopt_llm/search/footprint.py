@@ -14,6 +14,7 @@ from jaxopt_llm.parallel import xla_options
 from jaxopt_llm.parallel.sharding import STORAGE_AXES
 from jaxopt_llm.search.attention import RING, Attention
 from jaxopt_llm.search.block import Block, kept
+from jaxopt_llm.search.mixture import Mixture
 from jaxopt_llm.search.passes import Passes
 from jaxopt_llm.search.resting import Resting
 from jaxopt_llm.search.workload import BYTES, accumulates, classes, tokens
@@ -42,8 +43,7 @@ class Footprint:
 
 
 def footprint(config: TrainConfig, rests: Resting) -> Footprint:
-    model, mesh = config.model, config.mesh
-    block = Block.of(model, mesh.tensor, config.sharding.sequence_parallel)
+    block = Block.of(config)
     compute, reduced = BYTES[config.precision.compute_dtype], BYTES[config.precision.reduce_dtype]
     passes, count = Passes.of(config), tokens(config)
     on_host = passes.layers * count * compute * sum(block.elements[name] for name in config.remat.offload)
@@ -66,7 +66,14 @@ def _gradients(config: TrainConfig, rests: Resting, passes: Passes, reduced: int
         return reduced * (one + rests.outer.gradients)
     summed = rests.layers.gradients + rests.outer.gradients
     one = rests.layers.gradients / passes.chunks + rests.outer.gradients
-    return one * reduced + summed * 4 * (accumulates(config) + passes.unrolled)
+    return one * reduced + summed * 4 * (accumulates(config) + passes.unrolled) + _zeros(config, rests)
+
+
+def _zeros(config: TrainConfig, rests: Resting) -> float:
+    """What groups' gradients are added to: of models with experts XLA has it from the beginning."""
+    mesh, stage = config.mesh, config.sharding.zero_stage
+    groups = mesh.data * (mesh.fsdp if stage < 2 else 1)
+    return 4 * rests.layers.masters if config.model.experts and stage and groups > 1 else 0.0
 
 
 def _kept_elements(config: TrainConfig, block: Block, passes: Passes) -> float:
@@ -110,13 +117,26 @@ def _working(config: TrainConfig, rests: Resting, block: Block, count: int, pass
     attention = scores * (2 * 4 + 2 * compute)
     if of_attention.exchange == RING:  # keys and values of two parts, and their gradients in float32
         attention += 2 * count * of_attention.kv_heads * model.head_dim * 2 * (compute + 4)
-    mlp = compute * count * 4 * block.elements["mlp_up"]
+    mlp = compute * count * _mlp_elements(config)
     # Without scores XLA holds what precedes attention and what the MLP works with together.
     residual = compute * count * (9 if of_attention.flash else 5) * model.width
     weights = compute * rests.layers.weights / (passes.layers * passes.chunks)
     # In attention its masks, and after it the next layer's weights.
     ahead = max(scores * 4 * _masks(of_attention), weights) if _gathers_ahead(config) else 0
     return attention + mlp + residual + _head_gradient(config, rests, count) + weights + ahead
+
+
+def _mlp_elements(config: TrainConfig) -> float:
+    """Per token, of the layer that has most: of an MLP its two projections and their gradients, of experts the hidden
+    rows with the gradients of both projections, the rows and their results with the gradients of both, one more of
+    either, and a gradient of what was brought together."""
+    model, mixture, tensor = config.model, Mixture.of(config), config.mesh.tensor
+    dense = 4 * model.mlp_width / tensor if mixture.share < 1 else 0.0
+    if not mixture.share:
+        return dense
+    hidden, width = model.expert_width / tensor, model.width
+    rows = mixture.rows * (3 * hidden + 3 * width + max(hidden, width)) + mixture.together * width
+    return max(dense, rows + 4 * model.shared_expert_width / tensor)
 
 
 def _rows(config: TrainConfig, count: int) -> float:
