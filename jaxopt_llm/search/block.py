@@ -85,11 +85,10 @@ def _mlp_width(model: ModelConfig, mixture: Mixture) -> float:
 def kept(remat: RematConfig, model: ModelConfig) -> frozenset[Made]:
     """What the backward finds of a block on the device, its input among it."""
     policy = KEPT_BY[remat.policy] if isinstance(remat.policy, str) else remat.policy
-    names: set[Made] = {"block_input", *policy} - set(remat.offload)
-    # Nothing but a norm after the MLP reads its output again.
-    names -= set() if _reads_mlp_output(model) else {"mlp_output"}
-    # No policy names what is a mixture's.
-    return frozenset(names | (set() if remat.checkpoints else OF_MIXTURES))
+    names = {"block_input", *policy} - set(remat.offload)
+    # Nothing but a norm after the MLP reads its output again. And no policy names what is a mixture's.
+    unread = set() if _reads_mlp_output(model) else {"mlp_output"}
+    return frozenset((names - unread) | (set() if remat.checkpoints else OF_MIXTURES))
 
 
 def recomputed(remat: RematConfig, model: ModelConfig) -> frozenset[Made]:

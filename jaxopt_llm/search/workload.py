@@ -31,8 +31,8 @@ SCORE_FORWARD, SCORE_BACKWARD = 20, 26
 # Elements of the residual stream, of queries and keys, of the MLP's width, and of rows for experts that the kernels
 # between a block's products read and write for a token: norms, residual sums; rotary positions; activation function;
 # what is picked of tokens and of rows.
-FORWARD = {"residual": 10, "heads": 2, "mlp": 3, "rows": 4}
-BACKWARD = {"residual": 22, "heads": 4, "mlp": 9, "rows": 10}  # what is elementwise is computed again first
+FORWARD = {"residual": 10, "heads": 2, "mlp": 3, "rows": 3}
+BACKWARD = {"residual": 22, "heads": 4, "mlp": 9, "rows": 7}  # what is elementwise is computed again first
 MERGED = 12  # bytes read and written where one part's results, or gradients, are added to others', in float32
 LOGIT = 22  # bytes read and written for each logit, from its product to those of its gradient
 
@@ -158,15 +158,15 @@ def _sent(config: TrainConfig, rests: Resting, cluster: Cluster, block: Block, p
     again, mixture = recomputed(config.remat, config.model), Mixture.of(config)
     # Tokens go to the experts forward, and again where rows are computed again; their results' gradients backward.
     # Results come back forward, rows' gradients backward.
-    of_mixtures = held * mixture.share * mixture.together * residual
+    of_mixtures = held * mixture.share * residual
     there = passes.forwards + (1 + ("expert_rows" in again)) * passes.backward
     back = passes.forwards + (1 + ("mlp_output" in again)) * passes.backward
-    yield from over(("expert",), "all-gather", of_mixtures * there, 1)
-    yield from over(("expert",), "reduce-scatter", of_mixtures * back, 1)
-    yield from over(("tensor",), "all-reduce", of_mixtures * back, 2)
+    yield from over(("expert",), mixture.there, of_mixtures * mixture.exchanged * there, 1)
+    yield from over(("expert",), mixture.back, of_mixtures * mixture.exchanged * back, 1)
+    yield from over(("tensor",), "all-reduce", of_mixtures * mixture.summed * back, 2)
     # Attention and an MLP have each a sum over `tensor` in a pass forward, and one backward; what is recomputed, one
     # more.
-    sums = passes.forwards + (1 + ("attention_output" in again)) * passes.backward
+    sums: float = passes.forwards + (1 + ("attention_output" in again)) * passes.backward
     sums += block.dense * (passes.forwards + (1 + ("mlp_output" in again)) * passes.backward)
     # The loss and the embedding, each once a microbatch.
     ends = 2 * passes.loss
