@@ -123,8 +123,9 @@ def table(rows: Rows) -> Iterator[str]:
     if any("measured" in each for each in rows.values()):
         yield line("tokens/s", said("measured", "tokens_per_second", 1, ",.0f"))
         yield line("  the experts' by this", ratios("tokens_per_second"))
-        yield line("MFU, causal attention at half, %", said("measured", "mfu", 0.01, ".1f"))
-        yield line("  the experts' by this", ratios("mfu"))
+        if beside(rows, EXPERTS, "mfu"):
+            yield line("MFU, causal attention at half, %", said("measured", "mfu", 0.01, ".1f"))
+            yield line("  the experts' by this", ratios("mfu"))
         yield line("TFLOP of a step, as it ran", said("measured", "flops_per_step", 1e12, ",.3f"))
         yield line("GiB at the peak, as it ran", said("measured", "measured_peak_bytes", GIB, ",.3f"))
         yield line("  planned", said("measured", "planned_peak_bytes", GIB, ",.3f"))

@@ -11,6 +11,7 @@ from experts import ACTIVE, EXPERTS, TOTAL
 from jaxopt_llm import config as configuration
 from jaxopt_llm.model import flops, leaves
 from jaxopt_llm.model.decoder import param_specs
+from jaxopt_llm.plan import GIB, make_plan
 from jaxopt_llm.validation import validate
 
 RECIPES = ("benchmarks/recipes/experts_1b.py", "benchmarks/recipes/experts_small.py", "configs/mixtral_8x7b.py")
@@ -65,4 +66,14 @@ def test_the_claim(flops: float, holds: bool) -> None:
 
 def test_what_has_no_room_is_named() -> None:
     rows = {EXPERTS: row(1, 1, 0.3), TOTAL: row(1, 1) | {"measured": {"unavailable": "needs 99 GiB"}}}
-    assert [*experts.table(rows)][-1] == f"{TOTAL}: not measured (needs 99 GiB)"
+    said = [*experts.table(rows)]
+    assert said[-1] == f"{TOTAL}: not measured (needs 99 GiB)"
+    assert any(line.startswith("MFU") and line.split()[-2:] == ["30.0", "-"] for line in said)
+
+
+@pytest.mark.slow
+def test_the_recipe_fits_and_says_what_it_takes() -> None:
+    path = ROOT / RECIPES[0]
+    plan = make_plan(configuration.load(str(path)), "h200", 1, 1)
+    assert plan.spare > 0 and f"{plan.memory.peak / GIB:.1f} GiB at the peak" in path.read_text()
+    assert plan.flops / plan.model_flops == pytest.approx(1.04, abs=0.02), "something is computed again"
