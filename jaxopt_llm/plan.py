@@ -271,11 +271,6 @@ def main() -> int:
     config = configuration.parse(arguments, PROGRAM)
     validate(config)
     _without_gpu()
-    if own.search and config.model.experts:
-        raise InputError(
-            f"--search does not know models with experts yet, and model.experts={config.model.experts}: leave it out, "
-            "and compare settings by plans of each"
-        )
     if own.search:
         return _search(config, own)
     plan = make_plan(config, own.gpu, own.hosts, own.gpus_per_host)
