@@ -88,16 +88,15 @@ def kept(remat: RematConfig, model: ModelConfig) -> frozenset[Made]:
     names = {"block_input", *policy} - set(remat.offload)
     # Nothing but a norm after the MLP reads its output again. And no policy names what is a mixture's.
     unread = set() if _reads_mlp_output(model) else {"mlp_output"}
-    return frozenset((names - unread) | (set() if remat.checkpoints else OF_MIXTURES))
+    return frozenset((names - unread) | (set() if remat.checkpoints else OF_MIXTURES - {"expert_output"}))
 
 
 def recomputed(remat: RematConfig, model: ModelConfig) -> frozenset[Made]:
-    """What the backward computes again of what a product or attention makes. The weights of a token's experts have
-    gradients: it wants these experts' results."""
+    """What the backward computes again of what a product or attention makes."""
     wanted: set[Made] = {"query", "key", "value", "attention", "attention_output", "mlp_gate", "mlp_up"}
-    wanted |= OF_MIXTURES if model.experts else set()
+    wanted |= OF_MIXTURES - {"expert_output"} if model.experts else set()
     if _reads_mlp_output(model):
-        wanted.add("mlp_output")
+        wanted |= {"mlp_output", "expert_output"} if model.experts else {"mlp_output"}
     return frozenset(wanted - kept(remat, model) - set(remat.offload))
 
 
