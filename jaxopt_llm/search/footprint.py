@@ -66,14 +66,7 @@ def _gradients(config: TrainConfig, rests: Resting, passes: Passes, reduced: int
         return reduced * (one + rests.outer.gradients)
     summed = rests.layers.gradients + rests.outer.gradients
     one = rests.layers.gradients / passes.chunks + rests.outer.gradients
-    return one * reduced + summed * 4 * (accumulates(config) + passes.unrolled) + _zeros(config, rests)
-
-
-def _zeros(config: TrainConfig, rests: Resting) -> float:
-    """What groups' gradients are added to: of models with experts XLA has it from the beginning."""
-    mesh, stage = config.mesh, config.sharding.zero_stage
-    groups = mesh.data * (mesh.fsdp if stage < 2 else 1)
-    return 4 * rests.layers.masters if config.model.experts and stage and groups > 1 else 0.0
+    return one * reduced + summed * 4 * (accumulates(config) + passes.unrolled)
 
 
 def _kept_elements(config: TrainConfig, block: Block, passes: Passes) -> float:
