@@ -121,7 +121,7 @@ def test_a_routers_bias_stays_in_float32(tmp_path: Path, monkeypatch: pytest.Mon
     mixtral = families.fitting(MIXTRAL)
     biased = replace(mixtral, names=mixtral.names | {"model.layers.{}.bias": "mlp/router_bias"})
     monkeypatch.setattr(huggingface, "family_of", lambda config, source: biased)
-    params = jax.tree.map(jnp.asarray, folders.params(config))
+    params = jax.device_put(folders.params(config), toy.placement().replicated)
     huggingface.write(tmp_path / "folder", params, config, dtype="bfloat16")
     stored = safetensors.open_folder(tmp_path / "folder")
     wide = {name: each.array for name, each in stored.items() if each.array.dtype != jnp.bfloat16}
