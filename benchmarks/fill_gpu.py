@@ -58,12 +58,17 @@ def probe(recipe: str, share: float, gigabytes: float) -> dict[str, Any]:
 
 
 RECIPE = """
-import dataclasses
 from jaxopt_llm import config
 def get_config():
-    base = config.load({recipe!r})
-    return dataclasses.replace(base, model=dataclasses.replace(base.model, layers={layers}))
+    return config.changed(config.load({base!r}), {settings!r})
 """
+
+
+def write_recipe(file: Path, base: str, settings: dict[str, Any]) -> Path:
+    """The base recipe with these fields: as a file, because overrides on a command line want one package more."""
+    base = str(Path(base).resolve()) if Path(base).is_file() else base
+    file.write_text(RECIPE.format(base=base, settings=settings))
+    return file
 
 
 def main() -> int:
@@ -79,8 +84,7 @@ def main() -> int:
         return said.returncode
     found = json.loads(said.stdout.splitlines()[-1])
     with tempfile.TemporaryDirectory() as folder:
-        recipe = Path(folder) / "filled.py"
-        recipe.write_text(RECIPE.format(recipe=str(Path(asked.config).resolve()), layers=found["layers"]))
+        recipe = write_recipe(Path(folder) / "filled.py", asked.config, {"model.layers": found["layers"]})
         step = [sys.executable, str(Path(__file__).parent / "train_step.py"), "--config", str(recipe), "--runs", "1"]
         done = subprocess.run([*step, "--steps", "3", "--json", str(asked.json)], check=False)
     if done.returncode:

@@ -58,8 +58,8 @@ class Part:
 def parts(on_cpu: bool) -> list[Part]:
     """What would be missed most comes first: a call may be the only one, and end early."""
 
-    def recipe(name: str) -> str:
-        return f"benchmarks/recipes/{'tiny' if on_cpu else name}.py"
+    def recipe(name: str, tiny: str = "tiny") -> str:
+        return f"benchmarks/recipes/{tiny if on_cpu else name}.py"
 
     def figures(case: str, seconds: int, runs: int = 1, gigabytes: tuple[int, int] = (0, 1000)) -> Part:
         cases = ["--only", f"llama_{case}", "--runs", str(runs), *(["--on-cpu"] if on_cpu else [])]
@@ -73,6 +73,9 @@ def parts(on_cpu: bool) -> list[Part]:
     tests = sorted(str(path.relative_to(ROOT)) for path in having)
     table = [] if on_cpu else ["--lengths", "8192", "--write-table"]
     attention = ["benchmarks/attention.py", "--runs", "3", *table, "--json"]
+    even = [] if on_cpu else ["--loads", "even"]
+    grouped = ["benchmarks/grouped_matmul.py", "--runs", "3", "--only", "pallas", "dense", *even, "--json"]
+    experts = ["benchmarks/experts.py", "--config", recipe("experts_1b", "tiny_experts"), "--runs", "1", "--json"]
     pytest = ["-m", "pytest", "-q", "-m", "gpu", *(["--gpu-tests-on-cpu"] if on_cpu else [])]
     hot_path = ["benchmarks/hot_path.py", "--json"]
     peer = [*small, "1", "--peer", "hf-torch", "--json"]
@@ -80,8 +83,10 @@ def parts(on_cpu: bool) -> list[Part]:
         figures("8b", seconds=150, gigabytes=(115, 1000)),
         figures("8b_80gb", seconds=150, gigabytes=(70, 115)),
         Part("attention", attention, read_json, describe_attention, seconds=120),
+        Part("grouped-matmul", grouped, read_json, describe_grouped, seconds=90, gigabytes=(45, 1000)),
         Part("tests", [*pytest, *tests, "--junit-xml"], read_junit, describe_tests, seconds=150),
         figures("1b", seconds=110, runs=2),
+        Part("experts", experts, read_json, describe_experts, seconds=180, gigabytes=(76, 1000)),
         Part("hot-path", hot_path, read_json, describe_hot_path, seconds=40),
         figures("8b_fp8", seconds=150, gigabytes=(115, 1000)),
         figures("1b_fp8", seconds=110),
@@ -135,6 +140,23 @@ def describe_attention(report: dict[str, Any]) -> str:
         figures = "unavailable" if "unavailable" in row else f"{row['forward_tflops']:.0f}/{row['backward_tflops']:.0f}"
         said.append(f"{name} {figures}")
     return "TFLOP/s forward/backward: " + ", ".join(said)
+
+
+def describe_grouped(report: dict[str, Any]) -> str:
+    said = []
+    for row in report["rows"]:
+        figures = "unavailable" if "unavailable" in row else f"{row['tflops']['all']:.0f}"
+        said.append(f"{row['name']} of {row['groups']} groups {figures}")
+    return "TFLOP/s of three legs: " + ", ".join(said)
+
+
+def describe_experts(report: dict[str, Any]) -> str:
+    rates = [
+        f"{name} {row['measured'].get('unavailable') or format(row['measured']['tokens_per_second'], ',.0f')}"
+        for name, row in report["rows"].items()
+    ]
+    verdicts = [f"{'PASS' if bar['holds'] else 'FAIL'} {bar['said']}: {bar['found']}" for bar in report["bars"]]
+    return "; ".join([*verdicts, "tokens/s: " + ", ".join(rates)])
 
 
 def describe_hot_path(report: dict[str, Any]) -> str:
@@ -272,7 +294,7 @@ def line(part: Part, result: dict[str, Any]) -> str:
     said = [part.summary(result["report"])] if result.get("report") else []
     if result["error"]:
         said += [result["error"].splitlines()[0], result["error"].splitlines()[-1]]
-    return f"{part.name:12} {result['status']:8} {result['seconds']:6.1f} s  {'; '.join(dict.fromkeys(said))}"
+    return f"{part.name:14} {result['status']:8} {result['seconds']:6.1f} s  {'; '.join(dict.fromkeys(said))}"
 
 
 def main() -> int:

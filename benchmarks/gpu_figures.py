@@ -32,8 +32,9 @@ def recipe(case: str, on_cpu: bool) -> Path:
     return HERE / "recipes" / f"{'tiny' if on_cpu else case}.py"
 
 
-def start_plan(path: Path, gpu: str) -> subprocess.Popen[str]:
-    command = ["-m", "jaxopt_llm.plan", "--config", str(path), "--gpu", gpu, "--hosts", "1", "--gpus-per-host", "1"]
+def start_plan(path: Path, gpu: str, gpus: int = 1) -> subprocess.Popen[str]:
+    command = ["-m", "jaxopt_llm.plan", "--config", str(path), "--gpu", gpu, "--hosts", "1"]
+    command += ["--gpus-per-host", str(gpus)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     return subprocess.Popen(
         [sys.executable, *command, "--json"],
@@ -50,7 +51,8 @@ def predicted(plan: subprocess.Popen[str]) -> dict[str, Any]:
     if plan.returncode:
         return {"unavailable": (complaints.strip().splitlines() or ["no reason given"])[-1]}
     found = json.loads(said)
-    return {"peak_bytes": found["memory"]["peak"], "host_bytes": found["host_bytes"], "flops": found["flops"]}
+    names = ("parameters", "active_parameters", "host_bytes", "flops", "model_flops")
+    return {"peak_bytes": found["memory"]["peak"]} | {name: found[name] for name in names}
 
 
 def measure(case: str, asked: argparse.Namespace, gpu: str) -> dict[str, Any]:
@@ -92,6 +94,11 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
+def chip_name(kind: str) -> str:
+    """As `plan` calls it; an H200, where there is no GPU that it knows."""
+    return next((name for name in CHIPS if name in kind.lower()), "h200")
+
+
 def device_kind() -> str:
     """Asked in a process of its own, which gives the GPU back."""
     asks = "import jax; print(jax.devices()[0].device_kind)"
@@ -107,7 +114,7 @@ def main() -> int:
     parser.add_argument("--on-cpu", action="store_true", help="try this command out, on a tiny model")
     asked = parser.parse_args()
     kind = device_kind()
-    gpu = next((name for name in CHIPS if name in kind.lower()), "h200")
+    gpu = chip_name(kind)
     print(f"{kind}; peak: share of it that runs; GiB run and planned\n{HEAD}", flush=True)
     rows = []
     for case in asked.only:

@@ -226,6 +226,9 @@ class Verdict:
     holds: bool
     found: str
 
+    def line(self, holds: str = "PASS", fails: str = "FAIL") -> str:
+        return f"{holds if self.holds else fails}  {self.said}\n         {self.found}"
+
 
 def claims(rows: Rows) -> Iterator[Verdict]:
     alone, gpt3 = rows["alone"], rows["GPT-3"]
@@ -345,18 +348,14 @@ def show(rows: Rows) -> str:
         lines = [line(each.name, found[each.name], _base(table, found)) for each in table.rows if each.name in found]
         said += ["", table.title, HEADER, *lines]
     if all(len(rows[table.name]) == len(table.rows) for table in TABLES):
-        said += ["", "claims", *(f"{'holds' if each.holds else 'fails'}  {_text(each)}" for each in claims(rows))]
-        said += ["", "bars", *(f"{'PASS' if each.holds else 'FAIL'}  {_text(each)}" for each in bars(rows))]
+        said += ["", "claims", *(each.line("holds", "fails") for each in claims(rows))]
+        said += ["", "bars", *(each.line() for each in bars(rows))]
     return "\n".join(said)
 
 
 def _base(table: Table, found: Mapping[str, Row]) -> Row:
     """What its rows are compared with: the first, or while that is not measured the first that is."""
     return next(found[each.name] for each in table.rows if each.name in found)
-
-
-def _text(verdict: Verdict) -> str:
-    return f"{verdict.said}\n         {verdict.found}"
 
 
 def main() -> int:

@@ -6,8 +6,8 @@ Hardware: 8 H200 in one host, an expert of each layer on each. As compiled,
 
     python -m jaxopt_llm.plan --config mixtral_8x7b.py --gpu h200 --hosts 1 --gpus-per-host 8
 
-118.8 GiB at the peak and 320.5 GiB sent, of each GPU in a step. On 8 such hosts, where --mesh.fsdp 8 divides the
-experts, too, --training.accumulation 1 --training.batch-size 128 takes 25.8 GiB.
+116.4 GiB at the peak and 180.2 GiB sent, of each GPU in a step. On 8 such hosts, where --mesh.fsdp 8 divides the
+experts, too, --training.accumulation 1 --training.batch-size 128 takes 18.5 GiB.
 
 ZeRO-3 of what all tokens pass, 2 rows of 4096 tokens on each GPU at a time, 64 in a step. --model.pretrained FOLDER
 begins from the published weights, for which this learning rate is too high: --optimizer.learning-rate 1e-5.

@@ -6,8 +6,8 @@ Hardware: 8 H200 in one host, 16 experts of each layer on each. As compiled,
 
     python -m jaxopt_llm.plan --config qwen3_30b_a3b.py --gpu h200 --hosts 1 --gpus-per-host 8
 
-87.6 GiB at the peak and 248.1 GiB sent, of each GPU in a step. On 8 such hosts, where --mesh.fsdp 8 divides the
-experts, too, --training.accumulation 1 --training.batch-size 128 takes 25.2 GiB.
+85.6 GiB at the peak and 248.1 GiB sent, of each GPU in a step. On 8 such hosts, where --mesh.fsdp 8 divides the
+experts, too, --training.accumulation 1 --training.batch-size 128 takes 21.9 GiB.
 
 ZeRO-3 of what all tokens pass, 2 rows of 4096 tokens on each GPU at a time, 64 in a step. --model.pretrained FOLDER
 begins from the published weights, for which this learning rate is too high: --optimizer.learning-rate 1e-5.

@@ -155,6 +155,7 @@ def _ladders(config: TrainConfig, simulated: bool) -> Iterator[list[Rung]]:
     yield [({"training.accumulation": training.accumulation * 2**n}, accumulating) for n in range(1, 7)]
     yield list(_tensor(config))
     yield list(_context(config))
+    yield from map(list, _expert(config))
     sizes = kernel_head_dim(config.model), config.precision.compute_dtype
     if not simulated and training.attention not in KERNELS and not attention_pallas.problems(*sizes, AMPERE):
         yield [({"training.attention": "pallas"}, "scores stay on the chip; for GPUs from Ampere on, not measured yet")]
@@ -216,3 +217,26 @@ def _context(config: TrainConfig) -> Iterator[Rung]:
             if size % times == 0 and training.sequence_length >= context * PART:
                 rows = max(training.batch_size * times // mesh.batch_shards, 1)
                 yield {f"mesh.{axis}": size // times, "mesh.context": context, "training.accumulation": rows}, price
+
+
+def _expert(config: TrainConfig) -> Iterator[Iterator[Rung]]:
+    """The same GPUs, of which more, or fewer, divide the experts of a layer."""
+    mesh = config.mesh
+    if config.model.experts:
+        yield (
+            (
+                {f"mesh.{axis}": getattr(mesh, axis) // times, "mesh.expert": mesh.expert * times},
+                "tokens go to their experts and back in every layer that has them",
+            )
+            for times in (2, 4, 8)
+            for axis in ("data", "fsdp")
+            if getattr(mesh, axis) % times == 0
+        )
+        yield (
+            (
+                {"mesh.fsdp": mesh.fsdp * times, "mesh.expert": mesh.expert // times},
+                "more experts on each, and with ZeRO-3 gathered",
+            )
+            for times in (2, 4, 8)
+            if mesh.expert % times == 0
+        )

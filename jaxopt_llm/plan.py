@@ -29,7 +29,7 @@ from jaxopt_llm.advice import Advice, advice_lines, advise
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.kernels.attention_auto import Choice
-from jaxopt_llm.model import flops, leaves
+from jaxopt_llm.model import exchange, flops, leaves
 from jaxopt_llm.parallel import hlo, links, topology
 from jaxopt_llm.parallel.buffers import compile_and_list
 from jaxopt_llm.parallel.mesh import make_mesh
@@ -90,6 +90,7 @@ class Plan:
     parameters: int
     active_parameters: int  # that a token meets
     attention: Choice
+    exchange: str  # of experts' tokens; "" where there is none
     compile_seconds: float
     memory: Memory
     largest: tuple[Held, ...]  # arrays, of those alive at the peak
@@ -157,6 +158,7 @@ def make_plan(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int) -> 
         parameters=leaves.count(program.parts.specs),
         active_parameters=flops.active(config.model, program.parts.specs),
         attention=program.attention,
+        exchange=exchange.said(config.model, placement),
         compile_seconds=compile_seconds,
         memory=held,
         largest=largest(program, known, temporaries),
@@ -205,6 +207,7 @@ def show(plan: Plan) -> str:
         f"{flops.in_words(plan.parameters, plan.active_parameters)} on {plan.hosts} × {plan.gpus_per_host} {plan.gpu}; "
         f"compiled in {plan.compile_seconds:.1f} s with jax {plan.jax}",
         f"attention: {plan.attention}",
+        *([f"experts' tokens: {plan.exchange}"] if plan.exchange else []),
         "",
         *kind_lines(plan.memory),
         f"  {'XLA may use':18} {plan.limit / GIB:9.2f}   {float(MEMORY_FRACTION):.0%} of the GPU's",
@@ -268,12 +271,11 @@ def main() -> int:
     config = configuration.parse(arguments, PROGRAM)
     validate(config)
     _without_gpu()
-    for name, what in (("experts", "experts"), ("latent_rank", "latent attention")):
-        if own.search and getattr(config.model, name):
-            raise InputError(
-                f"--search does not know models with {what} yet, and model.{name}={getattr(config.model, name)}: leave "
-                "it out, and compare settings by plans of each"
-            )
+    if own.search and config.model.latent_rank:
+        raise InputError(
+            "--search does not know models with latent attention yet, and "
+            f"model.latent_rank={config.model.latent_rank}: leave it out, and compare settings by plans of each"
+        )
     if own.search:
         return _search(config, own)
     plan = make_plan(config, own.gpu, own.hosts, own.gpus_per_host)

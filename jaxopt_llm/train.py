@@ -29,7 +29,7 @@ from jaxopt_llm.data.tokens import TokenStream
 from jaxopt_llm.errors import InputError, Preempted, TrainingDiverged
 from jaxopt_llm.execution import stages
 from jaxopt_llm.files import replace_durably
-from jaxopt_llm.model import flops, leaves, param
+from jaxopt_llm.model import exchange, flops, leaves, param
 from jaxopt_llm.observe.dashboards import Dashboards
 from jaxopt_llm.observe.meter import Meter
 from jaxopt_llm.observe.metrics import MetricsLog
@@ -133,6 +133,8 @@ def train(config: TrainConfig, preemption: Preemption, processes: Processes = AL
         )
         if program.attention.reason:
             progress.say(f"attention: {program.attention}")
+        if experts := exchange.said(config.model, placement):
+            progress.say(f"experts' tokens: {experts}")
         progress.say(f"data: {corpus}")
         for each in (*sources, held_out_split):
             if each.packing:

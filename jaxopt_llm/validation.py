@@ -28,6 +28,7 @@ def validate(config: TrainConfig) -> None:
         *config.optimizer.problems(),
         *config.schedule.problems(),
         *config.precision.problems(),
+        *config.sharding.problems(),
         *config.profile.problems(),
         *config.distributed.problems(),
         *config.checkpoint.problems(),

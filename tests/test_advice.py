@@ -181,6 +181,24 @@ def test_long_sequences_are_divided() -> None:
     assert not any("context" in each.flags for each in advise(changed(LONG, training__sequence_length=2048), GIB))
 
 
+def test_experts_go_to_more_devices_or_to_fewer() -> None:
+    """Of experts that rest whole, fewer on each; where rows fill memory, room for fewer tokens' choices."""
+
+    def divided(config: TrainConfig) -> Advice:
+        names = ["mesh.fsdp", "mesh.expert"]
+        return next(each for each in advise(config, 60 * GIB) if list(each.settings) == names)
+
+    experts = {"model__experts": 8, "model__experts_per_token": 4, "model__expert_width": 4096}
+    whole = divided(changed(SMALL, **experts, sharding__zero_stage=2))
+    assert whole.same and whole.settings == {"mesh.fsdp": 1, "mesh.expert": 8}
+    rows = changed(
+        SMALL, **experts, mesh__fsdp=1, mesh__expert=8, sharding__zero_stage=3, training__sequence_length=4096
+    )
+    fewer = divided(changed(rows, remat__policy="none"))
+    assert fewer.same and fewer.settings == {"mesh.fsdp": 8, "mesh.expert": 1}
+    assert not any("expert" in each.flags for each in advise(SMALL, GIB))
+
+
 def test_scores_that_fill_memory_are_kept_on_the_chip() -> None:
     scores = changed(LONG, training__attention="xla", training__sequence_length=16_384)
 

@@ -160,6 +160,14 @@ CASES = {
         ["--model.experts", "4", "--model.expert-capacity", "0.5"],
         ["expert_capacity=0.5", "1"],
     ),
+    "no room for experts": (
+        ["--model.experts", "4", "--sharding.expert-room", "0"],
+        ["sharding.expert_room=0.0: must be above 0"],
+    ),
+    "ragged without a GPU": (
+        ["--model.experts", "4", "--sharding.expert-exchange", "ragged"],
+        ["sharding.expert_exchange=ragged is for GPUs, not for cpu"],
+    ),
     "experts in no layer": (
         ["--model.experts", "4", "--model.expert-every", "99"],
         ["model.experts=4: no layer has them", "model.expert_every=99"],
@@ -312,7 +320,7 @@ def assert_one_line(stderr: str, *parts: str) -> None:
 
 
 # What only the data or the compiled step can tell; all else is refused before JAX is touched.
-LATE = ("vocabulary too small", "a kernel for GPUs on a CPU")
+LATE = ("vocabulary too small", "a kernel for GPUs on a CPU", "ragged without a GPU")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in LATE])

@@ -80,6 +80,7 @@ def compiled(
     pipelined: PipelineConfig = EVEN,
     attention: str = "xla",
     context_exchange: str = "ring",
+    expert_exchange: str = "auto",
     shape: tuple[int, int] = (ROWS, SEQUENCE),
 ) -> Compiled:
     model = ModelConfig(
@@ -101,7 +102,7 @@ def compiled(
     )
     placement = Placement(
         make_mesh(mesh, gpu_topology("h200", gpus_per_host=mesh.devices)),
-        ShardingConfig(stage, sequence_parallel, context_exchange),
+        ShardingConfig(stage, sequence_parallel, context_exchange, expert_exchange),
         precision,
         offload,
     )

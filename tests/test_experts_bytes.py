@@ -9,6 +9,7 @@ from test_bytes import ROWS, SEQUENCE, WIDTH, Compiled, compiled, slow
 
 from jaxopt_llm.parallel import hlo, instructions
 from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.parallel.sharding import ShardingConfig
 
 LAYERS, EXPERTS, INNER, CHOSEN = 8, 8, 1024, 2
 MIXTURE = (("experts", EXPERTS), ("expert_width", INNER), ("experts_per_token", CHOSEN))
@@ -17,12 +18,12 @@ MESHES = [MeshConfig(fsdp=2, expert=4), MeshConfig(fsdp=2, expert=2, tensor=2), 
 pytestmark = pytest.mark.core
 
 
-def mixed(mesh: MeshConfig, remat: str = "full", more: tuple[tuple[str, Any], ...] = ()) -> Compiled:
-    return compiled(LAYERS, mesh, 3, remat, switches=MIXTURE + more)
+def mixed(mesh: MeshConfig, remat: str = "full", exchange: str = "gather", **switches: Any) -> Compiled:
+    return compiled(LAYERS, mesh, 3, remat, switches=(*MIXTURE, *switches.items()), expert_exchange=exchange)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_tokens_travel_once_there_and_once_back(mesh: MeshConfig) -> None:
+def test_gathered_tokens_travel_once_there_and_once_back(mesh: MeshConfig) -> None:
     """Over `expert` alone, whatever the number of experts per token: brought together forward, again in the forward
     that is run again, and their results' gradients backward; summed on the way back forward and backward."""
     sent = [each for each in mixed(mesh).collectives if each.axes == ("expert",)]
@@ -34,6 +35,35 @@ def test_tokens_travel_once_there_and_once_back(mesh: MeshConfig) -> None:
     assert by_kind["reduce-scatter"] == pytest.approx(2 * together, rel=0.02)
     assert by_kind["all-gather"] == pytest.approx(3 * together, rel=0.05)  # and a few numbers for each choice
     assert not [each for each in sent if each.kind not in by_kind]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "exchange"),
+    [(MESHES[0], "all_to_all"), (MESHES[0], "ragged"), *slow((MESHES[1], "all_to_all"), (MESHES[2], "all_to_all"))],
+)
+def test_choices_travel_with_their_room(mesh: MeshConfig, exchange: str) -> None:
+    """Over `expert` alone: to their experts forward, in the forward that is run again, and their results' gradients
+    backward; back forward and backward. Of a round's room ragged sends what is filled, which no program says."""
+    sent = [each for each in mixed(mesh, exchange=exchange).collectives if each.axes == ("expert",)]
+    own = ROWS // (mesh.fsdp * mesh.expert) * SEQUENCE
+    once = ShardingConfig().expert_room * own * CHOSEN * WIDTH * 2
+    kind = {"all_to_all": "all-to-all", "ragged": "ragged-all-to-all"}[exchange]
+    tokens = (
+        sum(each.wire_bytes * each.times for each in sent if each.kind == kind and each.array_bytes >= once) / LAYERS
+    )
+    assert tokens == 5 * once * (mesh.expert - 1) / mesh.expert
+    # And a few numbers for each choice.
+    assert sum(each.wire_bytes * each.times for each in sent) / LAYERS < 1.05 * tokens
+
+
+@pytest.mark.slow
+def test_rows_take_the_room_of_a_round() -> None:
+    """Not that of all choices: eight devices have eight times the tokens of one, and no more rows than theirs twice."""
+    gather, rounds = (
+        mixed(MeshConfig(expert=8), "none", exchange).memory.temporaries for exchange in ("gather", "all_to_all")
+    )
+    rows = ROWS * SEQUENCE, ShardingConfig().expert_room * SEQUENCE * CHOSEN  # one expert a device
+    assert gather - rounds > 0.8 * LAYERS * (rows[0] - rows[1]) * 2 * INNER * 2  # gate and up
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -50,15 +80,15 @@ def test_a_device_holds_its_experts_alone(mesh: MeshConfig) -> None:
 
 def test_groups_and_a_bias_that_follows_the_load_move_counts_alone() -> None:
     """Numbers by expert, not by token: of each layer its bias, its load, that again, and the bias's gradient."""
-    groups = (("router", "sigmoid"), ("router_groups", 4), ("router_groups_per_token", 2), ("router_bias", True))
+    groups = {"router": "sigmoid", "router_groups": 4, "router_groups_per_token": 2, "router_bias": True}
     moved = [
-        sum(each.array_bytes * each.times for each in mixed(MESHES[0], more=more).collectives) for more in ((), groups)
+        sum(each.array_bytes * each.times for each in mixed(MESHES[0], **more).collectives) for more in ({}, groups)
     ]
     assert 0 < moved[1] - moved[0] <= LAYERS * 5 * EXPERTS * 4
 
 
 def test_products_are_the_kernels() -> None:
-    """Of each matrix one forward, again in the forward that is run again, and two backward."""
+    """Of each matrix one forward and two backward, and of the first ones another in the forward that is run again."""
     step = mixed(MESHES[0])
     names = [
         instruction.find(r'name = \\?"(_grouped_matmul\w*)')
@@ -66,17 +96,18 @@ def test_products_are_the_kernels() -> None:
         if instruction.find(TRITON)
         for _ in range(instructions.times(instruction, run))
     ]
-    assert names.count("_grouped_matmul") == LAYERS * 3 * 3
+    assert names.count("_grouped_matmul") == LAYERS * (3 + 2 + 3)
     assert names.count("_grouped_matmul_weight_gradient") == LAYERS * 3
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_products_are_counted_by_the_rows_that_are_filled_on_average(mesh: MeshConfig) -> None:
+@pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
+def test_products_are_counted_by_the_rows_that_are_filled_on_average(mesh: MeshConfig, exchange: str) -> None:
     """Of a token as many experts' as it is given, not those of the worst case that there is room for."""
-    text = mixed(mesh).text
+    text = mixed(mesh, exchange=exchange).text
     without = "\n".join(
         line for line in text.splitlines() if "_grouped_matmul" not in line or "custom-call(" not in line
     )
     of_experts = hlo.dot_flops(text) - hlo.dot_flops(without)
-    runs = 3 + 3 + 3 + 3  # three matrices: forward, again, and twice backward
+    runs = 3 + 2 + 3 + 3  # three matrices: forward, two of them again, and twice backward
     assert of_experts == LAYERS * runs * 2 * ROWS * SEQUENCE * CHOSEN * WIDTH * INNER // mesh.devices

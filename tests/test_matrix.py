@@ -120,6 +120,7 @@ BASIC = {
     "attention": "xla",
     "exchange": "ring",
 }
+ROUNDS = {"exchange": "all_to_all"}  # of experts, in several rounds: there is room for half of an even load
 # Beyond the cover: the third batch axis, more devices along one, segments of unlike blocks, the decoder's other
 # switches, under tensor and under sequence parallelism, and the other rematerialisation policies.
 EXTRAS = [
@@ -133,8 +134,10 @@ EXTRAS = [
     BASIC | {"zero": 3, "tensor": 2, "split": {"data": 2, "fsdp": 2}, "adapt": "qlora"},
     BASIC | {"pipeline": 2, "split": {"data": 2, "fsdp": 2}, "adapt": "qlora"},
     BASIC | {"pipeline": 2, "tensor": 2, "split": {"fsdp": 2}, "remat": "save_attention", "attention": "kernel"},
-    BASIC | {"model": "experts", "split": {"expert": 4, "fsdp": 2}, "zero": 3, "adapt": "lora-int8"},
-    BASIC | {"model": "experts", "split": {"expert": 2}, "pipeline": 2, "tensor": 2, "sequence_parallel": True},
+    BASIC | ROUNDS | {"model": "experts", "split": {"expert": 4, "fsdp": 2}, "zero": 3, "adapt": "lora-int8"},
+    BASIC
+    | ROUNDS
+    | {"model": "experts", "split": {"expert": 2}, "pipeline": 2, "tensor": 2, "sequence_parallel": True},
     BASIC | {"model": "shared", "split": {"expert": 2, "fsdp": 2, "context": 2}, "zero": 1, "remat": "offload"},
 ]
 # Latents, which `tensor` leaves whole, on every axis, and their matrices under each kind of leaf.
@@ -154,10 +157,10 @@ SLOW_LATENTS = [
 ]
 # Experts on the other meshes.
 EXPERTS = [
-    BASIC | {"model": "experts", "split": {"expert": 2, "data": 2}, "tensor": 2, "zero": 0},
+    BASIC | ROUNDS | {"model": "experts", "split": {"expert": 2, "data": 2}, "tensor": 2, "zero": 0},
     BASIC | {"model": "shared", "split": {"expert": 8}, "zero": 2, "remat": "named", "accumulation": 1},
     BASIC | {"model": "experts", "split": {"expert": 2, "fsdp": 2}, "tensor": 2, "zero": 1, "adapt": "lora-nf4"},
-    BASIC | {"model": "shared", "split": {"expert": 2, "fsdp": 2}, "pipeline": 2, "zero": 3, "adapt": "lora"},
+    BASIC | ROUNDS | {"model": "shared", "split": {"expert": 2, "fsdp": 2}, "pipeline": 2, "zero": 3, "adapt": "lora"},
 ]
 # What is left of the switches' own product with the axes.
 SLOW = [
@@ -306,7 +309,13 @@ def name(case: dict[str, Any]) -> str:
     ids=name,
 )
 def test_placement_changes_nothing(case: dict[str, Any]) -> None:
-    sharding = ShardingConfig(case["zero"], case["sequence_parallel"], case["exchange"])
+    sharding = ShardingConfig(
+        case["zero"],
+        case["sequence_parallel"],
+        context_exchange=case["exchange"],
+        expert_exchange="all_to_all" if case["exchange"] == "all_to_all" else "gather",
+        expert_room=0.5,
+    )
     placement = replace(toy.placement(**sizes(case)), sharding=sharding)
     found = compute(placement, case["accumulation"], case["remat"], case["model"], case["adapt"], case["attention"])
     expected = one_device(case["model"], case["adapt"])

@@ -189,6 +189,64 @@ def test_the_searchs_arithmetic_agrees_with_the_compiler_in_a_pipeline(case: str
     assert 0 < said.idle == found.work.idle and said.model_flops < said.flops - said.repeated_flops
 
 
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "fsdp and expert": {},
+    "kept whole": {"remat": RematConfig("none")},
+    "fsdp alone": {"mesh": MeshConfig(fsdp=8), "remat": RematConfig("dots")},
+    "expert alone": {"mesh": MeshConfig(expert=8), "remat": RematConfig("save_qkv")},
+    "more than a device may be sent": {"experts": 32, "experts_per_token": 4, "expert_width": 512},
+    "with tensor": {"mesh": MeshConfig(fsdp=2, expert=2, tensor=2)},
+    "along the sequence": {
+        "mesh": MeshConfig(fsdp=2, expert=2, tensor=2),
+        "sharding": ShardingConfig(sequence_parallel=True),
+    },
+    "with context": {
+        "mesh": MeshConfig(expert=4, context=2),
+        "training": TrainingConfig(batch_size=8, sequence_length=4096),
+    },
+    "whole gradients": {"sharding": ShardingConfig(1)},
+    "replicas": {"mesh": MeshConfig(data=2, expert=4), "sharding": ShardingConfig(2)},
+    "microbatches": {"training": TrainingConfig(batch_size=128, sequence_length=128, accumulation=4)},
+    "on stages": {
+        "mesh": MeshConfig(pipeline=2, expert=4),
+        "training": TrainingConfig(batch_size=128, sequence_length=128, accumulation=4),
+    },
+    "beside MLPs": {"shared_expert_width": 1024, "dense_layers": 2, "mlp_width": 4096},
+}
+
+
+@pytest.mark.parametrize(
+    "case", [each if each == "fsdp and expert" else pytest.param(each, marks=pytest.mark.slow) for each in WITH_EXPERTS]
+)
+def test_the_searchs_arithmetic_agrees_with_the_compiler_on_experts(case: str) -> None:
+    """To the FLOP: a layer that is run again is run again once."""
+    settings = {"mesh": MeshConfig(fsdp=2, expert=4)} | WITH_EXPERTS[case]
+    sections = {name: value for name, value in settings.items() if hasattr(CONFIG, name)}
+    switches = {"experts": 8, "experts_per_token": 2, "expert_width": 2048}
+    switches |= {name: value for name, value in settings.items() if name not in sections}
+    training = dataclasses.replace(CONFIG.training, batch_size=128)
+    model = dataclasses.replace(CONFIG.model, **switches)
+    config = dataclasses.replace(CONFIG, **{"model": model, "training": training, **sections})
+    validate(config)
+    said, rests = make_plan(config, "h200", 1, 8), resting(config)
+    assert rests is not None
+    found = estimate(config, Cluster("h200", 1, 8), rests)
+    memory = found.footprint
+    assert memory.parameters + memory.optimizer == said.memory.parameters + said.memory.optimizer
+    assert found.work.flops + found.work.attention_flops == pytest.approx(said.flops, rel=1e-3)
+    assert memory.peak == pytest.approx(said.memory.peak, rel=0.1)
+    sent = sum(each.bytes for each in said.collectives)
+    assert sum(each.bytes for each in found.work.sent) == pytest.approx(
+        sent, rel=0.02 if config.mesh.context == 1 else 0.03
+    )
+
+    def tokens(sent: Iterable[Any]) -> float:
+        """What goes over `expert` alone, storage that it alone divides among it."""
+        return sum(each.bytes for each in sent if each.axes == ("expert",))
+
+    assert tokens(found.work.sent) == pytest.approx(tokens(said.collectives), rel=0.03)
+
+
 def test_kinds_add_up_to_the_compilers_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages, with stacks of gradients whole in one group."""
     totals = []
@@ -258,10 +316,9 @@ def test_the_search_command(
     [
         (("--write", "no/such/folder.py"), "--write no/such/folder.py: no such folder as no/such"),
         (("--write", "new.json"), "--write new.json: a recipe is Python: name it new.py"),
-        (("--model.experts", 4), "--search does not know models with experts yet, and model.experts=4"),
         (
             ("--model.latent-rank", 8, "--model.rotary-head-dim", 4, "--model.kv-heads", 2),
-            "--search does not know models with latent attention yet",
+            "--search does not know models with latent attention yet, and model.latent_rank=8",
         ),
         (("--allow", "model.width"), "argument --allow: invalid choice: 'model.width'"),
         (("--training.sequence-length", 0), "training.sequence_length=0: must be at least 1"),

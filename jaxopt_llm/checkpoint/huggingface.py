@@ -274,8 +274,8 @@ def write(
     and adapters folded in, in float32 until they are rounded to the tensors' dtype.
 
     source: the folder that they came from, whose token ids are kept. tokenizer: the folder of that, which is copied.
-    dtype: of the tensors, in place of the parameters' own. most: bytes in a file. settings: further fields of
-    config.json, of which those of the source win.
+    dtype: of the tensors, in place of the parameters' own, but for what is exact. most: bytes in a file. settings:
+    further fields of config.json, of which those of the source win.
 
     Raises InputError where no family has such a model, or something is there already.
     """
@@ -283,11 +283,15 @@ def write(
     served_by = family_of(config, source)
     values = by_path(params)
     wanted = tensors(served_by, config)
-    # The pieces of a tensor have one dtype. Wide ones come first, so that each is aligned in its file.
-    dtypes = {name: jnp.dtype(dtype or leaves.dtype(values[tensor.pieces[0].path])) for name, tensor in wanted.items()}
-    exact = {name: tensor.pieces[0].spec.dtype for name, tensor in wanted.items() if tensor.pieces[0].spec.exact}
-    of_model = max((dtypes[name] for name in wanted.keys() - exact.keys()), key=lambda each: each.itemsize)
-    dtypes |= exact  # whatever was asked for
+    exact = {name for name, tensor in wanted.items() if tensor.pieces[0].spec.exact}
+
+    def dtype_of(name: str) -> np.dtype:
+        """The pieces of a tensor have one."""
+        own = leaves.dtype(values[wanted[name].pieces[0].path])
+        return own if dtype is None or name in exact else jnp.dtype(dtype)
+
+    dtypes = {name: dtype_of(name) for name in wanted}
+    # So that each is aligned in its file.
     widest_first = sorted(wanted, key=lambda name: -dtypes[name].itemsize)
     described = {name: Described(dtypes[name], wanted[name].shape) for name in widest_first}
 
@@ -317,7 +321,7 @@ def write(
             **(settings or {}),
             **{name: kept[name] for name in KEPT_SETTINGS if name in kept},
             **served_by.write(config),
-            "torch_dtype": str(of_model),
+            "torch_dtype": str(next(dtypes[name] for name in widest_first if name not in exact)),
         }
         (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
         for name in TOKENIZER_FILES:

@@ -220,5 +220,6 @@ def _rows(specs: Params) -> int:
 
 
 def microbatch_of(batch: Batch, index: jax.Array) -> Batch:
-    """Fields [M, B, S] -> [B, S]; of none, whose result is dropped, any."""
-    return jax.tree.map(lambda x: at(x, jnp.maximum(index, 0)), batch)
+    """Fields [M, B, S] -> [B, S]; of none, whose result is dropped, any, of which no token counts."""
+    found = jax.tree.map(lambda x: at(x, jnp.maximum(index, 0)), batch)
+    return replace(found, loss_mask=found.loss_mask & (index >= 0))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxopt_llm import tree
 from jaxopt_llm.kernels import grouped_matmul
 from jaxopt_llm.model import dropout, quantised
 from jaxopt_llm.model.leaves import CODED, CodedWeight, LoraWeight, dequantise, lengths, merged
@@ -139,6 +140,21 @@ def _through_rank(subscripts: str) -> tuple[str, str]:
 def split_tap(weight: Whole) -> tuple[Whole, jax.Array | None]:
     """The weight as it rests, and its tap, which no backward needs to keep."""
     return (replace(weight, tap=None), weight.tap) if isinstance(weight, Placed) else (weight, None)
+
+
+def split_taps(weights: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
+    """Weights as they rest, and their taps, None where no gradient is wanted."""
+    resting = jax.tree.map(lambda each: replace(each, tap=None), weights, is_leaf=_is_placed)
+    return resting, jax.tree.map(lambda each: each.tap, weights, is_leaf=_is_placed)
+
+
+def with_taps(resting: tree.Tree, taps: tree.Tree) -> tree.Tree:
+    """The inverse of `split_taps`."""
+    return jax.tree.map(lambda each, tap: replace(each, tap=tap), resting, taps, is_leaf=_is_placed)
+
+
+def _is_placed(leaf: tree.Leaf) -> bool:
+    return isinstance(leaf, Placed)
 
 
 def shardings_of(weight: Whole) -> WeightShardings:

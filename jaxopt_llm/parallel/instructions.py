@@ -108,8 +108,8 @@ class Run:
 
 
 def sometimes(taken: int, times: int) -> str:
-    """The name of a scope around a `jax.lax.cond`, to say in how many of a loop's rounds it holds: a program's text
-    does not tell."""
+    """The name of a scope around a `jax.lax.cond` or `jax.lax.while_loop`, to say in how many of a loop's rounds it
+    holds, or how many times it goes round in so many runs: a program's text does not tell."""
     return f"{taken}_of_{times}_times"
 
 
@@ -163,6 +163,9 @@ def _trip_count(module: Module, computation: Computation, loop: Instruction) -> 
     """What XLA states in a compiled program; else read off a loop that counts by 1 up to a constant."""
     if known := loop.find(r'"known_trip_count":\{"n":"(\d+)"\}'):
         return int(known)
+    if said := loop.find(r'op_name="(?:[^"]*/)?(\d+_of_\d+)_times/while"'):  # see sometimes
+        taken, of = integers(said)
+        return taken // of
     condition, body = (module[loop.find(rf"\b{part}=%?([\w.-]+)") or ""] for part in ("condition", "body"))
     initial, update = computation[loop.operands[0]], _root(body)
     test = _scalar(module, condition, _root(condition).name)

@@ -90,6 +90,17 @@ class ShardingConfig:
     context_exchange: Literal["ring", "all_to_all"] = "ring"
     """what attention exchanges over mesh.context: ring: keys and values go round, while those that came before are
     attended to; all_to_all: each device's part of the sequence for a part of the heads, and back"""
+    expert_exchange: Literal["auto", "gather", "all_to_all", "ragged"] = "auto"
+    """what goes over mesh.expert: gather: every token to all its devices; all_to_all: each choice to its expert's;
+    ragged: likewise, without what is not filled, on GPUs alone; auto: the first or the second, by their bytes"""
+    expert_room: float = 2.0
+    """of all_to_all and ragged: how many times the choices of an even load go between two devices at a time; what is
+    left goes after"""
+
+    def problems(self) -> list[str]:
+        if self.expert_room > 0:
+            return []
+        return [f"sharding.expert_room={self.expert_room}: must be above 0; 1 has room for an even load"]
 
 
 @dataclass(frozen=True)

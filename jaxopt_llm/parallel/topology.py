@@ -266,6 +266,15 @@ def choose_attention(device: Any, asked: str, head_dim: int, dtype: str, keys: i
     return Choice(asked)
 
 
+def check_exchanges(device: Any, exchange: str) -> None:
+    """Raises InputError where devices cannot send experts' tokens so."""
+    if exchange == "ragged" and capability_of(device) is None:
+        raise InputError(
+            f"sharding.expert_exchange=ragged is for GPUs, not for {device.device_kind}: set --sharding.expert-exchange"
+            " auto, or all_to_all, which sends what is not filled as well"
+        )
+
+
 def choose_expert_products(device: Any, asked: str, dtype: str) -> str:
     """The implementation of experts' products that is asked for, or for "auto" the kernel wherever it is supported.
 

@@ -56,11 +56,13 @@ OURS = XlaConfig()
 # reductions wait.
 SCHEDULED: Options = {"xla_gpu_enable_latency_hiding_scheduler": True}
 # A layer's weights are gathered while the layer before computes, for one layer's gathered weights more and, seen in
-# XLA 0.10.2, constants of attention's masks that it then keeps (10B, 4 rows a GPU: 2.9 GiB). XLA does it to every loop:
-# of one over microbatches it would keep copies of gradients (10B, 4 microbatches: 27.2 -> 35.7 GiB), and under sequence
-# parallelism it sums over `tensor` once more what nobody reads. From jax 0.11 on the option has another name
-# (xla_gpu_pipeline_all_gather) and harms: the backward's gathers all come after its last product (10B, 8 GPUs: 48% of
-# the gathered bytes move beside products). Without it 77% do, all but those of the attention's own weights.
+# XLA 0.10.2, constants of attention's masks that it then keeps (10B, 4 rows a GPU: 2.9 GiB). XLA does it to every
+# loop: of one over microbatches it would keep copies of gradients (10B, 4 microbatches: 27.2 -> 35.7 GiB), and under
+# sequence parallelism it sums over `tensor` once more what nobody reads. And to every gather: a backward that runs a
+# layer again brings experts their tokens together again, and to do so early it would run all of attention once more.
+# From jax 0.11 on the option has another name (xla_gpu_pipeline_all_gather) and harms: the backward's gathers all
+# come after its last product (10B, 8 GPUs: 48% of the gathered bytes move beside products). Without it 77% do, all
+# but those of the attention's own weights.
 GATHERED_AHEAD: Options = {"xla_gpu_enable_pipelined_all_gather": True} if jax.__version_info__ < (0, 11) else {}
 # Of a ring keys, values and the gradients of both are sent at once: by its own choice XLA has one collective at a time
 # beside computation, and waits for the others.
@@ -119,8 +121,8 @@ def _ours(mesh: Mesh | AbstractMesh, microbatches: int, matmul: Matmul) -> Optio
 
 def gathers_ahead(sizes: Mapping[str, int], microbatches: int) -> bool:
     """Whether GPUs are told to gather a layer's weights while another computes: not in a loop over microbatches, nor
-    under `tensor`. sizes: of the mesh's axes."""
-    return bool(GATHERED_AHEAD) and microbatches * sizes["pipeline"] * sizes["tensor"] == 1
+    under `tensor` or `expert`. sizes: of the mesh's axes."""
+    return bool(GATHERED_AHEAD) and microbatches * sizes["pipeline"] * sizes["tensor"] * sizes["expert"] == 1
 
 
 def check(own: XlaConfig, mesh: Mesh) -> None:

@@ -14,6 +14,7 @@ from jaxopt_llm.parallel import xla_options
 from jaxopt_llm.parallel.sharding import STORAGE_AXES
 from jaxopt_llm.search.attention import RING, Attention
 from jaxopt_llm.search.block import Block, kept
+from jaxopt_llm.search.mixture import Mixture
 from jaxopt_llm.search.passes import Passes
 from jaxopt_llm.search.resting import Resting
 from jaxopt_llm.search.workload import BYTES, accumulates, classes, tokens
@@ -42,8 +43,7 @@ class Footprint:
 
 
 def footprint(config: TrainConfig, rests: Resting) -> Footprint:
-    model, mesh = config.model, config.mesh
-    block = Block.of(model, mesh.tensor, config.sharding.sequence_parallel)
+    block = Block.of(config)
     compute, reduced = BYTES[config.precision.compute_dtype], BYTES[config.precision.reduce_dtype]
     passes, count = Passes.of(config), tokens(config)
     on_host = passes.layers * count * compute * sum(block.elements[name] for name in config.remat.offload)
@@ -52,7 +52,7 @@ def footprint(config: TrainConfig, rests: Resting) -> Footprint:
         optimizer=rests.optimizer,
         gradients=_gradients(config, rests, passes, reduced),
         activations=count * compute * _kept_elements(config, block, passes),
-        working=_working(config, rests, block, count, passes),
+        working=_working(config, rests, count, passes),
         loss=_loss(config, rests, count),
         reduction=4 * (rests.layers.masters + rests.outer.masters) if config.sharding.zero_stage == 1 else 0,
         host=rests.host + on_host,
@@ -101,8 +101,8 @@ def _head_gradient(config: TrainConfig, rests: Resting, count: int) -> float:
     return table * rests.outer.trained / rests.outer.weights * (8 if count > chunk else 4)
 
 
-def _working(config: TrainConfig, rests: Resting, block: Block, count: int, passes: Passes) -> float:
-    """What lives while the backward is in the attention of a layer, as XLA schedules it."""
+def _working(config: TrainConfig, rests: Resting, count: int, passes: Passes) -> float:
+    """What lives while the backward is in the attention of a layer, or in its experts, as XLA schedules it."""
     model, compute = config.model, BYTES[config.precision.compute_dtype]
     of_attention = Attention.of(config)
     scores = _rows(config, count) * of_attention.scores
@@ -110,13 +110,29 @@ def _working(config: TrainConfig, rests: Resting, block: Block, count: int, pass
     attention = scores * (2 * 4 + 2 * compute)
     if of_attention.exchange == RING:  # keys and values of two parts, and their gradients in float32
         attention += 2 * count * of_attention.kv_heads * model.head_dim * 2 * (compute + 4)
-    mlp = compute * count * 4 * block.elements["mlp_up"]
     # Without scores XLA holds what precedes attention and what the MLP works with together.
     residual = compute * count * (9 if of_attention.flash else 5) * model.width
     weights = compute * rests.layers.weights / (passes.layers * passes.chunks)
     # In attention its masks, and after it the next layer's weights.
     ahead = max(scores * 4 * _masks(of_attention), weights) if _gathers_ahead(config) else 0
-    return attention + mlp + residual + _head_gradient(config, rests, count) + weights + ahead
+    waiting, running = (compute * count * elements for elements in _mlp_elements(config))
+    return max(attention + ahead + waiting, running) + residual + _head_gradient(config, rests, count) + weights
+
+
+def _mlp_elements(config: TrainConfig) -> tuple[float, float]:
+    """Per token, of the layer that has most, while attention's backward runs, and while that of experts does.
+
+    Of an MLP its two projections and their gradients. Of experts what their weights' gradients want: the rows, their
+    results' gradients, the hidden rows, and the gradients of both projections; before those are there the projections,
+    results and the rows' gradients, too, and what was brought together."""
+    model, mixture, tensor = config.model, Mixture.of(config), config.mesh.tensor
+    dense = 4 * (model.mlp_width if mixture.share < 1 else model.shared_expert_width) / tensor
+    if not mixture.share:
+        return dense, 0.0
+    hidden, width, shared = model.expert_width / tensor, model.width, 4 * model.shared_expert_width / tensor
+    waiting = mixture.rows * (3 * hidden + 2 * width)
+    running = mixture.rows * (3 * hidden + 3 * width + max(hidden, width)) + mixture.exchanged * width
+    return max(dense, waiting + shared), running + shared
 
 
 def _rows(config: TrainConfig, count: int) -> float:

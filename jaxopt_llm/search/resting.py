@@ -35,17 +35,26 @@ class Values:
     gradients: int
     masters: int
 
+    def __add__(self, other: "Values") -> "Values":
+        return Values(*(sum(pair) for pair in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
 
 @dataclass(frozen=True)
 class Resting:
     """Bytes on each device: parameters, masters and compute copy together; moments; and of both what is on the host.
-    layers: of the stacks, of this device's stage; outer: of what is outside them."""
+    blocks, experts: of the stacks, of this device's stage, what all tokens pass and its own experts; outer: of what is
+    outside them."""
 
     parameters: int
     optimizer: int
     host: int
-    layers: Values
+    blocks: Values
+    experts: Values
     outer: Values
+
+    @property
+    def layers(self) -> Values:
+        return self.blocks + self.experts
 
 
 def resting(config: TrainConfig) -> Resting | None:
@@ -66,23 +75,25 @@ def resting(config: TrainConfig) -> Resting | None:
     rests = state.abstract(specs, placement)
     everything, sections = tree.merge(specs.masters, specs.frozen), [name for name in specs.masters if name != "outer"]
 
-    def values(specs: Params, place: Callable[[Spec], NamedSharding], names: list[str]) -> int:
-        chosen = jax.tree.leaves([specs[name] for name in names if name in specs])
+    def values(specs: Params, place: Callable[[Spec], NamedSharding], names: list[str], of_experts: bool) -> int:
+        found = (spec for spec in jax.tree.leaves([specs[name] for name in names if name in specs]))
+        chosen = (spec for spec in found if bool(spec.numbered) is of_experts)
         return sum(math.prod(place(spec).shard_shape(spec.shape)) for spec in chosen)
 
-    def of(names: list[str]) -> Values:
+    def of(names: list[str], of_experts: bool = False) -> Values:
         return Values(
-            weights=values(everything, placement.gathered, names),
-            trained=values(specs.masters, placement.gathered, names),
-            gradients=values(specs.masters, placement.gradients, names),
-            masters=values(specs.masters, placement.masters, names),
+            weights=values(everything, placement.gathered, names, of_experts),
+            trained=values(specs.masters, placement.gathered, names, of_experts),
+            gradients=values(specs.masters, placement.gradients, names, of_experts),
+            masters=values(specs.masters, placement.masters, names, of_experts),
         )
 
     return Resting(
         parameters=resting_bytes((rests.masters, rests.compute, rests.frozen)),
         optimizer=resting_bytes(rests.moments),
         host=resting_bytes(rests, HOST),
-        layers=of(sections),
+        blocks=of(sections),
+        experts=of(sections, of_experts=True),
         outer=of(["outer"]),
     )
 

@@ -28,7 +28,7 @@ PCIE = 0.85
 # measured; all GPUs of a host share its memory.
 COPIED_BESIDE = 0.5
 # What is sent over these axes is what the next product reads: XLA may schedule a kernel beside it, but none that lasts.
-# So are the heads that an all-to-all brings.
+# So are the heads that an all-to-all brings, and what goes over `expert` alone: tokens, to their experts and back.
 WAITED = {"tensor", "pipeline"}
 
 
@@ -149,7 +149,8 @@ def step_time(work: Work, chip: Chip, compute_dtype: str) -> StepTime:
 
 def _beside(sent: Sent) -> float:
     """The share of it beside which kernels run."""
-    return 0.0 if WAITED & {*sent.axes} or sent.kind == "all-to-all" else sent.overlapped
+    waited = WAITED & {*sent.axes} or sent.axes == ("expert",) or sent.kind == "all-to-all"
+    return 0.0 if waited else sent.overlapped
 
 
 def _goes_round(sent: Sent) -> bool:

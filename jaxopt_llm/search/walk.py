@@ -87,14 +87,16 @@ def _divides_sequences(config: TrainConfig, mesh: MeshConfig, accumulation: int)
 
 def meshes(config: TrainConfig, cluster: Cluster) -> Iterator[MeshConfig]:
     """Of all these GPUs, `tensor` within a host: it exchanges activations in every layer."""
+    experts = config.model.experts
     for tensor in divisors(cluster.gpus_per_host):
         for context in divisors(cluster.devices // tensor):
             if context > 1 and config.training.sequence_length < context * PART:
                 break
-            for fsdp in divisors(cluster.devices // (tensor * context)):
-                for data in divisors(cluster.devices // (tensor * context * fsdp)):
-                    stages = cluster.devices // (tensor * context * fsdp * data)
-                    yield MeshConfig(stages, data, fsdp, context=context, tensor=tensor)
+            for expert in divisors(math.gcd(experts, cluster.devices // (tensor * context)) if experts else 1):
+                for fsdp in divisors(cluster.devices // (tensor * context * expert)):
+                    for data in divisors(cluster.devices // (tensor * context * expert * fsdp)):
+                        stages = cluster.devices // (tensor * context * expert * fsdp * data)
+                        yield MeshConfig(stages, data, fsdp, expert, context, tensor)
 
 
 def mesh_problems(config: TrainConfig, mesh: MeshConfig) -> list[str]:
@@ -145,9 +147,9 @@ def _narrower(config: TrainConfig, name: str) -> tuple[Any, ...]:
 
 
 def _shardings(config: TrainConfig, mesh: MeshConfig, offloads: bool) -> Iterator[ShardingConfig]:
-    """With `fsdp`, stage 0 is `data` by another name; with `context`, stages 0 and 1 sum whole gradients in every
-    layer, for nothing. With neither there is nothing to divide; but stage 1 has masters beside what the blocks read,
-    which can rest on the host."""
+    """With `fsdp` or `expert`, stage 0 is `data` by another name; with `context`, stages 0 and 1 sum whole gradients in
+    every layer, for nothing. With none of them there is nothing to divide; but stage 1 has masters beside what the
+    blocks read, which can rest on the host."""
     zero_stages: tuple[Literal[0, 1, 2, 3], ...] = (0, 1) if offloads else (0,)
     if any(getattr(mesh, axis) > 1 for axis in STORAGE_AXES):
         zero_stages = (2, 3) if mesh.context > 1 else (1, 2, 3)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from jax.sharding import AbstractMesh
@@ -11,13 +11,14 @@ from jax.sharding import AbstractMesh
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.model.decoder import padded_vocabulary
 from jaxopt_llm.parallel import links
-from jaxopt_llm.parallel.mesh import AXES, BATCH_AXES, MeshConfig
+from jaxopt_llm.parallel.mesh import AXES, MeshConfig
 from jaxopt_llm.parallel.sharding import STORAGE_AXES
 from jaxopt_llm.parallel.topology import CHIPS
 from jaxopt_llm.search.attention import ALL_TO_ALL, RING, Attention
 from jaxopt_llm.search.block import Block, recomputed
+from jaxopt_llm.search.mixture import Mixture
 from jaxopt_llm.search.passes import Passes
-from jaxopt_llm.search.resting import Resting
+from jaxopt_llm.search.resting import Resting, Values
 from jaxopt_llm.search.roofline import Cluster, Work
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -27,10 +28,11 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # the values. In the backward scores and the softmax's gradient written and read in float32, what becomes of both
 # written in 16 bits, and read by three products.
 SCORE_FORWARD, SCORE_BACKWARD = 20, 26
-# Elements of the residual stream, of queries and keys, and of the MLP's width that the kernels between a block's
-# products read and write for a token: norms, residual sums; rotary positions; activation function.
-FORWARD = {"residual": 10, "heads": 2, "mlp": 3}
-BACKWARD = {"residual": 22, "heads": 4, "mlp": 9}  # what is elementwise is computed again first
+# Elements of the residual stream, of queries and keys, of the MLP's width, and of rows for experts that the kernels
+# between a block's products read and write for a token: norms, residual sums; rotary positions; activation function;
+# what is picked of tokens and of rows.
+FORWARD = {"residual": 10, "heads": 2, "mlp": 3, "rows": 3}
+BACKWARD = {"residual": 22, "heads": 4, "mlp": 9, "rows": 7}  # what is elementwise is computed again first
 MERGED = 12  # bytes read and written where one part's results, or gradients, are added to others', in float32
 LOGIT = 22  # bytes read and written for each logit, from its product to those of its gradient
 
@@ -65,7 +67,7 @@ def classes(config: TrainConfig) -> int:
 
 def workload(config: TrainConfig, rests: Resting, cluster: Cluster) -> Work:
     model, mesh, training = config.model, config.mesh, config.training
-    block = Block.of(model, mesh.tensor, config.sharding.sequence_parallel)
+    block = Block.of(config)
     passes, count, again = Passes.of(config), tokens(config), recomputed(config.remat, model)
     compute, reduced = BYTES[config.precision.compute_dtype], BYTES[config.precision.reduce_dtype]
 
@@ -86,8 +88,13 @@ def workload(config: TrainConfig, rests: Resting, cluster: Cluster) -> Work:
 
     def between(sizes: dict[str, int]) -> float:
         """Bytes that the kernels between a block's products move for a token."""
-        heads, mlp = block.elements["query"] + block.elements["key"], block.elements["mlp_up"]
-        return compute * (sizes["residual"] * block.residual + sizes["heads"] * heads + sizes["mlp"] * mlp)
+        elements = {
+            "residual": block.residual,
+            "heads": block.elements["query"] + block.elements["key"],
+            "mlp": block.elements["mlp_up"],
+            "rows": block.elements["expert_rows"],
+        }
+        return compute * sum(sizes[name] * elements[name] for name in elements)
 
     held = passes.layers
     streamed = held * count * (passes.forwards * between(FORWARD) + passes.backward * between(BACKWARD))
@@ -128,8 +135,7 @@ def accumulates(config: TrainConfig) -> bool:
 
 
 def _sent(config: TrainConfig, rests: Resting, cluster: Cluster, block: Block, passes: Passes) -> Iterator[Sent]:
-    mesh, stage = config.mesh, config.sharding.zero_stage
-    compute, reduced = BYTES[config.precision.compute_dtype], BYTES[config.precision.reduce_dtype]
+    mesh, compute = config.mesh, BYTES[config.precision.compute_dtype]
 
     def over(
         axes: tuple[str, ...], kind: str, array_bytes: float, rounds: int, overlapped: float = IN_LAYERS
@@ -143,43 +149,34 @@ def _sent(config: TrainConfig, rests: Resting, cluster: Cluster, block: Block, p
         name, rate = _link(axes, kind, mesh, cluster.gpu, cluster.gpus_per_host)
         yield Sent(axes, name, kind, moved, moved / rate, overlapped)
 
-    layers, outer = rests.layers, rests.outer
-    on_stages = mesh.pipeline > 1
-    # How often all that is outside the stacks is read, and gradients of it are formed: on stages, a table that is the
-    # embedding and the head in two places.
-    of_outer = passes.loss * (1 + config.model.tied_head) if on_stages else passes.backward
-    if stage < 2:  # gradients are whole: what devices of a sequence have of them is summed in the layers
-        summed = layers.trained / passes.chunks * passes.backward + outer.trained
-        yield from over(("context",), "all-reduce", reduced * summed, 2)
-    if stage == 0:
-        yield from over(BATCH_AXES, "all-reduce", reduced * (layers.trained + outer.trained), 2, AT_THE_END)
-    else:
-        formed: float = layers.trained + outer.trained
-        read: float = layers.weights + outer.weights
-        overlapped = IN_LAYERS if stage >= 2 else AT_THE_END
-        if stage >= 2:
-            formed = layers.trained / passes.chunks * passes.backward + outer.trained * of_outer
-        if stage == 3:
-            of_outer *= 1 if on_stages else 2  # within a loop over layers and around it they are gathered again
-            read = layers.weights / passes.chunks * (passes.forwards + passes.backward) + outer.weights * of_outer
-        if stage == 1 and mesh.context > 1:  # and over the batch, which XLA does not scatter over both
-            yield from over(("fsdp", "expert"), "all-reduce", reduced * formed, 2, overlapped)
-        else:
-            yield from over(STORAGE_AXES, "reduce-scatter", reduced * formed, 1, overlapped)
-        yield from over(("data",), "all-reduce", reduced * (layers.masters + outer.masters), 2, AT_THE_END)
-        yield from over(STORAGE_AXES, "all-gather", compute * read, 1, overlapped)
+    outer, none = rests.outer, Values(0, 0, 0, 0)
+    # `expert` divides experts; of what all tokens pass it divides rows and storage, as `fsdp` does.
+    yield from _weights_sent(config, passes, over, rests.blocks, outer, ("expert",))
+    yield from _weights_sent(config, passes, over, rests.experts, none, ())
 
     held, residual = passes.layers, compute * tokens(config) * config.model.width
-    again = recomputed(config.remat, config.model)
-    # Of a block: each pass forward has two sums over `tensor`, and as many backward; what is recomputed, one more.
-    sums = 2 * passes.forwards + (2 + len(again & {"attention_output", "mlp_output"})) * passes.backward
+    again, mixture = recomputed(config.remat, config.model), Mixture.of(config)
+    # Tokens go to the experts forward, and again where rows are computed again; their results' gradients backward.
+    # Results come back forward, rows' gradients backward.
+    of_mixtures = held * mixture.share * residual
+    there = passes.forwards + (1 + ("expert_rows" in again)) * passes.backward
+    back = passes.forwards + (1 + ("mlp_output" in again)) * passes.backward
+    yield from over(("expert",), mixture.there, of_mixtures * mixture.exchanged * there, 1)
+    yield from over(("expert",), mixture.back, of_mixtures * mixture.exchanged * back, 1)
+    yield from over(("tensor",), "all-reduce", of_mixtures * mixture.summed * back, 2)
+    # Attention and an MLP have each a sum over `tensor` in a pass forward, and one backward; what is recomputed, one
+    # more.
+    sums: float = passes.forwards + (1 + ("attention_output" in again)) * passes.backward
+    sums += block.dense * (passes.forwards + (1 + ("mlp_output" in again)) * passes.backward)
     # The loss and the embedding, each once a microbatch.
     ends = 2 * passes.loss
     # Between stages `tensor` divides activations, too, where it can.
+    on_stages = mesh.pipeline > 1
     tensor = mesh.tensor if on_stages and config.training.sequence_length % mesh.tensor == 0 else 1
     if config.sharding.sequence_parallel:
         inputs = ({"query", "key", "value"}, {"mlp_gate", "mlp_up"})
-        gathers = 2 * passes.forwards + (4 + sum(bool(again & names) for names in inputs)) * passes.backward
+        of_attention, of_mlp = (passes.forwards + (2 + bool(again & names)) * passes.backward for names in inputs)
+        gathers = of_attention + block.dense * of_mlp + mixture.share * there
         yield from over(("tensor",), "all-gather", residual * (held * gathers + ends), 1)
         yield from over(("tensor",), "reduce-scatter", residual * (held * sums + ends), 1)
     elif tensor > 1:  # a chunk gathers what it reads, the head and the embedding's gradient, too
@@ -210,6 +207,46 @@ def _sent(config: TrainConfig, rests: Resting, cluster: Cluster, block: Block, p
         of_queries = queries * (2 * passes.forwards + attends_again + 3 * passes.backward)
         of_keys = 2 * keys * (passes.forwards + 2 * passes.backward)
         yield from over(("context",), "all-to-all", compute * (of_queries + of_keys), 1)
+
+
+def _weights_sent(
+    config: TrainConfig,
+    passes: Passes,
+    over: Callable[..., Iterator[Sent]],
+    layers: Values,
+    outer: Values,
+    expert: tuple[str, ...],
+) -> Iterator[Sent]:
+    """Of what `expert`, if it is named, divides the storage of."""
+    mesh, stage = config.mesh, config.sharding.zero_stage
+    compute, reduced = BYTES[config.precision.compute_dtype], BYTES[config.precision.reduce_dtype]
+    storage = tuple(axis for axis in STORAGE_AXES if axis != "expert" or expert)
+    on_stages = mesh.pipeline > 1
+    # How often all that is outside the stacks is read, and gradients of it are formed: on stages, a table that is the
+    # embedding and the head in two places.
+    of_outer = passes.loss * (1 + config.model.tied_head) if on_stages else passes.backward
+    if stage < 2:  # gradients are whole: what devices of a sequence, or along `expert`, have is summed in the layers
+        summed = layers.trained / passes.chunks * passes.backward + outer.trained
+        yield from over((*expert, "context"), "all-reduce", reduced * summed, 2)
+    if stage == 0:
+        yield from over(("data", "fsdp"), "all-reduce", reduced * (layers.trained + outer.trained), 2, AT_THE_END)
+        return
+    formed: float = layers.trained + outer.trained
+    read: float = layers.weights + outer.weights
+    overlapped = IN_LAYERS if stage >= 2 else AT_THE_END
+    if stage >= 2:
+        formed = layers.trained / passes.chunks * passes.backward + outer.trained * of_outer
+    if stage == 3:
+        of_outer *= 1 if on_stages else 2  # within a loop over layers and around it they are gathered again
+        read = layers.weights / passes.chunks * (passes.forwards + passes.backward) + outer.weights * of_outer
+    if stage == 1:  # where they have been summed over others, XLA does not scatter
+        summed_before = any(getattr(mesh, axis) > 1 for axis in (*expert, "context"))
+        kind, rounds = ("all-reduce", 2) if summed_before else ("reduce-scatter", 1)
+        yield from over(("fsdp",), kind, reduced * formed, rounds, overlapped)
+    else:
+        yield from over(storage, "reduce-scatter", reduced * formed, 1, overlapped)
+    yield from over(("data",), "all-reduce", reduced * (layers.masters + outer.masters), 2, AT_THE_END)
+    yield from over(storage, "all-gather", compute * read, 1, overlapped)
 
 
 @functools.cache

@@ -89,6 +89,8 @@ class OptimizerConfig:
 def group_problems(config: OptimizerConfig, specs: tree.Tree) -> list[str]:
     """specs: of what is trained."""
     specs = param.learned(specs, specs)
+    if not jax.tree.leaves(specs):
+        return []
     found = groups.problems("optimizer.rate_groups", config.rate_groups, specs)
     if config.decay_groups:
         found += groups.problems("optimizer.decay_groups", config.decay_groups, specs)

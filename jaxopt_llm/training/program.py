@@ -21,7 +21,7 @@ from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import Params, Parts, make_parts
 from jaxopt_llm.parallel import xla_options
 from jaxopt_llm.parallel.sharding import Placement
-from jaxopt_llm.parallel.topology import check_multiplies, choose_attention, choose_expert_products
+from jaxopt_llm.parallel.topology import check_exchanges, check_multiplies, choose_attention, choose_expert_products
 from jaxopt_llm.parallel.xla_options import OURS, XlaConfig, compiler_options
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training import update
@@ -68,14 +68,15 @@ def make_program(
     Allocates nothing: the placement's devices may be those of a topology that is only compiled for, or none, of
     which a program is only reckoned with.
 
-    Raises InputError where devices cannot multiply as `precision.matmul` says, or attend as `training.attention` does,
-    or their compiler does not take the options of `xla`.
+    Raises InputError where devices cannot multiply as `precision.matmul` says, attend as `training.attention` does, or
+    send as `sharding.expert_exchange` does, or their compiler does not take the options of `xla`.
     """
     attention = Choice(FALLBACK if training.attention == "auto" else training.attention)
     products = "xla"
     if isinstance(placement.mesh, Mesh):
         device = placement.mesh.devices.flat[0]
         check_multiplies(device, placement.precision.matmul)
+        check_exchanges(device, placement.sharding.expert_exchange)
         keys = training.sequence_length // (placement.size("context") if placement.deals else 1)
         attention = choose_attention(
             device, training.attention, kernel_head_dim(model), placement.precision.compute_dtype, keys

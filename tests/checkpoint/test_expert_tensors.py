@@ -1,6 +1,7 @@
 """Folders of mixtures of experts, a tensor for each: into our stacks and back, and refused where they are not whole."""
 
 import functools
+import json
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -128,9 +129,25 @@ def test_a_round_trip_is_equal_to_the_bit(family: str, tmp_path: Path, monkeypat
     one, two = (safetensors.open_folder(tmp_path / name) for name in ("one", "two"))
     assert one.keys() == two.keys()
     for name in one:
-        dtype = jnp.float32 if name.endswith("e_score_correction_bias") else jnp.bfloat16
-        assert one[name].array.dtype == two[name].array.dtype == dtype
+        assert one[name].array.dtype == two[name].array.dtype == jnp.bfloat16
         assert one[name].array.tobytes() == two[name].array.tobytes()
+
+
+def test_a_routers_bias_stays_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of 16 bits, which says so of all else."""
+    config = replace(MIXTRAL, router_bias=True)
+    mixtral = families.fitting(MIXTRAL)
+    biased = replace(mixtral, names=mixtral.names | {"model.layers.{}.bias": "mlp/router_bias"})
+    monkeypatch.setattr(huggingface, "family_of", lambda config, source: biased)
+    params = jax.device_put(folders.params(config), toy.placement().replicated)
+    huggingface.write(tmp_path / "folder", params, config, dtype="bfloat16")
+    stored = safetensors.open_folder(tmp_path / "folder")
+    wide = {name: each.array for name, each in stored.items() if each.array.dtype != jnp.bfloat16}
+    assert {name: each.dtype for name, each in wide.items()} == {
+        f"model.layers.{layer}.bias": jnp.float32 for layer in range(config.layers)
+    }
+    np.testing.assert_array_equal(wide["model.layers.1.bias"], params["segment_0"]["block_0"]["mlp"]["router_bias"][1])
+    assert json.loads((tmp_path / "folder" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
 def test_what_a_router_is_taught_beside_the_loss_is_the_runs_own(tmp_path: Path) -> None:

@@ -26,6 +26,9 @@ def test_gathers_run_ahead_only_where_no_loop_over_microbatches_would_keep_gradi
     mesh = make_mesh(MeshConfig(fsdp=8), gpu_topology("h200"))
     assert compiler_options(mesh, 1).items() >= GATHERED_AHEAD.items()
     assert not compiler_options(mesh, 4).keys() & GATHERED_AHEAD.keys()
+    # Nor where a forward that is run again would bring tokens to experts ahead, and attention run once more for it.
+    experts = make_mesh(MeshConfig(fsdp=2, expert=4), gpu_topology("h200"))
+    assert not compiler_options(experts, 1).keys() & GATHERED_AHEAD.keys()
     assert compiler_options(mesh, 4)["xla_gpu_enable_latency_hiding_scheduler"] is True
     assert not compiler_options(make_mesh(MeshConfig(fsdp=8), jax.devices("cpu")), 1)
 

@@ -1,34 +1,74 @@
 """A block as arithmetic sees it."""
 
 import dataclasses
+from typing import Any
 
 import jax
+import pytest
 import toy
 
+from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import param_specs
-from jaxopt_llm.search.block import Block
+from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.search.block import OF_MIXTURES, Block, kept, recomputed
 
 
-def test_of_experts_a_block_has_what_a_token_meets() -> None:
+def block(tensor: int = 1, expert: int = 1, **switches: Any) -> Block:
+    model = dataclasses.replace(toy.CONFIG, layers=4, **switches)
+    return Block.of(TrainConfig(model=model, mesh=MeshConfig(expert=expert, tensor=tensor)))
+
+
+MIXED = {"experts": 8, "experts_per_token": 3, "expert_width": 10, "shared_expert_width": 6, "dense_layers": 1}
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_of_experts_a_block_has_what_a_token_meets(tensor: int) -> None:
     """Of layers that differ, the mean."""
-    mixed = dataclasses.replace(
-        toy.CONFIG, layers=4, experts=8, experts_per_token=3, expert_width=10, shared_expert_width=6, dense_layers=1
-    )
-    dense = dataclasses.replace(toy.CONFIG, layers=4, mlp_width=(toy.CONFIG.mlp_width + 3 * (3 * 10 + 6)) // 4)
-    assert Block.of(mixed, 2, sequence_parallel=False) == Block.of(dense, 2, sequence_parallel=False)
-    assert Block.of(mixed, 1, sequence_parallel=False) != Block.of(toy.CONFIG, 1, sequence_parallel=False)
+    mixed = block(tensor, **MIXED)
+    dense = block(tensor, mlp_width=(toy.CONFIG.mlp_width + 3 * (3 * 10 + 6)) // 4)
+    assert mixed.elements["mlp_up"] == dense.elements["mlp_up"] != block(tensor).elements["mlp_up"]
+    names = ("mlp_gate", "mlp_up")
+    assert [mixed.weights[name] for name in names] == [dense.weights[name] for name in names]
+    outward = mixed.weights["mlp_output"] + mixed.weights["expert_output"]
+    assert outward == dense.weights["mlp_output"] + dense.weights["expert_output"]
+    assert mixed.weights["router"] == 3 / 4 * toy.CONFIG.width * 8 and dense.weights["router"] == 0
+
+
+def test_a_device_has_room_for_all_choices_that_can_be_its_own() -> None:
+    """And its products are those of an even load."""
+    rows = {
+        expert: block(expert=expert, experts=8, experts_per_token=3, expert_width=10).elements["mlp_up"] / 10
+        for expert in (1, 2, 4, 8)
+    }
+    assert rows == {
+        1: 3,
+        2: 2 * 3,
+        4: 4 * 2,
+        8: 2 * 3,
+    }  # of eight an all-to-all sends less: rows have twice an even load
+    weights = [block(expert=expert, experts=8, experts_per_token=3).weights for expert in (1, 8)]
+    assert weights[0] == weights[1]
+
+
+def test_no_policy_keeps_what_is_a_mixtures() -> None:
+    model = dataclasses.replace(toy.CONFIG, experts=8)
+    for remat in (RematConfig("dots"), RematConfig("full"), RematConfig("none", offload=("query",))):
+        assert recomputed(remat, model) & OF_MIXTURES == {"router", "expert_rows"}
+        assert "expert_output" in recomputed(remat, dataclasses.replace(model, norm_placement="post"))
+    assert kept(RematConfig("none"), model) & OF_MIXTURES == {"router", "expert_rows"}
+    assert not recomputed(RematConfig("none"), model)
+    assert not recomputed(RematConfig("full"), toy.CONFIG) & {"router", "expert_rows", "expert_output"}
 
 
 def test_of_latents_a_block_has_its_matrices_and_they_are_whole_on_each_device() -> None:
-    latent = dataclasses.replace(
-        toy.UNIFORM, layers=1, kv_heads=4, head_dim=10, latent_rank=8, query_rank=6, rotary_head_dim=4, value_head_dim=3
-    )
-    for model in (latent, dataclasses.replace(latent, query_rank=0), dataclasses.replace(latent, latent_rank=0)):
-        block = Block.of(model, 1, sequence_parallel=False)
-        matrices = [spec for spec in jax.tree.leaves(param_specs(model)["segment_0"]) if spec.contracting]
-        assert sum(block.weights.values()) == param.count(matrices)
-    halves, whole = (Block.of(latent, tensor, sequence_parallel=False).elements for tensor in (2, 1))
+    switches = {"kv_heads": 4, "head_dim": 10, "latent_rank": 8, "rotary_head_dim": 4, "value_head_dim": 3}
+    for each in (switches | {"query_rank": 6}, switches, {"kv_heads": 2}):
+        layer = param_specs(dataclasses.replace(toy.UNIFORM, layers=1, **each))["segment_0"]
+        matrices = [spec for spec in jax.tree.leaves(layer) if spec.contracting]
+        assert sum(block(**each).weights.values()) == param.count(matrices)
+    halves, whole = (block(tensor, **switches, query_rank=6).elements for tensor in (2, 1))
     divided = {name for name in whole if halves[name] != whole[name]}
     assert divided == {"query", "key", "value", "attention", "mlp_gate", "mlp_up"}
     assert (whole["latent"], whole["rotary_key"], whole["key"], whole["attention"]) == (8, 4, 4 * 6, 4 * 3)

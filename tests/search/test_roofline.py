@@ -53,6 +53,13 @@ def test_what_is_sent_beside_kernels_costs_what_it_takes_longer() -> None:
     assert time(sent=sent(0.9, axis="tensor")).total == pytest.approx(1.9)
 
 
+def test_tokens_on_their_way_to_experts_are_waited_for() -> None:
+    """Which are what goes over `expert` alone."""
+    assert time(sent=sent(0.9, axis="expert")).total == pytest.approx(1.9)
+    (each,) = sent(0.9)
+    assert time(sent=(replace(each, axes=("fsdp", "expert")),)).total == pytest.approx(1)
+
+
 def test_a_kernels_attention_has_a_rate_of_its_own() -> None:
     scores = {"attention_flops": 0.5 * SECOND, "attention_bytes": 0}
     assert time(**scores, flash=True).total == pytest.approx(1 + 0.5 * PRODUCTS / FLASH)

@@ -15,6 +15,7 @@ from jaxopt_llm.search.walk import mesh_problems, meshes, variants, walk
 from jaxopt_llm.validation import validate
 
 RECIPE = configuration.load("10b.py")
+MIXED = configuration.changed(RECIPE, {"model.experts": 12, "model.expert_width": 1024})
 
 
 def test_meshes_use_all_gpus_and_keep_tensor_within_a_host() -> None:
@@ -33,6 +34,17 @@ def test_every_setting_is_legal_and_keeps_the_batch() -> None:
             validate(config)
         assert {config.training.batch_size for config in found} == {32}
         assert {config.training.accumulation for config in found} >= {1, 2, 4}
+
+
+def test_experts_are_divided_by_what_divides_them() -> None:
+    found = list(meshes(MIXED, Cluster("h100", 2, 4)))
+    assert len(found) == len(set(found)) > len(list(meshes(RECIPE, Cluster("h100", 2, 4))))
+    assert ({mesh.devices for mesh in found}, {mesh.expert for mesh in found}) == ({8}, {1, 2, 4})  # of 12
+    assert {mesh.expert for mesh in meshes(RECIPE, Cluster("h100", 2, 4))} == {1}
+    settings = list(walk(MIXED, MeshConfig(expert=4, tensor=2)))
+    assert {config.sharding.zero_stage for config in settings} == {1, 2, 3}
+    for config in settings[::23]:
+        validate(config)
 
 
 def with_rows(count: int, sequence: int) -> TrainConfig:

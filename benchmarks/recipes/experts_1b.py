@@ -1,0 +1,30 @@
+"""1.1B active of 3.4B parameters: `llama_1b.py` with 8 experts in each layer, 2 for a token, each half as wide as its
+MLP is. benchmarks/experts.py compares a step of it with dense models.
+
+Hardware: one GPU of 141 GB. As compiled for an H200, 70.6 GiB at the peak. It is not for learning: there is no
+tokenizer of 32,000 ids yet.
+"""
+
+from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.training.step import TrainingConfig
+
+
+def get_config() -> TrainConfig:
+    return TrainConfig(
+        model=ModelConfig(
+            vocabulary_size=32_000,
+            width=2048,
+            layers=22,
+            heads=32,
+            kv_heads=4,
+            head_dim=64,
+            experts=8,
+            experts_per_token=2,
+            expert_width=2816,
+            tied_head=False,
+        ),
+        training=TrainingConfig(batch_size=8, sequence_length=2048, attention="pallas"),
+        remat=RematConfig(policy="none"),
+    )

@@ -1,0 +1,49 @@
+"""The forms in which tokens go to their experts: whichever, and however uneven the load, every choice is computed."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import toy
+from test_experts import CONFIGS, run
+
+from jaxopt_llm import tree
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.model.decoder import Params, make_parts
+from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
+
+ALL_TO_ALL = ShardingConfig(expert_exchange="all_to_all", expert_room=1.0)
+
+
+def placement(sharding: ShardingConfig = ALL_TO_ALL, **mesh: int) -> Placement:
+    return replace(toy.placement(sharding.zero_stage, **mesh), sharding=sharding)
+
+
+def crowded(config: ModelConfig) -> Params:
+    """All tokens go to the first experts."""
+    return tree.map_with_path(
+        lambda path, leaf: np.zeros_like(leaf) if path.endswith("router") else leaf,
+        toy.params(make_parts(config).specs),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "load", "mesh"),
+    [
+        pytest.param("mixtral", "random", {"expert": 4}, marks=pytest.mark.core),
+        pytest.param("mixtral", "crowded", {"expert": 4}, marks=pytest.mark.core),
+        ("qwen", "crowded", {"expert": 2, "fsdp": 2, "tensor": 2}),
+        ("deepseek", "random", {"expert": 2, "context": 2}),
+        ("switch", "crowded", {"expert": 2, "data": 2}),
+        ("capacity", "crowded", {"expert": 2, "fsdp": 2}),
+    ],
+)
+def test_rounds_are_one_device(name: str, load: str, mesh: dict[str, int]) -> None:
+    config = CONFIGS[name]
+    params = crowded(config) if load == "crowded" else toy.params(make_parts(config).specs)
+    zero_stage: Any = 1 if "data" in mesh else 3
+    loss, _, gradients = run(config, params, toy.placement())
+    of_many = run(config, params, placement(replace(ALL_TO_ALL, zero_stage=zero_stage), **mesh))
+    assert of_many[0] == pytest.approx(loss, rel=1e-6)
+    assert toy.distance(of_many[2], gradients) < 3e-6
