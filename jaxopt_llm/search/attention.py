@@ -78,6 +78,12 @@ class Attention:
         return sequence * (parts + 1) / (2 * parts)
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        """Of a head's keys and values, as what attends is given them."""
+        padded = kernel_head_dim(self.model)
+        return (padded, padded) if self.flash else (self.model.head_dim, self.model.value_dim)
+
+    @property
     def scores(self) -> float:
         """Of a row, that are in memory at once."""
         if self.flash:
