@@ -97,8 +97,9 @@ def test_every_switch_is_on_somewhere() -> None:
         "tied_head",
         "pretrained",
         "last_layers",
+        "router_bias_rate",
         *EXPERTS,
-    }  # test_decoder.py, test_pretrained.py, test_trainable.py, test_experts.py
+    }  # test_decoder.py, test_pretrained.py, test_trainable.py, test_router_bias.py, test_experts.py
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     assert set().union(*SWITCHES.values()) == fields - sizes - elsewhere
 
