@@ -55,6 +55,7 @@ def as_estimated(config: TrainConfig, more: float = 1.0, limit: int = LIMIT) -> 
         jax="",
         parameters=10,
         attention=Choice("xla"),
+        exchange="",
         active_parameters=10,
         compile_seconds=0.0,
         memory=Memory(*map(round, sizes), round(found.footprint.peak * more - sum(sizes)), 0, 0),
