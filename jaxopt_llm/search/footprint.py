@@ -15,9 +15,9 @@ from jaxopt_llm.parallel.sharding import STORAGE_AXES
 from jaxopt_llm.search.attention import RING, Attention
 from jaxopt_llm.search.block import Block, kept
 from jaxopt_llm.search.mixture import Mixture
-from jaxopt_llm.search.passes import Passes
+from jaxopt_llm.search.passes import Passes, tokens
 from jaxopt_llm.search.resting import Resting
-from jaxopt_llm.search.workload import BYTES, accumulates, classes, tokens
+from jaxopt_llm.search.workload import BYTES, accumulates, classes
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,14 @@ def _gradients(config: TrainConfig, rests: Resting, passes: Passes, reduced: int
         return reduced * (one + rests.outer.gradients)
     summed = rests.layers.gradients + rests.outer.gradients
     one = rests.layers.gradients / passes.chunks + rests.outer.gradients
-    return one * reduced + summed * 4 * (accumulates(config) + passes.unrolled)
+    return one * reduced + summed * 4 * (accumulates(config) + passes.unrolled) + _zeros(config, rests)
+
+
+def _zeros(config: TrainConfig, rests: Resting) -> float:
+    """What groups' gradients are added to: of models with experts XLA has it from the beginning in stages 1 and 3."""
+    mesh, stage = config.mesh, config.sharding.zero_stage
+    groups = mesh.data * (mesh.fsdp if stage < 2 else 1)
+    return 4 * rests.layers.masters if config.model.experts and stage in (1, 3) and groups > 1 else 0.0
 
 
 def _kept_elements(config: TrainConfig, block: Block, passes: Passes) -> float:
@@ -116,6 +123,8 @@ def _working(config: TrainConfig, rests: Resting, count: int, passes: Passes) ->
     # In attention its masks, and after it the next layer's weights.
     ahead = max(scores * 4 * _masks(of_attention), weights) if _gathers_ahead(config) else 0
     waiting, running = (compute * count * elements for elements in _mlp_elements(config))
+    if Mixture.of(config).rounds > 1:  # over which a layer's gradients are summed
+        running += 2 * 4 * rests.experts.gradients / (passes.layers * passes.chunks)
     return max(attention + ahead + waiting, running) + residual + _head_gradient(config, rests, count) + weights
 
 
@@ -123,8 +132,8 @@ def _mlp_elements(config: TrainConfig) -> tuple[float, float]:
     """Per token, of the layer that has most, while attention's backward runs, and while that of experts does.
 
     Of an MLP its two projections and their gradients. Of experts what their weights' gradients want: the rows, their
-    results' gradients, the hidden rows, and the gradients of both projections; before those are there the projections,
-    results and the rows' gradients, too, and what was brought together."""
+    results' gradients, the hidden rows, and the gradients of both projections; beside those, when they are formed, both
+    gradients of the rows, or one and a projection, and what is exchanged."""
     model, mixture, tensor = config.model, Mixture.of(config), config.mesh.tensor
     dense = 4 * (model.mlp_width if mixture.share < 1 else model.shared_expert_width) / tensor
     if not mixture.share:
