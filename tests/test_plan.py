@@ -203,7 +203,6 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
         "expert_width": 512,
         "remat": RematConfig("none"),
     },
-    "ragged": {"sharding": ShardingConfig(expert_exchange="ragged")},
     "with tensor": {"mesh": MeshConfig(fsdp=2, expert=2, tensor=2)},
     "along the sequence": {
         "mesh": MeshConfig(fsdp=2, expert=2, tensor=2),

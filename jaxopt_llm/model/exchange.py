@@ -24,25 +24,25 @@ from jaxopt_llm.model import routes, weights
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.routes import Devices, Plan
 from jaxopt_llm.parallel.instructions import sometimes
-from jaxopt_llm.parallel.sharding import GROUPS, Placement
+from jaxopt_llm.parallel.sharding import GROUPS, Placement, ShardingConfig
 
 Form = Literal["gather", "all_to_all", "ragged"]
 Run = Callable[..., jax.Array]  # (params, *inputs, Plan) -> y [B, S, D]
 
 
-def form(config: ModelConfig, placement: Placement) -> Form:
-    """The one that was asked for, or that sends the fewest bytes."""
-    devices, wanted = placement.size("expert"), placement.sharding.expert_exchange
+def form(config: ModelConfig, sharding: ShardingConfig, devices: int) -> Form:
+    """The one that was asked for, or that sends the fewest bytes. devices: along `expert`."""
     if devices == 1:
         return "gather"
-    if wanted != "auto":
-        return wanted
-    return "all_to_all" if placement.sharding.expert_room * config.experts_per_token < devices else "gather"
+    if sharding.expert_exchange != "auto":
+        return sharding.expert_exchange
+    return "all_to_all" if sharding.expert_room * config.experts_per_token < devices else "gather"
 
 
 def said(config: ModelConfig, placement: Placement) -> str:
     """What goes between experts' devices, in words; "" where nothing does."""
-    devices, by = placement.size("expert"), form(config, placement)
+    devices = placement.size("expert")
+    by = form(config, placement.sharding, devices)
     if not config.experts or devices == 1:
         return ""
     of_rounds = f", with room for {placement.sharding.expert_room:g} times an even load at a time"
@@ -52,7 +52,7 @@ def said(config: ModelConfig, placement: Placement) -> str:
 def rows(config: ModelConfig, placement: Placement, tokens: int) -> int:
     """That a device has room for, of a round. tokens: of a device."""
     devices = placement.size("expert")
-    if form(config, placement) == "gather":
+    if form(config, placement.sharding, devices) == "gather":
         return devices * tokens * min(config.experts_per_token, config.experts // devices)
     return devices * routes.room(config, placement, tokens)[0]
 
@@ -72,7 +72,7 @@ def there_and_back(
     counts: bool [B, S]. Where none counts, as in what a pipeline's stage runs while it waits, choices may be left out.
         None with a cache: tokens are few, and gathered.
     """
-    by = form(config, placement)
+    by = form(config, placement.sharding, placement.size("expert"))
     if counts is None or by == "gather":
         return run(params, *inputs, routes.gathered(experts, config, placement))
     by_expert = routes.in_order(experts, config, placement)

@@ -15,9 +15,9 @@ from jaxopt_llm.parallel.sharding import STORAGE_AXES
 from jaxopt_llm.search.attention import RING, Attention
 from jaxopt_llm.search.block import Block, kept
 from jaxopt_llm.search.mixture import Mixture
-from jaxopt_llm.search.passes import Passes, tokens
+from jaxopt_llm.search.passes import Passes
 from jaxopt_llm.search.resting import Resting
-from jaxopt_llm.search.workload import BYTES, accumulates, classes
+from jaxopt_llm.search.workload import BYTES, accumulates, classes, tokens
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,7 @@ def _gradients(config: TrainConfig, rests: Resting, passes: Passes, reduced: int
         return reduced * (one + rests.outer.gradients)
     summed = rests.layers.gradients + rests.outer.gradients
     one = rests.layers.gradients / passes.chunks + rests.outer.gradients
-    return one * reduced + summed * 4 * (accumulates(config) + passes.unrolled) + _zeros(config, rests)
-
-
-def _zeros(config: TrainConfig, rests: Resting) -> float:
-    """What groups' gradients are added to: of models with experts XLA has it from the beginning in stages 1 and 3."""
-    mesh, stage = config.mesh, config.sharding.zero_stage
-    groups = mesh.data * (mesh.fsdp if stage < 2 else 1)
-    return 4 * rests.layers.masters if config.model.experts and stage in (1, 3) and groups > 1 else 0.0
+    return one * reduced + summed * 4 * (accumulates(config) + passes.unrolled)
 
 
 def _kept_elements(config: TrainConfig, block: Block, passes: Passes) -> float:
@@ -123,8 +116,6 @@ def _working(config: TrainConfig, rests: Resting, count: int, passes: Passes) ->
     # In attention its masks, and after it the next layer's weights.
     ahead = max(scores * 4 * _masks(of_attention), weights) if _gathers_ahead(config) else 0
     waiting, running = (compute * count * elements for elements in _mlp_elements(config))
-    if Mixture.of(config).rounds > 1:  # over which a layer's gradients are summed
-        running += 2 * 4 * rests.experts.gradients / (passes.layers * passes.chunks)
     return max(attention + ahead + waiting, running) + residual + _head_gradient(config, rests, count) + weights
 
 

@@ -53,13 +53,6 @@ class Passes:
         return self.forward + self.again
 
 
-def tokens(config: TrainConfig) -> int:
-    """Of a microbatch, on one device."""
-    training = config.training
-    rows = training.batch_size // (training.accumulation * config.mesh.batch_shards)
-    return rows * training.sequence_length // config.mesh.context
-
-
 @functools.cache
 def _on_stages(model: ModelConfig, count: int, microbatches: int, pipeline: PipelineConfig) -> Passes:
     segments = layout(model)

@@ -17,7 +17,7 @@ from jaxopt_llm.parallel.topology import CHIPS
 from jaxopt_llm.search.attention import ALL_TO_ALL, RING, Attention
 from jaxopt_llm.search.block import Block, recomputed
 from jaxopt_llm.search.mixture import Mixture
-from jaxopt_llm.search.passes import Passes, tokens
+from jaxopt_llm.search.passes import Passes
 from jaxopt_llm.search.resting import Resting, Values
 from jaxopt_llm.search.roofline import Cluster, Work
 
@@ -51,6 +51,13 @@ class Sent:
     bytes: float
     seconds: float
     overlapped: float
+
+
+def tokens(config: TrainConfig) -> int:
+    """Of a microbatch, on one device."""
+    training = config.training
+    rows = training.batch_size // (training.accumulation * config.mesh.batch_shards)
+    return rows * training.sequence_length // config.mesh.context
 
 
 def classes(config: TrainConfig) -> int:
