@@ -194,7 +194,15 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "kept whole": {"remat": RematConfig("none")},
     "fsdp alone": {"mesh": MeshConfig(fsdp=8), "remat": RematConfig("dots")},
     "expert alone": {"mesh": MeshConfig(expert=8), "remat": RematConfig("save_qkv")},
-    "more than a device may be sent": {"experts": 32, "experts_per_token": 4, "expert_width": 512},
+    "more experts": {"experts": 32, "experts_per_token": 4, "expert_width": 512},
+    "by choices": {"sharding": ShardingConfig(expert_exchange="all_to_all")},
+    "by choices, kept whole": {
+        "sharding": ShardingConfig(expert_exchange="all_to_all"),
+        "experts": 32,
+        "experts_per_token": 4,
+        "expert_width": 512,
+        "remat": RematConfig("none"),
+    },
     "with tensor": {"mesh": MeshConfig(fsdp=2, expert=2, tensor=2)},
     "along the sequence": {
         "mesh": MeshConfig(fsdp=2, expert=2, tensor=2),
@@ -205,7 +213,8 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
         "training": TrainingConfig(batch_size=8, sequence_length=4096),
     },
     "whole gradients": {"sharding": ShardingConfig(1)},
-    "replicas": {"mesh": MeshConfig(data=2, expert=4), "sharding": ShardingConfig(2)},
+    "replicas": {"mesh": MeshConfig(data=2, expert=4)},
+    "replicas, divided gradients": {"mesh": MeshConfig(data=2, expert=4), "sharding": ShardingConfig(2)},
     "microbatches": {"training": TrainingConfig(batch_size=128, sequence_length=128, accumulation=4)},
     "on stages": {
         "mesh": MeshConfig(pipeline=2, expert=4),
@@ -216,7 +225,11 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "case", [each if each == "fsdp and expert" else pytest.param(each, marks=pytest.mark.slow) for each in WITH_EXPERTS]
+    "case",
+    [
+        each if each in ("fsdp and expert", "by choices") else pytest.param(each, marks=pytest.mark.slow)
+        for each in WITH_EXPERTS
+    ],
 )
 def test_the_searchs_arithmetic_agrees_with_the_compiler_on_experts(case: str) -> None:
     """To the FLOP: a layer that is run again is run again once."""

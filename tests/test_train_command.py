@@ -82,6 +82,25 @@ def test_a_pipelines_checkpoint_is_everyones(tmp_path: Path) -> None:
     assert jax.tree.map(np.shape, written) == jax.tree.map(np.shape, expected)
 
 
+@pytest.mark.slow
+def test_experts_go_on_where_they_are_placed_otherwise(tmp_path: Path) -> None:
+    """From devices that have some of the experts each to others that have a part of each, and back."""
+    mixed = ("--model.experts", 4, "--model.expert-width", 16, "--model.router", "sigmoid", "--model.router-bias", True)
+    expert, fsdp = ("--mesh.expert", 2, "--sharding.expert-exchange", "all_to_all"), ("--mesh.fsdp", 2)
+    runs = {"plain": {6: ()}, "divided": {2: expert, 4: fsdp, 6: (*expert, "--mesh.fsdp", 2)}}
+    for run, stops in runs.items():
+        for steps, placed in stops.items():
+            done = train(tmp_path / run, "--training.steps", steps, "--evaluation.every", 2, *mixed, *placed)
+            assert done.returncode == 0, done.stderr
+    for name in ("loss", "grad_norm", "eval_loss", "expert_imbalance"):
+        values = [[record[name] for record in metrics(tmp_path / run) if name in record] for run in runs]
+        assert values[0]
+        np.testing.assert_allclose(*values, rtol=1e-4, err_msg=name)
+    biases = [checkpoint(tmp_path / run, 6)["masters"]["segment_0"]["block_0"]["mlp"]["router_bias"] for run in runs]
+    assert biases[0].any()
+    np.testing.assert_array_equal(*biases)
+
+
 def test_a_sixteen_bit_copy_is_made_again_on_resume(tmp_path: Path) -> None:
     """ZeRO stage 2 rests a copy of the parameters that no checkpoint holds."""
     placed = ("--mesh.fsdp", 2, "--sharding.zero-stage", 2, "--precision.compute-dtype", "bfloat16")

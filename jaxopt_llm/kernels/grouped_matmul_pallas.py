@@ -67,6 +67,8 @@ def forward(
     """
     blocks = blocks or BLOCKS[x.dtype.itemsize]
     length, columns = x.shape[0], w.shape[1 if transposed else 2]
+    if length == 0:  # Pallas has no empty arrays
+        return jnp.zeros((length, columns), dtype)
     tiles = _tiles(sizes, length, blocks.rows)
     call = pl.pallas_call(
         functools.partial(_grouped_matmul, blocks, transposed),
@@ -90,6 +92,8 @@ def weight_gradient(
     """See grouped_matmul.Implementation; blocks and interpret as in `forward`."""
     blocks = blocks or BLOCKS[x.dtype.itemsize]
     shape = sizes.shape[0], x.shape[1], dy.shape[1]
+    if x.shape[0] == 0:
+        return jnp.zeros(shape, dtype)
     call = pl.pallas_call(
         functools.partial(_grouped_matmul_weight_gradient, blocks),
         grid=(shape[0] * pl.cdiv(shape[1], blocks.rows) * pl.cdiv(shape[2], blocks.columns),),

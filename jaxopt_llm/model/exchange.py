@@ -49,6 +49,14 @@ def said(config: ModelConfig, placement: Placement) -> str:
     return f"{by} over {devices} devices{'' if by == 'gather' else of_rounds}"
 
 
+def rows(config: ModelConfig, placement: Placement, tokens: int) -> int:
+    """That a device has room for, of a round. tokens: of a device."""
+    devices = placement.size("expert")
+    if form(config, placement.sharding, devices) == "gather":
+        return devices * tokens * min(config.experts_per_token, config.experts // devices)
+    return devices * routes.room(config, placement, tokens)[0]
+
+
 def there_and_back(
     run: Run,
     experts: jax.Array,

@@ -13,10 +13,10 @@ from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.intermediates import Intermediate
 from jaxopt_llm.search.mixture import Mixture
 
-# Beside what rematerialisation can name, what a mixture of experts makes: a router's logits, the rows of tokens on
-# their way to experts, and those of the experts' results.
-Made = Intermediate | Literal["router", "expert_rows", "expert_output"]
-OF_MIXTURES: frozenset[Made] = frozenset({"router", "expert_rows", "expert_output"})
+# Beside what rematerialisation can name, what a mixture of experts makes: a router's logits, and the rows that experts
+# read.
+Made = Intermediate | Literal["router", "expert_rows"]
+OF_MIXTURES: frozenset[Made] = frozenset({"router", "expert_rows"})
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,6 @@ class Block:
                 "mlp_output": residual,
                 "router": 0.0,
                 "expert_rows": rows * width,
-                "expert_output": rows * width,
             },
             weights={
                 "query_latent": width * query_latent,
@@ -78,9 +77,8 @@ class Block:
                 "attention_output": mixed * width,
                 "mlp_gate": multiplied * gated,
                 "mlp_up": multiplied,
-                "mlp_output": width * mlp,
+                "mlp_output": multiplied,
                 "router": mixture.share * width * model.experts,
-                "expert_output": width * passed * inner,
             },
             residual=residual,
             dense=1 - mixture.share * (model.shared_expert_width == 0),
@@ -98,15 +96,15 @@ def kept(remat: RematConfig, model: ModelConfig) -> frozenset[Made]:
     names = {"block_input", *policy} - set(remat.offload)
     # Nothing but a norm after the MLP reads its output again. And no policy names what is a mixture's.
     unread = set() if _reads_mlp_output(model) else {"mlp_output"}
-    return frozenset((names - unread) | (set() if remat.checkpoints else OF_MIXTURES - {"expert_output"}))
+    return frozenset((names - unread) | (set() if remat.checkpoints else OF_MIXTURES))
 
 
 def recomputed(remat: RematConfig, model: ModelConfig) -> frozenset[Made]:
     """What the backward computes again of what a product or attention makes."""
     wanted: set[Made] = {*QKV, "attention", "attention_output", "mlp_gate", "mlp_up"}
-    wanted |= OF_MIXTURES - {"expert_output"} if model.experts else set()
+    wanted |= OF_MIXTURES if model.experts else set()
     if _reads_mlp_output(model):
-        wanted |= {"mlp_output", "expert_output"} if model.experts else {"mlp_output"}
+        wanted.add("mlp_output")
     return frozenset(wanted - kept(remat, model) - set(remat.offload))
 
 

@@ -123,8 +123,8 @@ def _mlp_elements(config: TrainConfig) -> tuple[float, float]:
     """Per token, of the layer that has most, while attention's backward runs, and while that of experts does.
 
     Of an MLP its two projections and their gradients. Of experts what their weights' gradients want: the rows, their
-    results' gradients, the hidden rows, and the gradients of both projections; before those are there the projections,
-    results and the rows' gradients, too, and what was brought together."""
+    results' gradients, the hidden rows, and the gradients of both projections; beside those, when they are formed, both
+    gradients of the rows, or one and a projection, and what is exchanged."""
     model, mixture, tensor = config.model, Mixture.of(config), config.mesh.tensor
     dense = 4 * (model.mlp_width if mixture.share < 1 else model.shared_expert_width) / tensor
     if not mixture.share:

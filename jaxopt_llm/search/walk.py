@@ -156,7 +156,9 @@ def _shardings(config: TrainConfig, mesh: MeshConfig, offloads: bool) -> Iterato
     stage: Literal[0, 1, 2, 3]
     for stage, exchange in itertools.product(zero_stages, _exchanges(config, mesh)):
         for sequence_parallel in (False, True) if mesh.tensor > 1 else (False,):
-            sharding = ShardingConfig(stage, sequence_parallel, exchange)
+            sharding = replace(
+                config.sharding, zero_stage=stage, sequence_parallel=sequence_parallel, context_exchange=exchange
+            )
             if not shapes.problems(config.model, replace(config.training, accumulation=1), mesh, sharding):
                 yield sharding
 

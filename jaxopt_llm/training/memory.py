@@ -12,7 +12,6 @@ from jaxopt_llm import tree
 from jaxopt_llm.execution.in_backward import FORWARD
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model import param
-from jaxopt_llm.model.intermediates import AXES
 from jaxopt_llm.model.weights import GRADIENT
 from jaxopt_llm.parallel import hlo
 from jaxopt_llm.parallel.buffers import Buffer
@@ -103,9 +102,8 @@ class Known:
         for section, blocks in program.parts.specs.items():
             numbers = param.layers(blocks)
             if section != "outer" and numbers is not None:
-                for name in activations.kept(remat):
-                    shape = _unordered((numbers.shape[-1], *activations.shape(*AXES[name])))
-                    kept.setdefault(shape, {})[name] = None
+                for name, shape in activations.kept(remat):
+                    kept.setdefault(_unordered((numbers.shape[-1], *shape)), {})[name] = None
         if waiting:
             kept[_unordered((waiting, *activations.sent))] = {"inputs of runs of them": None}
         stacked = (

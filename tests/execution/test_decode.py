@@ -1,5 +1,6 @@
 """Continuing prompts: what is chosen, and of what it depends."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -78,6 +79,30 @@ def test_it_is_the_same_on_devices_that_divide_parameters_and_cache(axes: dict[s
         assert batch >= len(PROMPTS) and batch % rows == 0
         shape = (layers, batch // rows, heads, 12, toy.CONFIG.head_dim)
         assert {part.data.shape for part in cache.addressable_shards} == {shape}
+
+
+@pytest.mark.parametrize("axes", [{"expert": 4, "fsdp": 2}, {"expert": 2, "tensor": 2}], ids=str)
+def test_experts_answer_the_same_wherever_they_are(axes: dict[str, int]) -> None:
+    """Also where training would drop choices, and send each to its expert's device alone."""
+    config = dataclasses.replace(
+        toy.CONFIG, experts=8, experts_per_token=3, expert_width=24, shared_expert_width=8, expert_capacity=1.0
+    )
+    parts = make_parts(config)
+    params, placement = toy.params(parts.specs), toy.placement(3, **axes)
+    placement = dataclasses.replace(
+        placement, sharding=dataclasses.replace(placement.sharding, expert_exchange="all_to_all")
+    )
+
+    def answered(placement: Placement) -> np.ndarray:
+        placed = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, placement.parameters(spec)), params, parts.specs)
+        ups = placed["segment_0"]["block_0"]["mlp"]["up"]
+        assert ups.addressable_shards[0].data.size * placement.mesh.size == ups.size
+        decoder = Decoder(parts, placed, placement, SIZE, GREEDY, 0, len(PROMPTS), 12)
+        return np.stack([*decoder(PROMPTS, 6)], axis=1)
+
+    alone = answered(toy.placement())
+    np.testing.assert_array_equal(answered(placement), alone)
+    assert len({*alone.ravel()}) > 3
 
 
 # ---- What the cache has is not computed again.

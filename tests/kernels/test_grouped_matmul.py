@@ -110,6 +110,7 @@ def test_product_and_gradients_are_the_references(name: str, sizes: str) -> None
         pytest.param((1,), 1, 1, 1, id="one row of one number"),
         pytest.param((0, 0, 1, 0), 1, 19, 21, id="one row"),
         pytest.param((0, 0), 1, 19, 21, id="one row of no group"),
+        pytest.param((0, 0), 0, 19, 21, id="no row"),
         pytest.param((9, 0, 150, 2), 170, 40, 72, id="more tiles than a band"),
         pytest.param((16, 16), 32, 16, 32, id="whole blocks of everything"),
     ],

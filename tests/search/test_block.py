@@ -12,12 +12,14 @@ from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import param_specs
 from jaxopt_llm.parallel.mesh import MeshConfig
-from jaxopt_llm.search.block import OF_MIXTURES, Block, kept, recomputed
+from jaxopt_llm.parallel.sharding import ShardingConfig
+from jaxopt_llm.search.block import Block, kept, recomputed
 
 
-def block(tensor: int = 1, expert: int = 1, **switches: Any) -> Block:
+def block(tensor: int = 1, expert: int = 1, exchange: Any = "auto", **switches: Any) -> Block:
     model = dataclasses.replace(toy.CONFIG, layers=4, **switches)
-    return Block.of(TrainConfig(model=model, mesh=MeshConfig(expert=expert, tensor=tensor)))
+    mesh, sharding = MeshConfig(expert=expert, tensor=tensor), ShardingConfig(expert_exchange=exchange)
+    return Block.of(TrainConfig(model=model, mesh=mesh, sharding=sharding))
 
 
 MIXED = {"experts": 8, "experts_per_token": 3, "expert_width": 10, "shared_expert_width": 6, "dense_layers": 1}
@@ -29,37 +31,31 @@ def test_of_experts_a_block_has_what_a_token_meets(tensor: int) -> None:
     mixed = block(tensor, **MIXED)
     dense = block(tensor, mlp_width=(toy.CONFIG.mlp_width + 3 * (3 * 10 + 6)) // 4)
     assert mixed.elements["mlp_up"] == dense.elements["mlp_up"] != block(tensor).elements["mlp_up"]
-    names = ("mlp_gate", "mlp_up")
-    assert [mixed.weights[name] for name in names] == [dense.weights[name] for name in names]
-    outward = mixed.weights["mlp_output"] + mixed.weights["expert_output"]
-    assert outward == dense.weights["mlp_output"] + dense.weights["expert_output"]
+    assert mixed.weights | {"router": 0} == dense.weights
     assert mixed.weights["router"] == 3 / 4 * toy.CONFIG.width * 8 and dense.weights["router"] == 0
 
 
-def test_a_device_has_room_for_all_choices_that_can_be_its_own() -> None:
+def test_a_device_has_room_for_all_choices_that_can_be_its_own_or_for_those_of_a_round() -> None:
     """And its products are those of an even load."""
-    rows = {
-        expert: block(expert=expert, experts=8, experts_per_token=3, expert_width=10).elements["mlp_up"] / 10
-        for expert in (1, 2, 4, 8)
-    }
-    assert rows == {
-        1: 3,
-        2: 2 * 3,
-        4: 4 * 2,
-        8: 2 * 3,
-    }  # of eight an all-to-all sends less: rows have twice an even load
-    weights = [block(expert=expert, experts=8, experts_per_token=3).weights for expert in (1, 8)]
-    assert weights[0] == weights[1]
+    switches = {"experts": 8, "experts_per_token": 3, "expert_width": 10}
+
+    def rows(exchange: str) -> dict[int, float]:
+        found = {expert: block(expert=expert, exchange=exchange, **switches) for expert in (1, 2, 4, 8)}
+        assert all(each.weights == found[1].weights for each in found.values())
+        return {expert: each.elements["mlp_up"] / 10 for expert, each in found.items()}
+
+    assert rows("gather") == {1: 3, 2: 2 * 3, 4: 4 * 2, 8: 8 * 1}
+    twice = ShardingConfig().expert_room * 3
+    assert rows("all_to_all") == rows("ragged") == {1: 3, 2: twice, 4: twice, 8: twice}
 
 
 def test_no_policy_keeps_what_is_a_mixtures() -> None:
-    model = dataclasses.replace(toy.CONFIG, experts=8)
+    model, own = dataclasses.replace(toy.CONFIG, experts=8), {"router", "expert_rows"}
     for remat in (RematConfig("dots"), RematConfig("full"), RematConfig("none", offload=("query",))):
-        assert recomputed(remat, model) & OF_MIXTURES == {"router", "expert_rows"}
-        assert "expert_output" in recomputed(remat, dataclasses.replace(model, norm_placement="post"))
-    assert kept(RematConfig("none"), model) & OF_MIXTURES == {"router", "expert_rows"}
+        assert recomputed(remat, model) >= own and not kept(remat, model) & own
+    assert kept(RematConfig("none"), model) >= own
     assert not recomputed(RematConfig("none"), model)
-    assert not recomputed(RematConfig("full"), toy.CONFIG) & {"router", "expert_rows", "expert_output"}
+    assert not recomputed(RematConfig("full"), toy.CONFIG) & own
 
 
 def test_of_latents_a_block_has_its_matrices_and_they_are_whole_on_each_device() -> None:
