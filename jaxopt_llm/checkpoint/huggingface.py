@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxopt_llm import tree
 from jaxopt_llm.checkpoint import families, safetensors
 from jaxopt_llm.checkpoint.codecs import Settings, Unsupported
-from jaxopt_llm.checkpoint.families import Family
+from jaxopt_llm.checkpoint.family import Family
 from jaxopt_llm.checkpoint.safetensors import Described, NewFolder, Stored
 from jaxopt_llm.checkpoint.tensors import Piece, Tensor, tensors
 from jaxopt_llm.errors import InputError

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 
 from jaxopt_llm import tree
 from jaxopt_llm.checkpoint import huggingface, peft_config, safetensors
-from jaxopt_llm.checkpoint.families import Family
+from jaxopt_llm.checkpoint.family import Family
 from jaxopt_llm.checkpoint.huggingface import Folder
 from jaxopt_llm.checkpoint.peft_config import PeftConfig, endings
 from jaxopt_llm.checkpoint.safetensors import Stored

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxopt_llm.checkpoint import huggingface, peft_config, safetensors
-from jaxopt_llm.checkpoint.families import Family
+from jaxopt_llm.checkpoint.family import Family
 from jaxopt_llm.checkpoint.peft import HEAD, KINDS, LINEAR, LOOK_UP, MAGNITUDE, PREFIX, WEIGHTS, modules
 from jaxopt_llm.checkpoint.peft_config import PeftConfig, endings
 from jaxopt_llm.checkpoint.safetensors import Described, NewFolder

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxopt_llm import tree
 from jaxopt_llm.checkpoint.codecs import Unsupported
-from jaxopt_llm.checkpoint.families import Family
+from jaxopt_llm.checkpoint.family import Family
 from jaxopt_llm.checkpoint.names import BY_HEAD
 from jaxopt_llm.model import decoder
 from jaxopt_llm.model.config import ModelConfig

@@ -1,7 +1,6 @@
 """Folders of mixtures of experts, a tensor for each: into our stacks and back, and refused where they are not whole."""
 
 import functools
-import json
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +20,8 @@ from test_peft import rewrite as rewrite_adapter
 from test_peft import write as write_adapter
 
 from jaxopt_llm import load_pretrained, tree
-from jaxopt_llm.checkpoint import families, huggingface, safetensors
+from jaxopt_llm.checkpoint import huggingface, safetensors
+from jaxopt_llm.checkpoint.family import canonical
 from jaxopt_llm.config import TrainConfig, with_pretrained
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution.stages import rest_on_stages
@@ -71,7 +71,7 @@ def test_every_expert_comes_into_its_place(family: str, name: str, tmp_path: Pat
         expected = toy.on_stages(parts.specs, expected)
     folder = huggingface.open_folder(folders.folder(tmp_path / "folder", config))
     assert folder.family.model_type == family
-    assert families.canonical(folder.config) == families.canonical(config)
+    assert canonical(folder.config) == canonical(config)
 
     def check(path: str, spec: Any, values: np.ndarray) -> None:
         leaf = folder.read(path, spec, placement.parameters(spec))
@@ -133,21 +133,19 @@ def test_a_round_trip_is_equal_to_the_bit(family: str, tmp_path: Path, monkeypat
         assert one[name].array.tobytes() == two[name].array.tobytes()
 
 
-def test_a_routers_bias_stays_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_routers_bias_stays_in_float32(tmp_path: Path) -> None:
     """In a folder of 16 bits, which says so of all else."""
-    config = replace(MIXTRAL, router_bias=True)
-    mixtral = families.fitting(MIXTRAL)
-    biased = replace(mixtral, names=mixtral.names | {"model.layers.{}.bias": "mlp/router_bias"})
-    monkeypatch.setattr(huggingface, "family_of", lambda config, source: biased)
-    params = jax.device_put(folders.params(config), toy.placement().replicated)
-    huggingface.write(tmp_path / "folder", params, config, dtype="bfloat16")
+    params = jax.device_put(folders.params(DEEPSEEK3), toy.placement().replicated)
+    huggingface.write(tmp_path / "folder", params, DEEPSEEK3, dtype="bfloat16")
     stored = safetensors.open_folder(tmp_path / "folder")
     wide = {name: each.array for name, each in stored.items() if each.array.dtype != jnp.bfloat16}
-    assert {name: each.dtype for name, each in wide.items()} == {
-        f"model.layers.{layer}.bias": jnp.float32 for layer in range(config.layers)
+    name = "model.layers.{}.mlp.gate.e_score_correction_bias"
+    assert {key: each.dtype for key, each in wide.items()} == {
+        name.format(layer): jnp.float32 for layer in range(1, DEEPSEEK3.layers)
     }
-    np.testing.assert_array_equal(wide["model.layers.1.bias"], params["segment_0"]["block_0"]["mlp"]["router_bias"][1])
-    assert json.loads((tmp_path / "folder" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    expected = params["segment_1"]["block_0"]["mlp"]["router_bias"]
+    np.testing.assert_array_equal([wide[name.format(layer)] for layer in range(1, DEEPSEEK3.layers)], expected)
+    assert huggingface.read_settings(tmp_path / "folder")["torch_dtype"] == "bfloat16"
 
 
 def test_what_a_router_is_taught_beside_the_loss_is_the_runs_own(tmp_path: Path) -> None:
