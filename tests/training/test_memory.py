@@ -8,6 +8,7 @@ import toy
 
 from jaxopt_llm.execution.schedules import PipelineConfig
 from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.model.intermediates import AXES
 from jaxopt_llm.parallel.buffers import Buffer
 from jaxopt_llm.training import memory
 from jaxopt_llm.training.activations import Activations
@@ -93,3 +94,26 @@ def test_what_an_interleaved_stage_sums_and_keeps_is_known() -> None:
     waiting = buffer("jit(step)/shard_map/while", "while", (5, 2, 16 // 2, width))
     assert memory.kind(waiting, known) == "activations"
     assert memory.source_name(waiting, known) == "of all layers, inputs of runs of them"
+
+
+def test_of_latents_it_is_known_what_a_layer_keeps_of_them() -> None:
+    """Whole on the devices along `tensor`, which divides heads."""
+    switches = {"kv_heads": 4, "head_dim": 10, "latent_rank": 8, "rotary_head_dim": 4, "value_head_dim": 3}
+    training, placement = TrainingConfig(batch_size=2, sequence_length=16), toy.placement(tensor=2)
+    model = replace(toy.UNIFORM, **switches)
+    latents, with_queries, without = (
+        Activations(each, training, placement) for each in (model, replace(model, query_rank=6), toy.UNIFORM)
+    )
+    assert not {"latent", "rotary_key", "query_latent"} & {*without.kept(RematConfig("save_qkv"))}
+    assert "query_latent" not in latents.kept(RematConfig("save_qkv"))
+    names = with_queries.kept(RematConfig("save_qkv"))
+    assert {name: with_queries.shape(*AXES[name])[2:] for name in names} == {
+        "block_input": (16,),
+        "query_latent": (6,),
+        "latent": (8,),
+        "rotary_key": (4,),
+        "query": (2, 10),
+        "key": (2, 6),
+        "value": (2, 3),
+        "attention": (2, 3),
+    }
