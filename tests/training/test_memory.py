@@ -93,3 +93,21 @@ def test_what_an_interleaved_stage_sums_and_keeps_is_known() -> None:
     waiting = buffer("jit(step)/shard_map/while", "while", (5, 2, 16 // 2, width))
     assert memory.kind(waiting, known) == "activations"
     assert memory.source_name(waiting, known) == "of all layers, inputs of runs of them"
+
+
+def test_what_layers_with_experts_keep_is_known() -> None:
+    """Rows for the experts of a device, of its own and of others' tokens, and what the shared expert keeps beside."""
+    model = replace(toy.UNIFORM, layers=3, experts=8, experts_per_token=3, expert_width=20, shared_expert_width=12)
+    placement, training = toy.placement(expert=4, tensor=2), TrainingConfig(batch_size=8, sequence_length=16)
+    remat = RematConfig("none")
+    arguments = (OptimizerConfig(), ScheduleConfig(1, 10), remat, LoraConfig(), placement)
+    known = Known.of(make_program(model, training, *arguments), Activations(model, training, placement), remat, 0)
+
+    def name(*shape: int) -> str:
+        return memory.source_name(buffer("jit(step)/jvp()/while", "while", (3, *shape)), known)
+
+    rows = 8 * 16 * 2  # of all tokens, two choices each that can be this device's
+    assert name(rows, 20 // 2) == "of all layers, mlp_gate, mlp_up"
+    assert name(rows, model.width) == "of all layers, rows for experts"
+    assert name(2, 16, 12 // 2) == "of all layers, mlp_gate, mlp_up"
+    assert "rows for experts" not in str(Activations(model, training, placement).kept(RematConfig("dots")))
