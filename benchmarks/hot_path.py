@@ -51,7 +51,7 @@ def passes(model: ModelConfig, tokens: int, device: jax.Device) -> dict[str, Pas
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    frequencies = layers.rotary_frequencies(model)
+    rotary = layers.Rotary.of(model)
     placement = Placement(make_mesh(MeshConfig(), [device]), ShardingConfig(), PrecisionConfig())
     specs = layers.norm_specs("rms", False, (model.width,), ("embed",))
 
@@ -61,7 +61,7 @@ def passes(model: ModelConfig, tokens: int, device: jax.Device) -> dict[str, Pas
         return layers.norm(weights, x, kind="rms", epsilon=model.norm_epsilon, zero_centered=False)
 
     def turn(positions: jax.Array, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return layers.rotary(q, positions, frequencies), layers.rotary(k, positions, frequencies)
+        return rotary(q, positions), rotary(k, positions)
 
     def activate(gate: jax.Array, up: jax.Array) -> jax.Array:
         return layers.recomputed(layers.HIDDEN["swiglu"])(gate, up)

@@ -10,6 +10,7 @@ from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.kernels import attention_pallas
 from jaxopt_llm.kernels.attention import KERNELS
+from jaxopt_llm.model.attention import kernel_head_dim
 from jaxopt_llm.parallel.sharding import STORAGE_AXES
 from jaxopt_llm.search.footprint import Footprint, footprint
 from jaxopt_llm.search.resting import resting
@@ -155,7 +156,7 @@ def _ladders(config: TrainConfig, simulated: bool) -> Iterator[list[Rung]]:
     yield list(_tensor(config))
     yield list(_context(config))
     yield from map(list, _expert(config))
-    sizes = config.model.head_dim, config.precision.compute_dtype
+    sizes = kernel_head_dim(config.model), config.precision.compute_dtype
     if not simulated and training.attention not in KERNELS and not attention_pallas.problems(*sizes, AMPERE):
         yield [({"training.attention": "pallas"}, "scores stay on the chip; for GPUs from Ampere on, not measured yet")]
     if mesh.tensor > 1 and not config.sharding.sequence_parallel:

@@ -118,6 +118,7 @@ CHECKPOINT_IS_SHAPED_BY = (
     *("model.pattern", "model.positions", "model.max_positions", "model.norm", "model.norm_placement"),
     *("model.experts", "model.expert_width", "model.shared_expert_width", "model.dense_layers", "model.expert_every"),
     "model.router_bias",
+    *("model.latent_rank", "model.query_rank", "model.rotary_head_dim", "model.value_head_dim"),
     *("model.qk_norm", "model.biases", "model.mlp", "model.tied_head", "lora.rank", "lora.targets", "lora.base"),
     *("lora.double_quantisation", "lora.dora", "training.trainable", "model.last_layers"),
     *("optimizer.name", "optimizer.state_dtype", "precision.loss_scaling"),

@@ -18,6 +18,7 @@ from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.model.attention import kernel_head_dim
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.parallel.mesh import BATCH_AXES, MeshConfig, visible_devices
 from jaxopt_llm.parallel.topology import choose_attention
@@ -76,7 +77,7 @@ def main() -> int:
     length, size = config.training.sequence_length, config.model.vocabulary_size
     # Whatever the run's was: this may be another machine.
     attention = choose_attention(
-        visible_devices()[0], "auto", config.model.head_dim, config.precision.compute_dtype, length
+        visible_devices()[0], "auto", kernel_head_dim(config.model), config.precision.compute_dtype, length
     )
     if attention.reason:
         print(f"attention: {attention}", file=sys.stderr)

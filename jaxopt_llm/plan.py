@@ -271,6 +271,11 @@ def main() -> int:
     config = configuration.parse(arguments, PROGRAM)
     validate(config)
     _without_gpu()
+    if own.search and config.model.latent_rank:
+        raise InputError(
+            "--search does not know models with latent attention yet, and "
+            f"model.latent_rank={config.model.latent_rank}: leave it out, and compare settings by plans of each"
+        )
     if own.search:
         return _search(config, own)
     plan = make_plan(config, own.gpu, own.hosts, own.gpus_per_host)

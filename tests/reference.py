@@ -29,6 +29,12 @@ class ReferenceConfig:
     norm_epsilon: float
     layout: tuple[tuple[tuple[str, ...], int], ...]  # segments of (kinds of the period's blocks, repeats)
     positions: str = "rotary"
+    latent_rank: int = 0
+    query_rank: int = 0
+    rotary_head_dim: int = 0
+    rope_scaling: str = "llama3"
+    rope_mscale: float = 1.0
+    rope_mscale_all_dim: float = 0.0
     rope_factor: float = 1.0
     rope_low_frequency_factor: float = 1.0
     rope_high_frequency_factor: float = 4.0
@@ -127,9 +133,23 @@ def softcap(x: Array, cap: float) -> tuple[Array, Callable[[Array], Array]]:
 
 
 def rotary_frequencies(config: ReferenceConfig) -> Array:
-    """Radians per token of each pair, [K/2], in the cases of Llama 3.1's own code."""
-    frequencies = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
+    """Radians per token of each pair, [K/2], in the cases of Llama 3.1's own code, or of YaRN's."""
+    size = config.rotary_head_dim if config.latent_rank else config.head_dim
+    frequencies = config.rope_theta ** (-np.arange(0, size, 2) / size)
     scaled = []
+    if config.rope_scaling == "yarn":
+
+        def pair(turns: float) -> float:
+            """The pair, between whole ones, that turns so often."""
+            wavelength = config.rope_original_length / turns
+            return size / 2 * np.log(wavelength / (2 * np.pi)) / np.log(config.rope_theta)
+
+        first = max(np.floor(pair(config.rope_high_frequency_factor)), 0)
+        last = min(np.ceil(pair(config.rope_low_frequency_factor)), size - 1)
+        for number, frequency in enumerate(frequencies):
+            slowed = min(max((number - first) / (last - first), 0), 1)
+            scaled.append(slowed * frequency / config.rope_factor + (1 - slowed) * frequency)
+        return np.array(scaled)
     for frequency in frequencies:
         wavelength = 2 * np.pi / frequency
         low = config.rope_original_length / config.rope_low_frequency_factor
@@ -153,10 +173,17 @@ def rotate(x: Array, angles: Array) -> Array:
     return np.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
 
+def rotate_adjacent(x: Array, angles: Array) -> Array:
+    """Of neighbours, as complex numbers."""
+    turned = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angles)[:, :, None]
+    return np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
+
+
 def attend(
     q: Array, k: Array, v: Array, visible: Array, scale: float = 0.0, cap: float = 0.0
 ) -> tuple[Array, Callable[[Array], tuple[Array, Array, Array]]]:
-    """Softmax attention of q [B, S, H, K] over k, v [B, T, G, K] where visible [B, S, T]; query head h reads h // R."""
+    """Softmax attention of q [B, S, H, K] over k [B, T, G, K], v [B, T, G, U] where visible [B, S, T]; query head h
+    reads h // R."""
     scale = scale or 1 / np.sqrt(q.shape[-1])
     batch, length, heads, head_dim = q.shape
     grouped = (batch, length, k.shape[2], heads // k.shape[2], head_dim)  # B, S, G, R, K
@@ -165,21 +192,83 @@ def attend(
     scores = np.where(visible[:, None, None], scores, -np.inf)  # [B, G, R, S, T]
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))  # the maximum is finite: a token sees itself
     weights /= weights.sum(axis=-1, keepdims=True)
-    out, out_backward = contract("bgrst,btgk->bsgrk", weights, v)
+    out, out_backward = contract("bgrst,btgu->bsgru", weights, v)
 
     def backward(d_out: Array) -> tuple[Array, Array, Array]:
-        d_weights, d_v = out_backward(d_out.reshape(grouped))
+        d_weights, d_v = out_backward(d_out.reshape(out.shape))
         d_scores = weights * (d_weights - np.sum(d_weights * weights, axis=-1, keepdims=True))
         d_q, d_k = scores_backward(cap_backward(d_scores) * scale)
         return d_q.reshape(q.shape), d_k, d_v
 
-    return out.reshape(q.shape), backward
+    return out.reshape(batch, length, heads, v.shape[-1]), backward
+
+
+def latent_attention(
+    x: Array, weights: Tree, config: ReferenceConfig, angles: Array, visible: Array
+) -> tuple[Array, Callable]:
+    """DeepSeek-V2's: keys and values of a latent, and of each key a part that all heads share. weights: of the whole
+    block."""
+    projections, tape = weights["attention"], {}
+    of_latents = dataclasses.replace(config, norm_epsilon=1e-6)
+
+    def by(name: str, spec: str, x: Array) -> Array:
+        out, tape[name] = project(spec, x, projections, name, biased=False)
+        return out
+
+    def normed(name: str, x: Array) -> Array:
+        out, tape[name] = norm_if(True, name, x, weights, of_latents)
+        return out
+
+    growth, of_scores = 1.0, 1.0
+    if config.rope_scaling == "yarn":
+        growth, of_scores = (
+            1 + m * np.log(config.rope_factor) / 10 for m in (config.rope_mscale, config.rope_mscale_all_dim)
+        )
+        growth /= of_scores
+
+    if config.query_rank:
+        q = by("query_up", "bsq,qhk->bshk", normed("query_latent_norm", by("query_down", "bsd,dq->bsq", x)))
+    else:
+        q = by("query", "bsd,dhk->bshk", x)
+    latent = normed("latent_norm", by("latent", "bsd,dr->bsr", x))
+    own, v = by("key", "bsr,rhn->bshn", latent), by("value", "bsr,rhu->bshu", latent)
+    shared = growth * rotate_adjacent(by("rotary_key", "bsd,dp->bsp", x)[:, :, None], angles)  # [B, S, 1, P]
+    k = np.concatenate([own, np.repeat(shared, config.heads, axis=2)], axis=-1)
+    at = own.shape[-1]
+    turned = np.concatenate([q[..., :at], growth * rotate_adjacent(q[..., at:], angles)], axis=-1)
+    scale = (config.attention_scale or config.head_dim**-0.5) * of_scores**2
+    heads, attend_backward = attend(turned, k, v, visible, scale, config.attention_softcap)
+    out = by("output", "bshu,hud->bsd", heads)
+
+    def backward(d_out: Array) -> tuple[Array, Tree]:
+        gradients: Tree = {}
+
+        def back(name: str, d: Array) -> Array:
+            d_x, found = tape[name](d)
+            gradients.update(found)
+            return d_x
+
+        d_q, d_k, d_v = attend_backward(back("output", d_out))
+        d_shared = growth * rotate_adjacent(d_k[..., at:].sum(axis=2, keepdims=True), -angles)[:, :, 0]
+        d_q = np.concatenate([d_q[..., :at], growth * rotate_adjacent(d_q[..., at:], -angles)], axis=-1)
+        d_latent = back("latent_norm", back("key", d_k[..., :at]) + back("value", d_v))
+        d_x = back("latent", d_latent) + back("rotary_key", d_shared)
+        if config.query_rank:
+            d_x += back("query_down", back("query_latent_norm", back("query_up", d_q)))
+        else:
+            d_x += back("query", d_q)
+        norms = {name: gradients.pop(name) for name in list(gradients) if name.endswith("_norm")}
+        return d_x, {"attention": gradients} | norms
+
+    return out, backward
 
 
 def attention(
     x: Array, weights: Tree, config: ReferenceConfig, angles: Array, visible: Array
 ) -> tuple[Array, Callable]:
     """weights: of the whole block, whose norms of queries and keys lie beside the projections."""
+    if config.latent_rank:
+        return latent_attention(x, weights, config, angles, visible)
     projections = weights["attention"]
     biased, all_biased = config.biases in ("qkv", "all"), config.biases == "all"
     q, q_backward = project("bsd,dhk->bshk", x, projections, "query", biased)  # [B, S, H, K]

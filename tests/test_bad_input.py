@@ -152,6 +152,10 @@ CASES = {
         ["--model.experts", "2", "--model.experts-per-token", "3"],
         ["model.experts_per_token=3: must be at most model.experts=2"],
     ),
+    "latents with shared heads": (
+        ["--model.latent-rank", "8", "--model.heads", "4", "--model.kv-heads", "2"],
+        ["model.kv_heads=2: with model.latent_rank each query head has keys of its own; set 4"],
+    ),
     "less than an even share": (
         ["--model.experts", "4", "--model.expert-capacity", "0.5"],
         ["expert_capacity=0.5", "1"],

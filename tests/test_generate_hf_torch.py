@@ -32,6 +32,10 @@ FORMS = (
     "mixtral tied, windows",
     "qwen 3 moe tied, windows",
     "olmoe",
+    "deepseek 2",
+    "deepseek 2 lite",
+    "deepseek 3",
+    "deepseek 3 unscaled",
     "gpt 2",
 )
 GAP, DISTINCT = 2e-4, 8

@@ -69,6 +69,21 @@ MODELS = {
         expert_capacity=1.0,
     ),
 }
+LATENT: dict[str, Any] = {
+    "kv_heads": 4,
+    "head_dim": 6,
+    "latent_rank": 16,
+    "rotary_head_dim": 4,
+    "value_head_dim": 3,
+    "rope_scaling": "yarn",
+    "rope_factor": 4.0,
+    "rope_original_length": 32,
+    "rope_mscale_all_dim": 0.7,
+}
+MODELS |= {
+    "latent": replace(toy.UNIFORM, **LATENT, query_rank=16),
+    "deepseek": replace(MODELS["shared"], **LATENT, expert_capacity=0.0),
+}
 ROWS, LENGTH = 24, 16
 LOSS_CHUNK = 7  # tokens: less than any device has, and no divisor of what it has
 DEVICES = 8
@@ -125,6 +140,21 @@ EXTRAS = [
     | {"model": "experts", "split": {"expert": 2}, "pipeline": 2, "tensor": 2, "sequence_parallel": True},
     BASIC | {"model": "shared", "split": {"expert": 2, "fsdp": 2, "context": 2}, "zero": 1, "remat": "offload"},
 ]
+# Latents, which `tensor` leaves whole, on every axis, and their matrices under each kind of leaf.
+LATENTS = [
+    BASIC
+    | {"model": "latent", "zero": 3, "tensor": 2, "sequence_parallel": True, "split": {"fsdp": 2}, "remat": "save_qkv"},
+    BASIC | {"model": "latent", "pipeline": 2, "tensor": 2, "split": {"context": 2}, "attention": "kernel"},
+    BASIC | {"model": "latent", "zero": 2, "tensor": 2, "split": {"data": 2, "fsdp": 2}, "adapt": "qlora"},
+]
+SLOW_LATENTS = [
+    BASIC | {"model": "latent", "zero": 1, "tensor": 4, "split": {"fsdp": 2}, "remat": "offload"},
+    BASIC | {"model": "latent", "zero": 3, "split": {"context": 4}, "exchange": "all_to_all", "attention": "kernel"},
+    BASIC | {"model": "latent", "zero": 0, "pipeline": 2, "tensor": 2, "sequence_parallel": True, "remat": "named"},
+    BASIC | {"model": "latent", "zero": 3, "tensor": 2, "split": {"fsdp": 2}, "adapt": "lora-int8", "remat": "none"},
+    BASIC | {"model": "deepseek", "split": {"expert": 2, "fsdp": 2}, "tensor": 2, "zero": 3},
+    BASIC | {"model": "deepseek", "split": {"expert": 2}, "pipeline": 2, "tensor": 2, "sequence_parallel": True},
+]
 # Experts on the other meshes.
 EXPERTS = [
     BASIC | ROUNDS | {"model": "experts", "split": {"expert": 2, "data": 2}, "tensor": 2, "zero": 0},
@@ -140,7 +170,7 @@ SLOW = [
 ]
 REMAT = {
     **{policy: RematConfig(policy) for policy in ("none", "full", "dots", "save_qkv", "save_attention")},
-    "named": RematConfig(("attention_input", "mlp_input", "mlp_gate", "mlp_up", "mlp_output")),
+    "named": RematConfig(("attention_input", "latent", "mlp_input", "mlp_gate", "mlp_up", "mlp_output")),
     "every": RematConfig("full", every=2),
     "offload": RematConfig("save_qkv", offload=("block_input", "attention", "mlp_up")),
 }
@@ -273,7 +303,8 @@ def name(case: dict[str, Any]) -> str:
         *(pytest.param(case, marks=[pytest.mark.core] * (index % 3 == 0)) for index, case in enumerate(CASES)),
         *(pytest.param(case, marks=pytest.mark.core) for case in EXTRAS),
         *EXPERTS,
-        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW),
+        *LATENTS,
+        *(pytest.param(case, marks=pytest.mark.slow) for case in (*SLOW, *SLOW_LATENTS)),
     ],
     ids=name,
 )

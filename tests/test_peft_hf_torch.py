@@ -41,6 +41,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", SIZES | {"tie_word_embeddings": True}),
     "mixtral": ("Mixtral", SIZES | {"num_local_experts": 4}),
     "qwen3 moe": ("Qwen3Moe", SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]}),
+    "deepseek": (
+        "DeepseekV3",
+        SIZES
+        | {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 12,
+            "q_lora_rank": 16,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 10,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
     "gemma2": ("Gemma2", SIZES | {"head_dim": 16, "sliding_window": 4, "tie_word_embeddings": True}),
 }
 
@@ -123,6 +141,8 @@ OURS = [
     ("qwen2", "*/attention/* */embedding/table"),
     ("mixtral", "*/attention/*"),
     ("qwen3 moe", "dora */attention/*"),
+    ("deepseek", "dora */attention/*"),
+    ("deepseek", "*/attention/value */attention/rotary_key"),
     ("gemma2", f"*/embedding/table {BLOCKS}"),
     ("gemma2", "segment_1/* segment_0/block_1/mlp/gate"),  # of some layers
 ]
@@ -179,6 +199,7 @@ THEIRS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"target_modules": ["embed_tokens", "lm_head", "k_proj"], "ensure_weight_tying": True}),
     ("mixtral", {"target_modules": ["q_proj", "o_proj", "lm_head"]}),
     ("qwen3 moe", {"target_modules": ["k_proj"], "use_dora": True}),
+    ("deepseek", {"target_modules": ["q_a_proj", "kv_b_proj", "kv_a_proj_with_mqa"], "use_dora": True}),
     ("gemma2", {"target_modules": "all-linear", "use_dora": True}),
 ]
 

@@ -329,6 +329,10 @@ def test_the_search_command(
     [
         (("--write", "no/such/folder.py"), "--write no/such/folder.py: no such folder as no/such"),
         (("--write", "new.json"), "--write new.json: a recipe is Python: name it new.py"),
+        (
+            ("--model.latent-rank", 8, "--model.rotary-head-dim", 4, "--model.kv-heads", 2),
+            "--search does not know models with latent attention yet, and model.latent_rank=8",
+        ),
         (("--allow", "model.width"), "argument --allow: invalid choice: 'model.width'"),
         (("--training.sequence-length", 0), "training.sequence_length=0: must be at least 1"),
     ],

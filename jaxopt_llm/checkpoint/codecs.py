@@ -26,7 +26,7 @@ class Codec:
     write: Callable[[ModelConfig], Settings]
 
 
-def _value(settings: Settings, name: str, kind: Any, default: Any = None) -> Any:
+def value_of(settings: Settings, name: str, kind: Any, default: Any = None) -> Any:
     """A field's value. default: in place of null and of a missing one; without it these are refused."""
     value = settings.get(name)
     if value is None:
@@ -43,7 +43,7 @@ def _value(settings: Settings, name: str, kind: Any, default: Any = None) -> Any
 def copied(**names: str) -> Codec:
     """ours="theirs": one value under two names."""
     return Codec(
-        lambda settings: {ours: _value(settings, theirs, HINTS[ours]) for ours, theirs in names.items()},
+        lambda settings: {ours: value_of(settings, theirs, HINTS[ours]) for ours, theirs in names.items()},
         lambda config: {theirs: getattr(config, ours) for ours, theirs in names.items()},
     )
 
@@ -51,7 +51,7 @@ def copied(**names: str) -> Codec:
 def optional(**names: str) -> Codec:
     """ours="theirs": 0 here is null there."""
     return Codec(
-        lambda settings: {ours: _value(settings, theirs, float, 0.0) for ours, theirs in names.items()},
+        lambda settings: {ours: value_of(settings, theirs, float, 0.0) for ours, theirs in names.items()},
         lambda config: {theirs: getattr(config, ours) or None for ours, theirs in names.items()},
     )
 
@@ -87,56 +87,19 @@ def absent(*names: str) -> Codec:
 
 
 def _read_heads(settings: Settings) -> dict[str, Any]:
-    heads = _value(settings, "num_attention_heads", int)
-    head_dim = _value(settings, "hidden_size", int) // max(heads, 1)
+    heads = value_of(settings, "num_attention_heads", int)
+    head_dim = value_of(settings, "hidden_size", int) // max(heads, 1)
     return {
-        "kv_heads": _value(settings, "num_key_value_heads", int, heads),
-        "head_dim": _value(settings, "head_dim", int, head_dim),
+        "kv_heads": value_of(settings, "num_key_value_heads", int, heads),
+        "head_dim": value_of(settings, "head_dim", int, head_dim),
     }
-
-
-def _read_rope(settings: Settings) -> dict[str, Any]:
-    """Of the older form, rope_theta beside rope_scaling, and the newer one, rope_parameters with both."""
-    scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}  # the former wins there, too
-    if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
-        raise Unsupported(f"rope_parameters={scaling!r}: one set for all layers is known here")
-    for where in (settings, scaling):
-        if where.get("partial_rotary_factor", 1) != 1:
-            raise Unsupported(f"partial_rotary_factor={where['partial_rotary_factor']!r}: only 1 is known here")
-    fields = {"rope_theta": _value({**settings, **scaling}, "rope_theta", float)}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return fields
-    if kind != "llama3":
-        raise Unsupported(f"rope_type={kind!r}: only 'default' and 'llama3' are known here")
-    outer = settings.get("original_max_position_embeddings")  # which wins over the one inside
-    if outer is not None:
-        scaling = scaling | {"original_max_position_embeddings": outer}
-    return fields | {
-        "rope_factor": _value(scaling, "factor", float),
-        "rope_low_frequency_factor": _value(scaling, "low_freq_factor", float),
-        "rope_high_frequency_factor": _value(scaling, "high_freq_factor", float),
-        "rope_original_length": _value(scaling, "original_max_position_embeddings", int),
-    }
-
-
-def _write_rope(config: ModelConfig) -> Settings:
-    """In the older form, which every version reads."""
-    scaling = {
-        "rope_type": "llama3",
-        "factor": config.rope_factor,
-        "low_freq_factor": config.rope_low_frequency_factor,
-        "high_freq_factor": config.rope_high_frequency_factor,
-        "original_max_position_embeddings": config.rope_original_length,
-    }
-    return {"rope_theta": config.rope_theta, "rope_scaling": scaling if config.rope_factor > 1 else None}
 
 
 def _read_one_window(settings: Settings) -> dict[str, Any]:
     """Mistral, Phi-3: of all layers or none."""
     if settings.get("sliding_window") is None:
         return {"pattern": ("global",)}
-    return {"pattern": ("sliding",), "window": _value(settings, "sliding_window", int)}
+    return {"pattern": ("sliding",), "window": value_of(settings, "sliding_window", int)}
 
 
 def _write_one_window(config: ModelConfig) -> Settings:
@@ -145,7 +108,7 @@ def _write_one_window(config: ModelConfig) -> Settings:
 
 def _read_moe_window(settings: Settings) -> dict[str, Any]:
     """Qwen3-MoE: of all layers or none."""
-    if not _value(settings, "use_sliding_window", bool, False):
+    if not value_of(settings, "use_sliding_window", bool, False):
         return {"pattern": ("global",)}
     if settings.get("max_window_layers") not in (None, 0):
         raise Unsupported(
@@ -170,7 +133,7 @@ LAYER_TYPES: dict[str, Kind] = {"full_attention": "global", "sliding_attention":
 
 
 def _layer_count(settings: Settings) -> int:
-    count = _value(settings, "num_hidden_layers", int)
+    count = value_of(settings, "num_hidden_layers", int)
     if count > MOST_LAYERS:
         raise Unsupported(f"num_hidden_layers={count}: must be at most {MOST_LAYERS:,}")
     return count
@@ -190,7 +153,7 @@ def _windows(pattern: Iterable[Any], settings: Settings) -> dict[str, Any]:
     kinds = period(pattern)
     if "sliding" not in kinds:
         return {"pattern": kinds}
-    return {"pattern": kinds, "window": _value(settings, "sliding_window", int)}
+    return {"pattern": kinds, "window": value_of(settings, "sliding_window", int)}
 
 
 def _kinds(types: list[Any]) -> list[Kind]:
@@ -201,8 +164,8 @@ def _kinds(types: list[Any]) -> list[Kind]:
 
 def _read_windows_from(settings: Settings) -> dict[str, Any]:
     """Qwen: of the layers from max_window_layers on, or as layer_types says."""
-    used = _value(settings, "use_sliding_window", bool, False) and settings.get("sliding_window") is not None
-    first = _value(settings, "max_window_layers", int) if used and settings.get("layer_types") is None else 0
+    used = value_of(settings, "use_sliding_window", bool, False) and settings.get("sliding_window") is not None
+    first = value_of(settings, "max_window_layers", int) if used and settings.get("layer_types") is None else 0
     types = _layers(
         settings, "layer_types", lambda layer: "sliding_attention" if used and layer >= first else "full_attention"
     )
@@ -219,7 +182,7 @@ def _read_alternating_windows(settings: Settings) -> dict[str, Any]:
 
 def _read_nope(settings: Settings) -> dict[str, Any]:
     """SmolLM3: positions in all layers but every so many'th, or as no_rope_layers says, which has a 1 for them."""
-    interval = _value(settings, "no_rope_layer_interval", int)
+    interval = value_of(settings, "no_rope_layer_interval", int)
     if interval < 1:
         raise Unsupported(f"no_rope_layer_interval={interval}: must be at least 1")
     turned = _layers(settings, "no_rope_layers", lambda layer: int((layer + 1) % interval != 0))
@@ -288,7 +251,7 @@ def sparse_layers(has_experts: list[bool]) -> tuple[int, int] | None:
 
 def _read_sparse_layers(settings: Settings) -> dict[str, Any]:
     """Qwen3-MoE: of every so many layers the last has experts, unless it is named."""
-    every, without = _value(settings, "decoder_sparse_step", int), settings.get("mlp_only_layers") or []
+    every, without = value_of(settings, "decoder_sparse_step", int), settings.get("mlp_only_layers") or []
     if every < 1:
         raise Unsupported(f"decoder_sparse_step={every}: must be at least 1")
     if not isinstance(without, list) or any(type(each) is not int for each in without):
@@ -316,7 +279,7 @@ def experts(name: str, alias: str, default: int) -> Codec:
         given = {each: settings[each] for each in (name, alias) if settings.get(each) is not None}
         if len(given) == 2 and given[name] != given[alias]:
             raise Unsupported(f"{alias}={given[alias]!r}: it is another name of {name}, which is {given[name]!r}")
-        count = _value({name: next(iter(given.values()), None)}, name, int, default)
+        count = value_of({name: next(iter(given.values()), None)}, name, int, default)
         if count < 1:
             raise Unsupported(f"{name}={count}: must be at least 1")
         return {"experts": count}
@@ -326,7 +289,7 @@ def experts(name: str, alias: str, default: int) -> Codec:
 
 def _check_projection_norms(settings: Settings) -> dict[str, Any]:
     """OLMoE's class has norms of hidden_size, whatever head_dim says."""
-    heads, head_dim = _value(settings, "num_attention_heads", int), _read_heads(settings)["head_dim"]
+    heads, head_dim = value_of(settings, "num_attention_heads", int), _read_heads(settings)["head_dim"]
     if heads * head_dim != settings["hidden_size"]:
         raise Unsupported(
             f"head_dim={head_dim}: times num_attention_heads={heads} it must be hidden_size={settings['hidden_size']}"
@@ -340,19 +303,19 @@ def _read_gpt(settings: Settings) -> dict[str, Any]:
             raise Unsupported(
                 f"{alias}={settings[alias]!r}: it is another name of {name}, which is {settings.get(name)!r}"
             )
-    heads, width = _value(settings, "n_head", int), _value(settings, "n_embd", int)
+    heads, width = value_of(settings, "n_head", int), value_of(settings, "n_embd", int)
     if heads < 1 or width % heads:
         raise Unsupported(f"n_embd={width} does not divide by n_head={heads}")
     return {
         "kv_heads": heads,
         "head_dim": width // heads,
-        "mlp_width": _value(settings, "n_inner", int, 4 * width),
+        "mlp_width": value_of(settings, "n_inner", int, 4 * width),
     }
 
 
 def _check_divisible(settings: Settings) -> dict[str, Any]:
     """Llama's and Gemma 2's classes refuse others, whatever head_dim says."""
-    heads, width = _value(settings, "num_attention_heads", int), _value(settings, "hidden_size", int)
+    heads, width = value_of(settings, "num_attention_heads", int), value_of(settings, "hidden_size", int)
     if heads > 0 and width % heads:
         raise Unsupported(f"hidden_size={width} does not divide by num_attention_heads={heads}")
     return {}
@@ -363,7 +326,7 @@ def _write_query_scalar(config: ModelConfig) -> Settings:
 
 
 def _read_query_scalar(settings: Settings) -> dict[str, Any]:
-    scalar = _value(settings, "query_pre_attn_scalar", int)
+    scalar = value_of(settings, "query_pre_attn_scalar", int)
     if scalar < 1:
         raise Unsupported(f"query_pre_attn_scalar={scalar}: must be at least 1")
     return {"attention_scale": scalar**-0.5}
@@ -380,7 +343,6 @@ SIZES = copied(
 MLP_SIZE = copied(mlp_width="intermediate_size")
 HEADS = Codec(_read_heads, lambda config: {"num_key_value_heads": config.kv_heads, "head_dim": config.head_dim})
 DIVISIBLE = Codec(_check_divisible, lambda config: {})
-ROPE = Codec(_read_rope, _write_rope)
 ONE_WINDOW = Codec(_read_one_window, _write_one_window)
 WINDOWS_FROM = Codec(_read_windows_from, _write_windows_from)
 ALTERNATING_WINDOWS = Codec(_read_alternating_windows, _write_layer_types)
@@ -404,5 +366,3 @@ SPARSE_LAYERS = Codec(_read_sparse_layers, _write_sparse_layers)
 CHOICE = copied(experts_per_token="num_experts_per_tok", balance_loss="router_aux_loss_coef")
 RENORMALISES = copied(router_renormalises="norm_topk_prob")
 PROJECTION_NORMS = Codec(_check_projection_norms, lambda config: {})
-BASICS = (SIZES, HEADS, ROPE)
-ROTARY = (*BASICS, MLP_SIZE)

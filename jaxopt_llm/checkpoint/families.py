@@ -3,17 +3,14 @@
 A family serves a ModelConfig where what it writes reads back as the same model.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Any
-
 from jaxopt_llm.checkpoint.codecs import (
     ALTERNATING_WINDOWS,
-    BASICS,
     CHOICE,
     DIVISIBLE,
     GPT_HEADS,
     GPT_SIZES,
-    HINTS,
+    HEADS,
+    MLP_SIZE,
     MOE_WINDOW,
     NO_BIASES,
     NOPE,
@@ -21,7 +18,7 @@ from jaxopt_llm.checkpoint.codecs import (
     PROJECTION_NORMS,
     QUERY_SCALAR,
     RENORMALISES,
-    ROTARY,
+    SIZES,
     SOFTCAPS,
     SPARSE_LAYERS,
     SWIGLU,
@@ -34,15 +31,17 @@ from jaxopt_llm.checkpoint.codecs import (
     copied,
     experts,
     fixed,
-    period,
-    sparse_layers,
 )
+from jaxopt_llm.checkpoint.codecs_deepseek import GROUPS, LATENTS, SHARED
+from jaxopt_llm.checkpoint.codecs_rope import ROPE, YARN
+from jaxopt_llm.checkpoint.family import Family
 from jaxopt_llm.checkpoint.names import (
     ATTENTION,
     EXPERTS,
     FUSED,
     GEMMA_NORMS,
     GPT,
+    LATENT_ATTENTION,
     LLAMA,
     MIXTRAL_EXPERTS,
     MLP,
@@ -51,60 +50,11 @@ from jaxopt_llm.checkpoint.names import (
     POST_NORMS,
     QK_NORMS,
     QKV_BIASES,
+    ROUTER_BIAS,
+    SHARED_EXPERTS,
     in_memory,
 )
 from jaxopt_llm.model.config import ModelConfig
-
-
-@dataclass(frozen=True, eq=False)
-class Family:
-    """names: a tensor's name, {} for the number of its layer and a second one for that of its expert, -> our leaf: the
-    path in a block, or of what is outside the stacks. Several, apart by blanks, lie side by side along the output's
-    dimension.
-    defaults: fields that its config.json may lack, where that stands for something.
-    input_first: whether matrices of the blocks are [in, out], not [out, in] as torch.nn.Linear's.
-    base: what a file of the model without its head lacks at the start of its names.
-    ignored: names of tensors that hold no parameters, as patterns.
-    in_memory: other names, by which transformers' classes hold a layer's parameters since version 5, and write them on
-    request -> the tensors of `names` that they are, side by side, and of all experts one after the other.
-    """
-
-    model_type: str
-    architecture: str
-    names: dict[str, str]
-    codecs: tuple[Codec, ...]
-    defaults: Settings = field(default_factory=dict)
-    input_first: bool = False
-    base: str = "model."
-    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
-    in_memory: dict[str, str] = field(default_factory=dict)
-
-    def read(self, settings: Settings) -> ModelConfig:
-        whole = self.defaults | settings
-        fields: dict[str, Any] = {}
-        for codec in self.codecs:
-            fields |= codec.read(whole)
-        config = ModelConfig(**fields)
-        found = config.problems()
-        if found:
-            raise Unsupported("; ".join(found))
-        return config
-
-    def write(self, config: ModelConfig) -> Settings:
-        settings: Settings = {"architectures": [self.architecture], "model_type": self.model_type}
-        for codec in self.codecs:
-            settings |= codec.write(config)
-        return settings
-
-    def differences(self, config: ModelConfig) -> list[str]:
-        """What its config.json cannot say of a model."""
-        try:
-            said, wanted = canonical(self.read(self.write(config))), canonical(config)
-        except Unsupported as error:
-            return [str(error)]
-        return [
-            f"model.{name}={getattr(wanted, name)}" for name in HINTS if getattr(wanted, name) != getattr(said, name)
-        ]
 
 
 def find(settings: Settings) -> Family:
@@ -139,41 +89,23 @@ def fitting(config: ModelConfig, preferred: str | None = None) -> Family:
     return fits
 
 
-def canonical(config: ModelConfig) -> ModelConfig:
-    """The same model, with defaults in the fields that it does not read."""
-    # The last two are of training alone, and nowhere there.
-    unread = ["pretrained", "last_layers", "router_z_loss", "router_bias_rate"]
-    changed: dict[str, Any] = {}
-    has_experts = [config.has_experts(layer) for layer in range(config.layers)]
-    if sparse := sparse_layers(has_experts):
-        changed = dict(zip(("dense_layers", "expert_every"), sparse, strict=True))
-        unread += ["mlp_width"] if all(has_experts) else []
-    else:
-        unread += OF_EXPERTS
-    if "sliding" not in config.pattern:
-        unread.append("window")
-    if config.positions == "learned":
-        unread += ["rope_theta"]
-    else:
-        unread += ["max_positions"]
-    if config.positions == "learned" or config.rope_factor == 1:
-        unread += ["rope_low_frequency_factor", "rope_high_frequency_factor", "rope_original_length"]
-    return replace(
-        config,
-        **{name: getattr(ModelConfig, name) for name in unread},
-        **changed,
-        pattern=period([config.pattern[i % len(config.pattern)] for i in range(config.layers)]),
-        attention_scale=config.attention_scale or config.head_dim**-0.5,
-    )
-
-
-# Fields that a model without experts does not read.
-OF_EXPERTS = (
-    *("experts", "experts_per_token", "expert_width", "shared_expert_width", "dense_layers", "expert_every"),
-    *("router", "router_renormalises", "router_scale", "router_groups", "router_groups_per_token", "router_bias"),
-    *("balance_loss", "expert_capacity"),
-)
+BASICS = (SIZES, HEADS, ROPE)
+ROTARY = (*BASICS, MLP_SIZE)
 UNTIED: Settings = {"tie_word_embeddings": False, "rope_theta": 10_000.0}
+
+
+DEEPSEEK = OUTSIDE | LATENT_ATTENTION | MLP | NORMS | EXPERTS | SHARED_EXPERTS
+OF_DEEPSEEK: tuple[Codec, ...] = (
+    *(SIZES, MLP_SIZE, LATENTS, YARN, SWIGLU, SHARED),
+    copied(
+        dense_layers="first_k_dense_replace",
+        experts="n_routed_experts",
+        experts_per_token="num_experts_per_tok",
+        router_scale="routed_scaling_factor",
+        balance_loss="aux_loss_alpha",
+    ),
+    fixed(attention_bias=False, moe_layer_freq=1),
+)
 
 
 FAMILIES = (
@@ -323,6 +255,67 @@ FAMILIES = (
             "norm_topk_prob": False,
             "router_aux_loss_coef": 0.01,
         },
+        in_memory=in_memory("mlp", "gate_proj", "up_proj", "down_proj"),
+    ),
+    Family(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        DEEPSEEK,
+        (
+            *OF_DEEPSEEK,
+            DIVISIBLE,
+            GROUPS,
+            fixed(mlp_bias=False, scoring_func="softmax", norm_topk_prob=False),
+            always(router_renormalises=False),
+        ),
+        UNTIED
+        | {
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "first_k_dense_replace": 0,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+            "routed_scaling_factor": 1.0,
+            "aux_loss_alpha": 0.001,
+        },
+        in_memory=in_memory("mlp", "gate_proj", "up_proj", "down_proj"),
+    ),
+    Family(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        DEEPSEEK | ROUTER_BIAS,
+        (
+            *OF_DEEPSEEK,
+            RENORMALISES,
+            copied(router_groups="n_group", router_groups_per_token="topk_group"),
+            fixed(topk_method="noaux_tc", scoring_func="sigmoid", rope_interleave=True),
+            always(router="sigmoid", router_bias=True),
+            Codec(lambda settings: {}, lambda config: {"num_nextn_predict_layers": 0}),
+        ),
+        UNTIED
+        | {
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "first_k_dense_replace": 3,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 2048,
+            "routed_scaling_factor": 2.5,
+            "num_experts_per_tok": 8,
+            "n_group": 8,
+            "topk_group": 4,
+            "norm_topk_prob": True,
+            "aux_loss_alpha": 0.001,
+        },
+        # After the last layer comes one that predicts a token more, which transformers leaves out, too.
+        ignored=("*.rotary_emb.inv_freq", "model.layers.{}.*"),
         in_memory=in_memory("mlp", "gate_proj", "up_proj", "down_proj"),
     ),
     Family(

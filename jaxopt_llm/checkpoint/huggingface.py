@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxopt_llm import tree
 from jaxopt_llm.checkpoint import families, safetensors
 from jaxopt_llm.checkpoint.codecs import Settings, Unsupported
-from jaxopt_llm.checkpoint.families import Family
+from jaxopt_llm.checkpoint.family import Family
 from jaxopt_llm.checkpoint.safetensors import Described, NewFolder, Stored
 from jaxopt_llm.checkpoint.tensors import Piece, Tensor, tensors
 from jaxopt_llm.errors import InputError
@@ -180,7 +180,8 @@ def open_folder(path: Path) -> Folder:
     wanted = tensors(family, config)
     if not any(name.startswith(family.base) for name in stored):  # the model without its head, as GPT-2's first folder
         stored = {name if name in wanted else family.base + name: each for name, each in stored.items()}
-    stored = {name: each for name, each in stored.items() if not any(fnmatchcase(name, p) for p in family.ignored)}
+    ignored = [pattern.format(config.layers) for pattern in family.ignored]
+    stored = {name: each for name, each in stored.items() if not any(fnmatchcase(name, p) for p in ignored)}
     stored = _as_published(family, config, stored, wanted)
     for name, tensor in wanted.items():
         if name not in stored:

@@ -1,5 +1,7 @@
 """Names of tensors in Hugging Face's folders, and what they are of our leaves: see Family.names."""
 
+BY_HEAD = " by head "  # between leaves that lie side by side within each head of a tensor's output
+
 OUTSIDE = {
     "model.embed_tokens.weight": "outer/embedding/table",
     "model.norm.weight": "outer/final_norm/scale",
@@ -45,6 +47,18 @@ POST_NORMS = in_layer(
 )
 GEMMA_NORMS = NORMS | POST_NORMS | in_layer({"pre_feedforward_layernorm.weight": "mlp_norm/scale"})
 LLAMA = OUTSIDE | ATTENTION | MLP | NORMS
+LATENT_ATTENTION = in_layer(
+    {
+        "self_attn.q_proj.weight": "attention/query",
+        "self_attn.q_a_proj.weight": "attention/query_down",
+        "self_attn.q_a_layernorm.weight": "query_latent_norm/scale",
+        "self_attn.q_b_proj.weight": "attention/query_up",
+        "self_attn.kv_a_proj_with_mqa.weight": "attention/latent attention/rotary_key",
+        "self_attn.kv_a_layernorm.weight": "latent_norm/scale",
+        "self_attn.kv_b_proj.weight": f"attention/key{BY_HEAD}attention/value",
+        "self_attn.o_proj.weight": "attention/output",
+    }
+)
 MIXTRAL_EXPERTS = in_layer(
     {
         "block_sparse_moe.gate.weight": "mlp/router",
@@ -59,6 +73,12 @@ EXPERTS = in_layer(
         **{f"mlp.experts.{{}}.{name}_proj.weight": f"mlp/{name}" for name in ("gate", "up", "down")},
     }
 )
+
+
+SHARED_EXPERTS = in_layer(
+    {f"mlp.shared_experts.{name}_proj.weight": f"mlp/shared_{name}" for name in ("gate", "up", "down")}
+)
+ROUTER_BIAS = in_layer({"mlp.gate.e_score_correction_bias": "mlp/router_bias"})
 
 
 def in_memory(mixture: str, gate: str, up: str, down: str) -> dict[str, str]:

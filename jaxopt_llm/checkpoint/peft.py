@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 
 from jaxopt_llm import tree
 from jaxopt_llm.checkpoint import huggingface, peft_config, safetensors
-from jaxopt_llm.checkpoint.families import Family
+from jaxopt_llm.checkpoint.family import Family
 from jaxopt_llm.checkpoint.huggingface import Folder
 from jaxopt_llm.checkpoint.peft_config import PeftConfig, endings
 from jaxopt_llm.checkpoint.safetensors import Stored
@@ -112,7 +112,7 @@ class Part(NamedTuple):
         """In the shape of our leaf of this name, of this rank; nothing of it is read."""
         shape, summed = self.piece.spec.shape, sorted(self.piece.spec.contracting)
         others = [size for dim, size in enumerate(shape) if dim not in summed]
-        rows = slice(self.piece.begin, self.piece.begin + self.piece.width)
+        rows = self.piece.rows
         if kind == "lora_a":
             return self.factors.a[:, self.columns].reshape(*(shape[dim] for dim in summed), self.rank)
         if kind == "lora_b":
@@ -316,7 +316,7 @@ def _parts(factors: Factors, module: Module) -> list[Part]:
     whole = [Part(factors, piece, slice(0, rank)) for piece in module.weight.pieces]
     if len(whole) == 1:
         return whole
-    used = [np.flatnonzero(np.any(factors.b[p.begin : p.begin + p.width] != 0, axis=0)) for p in module.weight.pieces]
+    used = [np.flatnonzero(np.any(factors.b[p.rows] != 0, axis=0)) for p in module.weight.pieces]
     several = [(part, columns) for part, columns in zip(whole, used, strict=True) if columns.size]
     if not several or rank % len(several):
         return whole

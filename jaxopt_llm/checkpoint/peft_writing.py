@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxopt_llm.checkpoint import huggingface, peft_config, safetensors
-from jaxopt_llm.checkpoint.families import Family
+from jaxopt_llm.checkpoint.family import Family
 from jaxopt_llm.checkpoint.peft import HEAD, KINDS, LINEAR, LOOK_UP, MAGNITUDE, PREFIX, WEIGHTS, modules
 from jaxopt_llm.checkpoint.peft_config import PeftConfig, endings
 from jaxopt_llm.checkpoint.safetensors import Described, NewFolder
@@ -64,14 +64,16 @@ def write(
         name = tensor.removeprefix(PREFIX).removesuffix(f".{kind}")
         several = [(piece, adapted[piece.path]) for piece in chosen[name]]
         if kind == MAGNITUDE:
-            joined = np.concatenate([_factor(leaf.magnitude, piece, outputs=True)[:, 0] for piece, leaf in several])
+            joined = np.zeros(every[name].outputs, np.float32)
+            for piece, leaf in several:
+                joined[piece.rows] = _factor(leaf.magnitude, piece, outputs=True)[:, 0]
         elif kind in (LINEAR[0], LOOK_UP[0]):
             a = np.concatenate([_factor(leaf.lora_a, piece, outputs=False) for piece, leaf in several], axis=1)
             joined = a if kind == LOOK_UP[0] else a.T
         else:
             b = np.zeros((every[name].outputs, rank * len(several)), np.float32)
             for number, (piece, leaf) in enumerate(several):
-                rows, columns = slice(piece.begin, piece.begin + piece.width), slice(number * rank, (number + 1) * rank)
+                rows, columns = piece.rows, slice(number * rank, (number + 1) * rank)
                 b[rows, columns] = _factor(leaf.lora_b, piece, outputs=True)
             joined = b.T if kind == LOOK_UP[1] else b
         with np.errstate(over="ignore"):  # told below

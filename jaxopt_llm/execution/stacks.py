@@ -24,10 +24,9 @@ from jaxopt_llm.parallel.precision import Matmul
 
 Policy = Literal["none", "full", "dots", "save_attention", "save_qkv"]
 
+QKV: tuple[Intermediate, ...] = ("query_latent", "latent", "rotary_key", "query", "key", "value")
 PROJECTIONS: tuple[Intermediate, ...] = (
-    "query",
-    "key",
-    "value",
+    *QKV,
     "attention_output",
     "mlp_gate",
     "mlp_up",
@@ -38,7 +37,7 @@ PROJECTIONS: tuple[Intermediate, ...] = (
 KEPT_BY: dict[str, tuple[Intermediate, ...]] = {
     "none": (*PROJECTIONS, "attention"),
     "dots": PROJECTIONS,
-    "save_qkv": ("query", "key", "value", "attention"),
+    "save_qkv": (*QKV, "attention"),
     "save_attention": ("attention",),
     "full": (),
 }

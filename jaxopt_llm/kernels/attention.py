@@ -3,7 +3,8 @@
 An implementation is a pair of functions without a derivative of their own. They pass the log of each query's softmax
 sum from one to the other, and take it as it is, so that the keys may also be given in parts (ring.py).
 
-Letters: B batch, S queries, T keys, H heads, G key-value heads, K head size.
+Letters: B batch, S queries, T keys, H heads, G key-value heads, K head size, V that of values, which is K but for what
+attends to latents (padded.py).
 """
 
 import functools
@@ -27,7 +28,7 @@ class Implementation(Protocol):
     def forward(
         self, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, spans: Spans
     ) -> tuple[jax.Array, jax.Array]:
-        """The result [B, S, H, K], in q's dtype, and the log of the softmax's sum, float32 [B, H, S].
+        """The result [B, S, H, V], in q's dtype, and the log of the softmax's sum, float32 [B, H, S].
 
         A query that sees nothing gives 0 and infinity.
         """
@@ -147,7 +148,7 @@ def _device() -> Any:
 def attend(
     implementation: Implementation, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, spans: Spans
 ) -> jax.Array:
-    """`attention` of the keys that `spans` says, k and v [B, T, G, K]."""
+    """`attention` of the keys that `spans` says, k [B, T, G, K] and v [B, T, G, V]."""
     return implementation.forward(form, q, k, v, spans)[0]
 
 
@@ -160,7 +161,7 @@ def _forward(
 
 def _backward(implementation: Implementation, form: Form, residuals: Any, gradient: jax.Array) -> Any:
     q, k, v, spans, out, log_sum = residuals
-    mean = jnp.einsum("BSHK,BSHK->BHS", gradient, out, preferred_element_type=jnp.float32)
+    mean = jnp.einsum("BSHV,BSHV->BHS", gradient, out, preferred_element_type=jnp.float32)
     return *implementation.backward(form, q, k, v, spans, log_sum, mean, gradient), None
 
 

@@ -4,7 +4,10 @@ Beside operands and result the log of the softmax's sum alone is kept for the ba
 block by block (Dao et al. 2022, arXiv:2205.14135; Rabe & Staats 2021, arXiv:2112.05682): nothing of size [S, T] is ever
 whole.
 
-Letters: B batch, S queries, T keys, H heads, G key-value heads, R = H / G, K head size, Q queries of one block.
+Values may have another head size than queries and keys, and so has then the result.
+
+Letters: B batch, S queries, T keys, H heads, G key-value heads, R = H / G, K head size, V that of values, Q queries of
+one block.
 """
 
 from dataclasses import dataclass
@@ -76,7 +79,7 @@ def _rows(spans: Spans, rows: slice) -> Spans:
 
 
 def _forward_part(form: Form, q: jax.Array, k: jax.Array, v: jax.Array, spans: Spans) -> tuple[jax.Array, jax.Array]:
-    keys_by_head, values_by_head = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # [B, G, T, K]
+    keys_by_head, values_by_head = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # [B, G, T, K], [B, G, T, V]
 
     def block(_: None, each: Any) -> tuple[None, tuple[jax.Array, jax.Array]]:
         index, q, spans = each
@@ -88,19 +91,19 @@ def _forward_part(form: Form, q: jax.Array, k: jax.Array, v: jax.Array, spans: S
         weights = jnp.exp(scores - peak[..., None])
         # A query that sees nothing: output 0 now, and weights exp(-inf) = 0 in the backward.
         total = jnp.where(peak > MASKED, jnp.sum(weights, axis=-1), jnp.inf)
-        out = _einsum("BGRST,BGTK->BGRSK", weights.astype(v.dtype), near.take(values_by_head)) / total[..., None]
+        out = _einsum("BGRST,BGTV->BGRSV", weights.astype(v.dtype), near.take(values_by_head)) / total[..., None]
         return None, (out.astype(q.dtype), peak + jnp.log(total))
 
     split_q = _split_heads(q, k.shape[2])
     blocks = (jnp.arange(split_q.shape[0]), split_q, _split_spans(spans))
     _, (out, log_sum) = jax.lax.scan(block, None, blocks)
-    return _join_heads(out, q.shape), _join_sums(log_sum, q.shape)
+    return _join_heads(out, (*q.shape[:3], v.shape[3])), _join_sums(log_sum, q.shape)
 
 
 def _backward_part(form: Form, k: jax.Array, v: jax.Array, of_queries: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, in its dtype, and of k and v, in float32."""
     q, spans, log_sum, mean, gradient = of_queries
-    keys_by_head, values_by_head = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # [B, G, T, K]
+    keys_by_head, values_by_head = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # [B, G, T, K], [B, G, T, V]
 
     def block(totals: tuple[jax.Array, jax.Array], each: Any) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         index, q, spans, log_sum, mean, d_out = each
@@ -110,22 +113,22 @@ def _backward_part(form: Form, k: jax.Array, v: jax.Array, of_queries: Any) -> t
         visible = jnp.swapaxes(spans.visible(near.rows), 1, 2)[:, None, :, None]
         scores = _scores(form, "BGTK,BGRSK->BGTRS", near_keys, q)
         weights = jnp.exp(jnp.where(visible, scores, MASKED) - log_sum[:, :, None])
-        d_weights = _einsum("BGTK,BGRSK->BGTRS", near_values, d_out)
+        d_weights = _einsum("BGTV,BGRSV->BGTRS", near_values, d_out)
         d_scores = weights * (d_weights - mean[:, :, None]) * form.scale
         if form.softcap is not None:
             d_scores *= 1 - jnp.square(scores / form.softcap)  # of the scores before masking: those are infinite
         d_scores = d_scores.astype(q.dtype)
         d_keys = _einsum("BGTRS,BGRSK->BGTK", d_scores, q)
-        d_values = _einsum("BGTRS,BGRSK->BGTK", weights.astype(v.dtype), d_out)
+        d_values = _einsum("BGTRS,BGRSV->BGTV", weights.astype(v.dtype), d_out)
         d_queries = jnp.moveaxis(_einsum("BGTK,BGTRS->BGKRS", near_keys, d_scores).astype(q.dtype), 2, 4)
         return (near.add(totals[0], d_keys), near.add(totals[1], d_values)), d_queries
 
-    zeros = jnp.zeros(keys_by_head.shape, jnp.float32)
+    zeros = jnp.zeros(keys_by_head.shape, jnp.float32), jnp.zeros(values_by_head.shape, jnp.float32)
     heads = k.shape[2]
     split_q, split_gradient = (_split_heads(x, heads) for x in (q, gradient))
     split_sum, split_mean = (_split_sums(x, heads) for x in (log_sum, mean))
     blocks = (jnp.arange(split_q.shape[0]), split_q, _split_spans(spans), split_sum, split_mean, split_gradient)
-    totals, d_queries = jax.lax.scan(block, (zeros, zeros), blocks)
+    totals, d_queries = jax.lax.scan(block, zeros, blocks)
     d_keys, d_values = (jnp.swapaxes(total, 1, 2) for total in totals)
     return _join_heads(d_queries, q.shape), d_keys, d_values
 

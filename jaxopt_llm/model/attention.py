@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxopt_llm.kernels import attention_xla
 from jaxopt_llm.kernels.all_to_all import AllToAll
 from jaxopt_llm.kernels.attention import IMPLEMENTATIONS, Implementation, attend
+from jaxopt_llm.kernels.padded import Padded, common_size
 from jaxopt_llm.kernels.ring import Ring
 from jaxopt_llm.kernels.spans import Form, Spans
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.intermediates import tag
-from jaxopt_llm.model.layers import Function, project, recomputed, rotary, with_biases
+from jaxopt_llm.model.layers import Function, Rotary, project, recomputed, with_biases
 from jaxopt_llm.model.param import ParamSpec, normal
 from jaxopt_llm.model.weights import Weight
 from jaxopt_llm.parallel.sharding import Placement
@@ -62,7 +62,7 @@ def self_attention(
     norm: Function,
     query_norm: Function,
     key_norm: Function,
-    frequencies: np.ndarray | None,
+    rotary: Rotary | None,
     window: int | None,
     scale: float,
     softcap: float | None,
@@ -72,12 +72,9 @@ def self_attention(
     """Attention to norm(x). x: [B, S, D] -> [B, S, D], and the cache with this call's keys and values written at
     `context.cache_index`.
 
-    frequencies: rotary, [K/2]; None turns nothing. window, scale, softcap, implementation: see
-    kernels/attention.py.
+    rotary: None turns nothing. window, scale, softcap, implementation: see kernels/attention.py.
     """
-
-    def by_head(x: jax.Array, heads: str) -> jax.Array:
-        return context.placement.constrain(x, "batch", "sequence", heads, "head_dim")
+    by_head = functools.partial(divided_by_head, context.placement)
 
     @recomputed
     def inward(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -91,29 +88,66 @@ def self_attention(
     q, k, v = inward(x)
     q, k, v = tag(q, "query"), tag(k, "key"), tag(v, "value")
     q, k = query_norm(q), key_norm(k)
-    if frequencies is not None:
-        q, k = rotary(q, context.positions, frequencies), rotary(k, context.positions, frequencies)
-    # A token sees its own row last: what of a window is known when the program is compiled.
-    form = Form(scale, softcap, before=None if window is None else window - 1, after=0)
+    if rotary is not None:
+        q, k = rotary(q, context.positions), rotary(k, context.positions)
     if cache is not None:
-        cache = Cache(_write(cache.key, k, context), _write(cache.value, v, context))
-        k, v = _read(cache.key, context), _read(cache.value, context)
-        form = Form(scale, softcap)
+        cache = Cache(write(cache.key, k, context), write(cache.value, v, context))
+        k, v = read(cache.key, context), read(cache.value, context)
     shared = math.lcm(k.shape[2], context.placement.head_shards) // k.shape[2]
     if shared > 1:
         # By several devices, as each can have whole heads only. Pinned before it, too: their gradients are summed in 16
         # bits, not in what precedes.
         k, v = (by_head(each, "kv_heads") for each in (k, v))
         k, v = (by_head(jnp.repeat(each, shared, axis=2), "kv_heads") for each in (k, v))
-    # What reads a cache has few queries: bound by memory, and XLA's own operations divide over any mesh.
-    kernel = attention_xla if cache is not None else _implementation(implementation, context.placement)
-    out = attend(kernel, form, q, k, v, context.spans.within(window))
+    mix = attend_to_cache if cache is not None else functools.partial(attend_to_sequence, implementation)
+    out = mix(q, k, v, context, window, scale, softcap)
     out = context.placement.leave(project("BSHK,HKD->BSD", by_head(out, "heads"), params, "output"))
     return tag(out, "attention_output"), cache
 
 
-def _implementation(name: str, placement: Placement) -> Implementation:
+def divided_by_head(placement: Placement, x: jax.Array, heads: str) -> jax.Array:
+    """[B, S, H, K], each device with its own heads; heads: their logical axis."""
+    return placement.constrain(x, "batch", "sequence", heads, "head_dim")
+
+
+def attend_to_sequence(
+    implementation: str,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    context: Context,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> jax.Array:
+    # A token sees its own row last: what of a window is known when the program is compiled.
+    form = Form(scale, softcap, before=None if window is None else window - 1, after=0)
+    kernel = _implementation(implementation, context.placement, q.shape[-1], v.shape[-1])
+    return attend(kernel, form, q, k, v, context.spans.within(window))
+
+
+def attend_to_cache(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    context: Context,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> jax.Array:
+    # What reads a cache has few queries: bound by memory, and XLA's own operations divide over any mesh.
+    return attend(attention_xla, Form(scale, softcap), q, k, v, context.spans.within(window))
+
+
+def kernel_head_dim(config: ModelConfig) -> int:
+    """The head size that a kernel of one size is given."""
+    return common_size(config.head_dim, config.value_dim)
+
+
+def _implementation(name: str, placement: Placement, head_dim: int, value_dim: int) -> Implementation:
     kernel = IMPLEMENTATIONS[name]
+    if name != "xla" and head_dim != value_dim:
+        kernel = Padded(kernel, common_size(head_dim, value_dim))
     if placement.size("context") > 1:
         return _OnEachDevice(EXCHANGES[placement.sharding.context_exchange](kernel, "context"), placement)
     return kernel if name == "xla" else _OnEachDevice(kernel, placement)
@@ -165,12 +199,12 @@ class _OnEachDevice:
         )
 
 
-def _write(cache: jax.Array, new: jax.Array, context: Context) -> jax.Array:
+def write(cache: jax.Array, new: jax.Array, context: Context) -> jax.Array:
     """[B, S, G, K] into the layer's slots [L, B, G, T, K], from `context.cache_index` on."""
     by_head = jnp.swapaxes(new, 1, 2)[None].astype(cache.dtype)
     return jax.lax.dynamic_update_slice(cache, by_head, (context.cache_layer, 0, 0, context.cache_index, 0))
 
 
-def _read(cache: jax.Array, context: Context) -> jax.Array:
+def read(cache: jax.Array, context: Context) -> jax.Array:
     """The layer's [B, T, G, K]."""
     return jnp.swapaxes(jax.lax.dynamic_index_in_dim(cache, context.cache_layer, keepdims=False), 1, 2)

@@ -1,5 +1,5 @@
-"""ModelConfig: one decoder whose switches cover Llama, Mistral, Mixtral, Qwen, Gemma 2, Phi-3, OLMo 2, OLMoE,
-SmolLM3 and GPT-2/3."""
+"""ModelConfig: one decoder whose switches cover Llama, Mistral, Mixtral, Qwen, DeepSeek-V2/V3, Gemma 2, Phi-3, OLMo 2,
+OLMoE, SmolLM3 and GPT-2/3."""
 
 import math
 from dataclasses import dataclass
@@ -30,7 +30,19 @@ class ModelConfig:
     kv_heads: int = 2
     """key-value heads, each shared by heads / kv_heads query heads"""
     head_dim: int = 32
-    """size of one head; even, because rotary positions turn pairs"""
+    """size of one head's queries and keys, and of its values where model.latent_rank is 0; even, because rotary
+    positions turn pairs"""
+    latent_rank: int = 0
+    """keys and values are projections of a vector of this size, which is all that generation keeps of a token beside
+    rotary_head_dim (multi-head latent attention, DeepSeek-V2: kv_lora_rank); 0: each has its own of the residual
+    stream"""
+    query_rank: int = 0
+    """with latent_rank: queries are projections of a vector of this size (q_lora_rank); 0: of the residual stream"""
+    rotary_head_dim: int = 16
+    """with latent_rank: the last so many of head_dim are turned by positions, and all heads have one key for them
+    (qk_rope_head_dim)"""
+    value_head_dim: int = 32
+    """with latent_rank: size of one head's values (v_head_dim)"""
     mlp_width: int = 384
     """hidden size of the MLP"""
     experts: int = 0
@@ -81,14 +93,21 @@ class ModelConfig:
     """rows of the table of learned positions; no sequence may be longer"""
     rope_theta: float = 10_000.0
     """base of the rotary frequencies"""
+    rope_scaling: Literal["llama3", "yarn"] = "llama3"
+    """how rope_factor slows frequencies down between the two bounds below: by their turns (Llama 3.1), or by their
+    number (YaRN: DeepSeek)"""
     rope_factor: float = 1.0
-    """slows the low rotary frequencies down, as Llama 3.1 does for sequences so many times longer; 1 scales none"""
+    """slows the low rotary frequencies down, as for sequences so many times longer; 1 scales none"""
     rope_low_frequency_factor: float = 1.0
     """turns in rope_original_length tokens up to which a frequency is slowed down by all of rope_factor"""
     rope_high_frequency_factor: float = 4.0
     """turns in rope_original_length tokens from which a frequency stays as it is; in between the two are mixed"""
     rope_original_length: int = 8192
     """tokens of a sequence before the frequencies were scaled"""
+    rope_mscale: float = 1.0
+    """with yarn: what is turned grows by 1 + this × 0.1 log(rope_factor), over the same of rope_mscale_all_dim"""
+    rope_mscale_all_dim: float = 0.0
+    """with yarn: attention scores grow by the square of 1 + this × 0.1 log(rope_factor)"""
     norm: Literal["rms", "layer"] = "rms"
     """rms divides by the root mean square; layer subtracts the mean before, and adds a bias after"""
     norm_placement: Literal["pre", "post", "both"] = "pre"
@@ -116,6 +135,20 @@ class ModelConfig:
     """whether the embedding table is the head"""
 
     @property
+    def turned_dim(self) -> int:
+        """Of head_dim, what rotary positions turn."""
+        return self.rotary_head_dim if self.latent_rank else self.head_dim
+
+    @property
+    def key_dim(self) -> int:
+        """Of head_dim, what each key head has of its own."""
+        return self.head_dim - self.rotary_head_dim if self.latent_rank else self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.value_head_dim if self.latent_rank else self.head_dim
+
+    @property
     def period(self) -> int:
         """After so many layers kinds repeat."""
         return math.lcm(len(self.pattern), self.expert_every if self.experts else 1)
@@ -139,9 +172,11 @@ class ModelConfig:
         ]
         found += [
             f"model.{name}={getattr(self, name)}: must be at least 0"
-            for name in ("attention_scale", "attention_softcap", "logit_softcap")
+            for name in ("attention_scale", "attention_softcap", "logit_softcap", "rope_mscale", "rope_mscale_all_dim")
             if getattr(self, name) < 0
         ]
+        if self.rope_scaling == "yarn" and not self.rope_theta > 1:
+            found.append(f"model.rope_theta={self.rope_theta}: must be above 1 with model.rope_scaling=yarn")
         if self.rope_high_frequency_factor <= self.rope_low_frequency_factor:
             found.append(
                 f"model.rope_high_frequency_factor={self.rope_high_frequency_factor}: must be above "
@@ -152,6 +187,7 @@ class ModelConfig:
                 f"model.last_layers={self.last_layers}: must be at least 0, and below model.layers={self.layers}"
             )
         found += self._expert_problems() if self.experts else []
+        found += self._latent_problems() if self.latent_rank else []
         if not self.pattern:
             found.append("model.pattern: must name at least one kind of block")
         if self.positions == "learned":
@@ -163,6 +199,29 @@ class ModelConfig:
             found.append(f"model.heads={self.heads} does not divide by model.kv_heads={self.kv_heads}")
         if self.head_dim % 2:
             found.append(f"model.head_dim={self.head_dim}: must be even")
+        return found
+
+    def _latent_problems(self) -> list[str]:
+        found = [
+            f"model.{name}={getattr(self, name)}: must be at least {least}"
+            for name, least in (("latent_rank", 1), ("query_rank", 0), ("value_head_dim", 1))
+            if getattr(self, name) < least
+        ]
+        if not 0 < self.rotary_head_dim < self.head_dim or self.rotary_head_dim % 2:
+            found.append(
+                f"model.rotary_head_dim={self.rotary_head_dim}: must be even, above 0 and below "
+                f"model.head_dim={self.head_dim}"
+            )
+        if self.kv_heads != self.heads:
+            found.append(
+                f"model.kv_heads={self.kv_heads}: with model.latent_rank each query head has keys of its own; set "
+                f"{self.heads}"
+            )
+        found += [
+            f"model.{name}={getattr(self, name)}: model.latent_rank goes with {only} alone"
+            for name, only in (("positions", "rotary"), ("norm", "rms"), ("qk_norm", "none"), ("biases", "none"))
+            if getattr(self, name) != only
+        ]
         return found
 
     def _expert_problems(self) -> list[str]:

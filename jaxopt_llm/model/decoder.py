@@ -17,13 +17,13 @@ import numpy as np
 
 from jaxopt_llm.kernels.cross_entropy import Classifier
 from jaxopt_llm.kernels.spans import of_documents
-from jaxopt_llm.model import experts, layers, tables, weights
+from jaxopt_llm.model import experts, latent_attention, layers, tables, weights
 from jaxopt_llm.model.attention import Cache, attention_specs, self_attention
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.config import Kind, ModelConfig
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.layers import Function
+from jaxopt_llm.model.layers import Function, Rotary
 from jaxopt_llm.model.param import ParamSpec, normal
 from jaxopt_llm.model.weights import Weight
 from jaxopt_llm.parallel import hlo
@@ -121,7 +121,7 @@ def param_specs(config: ModelConfig) -> Params:
     dense = layers.mlp_specs(config.mlp, config.width, config.mlp_width, residual_scale, biased=config.biases == "all")
     mixture = experts.experts_specs(config, residual_scale) if config.experts else {}
     block = {
-        "attention": attention_specs(config, residual_scale),
+        "attention": (latent_attention.specs if config.latent_rank else attention_specs)(config, residual_scale),
         **{name: _norm_specs(config, **dims) for name, dims in _block_norms(config).items()},
     }
     specs: Params = {"outer": outer}
@@ -148,7 +148,9 @@ def _block_norms(config: ModelConfig) -> dict[str, dict[str, int]]:
         "head": {"query_norm": head, "key_norm": head},
         "projection": {"query_norm": heads | head, "key_norm": kv_heads | head},
     }
-    return {name: {"embed": config.width} for name in placed} | of_qk[config.qk_norm]
+    ranks = {"latent_norm": config.latent_rank, "query_latent_norm": config.latent_rank and config.query_rank}
+    of_latents = {name: {"latent": rank} for name, rank in ranks.items() if rank}
+    return {name: {"embed": config.width} for name in placed} | of_qk[config.qk_norm] | of_latents
 
 
 def _norm_specs(config: ModelConfig, **dims: int) -> dict[str, ParamSpec]:
@@ -163,13 +165,18 @@ def make_parts(
     expert_products: str = "xla",
 ) -> Parts:
     """The parts of a decoder, its switches read once: see ModelConfig and TrainingConfig."""
-    norm = functools.partial(
-        layers.norm, kind=config.norm, epsilon=config.norm_epsilon, zero_centered=config.norm_zero_centered
-    )
-    frequencies = layers.rotary_frequencies(config) if config.positions == "rotary" else None
+    norm = functools.partial(layers.norm, kind=config.norm, zero_centered=config.norm_zero_centered)
+    rotary = Rotary.of(config) if config.positions == "rotary" else None
     classifier = Classifier(config.vocabulary_size, config.logit_softcap, z_loss, loss_chunk)
     windows: dict[Kind, int] = {"sliding": config.window}
-    turning: dict[Kind, np.ndarray | None] = {"global": frequencies, "sliding": frequencies}
+    turning: dict[Kind, Rotary | None] = {"global": rotary, "sliding": rotary}
+    attend: Callable[..., tuple[jax.Array, Any]] = functools.partial(
+        latent_attention.attention if config.latent_rank else self_attention,
+        scale=layers.score_scale(config),
+        softcap=config.attention_softcap or None,
+        implementation=attention,
+    )
+    norms_of_attention = ("query_latent_norm", "latent_norm") if config.latent_rank else ("query_norm", "key_norm")
 
     def make_context(batch: Batch, placement: Placement) -> Context:
         # Of rows in the sequence's order, then dealt with them.
@@ -189,28 +196,27 @@ def make_parts(
         return context.placement.constrain(x, "batch", "residual_sequence", "embed")
 
     def block(
-        kind: Kind, params: Params, x: jax.Array, context: Context, layer: dict[str, jax.Array], cache: Cache | None
-    ) -> tuple[jax.Array, Cache | None, Auxiliary]:
+        kind: Kind, params: Params, x: jax.Array, context: Context, layer: dict[str, jax.Array], cache: Any
+    ) -> tuple[jax.Array, Any, Auxiliary]:
         def residual(x: jax.Array, update: jax.Array) -> jax.Array:
             return context.placement.constrain(x + update, "batch", "residual_sequence", "embed")
 
         def normed(name: str) -> Function:
             """This norm, or nothing in a block that has none of this name."""
-            return functools.partial(norm, params[name]) if name in params else lambda x: x
+            if name not in params:
+                return lambda x: x
+            epsilon = latent_attention.EPSILON if name.endswith("latent_norm") else config.norm_epsilon
+            return functools.partial(norm, params[name], epsilon=epsilon)
 
         with hlo.within(windows.get(kind)):
-            attended, cache = self_attention(
+            attended, cache = attend(
                 params["attention"],
                 x,
                 context,
                 norm=normed("attention_norm"),
-                query_norm=normed("query_norm"),
-                key_norm=normed("key_norm"),
-                frequencies=turning.get(kind),
+                **{name: normed(name) for name in norms_of_attention},
+                rotary=turning.get(kind),
                 window=windows.get(kind),
-                scale=config.attention_scale or 1 / math.sqrt(config.head_dim),
-                softcap=config.attention_softcap or None,
-                implementation=attention,
                 cache=cache,
             )
         x = residual(x, normed("attention_post_norm")(attended))
@@ -233,7 +239,7 @@ def make_parts(
     def head(outer: Params, x: jax.Array, context: Context) -> tuple[jax.Array, Weight]:
         """The head's input, with all its positions, and the table."""
         table: Weight = outer["embedding" if config.tied_head else "head"]["table"]
-        return context.placement.enter(norm(outer["final_norm"], x)), table
+        return context.placement.enter(norm(outer["final_norm"], x, epsilon=config.norm_epsilon)), table
 
     def logits(outer: Params, x: jax.Array, context: Context) -> jax.Array:
         out = weights.einsum("BSD,VD->BSV", *head(outer, x, context), dtype=jnp.dtype(jnp.float32))
@@ -250,12 +256,15 @@ def make_parts(
     def zero_auxiliary() -> Auxiliary:
         return Auxiliary(jnp.zeros((), jnp.float32), experts.no_statistics(config) if config.experts else {})
 
-    def make_cache(kind: Kind, repeats: int, batch: int, length: int, dtype: Any, placement: Placement) -> Cache:
-        def empty() -> jax.Array:
-            zeros = jnp.zeros((repeats, batch, config.kv_heads, length, config.head_dim), dtype)
+    def make_cache(kind: Kind, repeats: int, batch: int, length: int, dtype: Any, placement: Placement) -> Any:
+        def empty(heads: int, size: int) -> jax.Array:
+            zeros = jnp.zeros((repeats, batch, heads, length, size), dtype)
             return placement.constrain(zeros, None, "batch", "kv_heads", None, "head_dim")
 
-        return Cache(key=empty(), value=empty())
+        if config.latent_rank:
+            return latent_attention.LatentCache(empty(1, config.latent_rank), empty(1, config.rotary_head_dim))
+        key, value = (empty(config.kv_heads, config.head_dim) for _ in range(2))
+        return Cache(key, value)
 
     return Parts(
         specs=param_specs(config),

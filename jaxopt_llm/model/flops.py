@@ -40,7 +40,7 @@ def per_token(config: ModelConfig, trainable: Params, frozen: Params, sequence_l
             window = config.window if kind == "sliding" else sequence_length
             for causal in attention:
                 seen = keys_seen(sequence_length, min(window, sequence_length), causal)
-                attention[causal] += segment.repeats * 2 * config.heads * config.head_dim * seen
+                attention[causal] += segment.repeats * config.heads * (config.head_dim + config.value_dim) * seen
     return ModelFlops(*(2 * (products + 3 * attention[causal]) for causal in (True, False)))
 
 

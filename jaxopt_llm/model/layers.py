@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import jax
@@ -62,26 +63,67 @@ def norm(
 # --- rotary positions
 
 
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
+
+    frequencies: radians per token of each pair, float32 [K/2]; magnitude: multiplies what is turned.
+    adjacent: whether neighbours are paired, as in DeepSeek's checkpoints, in place of halves, as in Llama's. What is
+        turned has its halves paired in any case: of queries and keys alike, their products are the same.
+    """
+
+    frequencies: np.ndarray
+    magnitude: float = 1.0
+    adjacent: bool = False
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "Rotary":
+        yarn = config.rope_scaling == "yarn"
+        magnitude = yarn_growth(config, config.rope_mscale) / yarn_growth(config, config.rope_mscale_all_dim)
+        return cls(rotary_frequencies(config), magnitude if yarn else 1.0, adjacent=config.latent_rank > 0)
+
+    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """x: [B, S, H, K]; positions: int [B, S]."""
+        angles = positions[..., None].astype(jnp.float32) * self.frequencies  # [B, S, K/2]
+        cos, sin = (self.magnitude * each(angles)[:, :, None] for each in (jnp.cos, jnp.sin))
+        wide = x.astype(jnp.float32)
+        if self.adjacent:
+            x1, x2 = (jax.lax.slice_in_dim(wide, first, None, stride=2, axis=-1) for first in (0, 1))
+        else:
+            x1, x2 = jnp.split(wide, 2, axis=-1)
+        return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+
+
 def rotary_frequencies(config: ModelConfig) -> np.ndarray:
-    """Radians per token of each pair, float32 [K/2] (Su et al. 2021, arXiv:2104.09864), scaled as Llama 3.1 does
-    (Grattafiori et al. 2024, arXiv:2407.21783)."""
-    half = config.head_dim // 2
+    """Radians per token of each pair, float32 [K/2], scaled as Llama 3.1 does (Grattafiori et al. 2024,
+    arXiv:2407.21783) or as YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2)."""
+    half = config.turned_dim // 2
     frequencies = config.rope_theta ** (-np.arange(half) / half)
-    turns = config.rope_original_length * frequencies / (2 * math.pi)
     low, high = config.rope_low_frequency_factor, config.rope_high_frequency_factor
-    unscaled = np.clip((turns - low) / (high - low), 0, 1)  # share of the frequency that stays as it is
+    if config.rope_scaling == "yarn":
+        # The pairs that turn so often in the original length, in whole numbers as all implementations have them.
+        first, last = (
+            half * math.log(config.rope_original_length / (turns * 2 * math.pi)) / math.log(config.rope_theta)
+            for turns in (high, low)
+        )
+        first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * half - 1)
+        unscaled = 1 - np.clip((np.arange(half) - first) / max(last - first, 1e-3), 0, 1)
+    else:
+        turns = config.rope_original_length * frequencies / (2 * math.pi)
+        unscaled = np.clip((turns - low) / (high - low), 0, 1)  # share of the frequency that stays as it is
     return (frequencies * (unscaled + (1 - unscaled) / config.rope_factor)).astype(np.float32)
 
 
-def rotary(x: jax.Array, positions: jax.Array, frequencies: np.ndarray) -> jax.Array:
-    """Rotary position embedding, halves paired as in Llama's checkpoints.
+def yarn_growth(config: ModelConfig, mscale: float) -> float:
+    """What YaRN multiplies by, that attention stays as sharp over longer sequences (its section 3.4; DeepSeek's mscale
+    weighs it)."""
+    return 1 + 0.1 * mscale * math.log(config.rope_factor)
 
-    x: [B, S, H, K]; positions: int [B, S]; frequencies: [K/2].
-    """
-    angles = positions[..., None].astype(jnp.float32) * frequencies  # [B, S, K/2]
-    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
-    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+
+def score_scale(config: ModelConfig) -> float:
+    """What multiplies the attention scores."""
+    scale = config.attention_scale or 1 / math.sqrt(config.head_dim)
+    return scale * yarn_growth(config, config.rope_mscale_all_dim) ** 2 if config.rope_scaling == "yarn" else scale
 
 
 # --- projections

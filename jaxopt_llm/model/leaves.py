@@ -33,7 +33,8 @@ class Int8Weight:
 @struct.dataclass
 class Nf4Weight:
     """4-bit codes, scales of blocks, and with double quantisation what these are relative to (see nf4.py), along `dim`,
-    counted from the end: the model's width, which no matrix of a block lacks and `tensor` never splits."""
+    counted from the end: the model's width or the rank of a latent, of which each matrix of a block has one, and which
+    `tensor` never splits."""
 
     codes: tree.Leaf
     scales: tree.Leaf
@@ -89,8 +90,8 @@ def int8_specs(spec: ParamSpec) -> Int8Weight:
 
 
 def nf4_specs(spec: ParamSpec, double: bool) -> Nf4Weight:
-    """double: whether the scales are codes, too. The width must be of whole blocks."""
-    at = spec.axes.index("embed")
+    """double: whether the scales are codes, too. What blocks lie along must be of whole ones."""
+    at = nf4_dim(spec)
     size, values = spec.shape[at], nf4.block(spec.shape[at])
     assert values is not None
 
@@ -104,6 +105,11 @@ def nf4_specs(spec: ParamSpec, double: bool) -> Nf4Weight:
         tops=along(1, FLOAT32) if double else None,
         dim=at - len(spec.shape),
     )
+
+
+def nf4_dim(spec: ParamSpec) -> int:
+    """The dimension that blocks lie along."""
+    return next(dim for dim, axis in enumerate(spec.axes) if axis in ("embed", "latent"))
 
 
 def lora_specs(spec: ParamSpec, rank: int, scale: float, dora: bool = False, dropout: float = 0.0) -> LoraWeight:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxopt_llm import tree
 from jaxopt_llm.kernels import grouped_matmul
 from jaxopt_llm.model import dropout, quantised
-from jaxopt_llm.model.leaves import CODED, CodedWeight, LoraWeight, dequantise, lengths
+from jaxopt_llm.model.leaves import CODED, CodedWeight, LoraWeight, dequantise, lengths, merged
 from jaxopt_llm.model.quantised import Operand, Quantised
 from jaxopt_llm.parallel.gathering import Placed, WeightShardings, gather, reduce_gradient
 from jaxopt_llm.parallel.sharding import Placement
@@ -72,6 +72,18 @@ def materialise(weight: Weight, dtype: jnp.dtype | None = None) -> jax.Array:
     biases."""
     assert isinstance(weight, Placed), "adapters and codes are of what a product sums over"
     return _materialise(dtype, *split_tap(weight))
+
+
+def whole(weight: Weight, contracting: tuple[int, ...]) -> jax.Array:
+    """What a weight stands for, as one array in compute dtype, whole but for `tensor`: adapters are folded in. For
+    products that `einsum` has not, of generation: it has no gradient.
+
+    contracting: the dimensions that its own product sums over.
+    """
+    if not isinstance(weight, LoraWeight):
+        return quantised.wide(_gather_operand(weight, contracting), shardings_of(weight).compute_dtype)
+    arrays = jax.tree.map(gather_whole, weight, is_leaf=lambda leaf: isinstance(leaf, (Placed, *CODED)))
+    return merged(arrays, contracting).astype(shardings_of(weight.base).compute_dtype)
 
 
 def _dropped(x: jax.Array, weight: LoraWeight) -> jax.Array:

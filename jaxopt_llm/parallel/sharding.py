@@ -28,6 +28,7 @@ PARAMETER_AXES: dict[str, tuple[str, ...]] = {
     "layers": (),
     "positions": (),
     "embed": (),
+    "latent": (),
     "head_dim": (),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -42,7 +43,12 @@ ACTIVATION_AXES: dict[str, tuple[str, ...]] = {
     "residual_sequence": ("context",),  # of the residual stream and its norms
     "sent_sequence": ("context", "tensor"),  # of the same on its way from one stage of a pipeline to another
     "embed": (),
+    "query_latent": (),
+    "latent": (),
     "head_dim": (),
+    "turned_dim": (),
+    "key_dim": (),
+    "value_dim": (),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),

@@ -12,6 +12,7 @@ from jaxopt_llm.kernels.attention import KERNELS, unsupported
 from jaxopt_llm.kernels.attention_auto import fastest
 from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS, CAUSAL_ROWS, QUERY_BLOCK
 from jaxopt_llm.model import flops
+from jaxopt_llm.model.attention import kernel_head_dim
 from jaxopt_llm.model.config import Kind, ModelConfig
 
 AUTO = "auto"
@@ -25,7 +26,7 @@ def settled(config: TrainConfig, capability: tuple[int, int] | None) -> TrainCon
     if training.attention != AUTO:
         return config
     keys = training.sequence_length // (mesh.context if config.sharding.context_exchange == RING else 1)
-    name = _taken(config.model.head_dim, config.precision.compute_dtype, keys, capability)
+    name = _taken(kernel_head_dim(config.model), config.precision.compute_dtype, keys, capability)
     return replace(config, training=replace(training, attention=name))
 
 
@@ -75,6 +76,12 @@ class Attention:
             return float(min(QUERY_BLOCK + model.window - 1, sequence))
         parts = min(CAUSAL_PARTS, -(-sequence // CAUSAL_ROWS))
         return sequence * (parts + 1) / (2 * parts)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Of a head's keys and values, as what attends is given them."""
+        padded = kernel_head_dim(self.model)
+        return (padded, padded) if self.flash else (self.model.head_dim, self.model.value_dim)
 
     @property
     def scores(self) -> float:

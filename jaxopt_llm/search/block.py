@@ -1,14 +1,14 @@
 """One block as the arithmetic of memory and of time sees it: sizes per token on one device. Of layers that differ, the
 mean.
 
-Letters: D width, H heads, G key-value heads, K head size, F MLP width.
+Letters: D width, H heads, G key-value heads, K head size, V that of values, F MLP width.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.execution.stacks import KEPT_BY, RematConfig
+from jaxopt_llm.execution.stacks import KEPT_BY, QKV, RematConfig
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.intermediates import Intermediate
 from jaxopt_llm.search.mixture import Mixture
@@ -34,9 +34,13 @@ class Block:
     @classmethod
     def of(cls, config: TrainConfig) -> "Block":
         model, tensor, mixture = config.model, config.mesh.tensor, Mixture.of(config)
-        width, heads, mlp = model.width, model.heads * model.head_dim / tensor, _mlp_width(model, mixture) / tensor
+        width, heads, mlp = model.width, model.heads / tensor, _mlp_width(model, mixture) / tensor
         # Fewer key-value heads than devices rest and are computed whole on each.
-        kv_heads = model.kv_heads * model.head_dim / (tensor if model.kv_heads >= tensor else 1)
+        kv_heads = model.kv_heads / (tensor if model.kv_heads >= tensor else 1)
+        queries, mixed = heads * model.head_dim, heads * model.value_dim
+        keys, values = kv_heads * model.key_dim, kv_heads * model.value_dim
+        latent, query_latent = model.latent_rank, model.latent_rank and model.query_rank
+        shared = model.rotary_head_dim if latent else 0  # latents and what heads share are whole on each device
         residual = width / tensor if config.sharding.sequence_parallel else width
         gated = model.mlp != "gelu"
         # Of what all layers have on average: of a mixture room for the most rows there can be, products with those that
@@ -48,10 +52,13 @@ class Block:
             elements={
                 "block_input": residual,
                 "attention_input": width,
-                "query": heads,
-                "key": kv_heads,
-                "value": kv_heads,
-                "attention": heads,
+                "query_latent": query_latent,
+                "latent": latent,
+                "rotary_key": shared,
+                "query": queries,
+                "key": keys,
+                "value": values,
+                "attention": mixed,
                 "attention_output": residual,
                 "mlp_input": width,
                 "mlp_gate": hidden * gated,
@@ -61,10 +68,13 @@ class Block:
                 "expert_rows": rows * width,
             },
             weights={
-                "query": width * heads,
-                "key": width * kv_heads,
-                "value": width * kv_heads,
-                "attention_output": heads * width,
+                "query_latent": width * query_latent,
+                "latent": width * latent,
+                "rotary_key": width * shared,
+                "query": (query_latent or width) * queries,
+                "key": (latent or width) * keys,
+                "value": (latent or width) * values,
+                "attention_output": mixed * width,
                 "mlp_gate": multiplied * gated,
                 "mlp_up": multiplied,
                 "mlp_output": multiplied,
@@ -91,7 +101,7 @@ def kept(remat: RematConfig, model: ModelConfig) -> frozenset[Made]:
 
 def recomputed(remat: RematConfig, model: ModelConfig) -> frozenset[Made]:
     """What the backward computes again of what a product or attention makes."""
-    wanted: set[Made] = {"query", "key", "value", "attention", "attention_output", "mlp_gate", "mlp_up"}
+    wanted: set[Made] = {*QKV, "attention", "attention_output", "mlp_gate", "mlp_up"}
     wanted |= OF_MIXTURES if model.experts else set()
     if _reads_mlp_output(model):
         wanted.add("mlp_output")

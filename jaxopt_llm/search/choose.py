@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.kernels.attention import KERNELS
+from jaxopt_llm.model.attention import kernel_head_dim
 from jaxopt_llm.parallel.mesh import MeshConfig
 from jaxopt_llm.search.attention import settled
 from jaxopt_llm.search.footprint import Footprint, footprint
@@ -134,7 +135,7 @@ def _attends(config: TrainConfig, cluster: Cluster) -> bool:
     """Whether these GPUs have the kernel."""
     kernel = KERNELS[config.training.attention]
     dtype, capability = config.precision.compute_dtype, cluster.chip.compute_capability
-    return not kernel.problems(config.model.head_dim, dtype, capability)
+    return not kernel.problems(kernel_head_dim(config.model), dtype, capability)
 
 
 def search(

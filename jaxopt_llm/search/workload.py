@@ -81,6 +81,10 @@ def workload(config: TrainConfig, rests: Resting, cluster: Cluster) -> Work:
     scores = count * formed * attention.heads
     attends_again = passes.again + ("attention" in again) * passes.backward
     attends = passes.forward + attends_again
+    keys, values = attention.sizes
+    # Scores, and the queries' and keys' gradients; results, and the gradients of weights and values. A kernel forms
+    # scores and the gradients of weights twice.
+    backward = 4 * keys + 3 * values if attention.flash else 3 * keys + 2 * values
 
     table = classes(config) * model.width
     logits = passes.loss * count * classes(config)
@@ -105,8 +109,8 @@ def workload(config: TrainConfig, rests: Resting, cluster: Cluster) -> Work:
         streamed += 12 * rests.layers.gradients / passes.chunks * passes.backward
         streamed += 12 * rests.outer.gradients * passes.loss
     if attention.exchange == RING:
-        queries, keys = (count * model.head_dim * heads for heads in (attention.heads, attention.kv_heads))
-        summed = queries * (attends + passes.backward) + 2 * keys * passes.backward
+        of_queries, of_keys = (count * model.head_dim * heads for heads in (attention.heads, attention.kv_heads))
+        summed = of_queries * (attends + passes.backward) + 2 * of_keys * passes.backward
         streamed += held * (mesh.context - 1) * MERGED * summed
     streamed += LOGIT * logits + passes.loss * chunks * 8 * table
     # The update reads and writes what rests, and reads the gradients twice: for their norm before.
@@ -117,10 +121,10 @@ def workload(config: TrainConfig, rests: Resting, cluster: Cluster) -> Work:
     beside = 2 * passes.backward * kept_on_host
     return Work(
         flops=2 * held * count * products + 6 * logits * model.width,
-        attention_flops=2 * model.head_dim * scores * (2 * attends + (7 if attention.flash else 5) * passes.backward),
+        attention_flops=2 * scores * ((keys + values) * attends + backward * passes.backward),
         attention_bytes=0 if attention.flash else scores * (SCORE_FORWARD * attends + SCORE_BACKWARD * passes.backward),
         flash=attention.flash,
-        repeated_flops=2 * held * count * rerun + 4 * model.head_dim * scores * attends_again,
+        repeated_flops=2 * held * count * rerun + 2 * (keys + values) * scores * attends_again,
         bytes=streamed,
         sent=tuple(_sent(config, rests, cluster, block, passes)),
         pcie_bytes=2 * rests.host + beside,

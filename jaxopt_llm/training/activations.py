@@ -28,6 +28,11 @@ class Activations:
             "heads": model.heads,
             "kv_heads": model.kv_heads,
             "head_dim": model.head_dim,
+            "query_latent": model.query_rank,
+            "latent": model.latent_rank,
+            "turned_dim": model.turned_dim,
+            "key_dim": model.key_dim,
+            "value_dim": model.value_dim,
             "mlp": model.mlp_width,
         } | others
         shape = (self.training.batch_size // self.training.accumulation, *(sizes[axis] for axis in axes))
@@ -69,4 +74,8 @@ class Activations:
 
     @property
     def _there(self) -> list[Intermediate]:
-        return [name for name in AXES if name != "mlp_gate" or self.model.mlp != "gelu"]
+        model = self.model
+        absent = {"mlp_gate"} if model.mlp == "gelu" else set()
+        absent |= set() if model.latent_rank else {"latent", "rotary_key"}
+        absent |= set() if model.latent_rank and model.query_rank else {"query_latent"}
+        return [name for name in AXES if name not in absent]

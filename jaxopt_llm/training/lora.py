@@ -150,10 +150,16 @@ def _expert_problems(specs: Params, config: LoraConfig) -> list[str]:
 
 
 def _nf4_problems(specs: Params, config: LoraConfig) -> list[str]:
-    width = specs["outer"]["embedding"]["table"].shape[1]
-    if config.base != "nf4" or nf4.block(width):
+    if config.base != "nf4":
         return []
-    return [f"lora.base=nf4: model.width={width} is no multiple of {nf4.BLOCKS[-1]}: set --lora.base int8"]
+    matrices = [spec for spec in jax.tree.leaves(specs) if spec.leading and spec.contracting]
+    along = {(spec.axes[dim], spec.shape[dim]) for spec in matrices for dim in (leaves.nf4_dim(spec),)}
+    return [
+        f"lora.base=nf4: {'model.width=' if axis == 'embed' else 'the rank of a latent, '}{size} is no multiple of "
+        f"{nf4.BLOCKS[-1]}: set --lora.base int8"
+        for axis, size in sorted(along)
+        if not nf4.block(size)
+    ]
 
 
 def adapt(

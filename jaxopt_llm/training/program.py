@@ -15,6 +15,7 @@ from jaxopt_llm.execution.schedules import PipelineConfig
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.execution.stages import EVEN, rest_on_stages
 from jaxopt_llm.kernels.attention_auto import FALLBACK, Choice
+from jaxopt_llm.model.attention import kernel_head_dim
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import Params, Parts, make_parts
@@ -78,7 +79,7 @@ def make_program(
         check_exchanges(device, placement.sharding.expert_exchange)
         keys = training.sequence_length // (placement.size("context") if placement.deals else 1)
         attention = choose_attention(
-            device, training.attention, model.head_dim, placement.precision.compute_dtype, keys
+            device, training.attention, kernel_head_dim(model), placement.precision.compute_dtype, keys
         )
         products = choose_expert_products(device, training.expert_products, placement.precision.compute_dtype)
         xla_options.check(xla, placement.mesh)

@@ -1,7 +1,6 @@
 """Folders of mixtures of experts, a tensor for each: into our stacks and back, and refused where they are not whole."""
 
 import functools
-import json
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +20,8 @@ from test_peft import rewrite as rewrite_adapter
 from test_peft import write as write_adapter
 
 from jaxopt_llm import load_pretrained, tree
-from jaxopt_llm.checkpoint import families, huggingface, safetensors
+from jaxopt_llm.checkpoint import huggingface, safetensors
+from jaxopt_llm.checkpoint.family import canonical
 from jaxopt_llm.config import TrainConfig, with_pretrained
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution.stages import rest_on_stages
@@ -35,7 +35,24 @@ BASE = replace(folders.CONFIG, pattern=("global",), biases="none", experts=EXPER
 MIXTRAL = BASE
 QWEN = replace(BASE, qk_norm="head", expert_every=2, router_renormalises=False)
 OLMOE = replace(BASE, qk_norm="projection", kv_heads=4, width=16)
-CONFIGS = {"mixtral": MIXTRAL, "qwen3_moe": QWEN, "olmoe": OLMOE}
+LATENT: dict[str, Any] = {
+    "kv_heads": 4,
+    "head_dim": 10,
+    "latent_rank": 8,
+    "rotary_head_dim": 6,
+    "value_head_dim": 12,
+    "dense_layers": 1,
+    "shared_expert_width": 12,
+}
+DEEPSEEK2 = replace(BASE, **LATENT, router_renormalises=False, router_groups=2)
+DEEPSEEK3 = replace(BASE, **LATENT, query_rank=16, router="sigmoid", router_bias=True, router_scale=2.5)
+CONFIGS = {
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN,
+    "olmoe": OLMOE,
+    "deepseek_v2": DEEPSEEK2,
+    "deepseek_v3": DEEPSEEK3,
+}
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "one device": {},
     "experts, divided and split": {"zero_stage": 3, "expert": 2, "fsdp": 2, "tensor": 2},
@@ -54,7 +71,7 @@ def test_every_expert_comes_into_its_place(family: str, name: str, tmp_path: Pat
         expected = toy.on_stages(parts.specs, expected)
     folder = huggingface.open_folder(folders.folder(tmp_path / "folder", config))
     assert folder.family.model_type == family
-    assert families.canonical(folder.config) == families.canonical(config)
+    assert canonical(folder.config) == canonical(config)
 
     def check(path: str, spec: Any, values: np.ndarray) -> None:
         leaf = folder.read(path, spec, placement.parameters(spec))
@@ -108,6 +125,7 @@ def test_a_round_trip_is_equal_to_the_bit(family: str, tmp_path: Path, monkeypat
     load_pretrained(source).save_pretrained(tmp_path / "two")
     specs = jax.tree.leaves(make_parts(config).specs)
     assert len(fetched) == sum(1 if spec.layers is None else len(spec.layers) for spec in specs)
+    assert {huggingface.read_settings(tmp_path / name)["torch_dtype"] for name in ("one", "two")} == {"bfloat16"}
     one, two = (safetensors.open_folder(tmp_path / name) for name in ("one", "two"))
     assert one.keys() == two.keys()
     for name in one:
@@ -115,21 +133,19 @@ def test_a_round_trip_is_equal_to_the_bit(family: str, tmp_path: Path, monkeypat
         assert one[name].array.tobytes() == two[name].array.tobytes()
 
 
-def test_a_routers_bias_stays_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_routers_bias_stays_in_float32(tmp_path: Path) -> None:
     """In a folder of 16 bits, which says so of all else."""
-    config = replace(MIXTRAL, router_bias=True)
-    mixtral = families.fitting(MIXTRAL)
-    biased = replace(mixtral, names=mixtral.names | {"model.layers.{}.bias": "mlp/router_bias"})
-    monkeypatch.setattr(huggingface, "family_of", lambda config, source: biased)
-    params = jax.device_put(folders.params(config), toy.placement().replicated)
-    huggingface.write(tmp_path / "folder", params, config, dtype="bfloat16")
+    params = jax.device_put(folders.params(DEEPSEEK3), toy.placement().replicated)
+    huggingface.write(tmp_path / "folder", params, DEEPSEEK3, dtype="bfloat16")
     stored = safetensors.open_folder(tmp_path / "folder")
     wide = {name: each.array for name, each in stored.items() if each.array.dtype != jnp.bfloat16}
-    assert {name: each.dtype for name, each in wide.items()} == {
-        f"model.layers.{layer}.bias": jnp.float32 for layer in range(config.layers)
+    name = "model.layers.{}.mlp.gate.e_score_correction_bias"
+    assert {key: each.dtype for key, each in wide.items()} == {
+        name.format(layer): jnp.float32 for layer in range(1, DEEPSEEK3.layers)
     }
-    np.testing.assert_array_equal(wide["model.layers.1.bias"], params["segment_0"]["block_0"]["mlp"]["router_bias"][1])
-    assert json.loads((tmp_path / "folder" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    expected = params["segment_1"]["block_0"]["mlp"]["router_bias"]
+    np.testing.assert_array_equal([wide[name.format(layer)] for layer in range(1, DEEPSEEK3.layers)], expected)
+    assert huggingface.read_settings(tmp_path / "folder")["torch_dtype"] == "bfloat16"
 
 
 def test_what_a_router_is_taught_beside_the_loss_is_the_runs_own(tmp_path: Path) -> None:
@@ -222,6 +238,21 @@ def test_tensors_that_are_not_the_models_are_named(change: Callable[..., Any], s
     folder = folders.folder(tmp_path / "folder", MIXTRAL)
     rewrite(folder, change)
     with pytest.raises(InputError, match=said):
+        load_pretrained(folder)
+
+
+def test_what_predicts_more_tokens_is_left_out(tmp_path: Path) -> None:
+    """A layer after the last, as published; not two."""
+    folder = folders.folder(tmp_path / "folder", DEEPSEEK3)
+
+    def with_layer(number: int, arrays: dict[str, np.ndarray]) -> None:
+        arrays[f"model.layers.{number}.eh_proj.weight"] = np.ones((32, 64), np.float32)
+        arrays[f"model.layers.{number}.self_attn.kv_a_layernorm.weight"] = np.ones(8, np.float32)
+
+    rewrite(folder, functools.partial(with_layer, 5))
+    jax.tree.map(np.testing.assert_array_equal, load_pretrained(folder).params, folders.params(DEEPSEEK3))
+    rewrite(folder, functools.partial(with_layer, 6))
+    with pytest.raises(InputError, match="tensor 'model.layers.6.eh_proj.weight' is none of a DeepseekV3ForCausalLM's"):
         load_pretrained(folder)
 
 

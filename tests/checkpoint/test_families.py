@@ -8,6 +8,7 @@ import pytest
 
 from jaxopt_llm.checkpoint import codecs, families
 from jaxopt_llm.checkpoint.codecs import Unsupported
+from jaxopt_llm.checkpoint.family import canonical
 from jaxopt_llm.checkpoint.tensors import tensors
 from jaxopt_llm.model.config import ModelConfig
 
@@ -34,6 +35,15 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
+}
+YARN_ROPE = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
 }
 # As published in the older form, with what each leaves out: config.json, parameters, some of our fields.
 PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
@@ -125,6 +135,42 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
         6_919_161_856,
         {"experts": 64, "expert_width": 1024, "qk_norm": "projection", "router_renormalises": False},
     ),
+    "deepseek_v2 lite": (
+        sizes(
+            102400, 2048, 10944, 27, 16, 16, rms_norm_eps=1e-6, attention_bias=False, aux_loss_alpha=0.001,
+            first_k_dense_replace=1, kv_lora_rank=512, moe_intermediate_size=1408, moe_layer_freq=1, n_group=1,
+            n_routed_experts=64, n_shared_experts=2, norm_topk_prob=False, num_experts_per_tok=6, pretraining_tp=1,
+            q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, rope_scaling=YARN_ROPE, rope_theta=10000,
+            routed_scaling_factor=1.0, scoring_func="softmax", seq_aux=True, tie_word_embeddings=False, topk_group=1,
+            topk_method="greedy", v_head_dim=128, max_position_embeddings=163840,
+        ),
+        15_706_484_224,
+        {"latent_rank": 512, "query_rank": 0, "head_dim": 192, "rope_factor": 40.0, "shared_expert_width": 2816},
+    ),
+    "deepseek_v2": (
+        sizes(
+            102400, 5120, 12288, 60, 128, 128, rms_norm_eps=1e-6, attention_bias=False, aux_loss_alpha=0.001,
+            first_k_dense_replace=1, kv_lora_rank=512, moe_intermediate_size=1536, moe_layer_freq=1, n_group=8,
+            n_routed_experts=160, n_shared_experts=2, norm_topk_prob=False, num_experts_per_tok=6, q_lora_rank=1536,
+            qk_nope_head_dim=128, qk_rope_head_dim=64, rope_scaling=YARN_ROPE, rope_theta=10000, topk_group=3,
+            routed_scaling_factor=16.0, scoring_func="softmax", tie_word_embeddings=False, v_head_dim=128,
+            topk_method="group_limited_greedy", max_position_embeddings=163840,
+        ),
+        235_741_434_880,
+        {"query_rank": 1536, "router_groups": 8, "router_groups_per_token": 3, "router_scale": 16.0},
+    ),
+    "deepseek_v3": (
+        sizes(
+            129280, 7168, 18432, 61, 128, 128, rms_norm_eps=1e-6, attention_bias=False, aux_loss_alpha=0.001,
+            first_k_dense_replace=3, kv_lora_rank=512, moe_intermediate_size=2048, moe_layer_freq=1, n_group=8,
+            n_routed_experts=256, n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=8, q_lora_rank=1536,
+            qk_nope_head_dim=128, qk_rope_head_dim=64, rope_theta=10000, routed_scaling_factor=2.5,
+            rope_scaling=YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}, scoring_func="sigmoid", topk_group=4,
+            topk_method="noaux_tc", num_nextn_predict_layers=1, tie_word_embeddings=False, v_head_dim=128,
+        ),
+        671_026_419_200,
+        {"router": "sigmoid", "router_bias": True, "dense_layers": 3, "rope_mscale_all_dim": 1.0},
+    ),
     "gpt2": (
         {
             "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "n_ctx": 1024,
@@ -134,6 +180,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
         {"positions": "learned", "max_positions": 1024, "mlp_width": 3072, "biases": "all", "tied_head": True},
     ),
 }  # fmt: skip
+
+
+DEEPSEEK: dict[str, Any] = {
+    "kv_heads": 4,
+    "latent_rank": 8,
+    "experts": 4,
+    "expert_width": 8,
+    "shared_expert_width": 16,
+    "router_renormalises": False,
+}
 
 
 def published(name: str) -> dict[str, Any]:
@@ -158,7 +214,7 @@ def test_what_is_written_says_the_same(name: str) -> None:
     config = read(published(name))
     family = families.fitting(config, published(name)["model_type"])
     assert family.model_type == published(name)["model_type"]
-    assert families.canonical(read(family.write(config))) == families.canonical(config)
+    assert canonical(read(family.write(config))) == canonical(config)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +307,10 @@ def test_of_two_places_the_one_is_read_that_transformers_reads() -> None:
         (ModelConfig(experts=4, router_z_loss=0.1, router_bias_rate=0.1), "mixtral"),  # which change no logits
         (ModelConfig(experts=4, qk_norm="projection", head_dim=32, width=128), "olmoe"),
         (ModelConfig(balance_loss=0.5), "llama"),
+        (ModelConfig(rope_scaling="yarn", rope_factor=2.0), "llama"),
+        (ModelConfig(**DEEPSEEK), "deepseek_v2"),
+        (ModelConfig(**DEEPSEEK, router_bias=True, router="sigmoid", router_bias_rate=0.0), "deepseek_v3"),
+        (ModelConfig(rope_scaling="yarn", rope_mscale=2.0, query_rank=7), "llama"),  # which nothing reads
     ],
 )
 def test_a_model_of_ones_own_finds_its_family(config: ModelConfig, family: str) -> None:
@@ -270,6 +330,12 @@ def test_a_model_of_ones_own_finds_its_family(config: ModelConfig, family: str) 
         ({"experts": 4, "shared_expert_width": 8}, "model.shared_expert_width=8"),
         ({"experts": 4, "expert_capacity": 1.5}, "model.expert_capacity=1.5"),
         ({"experts": 4, "dense_layers": 1}, "model.dense_layers=1"),
+        ({"kv_heads": 4, "latent_rank": 8}, "model.latent_rank=8"),
+        ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_mscale": 2.0}, "model.rope_mscale=2.0"),
+        (DEEPSEEK | {"shared_expert_width": 9}, "model.shared_expert_width=9: no multiple of model.expert_width=8"),
+        ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_mscale_all_dim": 0.5}, "model.rope_mscale_all_dim=0.5"),
+        (DEEPSEEK | {"expert_every": 2}, "model.expert_every=2"),
+        (DEEPSEEK | {"router": "sigmoid"}, "model.router=sigmoid"),
     ],
 )
 def test_a_model_that_no_family_has_is_refused(changes: dict[str, Any], lacks: str) -> None:
@@ -324,6 +390,28 @@ def test_a_model_that_no_family_has_is_refused(changes: dict[str, Any], lacks: s
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0: only null"),
         ("olmoe", {"sliding_window": 8}, "sliding_window=8: only null"),
         ("olmoe", {"head_dim": 64}, "head_dim=64: times num_attention_heads=16 it must be hidden_size=2048"),
+        ("deepseek_v2", {"num_key_value_heads": 8}, "num_key_value_heads=8: only num_attention_heads=128"),
+        ("deepseek_v2", {"kv_lora_rank": 0}, "kv_lora_rank=0: must be at least 1"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True: only False"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc': only 'greedy' and"),
+        ("deepseek_v2", {"n_group": None}, "n_group is missing"),
+        ("deepseek_v2", {"n_shared_experts": 0}, "n_shared_experts=0: must be at least 1"),
+        ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq=2: only 1"),
+        ("deepseek_v2", {"first_k_dense_replace": 60}, "model.dense_layers=60: must be at least 0, and below"),
+        ("deepseek_v2", {"rope_scaling": LLAMA3_ROPE}, "rope_type='llama3': only 'default' and 'yarn'"),
+        (
+            "deepseek_v2",
+            {"rope_scaling": YARN_ROPE | {"mscale": None}},
+            "mscale_all_dim=0.707: not known here without mscale",
+        ),
+        ("deepseek_v2", {"rope_scaling": YARN_ROPE | {"attention_factor": 1.5}}, "attention_factor=1.5: only None"),
+        ("deepseek_v2", {"rope_scaling": YARN_ROPE | {"truncate": False}}, "truncate=False: only True"),
+        ("deepseek_v2", {"rope_scaling": YARN_ROPE | {"factor": None}}, "factor is missing"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False: only True"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax': only 'sigmoid'"),
+        ("deepseek_v3", {"n_group": 7}, "model.experts=256 does not divide into model.router_groups=7"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not read"),
+        ("llama", {"rope_scaling": YARN_ROPE}, "mscale_all_dim=0.707: not known here in this family"),
         ("gemma2", {"num_attention_heads": 15}, "hidden_size=3584 does not divide by num_attention_heads=15"),
     ],
 )

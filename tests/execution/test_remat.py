@@ -14,6 +14,7 @@ from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.execution.stages import EVEN, rest_on_stages
 from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import make_parts
 from jaxopt_llm.model.intermediates import Intermediate
 from jaxopt_llm.parallel import hlo
@@ -23,6 +24,7 @@ LENGTH = WIDTH  # so that each of attention's products is one [B, S, D] × [D, D
 MODEL = replace(
     toy.CONFIG, pattern=("global",), layers=LAYERS, width=WIDTH, heads=4, kv_heads=4, head_dim=16, mlp_width=2 * WIDTH
 )
+LATENT = replace(MODEL, latent_rank=32, query_rank=32, rotary_head_dim=8, value_head_dim=16)
 ROWS = toy.packed(2, LENGTH)
 TOKENS = np.float32(np.sum(ROWS.loss_mask))
 ACTIVATION = 2 * LENGTH * WIDTH * 4  # bytes of [B, S, D]
@@ -37,8 +39,8 @@ class Result(NamedTuple):
 
 
 @functools.cache
-def compute(remat: RematConfig) -> Result:
-    parts = make_parts(MODEL)
+def compute(remat: RematConfig, model: ModelConfig = MODEL) -> Result:
+    parts = make_parts(model)
     params = toy.params(parts.specs)
     nothing = jax.tree.map(lambda leaf: None, params)
     batch, placement = toy.microbatches(ROWS, 1), toy.placement()
@@ -78,8 +80,24 @@ def test_a_policy_keeps_and_computes_again_what_it_says(remat: RematConfig, kept
     assert toy.distance(found.gradients, none.gradients) < 1e-6
 
 
+# Latents are half of an activation each, as what heads have of keys is, and what they share an eighth.
+@pytest.mark.parametrize(
+    ("remat", "kept", "again"),
+    [
+        (RematConfig("save_qkv"), 1 + (1 / 2 + 1 / 2 + 1 / 8) + (1 + 1 / 2 + 1) + (1 + LOG_SUMS), 1 + 4),
+        (RematConfig(("latent",)), 1 + 1 / 2, (1 / 2 + 1 / 8) + (1 / 2 + 1 / 4 + 1 / 2) + 2 + 1 + 4),
+    ],
+    ids=str,
+)
+def test_of_latents_it_is_the_same(remat: RematConfig, kept: float, again: float) -> None:
+    found, none = compute(remat, LATENT), compute(RematConfig("none"), LATENT)
+    assert found.products - none.products == pytest.approx(again, abs=1e-6)
+    assert kept <= found.activations <= kept + 0.6
+    assert toy.distance(found.gradients, none.gradients) < 1e-6
+
+
 def test_every_name_of_the_list_is_an_intermediate_of_the_block() -> None:
-    parts, batch, placement = make_parts(MODEL), jax.tree.map(jnp.asarray, ROWS), toy.placement()
+    parts, batch, placement = make_parts(LATENT), jax.tree.map(jnp.asarray, ROWS), toy.placement()
 
     def loss(params: Any, taps: Any) -> jax.Array:
         return scan.microbatch_loss(parts, params, batch, jnp.float32(1), placement, RematConfig("none"), taps)[0]

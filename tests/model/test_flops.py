@@ -24,6 +24,9 @@ ROWS, SEQUENCE = 2, 8
 CONFIG = dataclasses.replace(toy.CONFIG, vocabulary_size=256, pattern=("global",))
 
 
+LATENT = {"kv_heads": 4, "head_dim": 6, "latent_rank": 12, "rotary_head_dim": 4, "value_head_dim": 3}
+
+
 @pytest.mark.parametrize(
     "switches, lora",
     [
@@ -32,6 +35,8 @@ CONFIG = dataclasses.replace(toy.CONFIG, vocabulary_size=256, pattern=("global",
         ({"tied_head": False}, LoraConfig()),
         ({"tied_head": False}, LoraConfig(rank=2)),
         ({"positions": "learned", "mlp": "gelu", "biases": "all"}, LoraConfig()),
+        (LATENT, LoraConfig()),
+        (LATENT | {"query_rank": 10}, LoraConfig()),
     ],
 )
 def test_the_compiled_step_does_as_many(switches: dict[str, Any], lora: LoraConfig) -> None:

@@ -10,7 +10,7 @@ from jaxopt_llm.kernels.spans import of_documents
 from jaxopt_llm.model.attention import attention_specs, self_attention
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.layers import gelu, mlp, mlp_specs, norm, norm_specs
+from jaxopt_llm.model.layers import Rotary, gelu, mlp, mlp_specs, norm, norm_specs
 
 pytestmark = pytest.mark.core
 
@@ -46,11 +46,11 @@ def test_an_mlp_keeps_its_input_and_projections(kind: str, projections: int, bia
 def test_attention_keeps_its_input_and_not_the_norm_of_it(biases: str) -> None:
     config = ModelConfig(width=WIDTH, heads=2, kv_heads=1, head_dim=6, biases=biases)  # type: ignore[arg-type]
     none = {"scale": 1.0, "implementation": "xla"} | dict.fromkeys(("window", "softcap", "cache"))
-    frequencies = np.ones(3, np.float32)
+    rotary = Rotary(np.ones(3, np.float32))
 
     def layer(params: dict, x: jax.Array) -> jax.Array:
         norms = {"norm": jnp.tanh, "query_norm": lambda q: q, "key_norm": lambda k: k}
-        return self_attention(params, x, CONTEXT, **norms, frequencies=frequencies, **none)[0]
+        return self_attention(params, x, CONTEXT, **norms, rotary=rotary, **none)[0]
 
     assert kept(layer, attention_specs(config, 1.0), WIDTH) == 1
 

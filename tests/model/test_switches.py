@@ -61,9 +61,21 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "rope_low_frequency_factor": 0.5,
         "rope_high_frequency_factor": 2.0,
     },
+    "deepseek": {
+        "latent_rank": 6,
+        "query_rank": 5,
+        "rope_scaling": "yarn",
+        "rope_factor": 8.0,
+        "rope_original_length": 64,
+        "rope_low_frequency_factor": 0.25,
+        "rope_high_frequency_factor": 2.0,
+        "rope_mscale": 0.7,
+        "rope_mscale_all_dim": 0.4,
+    },
 }
 BASE = dataclasses.replace(toy.CONFIG, head_dim=8)
-MODELS = {name: dataclasses.replace(BASE, **switches) for name, switches in SWITCHES.items()}
+SIZES: dict[str, dict[str, Any]] = {"deepseek": {"kv_heads": 4, "rotary_head_dim": 6, "value_head_dim": 3}}
+MODELS = {name: dataclasses.replace(BASE, **switches, **SIZES.get(name, {})) for name, switches in SWITCHES.items()}
 
 
 @functools.cache
@@ -77,6 +89,7 @@ def paths(specs: tree.Tree) -> set[str]:
 
 def test_every_switch_is_on_somewhere() -> None:
     sizes = {"vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width"}
+    sizes |= {"rotary_head_dim", "value_head_dim"}
     elsewhere = {
         "window",
         "rope_theta",
@@ -84,13 +97,14 @@ def test_every_switch_is_on_somewhere() -> None:
         "tied_head",
         "pretrained",
         "last_layers",
+        "router_bias_rate",
         *EXPERTS,
-    }  # test_decoder.py, test_pretrained.py, test_trainable.py, test_experts.py
+    }  # test_decoder.py, test_pretrained.py, test_trainable.py, test_router_bias.py, test_experts.py
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     assert set().union(*SWITCHES.values()) == fields - sizes - elsewhere
 
 
-@pytest.mark.parametrize("name, policy", [("gpt", "none"), ("gemma", "full"), ("olmo", "none")])
+@pytest.mark.parametrize("name, policy", [("gpt", "none"), ("gemma", "full"), ("olmo", "none"), ("deepseek", "none")])
 def test_loss_and_gradients_are_the_references(name: str, policy: str) -> None:
     parts, batch, remat = make_parts(MODELS[name]), toy.microbatches(BATCH, 1), RematConfig(policy)  # type: ignore[arg-type]
 
@@ -126,7 +140,7 @@ def test_each_switch_changes_the_reference(name: str, switch: str) -> None:
         on, without = (reference.logits(params(name), toy.reference_config(model), *where) for model in models)
         assert switch == "max_positions" or toy.distance(on, without) > 1e-3
     else:
-        assert switch in ("mlp", "norm_placement")  # which then lacks parameters
+        assert switch in ("mlp", "norm_placement", "latent_rank", "query_rank")  # which then lacks parameters
 
 
 @pytest.mark.parametrize("name", MODELS)

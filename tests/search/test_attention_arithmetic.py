@@ -85,3 +85,9 @@ def test_a_search_reckons_with_what_auto_takes() -> None:
     auto, pallas, xla = map(found, ("auto", "pallas", "xla"))
     assert (auto.footprint, auto.time) == (pallas.footprint, pallas.time) != (xla.footprint, xla.time)
     assert auto.config.training.attention == "auto"
+
+
+def test_values_have_their_own_size_but_for_a_kernel() -> None:
+    lite = configuration.load("deepseek_v2_lite.py")
+    flash = dataclasses.replace(lite, training=dataclasses.replace(lite.training, attention="pallas"))
+    assert [Attention.of(each).sizes for each in (lite, flash)] == [(192, 128), (256, 256)]

@@ -3,11 +3,14 @@
 import dataclasses
 from typing import Any
 
+import jax
 import pytest
 import toy
 
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.model import param
+from jaxopt_llm.model.decoder import param_specs
 from jaxopt_llm.parallel.mesh import MeshConfig
 from jaxopt_llm.parallel.sharding import ShardingConfig
 from jaxopt_llm.search.block import Block, kept, recomputed
@@ -53,3 +56,15 @@ def test_no_policy_keeps_what_is_a_mixtures() -> None:
     assert kept(RematConfig("none"), model) >= own
     assert not recomputed(RematConfig("none"), model)
     assert not recomputed(RematConfig("full"), toy.CONFIG) & own
+
+
+def test_of_latents_a_block_has_its_matrices_and_they_are_whole_on_each_device() -> None:
+    switches = {"kv_heads": 4, "head_dim": 10, "latent_rank": 8, "rotary_head_dim": 4, "value_head_dim": 3}
+    for each in (switches | {"query_rank": 6}, switches, {"kv_heads": 2}):
+        layer = param_specs(dataclasses.replace(toy.UNIFORM, layers=1, **each))["segment_0"]
+        matrices = [spec for spec in jax.tree.leaves(layer) if spec.contracting]
+        assert sum(block(**each).weights.values()) == param.count(matrices)
+    halves, whole = (block(tensor, **switches, query_rank=6).elements for tensor in (2, 1))
+    divided = {name for name in whole if halves[name] != whole[name]}
+    assert divided == {"query", "key", "value", "attention", "mlp_gate", "mlp_up"}
+    assert (whole["latent"], whole["rotary_key"], whole["key"], whole["attention"]) == (8, 4, 4 * 6, 4 * 3)

@@ -1,0 +1,59 @@
+"""DeepSeek-V2-Lite (DeepSeek-AI 2024, arXiv:2405.04434, appendix B): 15,706,484,224 parameters (2,661,150,208 active).
+
+    python -m jaxopt_llm.train --config deepseek_v2_lite.py --data.paths prepared --data.tokenizer tokenizer.json
+
+Hardware: 8 H200 in one host, 8 experts of each layer on each. As compiled,
+
+    python -m jaxopt_llm.plan --config deepseek_v2_lite.py --gpu h200 --hosts 1 --gpus-per-host 8
+
+50.5 GiB at the peak and 146.0 GiB sent, of each GPU in a step. On 8 such hosts, where --mesh.fsdp 8 divides the
+experts, too, --training.accumulation 1 --training.batch-size 128 takes 19.8 GiB.
+
+ZeRO-3 of what all tokens pass, 2 rows of 4096 tokens on each GPU at a time, 64 in a step. --model.pretrained FOLDER
+begins from the published weights, for which this learning rate is too high: --optimizer.learning-rate 1e-5.
+"""
+
+from jaxopt_llm.config import RunConfig, TrainConfig
+from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.training.optimizer import OptimizerConfig
+from jaxopt_llm.training.schedule import ScheduleConfig
+from jaxopt_llm.training.step import TrainingConfig
+
+
+def get_config() -> TrainConfig:
+    steps = 500_000
+    return TrainConfig(
+        run=RunConfig(directory="runs/deepseek_v2_lite"),
+        model=ModelConfig(
+            vocabulary_size=102_400,
+            width=2048,
+            layers=27,
+            heads=16,
+            kv_heads=16,
+            head_dim=192,
+            latent_rank=512,
+            rotary_head_dim=64,
+            value_head_dim=128,
+            mlp_width=10_944,
+            experts=64,
+            experts_per_token=6,
+            expert_width=1408,
+            shared_expert_width=2816,
+            dense_layers=1,
+            router_renormalises=False,
+            balance_loss=0.001,
+            rope_scaling="yarn",
+            rope_factor=40.0,
+            rope_high_frequency_factor=32.0,
+            rope_original_length=4096,
+            rope_mscale=0.707,
+            rope_mscale_all_dim=0.707,
+            norm_epsilon=1e-6,
+            tied_head=False,
+        ),
+        training=TrainingConfig(steps=steps, batch_size=64, sequence_length=4096, accumulation=4),
+        optimizer=OptimizerConfig(learning_rate=4.2e-4),
+        schedule=ScheduleConfig(warmup_steps=2000, decay_steps=steps),
+        mesh=MeshConfig(expert=8),
+    )

@@ -1,0 +1,53 @@
+"""Values of another head size than queries' and keys': by XLA's operations, and by a kernel of one size."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+from jaxopt_llm.kernels import attention_xla
+from jaxopt_llm.kernels.attention import attend
+from jaxopt_llm.kernels.padded import Padded, common_size
+from jaxopt_llm.kernels.spans import Form, of_documents
+
+pytestmark = pytest.mark.core
+
+
+class OneSize:
+    """As the kernels for GPUs are: heads of one size that it knows."""
+
+    def forward(self, form: Form, q: Any, k: Any, v: Any, spans: Any) -> Any:
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] == 16
+        return attention_xla.forward(form, q, k, v, spans)
+
+    def backward(self, form: Form, q: Any, k: Any, v: Any, spans: Any, log_sum: Any, mean: Any, gradient: Any) -> Any:
+        assert gradient.shape[-1] == 16
+        return attention_xla.backward(form, q, k, v, spans, log_sum, mean, gradient)
+
+
+@pytest.mark.parametrize("implementation", [attention_xla, Padded(OneSize(), 16)], ids=["xla", "padded"])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(12, 8), (6, 10)])
+def test_output_and_gradients_are_the_references(implementation: Any, head_dim: int, value_dim: int) -> None:
+    random = np.random.default_rng(0)
+    sizes = (4, head_dim), (2, head_dim), (2, value_dim), (4, value_dim)
+    q, k, v, gradient = (random.normal(size=(2, 24, *size)).astype(np.float32) for size in sizes)
+    segments = np.sort(random.integers(0, 3, (2, 24)), axis=1)
+    form = Form(0.4)
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend(implementation, form, q, k, v, of_documents(jnp.asarray(segments)))
+
+    out, back = jax.vjp(run, q, k, v)
+    visible = (segments[:, :, None] == segments[:, None]) & np.tri(24, dtype=bool)
+    wide = (np.asarray(each, np.float64) for each in (q, k, v))
+    expected, expected_back = reference.attend(*wide, visible, form.scale)
+    assert out.shape == (2, 24, 4, value_dim)
+    for found, wanted in zip((out, *back(gradient)), (expected, *expected_back(gradient)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_common_size_is_one_that_kernels_take() -> None:
+    assert [common_size(*sizes) for sizes in ((192, 128), (128, 128), (96, 96), (48, 40))] == [256, 128, 96, 64]
