@@ -66,7 +66,11 @@ def _gradients(config: TrainConfig, rests: Resting, passes: Passes, reduced: int
         return reduced * (one + rests.outer.gradients)
     summed = rests.layers.gradients + rests.outer.gradients
     one = rests.layers.gradients / passes.chunks + rests.outer.gradients
-    return one * reduced + summed * 4 * (accumulates(config) + passes.unrolled)
+    found = one * reduced + summed * 4 * (accumulates(config) + passes.unrolled)
+    # What replicas' gradients are added to, XLA has over `expert` from the beginning, in stage 3 alone.
+    mesh = config.mesh
+    early = config.sharding.zero_stage == 3 and mesh.data > 1 and mesh.expert > 1
+    return found + 4 * rests.layers.masters * early
 
 
 def _kept_elements(config: TrainConfig, block: Block, passes: Passes) -> float:
@@ -91,14 +95,14 @@ def _loss(config: TrainConfig, rests: Resting, count: int) -> float:
     rows = classes(config)
     chunk = min(config.training.loss_chunk or count, count)
     summed = 4 * (rests.layers.gradients + rests.outer.gradients) if accumulates(config) else 0
-    return summed + rows * ((4 + compute) * chunk + compute * model.width) + _head_gradient(config, rests, count)
+    # What the head's gradient is summed up from in chunks, XLA keeps beside it.
+    parts = 2 if count > chunk else 1
+    return summed + rows * ((4 + compute) * chunk + compute * model.width) + parts * _head_gradient(config, rests)
 
 
-def _head_gradient(config: TrainConfig, rests: Resting, count: int) -> float:
-    """In float32, whole: it waits for its reduction. What it is summed up from in chunks, XLA keeps beside it."""
-    table = classes(config) * config.model.width
-    chunk = config.training.loss_chunk or count
-    return table * rests.outer.trained / rests.outer.weights * (8 if count > chunk else 4)
+def _head_gradient(config: TrainConfig, rests: Resting) -> float:
+    """In float32, whole: it waits for its reduction."""
+    return 4 * classes(config) * config.model.width * rests.outer.trained / rests.outer.weights
 
 
 def _working(config: TrainConfig, rests: Resting, count: int, passes: Passes) -> float:
@@ -116,7 +120,7 @@ def _working(config: TrainConfig, rests: Resting, count: int, passes: Passes) ->
     # In attention its masks, and after it the next layer's weights.
     ahead = max(scores * 4 * _masks(of_attention), weights) if _gathers_ahead(config) else 0
     waiting, running = (compute * count * elements for elements in _mlp_elements(config))
-    return max(attention + ahead + waiting, running) + residual + _head_gradient(config, rests, count) + weights
+    return max(attention + ahead + waiting, running) + residual + _head_gradient(config, rests) + weights
 
 
 def _mlp_elements(config: TrainConfig) -> tuple[float, float]:

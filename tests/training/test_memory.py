@@ -8,7 +8,6 @@ import toy
 
 from jaxopt_llm.execution.schedules import PipelineConfig
 from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.model.intermediates import AXES
 from jaxopt_llm.parallel.buffers import Buffer
 from jaxopt_llm.training import memory
 from jaxopt_llm.training.activations import Activations
@@ -96,18 +95,34 @@ def test_what_an_interleaved_stage_sums_and_keeps_is_known() -> None:
     assert memory.source_name(waiting, known) == "of all layers, inputs of runs of them"
 
 
+def test_what_layers_with_experts_keep_is_known() -> None:
+    """Rows for the experts of a device, of its own and of others' tokens, and what the shared expert keeps beside."""
+    model = replace(toy.UNIFORM, layers=3, experts=8, experts_per_token=3, expert_width=20, shared_expert_width=12)
+    placement, training = toy.placement(expert=4, tensor=2), TrainingConfig(batch_size=8, sequence_length=16)
+    remat = RematConfig("none")
+    arguments = (OptimizerConfig(), ScheduleConfig(1, 10), remat, LoraConfig(), placement)
+    known = Known.of(make_program(model, training, *arguments), Activations(model, training, placement), remat, 0)
+
+    def name(*shape: int) -> str:
+        return memory.source_name(buffer("jit(step)/jvp()/while", "while", (3, *shape)), known)
+
+    rows = 8 * 16 * 2  # of all tokens, two choices each that can be this device's
+    assert name(rows, 20 // 2) == "of all layers, mlp_gate, mlp_up"
+    assert name(rows, model.width) == "of all layers, rows for experts"
+    assert name(2, 16, 12 // 2) == "of all layers, mlp_gate, mlp_up"
+    assert "rows for experts" not in str(Activations(model, training, placement).kept(RematConfig("dots")))
+
+
 def test_of_latents_it_is_known_what_a_layer_keeps_of_them() -> None:
     """Whole on the devices along `tensor`, which divides heads."""
     switches = {"kv_heads": 4, "head_dim": 10, "latent_rank": 8, "rotary_head_dim": 4, "value_head_dim": 3}
     training, placement = TrainingConfig(batch_size=2, sequence_length=16), toy.placement(tensor=2)
-    model = replace(toy.UNIFORM, **switches)
-    latents, with_queries, without = (
-        Activations(each, training, placement) for each in (model, replace(model, query_rank=6), toy.UNIFORM)
+    latents = replace(toy.UNIFORM, **switches)
+    with_queries, without_queries, ordinary = (
+        dict(Activations(model, training, placement).kept(RematConfig("save_qkv")))
+        for model in (replace(latents, query_rank=6), latents, toy.UNIFORM)
     )
-    assert not {"latent", "rotary_key", "query_latent"} & {*without.kept(RematConfig("save_qkv"))}
-    assert "query_latent" not in latents.kept(RematConfig("save_qkv"))
-    names = with_queries.kept(RematConfig("save_qkv"))
-    assert {name: with_queries.shape(*AXES[name])[2:] for name in names} == {
+    assert {name: shape[2:] for name, shape in with_queries.items()} == {
         "block_input": (16,),
         "query_latent": (6,),
         "latent": (8,),
@@ -117,3 +132,5 @@ def test_of_latents_it_is_known_what_a_layer_keeps_of_them() -> None:
         "value": (2, 3),
         "attention": (2, 3),
     }
+    assert with_queries.keys() - without_queries.keys() == {"query_latent"}
+    assert without_queries.keys() - ordinary.keys() == {"latent", "rotary_key"}
