@@ -145,13 +145,13 @@ LATENTS = [
     BASIC
     | {"model": "latent", "zero": 3, "tensor": 2, "sequence_parallel": True, "split": {"fsdp": 2}, "remat": "save_qkv"},
     BASIC | {"model": "latent", "pipeline": 2, "tensor": 2, "split": {"context": 2}, "attention": "kernel"},
-    BASIC | {"model": "latent", "zero": 2, "tensor": 2, "split": {"data": 2, "fsdp": 2}, "adapt": "qlora"},
+    BASIC | {"model": "latent", "zero": 3, "tensor": 2, "split": {"fsdp": 2}, "adapt": "lora-int8", "remat": "none"},
 ]
 SLOW_LATENTS = [
     BASIC | {"model": "latent", "zero": 1, "tensor": 4, "split": {"fsdp": 2}, "remat": "offload"},
     BASIC | {"model": "latent", "zero": 3, "split": {"context": 4}, "exchange": "all_to_all", "attention": "kernel"},
     BASIC | {"model": "latent", "zero": 0, "pipeline": 2, "tensor": 2, "sequence_parallel": True, "remat": "named"},
-    BASIC | {"model": "latent", "zero": 3, "tensor": 2, "split": {"fsdp": 2}, "adapt": "lora-int8", "remat": "none"},
+    BASIC | {"model": "latent", "zero": 2, "tensor": 2, "split": {"data": 2, "fsdp": 2}, "adapt": "qlora"},
     BASIC | {"model": "deepseek", "split": {"expert": 2, "fsdp": 2}, "tensor": 2, "zero": 3},
     BASIC | {"model": "deepseek", "split": {"expert": 2}, "pipeline": 2, "tensor": 2, "sequence_parallel": True},
 ]
