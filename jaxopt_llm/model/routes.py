@@ -3,7 +3,6 @@
 Letters: E experts, k experts per token, R rows of a device, P devices along `expert`.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +65,8 @@ def _sorted(experts: jax.Array, count: int) -> Sorted:
     """experts: int32 [C], `count` of a choice that goes nowhere."""
     order = jnp.argsort(experts, stable=True).astype(jnp.int32)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
-    return Sorted(order, place, jnp.searchsorted(experts[order], jnp.arange(count + 1)).astype(jnp.int32))
+    # Compared with all, here and below: a search is a loop of small kernels.
+    return Sorted(order, place, jnp.sum(experts < jnp.arange(count + 1)[:, None], axis=1, dtype=jnp.int32))
 
 
 def gathered(experts: jax.Array, config: ModelConfig, placement: Placement) -> Plan:
@@ -127,7 +127,7 @@ def of_round(
         ends = jnp.cumsum(received, axis=1)
         sizes = jnp.sum(received, axis=0)
         rows = jnp.cumsum(sizes) - sizes + jnp.cumsum(received, axis=0) - received  # where each part begins
-        expert = jax.vmap(functools.partial(jnp.searchsorted, side="right"), (0, None))(ends, slots[0])
+        expert = jnp.sum(ends[:, None] <= slots[0][:, None], axis=2, dtype=jnp.int32)  # [P, slots]
         shift = jnp.take_along_axis(rows - (ends - received), jnp.minimum(expert, own - 1), axis=1)
         row = jnp.where(expert < own, slots[0] + shift, slots.size).reshape(-1)
         arrivals = Arrivals(
