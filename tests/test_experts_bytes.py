@@ -56,6 +56,27 @@ def test_choices_travel_with_their_room(mesh: MeshConfig, exchange: str) -> None
     assert sum(each.wire_bytes * each.times for each in sent) / LAYERS < 1.05 * tokens
 
 
+@pytest.mark.parametrize(("exchange", "least"), [("gather", 5), ("all_to_all", 2)])
+def test_a_shared_expert_is_computed_beside_the_exchange(exchange: str, least: int) -> None:
+    """Of five in a layer: there and back, there again, and both again backward."""
+    switches = (*MIXTURE, ("shared_expert_width", 2 * INNER))
+    text = compiled(
+        4, MESHES[0], 3, attention="pallas", switches=switches, expert_exchange=exchange, shape=(8, 8192)
+    ).text
+    started: dict[str, int] = {}
+    products, beside = 0, []
+    for computation, instruction, _ in instructions.walk(text):
+        products += "__cublas" in instruction.attributes or instruction.find(TRITON) is not None
+        if instruction.opcode.removesuffix("-start") in hlo.COLLECTIVES and "shard_map" in instruction.source:
+            size = sum(array.bytes for name in instruction.operands for array in computation[name].results)
+            if size >= 8192 * WIDTH * 2:
+                started[instruction.name] = products
+        elif instruction.opcode.endswith("-done") and instruction.operands[0] in started:
+            beside.append(products - started[instruction.operands[0]])
+    assert len(beside) == 5
+    assert sum(each > 0 for each in beside) >= least
+
+
 @pytest.mark.slow
 def test_rows_take_the_room_of_a_round() -> None:
     """Not that of all choices: eight devices have eight times the tokens of one, and no more rows than theirs twice."""

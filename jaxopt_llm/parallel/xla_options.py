@@ -64,8 +64,8 @@ SCHEDULED: Options = {"xla_gpu_enable_latency_hiding_scheduler": True}
 # come after its last product (10B, 8 GPUs: 48% of the gathered bytes move beside products). Without it 77% do, all
 # but those of the attention's own weights.
 GATHERED_AHEAD: Options = {"xla_gpu_enable_pipelined_all_gather": True} if jax.__version_info__ < (0, 11) else {}
-# Of a ring keys, values and the gradients of both are sent at once: by its own choice XLA has one collective at a time
-# beside computation, and waits for the others.
+# Of a ring keys, values and the gradients of both are sent at once, of experts tokens and numbers of them: by its own
+# choice XLA has one collective at a time beside computation, and waits for the others.
 AT_ONCE: Options = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 # Passes of XLA's that make programs compute something else, and say nothing:
 # - What is gathered and sliced again becomes a permute; devices whose slice is their own are left out of it, and get
@@ -116,7 +116,8 @@ def _ours(mesh: Mesh | AbstractMesh, microbatches: int, matmul: Matmul) -> Optio
     if mesh.size == 1:
         return on_one
     ahead = GATHERED_AHEAD if gathers_ahead(mesh.shape, microbatches) else {}
-    return on_one | SCHEDULED | ahead | (AT_ONCE if mesh.shape["context"] > 1 else {})
+    several = max(mesh.shape["context"], mesh.shape["expert"]) > 1
+    return on_one | SCHEDULED | ahead | (AT_ONCE if several else {})
 
 
 def gathers_ahead(sizes: Mapping[str, int], microbatches: int) -> bool:
