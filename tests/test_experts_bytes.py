@@ -11,23 +11,31 @@ from jaxopt_llm.parallel import hlo, instructions
 from jaxopt_llm.parallel.mesh import MeshConfig
 from jaxopt_llm.parallel.sharding import ShardingConfig
 
+ON_64 = MeshConfig(fsdp=8, expert=8)
 LAYERS, EXPERTS, INNER, CHOSEN = 8, 8, 1024, 2
 MIXTURE = (("experts", EXPERTS), ("expert_width", INNER), ("experts_per_token", CHOSEN))
 MESHES = [MeshConfig(fsdp=2, expert=4), MeshConfig(fsdp=2, expert=2, tensor=2), *slow((MeshConfig(expert=8),))]
 
-pytestmark = pytest.mark.core
-
 
 def mixed(mesh: MeshConfig, remat: str = "full", exchange: str = "gather", **switches: Any) -> Compiled:
-    return compiled(LAYERS, mesh, 3, remat, switches=(*MIXTURE, *switches.items()), expert_exchange=exchange)
+    shape = rows(mesh), SEQUENCE
+    return compiled(
+        LAYERS, mesh, 3, remat, switches=(*MIXTURE, *switches.items()), expert_exchange=exchange, shape=shape
+    )
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+def rows(mesh: MeshConfig) -> int:
+    return max(ROWS, mesh.fsdp * mesh.expert)
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, *slow((ON_64,))])
 def test_gathered_tokens_travel_once_there_and_once_back(mesh: MeshConfig) -> None:
     """Over `expert` alone, whatever the number of experts per token: brought together forward, again in the forward
     that is run again, and their results' gradients backward; summed on the way back forward and backward."""
     sent = [each for each in mixed(mesh).collectives if each.axes == ("expert",)]
-    together = ROWS // mesh.fsdp * SEQUENCE * WIDTH * 2  # bytes of what the devices along `expert` have of the batch
+    together = (
+        rows(mesh) // mesh.fsdp * SEQUENCE * WIDTH * 2
+    )  # bytes of what the devices along `expert` have of the batch
     by_kind = {
         kind: sum(each.array_bytes * each.times for each in sent if each.kind == kind) / LAYERS
         for kind in ("all-gather", "reduce-scatter")
@@ -39,13 +47,17 @@ def test_gathered_tokens_travel_once_there_and_once_back(mesh: MeshConfig) -> No
 
 @pytest.mark.parametrize(
     ("mesh", "exchange"),
-    [(MESHES[0], "all_to_all"), (MESHES[0], "ragged"), *slow((MESHES[1], "all_to_all"), (MESHES[2], "all_to_all"))],
+    [
+        pytest.param(MESHES[0], "all_to_all", marks=pytest.mark.core),
+        pytest.param(MESHES[0], "ragged", marks=pytest.mark.core),
+        *slow((MESHES[1], "all_to_all"), (MESHES[2], "all_to_all"), (ON_64, "all_to_all"), (ON_64, "ragged")),
+    ],
 )
 def test_choices_travel_with_their_room(mesh: MeshConfig, exchange: str) -> None:
     """Over `expert` alone: to their experts forward, in the forward that is run again, and their results' gradients
     backward; back forward and backward. Of a round's room ragged sends what is filled, which no program says."""
     sent = [each for each in mixed(mesh, exchange=exchange).collectives if each.axes == ("expert",)]
-    own = ROWS // (mesh.fsdp * mesh.expert) * SEQUENCE
+    own = rows(mesh) // (mesh.fsdp * mesh.expert) * SEQUENCE
     once = ShardingConfig().expert_room * own * CHOSEN * WIDTH * 2
     kind = {"all_to_all": "all-to-all", "ragged": "ragged-all-to-all"}[exchange]
     tokens = (
@@ -83,8 +95,8 @@ def test_rows_take_the_room_of_a_round() -> None:
     gather, rounds = (
         mixed(MeshConfig(expert=8), "none", exchange).memory.temporaries for exchange in ("gather", "all_to_all")
     )
-    rows = ROWS * SEQUENCE, ShardingConfig().expert_room * SEQUENCE * CHOSEN  # one expert a device
-    assert gather - rounds > 0.8 * LAYERS * (rows[0] - rows[1]) * 2 * INNER * 2  # gate and up
+    taken = ROWS * SEQUENCE, ShardingConfig().expert_room * SEQUENCE * CHOSEN  # one expert a device
+    assert gather - rounds > 0.8 * LAYERS * (taken[0] - taken[1]) * 2 * INNER * 2  # gate and up
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -134,11 +134,9 @@ EXTRAS = [
     BASIC | {"zero": 3, "tensor": 2, "split": {"data": 2, "fsdp": 2}, "adapt": "qlora"},
     BASIC | {"pipeline": 2, "split": {"data": 2, "fsdp": 2}, "adapt": "qlora"},
     BASIC | {"pipeline": 2, "tensor": 2, "split": {"fsdp": 2}, "remat": "save_attention", "attention": "kernel"},
-    BASIC | ROUNDS | {"model": "experts", "split": {"expert": 4, "fsdp": 2}, "zero": 3, "adapt": "lora-int8"},
     BASIC
     | ROUNDS
     | {"model": "experts", "split": {"expert": 2}, "pipeline": 2, "tensor": 2, "sequence_parallel": True},
-    BASIC | {"model": "shared", "split": {"expert": 2, "fsdp": 2, "context": 2}, "zero": 1, "remat": "offload"},
 ]
 # Latents, which `tensor` leaves whole, on every axis, and their matrices under each kind of leaf.
 LATENTS = [
@@ -157,13 +155,15 @@ SLOW_LATENTS = [
 ]
 # Experts on the other meshes.
 EXPERTS = [
+    BASIC | ROUNDS | {"model": "experts", "split": {"expert": 4, "fsdp": 2}, "zero": 3, "adapt": "lora-int8"},
+    BASIC | {"model": "shared", "split": {"expert": 2, "fsdp": 2, "context": 2}, "zero": 1, "remat": "offload"},
     BASIC | ROUNDS | {"model": "experts", "split": {"expert": 2, "data": 2}, "tensor": 2, "zero": 0},
     BASIC | {"model": "shared", "split": {"expert": 8}, "zero": 2, "remat": "named", "accumulation": 1},
-    BASIC | {"model": "experts", "split": {"expert": 2, "fsdp": 2}, "tensor": 2, "zero": 1, "adapt": "lora-nf4"},
-    BASIC | ROUNDS | {"model": "shared", "split": {"expert": 2, "fsdp": 2}, "pipeline": 2, "zero": 3, "adapt": "lora"},
 ]
 # What is left of the switches' own product with the axes.
 SLOW = [
+    BASIC | {"model": "experts", "split": {"expert": 2, "fsdp": 2}, "tensor": 2, "zero": 1, "adapt": "lora-nf4"},
+    BASIC | ROUNDS | {"model": "shared", "split": {"expert": 2, "fsdp": 2}, "pipeline": 2, "zero": 3, "adapt": "lora"},
     BASIC | {"pipeline": 3, "tensor": 2, "sequence_parallel": True, "model": "segments", "remat": "every"},
     BASIC | {"model": "gpt", "zero": 2, "pipeline": 2, "tensor": 2, "split": {"fsdp": 2}, "remat": "save_qkv"},
     BASIC | {"model": "gemma", "zero": 3, "tensor": 4, "split": {"fsdp": 2}, "remat": "dots"},
