@@ -76,9 +76,10 @@ def _is(experts: jax.Array, config: ModelConfig) -> jax.Array:
 def capacity(config: ModelConfig, length: int) -> int:
     """Choices that an expert takes of a sequence of so many tokens (Fedus et al. 2022, arXiv:2101.03961, section 2.2).
 
-    Of the sequence, where the paper has it of a device's batch: no split of the batch changes what is dropped.
+    Of the sequence, where the paper has it of a device's batch: no split of the batch changes what is dropped. A token
+    chooses an expert once: none takes more of them than there are.
     """
-    return math.ceil(config.expert_capacity * length * config.experts_per_token / config.experts)
+    return min(math.ceil(config.expert_capacity * length * config.experts_per_token / config.experts), length)
 
 
 def within_capacity(experts: jax.Array, rows: jax.Array, config: ModelConfig, placement: Placement) -> jax.Array:

@@ -167,3 +167,8 @@ def test_with_a_cache_nothing_is_dropped() -> None:
     logits = jnp.zeros((1, 6, 4))
     assert not router.choose(logits, None, jnp.arange(6)[None], config, toy.placement()).kept.all()
     assert router.choose(logits, None, None, config, toy.placement()).kept.all()
+
+
+def test_a_capacity_beyond_all_tokens_drops_none() -> None:
+    config = replace(CONFIG, expert_capacity=1e30)
+    assert router.choose(jnp.zeros((1, 6, 4)), None, jnp.arange(6)[None], config, toy.placement()).kept.all()
