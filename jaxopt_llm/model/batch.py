@@ -12,7 +12,7 @@ class Batch:
     tokens:      int32, ids below the tokenizer's vocabulary size.
     targets:     int32, the token that follows each token.
     loss_mask:   bool, True where `targets` is a real token of the same document.
-    segment_ids: int32, one id per document in its row; tokens attend within their own segment only.
+    segment_ids: int32, one id per document in its row, 0 of padding; tokens attend within their own segment only.
     positions:   int32, restart at 0 in every segment.
     noise:       uint32, random bits of the step, by which dropout drops; None where nothing is dropped.
     """

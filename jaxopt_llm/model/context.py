@@ -11,7 +11,8 @@ from jaxopt_llm.tree import Leaf
 @struct.dataclass
 class Context:
     """positions: int32 [B, S]; spans: the rows, or slots of the cache, that each token sees but for a window; noise:
-    uint32 [B, S] or None (see Batch); counts: bool [B, S], the tokens whose loss counts, None with a cache.
+    uint32 [B, S] or None (see Batch); counts: bool [B, S], the tokens whose loss counts, None with a cache; real: bool
+    [B, S], those that are no padding, None with a cache and where no layer has experts.
 
     With a cache: cache_index, int32 scalar, the slot of the first token; cache_layer, int32 scalar, the layer's place
     in its stack's cache.
@@ -24,3 +25,4 @@ class Context:
     cache_layer: Leaf = None
     noise: Leaf = None
     counts: Leaf = None
+    real: Leaf = None

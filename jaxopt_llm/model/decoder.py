@@ -183,7 +183,9 @@ def make_parts(
         spans = of_documents(placement.constrain(batch.segment_ids, "batch", "sequence"))
         noise = None if batch.noise is None else placement.dealt(batch.noise)
         positions, counts = map(placement.dealt, (batch.positions, batch.loss_mask))
-        return Context(positions, jax.tree.map(placement.dealt, spans), placement, noise=noise, counts=counts)
+        real = placement.dealt(batch.segment_ids) != 0 if config.experts else None
+        spans = jax.tree.map(placement.dealt, spans)
+        return Context(positions, spans, placement, noise=noise, counts=counts, real=real)
 
     def embed(outer: Params, tokens: jax.Array, context: Context) -> jax.Array:
         tokens = context.placement.dealt(tokens)

@@ -89,7 +89,8 @@ def mixture(
     normed, logits = route(x)
     bias = weights.materialise(params["router_bias"], jnp.dtype(jnp.float32)) if config.router_bias else None
     # A token sees none after itself. With a cache nothing is dropped: what a token is answered would depend on others.
-    choice = router.choose(logits, bias, None if context.counts is None else context.spans.last, config, placement)
+    rows = None if context.counts is None else context.spans.last
+    choice = router.choose(logits, bias, rows, context.real, config, placement)
     experts = jnp.where(choice.kept, choice.experts, config.experts)
     matrices = {name: params[name] for name in ("gate", "up", "down") if name in params}
     inputs = normed, choice.weights

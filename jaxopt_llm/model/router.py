@@ -16,8 +16,8 @@ TINY = 1e-18  # whose square, by which a derivative divides, float32 still has
 
 
 class Choice(NamedTuple):
-    """experts: int32 [B, S, k]; kept: bool [B, S, k], whether the expert takes the token; weights: float32 [B, S, k], 0
-    where not; scores: float32 [B, S, E], of all."""
+    """experts: int32 [B, S, k]; kept: bool [B, S, k], whether the expert takes the token, which it does of no padding;
+    weights: float32 [B, S, k], 0 where not; scores: float32 [B, S, E], of all."""
 
     experts: jax.Array
     kept: jax.Array
@@ -26,7 +26,12 @@ class Choice(NamedTuple):
 
 
 def choose(
-    logits: jax.Array, bias: jax.Array | None, rows: jax.Array | None, config: ModelConfig, placement: Placement
+    logits: jax.Array,
+    bias: jax.Array | None,
+    rows: jax.Array | None,
+    real: jax.Array | None,
+    config: ModelConfig,
+    placement: Placement,
 ) -> Choice:
     """Of float32 logits [B, S, E] the k best scores, of equals the first expert's.
 
@@ -34,6 +39,8 @@ def choose(
     bias: float32 [E], which the choice adds to the scores, not the weights; None for none.
     rows: int32 [B, S], the place of each token in its sequence, however that is dealt to devices; None where nothing is
         to be dropped.
+    real: bool [B, S], where False is padding; None where there is none. All of it would choose the same experts: they
+        would drop others' choices for it, or have it sent in rounds of its own.
     """
     scores = jax.nn.softmax(logits) if config.router == "softmax" else jax.nn.sigmoid(logits)
     _, experts = jax.lax.top_k(jax.lax.stop_gradient(_merits(scores, bias, config)), config.experts_per_token)
@@ -41,9 +48,9 @@ def choose(
     weights = jnp.sum(jnp.where(_is(experts, config), scores[:, :, None], 0), axis=-1)
     if config.router_renormalises:
         weights = shares(weights)
-    kept = jnp.ones(experts.shape, jnp.bool)
+    kept = jnp.broadcast_to(True if real is None else real[..., None], experts.shape)
     if config.expert_capacity and rows is not None:
-        kept = within_capacity(experts, rows, config, placement)
+        kept &= within_capacity(jnp.where(kept, experts, config.experts), rows, config, placement)
     return Choice(experts, kept, jnp.where(kept, weights * config.router_scale, 0), scores)
 
 

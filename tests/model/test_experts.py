@@ -110,7 +110,7 @@ def test_of_equal_groups_the_first_is_chosen(name: str, levels: list[float]) -> 
     config, random = CONFIGS[name], np.random.default_rng(0)
     logits = random.choice(levels, size=(2, 40, config.experts))
     bias = random.choice([-0.5, 0.0, 0.25], size=config.experts) if config.router_bias else np.zeros(config.experts)
-    choice = router.choose(jnp.asarray(logits, jnp.float32), jnp.asarray(bias), None, config, toy.placement())
+    choice = router.choose(jnp.asarray(logits, jnp.float32), jnp.asarray(bias), None, None, config, toy.placement())
     if config.router == "sigmoid":
         scores = np.exp(logits) / (1 + np.exp(logits))
     else:
@@ -152,11 +152,11 @@ def test_what_is_seen_of_routers() -> None:
 
 def test_a_router_whose_scores_are_all_0_in_float32_gives_no_nan() -> None:
     config = replace(CONFIGS["deepseek"], shared_expert_width=0)
-    choice = router.choose(jnp.full((1, 3, 4), -110.0), None, None, config, toy.placement())
+    choice = router.choose(jnp.full((1, 3, 4), -110.0), None, None, None, config, toy.placement())
     assert np.isfinite(choice.weights).all()
 
     def loss(logits: jax.Array) -> jax.Array:
-        choice = router.choose(logits, None, None, config, toy.placement())
+        choice = router.choose(logits, None, None, None, config, toy.placement())
         return router.balance_loss(choice, jnp.ones((1, 3), bool), config) + jnp.sum(choice.weights)
 
     assert np.isfinite(jax.grad(loss)(jnp.full((1, 3, 4), -88.0))).all()
@@ -165,10 +165,19 @@ def test_a_router_whose_scores_are_all_0_in_float32_gives_no_nan() -> None:
 def test_with_a_cache_nothing_is_dropped() -> None:
     config = CONFIGS["capacity"]
     logits = jnp.zeros((1, 6, 4))
-    assert not router.choose(logits, None, jnp.arange(6)[None], config, toy.placement()).kept.all()
-    assert router.choose(logits, None, None, config, toy.placement()).kept.all()
+    assert not router.choose(logits, None, jnp.arange(6)[None], None, config, toy.placement()).kept.all()
+    assert router.choose(logits, None, None, None, config, toy.placement()).kept.all()
 
 
 def test_a_capacity_beyond_all_tokens_drops_none() -> None:
     config = replace(CONFIG, expert_capacity=1e30)
-    assert router.choose(jnp.zeros((1, 6, 4)), None, jnp.arange(6)[None], config, toy.placement()).kept.all()
+    assert router.choose(jnp.zeros((1, 6, 4)), None, jnp.arange(6)[None], None, config, toy.placement()).kept.all()
+
+
+def test_padding_takes_no_place_from_a_token() -> None:
+    """Tokens choose second what padding chooses first, and first choices come before second ones."""
+    real = jnp.arange(8)[None] < 4
+    logits = jnp.where(real[..., None], jnp.array([4.0, 3.0, 0.0, 0.0]), jnp.array([0.0, 4.0, 3.0, 0.0]))
+    choice = router.choose(logits, None, jnp.arange(8)[None], real, CONFIGS["capacity"], toy.placement())
+    assert choice.kept[:, :4].all()
+    assert not choice.kept[:, 4:].any() and not choice.weights[:, 4:].any()

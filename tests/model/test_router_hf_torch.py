@@ -53,7 +53,7 @@ def test_experts_and_weights_are_theirs(name: str) -> None:
     np.put_along_axis(expected, experts.numpy(), weights.detach().numpy(), axis=1)
 
     choice = router.choose(
-        jnp.asarray(logits), None if bias is None else jnp.asarray(bias), None, config, toy.placement()
+        jnp.asarray(logits), None if bias is None else jnp.asarray(bias), None, None, config, toy.placement()
     )
     found = np.zeros((200, config.experts), np.float32)
     np.put_along_axis(found, np.reshape(choice.experts, (200, -1)), np.reshape(choice.weights, (200, -1)), axis=1)
