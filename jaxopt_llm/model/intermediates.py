@@ -1,8 +1,8 @@
 """The intermediates of a block that rematerialisation can name: one list, and the tag that marks them where they are
 made.
 
-Letters: B batch, S sequence, D width, H heads, G key-value heads, K head size, V that of values, F
-MLP width.
+Letters: B batch, S sequence, D width, H heads, G key-value heads, K head size, V that of values, F MLP
+width.
 """
 
 from typing import Literal
