@@ -52,6 +52,27 @@ def test_rounds_are_one_device(name: str, load: str, mesh: dict[str, int]) -> No
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("per_token", [1, 2, 3, 4, 8])
+def test_the_form_that_is_not_asked_for_sends_the_fewest_bytes(devices: int, per_token: int) -> None:
+    config, room = replace(CONFIG, experts=8, experts_per_token=per_token), 1.5
+    sent = {"gather": devices - 1, "all_to_all": room * per_token * (devices - 1) / devices}  # of a token, once
+    found = exchange.form(config, ShardingConfig(expert_room=room), devices)
+    assert sent[found] == min(sent.values())
+    for asked in ("gather", "all_to_all", "ragged"):
+        of_many = asked if devices > 1 else "gather"
+        assert exchange.form(config, ShardingConfig(expert_exchange=asked), devices) == of_many
+
+
+@pytest.mark.core
+def test_it_is_said_what_goes_between_devices() -> None:
+    said = "all_to_all over 4 devices, with room for 1.5 times an even load at a time"
+    assert exchange.said(CONFIG, placement(replace(ALL_TO_ALL, expert_room=1.5), expert=4)) == said
+    assert exchange.said(CONFIG, placement(ShardingConfig(), expert=2)) == "gather over 2 devices"
+    assert exchange.said(CONFIG, placement(fsdp=2)) == exchange.said(toy.CONFIG, placement(expert=2)) == ""
+
+
+@pytest.mark.core
 def test_padding_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it would go to the same experts: of rows of nothing to one device's, in more rounds than tokens take."""
     rounds: list[int] = []
