@@ -161,8 +161,8 @@ CASES = {
         ["expert_capacity=0.5", "1"],
     ),
     "no room for experts": (
-        ["--model.experts", "4", "--sharding.expert-room", "0"],
-        ["sharding.expert_room=0.0: must be above 0"],
+        ["--model.experts", "4", "--sharding.expert-room", "0.5"],
+        ["sharding.expert_room=0.5: must be at least 1"],
     ),
     "ragged without a GPU": (
         ["--model.experts", "4", "--sharding.expert-exchange", "ragged"],

@@ -24,6 +24,12 @@ def mixed(mesh: MeshConfig, remat: str = "full", exchange: str = "gather", **swi
     )
 
 
+def over_expert(step: Compiled) -> list[hlo.Collective]:
+    """Of tokens: not of weights, nor of their gradients, which XLA sums over one axis after the other."""
+    found = [each for each in step.collectives if each.axes == ("expert",)]
+    return [each for each in found if "shard_map" in each.source or each.kind == "ragged-all-to-all"]
+
+
 def rows(mesh: MeshConfig) -> int:
     return max(ROWS, mesh.fsdp * mesh.expert)
 
@@ -32,7 +38,7 @@ def rows(mesh: MeshConfig) -> int:
 def test_gathered_tokens_travel_once_there_and_once_back(mesh: MeshConfig) -> None:
     """Over `expert` alone, whatever the number of experts per token: brought together forward, again in the forward
     that is run again, and their results' gradients backward; summed on the way back forward and backward."""
-    sent = [each for each in mixed(mesh).collectives if each.axes == ("expert",)]
+    sent = over_expert(mixed(mesh))
     together = (
         rows(mesh) // mesh.fsdp * SEQUENCE * WIDTH * 2
     )  # bytes of what the devices along `expert` have of the batch
@@ -50,13 +56,15 @@ def test_gathered_tokens_travel_once_there_and_once_back(mesh: MeshConfig) -> No
     [
         pytest.param(MESHES[0], "all_to_all", marks=pytest.mark.core),
         pytest.param(MESHES[0], "ragged", marks=pytest.mark.core),
-        *slow((MESHES[1], "all_to_all"), (MESHES[2], "all_to_all"), (ON_64, "all_to_all"), (ON_64, "ragged")),
+        *slow(
+            (MESHES[1], "all_to_all"), (MeshConfig(expert=8), "all_to_all"), (ON_64, "all_to_all"), (ON_64, "ragged")
+        ),
     ],
 )
 def test_choices_travel_with_their_room(mesh: MeshConfig, exchange: str) -> None:
     """Over `expert` alone: to their experts forward, in the forward that is run again, and their results' gradients
     backward; back forward and backward. Of a round's room ragged sends what is filled, which no program says."""
-    sent = [each for each in mixed(mesh, exchange=exchange).collectives if each.axes == ("expert",)]
+    sent = over_expert(mixed(mesh, exchange=exchange))
     own = rows(mesh) // (mesh.fsdp * mesh.expert) * SEQUENCE
     once = ShardingConfig().expert_room * own * CHOSEN * WIDTH * 2
     kind = {"all_to_all": "all-to-all", "ragged": "ragged-all-to-all"}[exchange]
@@ -107,8 +115,11 @@ def test_a_device_holds_its_experts_alone(mesh: MeshConfig) -> None:
         own = masters[name].sharding.shard_shape(masters[name].shape)
         assert math.prod(own) * mesh.devices == math.prod(masters[name].shape) == LAYERS * EXPERTS * WIDTH * INNER
     # Nor are others gathered: whole over `fsdp`, divided over `expert` and `tensor`.
-    largest = max(each.array_bytes for each in step.collectives if each.axes == ("fsdp",) and each.kind == "all-gather")
-    assert largest <= 2 * 3 * EXPERTS * WIDTH * INNER * 2 / mesh.expert / mesh.tensor  # three matrices, of two layers
+    gathered = [each for each in step.collectives if each.axes == ("fsdp",) and each.kind == "all-gather"]
+    assert (
+        max((each.array_bytes for each in gathered), default=0)
+        <= 2 * 3 * EXPERTS * WIDTH * INNER * 2 / mesh.expert / mesh.tensor
+    )  # three matrices, of two layers
 
 
 def test_groups_and_a_bias_that_follows_the_load_move_counts_alone() -> None:

@@ -220,6 +220,7 @@ def _rows(specs: Params) -> int:
 
 
 def microbatch_of(batch: Batch, index: jax.Array) -> Batch:
-    """Fields [M, B, S] -> [B, S]; of none, whose result is dropped, any, of which no token counts."""
+    """Fields [M, B, S] -> [B, S]; of none, whose result is dropped, any, but that all of it is padding: an expert would
+    be sent more than of any other, by tokens that are all alike."""
     found = jax.tree.map(lambda x: at(x, jnp.maximum(index, 0)), batch)
-    return replace(found, loss_mask=found.loss_mask & (index >= 0))
+    return replace(found, segment_ids=jnp.where(index >= 0, found.segment_ids, 0))

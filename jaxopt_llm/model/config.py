@@ -204,7 +204,7 @@ class ModelConfig:
     def _latent_problems(self) -> list[str]:
         found = [
             f"model.{name}={getattr(self, name)}: must be at least {least}"
-            for name, least in (("latent_rank", 1), ("query_rank", 0), ("value_head_dim", 1))
+            for name, least in (("latent_rank", 0), ("query_rank", 0), ("value_head_dim", 1))
             if getattr(self, name) < least
         ]
         if not 0 < self.rotary_head_dim < self.head_dim or self.rotary_head_dim % 2:

@@ -60,7 +60,7 @@ def rows(config: ModelConfig, placement: Placement, tokens: int) -> int:
 def there_and_back(
     run: Run,
     experts: jax.Array,
-    counts: jax.Array | None,
+    cached: bool,
     params: tree.Tree,
     inputs: tuple[jax.Array, ...],
     config: ModelConfig,
@@ -69,11 +69,10 @@ def there_and_back(
     """run(params, *inputs, plan) [B, S, D], which is to `dispatch` and `collect`, summed over the plans that it takes.
 
     experts: int32 [B, S, k], config.experts where a choice goes nowhere.
-    counts: bool [B, S]. Where none counts, as in what a pipeline's stage runs while it waits, choices may be left out.
-        None with a cache: tokens are few, and gathered.
+    cached: whether there is a cache: tokens are few then, and gathered.
     """
     by = form(config, placement.sharding, placement.size("expert"))
-    if counts is None or by == "gather":
+    if cached or by == "gather":
         return run(params, *inputs, routes.gathered(experts, config, placement))
     by_expert = routes.in_order(experts, config, placement)
     plan = functools.partial(routes.of_round, ragged=by == "ragged", config=config, placement=placement)
@@ -81,7 +80,7 @@ def there_and_back(
     if most == 1:
         return run(params, *inputs, plan((experts, by_expert), 0))
     to_device = by_expert.begins[:, :: config.experts // placement.size("expert")]  # [N, P + 1]
-    count = jnp.where(jnp.any(counts), -(-jnp.max(jnp.diff(to_device, axis=1)) // each), 1)
+    count = -(-jnp.max(jnp.diff(to_device, axis=1)) // each)
     if placement.grouped:
         count = jax.lax.pmax(count, GROUPS)
     return _in_rounds(run, plan, (experts, by_expert), count, *weights.split_taps(params), inputs)

@@ -94,7 +94,7 @@ def mixture(
     experts = jnp.where(choice.kept, choice.experts, config.experts)
     matrices = {name: params[name] for name in ("gate", "up", "down") if name in params}
     inputs = normed, choice.weights
-    y = exchange.there_and_back(chosen, experts, context.counts, matrices, inputs, config, placement)
+    y = exchange.there_and_back(chosen, experts, context.counts is None, matrices, inputs, config, placement)
     if config.shared_expert_width:
         shared = {name.removeprefix("shared_"): each for name, each in params.items() if name.startswith("shared_")}
         y = y + mlp(shared, x, context, norm=norm, kind=config.mlp)

@@ -98,9 +98,9 @@ class ShardingConfig:
     left goes after"""
 
     def problems(self) -> list[str]:
-        if self.expert_room > 0:
+        if self.expert_room >= 1:
             return []
-        return [f"sharding.expert_room={self.expert_room}: must be above 0; 1 has room for an even load"]
+        return [f"sharding.expert_room={self.expert_room}: must be at least 1, which has room for an even load"]
 
 
 @dataclass(frozen=True)
