@@ -28,7 +28,6 @@ from xml.etree import ElementTree
 
 from jaxopt_llm import errors
 from jaxopt_llm.errors import InputError
-from jaxopt_llm.parallel.runtime import MEMORY_FRACTION
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 465  # for all of it: a part gets what those before it have left, at most its own limit
@@ -306,6 +305,10 @@ def main() -> int:
     asked = parser.parse_args()
     if not asked.output.is_dir():
         raise InputError(f"--output {asked.output}: no such folder")
+
+    if version("jax") is None:
+        raise InputError(f"{sys.executable} has no jax: install jaxopt_llm for it, or name another by PYTHON")
+    from jaxopt_llm.parallel.runtime import MEMORY_FRACTION  # which imports jax
 
     platforms = ("cpu",) if asked.on_cpu else ("cuda", "cpu")
     environment = {

@@ -30,6 +30,15 @@ def test_without_a_gpu_it_says_so_in_one_line() -> None:
     assert "--on-cpu" in done.stderr
 
 
+def test_without_jax_it_says_so_in_one_line(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # without what is installed for it
+    bare.chmod(0o755)
+    done = check("--on-cpu", PYTHON=str(bare))
+    assert done.returncode == 2
+    assert "has no jax" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_a_step_is_measured_without_what_reads_data_and_command_lines(tmp_path: Path) -> None:
     for missing in ("grain", "tyro"):
         (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError('{missing}')")
