@@ -11,7 +11,7 @@ from jaxopt_llm.errors import InputError
 from jaxopt_llm.kernels import attention_pallas
 from jaxopt_llm.kernels.attention import KERNELS
 from jaxopt_llm.model.attention import kernel_head_dim
-from jaxopt_llm.parallel.sharding import STORAGE_AXES
+from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.search.footprint import Footprint, footprint
 from jaxopt_llm.search.resting import resting
 from jaxopt_llm.search.walk import PART

@@ -314,8 +314,7 @@ FAMILIES = (
             "norm_topk_prob": True,
             "aux_loss_alpha": 0.001,
         },
-        # After the last layer comes one that predicts a token more, which transformers leaves out, too.
-        ignored=("*.rotary_emb.inv_freq", "model.layers.{}.*"),
+        predicts_more="model.layers.{}.",
         in_memory=in_memory("mlp", "gate_proj", "up_proj", "down_proj"),
     ),
     Family(

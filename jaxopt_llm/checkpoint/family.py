@@ -15,7 +15,9 @@ class Family:
     defaults: fields that its config.json may lack, where that stands for something.
     input_first: whether matrices of the blocks are [in, out], not [out, in] as torch.nn.Linear's.
     base: what a file of the model without its head lacks at the start of its names.
-    ignored: names of tensors that hold no parameters, or none of this model, as patterns, {} for the number of layers.
+    ignored: names of tensors that hold no parameters, as patterns.
+    predicts_more: how names begin in a layer after the last, {} for its number, that predicts a token more, as its
+        tensor eh_proj tells: it is left out, as transformers does.
     in_memory: other names, by which transformers' classes hold a layer's parameters since version 5, and write them on
     request -> the tensors of `names` that they are, side by side, and of all experts one after the other.
     """
@@ -28,6 +30,7 @@ class Family:
     input_first: bool = False
     base: str = "model."
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    predicts_more: str = ""
     in_memory: dict[str, str] = field(default_factory=dict)
 
     def read(self, settings: Settings) -> ModelConfig:

@@ -180,7 +180,8 @@ def open_folder(path: Path) -> Folder:
     wanted = tensors(family, config)
     if not any(name.startswith(family.base) for name in stored):  # the model without its head, as GPT-2's first folder
         stored = {name if name in wanted else family.base + name: each for name, each in stored.items()}
-    ignored = [pattern.format(config.layers) for pattern in family.ignored]
+    layer = family.predicts_more.format(config.layers)
+    ignored = (*family.ignored, f"{layer}*") if f"{layer}eh_proj.weight" in stored else family.ignored
     stored = {name: each for name, each in stored.items() if not any(fnmatchcase(name, p) for p in ignored)}
     stored = _as_published(family, config, stored, wanted)
     for name, tensor in wanted.items():

@@ -95,7 +95,7 @@ class ModelConfig:
     """base of the rotary frequencies"""
     rope_scaling: Literal["llama3", "yarn"] = "llama3"
     """how rope_factor slows frequencies down between the two bounds below: by their turns (Llama 3.1), or by their
-    number (YaRN: DeepSeek)"""
+    number (YaRN: DeepSeek), of which the published bounds are 1 and 32"""
     rope_factor: float = 1.0
     """slows the low rotary frequencies down, as for sequences so many times longer; 1 scales none"""
     rope_low_frequency_factor: float = 1.0

@@ -1,4 +1,4 @@
-"""Placement: where every array lives, as two tables of logical axes and ZeRO's overlay.
+"""Placement: where every array lives, by two tables of logical axes (axes.py) and ZeRO's overlay.
 
 Layers name logical axes only. One table maps them to mesh axes for parameters, another for activations. ZeRO is four
 placements laid over the parameters' table: of compute parameters, gradients, master parameters and moments. The
@@ -17,51 +17,18 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxopt_llm import tree
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.kernels import ring
+from jaxopt_llm.parallel.axes import (
+    ACTIVATION_AXES,
+    PARAMETER_AXES,
+    REPLICATED_WHEN_SMALLER,
+    SEQUENCE_PARALLEL_AXES,
+    STAGED_WHERE_IT_DIVIDES,
+    STORAGE_AXES,
+)
 from jaxopt_llm.parallel.gathering import Placed, WeightShardings, gather_sequence, scatter_sequence
-from jaxopt_llm.parallel.mesh import AXES, BATCH_AXES
+from jaxopt_llm.parallel.mesh import AXES
 from jaxopt_llm.parallel.offload import HOST, OFF, OffloadConfig
 from jaxopt_llm.parallel.precision import Exactness, Matmul, PrecisionConfig
-
-PARAMETER_AXES: dict[str, tuple[str, ...]] = {
-    "virtual": (),
-    "stages": ("pipeline",),
-    "layers": (),
-    "positions": (),
-    "embed": (),
-    "latent": (),
-    "head_dim": (),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "mlp": ("tensor",),
-    "experts": ("expert",),
-    "expert_mlp": ("tensor",),
-    "vocabulary": ("pipeline", "tensor"),
-}
-ACTIVATION_AXES: dict[str, tuple[str, ...]] = {
-    "batch": BATCH_AXES,
-    "sequence": ("context",),
-    "residual_sequence": ("context",),  # of the residual stream and its norms
-    "sent_sequence": ("context", "tensor"),  # of the same on its way from one stage of a pipeline to another
-    "embed": (),
-    "query_latent": (),
-    "latent": (),
-    "head_dim": (),
-    "turned_dim": (),
-    "key_dim": (),
-    "value_dim": (),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "mlp": ("tensor",),
-    "vocabulary": ("tensor",),
-}
-# Laid over that table by sharding.sequence_parallel.
-SEQUENCE_PARALLEL_AXES = {"residual_sequence": ("context", "tensor")}
-# Axes that rest replicated where they are smaller than what would split them, by intent: with fewer key-value heads
-# than `tensor`, each device computes the heads that its queries read.
-REPLICATED_WHEN_SMALLER = ("kv_heads",)
-# What the stages of a pipeline divide beside `tensor` where it divides so, by intent: where not, `tensor` alone does.
-STAGED_WHERE_IT_DIVIDES = ("vocabulary",)
-STORAGE_AXES = ("fsdp", "context", "expert")  # ZeRO divides storage by their product
 
 GROUPS = "gradient_groups"  # the name of the `vmap` over them, for what is wanted of all groups together
 

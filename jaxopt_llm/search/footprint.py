@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS
 from jaxopt_llm.parallel import xla_options
-from jaxopt_llm.parallel.sharding import STORAGE_AXES
+from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.search.attention import RING, Attention
 from jaxopt_llm.search.block import Block, kept
 from jaxopt_llm.search.mixture import Mixture

@@ -13,8 +13,9 @@ from jaxopt_llm.execution.schedules import PipelineConfig
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.kernels.attention import KERNELS
 from jaxopt_llm.model.decoder import layout
+from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.parallel.mesh import MeshConfig
-from jaxopt_llm.parallel.sharding import STORAGE_AXES, ShardingConfig
+from jaxopt_llm.parallel.sharding import ShardingConfig
 from jaxopt_llm.search.attention import ALL_TO_ALL, RING
 from jaxopt_llm.search.roofline import Cluster
 from jaxopt_llm.training import shapes

@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.model.decoder import padded_vocabulary
 from jaxopt_llm.parallel import links
+from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.parallel.mesh import AXES, MeshConfig
-from jaxopt_llm.parallel.sharding import STORAGE_AXES
 from jaxopt_llm.parallel.topology import CHIPS
 from jaxopt_llm.search.attention import ALL_TO_ALL, RING, Attention
 from jaxopt_llm.search.block import Block, recomputed

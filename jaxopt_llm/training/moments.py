@@ -18,7 +18,8 @@ from flax import struct
 
 from jaxopt_llm import hashing, tree
 from jaxopt_llm.model.param import ParamSpec
-from jaxopt_llm.parallel.sharding import PARAMETER_AXES, Placement
+from jaxopt_llm.parallel.axes import PARAMETER_AXES
+from jaxopt_llm.parallel.sharding import Placement
 
 StateDtype = Literal["float32", "bfloat16", "int8"]
 SIGNED, SQUARES = ("mu", "trace"), ("nu",)  # in optax's states: means of gradients, and of their squares

@@ -242,7 +242,7 @@ def test_tensors_that_are_not_the_models_are_named(change: Callable[..., Any], s
 
 
 def test_what_predicts_more_tokens_is_left_out(tmp_path: Path) -> None:
-    """A layer after the last, as published; not two."""
+    """A layer after the last, as published; not two, nor one like the others, of which config.json has too few."""
     folder = folders.folder(tmp_path / "folder", DEEPSEEK3)
 
     def with_layer(number: int, arrays: dict[str, np.ndarray]) -> None:
@@ -253,6 +253,9 @@ def test_what_predicts_more_tokens_is_left_out(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, load_pretrained(folder).params, folders.params(DEEPSEEK3))
     rewrite(folder, functools.partial(with_layer, 6))
     with pytest.raises(InputError, match="tensor 'model.layers.6.eh_proj.weight' is none of a DeepseekV3ForCausalLM's"):
+        load_pretrained(folder)
+    rewrite(folder, lambda arrays: [arrays.pop(f"model.layers.{number}.eh_proj.weight") for number in (5, 6)])
+    with pytest.raises(InputError, match="tensor 'model.layers.5.self_attn.kv_a_layernorm.weight' is none of a"):
         load_pretrained(folder)
 
 

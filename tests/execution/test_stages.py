@@ -2,11 +2,13 @@
 
 import itertools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
 
 from jaxopt_llm.execution.schedules import PipelineConfig
+from jaxopt_llm.execution.stage import microbatch_of
 from jaxopt_llm.execution.stages import EVEN, problems, rest_on_stages, split, waste
 from jaxopt_llm.model import param
 from jaxopt_llm.model.config import ModelConfig
@@ -125,3 +127,11 @@ def test_what_is_idle_is_said(layers: int, stages: int, microbatches: int, pipel
 def test_padding_is_counted_in_layers() -> None:
     assert waste(layout(toy.CONFIG), 2, 2, EVEN).endswith(": less with more; 1 of 6 layer slots are padding")
     assert waste(dense(126), 16, 2, EVEN).endswith("; 2 of 128 layer slots are padding")
+
+
+def test_a_stage_that_waits_runs_padding_alone() -> None:
+    """Which goes to no expert: of any other microbatch tokens that are all alike would be sent."""
+    batch = toy.microbatches(toy.packed(4, 12), 2)
+    for index in range(2):
+        np.testing.assert_array_equal(microbatch_of(batch, jnp.int32(index)).segment_ids, batch.segment_ids[index])
+    assert not np.any(microbatch_of(batch, jnp.int32(-1)).segment_ids)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import toy
 
+from jaxopt_llm.parallel.axes import ACTIVATION_AXES, PARAMETER_AXES, SEQUENCE_PARALLEL_AXES
 from jaxopt_llm.parallel.mesh import MeshConfig
-from jaxopt_llm.parallel.sharding import ACTIVATION_AXES, PARAMETER_AXES, SEQUENCE_PARALLEL_AXES, ShardingConfig
+from jaxopt_llm.parallel.sharding import ShardingConfig
 from jaxopt_llm.training import shapes
 from jaxopt_llm.training.step import TrainingConfig
 
