@@ -10,6 +10,7 @@ import json
 import os
 import selectors
 import socket
+import struct
 import sys
 import threading
 import time
@@ -109,6 +110,12 @@ def _join(job: Job, facts: Mapping[str, Any], deadline: float) -> tuple[str, dic
         except OSError as error:
             why = str(error)
             time.sleep(0.2)
+            continue
+        if connection.getsockname() == connection.getpeername():
+            # Where nobody listens, TCP may give a connection to its own host the very port that it goes to: it then
+            # answers itself. Reset, not closed: a closed one would keep the port from process 0 for a minute.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
             continue
         peer = Peer(connection)
         peer.send({"index": job.index, "processes": job.processes, "host": socket.gethostname(), "facts": {**facts}})

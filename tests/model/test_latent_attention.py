@@ -93,7 +93,7 @@ def test_devices_that_divide_heads_have_the_cache_whole(axes: dict[str, int]) ->
         ({"rotary_head_dim": 10}, "model.rotary_head_dim=10: must be even, above 0 and below model.head_dim=10"),
         ({"rotary_head_dim": 3}, "model.rotary_head_dim=3: must be even"),
         ({"value_head_dim": 0}, "model.value_head_dim=0: must be at least 1"),
-        ({"latent_rank": -1}, "model.latent_rank=-1: must be at least 1"),
+        ({"latent_rank": -1}, "model.latent_rank=-1: must be at least 0"),
         ({"query_rank": -1}, "model.query_rank=-1: must be at least 0"),
         ({"positions": "learned"}, "model.positions=learned: model.latent_rank goes with rotary alone"),
         ({"norm": "layer"}, "model.norm=layer: model.latent_rank goes with rms alone"),

@@ -1,7 +1,9 @@
 """What keeps processes from coming together is said by all of them, before JAX starts and in time."""
 
+import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -98,15 +100,42 @@ def test_an_address_of_another_host_is_named() -> None:
 
 def test_strangers_do_not_disturb(coordinator: str) -> None:
     host, port = coordinator.split(":")
+    told = threading.Event()
 
     def stranger() -> None:
-        while True:
-            try:
-                with socket.create_connection((host, int(port))) as connection:
-                    connection.sendall(b"GET / HTTP/1.1\n\n")
-                    return
-            except OSError:
-                continue
+        while not told.wait(0.05):
+            with contextlib.suppress(ConnectionRefusedError), socket.create_connection((host, int(port))) as connection:
+                connection.sendall(b"GET / HTTP/1.1\n\n")
+                told.set()
 
-    first, _, second = together(process(coordinator, 0), stranger, process(coordinator, 1))
-    assert first[0] == second[0]
+    def after_the_stranger() -> Any:
+        assert told.wait(30)
+        return process(coordinator, 1)()
+
+    (first, _), _, (second, _) = together(process(coordinator, 0), stranger, after_the_stranger)
+    assert first == second
+
+
+def test_a_connection_to_itself_is_no_coordinator(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the ports that the system gives to connections, one in 28,000 is the one that is tried."""
+    host, port = coordinator.split(":")
+    connect, tried = socket.create_connection, threading.Event()
+
+    def to_itself_at_first(*args: Any, **options: Any) -> socket.socket:
+        if tried.is_set():
+            return connect(*args, **options)
+        connection = socket.socket()
+        connection.bind((host, int(port)))
+        connection.connect((host, int(port)))
+        assert connection.getpeername() == connection.getsockname()
+        tried.set()
+        return connection
+
+    def once_it_was_tried() -> Any:
+        assert tried.wait(30)
+        time.sleep(0.1)  # the port is free as soon as the other has seen whom it reached
+        return process(coordinator, 0)()
+
+    monkeypatch.setattr(socket, "create_connection", to_itself_at_first)
+    (first, _), (second, _) = together(once_it_was_tried, process(coordinator, 1))
+    assert first == second
