@@ -69,7 +69,9 @@ def main() -> int:
         raise InputError(f"--batches {own.batches}: must be at least 1")
     trained = run.open_config(own.checkpoint)
     elsewhere = any(argument.split("=")[0] == "--data.paths" for argument in overrides)
-    trained = dataclasses.replace(trained, mesh=MeshConfig())  # a batch need not divide as the run's had to
+    # A batch need not divide as the run's had to, nor its layers as its backward wanted them.
+    whole = dataclasses.replace(trained.training, accumulation=1)
+    trained = dataclasses.replace(trained, training=whole, mesh=MeshConfig(), remat=RematConfig())
     if elsewhere:  # the weights are of the run's own paths
         trained = dataclasses.replace(trained, data=dataclasses.replace(trained.data, weights=(), format="auto"))
     config = configuration.override(trained, overrides, PROGRAM)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory.parent / "documents.jsonl").write_text("\n".join(documents))
     data = ("--data.paths", directory.parent / "documents.jsonl", "--data.held-out", 0.2)
     # All of the held-out split: more batches than it has.
-    done = train(directory, "--training.steps", 2, *data, "--evaluation.batches", 1000, "--training.batch-size", 1)
+    whole = ("--evaluation.batches", 1000, "--training.batch-size", 1)
+    done = train(directory, "--training.steps", 2, *data, *whole, "--model.layers", 3)
     assert done.returncode == 0, done.stderr
     return directory
 
@@ -49,6 +51,15 @@ def test_the_held_out_split_has_the_loss_that_the_run_measured(run: Path) -> Non
     assert perplexity == pytest.approx(math.exp(loss), rel=1e-3)
     # Whatever the batch, and with rows of nothing at its end.
     assert evaluated(run, "--training.batch-size", 7) == (loss, perplexity, tokens)
+
+
+def test_batch_and_layers_need_not_divide_as_the_run_had_to(run: Path, tmp_path: Path) -> None:
+    divided = shutil.copytree(run, tmp_path / "run")
+    config = json.loads((divided / "config.json").read_text())
+    config["mesh"]["pipeline"] = config["remat"]["every"] = 2  # the second of two stages has a layer less
+    config["training"] |= {"batch_size": 4, "accumulation": 2}
+    (divided / "config.json").write_text(json.dumps(config))
+    assert evaluated(divided, "--training.batch-size", 3) == evaluated(run)
 
 
 def test_attention_is_chosen_for_the_device(

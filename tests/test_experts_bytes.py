@@ -17,16 +17,22 @@ MIXTURE = (("experts", EXPERTS), ("expert_width", INNER), ("experts_per_token", 
 MESHES = [MeshConfig(fsdp=2, expert=4), MeshConfig(fsdp=2, expert=2, tensor=2), *slow((MeshConfig(expert=8),))]
 
 
-def mixed(mesh: MeshConfig, remat: str = "full", exchange: str = "gather", **switches: Any) -> Compiled:
-    shape = rows(mesh), SEQUENCE
+def mixed(
+    mesh: MeshConfig,
+    remat: str = "full",
+    exchange: str = "gather",
+    sequence_parallel: bool = False,
+    **switches: Any,
+) -> Compiled:
+    sharding = {"expert_exchange": exchange, "sequence_parallel": sequence_parallel}
     return compiled(
-        LAYERS, mesh, 3, remat, switches=(*MIXTURE, *switches.items()), expert_exchange=exchange, shape=shape
+        LAYERS, mesh, 3, remat, switches=(*MIXTURE, *switches.items()), shape=(rows(mesh), SEQUENCE), **sharding
     )
 
 
-def over_expert(step: Compiled) -> list[hlo.Collective]:
-    """Of tokens: not of weights, nor of their gradients, which XLA sums over one axis after the other."""
-    found = [each for each in step.collectives if each.axes == ("expert",)]
+def tokens_over(axis: str, step: Compiled) -> list[hlo.Collective]:
+    """Not weights, nor their gradients, which XLA sums over one axis after the other."""
+    found = [each for each in step.collectives if each.axes == (axis,)]
     return [each for each in found if "shard_map" in each.source or each.kind == "ragged-all-to-all"]
 
 
@@ -38,7 +44,7 @@ def rows(mesh: MeshConfig) -> int:
 def test_gathered_tokens_travel_once_there_and_once_back(mesh: MeshConfig) -> None:
     """Over `expert` alone, whatever the number of experts per token: brought together forward, again in the forward
     that is run again, and their results' gradients backward; summed on the way back forward and backward."""
-    sent = over_expert(mixed(mesh))
+    sent = tokens_over("expert", mixed(mesh))
     together = (
         rows(mesh) // mesh.fsdp * SEQUENCE * WIDTH * 2
     )  # bytes of what the devices along `expert` have of the batch
@@ -64,7 +70,7 @@ def test_gathered_tokens_travel_once_there_and_once_back(mesh: MeshConfig) -> No
 def test_choices_travel_with_their_room(mesh: MeshConfig, exchange: str) -> None:
     """Over `expert` alone: to their experts forward, in the forward that is run again, and their results' gradients
     backward; back forward and backward. Of a round's room ragged sends what is filled, which no program says."""
-    sent = over_expert(mixed(mesh, exchange=exchange))
+    sent = tokens_over("expert", mixed(mesh, exchange=exchange))
     own = rows(mesh) // (mesh.fsdp * mesh.expert) * SEQUENCE
     once = ShardingConfig().expert_room * own * CHOSEN * WIDTH * 2
     kind = {"all_to_all": "all-to-all", "ragged": "ragged-all-to-all"}[exchange]
@@ -74,6 +80,20 @@ def test_choices_travel_with_their_room(mesh: MeshConfig, exchange: str) -> None
     assert tokens == 5 * once * (mesh.expert - 1) / mesh.expert
     # And a few numbers for each choice.
     assert sum(each.wire_bytes * each.times for each in sent) / LAYERS < 1.05 * tokens
+
+
+@pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_sums_a_devices_own_tokens(exchange: str, sequence_parallel: bool) -> None:
+    """What comes together over `expert`, after that has divided it; as Megatron's sequence parallelism has it, in parts
+    that are gathered on the way there: forward, in the forward that is run again, and backward."""
+    step = mixed(MESHES[1], exchange=exchange, sequence_parallel=sequence_parallel)
+    own = rows(MESHES[1]) // (MESHES[1].fsdp * MESHES[1].expert) * SEQUENCE * WIDTH * 2
+    moved = dict.fromkeys(("all-reduce", "reduce-scatter", "all-gather"), 0.0)
+    for each in tokens_over("tensor", step):
+        moved[each.kind] += each.array_bytes * each.times / LAYERS / own
+    expected = (0, 2, 3) if sequence_parallel else (2, 0, 0)
+    assert list(moved.values()) == pytest.approx(expected, abs=0.04)  # and logits, and a few numbers for each choice
 
 
 @pytest.mark.parametrize(("exchange", "least"), [("gather", 5), ("all_to_all", 2)])

@@ -118,7 +118,7 @@ from jaxopt_llm.parallel import distributed
 from jaxopt_llm.parallel.launchers import DistributedConfig, Job
 
 def main():
-    with distributed.joined(Job(sys.argv[1], 2, int(sys.argv[2])), DistributedConfig(timeout_seconds=3), {}):
+    with distributed.joined(Job(sys.argv[1], 2, int(sys.argv[2])), DistributedConfig(timeout_seconds=8), {}):
         sys.stderr.write("joined\\n")
         if sys.argv[3:]:
             raise errors.InputError("no batch")
@@ -136,7 +136,7 @@ def test_the_loss_of_one_ends_the_others(sent: signal.Signals, to: int) -> None:
     for process in processes:
         assert process.stderr.readline() == "joined\n"
     assert listens_on(processes[0].pid) == {"0100007F"}  # 127.0.0.1, and no other interface
-    assert_ends_the_other(processes, sent, to, timeout=3)
+    assert_ends_the_other(processes, sent, to, timeout=8)
 
 
 def listens_on(pid: int) -> set[str]:
@@ -177,7 +177,7 @@ def assert_ends_the_other(processes: list[subprocess.Popen[str]], sent: signal.S
 def test_a_save_that_fails_on_one_is_given_up_by_all_and_tried_again(corpus: tuple[str, Path], tmp_path: Path) -> None:
     """And the death of one in the middle of a step ends the other."""
     run = (*RUN, *corpus, "--training.steps", 100000, "--checkpoint.every", 20)
-    processes = start_job(2, tmp_path, *run, timeout=5)
+    processes = start_job(2, tmp_path, *run, timeout=30)
     limits = resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE)
     wait_until(lambda: logged(tmp_path) >= 2, processes[0])
     resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, (100, limits[1]))
@@ -185,7 +185,7 @@ def test_a_save_that_fails_on_one_is_given_up_by_all_and_tried_again(corpus: tup
     assert "what it wrote is freed" in told
     resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, limits)
     wait_until(lambda: any(path.name.isdigit() for path in (tmp_path / "checkpoints").iterdir()), processes[0])
-    assert_ends_the_other(processes, signal.SIGKILL, 1, timeout=5)
+    assert_ends_the_other(processes, signal.SIGKILL, 1, timeout=30)
     assert command("checkpoint", "verify", tmp_path).returncode == 0
 
 

@@ -91,13 +91,15 @@ def there_and_back(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch(placement: Placement, x: jax.Array, plan: Plan) -> jax.Array:
-    """Tokens [B, S, D] -> each device's rows [N, R, D]."""
+    """Tokens [B, S, D] as the residual stream has them -> each device's rows [N, R, D]."""
     where = Devices(placement)
 
     def on_device(x: jax.Array, plan: Plan) -> jax.Array:
+        if where.residual != where.tokens:
+            x = jax.lax.all_gather(x, "tensor", axis=1, tiled=True)
         return _to_experts(where, x.reshape(-1, x.shape[-1]), plan.order[0] // plan.place.shape[2], plan)[None]
 
-    return placement.on_each_device(on_device, (where.tokens, where.own), where.own)(x, plan)
+    return placement.on_each_device(on_device, (where.residual, where.own), where.own)(x, plan)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -107,9 +109,12 @@ def collect(placement: Placement, rows: jax.Array, plan: Plan) -> jax.Array:
 
     def on_device(rows: jax.Array, plan: Plan) -> jax.Array:
         summed = jnp.sum(_of_choices(where, rows[0], plan), axis=1)
-        return _home(where, summed.astype(rows.dtype), plan)
+        y = _home(where, summed.astype(rows.dtype), plan)
+        if where.residual != where.tokens:
+            return jax.lax.psum_scatter(y, "tensor", scatter_dimension=1, tiled=True)
+        return where.summed(y)
 
-    return placement.on_each_device(on_device, (where.own, where.own), where.tokens)(rows, plan)
+    return placement.on_each_device(on_device, (where.own, where.own), where.residual)(rows, plan)
 
 
 dispatch.defvjp(
@@ -137,7 +142,7 @@ def _spread_backward(placement: Placement, plan: Plan, d_rows: jax.Array) -> tup
     where = Devices(placement)
 
     def on_device(d_rows: jax.Array, plan: Plan) -> jax.Array:
-        return _home(where, _of_choices(where, d_rows[0], plan)[..., 0], plan)
+        return where.summed(_home(where, _of_choices(where, d_rows[0], plan)[..., 0], plan))
 
     return placement.on_each_device(on_device, (where.own, where.own), where.tokens)(d_rows, plan), None
 
@@ -163,9 +168,7 @@ def _of_choices(where: Devices, rows: jax.Array, plan: Plan) -> jax.Array:
 
 
 def _home(where: Devices, x: jax.Array, plan: Plan) -> jax.Array:
-    """[tokens, X] -> [B, S, X], summed over `tensor` and, of what came together, `expert`."""
-    if where.placement.size("tensor") > 1:
-        x = jax.lax.psum(x, "tensor")
+    """[tokens, X] -> [B, S, X], of what came together summed over `expert`."""
     if plan.arrivals is None and where.devices > 1:
         x = jax.lax.psum_scatter(x, "expert", scatter_dimension=0, tiled=True)
     return x.reshape(-1, plan.length, x.shape[-1])

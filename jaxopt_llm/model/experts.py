@@ -61,9 +61,12 @@ def mixture(
 
     @recomputed
     def route(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x = tag(placement.enter(norm(x)), "mlp_input")
+        x = tag(norm(x), "mlp_input")
         table = weights.materialise(params["router"], jnp.dtype(jnp.float32))
-        return x, jnp.einsum("BSD,DE->BSE", x.astype(jnp.float32), table, precision=HIGHEST)
+        logits = jnp.einsum("BSD,DE->BSE", x.astype(jnp.float32), table, precision=HIGHEST)
+        # Pinned first as x is: XLA would gather that instead.
+        logits = placement.constrain(logits, "batch", "residual_sequence", None)
+        return x, placement.constrain(logits, "batch", "sequence", None)
 
     def chosen(matrices: dict[str, Weight], x: jax.Array, mixing: jax.Array, plan: Plan) -> jax.Array:
         """What the experts make of x, summed with these weights, of the choices in the plan."""

@@ -179,6 +179,11 @@ class Devices:
         return self.placement.activation("batch", "sequence", None).spec
 
     @property
+    def residual(self) -> PartitionSpec:
+        """Likewise, as the residual stream has them: other than `tokens` where `tensor` divides the sequence, too."""
+        return self.placement.activation("batch", "residual_sequence", None).spec
+
+    @property
     def own(self) -> PartitionSpec:
         return PartitionSpec(self.placement.device_axes)
 
@@ -193,3 +198,7 @@ class Devices:
     def together(self, x: jax.Array) -> jax.Array:
         """Of all devices along `expert`, by its first dimension."""
         return jax.lax.all_gather(x, "expert", axis=0, tiled=True) if self.devices > 1 else x
+
+    def summed(self, x: jax.Array) -> jax.Array:
+        """Over `tensor`, which has parts of it."""
+        return jax.lax.psum(x, "tensor") if self.placement.size("tensor") > 1 else x

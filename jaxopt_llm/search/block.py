@@ -47,6 +47,7 @@ class Block:
         # there are.
         inner, rows = model.expert_width / tensor, mixture.share * mixture.rows
         passed = mixture.share * model.experts_per_token
+        dense = 1 - mixture.share * (model.shared_expert_width == 0)
         hidden, multiplied = mlp + rows * inner, width * (mlp + passed * inner)
         return cls(
             elements={
@@ -60,7 +61,7 @@ class Block:
                 "value": values,
                 "attention": mixed,
                 "attention_output": residual,
-                "mlp_input": width,
+                "mlp_input": dense * width + (1 - dense) * residual,
                 "mlp_gate": hidden * gated,
                 "mlp_up": hidden,
                 "mlp_output": residual,
@@ -81,7 +82,7 @@ class Block:
                 "router": mixture.share * width * model.experts,
             },
             residual=residual,
-            dense=1 - mixture.share * (model.shared_expert_width == 0),
+            dense=dense,
         )
 
 

@@ -167,11 +167,11 @@ def _sent(config: TrainConfig, rests: Resting, cluster: Cluster, block: Block, p
     back = passes.forwards + (1 + ("mlp_output" in again)) * passes.backward
     yield from over(("expert",), mixture.there, of_mixtures * mixture.exchanged * there, 1)
     yield from over(("expert",), mixture.back, of_mixtures * mixture.exchanged * back, 1)
-    yield from over(("tensor",), "all-reduce", of_mixtures * mixture.summed * back, 2)
     # Attention and an MLP have each a sum over `tensor` in a pass forward, and one backward; what is recomputed, one
-    # more.
+    # more. What comes back from experts is summed, too.
     sums: float = passes.forwards + (1 + ("attention_output" in again)) * passes.backward
     sums += block.dense * (passes.forwards + (1 + ("mlp_output" in again)) * passes.backward)
+    sums += mixture.share * back
     # The loss and the embedding, each once a microbatch.
     ends = 2 * passes.loss
     # Between stages `tensor` divides activations, too, where it can.

@@ -42,10 +42,12 @@ class Activations:
     def shapes(self, name: Intermediate) -> list[tuple[int, ...]]:
         """The device's parts of an intermediate, in layers of all kinds that there are."""
         model = self.model
-        if name not in INWARD.values() or not model.experts:
+        if name not in ("mlp_input", *INWARD.values()) or not model.experts:
             return [self.shape(*AXES[name])]
         dense = not all(map(model.has_experts, range(model.layers)))
         widths = [model.mlp_width] * dense + [model.shared_expert_width] * (model.shared_expert_width > 0)
+        if name == "mlp_input":  # which experts have as the residual stream is divided
+            return list(dict.fromkeys([self.shape(*AXES[name])] * len(widths) + [self.shape(*AXES["mlp_output"])]))
         of_experts = (self._rows, model.expert_width // self.placement.size("tensor"))
         return [*(self.shape(*AXES[name], mlp=width) for width in widths), of_experts]
 

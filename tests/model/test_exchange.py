@@ -52,6 +52,17 @@ def test_rounds_are_one_device(name: str, load: str, mesh: dict[str, int]) -> No
     assert toy.distance(of_many[2], gradients) < 3e-6
 
 
+@pytest.mark.parametrize("form", ["gather", "all_to_all"])
+def test_a_sequence_that_tensor_divides_is_one_device(form: Any) -> None:
+    params = crowded(CONFIG)
+    divided = replace(ALL_TO_ALL, expert_exchange=form, sequence_parallel=True, zero_stage=3)
+    (loss, _, gradients), of_many = (
+        run(CONFIG, params, each) for each in (toy.placement(), placement(divided, expert=2, tensor=4))
+    )
+    assert of_many[0] == pytest.approx(loss, rel=1e-6)
+    assert toy.distance(of_many[2], gradients) < 3e-6
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("per_token", [1, 2, 3, 4, 8])
