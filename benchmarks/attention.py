@@ -1,13 +1,14 @@
 """Attention by every implementation that there is: TFLOP/s of forward and of backward, and distance from float32.
 
-    python benchmarks/attention.py [--head-dims 64 128 256] [--lengths 2048 8192 32768] [--both-ways] [--dtype bfloat16]
+    python benchmarks/attention.py [--head-dims 128 64 256] [--lengths 2048 8192 32768] [--both-ways] [--dtype bfloat16]
                                    [--only NAME ...] [--runs 5] [--json FILE] [--write-table [FILE]]
     python benchmarks/attention.py --tune [--head-dims 128] [--lengths 8192]
 
 On the first device. 16,384 tokens, 4096 / head_dim query heads, a quarter as many of keys and values, causal unless
 --both-ways. Own implementations, cuDNN's among them, beside tokamax's, where these are installed; what one does not
 support is named. FLOPs are four products of queries, keys and head_dim forward and ten backward, half of them where
-causal: recomputation counts for nothing. Ways run in alternation; figures are medians. Distance is that of the result,
+causal: recomputation counts for nothing. Ways run in alternation; figures are medians. --json is written after each
+size, so that what is known stays known. Distance is that of the result,
 and of the greatest of the gradients', from the xla implementation in float32, relative to its norm.
 
 --write-table puts what the causal calls took into the table by which `--training.attention auto` chooses, in place of
@@ -39,6 +40,7 @@ import numpy as np
 
 from jaxopt_llm import errors
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.files import replace_durably
 from jaxopt_llm.kernels import attention_auto, attention_pallas, attention_triton, attention_xla
 from jaxopt_llm.kernels.attention import attend, capability_of
 from jaxopt_llm.kernels.attention import attention as by_name
@@ -112,13 +114,21 @@ class Case:
         if not ON_CPU:
             found["triton"] = self.own(attention_triton, attention_triton)
             found["cudnn"] = functools.partial(by_name, causal=self.causal, implementation="cudnn")
-        if importlib.util.find_spec("tokamax") and not ON_CPU:
-            tokamax: Any = importlib.import_module("tokamax")
-            for name in ("mosaic", "triton"):
-                found[f"tokamax {name}"] = functools.partial(
-                    tokamax.dot_product_attention, is_causal=self.causal, implementation=name
-                )
+            if importlib.util.find_spec("tokamax"):
+                found |= {f"tokamax {name}": self.tokamax(name) for name in ("mosaic", "triton")}
         return found
+
+    def tokamax(self, implementation: str) -> Attention:
+        """One that is installed and cannot be imported is called in vain: its result raises why."""
+        try:
+            library: Any = importlib.import_module("tokamax")
+        except Exception as error:  # whatever an import may come upon; it is shown
+            return functools.partial(refuse, error)
+        return functools.partial(library.dot_product_attention, is_causal=self.causal, implementation=implementation)
+
+
+def refuse(error: Exception, *_: jax.Array) -> jax.Array:
+    raise error
 
 
 @dataclass(frozen=True)
@@ -274,7 +284,7 @@ def tune(case: Case, runs: int) -> dict[str, list[dict[str, Any]]]:
 
 def main() -> int:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes, lengths = ([64], [64]) if ON_CPU else ([64, 128, 256], [2048, 8192, 32_768])
+    sizes, lengths = ([64], [64]) if ON_CPU else ([128, 64, 256], [2048, 8192, 32_768])
     parser.add_argument("--head-dims", type=int, nargs="+", default=sizes)
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
     parser.add_argument("--both-ways", action="store_true", help="without a causal mask, too")
@@ -307,22 +317,26 @@ def main() -> int:
     }
     if asked.tune:
         report["tiles"] = [{**dataclasses.asdict(case), **tune(case, asked.runs)} for case in cases]
-        said = [json.dumps(report, indent=2)]
-    else:
-        said = [f"{report['device']}, jax {jax.__version__}, {asked.dtype}; TFLOP/s", HEAD]
-        print("\n".join(said), flush=True)
-        report["rows"] = []
-        for case in cases:
-            rows = compare(case, asked.only, asked.runs)
-            said += map(line, rows)
-            print("\n".join(map(line, rows)), flush=True)
-            report["rows"] += rows
-            if asked.write_table and case.causal:
-                attention_auto.write([measured(case, rows, jax.devices()[0])], asked.write_table)
-    if asked.json:
-        asked.json.write_text(json.dumps(report, indent=2) + "\n")
-        asked.json.with_suffix(".txt").write_text("\n".join(said) + "\n")
+        save(asked.json, report, json.dumps(report, indent=2))
+        return 0
+    said = [f"{report['device']}, jax {jax.__version__}, {asked.dtype}; TFLOP/s", HEAD]
+    print("\n".join(said), flush=True)
+    report["rows"] = []
+    for case in cases:
+        rows = compare(case, asked.only, asked.runs)
+        said += map(line, rows)
+        print("\n".join(map(line, rows)), flush=True)
+        report["rows"] += rows
+        save(asked.json, report, "\n".join(said))
+        if asked.write_table and case.causal:
+            attention_auto.write([measured(case, rows, jax.devices()[0])], asked.write_table)
     return 0
+
+
+def save(file: Path | None, report: dict[str, Any], said: str) -> None:
+    if file:
+        replace_durably(file, json.dumps(report, indent=2) + "\n")
+        file.with_suffix(".txt").write_text(said + "\n")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 from fill_gpu import write_recipe
 from gpu_figures import GIB, HERE, chip_name, device_kind, predicted, start_plan
-from memory import Verdict
+from outcomes import Verdict
 from train_step import HUGE_PAGES, run_alternating, summarise
 
 from jaxopt_llm import config as configuration
@@ -62,7 +62,8 @@ def compiled(recipes: Mapping[str, Path], gpu: str, gpus: int) -> dict[str, Row]
 def measured(recipes: Mapping[str, Path], runs: int, steps: int) -> dict[str, Row]:
     step = str(HERE / "train_step.py")
     contenders = {name: (step, ["--config", str(path)], HUGE_PAGES) for name, path in recipes.items()}
-    return dict(zip(recipes, map(summarise, run_alternating(runs, steps, contenders)), strict=True))
+    *_, results = run_alternating(runs, steps, contenders)
+    return dict(zip(recipes, map(summarise, results), strict=True))
 
 
 # ---- What is said of it.

@@ -5,8 +5,11 @@ figures.
 
 Each case is a recipe of benchmarks/recipes. Beside what it takes stands what `plan` predicts, compiled for that GPU
 without it, on the CPU while the GPU works. MFU counts causal attention at half, and whole. Bytes a parameter are those
-of what rests; where, and what is computed again, is in the table, and all settings are in the JSON. What the GPU has no
-memory for is named. --on-cpu runs a tiny model in their place, whose figures mean nothing.
+of what rests; where, and what is computed again, is in the table, and all settings are in the JSON. Attention is what
+`--training.attention auto` takes where its table knows such calls on this GPU, else the recipe's. Bars come last, of
+what was measured. --on-cpu runs a tiny model in their place, whose figures mean nothing.
+
+Exit code: 0, 1 where a case failed, or 6 where the GPU has no memory for one, which is named.
 """
 
 import argparse
@@ -15,27 +18,47 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fill_gpu import write_recipe
+from outcomes import NOT_MEASURED, Verdict, cause
+
+from jaxopt_llm import config as configuration
 from jaxopt_llm import errors
+from jaxopt_llm.files import replace_durably
+from jaxopt_llm.kernels import attention_auto
+from jaxopt_llm.model.attention import kernel_head_dim
 from jaxopt_llm.parallel.topology import CHIPS
 
 CASES = tuple(
     f"llama_{name}" for name in ("1b", "1b_fp8", "1b_lora", "8b", "8b_two_rows", "8b_fp8", "8b_lora", "8b_80gb")
 )
+MFU_BARS = {"llama_1b": 0.48, "llama_8b": 0.52, "llama_8b_two_rows": 0.52}  # on an H200, causal attention at half
+FP8_BAR = 1.3  # tokens/s by those of bf16
 HERE = Path(__file__).parent
 GIB = 2**30
+WHOLE = {"JAX_TRACEBACK_FILTERING": "off"}  # else JAX's notes on what it left out come behind an error
 
 
 def recipe(case: str, on_cpu: bool) -> Path:
     return HERE / "recipes" / f"{'tiny' if on_cpu else case}.py"
 
 
+def by_measured_attention(path: Path, kind: str, folder: Path) -> Path:
+    """The recipe, or where the table has been measured on this kind of device, one that takes attention by it."""
+    config = configuration.load(str(path))
+    call = kind, config.precision.compute_dtype, kernel_head_dim(config.model)
+    if any((row.device, row.dtype, row.head_dim) == call for row in attention_auto.read(attention_auto.TABLE)):
+        return write_recipe(folder / path.name, str(path), {"training.attention": "auto"})
+    return path
+
+
 def start_plan(path: Path, gpu: str, gpus: int = 1) -> subprocess.Popen[str]:
     command = ["-m", "jaxopt_llm.plan", "--config", str(path), "--gpu", gpu, "--hosts", "1"]
     command += ["--gpus-per-host", str(gpus)]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", **WHOLE}
     return subprocess.Popen(
         [sys.executable, *command, "--json"],
         env=environment,
@@ -49,23 +72,43 @@ def predicted(plan: subprocess.Popen[str]) -> dict[str, Any]:
     """What of a plan is compared; or why there is none."""
     said, complaints = plan.communicate()
     if plan.returncode:
-        return {"unavailable": (complaints.strip().splitlines() or ["no reason given"])[-1]}
+        return {"unavailable": cause(complaints)}
     found = json.loads(said)
     names = ("parameters", "active_parameters", "host_bytes", "flops", "model_flops")
     return {"peak_bytes": found["memory"]["peak"]} | {name: found[name] for name in names}
 
 
-def measure(case: str, asked: argparse.Namespace, gpu: str) -> dict[str, Any]:
-    path = recipe(case, asked.on_cpu)
-    plan = start_plan(path, gpu)
+def measure(case: str, asked: argparse.Namespace, kind: str) -> dict[str, Any]:
+    """Interrupted, as when gpu_check's time is up, it has the runs that are through, and "interrupted"."""
     with tempfile.TemporaryDirectory() as folder:
+        path = by_measured_attention(recipe(case, asked.on_cpu), kind, Path(folder))
+        plan = start_plan(path, chip_name(kind))
         file = Path(folder) / "report.json"
         command = [str(HERE / "train_step.py"), "--config", str(path), "--runs", str(asked.runs)]
         command += ["--steps", str(asked.steps), "--json", str(file)]
-        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
-        complaint = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        report = json.loads(file.read_text()) if file.exists() else {"failed": complaint}
-    return {"case": case, **report, "predicted": predicted(plan)}
+        row: dict[str, Any] = {"case": case}
+        try:
+            environment = {**os.environ, **WHOLE}
+            done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+            if done.returncode:
+                row |= {"failed": cause(done.stderr), "complaints": done.stderr.splitlines()[-40:]}
+        except KeyboardInterrupt:
+            row["interrupted"] = True
+        if file.exists():
+            row |= json.loads(file.read_text())
+        return row | {"predicted": predicted(plan)}
+
+
+def bars(rows: Mapping[str, dict[str, Any]]) -> Iterator[Verdict]:
+    """Of the rows that there are, by case; none of a device whose peak is not known."""
+    rows = {case: row for case, row in rows.items() if row.get("mfu") is not None}
+    for case, bar in MFU_BARS.items():
+        if case in rows:
+            yield Verdict(f"{case}: MFU at least {bar:.0%}", rows[case]["mfu"] >= bar, f"{rows[case]['mfu']:.1%}")
+    for case in rows:
+        if (fp8 := f"{case}_fp8") in rows:
+            ratio = rows[fp8]["tokens_per_second"] / rows[case]["tokens_per_second"]
+            yield Verdict(f"{fp8}: at least {FP8_BAR} × the tokens/s of bf16", ratio >= FP8_BAR, f"{ratio:.2f} ×")
 
 
 HEAD = (
@@ -74,10 +117,16 @@ HEAD = (
 )
 
 
+def problem(row: dict[str, Any]) -> str | None:
+    """Why a row has no figures, or not all."""
+    stopped = "interrupted before its first run was through" if "step_seconds" not in row else None
+    return row.get("unavailable") or row.get("failed") or stopped
+
+
 def line(row: dict[str, Any]) -> str:
     name, plan = row["case"], row["predicted"]
     expected = f"{plan['peak_bytes'] / GIB:.1f}" if "peak_bytes" in plan else "-"
-    if why := row.get("unavailable") or row.get("failed"):
+    if why := problem(row):
         return f"{name:17} {'not run' if 'unavailable' in row else 'failed'} ({why}); plan {expected} GiB"
 
     def share(name: str) -> str:
@@ -90,7 +139,7 @@ def line(row: dict[str, Any]) -> str:
         f"{share('mfu_full_attention'):>6} {share('share_of_peak_flops'):>6} {row['measured_peak_bytes'] / GIB:6.1f} "
         f"{expected:>6} {first['cold']:6.1f} {first['warm'] or float('nan'):6.1f} "
         f"{row['state_bytes'] / row['parameters']:7.1f}  {settings['optimizer.state_dtype']} moments {rests}; remat "
-        f"{settings['remat.policy']}"
+        f"{settings['remat.policy']}; attention {row['attention']}"
     )
 
 
@@ -114,15 +163,20 @@ def main() -> int:
     parser.add_argument("--on-cpu", action="store_true", help="try this command out, on a tiny model")
     asked = parser.parse_args()
     kind = device_kind()
-    gpu = chip_name(kind)
     print(f"{kind}; peak: share of it that runs; GiB run and planned\n{HEAD}", flush=True)
-    rows = []
+    report: dict[str, Any] = {"device": kind, "planned_for": chip_name(kind), "rows": []}
+    rows = report["rows"]
     for case in asked.only:
-        rows.append(measure(case, asked, gpu))
+        rows.append(measure(case, asked, kind))
         print(line(rows[-1]), flush=True)
         if asked.json:
-            asked.json.write_text(json.dumps({"device": kind, "planned_for": gpu, "rows": rows}, indent=2) + "\n")
-    return int(any("failed" in row for row in rows))
+            replace_durably(asked.json, json.dumps(report, indent=2) + "\n")
+        if "interrupted" in rows[-1]:
+            raise KeyboardInterrupt
+    print("\n".join(verdict.line() for verdict in bars({row["case"]: row for row in rows})))
+    if any("failed" in row for row in rows):
+        return 1
+    return NOT_MEASURED if any("unavailable" in row for row in rows) else 0
 
 
 if __name__ == "__main__":

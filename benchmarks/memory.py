@@ -22,6 +22,7 @@ from unittest import mock
 
 import jax
 import remat
+from outcomes import Verdict
 
 from jaxopt_llm import config as configuration
 from jaxopt_llm import errors
@@ -216,18 +217,6 @@ def saved(row: Row, base: Row, kind: str = "peak") -> float:
 
 def extra_flops(row: Row, base: Row) -> float:
     return row["flops"] / base["flops"] - 1
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A claim or a bar, whether it holds, and by which figures."""
-
-    said: str
-    holds: bool
-    found: str
-
-    def line(self, holds: str = "PASS", fails: str = "FAIL") -> str:
-        return f"{holds if self.holds else fails}  {self.said}\n         {self.found}"
 
 
 def claims(rows: Rows) -> Iterator[Verdict]:

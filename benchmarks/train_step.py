@@ -4,7 +4,8 @@
                                     [--peer hf-torch]
 
 Every run is a process of its own. The first compiles everything (cold); the others find the compilation cache as it
-left it (warm). Figures are medians over the runs; a table goes to standard output, JSON to --json. A peer's runs
+left it (warm). Figures are medians over the runs; a table goes to standard output, JSON to --json after each turn of
+runs, so that what has run is known if the rest does not come. A peer's runs
 (eager, then compiled) alternate with ours, so that what else the machine does falls on all; each runs in its own best
 settings. What a GPU has no memory for is not run, and named.
 """
@@ -20,10 +21,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import peer_hf_torch
+
+from jaxopt_llm.files import replace_durably
 
 RUNS_BY_ITSELF = "--measure-since"  # how this file starts itself: seconds since the epoch, then the recipe's arguments
 # As the README advises on CPUs. Not for the peer: eager torch is 6% slower with it.
@@ -109,6 +113,7 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
         "device": f"{placement.mesh.size} × {device.device_kind}",
         "parameters": leaves.count(program.parts.specs),
         "settings": settings(config),
+        "attention": program.attention.name,  # what `training.attention` has come to
         "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state)),
         "tokens_per_step": tokens,
         "flops_per_step": flops,
@@ -150,8 +155,8 @@ def import_seconds(runs: int) -> float | None:
     return statistics.median(float(each.stdout) for each in finished)
 
 
-def run_alternating(runs: int, steps: int, contenders: dict[str, Contender]) -> list[list[dict[str, Any]]]:
-    """One process of each contender in turn, `runs` times; the results of each.
+def run_alternating(runs: int, steps: int, contenders: dict[str, Contender]) -> Iterator[list[list[dict[str, Any]]]]:
+    """One process of each contender in turn, `runs` times; after each turn the results of each so far.
 
     One that says {"unavailable": why} is not asked again.
     """
@@ -164,16 +169,16 @@ def run_alternating(runs: int, steps: int, contenders: dict[str, Contender]) -> 
             "TORCHINDUCTOR_CACHE_DIR": cache,
         }
         results: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
-        for name in [*contenders] * runs:
-            if any("unavailable" in result for result in results[name]):
-                continue
-            file, arguments, own_environment = contenders[name]
-            command = [sys.executable, file, RUNS_BY_ITSELF, str(time.time()), str(steps), *arguments]
-            finished = subprocess.run(command, env=environment | own_environment, stdout=subprocess.PIPE, text=True)
-            if finished.returncode:
-                sys.exit(finished.returncode)
-            results[name].append(json.loads(finished.stdout.splitlines()[-1]))
-        return list(results.values())
+        for _ in range(runs):
+            for name, (file, arguments, own_environment) in contenders.items():
+                if any("unavailable" in result for result in results[name]):
+                    continue
+                command = [sys.executable, file, RUNS_BY_ITSELF, str(time.time()), str(steps), *arguments]
+                finished = subprocess.run(command, env=environment | own_environment, stdout=subprocess.PIPE, text=True)
+                if finished.returncode:
+                    sys.exit(finished.returncode)
+                results[name].append(json.loads(finished.stdout.splitlines()[-1]))
+            yield list(results.values())
 
 
 def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -259,20 +264,23 @@ def main() -> int:
         config = configuration.parse(arguments, "benchmarks/train_step.py")
         validate(config)
         contenders |= peer_hf_torch.contenders(config)
-    ours, *peers = map(summarise, run_alternating(own.runs, own.steps, contenders))
-    python = {"python": platform.python_version(), "import_seconds": import_seconds(own.runs)}
-    report = {"command": sys.argv, **python, **ours}
-    if peers:
-        for peer in peers:
-            if "unavailable" not in peer:
-                peer["ratio"] = ours["tokens_per_second"] / peer["tokens_per_second"]
-        report["peer"] = dict(zip(peer_hf_torch.MODES, peers, strict=True))
+    report = {"command": sys.argv, "python": platform.python_version(), "import_seconds": import_seconds(own.runs)}
+    for results in run_alternating(own.runs, own.steps, contenders):
+        ours, *peers = map(summarise, results)
+        report |= ours
+        if peers:
+            report["peer"] = {
+                mode: peer
+                if "unavailable" in peer
+                else peer | {"ratio": ours["tokens_per_second"] / peer["tokens_per_second"]}
+                for mode, peer in zip(peer_hf_torch.MODES, peers, strict=True)
+            }
+        if own.json:
+            replace_durably(own.json, json.dumps(report, indent=2) + "\n")
     if "unavailable" in report:
         print(f"not run: {report['unavailable']}")
     else:
         show(report)
-    if own.json:
-        own.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 
 

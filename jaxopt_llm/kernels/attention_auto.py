@@ -14,6 +14,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxopt_llm.files import replace_durably
+
 TABLE = Path(__file__).with_name("attention_measured.json")
 FALLBACK = "xla"  # has no limits, and needs no GPU
 MEASURE = "`python benchmarks/attention.py --write-table` on such a GPU measures it"
@@ -93,4 +95,4 @@ def write(rows: Iterable[Measured], file: Path) -> None:
     known = {row.key: row for row in (read(file) if file.exists() else [])}
     known |= {row.key: row for row in rows}
     lines = [json.dumps(asdict(known[key])) for key in sorted(known)]
-    file.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    replace_durably(file, "[\n" + ",\n".join(lines) + "\n]\n")
