@@ -3,17 +3,23 @@
     scripts/gpu_check [--output FOLDER] [--only PART] [--on-cpu]
 
 Every part is a process of its own with a limit on its time. A part that fails is recorded with its error and does not
-stop the others; one whose packages are missing is skipped by name. Writes FOLDER/<gpu>-<date>.json with everything and
-.txt with what was printed, and what attention took into the table by which it is chosen, to be committed
-(jaxopt_llm/kernels/attention_measured.json). Exit code: 0, or 1 where a part failed, or 2 where no GPU is visible.
+stop the others; one whose packages are missing is skipped by name. Attention comes first, because the steps take it as
+it was measured. Writes FOLDER/<gpu>-<date>-<time>.json with everything and .txt with what was printed, and what
+attention took into the table by which it is chosen, to be committed (jaxopt_llm/kernels/attention_measured.json, a copy
+of which is left in FOLDER).
+
+Exit code: 0 where all was measured that this GPU has the memory for, 1 where a part failed, 2 where no GPU is visible
+or an argument is wrong, 6 where nothing failed and something was not measured, for time or packages, say. It is named.
 """
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,14 +30,40 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
+
+from gpu_reports import (
+    describe_attention,
+    describe_experts,
+    describe_figures,
+    describe_filled,
+    describe_grouped,
+    describe_hot_path,
+    describe_peer,
+    describe_step,
+    describe_tests,
+    read_figures,
+    read_json,
+    read_junit,
+    read_step,
+    unavailable,
+)
+from outcomes import NOT_MEASURED, cause
 
 from jaxopt_llm import errors
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.files import replace_durably
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 465  # for all of it: a part gets what those before it have left, at most its own limit
-GIB = 2**30
+GRACE = 5  # seconds of a part that was interrupted, to say what it knows
+# What is not measured without a package that the rest does without.
+OPTIONAL = {
+    "jax-triton": "our triton attention",
+    "triton": "our triton attention",
+    "tokamax": "tokamax's attention beside ours",
+    "torch": "the step in torch beside ours",
+    "transformers": "the step in torch beside ours",
+}
 
 LOOK = """
 import json, jax
@@ -55,7 +87,8 @@ class Part:
 
 
 def parts(on_cpu: bool) -> list[Part]:
-    """What would be missed most comes first: a call may be the only one, and end early."""
+    """What would be missed most comes first: a call may be the only one, and end early. The steps take attention by
+    what its part has measured."""
 
     def recipe(name: str, tiny: str = "tiny") -> str:
         return f"benchmarks/recipes/{tiny if on_cpu else name}.py"
@@ -77,13 +110,13 @@ def parts(on_cpu: bool) -> list[Part]:
     experts = ["benchmarks/experts.py", "--config", recipe("experts_1b", "tiny_experts"), "--runs", "1", "--json"]
     # On a CPU attention's kernels are interpreted, for minutes: the others show that the part works.
     few = ["--gpu-tests-on-cpu", "-k", "grouped or cross_entropy"] if on_cpu else []
-    pytest = ["-m", "pytest", "-q", "-m", "gpu", *few]
+    pytest = ["-m", "pytest", "-v", "-m", "gpu", *few]  # -v names each as it passes
     hot_path = ["benchmarks/hot_path.py", "--json"]
     peer = [*small, "1", "--peer", "hf-torch", "--json"]
     return [
-        figures("8b", seconds=150, gigabytes=(115, 1000)),
-        figures("8b_80gb", seconds=150, gigabytes=(70, 115)),
         Part("attention", attention, read_json, describe_attention, seconds=120),
+        figures("8b", seconds=180, runs=2, gigabytes=(115, 1000)),
+        figures("8b_80gb", seconds=180, runs=2, gigabytes=(70, 115)),
         Part("grouped-matmul", grouped, read_json, describe_grouped, seconds=90, gigabytes=(45, 1000)),
         Part("tests", [*pytest, *tests, "--junit-xml"], read_junit, describe_tests, seconds=150),
         figures("1b", seconds=110, runs=2),
@@ -100,108 +133,6 @@ def parts(on_cpu: bool) -> list[Part]:
     ]
 
 
-def read_step(path: Path) -> dict[str, Any]:
-    """What train_step.py says, without its command, which names a temporary file."""
-    report = json.loads(path.read_text())
-    return {name: value for name, value in report.items() if name != "command"}
-
-
-def read_figures(path: Path) -> dict[str, Any]:
-    """The one case's."""
-    (row,) = json.loads(path.read_text())["rows"]
-    return {name: value for name, value in row.items() if name != "command"}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads(path.read_text())
-    return report
-
-
-def read_junit(path: Path) -> dict[str, Any]:
-    """Seconds of the tests that passed, and the messages of the others, by name."""
-    report: dict[str, dict[str, Any]] = {"passed": {}, "failed": {}, "skipped": {}}
-    for case in ElementTree.parse(path).iter("testcase"):
-        name = f"{case.get('classname')}.{case.get('name')}"
-        outcome = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
-        if outcome is None:
-            report["passed"][name] = float(case.get("time", 0))
-        else:
-            report["skipped" if outcome.tag == "skipped" else "failed"][name] = outcome.get("message")
-    return report
-
-
-def describe_tests(report: dict[str, Any]) -> str:
-    return ", ".join(f"{len(tests)} {outcome}" for outcome, tests in report.items() if tests)
-
-
-def describe_attention(report: dict[str, Any]) -> str:
-    said = []
-    for row in report["rows"]:
-        name = f"{row['name']} at head_dim {row['head_dim']}"
-        figures = "unavailable" if "unavailable" in row else f"{row['forward_tflops']:.0f}/{row['backward_tflops']:.0f}"
-        said.append(f"{name} {figures}")
-    return "TFLOP/s forward/backward: " + ", ".join(said)
-
-
-def describe_grouped(report: dict[str, Any]) -> str:
-    said = []
-    for row in report["rows"]:
-        figures = "unavailable" if "unavailable" in row else f"{row['tflops']['all']:.0f}"
-        said.append(f"{row['name']} of {row['groups']} groups {figures}")
-    return "TFLOP/s of three legs: " + ", ".join(said)
-
-
-def describe_experts(report: dict[str, Any]) -> str:
-    rates = [
-        f"{name} {row['measured'].get('unavailable') or format(row['measured']['tokens_per_second'], ',.0f')}"
-        for name, row in report["rows"].items()
-    ]
-    verdicts = [f"{'PASS' if bar['holds'] else 'FAIL'} {bar['said']}: {bar['found']}" for bar in report["bars"]]
-    return "; ".join([*verdicts, "tokens/s: " + ", ".join(rates)])
-
-
-def describe_hot_path(report: dict[str, Any]) -> str:
-    rates = (f"{row['name']} {row['bytes_per_second'] / 1e9:.0f}" for row in report["rows"])
-    return "GB/s of the least bytes: " + ", ".join(rates)
-
-
-def describe_figures(report: dict[str, Any]) -> str:
-    planned = report["predicted"].get("peak_bytes")
-    predicted = "nothing" if planned is None else f"{planned / GIB:.2f} GiB"
-    if why := report.get("unavailable") or report.get("failed"):
-        return f"{why}; predicted without the GPU {predicted}"
-    first = report["first_step_seconds"]
-    return (
-        (f"MFU {report['mfu']:.1%}, attention whole {report['mfu_full_attention']:.1%}; " if "mfu" in report else "")
-        + f"{describe_step(report)}; predicted without the GPU {predicted}; first step after {first['cold']:.0f} s"
-        + ("" if first["warm"] is None else f", warm {first['warm']:.0f}")
-    )
-
-
-def describe_step(report: dict[str, Any]) -> str:
-    planned, measured = report["planned_peak_bytes"], report["measured_peak_bytes"]
-    share = report["share_of_peak_flops"]
-    return (
-        f"{report['step_seconds']:.3f} s, {report['tokens_per_second']:,.0f} tokens/s"
-        + ("" if share is None else f", {share:.0%} of peak")
-        + f"; peak {measured / GIB:.2f} GiB, {measured / planned:.2f} × the planned {planned / GIB:.2f}; "
-        f"compiled in {report['compile_seconds']:.0f} s"
-    )
-
-
-def describe_filled(report: dict[str, Any]) -> str:
-    planned, limit = report["planned_peak_bytes"], report["limit_bytes"]
-    return f"{report['layers']} layers, planned for {planned / limit:.0%} of the memory: {describe_step(report)}"
-
-
-def describe_peer(report: dict[str, Any]) -> str:
-    said = [f"ours {report['tokens_per_second']:,.0f} tokens/s"]
-    for mode, peer in report["peer"].items():
-        why = peer.get("unavailable")
-        said.append(f"{mode} {why or format(peer['tokens_per_second'], ',.0f')}")
-    return "; torch ".join(said)
-
-
 def run(part: Part, environment: dict[str, str], seconds: float, limit_bytes: int | None) -> dict[str, Any]:
     """One part's status, the seconds that it took of those given, its report, its output and its error.
 
@@ -213,25 +144,33 @@ def run(part: Part, environment: dict[str, str], seconds: float, limit_bytes: in
     least, below = part.gigabytes
     if limit_bytes is not None and not least <= limit_bytes / 1e9 < below:
         has = f"this GPU gives {limit_bytes / 1e9:.0f} GB"
-        return {"status": "skipped", "seconds": 0.0, "error": f"for {least} to {below} GB of memory, {has}"}
+        return {"status": "not here", "seconds": 0.0, "error": f"for {least} to {below} GB of memory, {has}"}
     if seconds < part.seconds / 2:
         return {"status": "skipped", "seconds": 0.0, "error": f"{seconds:.0f} s are left; --only {part.name} runs it"}
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report"
         output, error = execute([*part.arguments, str(report)], environment, min(part.seconds, seconds))
+        found = part.report(report) if report.exists() else None
         return {
-            "status": "failed" if error else "passed",
+            "status": "failed" if error else "partly" if any(unavailable(found, part.name)) else "passed",
             "seconds": time.monotonic() - started,
             "arguments": part.arguments,
             "error": error,
-            "report": part.report(report) if report.exists() else None,
+            "report": found,
             "output": output,
         }
 
 
+def not_measured(parts: dict[str, Any]) -> list[str]:
+    """By name, what of results without a failure is missing."""
+    skipped = [name for name, result in parts.items() if result["status"] == "skipped"]
+    return [*skipped, *(each for name, result in parts.items() for each in unavailable(result.get("report"), name))]
+
+
 def execute(arguments: list[str], environment: dict[str, str], seconds: float) -> tuple[str, str | None]:
-    """Runs Python in the repository: its standard output, and what went wrong with the end of its complaints."""
+    """Runs Python in the repository: its standard output, and what went wrong, a line with the cause first and then the
+    end of its complaints."""
     process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -243,15 +182,25 @@ def execute(arguments: list[str], environment: dict[str, str], seconds: float) -
     )
     try:
         output, complaints = process.communicate(timeout=seconds)
-        error = f"exit code {process.returncode}" if process.returncode else None
+        through = process.returncode in (0, NOT_MEASURED)
+        error = None if through else f"exit code {process.returncode}; {cause(complaints)}"
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, complaints = process.communicate()
+        output, complaints = stop(process)
         error = f"stopped after {seconds:.0f} s"
     except KeyboardInterrupt:
         os.killpg(process.pid, signal.SIGKILL)
         raise
     return output, error and f"{error}\n{complaints[-4000:]}".strip()
+
+
+def stop(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Interrupted, so that it says what it knows (pytest: what failed, and why), then killed with all it started."""
+    os.killpg(process.pid, signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=GRACE)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.communicate()
 
 
 def version(package: str) -> str | None:
@@ -262,10 +211,10 @@ def version(package: str) -> str | None:
 
 
 def packages() -> dict[str, str | None]:
-    """The version of each package that jaxopt_llm depends on, None where it is missing."""
+    """The version of each package that jaxopt_llm depends on or that is measured, None where it is missing."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = [re.split(r"[^A-Za-z0-9_.-]", each)[0] for each in project["dependencies"]]
-    return {name: version(name) for name in [*names, "pytest", "torch", "transformers"]}
+    return {name: version(name) for name in [*names, "pytest", *OPTIONAL]}
 
 
 def look(environment: dict[str, str], platform: str) -> dict[str, Any]:
@@ -273,7 +222,7 @@ def look(environment: dict[str, str], platform: str) -> dict[str, Any]:
     output, error = execute(["-c", LOOK], {**environment, "JAX_PLATFORMS": platform}, seconds=60)
     if error:
         raise InputError(
-            f"no device to run on in {sys.executable} ({error.splitlines()[-1]}); this command wants an NVIDIA GPU and "
+            f"no device to run on in {sys.executable} ({error.splitlines()[0]}); this command wants an NVIDIA GPU and "
             "JAX with CUDA; --on-cpu tries it out without"
         )
     found: dict[str, Any] = json.loads(output.splitlines()[-1])
@@ -281,11 +230,14 @@ def look(environment: dict[str, str], platform: str) -> dict[str, Any]:
 
 
 def headline(results: dict[str, Any]) -> str:
-    machine, missing = results["machine"], [name for name, found in results["packages"].items() if found is None]
+    machine, packages = results["machine"], results["packages"]
+    missing = [name for name, found in packages.items() if found is None and name not in OPTIONAL]
     lines = [
         f"{machine['device']}, jax {machine['jax']}, Python {results['python']}, {results['date']}",
         f"missing: {', '.join(missing)} (pip install {' '.join(missing)})" if missing else "no package is missing",
     ]
+    without = {name: what for name, what in OPTIONAL.items() if packages[name] is None}
+    lines += [f"without {name}: {what} is not measured" for name, what in without.items()]
     if machine["platform"] == "cpu":
         lines.append("on the CPU, with a tiny model: no figure means anything")
     return "\n".join(lines)
@@ -294,8 +246,8 @@ def headline(results: dict[str, Any]) -> str:
 def line(part: Part, result: dict[str, Any]) -> str:
     said = [part.summary(result["report"])] if result.get("report") else []
     if result["error"]:
-        said += [result["error"].splitlines()[0], result["error"].splitlines()[-1]]
-    return f"{part.name:14} {result['status']:8} {result['seconds']:6.1f} s  {'; '.join(dict.fromkeys(said))}"
+        said.append(result["error"].splitlines()[0])
+    return f"{part.name:14} {result['status']:8} {result['seconds']:6.1f} s  {'; '.join(said)}"
 
 
 def main() -> int:
@@ -310,19 +262,23 @@ def main() -> int:
 
     if version("jax") is None:
         raise InputError(f"{sys.executable} has no jax: install jaxopt_llm for it, or name another by PYTHON")
-    from jaxopt_llm.parallel.runtime import MEMORY_FRACTION  # which imports jax
+    from gpu_figures import bars  # which imports jax, as the others do
+
+    from jaxopt_llm.kernels.attention_auto import TABLE
+    from jaxopt_llm.parallel.runtime import MEMORY_FRACTION
 
     platforms = ("cpu",) if asked.on_cpu else ("cuda", "cpu")
     environment = {
         **os.environ,
         "JAX_PLATFORMS": ",".join(platforms),
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the GPU may have other users
+        "JAX_TRACEBACK_FILTERING": "off",  # else JAX's notes on what it left out come behind an error
+        "PYTHONUNBUFFERED": "1",  # what a part has said is known, however it ends
     }
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment:  # JAX takes one of the two
-        environment.setdefault("XLA_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
+        environment.setdefault("XLA_CLIENT_MEM_FRACTION", MEMORY_FRACTION)  # allocated at once, as `train` does
     results: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
+        "date": datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S"),  # no run writes over another's
         "machine": look(environment, platforms[0]),
         "python": sys.version.split()[0],
         "packages": packages(),
@@ -342,11 +298,25 @@ def main() -> int:
         print(said[-1], flush=True)
         # After each part: what is known stays known if the machine goes away.
         results["seconds"] = time.monotonic() - started
-        file.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
-        outputs = [f"\n---- {name}\n{each.get('output', '')}" for name, each in results["parts"].items()]
-        file.with_suffix(".txt").write_text("\n".join([*said, *outputs]))
-    print(f"{results['seconds']:.0f} s; {file}.json and .txt")
-    return int(any(result["status"] == "failed" for result in results["parts"].values()))
+        write(file, results, said)
+        if part.name == "attention" and not asked.on_cpu:
+            shutil.copyfile(TABLE, file.with_name(f"{file.name}-attention_measured.json"))
+    ran = {name: each["report"] for name, each in results["parts"].items() if each.get("report")}
+    rows = {report["case"]: report for report in ran.values() if "case" in report}
+    said += [verdict.line() for verdict in bars(rows)]
+    missed = not_measured(results["parts"])
+    failed = [name for name, result in results["parts"].items() if result["status"] == "failed"]
+    said += [f"{what}: {', '.join(names)}" for what, names in (("failed", failed), ("not measured", missed)) if names]
+    print("\n".join([*said[1 + len(results["parts"]) :], f"{results['seconds']:.0f} s; {file}.json and .txt"]))
+    results |= {"failed": failed, "not_measured": missed}
+    write(file, results, said)
+    return 1 if failed else NOT_MEASURED if missed else 0
+
+
+def write(file: Path, results: dict[str, Any], said: list[str]) -> None:
+    replace_durably(file.with_suffix(".json"), json.dumps(results, indent=2) + "\n")
+    outputs = [f"\n---- {name}\n{each.get('output', '')}" for name, each in results["parts"].items()]
+    file.with_suffix(".txt").write_text("\n".join([*said, *outputs]))
 
 
 if __name__ == "__main__":

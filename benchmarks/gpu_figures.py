@@ -90,6 +90,7 @@ def measure(case: str, asked: argparse.Namespace, kind: str) -> dict[str, Any]:
         try:
             environment = {**os.environ, **WHOLE}
             done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+            sys.stderr.write(done.stderr)
             if done.returncode:
                 row |= {"failed": cause(done.stderr), "complaints": done.stderr.splitlines()[-40:]}
         except KeyboardInterrupt:

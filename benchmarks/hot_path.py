@@ -32,6 +32,7 @@ from jaxopt_llm import errors
 from jaxopt_llm.model import layers
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.parallel import instructions, topology
+from jaxopt_llm.parallel.instructions import Computation, Instruction
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
 from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
@@ -97,13 +98,20 @@ def least_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int:
 # ---- As compiled.
 
 
-def as_compiled(function: Callable[..., Any], operands: tuple[Any, ...], device: jax.Device) -> tuple[int, int]:
-    """Kernels, and the bytes that they read and write."""
+def compiled_text(function: Callable[..., Any], operands: tuple[Any, ...], device: jax.Device) -> str:
     sharding = NamedSharding(make_mesh(MeshConfig(), [device]), PartitionSpec())
     arguments = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding), operands)
-    text = str(topology.compile(jax.jit(function).lower(*arguments)).as_text())
-    entry = instructions.parse(text)["ENTRY"]
-    kernels = [each for each in entry.values() if each.opcode not in FREE]
+    return str(topology.compile(jax.jit(function).lower(*arguments)).as_text())
+
+
+def kernels_of(computation: Computation) -> list[Instruction]:
+    return [each for each in computation.values() if each.opcode not in FREE]
+
+
+def as_compiled(function: Callable[..., Any], operands: tuple[Any, ...], device: jax.Device) -> tuple[int, int]:
+    """Kernels, and the bytes that they read and write."""
+    entry = instructions.parse(compiled_text(function, operands, device))["ENTRY"]
+    kernels = kernels_of(entry)
     moved = sum(
         sum(array.bytes for array in (*each.results, *(x for name in each.operands for x in entry[name].results)))
         for each in kernels

@@ -264,7 +264,8 @@ def main() -> int:
         config = configuration.parse(arguments, "benchmarks/train_step.py")
         validate(config)
         contenders |= peer_hf_torch.contenders(config)
-    report = {"command": sys.argv, "python": platform.python_version(), "import_seconds": import_seconds(own.runs)}
+    python = {"python": platform.python_version(), "import_seconds": import_seconds(own.runs)}
+    report: dict[str, Any] = {"command": sys.argv, **python}
     for results in run_alternating(own.runs, own.steps, contenders):
         ours, *peers = map(summarise, results)
         report |= ours

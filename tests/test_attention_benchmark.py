@@ -1,6 +1,7 @@
 """benchmarks/attention.py at a toy's size: every way computes the same, and FLOPs are those of the paper."""
 
 import dataclasses
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -85,6 +86,32 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def fastest(file: Path, keys: int) -> str:
     table = attention_auto.read(file)
     return attention_auto.fastest(128, "bfloat16", keys, (9, 0), {"xla": [], "pallas": []}, table).name
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_is_measured_is_written_before_the_rest_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head size of the figures to reach first."""
+    compare, report = attention.compare, tmp_path / "report.json"
+
+    def stops(case: attention.Case, *others: Any) -> list[dict[str, Any]]:
+        if case.length == 8192:
+            raise KeyboardInterrupt
+        return compare(case, *others)
+
+    monkeypatch.setattr(attention, "compare", stops)
+    with pytest.raises(KeyboardInterrupt):
+        run(monkeypatch, "--json", report)
+    rows = json.loads(report.read_text())["rows"]
+    assert {(row["head_dim"], row["length"]) for row in rows} == {(128, 2048)}
+    assert report.with_suffix(".txt").exists()
+
+
+def test_a_library_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokamax.py").write_text("raise RuntimeError('wrong CUDA')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(attention, "ON_CPU", False)
+    (row,) = attention.compare(attention.Case(64, 64, causal=True, dtype="float32"), only=["tokamax triton"], runs=1)
+    assert row["unavailable"] == "RuntimeError: wrong CUDA"
 
 
 @pytest.mark.usefixtures("gpu")

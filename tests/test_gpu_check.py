@@ -1,16 +1,25 @@
 """scripts/gpu_check without a GPU: what it says, records and ends with."""
 
+import datetime
+import functools
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gpu_check
+import outcomes
 import pytest
 from commands import ROOT
 from gpu_check import Part
+
+from jaxopt_llm.kernels import attention_auto
+from jaxopt_llm.parallel import runtime
 
 
 def check(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -70,14 +79,123 @@ def test_a_part_that_fails_is_recorded_and_stops_no_other(tmp_path: Path, monkey
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--output", str(tmp_path)])
     assert gpu_check.main() == 1
     (written,) = tmp_path.glob("nvidia-h200-*.json")
-    found: dict[str, Any] = json.loads(written.read_text())["parts"]
+    results = json.loads(written.read_text())
+    assert results["failed"] == ["broken", "slow"] and results["not_measured"] == ["lacking"]
+    found: dict[str, Any] = results["parts"]
     assert {name: each["status"] for name, each in found.items()} == {
         "broken": "failed",
         "slow": "failed",
         "lacking": "skipped",
         "fine": "passed",
     }
-    assert "a reason" in found["broken"]["error"]
+    assert found["broken"]["error"].startswith("exit code 1; a reason\n")
     assert "stopped after 1 s" in found["slow"]["error"]
     assert "no-such-package" in found["lacking"]["error"]
     assert "a table" in written.with_suffix(".txt").read_text()
+
+
+def part(name: str, program: str, seconds: int = 60, gigabytes: tuple[int, int] = (0, 1000)) -> Part:
+    """Which writes its report to report()."""
+    whole = f"import json, sys, time\ndef report(said): open(sys.argv[1], 'w').write(json.dumps(said))\n{program}"
+    return Part(name, ["-c", whole], lambda path: json.loads(path.read_text()), str, seconds, gigabytes=gigabytes)
+
+
+@pytest.fixture
+def on_h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, dict[str, Any]]]:
+    """(part, ...) -> the exit code and the newest results."""
+    machine = {"platform": "gpu", "device": "NVIDIA H200", "jax": "0", "memory_limit_bytes": 140e9}
+    monkeypatch.setattr(gpu_check, "look", lambda *arguments: machine)
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--output", str(tmp_path)])
+
+    seconds = map(functools.partial(datetime.datetime, 2026, 1, 1, 12, 0), itertools.count())
+    monkeypatch.setattr(gpu_check.datetime, "datetime", SimpleNamespace(now=seconds.__next__))
+
+    def run(*parts: Part) -> tuple[int, dict[str, Any]]:
+        monkeypatch.setattr(gpu_check, "parts", lambda on_cpu: parts)
+        known = {*tmp_path.glob("*.json")}
+        code = gpu_check.main()
+        (written,) = {each for each in tmp_path.glob("nvidia-h200-*.json") if "attention" not in each.name} - known
+        return code, json.loads(written.read_text())
+
+    return run
+
+
+def test_a_part_that_is_stopped_says_what_it_knows(
+    on_h200: Callable[..., tuple[int, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some when they are interrupted, as pytest does; others are killed, and what they had said and written is left."""
+    monkeypatch.setattr(gpu_check, "GRACE", 0.5)
+    interrupted = "try: time.sleep(60)\nexcept KeyboardInterrupt: report({'found': 1})"
+    deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); report({'found': 2}); print('some')\n"
+    code, results = on_h200(part("hears", interrupted, 1), part("deaf", deaf + "time.sleep(60)", 1))
+    hears, deaf = results["parts"]["hears"], results["parts"]["deaf"]
+    assert code == 1 and hears["status"] == deaf["status"] == "failed"
+    assert hears["report"] == {"found": 1} and deaf["report"] == {"found": 2}
+    assert deaf["output"] == "some\n" and "stopped after 1 s" in deaf["error"]
+
+
+def test_what_was_not_measured_is_named_and_ends_with_a_code_of_its_own(
+    on_h200: Callable[..., tuple[int, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fine, elsewhere = part("fine", "report({})"), part("8b-80gb", "", gigabytes=(70, 115))
+    code, results = on_h200(fine, elsewhere)
+    assert code == 0 and results["parts"]["8b-80gb"]["status"] == "not here"
+
+    rows = "report({'rows': [{'name': 'triton', 'head_dim': 128, 'unavailable': 'why'}, {'name': 'xla'}]})"
+    figure = "report({'case': 'llama_8b', 'unavailable': 'needs 200 GiB'}); sys.exit(6)"
+    code, results = on_h200(part("rows", rows), part("8b", figure), part("late", "", seconds=10_000))
+    assert code == 6
+    assert {name: each["status"] for name, each in results["parts"].items()} == {
+        "rows": "partly",
+        "8b": "partly",
+        "late": "skipped",
+    }
+    assert results["not_measured"] == ["late", "rows triton at head_dim 128", "8b"]
+    assert "not measured: late, rows triton at head_dim 128, 8b" in capsys.readouterr().out
+
+
+def test_no_run_writes_over_anothers_results(
+    on_h200: Callable[..., tuple[int, dict[str, Any]]], tmp_path: Path
+) -> None:
+    """And attention's table comes with them."""
+    assert on_h200(part("attention", "report({})"))[0] == on_h200(part("fine", "report({})"))[0] == 0
+    tables = [*tmp_path.glob("*-attention_measured.json")]
+    assert len([*tmp_path.glob("*.txt")]) == 2 and len(tables) == 1
+    assert tables[0].read_text() == attention_auto.TABLE.read_text()
+
+
+def test_steps_run_in_the_memory_that_train_takes(
+    on_h200: Callable[..., tuple[int, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its share at once, as JAX does unless told otherwise."""
+    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    _, results = on_h200(part("environment", "import os; report(dict(os.environ))"))
+    environment = results["parts"]["environment"]["report"]
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in environment
+    assert environment["XLA_CLIENT_MEM_FRACTION"] == runtime.MEMORY_FRACTION
+
+
+def test_packages_that_are_missing_are_named_with_what_they_measure() -> None:
+    machine = {"platform": "gpu", "device": "NVIDIA H200", "jax": "0"}
+    packages = dict.fromkeys(["numpy", *gpu_check.OPTIONAL]) | {"triton": "3"}
+    said = gpu_check.headline({"machine": machine, "python": "3", "date": "", "packages": packages})
+    assert "missing: numpy (pip install numpy)" in said
+    assert "without tokamax: tokamax's attention" in said and "without jax-triton: our triton attention" in said
+    assert "without triton" not in said
+    assert gpu_check.packages().keys() >= gpu_check.OPTIONAL.keys()
+
+
+def test_the_cause_is_the_last_exception_whatever_follows() -> None:
+    complaints = (
+        "Traceback (most recent call last):\n  File ...\njax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: of memory\n"
+        "  buffer 1\n--------------------\nFor simplicity, JAX has removed its internal frames from the traceback."
+    )
+    assert outcomes.cause(complaints) == "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: of memory"
+    assert outcomes.cause("a warning\nerror: model.width=3") == "error: model.width=3"
+    assert outcomes.cause("killed\n") == "killed" and outcomes.cause("") == "no reason given"
+
+
+def test_attention_says_why_something_is_unavailable() -> None:
+    row = {"name": "triton", "head_dim": 128, "unavailable": "ModuleNotFoundError: jax_triton"}
+    assert "triton at head_dim 128 ModuleNotFoundError: jax_triton" in gpu_check.describe_attention({"rows": [row]})

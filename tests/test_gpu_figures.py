@@ -1,20 +1,29 @@
 """What benchmarks/gpu_figures.py and hot_path.py measure on a GPU: what of it is known without one."""
 
+import argparse
 import ast
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import gpu_figures
 import hot_path
+import jax
+import numpy as np
 import pytest
+import train_step
 from commands import ENVIRONMENT, ROOT
 
 from jaxopt_llm import config as configuration
+from jaxopt_llm.kernels import attention_auto
+from jaxopt_llm.kernels.attention_auto import Measured
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.decoder import param_specs
+from jaxopt_llm.parallel import instructions
 from jaxopt_llm.parallel.topology import CHIPS, gpu_topology
 from jaxopt_llm.plan import GIB, make_plan
 from jaxopt_llm.validation import validate
@@ -83,3 +92,85 @@ def test_what_lies_between_products_moves_no_more_than_it_must_but_for_a_norms_b
     assert all(0.99 < ratio < 1.1 for ratio in moved.values()), moved
     # The sum that is the scale's gradient reads both operands once more.
     assert backward == pytest.approx(5 / 3, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["RMSNorm forward", "rotary forward"])
+def test_calls_in_a_row_stay_in_their_loop_as_they_are_alone(name: str) -> None:
+    (gpu,) = gpu_topology("h200", gpus_per_host=1)
+    function, operands = hot_path.passes(configuration.load("llama3_8b.py").model, 8192, gpu)[name]
+    module = instructions.parse(hot_path.compiled_text(hot_path.in_a_row(function), operands, gpu))
+    (loop,) = [each for each in module["ENTRY"].values() if each.opcode == "while"]
+    assert '"known_trip_count":{"n":"19"}' in loop.attributes  # else the host would ask after each
+    body = hot_path.kernels_of(module[str(loop.find(r"body=%?([\w.-]+)"))])
+    alone, _ = hot_path.as_compiled(function, operands, gpu)
+    assert len(body) == alone + 1 and all(each.opcode != "copy" for each in body)  # and one that counts
+
+
+def test_calls_in_a_row_give_what_one_does() -> None:
+    x = np.arange(4.0, dtype=np.float32)
+    assert (jax.jit(hot_path.in_a_row(lambda x: -x))(x) == -x).all()
+
+
+ROW = {"mfu": 0.5, "tokens_per_second": 100.0}
+
+
+def test_bars_are_of_what_was_measured() -> None:
+    rows = {"llama_8b": ROW, "llama_8b_fp8": ROW | {"tokens_per_second": 130.0}, "llama_1b": ROW, "llama_1b_fp8": {}}
+    said = [verdict.line().split("\n")[0] for verdict in gpu_figures.bars(rows)]
+    assert said == [
+        "PASS  llama_1b: MFU at least 48%",
+        "FAIL  llama_8b: MFU at least 52%",
+        "PASS  llama_8b_fp8: at least 1.3 × the tokens/s of bf16",
+    ]
+
+
+def test_attention_is_what_was_measured_on_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Measured("9.0", "bfloat16", 128, 8192, "NVIDIA H200", "0.11.2", {"xla": 2.0, "triton": 1.0})
+    table = tmp_path / "table.json"
+    attention_auto.write([row], table)
+    monkeypatch.setattr(attention_auto, "TABLE", table)
+
+    def taken(case: str, kind: str) -> str:
+        path = gpu_figures.by_measured_attention(gpu_figures.recipe(case, on_cpu=False), kind, tmp_path)
+        return configuration.load(str(path)).training.attention
+
+    assert taken("llama_8b", "NVIDIA H200") == "auto"
+    assert taken("llama_8b", "NVIDIA H100") == taken("llama_1b", "NVIDIA H200") == "pallas"  # of head_dim 64: nothing
+
+
+def test_a_case_that_fails_or_is_interrupted_keeps_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line that names the exception, and the runs that were through."""
+    asked = argparse.Namespace(on_cpu=True, runs=2, steps=1)
+    monkeypatch.setattr(gpu_figures, "start_plan", lambda *_: None)
+    monkeypatch.setattr(gpu_figures, "predicted", lambda _: {})
+
+    def fails(command: list[str], **others: Any) -> subprocess.CompletedProcess[str]:
+        assert others["env"]["JAX_TRACEBACK_FILTERING"] == "off"
+        return subprocess.CompletedProcess(command, 1, "", "x\nValueError: this\n  and more\n")
+
+    def stops(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        Path(command[-1]).write_text('{"step_seconds": 1.0}')
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_figures.subprocess, "run", fails)
+    row = gpu_figures.measure("llama_1b", asked, "cpu")
+    assert row["failed"] == "ValueError: this" and row["complaints"][-1] == "  and more"
+    monkeypatch.setattr(gpu_figures.subprocess, "run", stops)
+    row = gpu_figures.measure("llama_1b", asked, "cpu")
+    assert row["interrupted"] and row["step_seconds"] == 1.0
+
+
+def test_a_step_is_reported_after_each_turn_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = {"step_seconds": 1.0, "tokens_per_second": 1.0, "flops_per_second": 1.0, "measured_peak_bytes": 1}
+
+    def turns(*_: Any) -> Iterator[list[list[dict[str, Any]]]]:
+        yield [[ran | {"first_step_seconds": 5.0}]]
+        raise KeyboardInterrupt
+
+    file = tmp_path / "report.json"
+    monkeypatch.setattr(train_step, "run_alternating", turns)
+    monkeypatch.setattr(train_step, "import_seconds", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["train_step.py", "--json", str(file)])
+    with pytest.raises(KeyboardInterrupt):
+        train_step.main()
+    assert json.loads(file.read_text())["first_step_seconds"] == {"cold": 5.0, "warm": None}

@@ -257,3 +257,16 @@ def test_what_an_implementation_does_not_support(implementation: str, call: dict
 def test_kernels_for_gpus_are_refused_on_a_cpu(implementation: str) -> None:
     with pytest.raises(ValueError, match=f"implementation='{implementation}': a kernel for GPUs.*: xla$"):
         attention(*arrays(), implementation=implementation)
+
+
+def test_a_table_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "table.json"
+    attention_auto.write([ROW], table)
+
+    def dies(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", dies)
+    with pytest.raises(KeyboardInterrupt):
+        attention_auto.write([replace(ROW, head_dim=64)], table)
+    assert attention_auto.read(table) == [ROW]
