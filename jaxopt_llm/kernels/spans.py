@@ -29,6 +29,12 @@ class Spans(NamedTuple):
         """In rows of the keys from `row` on."""
         return Spans(self.first - row, self.last - row)
 
+    def of_rows(self, rows: jax.Array) -> "Spans":
+        """Of queries in these of the rows, int [B, N], alone. One that is in none of them sees nothing."""
+        there = (rows >= 0) & (rows < self.first.shape[1])
+        first, last = (jnp.take_along_axis(each, rows, axis=1, mode="clip") for each in self)
+        return Spans(jnp.where(there, first, -1), jnp.where(there, last, -1))
+
     def visible(self, keys: jax.Array) -> jax.Array:
         """bool [B, S, T]; keys: their rows, int [T]."""
         return (self.first[:, :, None] <= keys) & (keys <= self.last[:, :, None])

@@ -258,7 +258,8 @@ def choose_attention(device: Any, asked: str, head_dim: int, dtype: str, keys: i
     problems = unsupported(head_dim, dtype, capability)
     if asked == "auto":
         return fastest(head_dim, dtype, keys, capability, problems)
-    mend = "set --training.attention auto, or xla"
+    others = " or ".join(name for name, found in problems.items() if not found)
+    mend = f"set --training.attention auto, or {others}"
     if problems[asked] and capability is None:
         raise InputError(f"training.attention={asked} is for GPUs, not for {device.device_kind}: {mend}")
     if problems[asked]:
