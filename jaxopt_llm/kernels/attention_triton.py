@@ -108,6 +108,7 @@ def _forward(
     (batch, queries, heads, size), (keys, groups) = q.shape, k.shape[1:3]
     first, last = _clipped(first, last, keys)
     out: tuple[jax.Array, jax.Array] = _call(
+        form,
         kernels.forward,
         tile,
         (*_by_head(tile.queries, q), *_by_head(tile.keys, k, v), *_by_row(tile.queries, first, last)),
@@ -146,6 +147,7 @@ def _backward(
 
     tile = tiles.backward_queries
     (d_q,) = _call(
+        form,
         kernels.backward_queries,
         tile,
         operands(tile),
@@ -159,6 +161,7 @@ def _backward(
     )
     tile = tiles.backward_keys
     d_k, d_v = _call(
+        form,
         kernels.backward_keys,
         tile,
         operands(tile),
@@ -174,6 +177,7 @@ def _backward(
 
 
 def _call(
+    form: Form,
     kernel: Any,
     tile: Tile,
     operands: tuple[Any, ...],
@@ -190,7 +194,7 @@ def _call(
         kernel=kernel,
         out_type=out_type,
         grid=(programs,),
-        name=f"attention_{kernel.__name__}",
+        name=form.named(f"attention_{kernel.__name__}"),
         num_warps=tile.warps,
         num_stages=tile.stages,
         backend_options={"ptx_version": PTX_VERSION, "enable_fp_fusion": True},

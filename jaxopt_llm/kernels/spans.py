@@ -59,9 +59,16 @@ class Form:
 
     before, after: a promise that the query in row r sees no key before row r - before and none after r + after, for a
     kernel that wants to know when it is compiled; None promises nothing.
+
+    window: the keys that a query sees at most, wherever they are. Kernels have it in their names: XLA makes one of two
+    loops that do the same, such as a ring's of two layers, and what counts their FLOPs could not tell them apart.
     """
 
     scale: float
     softcap: float | None = None
     before: int | None = None
     after: int | None = None
+    window: int | None = None
+
+    def named(self, kernel: str) -> str:
+        return kernel if self.window is None else f"{kernel}_within_{self.window}"
