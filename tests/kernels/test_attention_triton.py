@@ -243,6 +243,13 @@ def test_problems_name_what_is_not_supported_and_who_does() -> None:
     assert problems(64, "float16", (12, 0)) != LACKING  # too little shared memory
 
 
+@needs_triton
+def test_an_older_jax_triton_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: {"jax-triton": "0.3.1"}[name])
+    (found,) = problems(64, "float16", (9, 0))
+    assert "jax-triton 0.3.1" in found and "wants 0.4: pip install" in found
+
+
 # ---- Compiled for an H200.
 
 LENGTH, HEADS, GROUPS = 4096, 8, 2
