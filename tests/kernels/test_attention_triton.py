@@ -250,18 +250,21 @@ def test_an_older_jax_triton_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> No
     assert "jax-triton 0.3.1" in found and "wants 0.4: pip install" in found
 
 
-# ---- Compiled for an H200.
+# ---- Compiled for an H200 and, to show that its units are used, for a B200.
 
 LENGTH, HEADS, GROUPS = 4096, 8, 2
 
 
 @pytest.fixture(scope="module", params=TILES)
 def compiled(request: pytest.FixtureRequest) -> tuple[int, jax.stages.Compiled, list[Any]]:
-    """Head size, the program of output and gradients on two devices, a gradient group each, and its kernels."""
+    return request.param, *compiled_for("h200", request.param)
+
+
+def compiled_for(chip: str, size: int) -> tuple[jax.stages.Compiled, list[Any]]:
+    """The program of output and gradients on two devices, a gradient group each, and its kernels."""
     from jax_triton import triton_lib
 
-    size = request.param
-    mesh = Mesh(np.array(topology.gpu_topology("h200", gpus_per_host=2)), ("data",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(topology.gpu_topology(chip, gpus_per_host=2)), ("data",), axis_types=(AxisType.Auto,))
     form, spec = Form(scale=size**-0.5), PartitionSpec()
 
     def output_and_gradients(q: Any, k: Any, v: Any, gradient: Any, spans: Spans) -> tuple[jax.Array, ...]:
@@ -287,7 +290,7 @@ def compiled(request: pytest.FixtureRequest) -> tuple[int, jax.stages.Compiled, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_lib.TritonFunction, "_compile_kernel", recorded)
         lowered = by_group.trace(q, k, k, q, spans).lower(lowering_platforms=("cuda",))
-    return size, topology.compile(lowered), [result for *_, result in made]
+    return topology.compile(lowered), [result for *_, result in made]
 
 
 @needs_triton
@@ -309,23 +312,40 @@ def test_nothing_as_large_as_the_scores_and_no_repeated_keys(
 def test_kernels_fit_hopper_and_use_its_units(
     compiled: tuple[int, jax.stages.Compiled, list[Any]], tmp_path: Path
 ) -> None:
-    import triton
-
     *_, made = compiled
     assert sorted(each.name for each in made) == ["backward_keys", "backward_queries", "forward"]
     for each in made:
         assert each.shared_mem_bytes <= topology.CHIPS["h200"].shared_memory_bytes_per_block
         assert "wgmma.mma_async" in each.binary and "cp.async.bulk.tensor" in each.binary
-        source = tmp_path / f"{each.name}.ptx"
-        source.write_text(each.binary)
-        assembler = triton.knobs.nvidia.ptxas_blackwell.path  # of two, the newer one
-        said = subprocess.run(
-            [assembler, "-v", "--gpu-name=sm_90a", source, "-o", tmp_path / "code"],
-            capture_output=True, text=True, check=True,
-        ).stderr  # fmt: skip
+        said = assembled(each, "sm_90a", tmp_path)
         assert "serialized" not in said  # of wgmma, which a lack of registers makes wait for each other
         (spilled,) = re.findall(r"(\d+) bytes spill stores", said)
         assert int(spilled) <= 32
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("size", TILES)
+def test_kernels_fit_blackwell_and_use_its_units(size: int, tmp_path: Path) -> None:
+    _, made = compiled_for("b200", size)
+    assert sorted(each.name for each in made) == ["backward_keys", "backward_queries", "forward"]
+    for each in made:
+        assert each.shared_mem_bytes <= topology.CHIPS["b200"].shared_memory_bytes_per_block
+        assert "tcgen05.mma" in each.binary and "cp.async.bulk.tensor" in each.binary
+        assembled(each, "sm_100a", tmp_path)
+
+
+def assembled(kernel: Any, architecture: str, folder: Path) -> str:
+    """What NVIDIA's assembler says of it."""
+    import triton
+
+    source = folder / f"{kernel.name}.ptx"
+    source.write_text(kernel.binary)
+    assembler = triton.knobs.nvidia.ptxas_blackwell.path  # of two, the newer one
+    return subprocess.run(
+        [assembler, "-v", f"--gpu-name={architecture}", source, "-o", folder / "code"],
+        capture_output=True, text=True, check=True,
+    ).stderr  # fmt: skip
 
 
 # ---- On a GPU.
