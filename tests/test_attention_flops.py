@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from test_bytes import ROWS, SEQUENCE, VOCABULARY, WIDTH, compiled
+from test_bytes import ROWS, SEQUENCE, VOCABULARY, WIDTH, compiled, slow
 
 from jaxopt_llm.kernels import attention_triton
 from jaxopt_llm.model import flops
@@ -14,6 +14,7 @@ from jaxopt_llm.parallel.mesh import MeshConfig
 LAYERS, WINDOW = 8, 32
 SPLIT = MeshConfig(fsdp=4, tensor=2)
 GROUPED = MeshConfig(data=2, fsdp=4)
+RING = MeshConfig(fsdp=2, context=4)
 KERNELS = {
     "pallas": [],
     "triton": [pytest.mark.skipif(bool(attention_triton.problems(128, "bfloat16", (9, 0))), reason="wants jax-triton")],
@@ -41,11 +42,13 @@ def test_a_kernel_is_counted_by_the_keys_that_are_seen(
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in KERNELS.items()])
-def test_of_a_window_its_own_keys(name: str) -> None:
-    """In half of the layers. The model needs six products of attention's; a backward of two kernels has three more."""
+@pytest.mark.parametrize("mesh, layers", [(SPLIT, LAYERS), *slow((RING, 2))], ids=["tensor", "ring"])
+def test_of_a_window_its_own_keys(name: str, mesh: MeshConfig, layers: int) -> None:
+    """In half of the layers. The model needs six products of attention's; a backward of two kernels has three more. In
+    a ring once over all calls, each of which has a part of the keys that is no longer than the window."""
     switches: tuple[tuple[str, Any], ...] = (("pattern", ("global", "sliding")), ("window", WINDOW))
-    step = compiled(LAYERS, SPLIT, 3, "none", attention=name, switches=switches)
-    model = ModelConfig(vocabulary_size=VOCABULARY, heads=8, head_dim=128, layers=LAYERS, **dict(switches))
+    step = compiled(layers, mesh, 3, "none", attention=name, switches=switches)
+    model = ModelConfig(vocabulary_size=VOCABULARY, heads=8, head_dim=128, layers=layers, **dict(switches))
     specs = step.program.specs
     needed, attention = (
         flops.per_token(model, *of, SEQUENCE).causal for of in ((specs.masters, specs.frozen), ({}, {}))

@@ -79,6 +79,7 @@ def forward(
     at = _Specs.of(bounds, spans, q, k)
     call = pl.pallas_call(
         functools.partial(kernels.attention_forward, form, tile),
+        name=form.named("attention_forward"),
         grid=(bounds.shape[1], heads, batch),
         in_specs=at.operands,
         out_specs=[at.queries, at.statistics],
@@ -125,6 +126,7 @@ def _d_queries(form: Form, tile: Tile, interpret: bool, spans: Spans, *arrays: j
     at = _Specs.of(bounds, spans, q, k)
     call = pl.pallas_call(
         functools.partial(kernels.attention_d_queries, form, tile),
+        name=form.named("attention_d_queries"),
         grid=(bounds.shape[1], heads, batch),
         in_specs=[*at.operands, at.queries, at.statistics, at.statistics],
         out_specs=at.queries,
@@ -144,6 +146,7 @@ def _d_keys(form: Form, tile: Tile, interpret: bool, spans: Spans, *arrays: jax.
     at = _Specs.of(bounds, spans, q, k, own=q.shape[2] // groups)
     call = pl.pallas_call(
         functools.partial(kernels.attention_d_keys, form, tile),
+        name=form.named("attention_d_keys"),
         grid=(bounds.shape[1], groups, batch),
         in_specs=[*at.operands, at.queries, at.statistics, at.statistics],
         out_specs=[at.keys, at.keys],

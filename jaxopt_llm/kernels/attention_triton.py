@@ -10,6 +10,7 @@ Letters: B batch, S queries, T keys, H heads, G key-value heads, K head size, M 
 """
 
 import functools
+import importlib.metadata
 import importlib.util
 import math
 from collections.abc import Callable, Mapping
@@ -22,8 +23,9 @@ import jax.numpy as jnp
 from jaxopt_llm.kernels.spans import Form, Spans
 
 CAPABILITIES = (9, 0), (12, 0)  # from Hopper on; the chips from the second on have 99 KiB of shared memory
-JAX = (0, 11)  # jax-triton passes tensor descriptors from there on
+JAX = (0, 11)  # which jax-triton 0.4 wants
 PACKAGES = "triton", "jax_triton"
+JAX_TRITON = (0, 4)  # passes tensor descriptors from there on
 DTYPES = "bfloat16", "float16"
 LOG2_E = math.log2(math.e)
 CACHE_BYTES = 24 * 2**20  # of what programs that run together read again and again: half of Hopper's L2
@@ -73,7 +75,15 @@ def problems(head_dim: int, dtype: Any, capability: tuple[int, int]) -> list[str
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         found.append(f"not installed: {', '.join(missing)}: pip install 'jaxopt_llm[triton]' (Linux); xla needs none")
+    elif _release(version := importlib.metadata.version("jax-triton")) < JAX_TRITON:
+        wanted = ".".join(map(str, JAX_TRITON))
+        found.append(f"jax-triton {version}: the triton kernel wants {wanted}: pip install 'jaxopt_llm[triton]'")
     return found
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor."""
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def forward(
@@ -108,6 +118,7 @@ def _forward(
     (batch, queries, heads, size), (keys, groups) = q.shape, k.shape[1:3]
     first, last = _clipped(first, last, keys)
     out: tuple[jax.Array, jax.Array] = _call(
+        form,
         kernels.forward,
         tile,
         (*_by_head(tile.queries, q), *_by_head(tile.keys, k, v), *_by_row(tile.queries, first, last)),
@@ -146,6 +157,7 @@ def _backward(
 
     tile = tiles.backward_queries
     (d_q,) = _call(
+        form,
         kernels.backward_queries,
         tile,
         operands(tile),
@@ -159,6 +171,7 @@ def _backward(
     )
     tile = tiles.backward_keys
     d_k, d_v = _call(
+        form,
         kernels.backward_keys,
         tile,
         operands(tile),
@@ -174,6 +187,7 @@ def _backward(
 
 
 def _call(
+    form: Form,
     kernel: Any,
     tile: Tile,
     operands: tuple[Any, ...],
@@ -190,7 +204,7 @@ def _call(
         kernel=kernel,
         out_type=out_type,
         grid=(programs,),
-        name=f"attention_{kernel.__name__}",
+        name=form.named(f"attention_{kernel.__name__}"),
         num_warps=tile.warps,
         num_stages=tile.stages,
         backend_options={"ptx_version": PTX_VERSION, "enable_fp_fusion": True},

@@ -29,6 +29,12 @@ class Spans(NamedTuple):
         """In rows of the keys from `row` on."""
         return Spans(self.first - row, self.last - row)
 
+    def of_rows(self, rows: jax.Array) -> "Spans":
+        """Of queries in these of the rows, int [B, N], alone. One that is in none of them sees nothing."""
+        there = (rows >= 0) & (rows < self.first.shape[1])
+        first, last = (jnp.take_along_axis(each, rows, axis=1, mode="clip") for each in self)
+        return Spans(jnp.where(there, first, -1), jnp.where(there, last, -1))
+
     def visible(self, keys: jax.Array) -> jax.Array:
         """bool [B, S, T]; keys: their rows, int [T]."""
         return (self.first[:, :, None] <= keys) & (keys <= self.last[:, :, None])
@@ -53,9 +59,16 @@ class Form:
 
     before, after: a promise that the query in row r sees no key before row r - before and none after r + after, for a
     kernel that wants to know when it is compiled; None promises nothing.
+
+    window: the keys that a query sees at most, wherever they are. Kernels have it in their names: XLA makes one of two
+    loops that do the same, such as a ring's of two layers, and what counts their FLOPs could not tell them apart.
     """
 
     scale: float
     softcap: float | None = None
     before: int | None = None
     after: int | None = None
+    window: int | None = None
+
+    def named(self, kernel: str) -> str:
+        return kernel if self.window is None else f"{kernel}_within_{self.window}"

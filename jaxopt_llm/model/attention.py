@@ -121,7 +121,7 @@ def attend_to_sequence(
     softcap: float | None,
 ) -> jax.Array:
     # A token sees its own row last: what of a window is known when the program is compiled.
-    form = Form(scale, softcap, before=None if window is None else window - 1, after=0)
+    form = Form(scale, softcap, before=None if window is None else window - 1, after=0, window=window)
     kernel = _implementation(implementation, context.placement, q.shape[-1], v.shape[-1])
     return attend(kernel, form, q, k, v, context.spans.within(window))
 

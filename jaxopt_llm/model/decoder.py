@@ -210,7 +210,7 @@ def make_parts(
             epsilon = latent_attention.EPSILON if name.endswith("latent_norm") else config.norm_epsilon
             return functools.partial(norm, params[name], epsilon=epsilon)
 
-        with hlo.within(windows.get(kind)):
+        with hlo.within(windows.get(kind), context.placement.key_parts):
             attended, cache = attend(
                 params["attention"],
                 x,

@@ -193,9 +193,12 @@ def _contracted(computation: Computation, matmul: Instruction) -> int:
 _TRITON = r'custom_call_target="(__gpu\$xla\.gpu\.triton|triton_kernel_call_ffi)"'  # Pallas's; jax-triton's
 
 
-def within(window: int | None) -> contextlib.AbstractContextManager[Any]:
-    """A scope for attention in which a query sees its last `window` keys: what a kernel's program does not tell."""
-    return contextlib.nullcontext() if window is None else jax.named_scope(f"within_{window}_keys")
+def within(window: int | None, parts: int = 1) -> contextlib.AbstractContextManager[Any]:
+    """A scope for attention in which a query sees its last `window` keys, all if None, and a kernel is given the keys
+    in so many parts, one in each of as many calls: what a kernel's program does not tell."""
+    if window is None and parts == 1:
+        return contextlib.nullcontext()
+    return jax.named_scope(f"within_{window or 'all'}_keys_in_{parts}_parts")
 
 
 def _attention_products(computation: Computation, call: Instruction) -> tuple[str, int] | None:
@@ -204,8 +207,9 @@ def _attention_products(computation: Computation, call: Instruction) -> tuple[st
     It is known by its arrays, of which q, k and v come first: q [..., S, H, K] or [..., S, H × K], the others with rows
     T. The forward, from these three, multiplies twice for each query and each key that it sees; a backward that gives
     the gradient of q, three times; one that gives those of k and v, four times. Counted are the keys up to a query's
-    own, (T + 1) / 2 on average, or those of its window (see `within`): documents are not told apart, and what is masked
-    in blocks on the diagonal, which a kernel multiplies all the same, is not counted.
+    own, (T + 1) / 2 on average, or those of its window; of keys that come in parts, each call's share of that (see
+    `within`). Documents are not told apart, and what is masked in blocks on the diagonal, which a kernel multiplies all
+    the same, is not counted.
     """
     if not call.find(_TRITON):
         return None
@@ -215,10 +219,12 @@ def _attention_products(computation: Computation, call: Instruction) -> tuple[st
         return None
     (q, k), gradients = arrays[:2], [each for each in call.results if len(each.shape) >= 4]
     formed = 2 if len(arrays) == 3 else 2 + len(gradients)
-    keys = k.shape[-3] if len(k.shape) > 3 else k.shape[-2]
-    seen = min(int(call.find(r'op_name="[^"]*\bwithin_(\d+)_keys') or keys), keys)
+    scope = re.search(r"\bwithin_(\w+)_keys_in_(\d+)_parts", call.source)
+    window, parts = (scope[1], int(scope[2])) if scope else ("all", 1)
+    keys = parts * (k.shape[-3] if len(k.shape) > 3 else k.shape[-2])
+    seen = keys if window == "all" else min(int(window), keys)
     # The triangle before a whole window is there; times the keys, so that nothing is rounded.
-    return q.dtype, formed * math.prod(q.shape) * (2 * seen * keys - seen * (seen - 1)) // (2 * keys)
+    return q.dtype, formed * math.prod(q.shape) * (2 * seen * keys - seen * (seen - 1)) // (2 * keys * parts)
 
 
 # ---- Kernels of experts' products.

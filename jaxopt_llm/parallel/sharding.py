@@ -145,6 +145,11 @@ class Placement:
         return self.size("context") > 1 and self.sharding.context_exchange == "ring"
 
     @property
+    def key_parts(self) -> int:
+        """In how many parts, a call of its kernel each, attention is given the keys."""
+        return self.size("context") if self.deals else 1
+
+    @property
     def head_shards(self) -> int:
         """Into how many parts attention divides the heads."""
         return self.size("tensor") * (1 if self.sharding.context_exchange == "ring" else self.size("context"))

@@ -26,6 +26,7 @@ from jaxopt_llm.parallel.precision import Matmul
 class Chip:
     """What one GPU can do. Bytes are bytes (not bits), rates are per second, peaks are without sparsity.
 
+    `name` is the driver's, and so JAX's `device_kind`.
     `peak_flops` is keyed by the dtype of a matmul's operands. "float32" is the TF32 rate: that is how XLA multiplies
     float32 at its default precision. A dtype that the tensor cores do not have is absent.
     `network_bytes_per_second` is the usual fabric of a server with 8 such GPUs, one network card per GPU.
@@ -108,7 +109,7 @@ CHIPS: Mapping[str, Chip] = {
         l2_cache_bytes=52_428_800,
     ),
     "h200": Chip(
-        name="NVIDIA H200 141GB HBM3e",
+        name="NVIDIA H200",
         memory_bytes=151_397_597_184,
         memory_bytes_per_second=4.8e12,
         peak_flops=_HOPPER,
@@ -233,8 +234,9 @@ while [ "$1" != -o ]; do shift; done
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The entry of CHIPS for what JAX calls a device, as in "NVIDIA H200"."""
-    return next((chip for name, chip in CHIPS.items() if name in device_kind.lower()), None)
+    """The entry of CHIPS for what JAX calls a device, None where there is none: an H100 PCIe or NVL, a GH200, an A100
+    of 40 GB and a part of a GPU (MIG) have other rates than the GPU whose name theirs has in it."""
+    return next((chip for chip in CHIPS.values() if chip.name == device_kind), None)
 
 
 def check_multiplies(device: Any, matmul: Matmul) -> None:
@@ -258,7 +260,8 @@ def choose_attention(device: Any, asked: str, head_dim: int, dtype: str, keys: i
     problems = unsupported(head_dim, dtype, capability)
     if asked == "auto":
         return fastest(head_dim, dtype, keys, capability, problems)
-    mend = "set --training.attention auto, or xla"
+    others = " or ".join(name for name, found in problems.items() if not found)
+    mend = f"set --training.attention auto, or {others}"
     if problems[asked] and capability is None:
         raise InputError(f"training.attention={asked} is for GPUs, not for {device.device_kind}: {mend}")
     if problems[asked]:

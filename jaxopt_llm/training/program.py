@@ -77,7 +77,7 @@ def make_program(
         device = placement.mesh.devices.flat[0]
         check_multiplies(device, placement.precision.matmul)
         check_exchanges(device, placement.sharding.expert_exchange)
-        keys = training.sequence_length // (placement.size("context") if placement.deals else 1)
+        keys = training.sequence_length // placement.key_parts
         attention = choose_attention(
             device, training.attention, kernel_head_dim(model), placement.precision.compute_dtype, keys
         )

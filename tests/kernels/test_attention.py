@@ -155,13 +155,86 @@ def test_both_ways_within_a_document() -> None:
 
 
 @pytest.mark.parametrize(
-    "call, said",
-    [({"causal": False, "window": 3}, "window=3"), ({"implementation": "cuda"}, "auto, xla, pallas, triton, cudnn")],
+    "window, causal, ids",
+    [
+        pytest.param(None, True, [0] * 12, id="a chunk"),
+        pytest.param(3, True, [0] * 12, id="window"),
+        pytest.param(4, True, [2] * 5 + [7] * 4 + [1] * 3, id="window, documents"),
+        pytest.param(None, False, [2] * 5 + [7] * 4 + [1] * 3, id="documents both ways"),
+    ],
 )
-def test_what_there_is_not_is_refused(call: dict[str, Any], said: str) -> None:
-    q, k, v, _ = operands(4, 4, heads=2, kv_heads=2)
+def test_queries_at_positions_among_the_keys(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, causal: bool, ids: list[int]
+) -> None:
+    """Of each row others, in an order of its own; -1 and 12, where no key is, see nothing."""
+    monkeypatch.setattr(kernel, "QUERY_BLOCK", 2)
+    monkeypatch.setattr(kernel, "CAUSAL_ROWS", 1)
+    positions = np.array([[7, 8, 9, 10, 11], [3, -1, 0, 6, 12]], np.int32)
+    beside = (positions < 0) | (positions > 11)
+    q, k, v, gradient = operands(5, 12, heads=4, kv_heads=2)
+    key, document = np.arange(12), np.array(ids)
+    behind = positions[..., None] - key
+    seen = document[np.clip(positions, 0, 11)][..., None] == document
+    if causal:
+        seen &= (behind >= 0) & (behind < (window or 12))
+    # The reference has no query that sees nothing: let it see all, and what comes of that not matter.
+    out, backward = reference.attend(*(x.astype(np.float64) for x in (q, k, v)), seen | beside[..., None])
+    hidden = beside[..., None, None]
+    wanted = np.where(hidden, 0, out), *backward(np.where(hidden, 0, gradient).astype(np.float64))
+
+    def attended(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attention(
+            q, k, v, causal=causal, window=window, segment_ids=np.tile(document, (2, 1)), positions=positions
+        )
+
+    found, pull = jax.vjp(attended, q, k, v)
+    for name, got, want in zip(("out", "q", "k", "v"), (found, *pull(gradient)), wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+def test_without_order_and_documents_any_number_of_queries_sees_all_keys() -> None:
+    q, k, v, _ = operands(3, 7, heads=4, kv_heads=2)
+    want, _ = reference.attend(*(x.astype(np.float64) for x in (q, k, v)), np.ones((2, 3, 7), bool))
+    np.testing.assert_allclose(attention(q, k, v, causal=False), want, rtol=1e-5, atol=2e-6)
+
+
+def test_values_of_another_size() -> None:
+    q, k, v, _ = operands(6, 6, heads=4, kv_heads=2)
+    wide = np.concatenate([v, 2 * v], axis=-1)
+    out = attention(q, k, wide)
+    np.testing.assert_allclose(out, np.concatenate([attention(q, k, each) for each in (v, 2 * v)], -1), rtol=1e-6)
+
+
+Q, K = np.ones((2, 4, 6, 8), np.float32), np.ones((2, 4, 3, 8), np.float32)
+IDS = np.zeros((2, 4), np.int32)
+
+
+@pytest.mark.parametrize(
+    "call, said",
+    [
+        ({"causal": False, "window": 3}, "window=3 with causal=False"),
+        ({"window": 0}, "window=0: must be at least 1"),
+        ({"implementation": "cuda"}, "auto, xla, pallas, triton, cudnn"),
+        ({"q": Q[0]}, "q .4, 6, 8.: must be .batch, sequence, heads, head size"),
+        ({"q": Q[:, :, :4]}, "its 4 heads must be a multiple of the 3 of k and v"),
+        ({"q": Q[:1]}, "k .2, 4, 3, 8.: must have the batch, 1,"),
+        ({"q": Q[..., :4]}, "k .2, 4, 3, 8.: .* the head size, 4, of q"),
+        ({"k": K.astype(jnp.bfloat16)}, "k is bfloat16, q float32"),
+        ({"v": K.astype(np.float16)}, "v is float16, q float32"),
+        ({"v": K[:, :3]}, "v .2, 3, 3, 8.: must have the batch, the keys and the heads of k .2, 4, 3, 8."),
+        ({"q": Q[:, :1]}, "1 queries and 4 keys: positions, int .2, 1.*or causal=False and segment_ids=None"),
+        ({"q": Q[:, :1], "causal": False, "segment_ids": IDS}, "1 queries and 4 keys: positions"),
+        ({"segment_ids": IDS[:, :3]}, "segment_ids int32.2, 3.: must be integers .2, 4."),
+        ({"segment_ids": IDS.astype(np.float32)}, "segment_ids float32.2, 4.: must be integers .2, 4."),
+        ({"q": Q[:, :1], "positions": IDS}, "positions int32.2, 4.: must be integers .2, 1."),
+        ({"scale": 0.0}, "scale=0.0: must be finite and above 0"),
+        ({"scale": math.nan}, "scale=nan"),
+        ({"softcap": -1.0}, "softcap=-1.0: must be finite and above 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(call: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        attention(q, k, v, **call)
+        attention(**{"q": Q, "k": K, "v": K} | call)
 
 
 @pytest.mark.gpu

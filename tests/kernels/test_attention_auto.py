@@ -151,6 +151,12 @@ def test_what_is_asked_for_and_not_supported_is_refused(asked: str, on: str) -> 
     assert choose_attention(device, "xla", 96, "bfloat16", 1024) == Choice("xla")
 
 
+def test_those_that_support_what_another_does_not_are_named() -> None:
+    (device,) = gpu_topology("h200", gpus_per_host=1)
+    with pytest.raises(InputError, match="=triton: dtype=float32.*set --training.attention auto, or xla or pallas$"):
+        choose_attention(device, "triton", 128, "float32", 1024)
+
+
 @pytest.mark.parametrize(
     "context, exchange, name", [(1, "ring", "pallas"), (8, "ring", "xla"), (8, "all_to_all", "pallas")]
 )
@@ -211,6 +217,19 @@ def test_auto_by_hand(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsR
 
 
 @pytest.mark.usefixtures("hopper")
+def test_auto_by_hand_logs_a_measured_choice_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = replace(ROW, device="NVIDIA H200 of this test", seconds={"xla": 1.0})
+    monkeypatch.setattr(attention_auto, "read", lambda file: [row])
+    with caplog.at_level("INFO", logger=kernels.__name__):
+        attention(*arrays())
+        attention(*arrays())
+    (said,) = caplog.messages
+    assert said.startswith("attention: xla, the fastest") and row.device in said
+
+
+@pytest.mark.usefixtures("hopper")
 def test_auto_by_hand_says_where_nothing_was_measured() -> None:
     with pytest.warns(UserWarning, match="attention: xla, as nothing was measured.*--write-table"):
         attention(*arrays())
@@ -245,12 +264,17 @@ def test_by_hand_it_is_the_default_device_that_counts(monkeypatch: pytest.Monkey
         ("cudnn", {"dtype": jnp.float32}, "dtype=float32.*supports this call: xla, pallas$"),
         ("cudnn", {"segment_ids": np.zeros((1, 8), np.int32)}, "segment_ids: .*supports this call: xla, pallas"),
         ("cudnn", {"softcap": 2.0}, "softcap=2.0: .*supports this call: xla, pallas"),
+        ("cudnn", {"positions": np.zeros((1, 8), np.int32)}, "positions: .*supports this call: xla, pallas"),
+        ("pallas", {"values": 64}, "v has heads of 64, q and k of 128.*supports this call: xla$"),
+        ("triton", {"values": 64}, ".*v has heads of 64, q and k of 128.*supports this call: xla$"),
+        ("cudnn", {"values": 64}, "v has heads of 64, q and k of 128.*supports this call: xla$"),
     ],
 )
 def test_what_an_implementation_does_not_support(implementation: str, call: dict[str, Any], said: str) -> None:
-    operands = arrays(call.pop("head_dim", 128), call.pop("dtype", jnp.bfloat16))
+    q, k, v = arrays(call.pop("head_dim", 128), call.pop("dtype", jnp.bfloat16))
+    v = v[..., : call.pop("values", v.shape[-1])]
     with pytest.raises(ValueError, match=f"implementation='{implementation}': {said}"):
-        attention(*operands, implementation=implementation, **call)
+        attention(q, k, v, implementation=implementation, **call)
 
 
 @pytest.mark.parametrize("implementation", ["pallas", "triton", "cudnn"])

@@ -197,6 +197,28 @@ def test_rounds_no_more_than_xlas(form: Form, dtype: Any) -> None:
         assert toy.distance(got, want) <= 1.2 * toy.distance(other, want), name
 
 
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 30))])
+def test_of_any_shape_and_size_it_rounds_no_more_than_xlas(seed: int) -> None:
+    """Any lengths, heads, spans, dtype and soft-cap, and scores of up to hundreds. Of so few numbers one more rounding
+    than xla's in the result's dtype makes no difference."""
+    random = np.random.default_rng(seed)
+    queries, keys, groups = (int(random.choice(of)) for of in ([1, 7, 30, 41, 64], [2, 5, 33, 48, 70], [1, 2]))
+    form, dtype = (PLAIN, CAPPED)[random.integers(2)], (jnp.bfloat16, jnp.float16, jnp.float32)[random.integers(3)]
+    window, shift = int(random.integers(1, 60)), keys - queries
+    spans = [causal(queries, shift=shift), causal(queries, window, shift), scattered(queries, keys)][random.integers(3)]
+    operands = arrays(queries, keys, groups * int(random.integers(1, 4)), groups, dtype=dtype)
+    for x, factor in zip(operands, 10.0 ** random.integers(-2, 2, 4), strict=True):
+        x *= dtype(factor)
+    case = *operands, *spans
+    found, others, wanted = run(form)(*case), run(form, attention_xla)(*case), expected(form, *case)
+    for name, got, other, want in zip(NAMES, found, others, wanted, strict=True):
+        finite = np.isfinite(want)
+        assert (np.isfinite(got) == finite).all(), name
+        want, got, other = (np.where(finite, x, 0).astype(np.float64) for x in (want, got, other))
+        rounding = float(jnp.finfo(dtype).eps) * np.linalg.norm(want)
+        assert np.linalg.norm(got - want) <= 1.2 * np.linalg.norm(other - want) + rounding, name
+
+
 def test_default_blocks() -> None:
     """Larger than the rows, and smaller."""
     random = np.random.default_rng(0)
@@ -343,10 +365,10 @@ def program(chip: str, head_dim: int, dtype: Any, *, toolkit: bool = False, form
 
 
 @pytest.mark.parametrize(
-    "chip, head_dim", [("a100", 128), *((chip, size) for chip in ("4090", "h100", "b200") for size in (64, 128, 256))]
+    "chip, head_dim", [(chip, size) for chip in ("a100", "4090", "h100", "b200") for size in (64, 128, 256)]
 )
 def test_blocks_fit_into_shared_memory(chip: str, head_dim: int) -> None:
-    """Or XLA would not compile. An A100 has the instructions of the 4090, and more memory."""
+    """Or XLA would not compile. An H200 is to it an H100 with more memory."""
     text = str(program(chip, head_dim, jnp.bfloat16).as_text())
     assert text.count("__gpu$xla.gpu.triton") == 3
 

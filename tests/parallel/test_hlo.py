@@ -1,5 +1,6 @@
 """Programs whose FLOPs, bytes and collectives are known by construction."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -73,6 +74,30 @@ def test_flops_of_8_bit_matmuls(gpus: Mesh, dtype: Any) -> None:
     text = compiled_text(multiply, x, w, options=CUBLAS)
     assert "__cublas$lt$matmul" + ("" if dtype == jnp.int8 else "$f8") + '"' in text
     assert hlo.dot_flops(text) == 2 * 256 * 512 * 128
+
+
+@pytest.mark.parametrize("window, parts, seen", [(None, 1, 64.5), (32, 1, 28.125), (32, 4, 28.125), (None, 4, 64.5)])
+def test_flops_of_a_kernel_that_attends(window: int | None, parts: int, seen: float) -> None:
+    """The forward, of 128 keys in so many calls: over all of these a query sees what it sees of its window, once."""
+    rows = 128 // parts
+    k, q = f"bf16[2,{rows},4,64]", f"bf16[2,{rows},8,64]"
+
+    def step(x: jax.Array) -> jax.Array:
+        with hlo.within(window, parts):
+            return jnp.sin(x)
+
+    (source,) = re.findall(r'"(jit\(step\)/.*)sin"', jax.jit(step).lower(0.0).as_text(debug_info=True))
+    call = f'custom-call(%q, %k, %v), custom_call_target="__gpu$xla.gpu.triton", metadata={{op_name="{source}call"}}'
+    text = f"""HloModule step
+
+ENTRY %main (q: {q}, k: {k}, v: {k}) -> {q} {{
+  %q = {q} parameter(0)
+  %k = {k} parameter(1)
+  %v = {k} parameter(2)
+  ROOT %out = {q} {call}
+}}
+"""
+    assert parts * hlo.dot_flops(text) == 2 * 2 * (2 * rows * 8 * 64) * seen
 
 
 def layers(w: jax.Array, x: jax.Array) -> jax.Array:

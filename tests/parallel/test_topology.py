@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.parallel import hlo, topology
-from jaxopt_llm.parallel.topology import CHIPS, gpu_topology
+from jaxopt_llm.parallel.topology import CHIPS, chip_of, gpu_topology
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -88,6 +88,22 @@ def test_peaks() -> None:
         assert ("float8" in peak) == (name != "a100")
         assert chip.memory_bytes_per_second > chip.nvlink_bytes_per_second > chip.network_bytes_per_second
     assert CHIPS["h200"].memory_bytes > CHIPS["h100"].memory_bytes
+
+
+@pytest.mark.parametrize(
+    "kind, chip",
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        *((each, None) for each in ("NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL")),
+        *((each, None) for each in ("NVIDIA A100-SXM4-40GB", "NVIDIA H200 MIG 1g.18gb", "NVIDIA GB200", "cpu")),
+    ],
+)
+def test_what_a_gpu_is_known_by(kind: str, chip: str | None) -> None:
+    assert chip_of(kind) == (CHIPS[chip] if chip else None)
 
 
 def test_unknown_chip_lists_the_known_ones() -> None:
