@@ -145,7 +145,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def chip_name(kind: str) -> str:
-    """As `plan` calls it; an H200, where there is no GPU that it knows."""
+    """What is planned for, as `plan` calls it: of an H100 PCIe, say, the H100, and where there is no GPU an H200."""
     return next((name for name in CHIPS if name in kind.lower()), "h200")
 
 

@@ -169,7 +169,7 @@ def with_pretrained(config: TrainConfig) -> TrainConfig:
         # Absolute: commands that read this run's directory may be started elsewhere.
         path = Path(os.path.abspath(config.model.pretrained))
         model = pretrained_model(path)
-        ours = ("pretrained", "last_layers", "balance_loss", "router_z_loss", "router_bias_rate")
+        ours = ("pretrained", "last_layers", "balance_loss", "router_z_loss", "router_bias_rate", "expert_capacity")
         there = {each.name: getattr(model, each.name) for each in dataclasses.fields(model) if each.name not in ours}
         settled = _settled("model", config.model, there)
         config = dataclasses.replace(config, model=dataclasses.replace(settled, pretrained=str(path)))

@@ -70,14 +70,14 @@ def load(path: Path, adapter: Path | None = None) -> Pretrained:
 
     Raises InputError for what is no whole folder of a known family, or none of such adapters.
     """
-    folder = huggingface.open_folder(path)
-    parts = make_parts(folder.config)
+    folder, precision = huggingface.open_folder(path), PrecisionConfig(compute_dtype="float32")
+    parts = make_parts(folder.config, expert_products=run.expert_products(precision))
     specs = tree.map_with_path(lambda name, spec: replace(spec, dtype=folder.dtype(name)), parts.specs)
     adapters = None if adapter is None else peft.open_adapter(adapter, folder.family, folder.config)
     if adapters is not None:
         adapters.check_base(folder)
         specs = adapters.adapted(specs)
-    placement = run.placement_for(run.size(specs), PrecisionConfig(compute_dtype="float32"))
+    placement = run.placement_for(run.size(specs), precision)
 
     def read(name: str, spec: ParamSpec) -> jax.Array:
         resting = placement.resting_parameters(spec)

@@ -177,7 +177,7 @@ def restore(
             if step is None:
                 raise CheckpointError(f"--checkpoint {directory}: it has no checkpoint yet")
             try:
-                # Training casts its masters to it, too, before they meet anything.
+                # In which training reads its masters, too.
                 dtypes = jax.tree.map(lambda spec: spec.dtype if spec.exact else jnp.dtype(dtype), trained)
                 params = checkpoints.restore(step, {"masters": dtypes}, masters=placement.abstract(trained))["masters"]
                 if base is not None:

@@ -152,6 +152,10 @@ CASES = {
         ["--model.experts", "2", "--model.experts-per-token", "3"],
         ["model.experts_per_token=3: must be at most model.experts=2"],
     ),
+    "one expert with a weight of 1": (
+        ["--model.experts", "2", "--model.experts-per-token", "1"],
+        ["model.router_renormalises=True: with model.experts_per_token=1 every weight is 1", "set False"],
+    ),
     "latents with shared heads": (
         ["--model.latent-rank", "8", "--model.heads", "4", "--model.kv-heads", "2"],
         ["model.kv_heads=2: with model.latent_rank each query head has keys of its own; set 4"],

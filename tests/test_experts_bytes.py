@@ -14,6 +14,7 @@ from jaxopt_llm.parallel.sharding import ShardingConfig
 ON_64 = MeshConfig(fsdp=8, expert=8)
 LAYERS, EXPERTS, INNER, CHOSEN = 8, 8, 1024, 2
 MIXTURE = (("experts", EXPERTS), ("expert_width", INNER), ("experts_per_token", CHOSEN))
+GROUPS = {"router": "sigmoid", "router_groups": 4, "router_groups_per_token": 2, "router_bias": True}
 MESHES = [MeshConfig(fsdp=2, expert=4), MeshConfig(fsdp=2, expert=2, tensor=2), *slow((MeshConfig(expert=8),))]
 
 
@@ -96,6 +97,14 @@ def test_tensor_sums_a_devices_own_tokens(exchange: str, sequence_parallel: bool
     assert list(moved.values()) == pytest.approx(expected, abs=0.04)  # and logits, and a few numbers for each choice
 
 
+@pytest.mark.parametrize("groups", [{}, pytest.param(GROUPS, marks=pytest.mark.slow)], ids=["", "groups"])
+def test_over_fsdp_no_token_travels(groups: dict[str, Any]) -> None:
+    """Nor its choice: weights come together there, and their gradients are summed."""
+    step = mixed(MESHES[1], **groups)
+    sources = {each.source for each in step.collectives if "fsdp" in each.axes and each.kind == "all-gather"}
+    assert sources and all("gather_weight" in source for source in sources), sources
+
+
 @pytest.mark.parametrize(("exchange", "least"), [("gather", 5), ("all_to_all", 2)])
 def test_a_shared_expert_is_computed_beside_the_exchange(exchange: str, least: int) -> None:
     """Of five in a layer: there and back, there again, and both again backward."""
@@ -144,9 +153,8 @@ def test_a_device_holds_its_experts_alone(mesh: MeshConfig) -> None:
 
 def test_groups_and_a_bias_that_follows_the_load_move_counts_alone() -> None:
     """Numbers by expert, not by token: of each layer its bias, its load, that again, and the bias's gradient."""
-    groups = {"router": "sigmoid", "router_groups": 4, "router_groups_per_token": 2, "router_bias": True}
     moved = [
-        sum(each.array_bytes * each.times for each in mixed(MESHES[0], **more).collectives) for more in ({}, groups)
+        sum(each.array_bytes * each.times for each in mixed(MESHES[0], **more).collectives) for more in ({}, GROUPS)
     ]
     assert 0 < moved[1] - moved[0] <= LAYERS * 5 * EXPERTS * 4
 

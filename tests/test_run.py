@@ -31,7 +31,7 @@ def test_parameters_take_all_devices_where_one_is_too_small() -> None:
 
 
 def test_they_rest_divided_and_in_compute_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for a router's bias."""
+    """But for routers."""
     experts = (
         "--model.experts",
         2,
@@ -47,7 +47,7 @@ def test_they_rest_divided_and_in_compute_dtype(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(run, "devices_for", lambda needed, devices, limit, tensor: devices)
     loaded = run.load(tmp_path)
     dtypes = {path: leaf.dtype for path, leaf in tree.leaves_with_path(loaded.params)}
-    assert dtypes.pop("segment_0/block_0/mlp/router_bias") == jnp.float32
+    assert [dtypes.pop(f"segment_0/block_0/mlp/{name}") for name in ("router", "router_bias")] == [jnp.float32] * 2
     assert set(dtypes.values()) == {jnp.dtype("bfloat16")}
     table = loaded.params["outer"]["embedding"]["table"]
     assert table.sharding.num_devices == 8 and not table.is_fully_replicated

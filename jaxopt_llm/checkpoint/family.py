@@ -63,8 +63,8 @@ class Family:
 
 def canonical(config: ModelConfig) -> ModelConfig:
     """The same model, with defaults in the fields that it does not read."""
-    # The last two are of training alone, and nowhere there.
-    unread = ["pretrained", "last_layers", "router_z_loss", "router_bias_rate"]
+    # The last three are of training alone, and nowhere there: none drops a choice.
+    unread = ["pretrained", "last_layers", "router_z_loss", "router_bias_rate", "expert_capacity"]
     changed: dict[str, Any] = {}
     has_experts = [config.has_experts(layer) for layer in range(config.layers)]
     if sparse := sparse_layers(has_experts):
@@ -96,7 +96,7 @@ def canonical(config: ModelConfig) -> ModelConfig:
 OF_EXPERTS = (
     *("experts", "experts_per_token", "expert_width", "shared_expert_width", "dense_layers", "expert_every"),
     *("router", "router_renormalises", "router_scale", "router_groups", "router_groups_per_token", "router_bias"),
-    *("balance_loss", "expert_capacity"),
+    "balance_loss",
 )
 OF_LATENTS = ("query_rank", "rotary_head_dim", "value_head_dim")
 OF_YARN = ("rope_mscale", "rope_mscale_all_dim")

@@ -275,8 +275,8 @@ def write(
     and adapters folded in, in float32 until they are rounded to the tensors' dtype.
 
     source: the folder that they came from, whose token ids are kept. tokenizer: the folder of that, which is copied.
-    dtype: of the tensors, in place of the parameters' own, but for what is exact. most: bytes in a file. settings:
-    further fields of config.json, of which those of the source win.
+    dtype: of the tensors, in place of the parameters' own, but for what steps of one size move. most: bytes in a file.
+    settings: further fields of config.json, of which those of the source win.
 
     Raises InputError where no family has such a model, or something is there already.
     """
@@ -284,7 +284,7 @@ def write(
     served_by = family_of(config, source)
     values = by_path(params)
     wanted = tensors(served_by, config)
-    exact = {name for name, tensor in wanted.items() if tensor.pieces[0].spec.exact}
+    exact = {name for name, tensor in wanted.items() if tensor.pieces[0].spec.sign_rate is not None}
 
     def dtype_of(name: str) -> np.dtype:
         """The pieces of a tensor have one."""

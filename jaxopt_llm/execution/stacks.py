@@ -176,6 +176,9 @@ def _period(
     weights, taps, per_layer, live, number = layer
     x, auxiliary, caches = carry
     context = replace(context, cache_layer=number)
+    if live is not None and context.real is not None:
+        # A place without a layer has a router of zeros, by which all tokens would go to the first experts.
+        context = replace(context, real=context.real & live)
     x, caches, added = run_period(
         parts, stack, weights, taps, per_layer, x, context, remat, caches, stacked=stacked, quantised=quantised
     )

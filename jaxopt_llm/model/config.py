@@ -234,6 +234,11 @@ class ModelConfig:
             found.append(
                 f"model.experts_per_token={self.experts_per_token}: must be at most model.experts={self.experts}"
             )
+        if self.experts_per_token == 1 and self.router_renormalises:
+            found.append(
+                "model.router_renormalises=True: with model.experts_per_token=1 every weight is 1, and the loss "
+                "teaches the router nothing: set False, as Switch has it"
+            )
         found += self._group_problems()
         if self.experts * self.layers > MOST_EXPERTS:
             found.append(

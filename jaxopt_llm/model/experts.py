@@ -30,10 +30,12 @@ def experts_specs(config: ModelConfig, residual_scale: float) -> dict[str, Param
     count, width, inner = config.experts, config.width, config.expert_width
     inward = ParamSpec((count, width, inner), ("experts", "embed", "expert_mlp"), (1,), normal())
     outward = ParamSpec((count, inner, width), ("experts", "expert_mlp", "embed"), (1,), normal(residual_scale))
-    bias = ParamSpec((count,), (None,), init=zeros, sign_rate=config.router_bias_rate)
+    # Of its steps, all of one size, 16 bits would lose some.
+    bias = ParamSpec((count,), (None,), init=zeros, exact=True, sign_rate=config.router_bias_rate)
     specs = {
-        # It has no contracting dimension: neither adapted nor in fewer bits, and no matrix to Muon.
-        "router": ParamSpec((width, count), ("embed", None), (), normal(width**-0.5)),
+        # It has no contracting dimension: neither adapted nor in fewer bits, and no matrix to Muon. Rounded in one ZeRO
+        # stage and not in another, it would send a token that is near a tie elsewhere.
+        "router": ParamSpec((width, count), ("embed", None), (), normal(width**-0.5), exact=True),
         **({"router_bias": bias} if config.router_bias else {}),
         **({} if config.mlp == "gelu" else {"gate": inward}),
         "up": inward,

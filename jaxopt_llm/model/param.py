@@ -48,6 +48,7 @@ class ParamSpec:
     axes:         a logical name per dimension; parallel/sharding.py's table maps names to mesh axes.
     contracting:  the dimensions that a product sums over; their sizes multiply to the fan-in.
     init:         (key, shape, fan-in) -> float32 values, for one layer where the parameter is a stack.
+    exact:        whether it is in float32 throughout, compute copies, frozen ones and reductions among it.
     layers:       of a stack, nested by its leading axes: the number of the layer at each place, -1 where there is none.
     sign_rate:    of what no loss teaches: a step takes this times the sign of its gradient off it, whatever the
                   optimizer, and the gradient is no part of the norm. None of all else.
@@ -58,6 +59,7 @@ class ParamSpec:
     contracting: tuple[int, ...] = ()
     init: Initializer = ones
     dtype: Any = FLOAT32
+    exact: bool = False
     layers: tuple[Any, ...] | None = None
     sign_rate: float | None = None
 
@@ -68,11 +70,6 @@ class ParamSpec:
     def leading(self) -> int:
         """How many of the axes are a stack's."""
         return 0 if self.layers is None else np.ndim(self.layers)
-
-    @property
-    def exact(self) -> bool:
-        """Whether it is in float32 throughout: of steps of one size, those that 16 bits round away are lost."""
-        return self.sign_rate is not None
 
     @property
     def numbered(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.parallel.sharding import Placement
@@ -43,7 +44,7 @@ def choose(
         would drop others' choices for it, or have it sent in rounds of its own.
     """
     scores = jax.nn.softmax(logits) if config.router == "softmax" else jax.nn.sigmoid(logits)
-    _, experts = jax.lax.top_k(jax.lax.stop_gradient(_merits(scores, bias, config)), config.experts_per_token)
+    experts = _best(jax.lax.stop_gradient(scores), bias, config, placement)
     # Not picked by their numbers: on look-ups in a region that is manual over `pipeline` XLA's partitioner aborts.
     weights = jnp.sum(jnp.where(_is(experts, config), scores[:, :, None], 0), axis=-1)
     if config.router_renormalises:
@@ -54,6 +55,17 @@ def choose(
     return Choice(experts, kept, jnp.where(kept, weights * config.router_scale, 0), scores)
 
 
+def _best(scores: jax.Array, bias: jax.Array | None, config: ModelConfig, placement: Placement) -> jax.Array:
+    """The chosen experts, int32 [B, S, k]. On each device of its own tokens: where `tensor` divides none of a top_k's
+    operand XLA would bring all tokens of the mesh to every device."""
+
+    def on_device(scores: jax.Array, bias: jax.Array | None) -> jax.Array:
+        return jax.lax.top_k(_merits(scores, bias, config), config.experts_per_token)[1]
+
+    tokens = placement.activation("batch", "sequence").spec
+    return placement.on_each_device(on_device, (tokens, PartitionSpec()), tokens)(scores, bias)
+
+
 def _merits(scores: jax.Array, bias: jax.Array | None, config: ModelConfig) -> jax.Array:
     """What experts are chosen by, [B, S, E]: -inf in groups that are not (DeepSeek-AI 2024, arXiv:2405.04434, section
     2.2.2, and arXiv:2412.19437, section 2.1.2)."""
@@ -62,9 +74,8 @@ def _merits(scores: jax.Array, bias: jax.Array | None, config: ModelConfig) -> j
         return merits
     grouped = merits.reshape(*merits.shape[:2], config.router_groups, -1)  # [B, S, groups, E of a group]
     of_groups = jnp.max(grouped, axis=-1)
-    if config.router == "sigmoid":  # not by top_k: XLA brings the results of one on four dimensions together everywhere
-        first = jnp.argmax(grouped, axis=-1, keepdims=True) == jnp.arange(grouped.shape[-1])
-        of_groups += jnp.max(jnp.where(first, -jnp.inf, grouped), axis=-1)
+    if config.router == "sigmoid":
+        of_groups = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
     _, groups = jax.lax.top_k(of_groups, config.router_groups_per_token)
     chosen = jnp.any(groups[..., None] == jnp.arange(config.router_groups), axis=-2)
     return jnp.where(chosen[..., None], grouped, -jnp.inf).reshape(merits.shape)

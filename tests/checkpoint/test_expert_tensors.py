@@ -25,6 +25,8 @@ from jaxopt_llm.checkpoint.family import canonical
 from jaxopt_llm.config import TrainConfig, with_pretrained
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.execution.stages import rest_on_stages
+from jaxopt_llm.kernels import grouped_matmul_xla
+from jaxopt_llm.kernels.grouped_matmul import IMPLEMENTATIONS
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.decoder import make_parts
 
@@ -152,12 +154,33 @@ def test_what_a_router_is_taught_beside_the_loss_is_the_runs_own(tmp_path: Path)
     """All else of a model is the folder's."""
     folder = folders.folder(tmp_path / "folder", replace(MIXTRAL, balance_loss=0.02))
     assert huggingface.read_config(folder)[1].balance_loss == 0.02
-    model = ModelConfig(pretrained=str(folder), balance_loss=0.5, router_z_loss=0.1, router_bias_rate=0.2)
+    model = ModelConfig(
+        pretrained=str(folder), balance_loss=0.5, router_z_loss=0.1, router_bias_rate=0.2, expert_capacity=2.0
+    )
     found = with_pretrained(TrainConfig(model=model)).model
-    assert (found.balance_loss, found.router_z_loss, found.router_bias_rate) == (0.5, 0.1, 0.2)
+    own = found.balance_loss, found.router_z_loss, found.router_bias_rate, found.expert_capacity
+    assert own == (0.5, 0.1, 0.2, 2.0)
     assert (found.experts, found.width) == (EXPERTS, 32)
     with pytest.raises(InputError, match="leave out model.experts_per_token=3"):
         with_pretrained(TrainConfig(model=replace(model, experts_per_token=3)))
+
+
+def test_a_loaded_folder_is_multiplied_as_is_best_for_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    multiplied: list[tuple[int, ...]] = []
+
+    class Kernel:
+        def forward(self, x: jax.Array, w: jax.Array, *of: Any, **settings: Any) -> jax.Array:
+            multiplied.append(w.shape)
+            return grouped_matmul_xla.forward(x, w, *of, **settings)
+
+    monkeypatch.setattr("jaxopt_llm.run.choose_expert_products", lambda device, *of: asked.append(of) or "pallas")
+    monkeypatch.setitem(IMPLEMENTATIONS, "pallas", Kernel())
+    load_pretrained(folders.folder(tmp_path / "folder", MIXTRAL)).logits([[1, 2, 3]])
+    assert asked == [("auto", "float32")]
+    assert set(multiplied) == {(EXPERTS, 32, 6), (EXPERTS, 6, 32)}
 
 
 def test_many_tensors_are_told_from_others_by_fewer_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,21 @@
 """Which layers a stage holds."""
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
 
+from jaxopt_llm.execution import stacks
 from jaxopt_llm.execution.schedules import PipelineConfig
 from jaxopt_llm.execution.stage import microbatch_of
 from jaxopt_llm.execution.stages import EVEN, problems, rest_on_stages, split, waste
 from jaxopt_llm.model import param
 from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Segment, layout, make_parts
 
 pytestmark = pytest.mark.core
@@ -127,6 +131,27 @@ def test_what_is_idle_is_said(layers: int, stages: int, microbatches: int, pipel
 def test_padding_is_counted_in_layers() -> None:
     assert waste(layout(toy.CONFIG), 2, 2, EVEN).endswith(": less with more; 1 of 6 layer slots are padding")
     assert waste(dense(126), 16, 2, EVEN).endswith("; 2 of 128 layer slots are padding")
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_place_without_a_layer_has_padding_alone(live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As what goes to experts sees it."""
+    model = replace(toy.UNIFORM, experts=4, expert_width=8)
+    parts, packed = make_parts(model), toy.packed(2, 12)
+    context = parts.make_context(packed, toy.placement())
+    seen: list[Context] = []
+
+    def run_period(*of: Any, **settings: Any) -> Any:
+        seen.extend(each for each in of if isinstance(each, Context))
+        return of[5], None, parts.zero_auxiliary()
+
+    monkeypatch.setattr(stacks, "run_period", run_period)
+    stack: Any = None
+    carry = jnp.zeros((2, 12, model.width)), parts.zero_auxiliary(), None
+    stacks._period(
+        parts, stack, context, stacks.RematConfig(), None, (True,), carry, ({}, {}, {}, jnp.bool(live), None)
+    )
+    np.testing.assert_array_equal(seen[0].real, (packed.segment_ids != 0) & live)
 
 
 def test_a_stage_that_waits_runs_padding_alone() -> None:
