@@ -10,8 +10,6 @@ from jaxopt_llm.parallel.mesh import MeshConfig
 
 LAYERS = 8
 
-pytestmark = pytest.mark.core
-
 
 @pytest.mark.parametrize("attention", ["pallas", *slow(("xla",))])
 def test_a_layers_activations_fall_with_the_number_of_devices(attention: str) -> None:
@@ -29,6 +27,7 @@ def test_a_layers_activations_fall_with_the_number_of_devices(attention: str) ->
     assert two == pytest.approx(one / 2, rel=0.07)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("mesh", [MeshConfig(fsdp=2, context=4), *slow((MeshConfig(fsdp=4, context=2),))])
 @pytest.mark.parametrize("attention", ["xla", "pallas"])
 def test_keys_and_values_go_round_and_no_activation_is_gathered(mesh: MeshConfig, attention: str) -> None:
@@ -43,6 +42,7 @@ def test_keys_and_values_go_round_and_no_activation_is_gathered(mesh: MeshConfig
     assert operands + 2 * steps - 2 <= parts <= operands + 2 * steps
 
 
+@pytest.mark.core
 def test_what_goes_round_is_sent_beside_a_kernel() -> None:
     """But for gradients on their last way, home. Of sizes that XLA does not combine: what is small waits at a ring's
     ends for what it is sent with."""
@@ -64,6 +64,7 @@ def test_what_goes_round_is_sent_beside_a_kernel() -> None:
     assert alone <= 1.01 * 4 * 2 * part
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("attention", ["xla", "pallas"])
 def test_all_to_all_sends_operands_results_and_gradients_once_each(attention: str) -> None:
     mesh = MeshConfig(fsdp=2, context=4)
@@ -78,6 +79,7 @@ def test_all_to_all_sends_operands_results_and_gradients_once_each(attention: st
     assert not [each for each in step.collectives if each.kind == "collective-permute" and each.array_bytes >= part]
 
 
+@pytest.mark.core
 def test_zero_divides_over_the_context_too() -> None:
     mesh = MeshConfig(fsdp=2, context=4)
     step = compiled(LAYERS, mesh, 3, attention="pallas")

@@ -25,8 +25,6 @@ from jaxopt_llm.errors import InputError
 from jaxopt_llm.model import flops, param
 from jaxopt_llm.model.decoder import param_specs
 
-pytestmark = pytest.mark.core
-
 CONFIG = replace(folders.CONFIG, layers=2, pattern=("global",))
 RECIPE = """
 from jaxopt_llm.config import ModelConfig, TrainConfig
@@ -61,6 +59,7 @@ def refused(module: str, *arguments: object) -> str:
     return line
 
 
+@pytest.mark.core
 def test_there_and_back(folder: Path, tmp_path: Path) -> None:
     """With the folder's own tokenizer, which comes along."""
     source, run, back = (tmp_path / name for name in ("source", "run", "back"))
@@ -87,6 +86,7 @@ def test_there_and_back(folder: Path, tmp_path: Path) -> None:
     assert len(list(run.iterdir())) == 3  # and nothing beside
 
 
+@pytest.mark.core
 def test_training_begins_from_a_folder_and_ends_as_one(folder: Path, tmp_path: Path) -> None:
     recipe, run, out = tmp_path / "recipe.py", tmp_path / "run", tmp_path / "out"
     recipe.write_text(RECIPE.format(path=str(folder)))
@@ -104,6 +104,7 @@ def test_training_begins_from_a_folder_and_ends_as_one(folder: Path, tmp_path: P
     jax.tree.map(np.testing.assert_array_equal, load_pretrained(out).params, expected)
 
 
+@pytest.mark.core
 def test_experts_are_trained_from_a_folder_and_end_as_one(tmp_path: Path) -> None:
     """Spread over a mesh, and in two segments of layers."""
     model = replace(CONFIG, biases="none", qk_norm="head", experts=4, expert_width=8, dense_layers=1, layers=3)
@@ -123,6 +124,7 @@ def test_experts_are_trained_from_a_folder_and_end_as_one(tmp_path: Path) -> Non
     assert json.loads((out / "config.json").read_text())["router_aux_loss_coef"] == 0.1
 
 
+@pytest.mark.core
 def test_adapters_go_out_are_merged_and_begin_a_run(folder: Path, tmp_path: Path) -> None:
     recipe, run, again = tmp_path / "recipe.py", tmp_path / "run", tmp_path / "again"
     base, away = tmp_path / "base", tmp_path / "away"

@@ -1,6 +1,7 @@
 """Every placement computes the same: a pairwise cover of the settings that place it, against one device."""
 
 import functools
+import itertools
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -153,15 +154,23 @@ SLOW_LATENTS = [
     BASIC | {"model": "deepseek", "split": {"expert": 2, "fsdp": 2}, "tensor": 2, "zero": 3},
     BASIC | {"model": "deepseek", "split": {"expert": 2}, "pipeline": 2, "tensor": 2, "sequence_parallel": True},
 ]
-# Experts on the other meshes.
+# Experts on other meshes.
 EXPERTS = [
     BASIC | ROUNDS | {"model": "experts", "split": {"expert": 4, "fsdp": 2}, "zero": 3, "adapt": "lora-int8"},
     BASIC | {"model": "shared", "split": {"expert": 2, "fsdp": 2, "context": 2}, "zero": 1, "remat": "offload"},
-    BASIC | ROUNDS | {"model": "experts", "split": {"expert": 2, "data": 2}, "tensor": 2, "zero": 0},
-    BASIC | {"model": "shared", "split": {"expert": 8}, "zero": 2, "remat": "named", "accumulation": 1},
+]
+# And on all of eight devices, in either form.
+SLOW_EXPERTS = [
+    BASIC | {"model": "shared", "split": split, "tensor": tensor, "pipeline": pipeline, "zero": 3, "exchange": exchange}
+    for split in ({"expert": 2}, {"expert": 2, "fsdp": 2}, {"expert": 2, "fsdp": 4}, {"expert": 4}, {"expert": 8})
+    for tensor, pipeline in itertools.product((1, 2, 4), (1, 2))
+    for exchange in ("ring", "all_to_all")
+    if math.prod(split.values()) * tensor * pipeline == DEVICES
 ]
 # What is left of the switches' own product with the axes.
 SLOW = [
+    BASIC | ROUNDS | {"model": "experts", "split": {"expert": 2, "data": 2}, "tensor": 2, "zero": 0},
+    BASIC | {"model": "shared", "split": {"expert": 8}, "zero": 2, "remat": "named", "accumulation": 1},
     BASIC | {"model": "experts", "split": {"expert": 2, "fsdp": 2}, "tensor": 2, "zero": 1, "adapt": "lora-nf4"},
     BASIC | ROUNDS | {"model": "shared", "split": {"expert": 2, "fsdp": 2}, "pipeline": 2, "zero": 3, "adapt": "lora"},
     BASIC | {"pipeline": 3, "tensor": 2, "sequence_parallel": True, "model": "segments", "remat": "every"},
@@ -300,11 +309,11 @@ def name(case: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "case",
     [
-        *(pytest.param(case, marks=[pytest.mark.core] * (index % 3 == 0)) for index, case in enumerate(CASES)),
+        *(pytest.param(case, marks=[pytest.mark.core] * (index % 4 == 0)) for index, case in enumerate(CASES)),
         *(pytest.param(case, marks=pytest.mark.core) for case in EXTRAS),
         *EXPERTS,
         *LATENTS,
-        *(pytest.param(case, marks=pytest.mark.slow) for case in (*SLOW, *SLOW_LATENTS)),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in (*SLOW, *SLOW_LATENTS, *SLOW_EXPERTS)),
     ],
     ids=name,
 )
