@@ -65,25 +65,26 @@ def there_and_back(
     inputs: tuple[jax.Array, ...],
     config: ModelConfig,
     placement: Placement,
-) -> jax.Array:
-    """run(params, *inputs, plan) [B, S, D], which is to `dispatch` and `collect`, summed over the plans that it takes.
+) -> tuple[jax.Array, jax.Array]:
+    """run(params, *inputs, plan) [B, S, D], which is to `dispatch` and `collect`, summed over the plans that it takes;
+    and how many these are, int32.
 
     experts: int32 [B, S, k], config.experts where a choice goes nowhere.
     cached: whether there is a cache: tokens are few then, and gathered.
     """
-    by = form(config, placement.sharding, placement.size("expert"))
+    by, once = form(config, placement.sharding, placement.size("expert")), jnp.int32(1)
     if cached or by == "gather":
-        return run(params, *inputs, routes.gathered(experts, config, placement))
+        return run(params, *inputs, routes.gathered(experts, config, placement)), once
     by_expert = routes.in_order(experts, config, placement)
     plan = functools.partial(routes.of_round, ragged=by == "ragged", config=config, placement=placement)
     each, most = routes.room(config, placement, by_expert.order.shape[1] // config.experts_per_token)
     if most == 1:
-        return run(params, *inputs, plan((experts, by_expert), 0))
+        return run(params, *inputs, plan((experts, by_expert), 0)), once
     to_device = by_expert.begins[:, :: config.experts // placement.size("expert")]  # [N, P + 1]
-    count = -(-jnp.max(jnp.diff(to_device, axis=1)) // each)
+    count = jnp.maximum(-(-jnp.max(jnp.diff(to_device, axis=1)) // each), 1)
     if placement.grouped:
         count = jax.lax.pmax(count, GROUPS)
-    return _in_rounds(run, plan, (experts, by_expert), count, *weights.split_taps(params), inputs)
+    return _in_rounds(run, plan, (experts, by_expert), count, *weights.split_taps(params), inputs), count
 
 
 # --- there and back: `dispatch` and `collect` are each other's transposes

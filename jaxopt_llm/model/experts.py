@@ -99,17 +99,19 @@ def mixture(
     experts = jnp.where(choice.kept, choice.experts, config.experts)
     matrices = {name: params[name] for name in ("gate", "up", "down") if name in params}
     inputs = normed, choice.weights
-    y = exchange.there_and_back(chosen, experts, context.counts is None, matrices, inputs, config, placement)
+    y, rounds = exchange.there_and_back(chosen, experts, context.counts is None, matrices, inputs, config, placement)
     if config.shared_expert_width:
         shared = {name.removeprefix("shared_"): each for name, each in params.items() if name.startswith("shared_")}
         y = y + mlp(shared, x, context, norm=norm, kind=config.mlp)
-    return tag(y, "mlp_output"), _auxiliary(choice, logits, bias, context, layer, config)
+    return tag(y, "mlp_output"), _auxiliary(choice, logits, bias, rounds, context, layer, config)
 
 
 def no_statistics(config: ModelConfig) -> dict[str, jax.Array]:
     """Sums over tokens. expert_load: choices [layers, E], what experts drop among them; router_tokens: tokens once for
-    each layer with experts; router_entropy: of its scores, in nats; dropped: choices."""
-    scalars = {name: jnp.zeros((), jnp.float32) for name in ("router_tokens", "router_entropy", "dropped")}
+    each layer with experts; router_entropy: of its scores, in nats; dropped: choices; exchanges: one of each layer with
+    experts, and of each microbatch that has tokens; rounds: that these took."""
+    names = ("router_tokens", "router_entropy", "dropped", "exchanges", "rounds")
+    scalars = {name: jnp.zeros((), jnp.float32) for name in names}
     return {"expert_load": jnp.zeros((config.layers, config.experts), jnp.float32), **scalars}
 
 
@@ -117,6 +119,7 @@ def _auxiliary(
     choice: router.Choice,
     logits: jax.Array,
     bias: jax.Array | None,
+    rounds: jax.Array,
     context: Context,
     layer: jax.Array,
     config: ModelConfig,
@@ -131,11 +134,14 @@ def _auxiliary(
     if bias is not None:
         loss = loss + router.follow(bias, load)
     own = jnp.arange(config.layers)[:, None] == layer
+    tokens = jnp.sum(counts, dtype=jnp.float32)
     statistics = {
         "expert_load": jnp.where(own, load, 0),
-        "router_tokens": jnp.sum(counts, dtype=jnp.float32),
+        "router_tokens": tokens,
         "router_entropy": jnp.sum(jnp.sum(jax.scipy.special.entr(router.shares(choice.scores)), axis=-1) * counts),
         "dropped": jnp.sum(~choice.kept & counts[..., None], dtype=jnp.float32),
+        "exchanges": (tokens > 0).astype(jnp.float32),
+        "rounds": jnp.where(tokens > 0, rounds, 0).astype(jnp.float32),
     }
     return Auxiliary(loss, jax.lax.stop_gradient(statistics))
 
@@ -143,7 +149,7 @@ def _auxiliary(
 def seen(statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """What a step's sums say of its routers, in float32. expert_load: of each expert, relative to an even one, the mean
     over the layers that have experts [E]; expert_imbalance: the largest of any layer; router_entropy: the mean in nats;
-    dropped: the share of choices. Empty where there are no experts."""
+    dropped: the share of choices; expert_rounds: that an exchange took, the mean. Empty where there are no experts."""
     if not statistics:
         return {}
     load, tokens = statistics["expert_load"], jnp.maximum(statistics["router_tokens"], 1)
@@ -154,4 +160,5 @@ def seen(statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
         "expert_imbalance": jnp.max(relative),
         "router_entropy": statistics["router_entropy"] / tokens,
         "dropped": statistics["dropped"] / jnp.maximum(jnp.sum(choices), 1),
+        "expert_rounds": statistics["rounds"] / jnp.maximum(statistics["exchanges"], 1),
     }

@@ -144,9 +144,10 @@ def test_what_is_seen_of_routers() -> None:
     # By hand: two layers with experts of three, of two experts each.
     load = jnp.asarray([[6.0, 2.0], [0.0, 0.0], [3.0, 5.0]])
     sums = {"expert_load": load, "router_tokens": jnp.float32(8), "router_entropy": jnp.float32(4)}
-    said = experts.seen({**sums, "dropped": jnp.float32(4)})
+    said = experts.seen({**sums, "dropped": jnp.float32(4), "exchanges": jnp.float32(2), "rounds": jnp.float32(5)})
     np.testing.assert_allclose(said["expert_load"], [(6 / 4 + 3 / 4) / 2, (2 / 4 + 5 / 4) / 2])
     assert (said["expert_imbalance"], said["router_entropy"], said["dropped"]) == (1.5, 0.5, 0.25)
+    assert said["expert_rounds"] == 2.5
     assert experts.seen({}) == {}
 
 
