@@ -29,7 +29,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -329,8 +329,16 @@ def main() -> int:
         report["rows"] += rows
         save(asked.json, report, "\n".join(said))
         if asked.write_table and case.causal:
-            attention_auto.write([measured(case, rows, jax.devices()[0])], asked.write_table)
+            write_table([measured(case, rows, jax.devices()[0])], asked.write_table)
     return 0
+
+
+def write_table(rows: Iterable[Measured], file: Path) -> None:
+    """Into the table, in place of what it has of the same calls."""
+    known = {row.key: row for row in (attention_auto.read(file) if file.exists() else [])}
+    known |= {row.key: row for row in rows}
+    lines = [json.dumps(dataclasses.asdict(known[key])) for key in sorted(known)]
+    replace_durably(file, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def save(file: Path | None, report: dict[str, Any], said: str) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,9 @@ import pytest
 
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.kernels import attention_auto
+from jaxopt_llm.kernels.attention_auto import Measured
+
+ROW = Measured("9.0", "bfloat16", 128, 2048, "NVIDIA H200", "0.11.2", {"xla": 4.0, "pallas": 2.0, "triton": 1.0})
 
 
 def test_ways_compute_the_same() -> None:
@@ -144,3 +148,25 @@ def test_no_table_of_what_compares_nothing(
     with pytest.raises(InputError, match=f"--write-table: .*{said}"):
         run(monkeypatch, *arguments, "--write-table", tmp_path / "table.json")
     assert not (tmp_path / "table.json").exists()
+
+
+def test_new_figures_take_the_place_of_old_ones(tmp_path: Path) -> None:
+    file = tmp_path / "table.json"
+    attention.write_table([longer := replace(ROW, length=32_768), ROW], file)
+    again, other = replace(ROW, seconds={"xla": 1.0}, device="NVIDIA GH200"), replace(ROW, capability="10.0")
+    attention.write_table([again, other], file)
+    assert attention_auto.read(file) == [other, again, longer]
+    assert len(file.read_text().splitlines()) == 2 + 3  # a line for each: a change is a line of a diff
+
+
+def test_a_table_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "table.json"
+    attention.write_table([ROW], table)
+
+    def dies(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", dies)
+    with pytest.raises(KeyboardInterrupt):
+        attention.write_table([replace(ROW, head_dim=64)], table)
+    assert attention_auto.read(table) == [ROW]

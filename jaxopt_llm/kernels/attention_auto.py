@@ -7,14 +7,12 @@ processes of a job, and `plan` before it, come to the same.
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-
-from jaxopt_llm.files import replace_durably
 
 TABLE = Path(__file__).with_name("attention_measured.json")
 FALLBACK = "xla"  # has no limits, and needs no GPU
@@ -88,11 +86,3 @@ def fastest(
 
 def read(file: Path) -> list[Measured]:
     return [Measured(**row) for row in json.loads(file.read_text())]
-
-
-def write(rows: Iterable[Measured], file: Path) -> None:
-    """Into the table, in place of what it has of the same calls."""
-    known = {row.key: row for row in (read(file) if file.exists() else [])}
-    known |= {row.key: row for row in rows}
-    lines = [json.dumps(asdict(known[key])) for key in sorted(known)]
-    replace_durably(file, "[\n" + ",\n".join(lines) + "\n]\n")

@@ -2,7 +2,6 @@
 
 import tomllib
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,15 +96,6 @@ def test_without_a_gpu_nothing_is_said() -> None:
 
 
 # ---- The table.
-
-
-def test_new_figures_take_the_place_of_old_ones(tmp_path: Path) -> None:
-    file = tmp_path / "table.json"
-    attention_auto.write(TABLE, file)
-    again, other = replace(ROW, seconds={"xla": 1.0}, device="NVIDIA GH200"), replace(ROW, capability="10.0")
-    attention_auto.write([again, other], file)
-    assert attention_auto.read(file) == [other, again, TABLE[1]]
-    assert len(file.read_text().splitlines()) == 2 + 3  # a line for each: a change is a line of a diff
 
 
 def test_the_packages_own_table_can_be_read() -> None:
@@ -281,16 +271,3 @@ def test_what_an_implementation_does_not_support(implementation: str, call: dict
 def test_kernels_for_gpus_are_refused_on_a_cpu(implementation: str) -> None:
     with pytest.raises(ValueError, match=f"implementation='{implementation}': a kernel for GPUs.*: xla$"):
         attention(*arrays(), implementation=implementation)
-
-
-def test_a_table_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = tmp_path / "table.json"
-    attention_auto.write([ROW], table)
-
-    def dies(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "replace", dies)
-    with pytest.raises(KeyboardInterrupt):
-        attention_auto.write([replace(ROW, head_dim=64)], table)
-    assert attention_auto.read(table) == [ROW]
