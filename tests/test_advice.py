@@ -142,7 +142,7 @@ def peak(config: TrainConfig) -> int:
         ({"remat.policy": "none"}, {"remat.policy": "full"}, 0.25),
         ({"remat.policy": "none", "training.loss_chunk": 0}, {"training.loss_chunk": 256}, 0.25),
         ({"remat.policy": "none"}, {"training.accumulation": 4}, 0.25),
-        ({"sharding.zero_stage": 0}, {"offload.optimizer": True}, 0.25),
+        ({"sharding.zero_stage": 0}, {"offload.optimizer": True}, 0.3),  # with jax 0.11.2; 0.10.2 is nearer
         ({"sharding.zero_stage": 0}, {"optimizer.state_dtype": "int8"}, 0.25),
         ({"sharding.zero_stage": 0}, {"mesh.fsdp": 4, "mesh.tensor": 2, "sharding.sequence_parallel": True}, 0.25),
         ({"sharding.zero_stage": 0}, {"lora.rank": 16}, 0.25),

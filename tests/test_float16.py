@@ -97,8 +97,8 @@ SCALED = (*FLOAT16, "--precision.loss-scaling", "dynamic")
 @pytest.mark.slow
 def test_a_run_resumes_equal_to_the_bit_and_its_checkpoint_is_read_in_float16(tmp_path: Path) -> None:
     settings = (
-        *(*SCALED, "--precision.initial-loss-scale", 2**17, "--precision.loss-scale-growth-interval", 2),
-        *("--training.skip-limit", 1, "--evaluation.every", 5, "--checkpoint.every", 1, "--checkpoint.keep", 8),
+        *(*SCALED, "--precision.initial-loss-scale", 2**18, "--precision.loss-scale-growth-interval", 2),
+        *("--training.skip-limit", 2, "--evaluation.every", 5, "--checkpoint.every", 1, "--checkpoint.keep", 8),
     )
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     for directory, stops in ((whole, (8,)), (resumed, (5, 8))):
@@ -107,7 +107,7 @@ def test_a_run_resumes_equal_to_the_bit_and_its_checkpoint_is_read_in_float16(tm
             assert (done.returncode, done.stderr) == (0, "")
     records = metrics(whole)
     scales = [record["loss_scale"] for record in records]
-    assert scales[0] == 2**16 and records[0]["grad_norm"] is None and records[0]["skipped"] == 1
+    assert scales[0] == 2**17 and records[0]["grad_norm"] is None and records[0]["skipped"] == 1
     assert any(after == 2 * before for before, after in itertools.pairwise(scales))
     # As after any step that is skipped, a checkpoint waits for the next one; the last step's does not.
     saved = {int(path.name) for path in (whole / "checkpoints").iterdir()}
