@@ -66,11 +66,7 @@ def _gradients(config: TrainConfig, rests: Resting, passes: Passes, reduced: int
         return reduced * (one + rests.outer.gradients)
     summed = rests.layers.gradients + rests.outer.gradients
     one = rests.layers.gradients / passes.chunks + rests.outer.gradients
-    found = one * reduced + summed * 4 * (accumulates(config) + passes.unrolled)
-    # What replicas' gradients are added to, XLA has over `expert` from the beginning, in stage 3 alone.
-    mesh = config.mesh
-    early = config.sharding.zero_stage == 3 and mesh.data > 1 and mesh.expert > 1
-    return found + 4 * rests.layers.masters * early
+    return one * reduced + summed * 4 * (accumulates(config) + passes.unrolled)
 
 
 def _kept_elements(config: TrainConfig, block: Block, passes: Passes) -> float:
