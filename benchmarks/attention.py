@@ -37,6 +37,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from outcomes import compared, save
 
 from jaxopt_llm import errors
 from jaxopt_llm.errors import InputError
@@ -319,15 +320,9 @@ def main() -> int:
         report["tiles"] = [{**dataclasses.asdict(case), **tune(case, asked.runs)} for case in cases]
         save(asked.json, report, json.dumps(report, indent=2))
         return 0
-    said = [f"{report['device']}, jax {jax.__version__}, {asked.dtype}; TFLOP/s", HEAD]
-    print("\n".join(said), flush=True)
-    report["rows"] = []
-    for case in cases:
-        rows = compare(case, asked.only, asked.runs)
-        said += map(line, rows)
-        print("\n".join(map(line, rows)), flush=True)
-        report["rows"] += rows
-        save(asked.json, report, "\n".join(said))
+    head = f"{report['device']}, jax {jax.__version__}, {asked.dtype}; TFLOP/s\n{HEAD}"
+    one = functools.partial(compare, only=asked.only, runs=asked.runs)
+    for case, rows in compared(cases, one, line, head, report, asked.json):
         if asked.write_table and case.causal:
             write_table([measured(case, rows, jax.devices()[0])], asked.write_table)
     return 0
@@ -339,12 +334,6 @@ def write_table(rows: Iterable[Measured], file: Path) -> None:
     known |= {row.key: row for row in rows}
     lines = [json.dumps(dataclasses.asdict(known[key])) for key in sorted(known)]
     replace_durably(file, "[\n" + ",\n".join(lines) + "\n]\n")
-
-
-def save(file: Path | None, report: dict[str, Any], said: str) -> None:
-    if file:
-        replace_durably(file, json.dumps(report, indent=2) + "\n")
-        file.with_suffix(".txt").write_text(said + "\n")
 
 
 if __name__ == "__main__":

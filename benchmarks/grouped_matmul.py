@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from attention import ON_CPU, distance, first_line
+from outcomes import compared, save
 
 from jaxopt_llm import errors
 from jaxopt_llm.kernels import grouped_matmul_pallas, grouped_matmul_xla
@@ -240,20 +241,13 @@ def main() -> int:
     }
     if asked.tune:
         report["blocks"] = [{**dataclasses.asdict(case), **tune(case, asked.runs)} for case in cases]
-        said = [json.dumps(report, indent=2)]
-    else:
-        shape = f"{asked.tokens} × {asked.width} × {asked.inner}"
-        said = [f"{report['device']}, jax {jax.__version__}, {asked.dtype}, {shape}; TFLOP/s", HEAD]
-        print("\n".join(said), flush=True)
-        report["rows"] = []
-        for case in cases:
-            rows = compare(case, asked.only, asked.runs)
-            said += map(line, rows)
-            print("\n".join(map(line, rows)), flush=True)
-            report["rows"] += rows
-    if asked.json:
-        asked.json.write_text(json.dumps(report, indent=2) + "\n")
-        asked.json.with_suffix(".txt").write_text("\n".join(said) + "\n")
+        save(asked.json, report, json.dumps(report, indent=2))
+        return 0
+    shape = f"{asked.tokens} × {asked.width} × {asked.inner}"
+    head = f"{report['device']}, jax {jax.__version__}, {asked.dtype}, {shape}; TFLOP/s\n{HEAD}"
+    one = functools.partial(compare, only=asked.only, runs=asked.runs)
+    for _ in compared(cases, one, line, head, report, asked.json):
+        pass
     return 0
 
 

@@ -79,7 +79,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "ON_CPU", False)
     monkeypatch.setattr(attention.jax, "devices", lambda: [GPU])
 
-    def compare(case: attention.Case, *_: object) -> list[dict[str, Any]]:
+    def compare(case: attention.Case, **_: object) -> list[dict[str, Any]]:
         of_case = {**dataclasses.asdict(case), **FIGURES, "forward_tflops": 1.0, "backward_tflops": 1.0}
         pallas = {"name": "pallas", **of_case, "forward_seconds": 2.0 if case.length == 8192 else 0.5}
         return [{"name": "xla", **of_case}, pallas]
@@ -97,10 +97,10 @@ def test_what_is_measured_is_written_before_the_rest_is(tmp_path: Path, monkeypa
     """The head size of the figures to reach first."""
     compare, report = attention.compare, tmp_path / "report.json"
 
-    def stops(case: attention.Case, *others: Any) -> list[dict[str, Any]]:
+    def stops(case: attention.Case, **others: Any) -> list[dict[str, Any]]:
         if case.length == 8192:
             raise KeyboardInterrupt
-        return compare(case, *others)
+        return compare(case, **others)
 
     monkeypatch.setattr(attention, "compare", stops)
     with pytest.raises(KeyboardInterrupt):
