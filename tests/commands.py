@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,9 @@ TINY = {
     "evaluation.batches": 1,
     "logging.every": 1,
 }
-COMPILED = tempfile.TemporaryDirectory()  # programs, which all commands of a test process share
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "PYTHONPATH": str(ROOT),
-    "JAX_COMPILATION_CACHE_DIR": COMPILED.name,
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
 }
 TIMINGS = {"tokens_per_second", "step_seconds", "data_seconds"}
 
@@ -55,7 +51,7 @@ def start(module: str, *arguments: object, folder: Path = ROOT.parent, **environ
 
 def start_python(*arguments: object, folder: Path = ROOT.parent, **environment: str) -> subprocess.Popen[str]:
     whole = {**os.environ, **ENVIRONMENT, **environment}
-    forked = arguments[0] == "-m" and warm.fits(whole)
+    forked = arguments[0] in ("-m", "-c") and warm.fits(whole)
     return (warm.Forked if forked else subprocess.Popen)(
         [sys.executable, *map(str, arguments)],
         env=whole,

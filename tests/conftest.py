@@ -1,8 +1,14 @@
 """Eight simulated CPU devices, GPU programs compiled without a GPU, and the GPU of the tests marked `gpu`."""
 
+import gc
 import os
+import shlex
+import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 
 # Read when JAX loads its CUDA plugin; without it the plugin wants a driver.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -10,16 +16,30 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 if version("jaxlib") < "0.11":  # which has the older, quicker code generator no more, and aborts on its name
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
+# Compiled programs are kept from one run of the tests to the next (remembered.py), with the names of their operations,
+# which tests read, as a part of their keys, and without lines of source files, which every edit moves.
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"
+os.environ["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "1"
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # Tests side by side share the GPU, of which JAX would give the first process three quarters.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import pytest
+import remembered
+import selection
 
 from jaxopt_llm.kernels import attention_auto
+from jaxopt_llm.parallel import runtime, topology
 from jaxopt_llm.parallel.mesh import simulate_cpu_devices
 
+runtime.make_private(remembered.FOLDER)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(remembered.PROGRAMS)  # of the commands that tests start
+jax.config.update("jax_compilation_cache_dir", str(remembered.PROGRAMS))
 simulate_cpu_devices(8)
+gc.set_threshold(50_000, 20, 20)  # tracing makes many objects and few cycles
+STARTED = time.monotonic()
 # Where there is a GPU, too: what runs on it says so, by the fixture below.
 jax.config.update("jax_default_device", jax.devices("cpu")[0])
 
@@ -34,18 +54,85 @@ def nothing_measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def kept_out_of_garbage_collection() -> Iterator[None]:
+    """Programs that were traced are kept until the process ends: a gigabyte of small objects, through which Python's
+    garbage collector would go again and again."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compiled_once() -> Iterator[None]:
+    """Programs for GPUs are not compiled again that an earlier run of the tests compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topology, "run_xla", remembered.run_xla)
+        yield
+
+
+@pytest.fixture
+def compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of compiling itself."""
+    monkeypatch.setattr(topology, "run_xla", remembered.compile_anew)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--gpu-tests-on-cpu", action="store_true", help="try the tests marked gpu on the CPU, which proves no GPU right"
     )
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow, and no others")
+    parser.addoption("--slow-share", metavar="K/N", help="run part K of N of these, too (0/8 to 7/8)")
+    parser.addoption("--quick", action="store_true", help="run the tests nearest to the change for at most two minutes")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):
+        remembered.forget_unused()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.option.gpu_tests_on_cpu or gpus():
-        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if all("::" in argument for argument in config.args):
+        chosen = items  # named one by one
+    elif config.option.slow:
+        chosen = slow
+    elif config.option.slow_share:
+        part, parts = map(int, config.option.slow_share.split("/"))
+        share = selection.share_of(slow, part, parts, selection.changed_files())
+        chosen = [item for item in items if item not in slow or item in share]
+    else:
+        chosen = [item for item in items if item not in slow]
+    if config.option.quick:
+        distance = selection.distances({item.path for item in chosen}, selection.changed_files())
+        chosen = [item for item in chosen if distance[item.path] < selection.FAR]
+        chosen.sort(key=lambda item: distance[item.path])
+    config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
+    items[:] = chosen
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not (config.option.gpu_tests_on_cpu or gpus()):
             item.add_marker(pytest.mark.skip(reason="no GPU is visible to JAX"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.config.option.quick and time.monotonic() - STARTED > selection.QUICK_SECONDS:
+        pytest.skip("--quick has run for its time: scripts/test runs all")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Count the skipped tests by reason, and say how each failed one is run again by itself."""
+    write, stats = terminalreporter.write_line, terminalreporter.stats
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in stats.get("skipped", []))
+    if reasons:
+        terminalreporter.section("skipped")
+        for reason, count in reasons.most_common():
+            write(f"{count:5}  {reason}")
+    failed = dict.fromkeys(report.nodeid for kind in ("failed", "error") for report in stats.get(kind, []))
+    if failed:
+        terminalreporter.section("to run a failed test again by itself")
+        venv = Path(sys.prefix).name
+        for test in failed:
+            write(f"VENV={venv} scripts/test --numprocesses 0 {shlex.quote(test)}")
 
 
 def gpus() -> list[jax.Device]:

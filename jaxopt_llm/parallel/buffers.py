@@ -5,7 +5,6 @@
 alive. The notation is that of the jaxlibs of jax 0.10.2 and 0.11.2.
 """
 
-import contextlib
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxopt_llm.parallel import topology
 
@@ -40,24 +38,11 @@ def compile_and_list(
 
     compile: takes the lowered program, and options for the compiler.
     """
-    with tempfile.TemporaryDirectory() as folder, _no_cache():
+    with tempfile.TemporaryDirectory() as folder, topology.without_cache():  # which dumps nothing
         compiled = compile(lowered, {"xla_dump_to": folder})
         return compiled, tuple(
             _alive_at_peak(*(_read(Path(folder), name) for name in ("live-range", "buffer-assignment", "values")))
         )
-
-
-@contextlib.contextmanager
-def _no_cache() -> Iterator[None]:
-    """What comes out of JAX's cache of compiled programs dumps nothing. Whether there is one, JAX asks itself once."""
-    enabled = jax.config.values["jax_enable_compilation_cache"]
-    try:
-        jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", enabled)
-        compilation_cache.reset_cache()
 
 
 def _read(folder: Path, name: str) -> str:

@@ -29,7 +29,7 @@ def start(devices: int, processes: int = 1, *, cache: bool) -> None:
         jax.config.update("jax_enable_compilation_cache", False)
     elif not jax.config.values["jax_compilation_cache_dir"]:
         try:
-            jax.config.update("jax_compilation_cache_dir", str(_private(compilation_cache())))
+            jax.config.update("jax_compilation_cache_dir", str(make_private(compilation_cache())))
         except OSError as error:
             print(
                 f"compiled programs are not kept ({error}); JAX_COMPILATION_CACHE_DIR names a directory for them",
@@ -65,7 +65,7 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
 
 
-def _private(folder: Path) -> Path:
+def make_private(folder: Path) -> Path:
     """Makes the folder for this user alone. Raises InputError where others may write to it: a compiled program is
     code that is run as it is found."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

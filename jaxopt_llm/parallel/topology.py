@@ -1,17 +1,19 @@
 """The GPUs we know, and devices to compile for on a machine that has none."""
 
+import contextlib
 import functools
 import importlib.util
 import os
 import pkgutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.extend.mlir import ir
 
 from jaxopt_llm.errors import InputError
@@ -207,12 +209,34 @@ def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any] = {}) -> jax
         "xla_gpu_experimental_enable_fusion_autotuner": False,
     }
     try:
-        return lowered.compile(compiler_options={**options, **skipped})
+        return run_xla(lowered, {**options, **skipped})
     except jax.errors.JaxRuntimeError as error:
         # JAX 0.11 has no kernel for some products of one row, with no GPU to try any on: let a library multiply.
         if "No supported config found" not in str(error):
             raise
-        return lowered.compile(compiler_options={**options, **skipped, "xla_gpu_enable_triton_gemm": False})
+        return run_xla(lowered, {**options, **skipped, "xla_gpu_enable_triton_gemm": False})
+
+
+def run_xla(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.stages.Compiled:
+    """Compile with XLA, without JAX's cache of compiled programs, which cannot restore those of a topology.
+
+    The tests replace this function by one that keeps what it returned.
+    """
+    with without_cache():
+        return lowered.compile(compiler_options=dict(options))
+
+
+@contextlib.contextmanager
+def without_cache() -> Iterator[None]:
+    """Compile within this context without JAX's cache of compiled programs."""
+    enabled = jax.config.values["jax_enable_compilation_cache"]
+    try:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # JAX looks at the setting once
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
 
 
 @functools.cache

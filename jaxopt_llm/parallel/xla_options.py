@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.parallel.precision import Matmul
+from jaxopt_llm.parallel.topology import without_cache
 
 Options = dict[str, str | bool | int]
 
@@ -134,7 +135,8 @@ def check(own: XlaConfig, mesh: Mesh) -> None:
     for each in own.options:
         nothing = jax.jit(lambda x: None, compiler_options=XlaConfig((each,)).parsed())
         try:
-            nothing.lower(everywhere).compile()
+            with without_cache():
+                nothing.lower(everywhere).compile()
         except JaxRuntimeError as error:
             found.append(f"xla.options: {each}: jax {jax.__version__}'s XLA says: {str(error).splitlines()[0]}")
     if found:

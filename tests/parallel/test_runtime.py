@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import commands
@@ -10,9 +11,18 @@ import jax.numpy as jnp
 import pytest
 
 from jaxopt_llm.errors import InputError
-from jaxopt_llm.parallel import runtime
+from jaxopt_llm.parallel import runtime, topology
 from jaxopt_llm.parallel.mesh import CPU_THREADS
 from jaxopt_llm.parallel.topology import gpu_topology
+
+
+@pytest.fixture
+def no_cache_chosen() -> Iterator[None]:
+    """As for a user who names no folder for compiled programs."""
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", folder)
 
 
 @pytest.fixture
@@ -34,9 +44,8 @@ def test_a_run_keeps_its_programs_for_its_user_alone(tmp_path: Path) -> None:
     assert any(programs.iterdir())
 
 
-@pytest.mark.usefixtures("environment")
-def test_a_cache_that_others_can_write_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(jax.config.values, "jax_compilation_cache_dir", None)
+@pytest.mark.usefixtures("environment", "no_cache_chosen")
+def test_a_cache_that_others_can_write_is_refused() -> None:
     runtime.compilation_cache().mkdir(parents=True)
     runtime.compilation_cache().chmod(0o777)
     with pytest.raises(InputError, match="can be written by others: mend it with chmod 700"):
@@ -56,6 +65,7 @@ def test_the_memory_fraction_is_raised_unless_the_user_set_one(
 
 
 @pytest.mark.core
+@pytest.mark.usefixtures("compiled_anew")
 def test_xla_takes_the_options_of_a_repeatable_run(tmp_path: Path) -> None:
     device = jax.sharding.SingleDeviceSharding(gpu_topology("h200")[0])
     # No product: without a device nothing can be tuned, and jax 0.11.2 then has no repeatable choice for one.
@@ -63,24 +73,23 @@ def test_xla_takes_the_options_of_a_repeatable_run(tmp_path: Path) -> None:
     first = runtime.repeatable(lowered, tmp_path)
     assert first["xla_gpu_exclude_nondeterministic_ops"]
     choices = Path(str(first["xla_gpu_dump_autotune_results_to"]))
-    lowered.compile(compiler_options=first)
+    topology.run_xla(lowered, first)
     choices.write_text("version: 3\n")
     second = runtime.repeatable(lowered, tmp_path)
     assert second["xla_gpu_exclude_nondeterministic_ops"]
     assert second["xla_gpu_load_autotune_results_from"] == str(choices) and choices.parent == tmp_path
     assert "xla_gpu_dump_autotune_results_to" not in second
-    lowered.compile(compiler_options=second)
+    topology.run_xla(lowered, second)
     other = jax.jit(jnp.cos).lower(jax.ShapeDtypeStruct((256,), jnp.float32, sharding=device))
     assert runtime.repeatable(other, tmp_path)["xla_gpu_dump_autotune_results_to"] != str(choices)
     assert "xla_gpu_dump_autotune_results_to" not in runtime.repeatable(other, tmp_path, writes=False)
 
 
-@pytest.mark.usefixtures("environment")
+@pytest.mark.usefixtures("no_cache_chosen")
 def test_a_home_that_cannot_be_written_costs_the_cache_alone(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    environment: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     environment["XDG_CACHE_HOME"] = "/proc"
-    monkeypatch.setitem(jax.config.values, "jax_compilation_cache_dir", None)
     runtime.start(1, cache=True)
     assert "compiled programs are not kept" in capsys.readouterr().err
 

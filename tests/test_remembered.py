@@ -1,0 +1,158 @@
+"""A program is compiled again exactly when something that XLA is given has changed."""
+
+import dataclasses
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import remembered
+
+from jaxopt_llm.parallel import hlo, topology
+from jaxopt_llm.parallel.buffers import compile_and_list
+from jaxopt_llm.parallel.topology import CHIPS, gpu_topology
+
+pytestmark = pytest.mark.core
+
+OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+
+
+@pytest.fixture(autouse=True)
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered, "READINGS", tmp_path / "readings")
+
+
+def lowered(
+    scope: str = "product", hosts: int = 1, number: int = 0, function: Callable[..., Any] = jnp.tanh, **options: Any
+) -> jax.stages.Lowered:
+    """A small program for one GPU: that of this number among the GPUs of so many hosts. options: of `jax.jit`."""
+    device = gpu_topology("h200", hosts, 8 // hosts)[number]
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
+
+    def program(x: jax.Array) -> jax.Array:
+        with jax.named_scope(scope):
+            return function(x) @ x
+
+    return jax.jit(program, compiler_options=options or None).lower(x)
+
+
+def changed_program(_: pytest.MonkeyPatch) -> str:
+    return remembered.key(lowered(function=jnp.sin), OPTIONS)
+
+
+def changed_name_of_an_operation(_: pytest.MonkeyPatch) -> str:
+    return remembered.key(lowered(scope="other"), OPTIONS)
+
+
+def changed_options(_: pytest.MonkeyPatch) -> str:
+    return remembered.key(lowered(), {"xla_gpu_enable_triton_gemm": True})
+
+
+def changed_options_of_jit(_: pytest.MonkeyPatch) -> str:
+    return remembered.key(lowered(xla_gpu_enable_latency_hiding_scheduler=True), OPTIONS)
+
+
+def changed_flags(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    return remembered.key(lowered(), OPTIONS)
+
+
+def changed_setting_of_jax(_: pytest.MonkeyPatch) -> str:
+    with jax.disable_jit(False), jax.numpy_rank_promotion("warn"):
+        return remembered.key(lowered(), OPTIONS)
+
+
+def changed_hosts(_: pytest.MonkeyPatch) -> str:
+    return remembered.key(lowered(hosts=2, number=7), OPTIONS)
+
+
+def changed_device(_: pytest.MonkeyPatch) -> str:
+    return remembered.key(lowered(number=7), OPTIONS)
+
+
+def changed_chip(monkeypatch: pytest.MonkeyPatch) -> str:
+    smaller = dataclasses.replace(CHIPS["h200"], memory_bytes=2**36)
+    monkeypatch.setattr(topology, "CHIPS", {**CHIPS, "h200": smaller})
+    return remembered.key(lowered(), OPTIONS)
+
+
+def changed_version(monkeypatch: pytest.MonkeyPatch) -> str:
+    read = metadata.Distribution.version.fget
+    assert read is not None
+
+    def version(found: metadata.Distribution) -> str:
+        return read(found) + ".1" * (found.metadata["Name"] == "jax-cuda13-pjrt")
+
+    monkeypatch.setattr(metadata.Distribution, "version", property(version))
+    remembered.versions.cache_clear()
+    try:
+        return remembered.key(lowered(), OPTIONS)
+    finally:
+        remembered.versions.cache_clear()
+
+
+def changed_dump(_: pytest.MonkeyPatch) -> str:
+    return remembered.key(lowered(), {**OPTIONS, "xla_dump_to": "folder"})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        changed_program,
+        changed_name_of_an_operation,
+        changed_options,
+        changed_options_of_jit,
+        changed_flags,
+        changed_setting_of_jax,
+        changed_hosts,
+        changed_device,
+        changed_chip,
+        changed_version,
+        changed_dump,
+    ],
+)
+def test_whatever_xla_is_given_changes_the_key(
+    change: Callable[[pytest.MonkeyPatch], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = remembered.key(lowered(), OPTIONS)
+    assert change(monkeypatch) != before
+    monkeypatch.undo()
+    assert remembered.key(lowered(), {**OPTIONS, "xla_gpu_cuda_data_dir": "elsewhere"}) == before
+
+
+def test_versions_name_the_compilers() -> None:
+    assert {"jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"} <= {name for name, _ in remembered.versions()}
+
+
+def test_a_kept_program_reads_as_the_compiled_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = remembered.compile_anew(lowered(), OPTIONS)
+    remembered.run_xla(lowered(), OPTIONS)
+    monkeypatch.setattr(remembered, "compile_anew", None)  # which nothing may call any more
+    kept = remembered.run_xla(lowered(), OPTIONS)
+    assert kept.as_text() == compiled.as_text() and "product" in kept.as_text()
+    assert hlo.memory(kept) == hlo.memory(compiled)
+
+
+def test_what_is_not_kept_is_compiled() -> None:
+    for _ in range(2):
+        (device,) = remembered.run_xla(lowered(), OPTIONS).output_shardings.device_set
+        assert device.device_kind == "NVIDIA H200"
+
+
+def test_buffers_are_listed_from_what_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "run_xla", remembered.run_xla)
+    program = lowered(function=lambda x: jnp.tanh(x) @ x)  # whose first product is a temporary
+    _, buffers = compile_and_list(program)
+    assert buffers
+    monkeypatch.setattr(remembered, "compile_anew", None)
+    assert compile_and_list(program)[1] == buffers
+
+
+def test_a_failure_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_nothing"):
+            remembered.run_xla(lowered(), {"xla_nothing": True})
+        monkeypatch.setattr(remembered, "compile_anew", None)
