@@ -94,7 +94,7 @@ def test_a_preview_marks_what_is_learnt(folder: Path, tmp_path: Path) -> None:
     assert "\n<|im_start|>user\na\\x1b[2Jb<|im_end|>\n<|im_start|>assistant\n⟦[red]c[/red]<|im_end|>⟧\n" in first
     assert "⟦1 2 3 done<|im_end|>⟧\n<|im_start|>user\nAnd which was 3?" in second
     process = start("prepare", *preview(folder, path, 1), FORCE_COLOR="1", TERM="xterm")
-    coloured, stderr = process.communicate(timeout=60)
+    coloured, stderr = process.communicate(timeout=300)
     assert (process.returncode, stderr) == (0, "")
     assert "\x1b[1;32m[red]c[/red]<|im_end|>\x1b[0m" in coloured and "⟦" not in coloured and "a\\x1b[2Jb" in coloured
 

@@ -1,4 +1,4 @@
-"""A field that nothing reads is a promise that nothing keeps."""
+"""A field that nothing reads is a promise that nothing keeps; and which of them a resume may change."""
 
 import ast
 import dataclasses
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxopt_llm.config import FIELDS, TrainConfig
+from jaxopt_llm.config import FIELDS, TrainConfig, changed, differences, wrong_types
 
 pytestmark = pytest.mark.core
 
@@ -127,3 +127,35 @@ def test_every_field_is_read() -> None:
 def test_what_counts_as_read(source: str, found: bool) -> None:
     declared = "class CheckpointConfig:\n every: int\nclass TrainConfig:\n checkpoint: CheckpointConfig\n logging: L"
     assert (not unread({"config.py": declared, "a.py": source}, {("CheckpointConfig", "every")})) == found
+
+
+def test_a_resume_may_change_where_it_runs_and_not_what_it_learns() -> None:
+    old = TrainConfig()
+    elsewhere = changed(old, {"mesh.fsdp": 8, "remat.policy": "full", "training.steps": 7, "checkpoint.keep": 9})
+    assert differences(old, elsewhere) == []
+    other = changed(elsewhere, {"optimizer.learning_rate": 1.0, "run.seed": 3, "model.width": 8})
+    allowed = changed(other, {"run.allow_change": ("optimizer.learning-rate",)})
+    named = [[each.split(" was ")[0] for each in differences(old, new)] for new in (other, allowed)]
+    assert named == [["run.seed", "model.width", "optimizer.learning_rate"], ["run.seed", "model.width"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("training.steps", True),
+        ("training.steps", 2.0),
+        ("training.steps", 2**31),
+        ("optimizer.learning_rate", "1"),
+        ("optimizer.learning_rate", True),
+        ("optimizer.learning_rate", 1e-320),
+        ("optimizer.name", "adam"),
+        ("data.paths", "a.txt"),
+        ("data.paths", (1,)),
+        ("run.deterministic", 1),
+    ],
+    ids=str,
+)
+def test_a_value_of_another_type_is_named(name: str, value: object) -> None:
+    assert wrong_types(TrainConfig()) == []
+    (said,) = wrong_types(changed(TrainConfig(), {name: value}))
+    assert said.startswith(f"{name}={value!r}: must be ")

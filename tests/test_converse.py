@@ -173,6 +173,7 @@ def test_answers_are_those_to_the_whole_conversation(
         ({"config": 1}, None, {"<|end|>", "<|turn|>"}),
         ({"config": 1, "generation_config": [9]}, None, {"<|end|>", "<|next|>"}),
         ({"config": [1, 9], "generation_config": None}, None, {"<|end|>", "<|turn|>", "<|next|>"}),
+        ({"config": 9}, "<|turn|>", {"<|end|>", "<|turn|>", "<|next|>"}),
     ],
 )
 def test_the_ids_that_end(

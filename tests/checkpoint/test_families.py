@@ -229,6 +229,7 @@ def test_what_is_written_says_the_same(name: str) -> None:
         ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, ("sliding",)),
         ("gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 21}, ("global", "sliding")),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}, ("global", "global_nope")),
+        ("gemma2", {"layer_types": None}, ("sliding", "global")),
     ],
 )
 def test_the_kinds_of_the_layers(name: str, changes: dict[str, Any], pattern: tuple[str, ...]) -> None:

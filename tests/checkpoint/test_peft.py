@@ -15,7 +15,7 @@ import pytest
 import toy
 
 from jaxopt_llm import load_pretrained, tree
-from jaxopt_llm.checkpoint import huggingface, peft, peft_writing, safetensors
+from jaxopt_llm.checkpoint import huggingface, peft, peft_config, peft_writing, safetensors
 from jaxopt_llm.checkpoint.peft_config import PeftConfig, endings
 from jaxopt_llm.checkpoint.safetensors import Described
 from jaxopt_llm.errors import InputError
@@ -151,6 +151,27 @@ def test_endings_select_those_chosen_and_no_other() -> None:
     assert sorted(found) == ["1.attn.q", "11.mlp.o", "attn.o"]
     config = PeftConfig(r=1, lora_alpha=1, target_modules=found)
     assert {name for name in names if config.selects(name, in_block=True)} == chosen
+
+
+@pytest.mark.parametrize(("rslora", "scales"), [(False, (0.5, 2)), (True, (2, 4))])
+def test_a_products_scale_is_pefts(rslora: bool, scales: tuple[float, float]) -> None:
+    config = PeftConfig(16, 8, ["q_proj", "k_proj"], rank_pattern={"k_proj": 4}, use_rslora=rslora)
+    assert tuple(config.scale(f"model.layers.0.self_attn.{name}_proj") for name in "qk") == scales
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_what_shares_a_module_keeps_its_strength(rslora: bool, tmp_path: Path) -> None:
+    """Two adapters in one of PEFT's have twice the rank, which divides their product."""
+    config = replace(folders.CONFIG, biases="none", pattern=("sliding",))
+    phi3 = next(each for each in huggingface.families.FAMILIES if each.model_type == "phi3")
+    made = adapters(config, "attention/query attention/value attention/output")
+    params = jax.device_put(made, toy.placement().replicated)
+    peft_writing.write(tmp_path / "adapter", params, phi3, config, ALPHA, rslora)
+    said = peft_config.read(tmp_path / "adapter")
+    modules = [f"model.layers.0.self_attn.{name}_proj" for name in ("qkv", "o")]
+    assert [said.rank(module) for module in modules] == [2 * RANK, RANK]
+    expected = ALPHA / (math.sqrt(RANK) if rslora else RANK)
+    assert [said.scale(module) for module in modules] == pytest.approx([expected] * 2)
 
 
 # --- what is refused

@@ -174,6 +174,7 @@ def test_a_new_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / ".new.partial" / "old").touch()
     with pytest.raises(RuntimeError), NewFolder(tmp_path / "new") as folder:
         (folder / "half").touch()
+        assert not (tmp_path / "new").exists()
         raise RuntimeError
     assert not list(tmp_path.iterdir())
     with NewFolder(tmp_path / "new") as folder:

@@ -15,7 +15,7 @@ from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.data.corpus import Corpus, open_corpus, open_whole
 from jaxopt_llm.data.find import find_files
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
-from jaxopt_llm.data.tokens import TokenStream
+from jaxopt_llm.data.tokens import TokenStream, fingerprint
 from jaxopt_llm.errors import InputError
 
 
@@ -361,6 +361,19 @@ def test_the_hash_sees_another_token_and_not_another_place(suffix: str, tmp_path
             write_jsonl(path, documents)
         found.append(read(path, DataConfig()).sha256)
     assert found[0] == found[1] and len(set(found)) == 4
+
+
+def test_a_large_file_is_sampled_from_its_beginning_to_its_end(tmp_path: Path) -> None:
+    path, content = tmp_path / "tokens", bytearray(10**7)
+    path.write_bytes(content)
+    found = [fingerprint(path)]
+    for place in (0, len(content) // 2, len(content) - 1):
+        changed = content.copy()
+        # Longer than the way between two samples.
+        changed[place : place + 200_000] = bytes([1]) * len(changed[place : place + 200_000])
+        path.write_bytes(changed)
+        found.append(fingerprint(path))
+    assert len(set(found)) == 4
 
 
 def test_weights_and_sources(tmp_path: Path) -> None:

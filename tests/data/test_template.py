@@ -191,7 +191,7 @@ def test_where_the_template_is_found(tmp_path: Path) -> None:
         found_template(config(folder))
 
 
-def render(source: str, messages: Messages, seconds: float = 20.0, **settings: Any) -> Document | None:
+def render(source: str, messages: Messages, seconds: float = 120.0, **settings: Any) -> Document | None:
     content = json.dumps({"messages": messages}).encode()
     given = Template(Path("t.jinja"), source, {}, ("<|im_end|>",), "")
     with rendering(given, seconds) as renderer:
@@ -352,11 +352,11 @@ def test_a_prompt_ends_where_the_assistant_is_to_speak(source: str, asks: str, e
 
 
 def test_a_template_is_no_more_trusted_in_a_conversation() -> None:
-    for source, said in (
-        (HOSTILE["class"][0], "the chat template fails, in a conversation: .*'__class__' of a str"),
-        ("{{ raise_exception('not\nnow') }}", "t.jinja: the chat template refuses it .not"),
-        (ENDLESS["loops"], "was stopped, in a conversation: it took more than 0.5 s"),
+    for source, seconds, said in (
+        (HOSTILE["class"][0], 120.0, "the chat template fails, in a conversation: .*'__class__' of a str"),
+        ("{{ raise_exception('not\nnow') }}", 120.0, "t.jinja: the chat template refuses it .not"),
+        (ENDLESS["loops"], 0.5, "was stopped, in a conversation: it took more than 0.5 s"),
     ):
         given = Template(Path("t.jinja"), source, {}, (), "")
-        with rendering(given, seconds=0.5) as renderer, pytest.raises(InputError, match=said):
+        with rendering(given, seconds) as renderer, pytest.raises(InputError, match=said):
             renderer.prompt(CONVERSATION[:2])

@@ -64,6 +64,19 @@ def test_a_prompt_is_continued_the_same_beside_others(greedy: np.ndarray) -> Non
         np.testing.assert_array_equal(written([prompt], 6)[0], expected)
 
 
+def test_learned_positions_begin_at_a_prompts_first_token() -> None:
+    """Rotary ones would not show where they begin."""
+    parts = make_parts(dataclasses.replace(toy.UNIFORM, positions="learned", max_positions=16))
+    params = toy.params(parts.specs)
+
+    def continued(prompts: list[np.ndarray]) -> np.ndarray:
+        decoder = Decoder(parts, params, PLACEMENT, SIZE, GREEDY, 0, len(prompts), 12)
+        return np.stack([*decoder(prompts, 6)], axis=1)
+
+    for prompt, expected in zip(PROMPTS, continued(PROMPTS), strict=True):
+        np.testing.assert_array_equal(continued([prompt])[0], expected)
+
+
 @pytest.mark.parametrize("axes", [{"fsdp": 8}, {"tensor": 2}, {"fsdp": 2, "tensor": 2}, {"tensor": 4}], ids=str)
 def test_it_is_the_same_on_devices_that_divide_parameters_and_cache(axes: dict[str, int], greedy: np.ndarray) -> None:
     placement = toy.placement(3, **axes)

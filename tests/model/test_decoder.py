@@ -15,6 +15,7 @@ from jaxopt_llm import tree
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.kernels.spans import Spans, of_documents
+from jaxopt_llm.model import param
 from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Auxiliary, Params, Parts, layout, make_parts
@@ -98,6 +99,19 @@ def test_a_frozen_half_gets_no_gradient_and_changes_no_other() -> None:
     # A gradient of the frozen leaves is not even formed: each of their values costs one multiply-add per token.
     saved = hlo.dot_flops(compile_gradients(True, "none", 1).as_text()) - hlo.dot_flops(program.as_text())
     assert saved == 2 * BATCH.tokens.size * sum(leaf.size for leaf in jax.tree.leaves(frozen))
+
+
+# ---- Initial values.
+
+
+@pytest.mark.parametrize("layers", [2, 18])
+def test_what_joins_the_residual_stream_begins_small(layers: int) -> None:
+    """Two matrices of each layer add to it: by the root of their number, its variance does not grow with depth."""
+    model = dataclasses.replace(toy.UNIFORM, width=64, layers=layers)
+    block = param.initialize(make_parts(model).specs, seed=0)["segment_0"]["block_0"]
+    outputs = (block["attention"]["output"], model.heads * model.head_dim), (block["mlp"]["down"], model.mlp_width)
+    for values, fan_in in outputs:
+        assert np.std(values) == pytest.approx((2 * layers * fan_in) ** -0.5, rel=0.1)
 
 
 # ---- Logits.

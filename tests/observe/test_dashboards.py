@@ -19,9 +19,10 @@ from jaxopt_llm.observe.metrics import LoggingConfig
 
 def test_a_record_is_one_scalar_a_number(tmp_path: Path) -> None:
     with Dashboards(LoggingConfig(), tmp_path, resume_step=0, settings={}, say=print) as dashboards:
-        dashboards.write({"step": 7, "loss": 0.5, "tokens": 1000})
+        dashboards.write({"step": 7, "loss": 0.5, "tokens": 1000, "expert_load": [1.5, None, 0.25]})
     shown = [(event.step, value.tag, value.simple_value) for event in events(tmp_path) for value in event.summary.value]
-    assert shown == [(7, "loss", 0.5), (7, "tokens", 1000.0)]
+    loads = [(7, "expert_load/0", 1.5), (7, "expert_load/2", 0.25)]
+    assert shown == [(7, "loss", 0.5), (7, "tokens", 1000.0), *loads]
 
 
 def test_a_resume_hides_what_was_shown_after_its_step(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from jaxopt_llm.errors import InputError
-from jaxopt_llm.parallel import launchers
+from jaxopt_llm.parallel import distributed, launchers
 from jaxopt_llm.parallel.launchers import DistributedConfig, Job
 
 pytestmark = pytest.mark.core
@@ -88,3 +88,9 @@ def test_half_a_job_is_refused(config: DistributedConfig, told: str) -> None:
 def test_variables_that_are_no_numbers_are_refused() -> None:
     with pytest.raises(InputError, match="WORLD_SIZE.*is no number: .*'four'"):
         launchers.find(DistributedConfig(), {**TORCHRUN, "WORLD_SIZE": "four"})
+
+
+def test_devices_divide_over_processes() -> None:
+    distributed.check_divides(8, Job("", 4, 0))
+    with pytest.raises(InputError, match=r"6 device\(s\) do not divide over 4 processes"):
+        distributed.check_divides(6, Job("", 4, 0))

@@ -1,6 +1,8 @@
 """Which rows of a batch a process reads, for processes that have some of eight devices each."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,16 +24,21 @@ def rows_sharding(**axes: int) -> NamedSharding:
     return placement.activation(None, "batch", "sequence")
 
 
-def numbers(sharding: NamedSharding, processes: int) -> list[list[int]]:
-    """Of the rows that each process reads, where the first has the first devices."""
+def of_processes(sharding: NamedSharding, processes: int) -> list[OwnRows]:
+    """What each process has, where the first has the first devices."""
     held = sharding.devices_indices_map((MICROBATCHES, ROWS, LENGTH))
     each = 8 // processes
     found = []
     for first in range(0, 8, each):
         own = {device: held[device] for device in jax.devices()[first : first + each]}
         sees = SimpleNamespace(addressable_devices_indices_map=lambda shape, own=own: own)
-        found.append(OwnRows((MICROBATCHES, ROWS, LENGTH), sees).numbers)  # type: ignore[arg-type]
+        found.append(OwnRows((MICROBATCHES, ROWS, LENGTH), sees))  # type: ignore[arg-type]
     return found
+
+
+def numbers(sharding: NamedSharding, processes: int) -> list[list[int]]:
+    """Of the rows that each process reads."""
+    return [own.numbers for own in of_processes(sharding, processes)]
 
 
 @pytest.mark.parametrize(
@@ -60,3 +67,21 @@ def test_rows_are_placed_as_microbatches(axes: dict[str, int]) -> None:
     placed = own.place({"tokens": batch})["tokens"]
     assert placed.sharding == sharding
     np.testing.assert_array_equal(placed, batch.reshape(MICROBATCHES, ROWS, LENGTH))
+
+
+@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 4}, {"context": 2, "fsdp": 4}, {"fsdp": 2, "tensor": 4}])
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_process_places_the_rows_that_it_read(
+    axes: dict[str, int], processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its devices gets that device's part of the whole batch."""
+
+    def parts(shape: Any, sharding: Any, part: Callable[[Any], np.ndarray]) -> list[tuple[Any, np.ndarray]]:
+        return [(index, part(index)) for index in sharding.addressable_devices_indices_map(shape).values()]
+
+    monkeypatch.setattr(jax, "make_array_from_callback", parts)
+    batch = np.arange(MICROBATCHES * ROWS * LENGTH).reshape(MICROBATCHES, ROWS, LENGTH)
+    for own in of_processes(rows_sharding(**axes), processes):
+        read = batch.reshape(-1, LENGTH)[own.numbers]
+        for index, part in own.place({"tokens": read})["tokens"]:
+            np.testing.assert_array_equal(part, batch[index])

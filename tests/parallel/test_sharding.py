@@ -102,6 +102,7 @@ def test_activations_are_split_over_the_batch_axes_in_use() -> None:
     assert dims(placement.activation("residual_sequence")) == (None,)
     assert dims(placement.activation("batch", "sequence", "embed")) == (("data", "fsdp"), None, None)
     assert dims(placement.activation(None, "batch", "sequence", "mlp")) == (None, ("data", "fsdp"), None, "tensor")
+    assert dims(toy.placement(fsdp=2, expert=2).activation("batch")) == (("fsdp", "expert"),)
 
 
 def test_sequence_parallelism_splits_the_residual_stream_alone() -> None:

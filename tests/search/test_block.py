@@ -49,6 +49,16 @@ def test_a_device_has_room_for_all_choices_that_can_be_its_own_or_for_those_of_a
     assert rows("all_to_all") == rows("ragged") == {1: 3, 2: twice, 4: twice, 8: twice}
 
 
+def test_key_value_heads_that_are_fewer_than_devices_are_whole_on_each() -> None:
+    assert toy.CONFIG.kv_heads == 2
+    whole = toy.CONFIG.kv_heads * toy.CONFIG.head_dim
+    for tensor, keys in ((1, whole), (2, whole / 2), (4, whole)):
+        found = block(tensor)
+        assert found.elements["key"] == found.elements["value"] == keys
+        assert found.weights["key"] == toy.CONFIG.width * keys
+        assert found.elements["query"] == 2 * whole / tensor
+
+
 def test_no_policy_keeps_what_is_a_mixtures() -> None:
     model, own = dataclasses.replace(toy.CONFIG, experts=8), {"router", "expert_rows"}
     for remat in (RematConfig("dots"), RematConfig("full"), RematConfig("none", offload=("query",))):

@@ -1,5 +1,6 @@
 """Groups of weight decay and learning rate by patterns of paths."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import toy
 
 from jaxopt_llm import tree
 from jaxopt_llm.model.decoder import Params, make_parts
+from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.training import update
 from jaxopt_llm.training.optimizer import OptimizerConfig, group_problems, make_optimizer
 
@@ -39,6 +41,17 @@ def changes(**fields: Any) -> dict[str, set[float]]:
 def test_by_default_matrices_and_tables_decay_and_scales_do_not() -> None:
     for path, change in changes().items():
         assert change == {0.0 if path.endswith("scale") else 0.5}, path
+
+
+def test_a_bias_by_heads_is_no_matrix() -> None:
+    specs = make_parts(replace(toy.UNIFORM, biases="qkv")).specs["segment_0"]["block_0"]
+    specs = jax.tree.map(ParamSpec.layer, specs)
+    ones, zeros = (jax.tree.map(lambda spec, x=x: np.full(spec.shape, x, np.float32), specs) for x in (1, 0))
+    config = OptimizerConfig(name="sgd", weight_decay=0.5)
+    optimizer = make_optimizer(config, lambda count: 1.0, "segment_0", {"block_0": specs})
+    step = optimizer.update({"block_0": zeros}, optimizer.init({"block_0": ones}), {"block_0": ones})[0]["block_0"]
+    assert step["attention"]["key_bias"].ndim == 2
+    assert not np.any(step["attention"]["key_bias"]) and np.all(step["attention"]["key"] == -0.5)
 
 
 def test_the_first_pattern_that_fits_decides_both_factors() -> None:

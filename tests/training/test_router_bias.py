@@ -123,12 +123,12 @@ def test_it_steps_by_the_sign_of_what_its_expert_lacks(case: Case) -> None:
     state, before = begin(case), np.zeros(MODEL.experts, np.float32)
     for seed in range(STEPS):
         state, metrics = step(case, state, seed)
-        assert np.ptp(metrics["expert_load"]) > 0.1
+        assert np.ptp(metrics["expert_load"]) > 0.1, f"seed {seed}"
         if seed == 0:  # of which the bias, whose gradient is in hundreds, is no part
             share = 1e-5 if case.precision.compute_dtype == "float32" else 2e-2
             assert metrics["grad_norm"] == pytest.approx(norm_without(), rel=share)
         found, before = bias(case, state), rule(before, metrics)
-        np.testing.assert_array_equal(found, before)
+        np.testing.assert_array_equal(found, before, err_msg=f"seed {seed}")
 
 
 def test_a_step_that_overflows_leaves_it() -> None:

@@ -122,8 +122,10 @@ def test_stages_update_their_slots_as_layers_are_updated(chunks: str) -> None:
     assert all((np.asarray(count) == STEPS).all() for count in counts)
 
 
-def test_the_step_clips_by_the_norm_over_all_leaves() -> None:
-    rate, clip_norm = 10.0, 0.1
+@pytest.mark.parametrize("clip_norm", [0.1, 100.0])
+def test_the_step_clips_by_the_norm_over_all_leaves(clip_norm: float) -> None:
+    """And leaves a gradient alone that is no longer than that."""
+    rate = 10.0
     batch, before = toy.packed(rows=2, length=16), toy.params(SPECS)
     # Plain SGD shows the clipped gradient as the difference of the masters.
     optimizers = update.make_optimizers(lambda section, specs: optax.sgd(rate), SPECS)
@@ -137,14 +139,13 @@ def test_the_step_clips_by_the_norm_over_all_leaves() -> None:
 
     loss, gradients = toy.reference_mean(toy.CONFIG, before, batch)
     norm = np.sqrt(sum(np.sum(gradient**2) for gradient in jax.tree.leaves(gradients)))
-    assert norm > 2 * clip_norm
+    assert 2 * 0.1 < norm < 100 / 2
+    clip = min(1, clip_norm / norm)
     assert metrics["loss"] == pytest.approx(loss, rel=1e-6)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-6)
     assert after.step == 1
     jax.tree.map(
-        lambda new, old, gradient: np.testing.assert_allclose(
-            old - new, rate * clip_norm / norm * gradient, rtol=1e-4, atol=1e-6
-        ),
+        lambda new, old, gradient: np.testing.assert_allclose(old - new, rate * clip * gradient, rtol=1e-4, atol=1e-6),
         after.masters,
         before,
         gradients,
