@@ -2,8 +2,9 @@
 
     python benchmarks/remat.py [--config llama2_7b.py] [--gpu h200] [--rows 1] [--json FILE]
 
-Bytes and gathers of a layer are the difference between the recipe's layers and half of them; activations are what a
-layer adds to the temporaries beyond its gradient. FLOPs are of all matmuls of a step. One GPU's, and no GPU is needed.
+Gathers of a layer, and its bytes on the host, are the difference between the recipe's layers and half of them. Its
+activations are, of what is there at the peak with half of the layers in half the size, a layer's share beyond its
+gradient. FLOPs are of all matmuls of a step. One GPU's, and no GPU is needed.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +28,8 @@ from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model import attention, layers, param
 from jaxopt_llm.model.decoder import param_specs
 from jaxopt_llm.model.intermediates import Intermediate
-from jaxopt_llm.parallel import hlo, topology
+from jaxopt_llm.parallel import hlo
+from jaxopt_llm.parallel.buffers import Buffer, compile_and_list
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.sharding import Placement
 from jaxopt_llm.parallel.topology import CHIPS, gpu_topology
@@ -77,8 +79,9 @@ def measure(config: TrainConfig, remat: RematConfig, gpu: str = "h200") -> Kept:
     def difference(of: Any) -> float:
         return (of(deep) - of(shallow)) / (depth - depth // 2)
 
+    held = _of_all_layers(deep.alive, shallow.alive, {depth, depth // remat.every})
     return Kept(
-        activations=difference(lambda each: each.memory.temporaries) - gradient,
+        activations=held / depth - gradient,
         host=difference(lambda each: each.memory.host),
         gathered=difference(lambda each: each.gathered) / gathered,
         temporaries=deep.memory.temporaries,
@@ -89,6 +92,7 @@ def measure(config: TrainConfig, remat: RematConfig, gpu: str = "h200") -> Kept:
 @dataclasses.dataclass(frozen=True)
 class _Compiled:
     memory: hlo.Memory
+    alive: tuple[Buffer, ...]
     gathered: int
     flops: int
 
@@ -96,11 +100,28 @@ class _Compiled:
 def _compile(config: TrainConfig, remat: RematConfig, mesh: Mesh, placement: Placement, depth: int) -> _Compiled:
     model = dataclasses.replace(config.model, layers=depth)
     program = make_program(model, config.training, config.optimizer, config.schedule, remat, config.lora, placement)
-    compiled = topology.compile(program.step.lower(program.state, program.batch))
+    compiled, alive = compile_and_list(program.step.lower(program.state, program.batch))
     text = str(compiled.as_text())
     gathers = [each for each in hlo.collectives(text, mesh) if each.kind == "all-gather"]
     gathered = sum(each.array_bytes * each.times for each in gathers)
-    return _Compiled(hlo.memory(compiled), gathered, hlo.dot_flops(text))
+    return _Compiled(hlo.memory(compiled), alive, gathered, hlo.dot_flops(text))
+
+
+def _of_all_layers(deep: Sequence[Buffer], shallow: Sequence[Buffer], counts: set[int]) -> int:
+    """Return the bytes of the temporaries that are half as large with half of the layers. What else is alive at the
+    peak differs between the two: XLA schedules each by itself.
+
+    counts: of layers, and of groups that are run again together.
+    """
+    there = {(each.dtype, each.shape) for each in shallow}
+
+    def halves(each: Buffer) -> bool:
+        return any(
+            size in counts and (each.dtype, (*each.shape[:i], size // 2, *each.shape[i + 1 :])) in there
+            for i, size in enumerate(each.shape)
+        )
+
+    return sum(each.bytes for each in deep if halves(each))
 
 
 @contextlib.contextmanager

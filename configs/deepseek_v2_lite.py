@@ -6,7 +6,7 @@ Hardware: 8 H200 in one host, 8 experts of each layer on each. As compiled,
 
     python -m jaxopt_llm.plan --config deepseek_v2_lite.py --gpu h200 --hosts 1 --gpus-per-host 8
 
-50.5 GiB at the peak and 146.0 GiB sent, of each GPU in a step. On 8 such hosts, where --mesh.fsdp 8 divides the
+49.8 GiB at the peak and 146.0 GiB sent, of each GPU in a step. On 8 such hosts, where --mesh.fsdp 8 divides the
 experts, too, --training.accumulation 1 --training.batch-size 128 takes 17.8 GiB.
 
 ZeRO-3 of what all tokens pass, 2 rows of 4096 tokens on each GPU at a time, 64 in a step. --model.pretrained FOLDER

@@ -118,6 +118,14 @@ WIDE = changed(
 )
 
 
+def test_what_is_outside_the_stacks_comes_from_the_host_early_by_jax_0_11() -> None:
+    found = advice.predict(changed(WIDE, sharding__zero_stage=0, offload__optimizer=True))
+    moments = 2 * 4 * (32_000 + 1) * 1024  # of the table, and of the last norm
+    early = moments if jax.__version_info__ >= (0, 11) else 0
+    assert found.optimizer == pytest.approx(early, abs=1024)  # numbers of steps are on the device
+    assert found.host > 4 * moments
+
+
 def test_whole_logits_can_be_the_peak() -> None:
     found = advice.predict(changed(WIDE, remat__policy="none", training__loss_chunk=0))
     assert found.loss > (4 + 2) * 2048 * 32_000 > found.working
@@ -135,25 +143,40 @@ def peak(config: TrainConfig) -> int:
     return hlo.memory(topology.compile(lowered, {"xla_gpu_enable_triton_gemm": False})).peak
 
 
+WHOLE: advice.Settings = {"sharding.zero_stage": 0}
+
+
+# beyond: MiB that are saved beyond what is predicted, as compiled by jax 0.10.2 and by 0.11.2. Of WHOLE the prediction
+# is 87 and 32 MiB too high: it counts the table's gradient twice in the backward, and too little beside it.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after", "error"),
+    ("before", "after", "beyond"),
     [
-        ({"remat.policy": "none"}, {"remat.policy": "full"}, 0.25),
-        ({"remat.policy": "none", "training.loss_chunk": 0}, {"training.loss_chunk": 256}, 0.25),
-        ({"remat.policy": "none"}, {"training.accumulation": 4}, 0.25),
-        ({"sharding.zero_stage": 0}, {"offload.optimizer": True}, 0.3),  # with jax 0.11.2; 0.10.2 is nearer
-        ({"sharding.zero_stage": 0}, {"optimizer.state_dtype": "int8"}, 0.25),
-        ({"sharding.zero_stage": 0}, {"mesh.fsdp": 4, "mesh.tensor": 2, "sharding.sequence_parallel": True}, 0.25),
-        ({"sharding.zero_stage": 0}, {"lora.rank": 16}, 0.25),
+        # With remat none the zeros of attention's gradients are there at the loss, too (16), and with 0.10.2 beside the
+        # last layer's intermediates what is computed from them (12).
+        ({"remat.policy": "none"}, {"remat.policy": "full"}, (29, 17)),
+        # With chunks of 256 the peak is at the loss with 0.10.2 (28 above the prediction), in the backward with 0.11.2
+        # (18 below it).
+        ({"remat.policy": "none", "training.loss_chunk": 0}, {"training.loss_chunk": 256}, (-20, 28)),
+        # With four microbatches the peak is in a layer's backward.
+        ({"remat.policy": "none"}, {"training.accumulation": 4}, (39, 7)),
+        # With 0.10.2 the peak is then in the update. With 0.11.2 30 MiB lie unused between the arrays.
+        (WHOLE, {"offload.optimizer": True}, (-15, -29)),
+        # With 0.10.2 the peak is then in the update: beside all gradients the table's new moments.
+        (WHOLE, {"optimizer.state_dtype": "int8"}, (-47, 0)),
+        (WHOLE, {"mesh.fsdp": 4, "mesh.tensor": 2, "sharding.sequence_parallel": True}, (-51, -13)),
+        (WHOLE, {"lora.rank": 16}, (-104, -45)),
     ],
 )
-def test_savings_as_compiled(before: advice.Settings, after: advice.Settings, error: float) -> None:
+def test_savings_as_compiled(before: advice.Settings, after: advice.Settings, beyond: tuple[int, int]) -> None:
     first = advice.apply(WIDE, before)
     assert first is not None
     second = advice.apply(first, after)
     assert second is not None
-    assert saved(first, second) == pytest.approx(peak(first) - peak(second), rel=error)
+    for each in (first, second):
+        assert advice.predict(each).peak == pytest.approx(peak(each), rel=0.05)
+    found = peak(first) - peak(second) - saved(first, second)
+    assert found / 2**20 == pytest.approx(beyond[jax.__version_info__ >= (0, 11)], abs=1)
 
 
 # ---- What is named.

@@ -33,8 +33,8 @@ CASES = {
     ),
     "heads and groups": (["--model.heads", "3", "--model.kv-heads", "2"], ["model.heads=3", "model.kv_heads=2"]),
     "sequences longer than the positions": (
-        ["--model.positions", "learned", "--model.max-positions", "8"],
-        ["training.sequence_length=32", "--model.max-positions", "8"],
+        ["--model.positions", "learned", "--model.max-positions", "31"],
+        ["training.sequence_length=32", "--model.max-positions", "31"],
     ),
     "rotary kinds and factors without rotary": (
         ["--model.positions", "learned", "--model.pattern", "global_nope", "--model.rope-factor", "8"],

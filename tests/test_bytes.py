@@ -21,7 +21,7 @@ from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.execution.stages import EVEN
 from jaxopt_llm.model import param
 from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.parallel import hlo, topology
+from jaxopt_llm.parallel import buffers, hlo, topology
 from jaxopt_llm.parallel.hlo import Collective
 from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
 from jaxopt_llm.parallel.offload import OFF, OffloadConfig
@@ -50,6 +50,7 @@ class Compiled:
     memory: hlo.Memory
     collectives: tuple[Collective, ...]
     text: str
+    alive: int | None  # bytes of the temporaries that are alive at the peak, without what lies unused between them
 
     def wire_bytes(self, *axes: str) -> float:
         """Sent by each device in one step, over these axes or, by default, over any."""
@@ -80,7 +81,9 @@ def compiled(
     context_exchange: str = "ring",
     expert_exchange: str = "auto",
     shape: tuple[int, int] = (ROWS, SEQUENCE),
+    listed: bool = False,
 ) -> Compiled:
+    """listed: whether the temporaries are listed, of which `alive` is the sum."""
     model = ModelConfig(
         width=WIDTH,
         layers=layers,
@@ -122,9 +125,14 @@ def compiled(
     program = make_program(*of, pipelined=pipelined)
     # Matmuls as cuBLAS calls, not Triton fusions: it compiles in half the time and moves the same bytes.
     options = {} if matmul == "fp8" else {"xla_gpu_enable_triton_gemm": False}  # with fp8 the step says so itself
-    executable = topology.compile(topology.lower(program.step, program.state, program.batch), options)
+    lowered = topology.lower(program.step, program.state, program.batch)
+    if listed:
+        executable, held = buffers.compile_and_list(lowered, lambda it, dump: topology.compile(it, options | dump))
+    else:
+        executable, held = topology.compile(lowered, options), None
     text = executable.as_text()
-    return Compiled(program, hlo.memory(executable), hlo.collectives(text, placement.mesh), text)
+    alive = None if held is None else sum(each.bytes for each in held)
+    return Compiled(program, hlo.memory(executable), hlo.collectives(text, placement.mesh), text, alive)
 
 
 def slow(*cases: tuple[Any, ...]) -> list[Any]:

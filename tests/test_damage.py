@@ -8,8 +8,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from commands import checkpoint, command, metrics, start_training, train
+from commands import checkpoint, command, metrics, train
 from damages import DAMAGES, flip, largest
+from gates import DEADLINE, after_step, line_with, start_gated, wait_until
 
 EVERY_TWO = ("--evaluation.every", 2, "--checkpoint.every", 2, "--checkpoint.keep", 3)
 
@@ -92,16 +93,18 @@ def test_bad_arguments(arguments: tuple[str, ...]) -> None:
 def test_a_full_disk_costs_the_saves_that_it_lasts(room_again: bool, tmp_path: Path) -> None:
     """A limit on the size of files stands for it."""
     run = tmp_path / "run"
-    # Evaluations that take a while, so that there is time to fill the disk.
-    process = start_training(run, *EVERY_TWO, "--training.steps", 30, "--evaluation.batches", 200)
+    full, room = after_step(tmp_path / "full", 7), after_step(tmp_path / "room", 11)
+    process = start_gated(run, [full, room], *EVERY_TWO, "--training.steps", 14)
     try:
-        next(line for line in process.stdout if line.startswith("step      6"))
+        wait_until(full.reached, process)
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-        failed = next(line for line in process.stdout if "could not be saved" in line)
+        full.open()
+        failed = line_with("could not be saved", process)
         whole_then = [path.name for path in (run / "checkpoints").iterdir() if path.name.isdecimal()]
         if room_again:
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        _, stderr = process.communicate(timeout=300)
+        room.open()
+        _, stderr = process.communicate(timeout=DEADLINE)
     finally:
         process.kill()
     assert "freed" in failed
@@ -110,8 +113,8 @@ def test_a_full_disk_costs_the_saves_that_it_lasts(room_again: bool, tmp_path: P
     left = {path.name for path in (run / "checkpoints").iterdir()}
     if room_again:
         assert (process.returncode, stderr) == (0, "")
-        assert logged[-1] == 30
-        assert "30" in left and len(left) == 3
+        assert logged[-1] == 14
+        assert "14" in left and len(left) == 3
     else:
         assert process.returncode == 4
         assert f"the last checkpoint is step {max(whole_then, key=int)}" in stderr and stderr.count("\n") == 1

@@ -1,19 +1,16 @@
 """Every source through the real command: the same run whichever the format, mixed, resumed, and refused."""
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from commands import ENVIRONMENT, checkpoint, command, metrics, start_training, tiny, train
-from test_death import finish, wait_until
+from commands import checkpoint, command, metrics, start_python, start_training, tiny, train
+from gates import after_step, finish, start_gated, wait_until
 from texts import train_tokenizer, write_jsonl, write_megatron, write_parquet, write_text
 
 from jaxopt_llm.checkpoint.steps import by_step
@@ -81,15 +78,20 @@ def test_a_mixture_of_all_formats_resumes_as_if_it_had_not_stopped(corpus: Path,
     assert other.returncode == 2 and "data.weights was" in other.stderr
 
 
-# The command, whose batches are written down, and whose fourth never comes.
+# The command, whose batches are written down, and whose fifth never comes. Time flies while it is waited for.
 WATCHED = """
-import json, sys, time
+import itertools, json, sys, threading, types
 from jaxopt_llm import errors, train
+from jaxopt_llm.data import loader
 from jaxopt_llm.data.loader import Loader
-read, log = Loader.rows_at, open(sys.argv.pop(1), "w")
+read, log, waits = Loader.rows_at, open(sys.argv.pop(1), "w"), threading.Event()
+ticks = itertools.count()
+loader.time = types.SimpleNamespace(perf_counter=lambda: next(ticks) if waits.is_set() else 0)
+loader.PARTING = 0
 def rows_at(self, step):
-    while step == 4:
-        time.sleep(1)
+    if step == 4:
+        waits.set()
+        threading.Event().wait()
     for row in read(self, step):
         print(json.dumps(row.tokens.tolist()), file=log, flush=True)
         yield row
@@ -104,14 +106,8 @@ def test_a_run_reads_the_rows_of_its_weights_and_seed_and_waits_no_longer_than_i
     settings = ("--data.weights", 9, 1, "--run.seed", 1, "--data.held-out", 0.2, "--data.stall-seconds", 5)
     paths = [corpus / "a.jsonl", corpus / "a.npy"]
     given = [*tiny(tmp_path / "run"), *data(corpus, *map(str, paths)), *settings, "--training.steps", 9]
-    done = subprocess.run(
-        [sys.executable, "-c", WATCHED, tmp_path / "log", *map(str, given)],
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 2 and "no batch in 5 s: reading data.paths" in done.stderr, done.stderr
+    _, stderr = finish(start_python("-c", WATCHED, tmp_path / "log", *given), 2)
+    assert "no batch in 5 s: reading data.paths" in stderr
     tokenizer = JsonTokenizer(corpus / "tokenizer.json")
     config = DataConfig(paths=tuple(map(str, paths)), weights=(9, 1), held_out=0.2)
     rows = [PackedRows(source.training, 32, 400) for source in open_corpus(config, tokenizer).sources]
@@ -191,9 +187,11 @@ def test_killed_at_random_moments_it_ends_equal_to_the_bit(
     run = (*data(corpus, *names), "--optimizer.name", optimizer, "--data.held-out", 0.2, "--training.steps", steps)
     finish(start_training(tmp_path / "whole", *run))
     chance = random.Random(f"{optimizer} {names}")
-    for _ in range(kills):
+    for kill in range(kills):
         before = max(by_step(tmp_path / "killed" / "checkpoints"), default=0)
-        process = start_training(tmp_path / "killed", *run, "--checkpoint.every", 1, "--checkpoint.keep", 1)
+        gate = after_step(tmp_path / f"gate-{kill}", 30)  # so that no step is left for the last ones only
+        saves = ("--checkpoint.every", 1, "--checkpoint.keep", 1)
+        process = start_gated(tmp_path / "killed", [gate], *run, *saves)
         wait_until(lambda before=before: max(by_step(tmp_path / "killed" / "checkpoints"), default=0) > before, process)
         time.sleep(chance.uniform(0, 0.3))
         process.kill()

@@ -1,20 +1,25 @@
-"""Runs that are stopped or killed, through the real command, end as one that was not."""
+"""Runs that are stopped or killed, through the real command, end as one that was not.
+
+No run passes a gate by itself: whenever a signal arrives, the run is where the test wants it, or before.
+"""
 
 import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from commands import checkpoint, metrics, start_training
+from gates import Gate, after_step, finish, line_with, start_gated, wait_until
+
+from jaxopt_llm.checkpoint.steps import by_step
 
 STEPS = 24
-# Steps are milliseconds long, evaluations fifty times as much: that is where most signals arrive.
-RUN = ("--training.steps", STEPS, "--evaluation.every", 2, "--evaluation.batches", 100, "--checkpoint.every", 100)
+# Steps are milliseconds long, evaluations ten times as much: that is where most signals arrive.
+RUN = ("--training.steps", STEPS, "--evaluation.every", 2, "--evaluation.batches", 20, "--checkpoint.every", 100)
 SAVES_EVERY_STEP = ("--checkpoint.every", 1, "--checkpoint.keep", 1)
 
 
@@ -24,22 +29,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("runs") / "whole"
     finish(start_training(directory, *RUN))
     return directory
-
-
-def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
-    """What the process wrote to standard output and to standard error."""
-    try:
-        stdout, stderr = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    assert process.returncode == code, stderr
-    return stdout, stderr
-
-
-def wait_until(happens: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    while not happens():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.002)
 
 
 def logged(directory: Path) -> int:
@@ -59,45 +48,52 @@ def assert_ended_as(whole: Path, directory: Path) -> None:
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_the_run_after_its_step_and_a_save(sent: signal.Signals, whole: Path, tmp_path: Path) -> None:
-    process = start_training(tmp_path, *RUN)
-    wait_until(lambda: logged(tmp_path) >= 3, process)
+    run, gate = tmp_path / "run", after_step(tmp_path / "gate", 20)
+    process = start_gated(run, [gate], *RUN)
+    wait_until(lambda: logged(run) >= 3, process)
     process.send_signal(sent)
+    gate.open()
     _, stderr = finish(process, 75)
     step = int(stderr.removeprefix("preempted at step ").split(";")[0])
     assert stderr == f"preempted at step {step}; run again to continue\n"
-    assert 3 <= step == logged(tmp_path) < STEPS
-    stdout, _ = finish(start_training(tmp_path, *RUN))
+    assert 3 <= step == logged(run) <= 20
+    stdout, _ = finish(start_training(run, *RUN))
     assert f"continues from step {step}" in stdout
-    assert_ended_as(whole, tmp_path)
+    assert_ended_as(whole, run)
 
 
 def test_a_signal_before_the_first_step_leaves_nothing_to_save(tmp_path: Path) -> None:
-    process = start_training(tmp_path, *RUN)
-    assert "parameters" in process.stdout.readline()  # it compiles next
+    run, gate = tmp_path / "run", Gate(tmp_path / "gate", "jaxopt_llm.train:Processes.vote")
+    process = start_gated(run, [gate], *RUN)
+    line_with("parameters", process)  # it compiles next
     process.send_signal(signal.SIGTERM)
+    gate.open()
     assert finish(process, 75)[1] == "preempted at step 0; run again to continue\n"
-    assert not logged(tmp_path) and not list((tmp_path / "checkpoints").iterdir())
+    assert not logged(run) and not list((run / "checkpoints").iterdir())
 
 
 def test_a_signal_at_the_last_step_lets_the_run_finish(tmp_path: Path) -> None:
-    wide = ("--model.width", 128, "--model.mlp-width", 512)
-    process = start_training(tmp_path, *RUN, *wide, "--training.steps", 1, "--evaluation.batches", 1000)
-    wait_until((tmp_path / "config.json").exists, process)  # what is written before the first step
-    time.sleep(0.6)  # past the look at the flag that comes next; the step and its evaluation take longer
+    run, gate = tmp_path / "run", Gate(tmp_path / "gate", "jaxopt_llm.train:evaluate")
+    process = start_gated(run, [gate], *RUN, "--training.steps", 1)
+    wait_until(gate.reached, process)  # past the last look at the flag
     process.send_signal(signal.SIGTERM)
+    wait_until(lambda: not catches(signal.SIGTERM, process), process)
+    gate.open()
     finish(process, 0)
-    assert checkpoint(tmp_path, 1)
+    assert checkpoint(run, 1)
 
 
 def test_a_second_signal_ends_the_process_at_once(whole: Path, tmp_path: Path) -> None:
-    process = start_training(tmp_path, *RUN)
-    wait_until(lambda: logged(tmp_path) >= 2, process)
+    run, gate = tmp_path / "run", Gate(tmp_path / "gate", "jaxopt_llm.train:Checkpoints.save_last")
+    process = start_gated(run, [gate], *RUN)
+    wait_until(lambda: logged(run) >= 2, process)
     process.send_signal(signal.SIGTERM)
     wait_until(lambda: not catches(signal.SIGTERM, process), process)
     process.send_signal(signal.SIGTERM)
     assert finish(process, -signal.SIGTERM)[1] == ""
-    finish(start_training(tmp_path, *RUN))
-    assert_ended_as(whole, tmp_path)
+    gate.open()
+    finish(start_training(run, *RUN))
+    assert_ended_as(whole, run)
 
 
 def catches(signum: signal.Signals, process: subprocess.Popen[str]) -> bool:
@@ -108,22 +104,25 @@ def catches(signum: signal.Signals, process: subprocess.Popen[str]) -> bool:
 
 def test_killed_ten_times_it_ends_equal_to_the_bit(whole: Path, tmp_path: Path) -> None:
     """Most kills fall into steps and saves, by the clock of a seed, some into the start."""
-    chance = random.Random(0)
-    found_writing = 0
+    run, chance = tmp_path / "run", random.Random(0)
     for kill in range(10):
-        process = start_training(tmp_path, *RUN, *SAVES_EVERY_STEP)
+        path = tmp_path / f"gate-{kill}"
+        commits = Gate(path, "jaxopt_llm.checkpoint.steps:commit", 2) if kill % 5 == 3 else None
+        gate = commits or after_step(path, 3)  # ten times two steps, and no more, are saved
+        before = max(by_step(run / "checkpoints"), default=0)
+        process = start_gated(run, [gate], *RUN, *SAVES_EVERY_STEP)
         if kill % 5 == 4:
             time.sleep(chance.uniform(0.5, 2.5))  # imports, corpus, compilation, restoration
         elif kill % 5 == 3:
-            left = set(writing(tmp_path))
-            wait_until(lambda left=left: set(writing(tmp_path)) - left, process)
+            # One step is saved for certain, so what follows resumes, with a log that is ahead of the checkpoint.
+            wait_until(lambda before=before: max(by_step(run / "checkpoints"), default=0) > before, process)
+            wait_until(lambda: writing(run), process)
         else:
-            next(line for line in process.stdout if line.startswith("step"))
+            line_with("step     ", process)
             time.sleep(chance.uniform(0, 0.3))  # most of which it saves
         process.kill()
         finish(process, -signal.SIGKILL)
-        found_writing += bool(writing(tmp_path))
-    assert found_writing  # at least one died while it saved
-    finish(start_training(tmp_path, *RUN))
-    assert not writing(tmp_path)
-    assert_ended_as(whole, tmp_path)
+        assert kill % 5 != 3 or writing(run), f"kill {kill}"  # it died while it saved
+    finish(start_training(run, *RUN))
+    assert not writing(run)
+    assert_ended_as(whole, run)

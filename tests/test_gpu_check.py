@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,7 +65,7 @@ def test_a_step_is_measured_without_what_reads_data_and_command_lines(tmp_path: 
 
 
 def test_a_part_that_fails_is_recorded_and_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def part(name: str, program: str, seconds: int = 60, needs: tuple[str, ...] = ()) -> Part:
+    def part(name: str, program: str, seconds: int = 200, needs: tuple[str, ...] = ()) -> Part:
         return Part(name, ["-c", program], lambda path: json.loads(path.read_text()), str, seconds, needs)
 
     parts = [
@@ -94,7 +95,7 @@ def test_a_part_that_fails_is_recorded_and_stops_no_other(tmp_path: Path, monkey
     assert "a table" in written.with_suffix(".txt").read_text()
 
 
-def part(name: str, program: str, seconds: int = 60, gigabytes: tuple[int, int] = (0, 1000)) -> Part:
+def part(name: str, program: str, seconds: int = 200, gigabytes: tuple[int, int] = (0, 1000)) -> Part:
     """Which writes its report to report()."""
     whole = f"import json, sys, time\ndef report(said): open(sys.argv[1], 'w').write(json.dumps(said))\n{program}"
     return Part(name, ["-c", whole], lambda path: json.loads(path.read_text()), str, seconds, gigabytes=gigabytes)
@@ -108,7 +109,7 @@ def on_h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--output", str(tmp_path)])
 
     seconds = map(functools.partial(datetime.datetime, 2026, 1, 1, 12, 0), itertools.count())
-    monkeypatch.setattr(gpu_check.datetime, "datetime", SimpleNamespace(now=seconds.__next__))
+    monkeypatch.setattr(gpu_check, "datetime", SimpleNamespace(datetime=SimpleNamespace(now=seconds.__next__)))
 
     def run(*parts: Part) -> tuple[int, dict[str, Any]]:
         monkeypatch.setattr(gpu_check, "parts", lambda on_cpu: parts)
@@ -121,17 +122,44 @@ def on_h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
 
 
 def test_a_part_that_is_stopped_says_what_it_knows(
-    on_h200: Callable[..., tuple[int, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+    on_h200: Callable[..., tuple[int, dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some when they are interrupted, as pytest does; others are killed, and what they had said and written is left."""
-    monkeypatch.setattr(gpu_check, "GRACE", 0.5)
-    interrupted = "try: time.sleep(60)\nexcept KeyboardInterrupt: report({'found': 1})"
-    deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); report({'found': 2}); print('some')\n"
-    code, results = on_h200(part("hears", interrupted, 1), part("deaf", deaf + "time.sleep(60)", 1))
+    heard: dict[int, list[float | None]] = {}
+
+    class Ready(subprocess.Popen[str]):
+        """Whose time is up as soon as it is ready for that; who is deaf has no more of it."""
+
+        def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
+            waits = heard.setdefault(self.pid, [])
+            waits.append(timeout)
+            if timeout == 1:
+                ready = tmp_path / f"ready-{len(heard)}"
+                deadline = time.monotonic() + 120
+                while not ready.exists():
+                    assert self.poll() is None and time.monotonic() < deadline, f"part {len(heard)} is not ready"
+                    time.sleep(0.002)
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            if timeout is not None and len(heard) == 2:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            return super().communicate(input, 120)
+
+    monkeypatch.setattr(gpu_check.subprocess, "Popen", Ready)
+    monkeypatch.setattr(gpu_check, "GRACE", 2)
+
+    def ready(number: int) -> str:
+        return f"open({str(tmp_path / f'ready-{number}')!r}, 'w').close()"
+
+    interrupted = f"try: {ready(1)}; time.sleep(600)\nexcept KeyboardInterrupt: report({{'found': 1}})"
+    deaf = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); report({'found': 2}); print('some', flush=True)"
+    )
+    code, results = on_h200(part("hears", interrupted, 1), part("deaf", f"{deaf}\n{ready(2)}; time.sleep(600)", 1))
     hears, deaf = results["parts"]["hears"], results["parts"]["deaf"]
     assert code == 1 and hears["status"] == deaf["status"] == "failed"
     assert hears["report"] == {"found": 1} and deaf["report"] == {"found": 2}
     assert deaf["output"] == "some\n" and "stopped after 1 s" in deaf["error"]
+    assert [*heard.values()] == [[1, 2, None]] * 2
 
 
 def test_what_was_not_measured_is_named_and_ends_with_a_code_of_its_own(

@@ -139,6 +139,7 @@ EXTRAS = [
     | ROUNDS
     | {"model": "experts", "split": {"expert": 2}, "pipeline": 2, "tensor": 2, "sequence_parallel": True},
 ]
+CORE_MODELS = ("gpt", "gemma", "experts")
 # Latents, which `tensor` leaves whole, on every axis, and their matrices under each kind of leaf.
 LATENTS = [
     BASIC
@@ -310,7 +311,7 @@ def name(case: dict[str, Any]) -> str:
     "case",
     [
         *(pytest.param(case, marks=[pytest.mark.core] * (index % 4 == 0)) for index, case in enumerate(CASES)),
-        *(pytest.param(case, marks=pytest.mark.core) for case in EXTRAS),
+        *(pytest.param(case, marks=[pytest.mark.core] * (case["model"] in CORE_MODELS)) for case in EXTRAS),
         *EXPERTS,
         *LATENTS,
         *(pytest.param(case, marks=pytest.mark.slow) for case in (*SLOW, *SLOW_LATENTS, *SLOW_EXPERTS)),

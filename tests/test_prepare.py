@@ -1,28 +1,41 @@
 """`jaxopt_llm.prepare` through the real command: restarted, killed, refused."""
 
 import json
-import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import ROOT, command
+from commands import command, start_python
+from gates import finish, wait_until
 from texts import train_tokenizer, write_jsonl, write_text
 
 from jaxopt_llm.data import prepared
 from jaxopt_llm.data.source import standard_library
 from jaxopt_llm.errors import InputError
 
-# The command with shards small enough for a corpus of a few megabytes to have many.
+# The command with shards small enough for a corpus of a few megabytes to have many. It takes in no more of them than
+# its first argument says, and then waits to be killed.
 SMALL_SHARDS = """
+import sys, threading
 from jaxopt_llm import errors, prepare
 from jaxopt_llm.data import prepared, source
+most, shard_record, grow = int(sys.argv.pop(1)), prepared.shard_record, prepared.Collection.grow
+
+def gated(directory, number):
+    if number >= most:
+        threading.Event().wait()
+    return shard_record(directory, number)
+
+def growing(collection):
+    prepared.shard_record = gated
+    grow(collection)
+
 prepared.SHARD_BYTES = source.PART_BYTES = 2**17
+prepared.Collection.grow = growing
 errors.run(prepare.main)
 """
 
@@ -38,14 +51,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", SMALL_SHARDS, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(*arguments: object, most: int = 10**6) -> subprocess.Popen[str]:
+    return start_python("-c", SMALL_SHARDS, most, *arguments)
 
 
 def finished(folder: Path) -> int:
@@ -64,30 +71,28 @@ def arguments(corpus: Path, output: Path, workers: int) -> list[object]:
 
 
 def test_killed_it_goes_on_and_ends_with_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
-    done = start(*arguments(corpus, tmp_path / "whole", 1))
-    stdout, stderr = done.communicate(timeout=300)
-    assert (done.returncode, stderr) == (0, "")
+    stdout, stderr = finish(start(*arguments(corpus, tmp_path / "whole", 1)))
+    assert stderr == ""
     assert not list((tmp_path / "whole").glob("shard-*"))
-    assert finished(tmp_path / "whole") > 20
+    shards = finished(tmp_path / "whole")
+    assert shards > 20
     assert "300 documents" in stdout and "skipped: 1 empty" in stdout
     chance = random.Random(0)
     kept = 0
-    for _ in range(3):
-        process = start(*arguments(corpus, tmp_path / "killed", 2))
-        while finished(tmp_path / "killed") == kept:
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.002)
+    for kill in range(3):
+        process = start(*arguments(corpus, tmp_path / "killed", 2), most=kept + shards // 4)
+        wait_until(lambda kept=kept: finished(tmp_path / "killed") > kept, process)
         time.sleep(chance.uniform(0, 0.1))
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)  # ends when the workers, which hold the pipe too, have followed
-        assert not (tmp_path / "killed" / "manifest.json").exists()
-        assert finished(tmp_path / "killed") > kept
+        process.kill()
+        finish(process, -signal.SIGKILL)  # ends when the workers, which hold the pipe too, have followed
+        assert not (tmp_path / "killed" / "manifest.json").exists(), f"kill {kill}"
+        assert kept < finished(tmp_path / "killed") < shards, f"kill {kill}"
         kept = finished(tmp_path / "killed")
-    last = start(*arguments(corpus, tmp_path / "killed", 2))
-    assert last.communicate(timeout=300)[0] == stdout.replace("whole", "killed") and last.returncode == 0
+    last, _ = finish(start(*arguments(corpus, tmp_path / "killed", 2)))
+    assert last == stdout.replace("whole", "killed")
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
-    again = start(*arguments(corpus, tmp_path / "killed", 2))
-    assert "finished already" in again.communicate(timeout=300)[0] and again.returncode == 0
+    again, _ = finish(start(*arguments(corpus, tmp_path / "killed", 2)))
+    assert "finished already" in again
 
 
 @pytest.mark.parametrize("conversations", [False, True])
@@ -120,8 +125,7 @@ def test_what_was_appended_but_not_recorded_is_cut_off(conversations: bool, tmp_
 
 def test_verifying_names_what_is_damaged(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    made = start("--input", corpus / "a.jsonl", "--output", out)
-    made.communicate(timeout=300)
+    finish(start("--input", corpus / "a.jsonl", "--output", out))
     whole = command("prepare", "--verify", out)
     assert (whole.returncode, whole.stderr) == (0, "") and "is whole: " in whole.stdout
     shard = finished(out) // 2
@@ -142,8 +146,8 @@ def test_verifying_names_what_is_damaged(corpus: Path, tmp_path: Path) -> None:
     (out / "shards.jsonl").unlink()
     before = contents(out)
     again = start("--input", corpus / "a.jsonl", "--output", out)  # no reason to begin anew
-    assert "shards.jsonl is damaged" in again.communicate(timeout=300)[1]
-    assert again.returncode == 2 and contents(out) == before
+    assert "shards.jsonl is damaged" in finish(again, 2)[1]
+    assert contents(out) == before
 
 
 def test_another_preparation_is_not_overwritten(corpus: Path, tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """Several processes, through the real command on one machine: they learn, save and stop as one."""
 
+import functools
 import json
 import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import folders
@@ -15,16 +16,20 @@ import jax
 import numpy as np
 import pytest
 from commands import ENVIRONMENT, ROOT, TINY, checkpoint, command, metrics, start_python, start_training, tiny
-from test_death import finish, logged, wait_until
+from gates import DEADLINE, Gate, after_step, finish, line_with, start_gated, wait_until
+from ports import free_address
+from test_death import logged
 
 from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.parallel.launchers import DistributedConfig
 
 # Two rows of devices that split the batch, and two columns that split the matrices.
 MESH = ("--mesh.fsdp", 2, "--mesh.tensor", 2, "--training.accumulation", 2)
+STEPS = 10
 RUN = (
     *MESH,
     "--training.steps",
-    20,
+    STEPS,
     "--evaluation.every",
     5,
     "--evaluation.batches",
@@ -41,19 +46,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return "--data.paths", path
 
 
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
-
-
 def start_job(
-    count: int, directory: Path, *overrides: object, timeout: int = 60, **environment: str
+    count: int, directory: Path, *overrides: object, gates: Sequence[Gate] = ()
 ) -> list[subprocess.Popen[str]]:
     """Processes that find each other by torchrun's variables."""
     address, port = free_address().split(":")
-    job = {"MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": str(count), **environment}
-    settings = ("--distributed.timeout-seconds", timeout, *overrides)
-    return [start_training(directory, *settings, RANK=str(index), **job) for index in range(count)]
+    job = {"MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": str(count)}
+    start = functools.partial(start_gated, directory, gates) if gates else functools.partial(start_training, directory)
+    return [start(*overrides, RANK=str(index), **job) for index in range(count)]
 
 
 def train_job(count: int, directory: Path, *overrides: object) -> None:
@@ -75,13 +75,15 @@ def test_many_processes_learn_and_stop_as_one(corpus: tuple[str, Path], tmp_path
     alone, stopped = tmp_path / "alone", tmp_path / "stopped"
     train_job(1, alone, *run)
 
-    processes = start_job(2, stopped, *run)
+    gate = after_step(tmp_path / "gate", STEPS - 3)  # the answer to a vote comes a step later
+    processes = start_job(2, stopped, *run, gates=[gate])
     wait_until(lambda: logged(stopped) >= 3, processes[0])
     processes[1].send_signal(signal.SIGTERM)
+    gate.open()
     (_, first), (_, second) = [finish(process, 75) for process in processes]
     step = logged(stopped)
     assert (first, second) == (f"preempted at step {step}; run again to continue\n", "")
-    assert 3 <= step < 20
+    assert 3 <= step < STEPS
     assert [path.name for path in (stopped / "checkpoints").iterdir()] == [str(step)]
 
     for directory in (tmp_path / "four", tmp_path / "one"):
@@ -91,7 +93,7 @@ def test_many_processes_learn_and_stop_as_one(corpus: tuple[str, Path], tmp_path
         env={**os.environ, **ENVIRONMENT, "PYTHON": sys.executable},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=DEADLINE,
     )
     assert (script.returncode, script.stderr) == (0, "")
     train_job(1, tmp_path / "one", *run)
@@ -111,32 +113,58 @@ def test_many_processes_begin_from_one_folder(corpus: tuple[str, Path], tmp_path
     jax.tree.map(np.testing.assert_array_equal, checkpoint(tmp_path / "run", 1)["masters"], folders.params(model))
 
 
+# Waits until its gate is open. Then it ends with an error, or four timeouts pass within seconds and no time after that.
 WAITS = """
-import sys, time
+import fcntl, itertools, sys, time, types
+import jax
 from jaxopt_llm import errors
-from jaxopt_llm.parallel import distributed
+from jaxopt_llm.parallel import distributed, rendezvous
 from jaxopt_llm.parallel.launchers import DistributedConfig, Job
 
+address, index, gate, *failing = sys.argv[1:]
+config, initialize = DistributedConfig(), jax.distributed.initialize
+
+def slower(*arguments, heartbeat_timeout_seconds, **options):
+    assert heartbeat_timeout_seconds > config.timeout_seconds, "JAX would abort before the watch says why"
+    initialize(*arguments, heartbeat_timeout_seconds=heartbeat_timeout_seconds, **options)
+
 def main():
-    with distributed.joined(Job(sys.argv[1], 2, int(sys.argv[2])), DistributedConfig(timeout_seconds=8), {}):
+    jax.distributed.initialize = slower
+    with distributed.joined(Job(address, 2, int(index)), config, {}):
         sys.stderr.write("joined\\n")
-        if sys.argv[3:]:
+        sys.stderr.flush()
+        with open(gate) as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+        if failing:
+            rendezvous.PARTING = 100
             raise errors.InputError("no batch")
+        now, looks = time.monotonic(), itertools.count()
+        look = lambda: now + config.timeout_seconds * min(next(looks) / 3, 4)
+        rendezvous.time = types.SimpleNamespace(monotonic=look, sleep=time.sleep)
         time.sleep(1000)
 
 errors.run(main)
 """
 
 
+def start_waiting(folder: Path, *failing: int) -> tuple[list[subprocess.Popen[str]], list[Gate]]:
+    """Two processes that have joined, and the gates at which they wait."""
+    address, gates = free_address(), [Gate(folder / str(index), "") for index in range(2)]
+    processes = [
+        start_python("-c", WAITS, address, index, folder / str(index), *["fail"] * (index in failing))
+        for index in range(2)
+    ]
+    for process in processes:
+        assert line_with("", process, "stderr") == "joined\n", process.communicate()
+    return processes, gates
+
+
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("to", [0, 1])
-def test_the_loss_of_one_ends_the_others(sent: signal.Signals, to: int) -> None:
-    address = free_address()
-    processes = [start_python("-c", WAITS, address, index) for index in range(2)]
-    for process in processes:
-        assert process.stderr.readline() == "joined\n"
+def test_the_loss_of_one_ends_the_others(sent: signal.Signals, to: int, tmp_path: Path) -> None:
+    processes, gates = start_waiting(tmp_path)
     assert listens_on(processes[0].pid) == {"0100007F"}  # 127.0.0.1, and no other interface
-    assert_ends_the_other(processes, sent, to, timeout=8)
+    assert_ends_the_other(processes, sent, to, gates[1 - to] if sent == signal.SIGSTOP else None)
 
 
 def listens_on(pid: int) -> set[str]:
@@ -148,19 +176,24 @@ def listens_on(pid: int) -> set[str]:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_of_one_ends_all_with_its_line(failing: int) -> None:
-    address = free_address()
-    processes = [start_python("-c", WAITS, address, index, *["fail"] * (index == failing)) for index in range(2)]
+def test_an_error_of_one_ends_all_with_its_line(failing: int, tmp_path: Path) -> None:
+    processes, gates = start_waiting(tmp_path, failing)
+    gates[failing].open()
     for index, process in enumerate(processes):
         whose = "" if index == failing else f"process {failing}: "
         assert f"error: {whose}no batch" in finish(process, 2)[1].splitlines()
 
 
-def assert_ends_the_other(processes: list[subprocess.Popen[str]], sent: signal.Signals, to: int, timeout: int) -> None:
+def assert_ends_the_other(
+    processes: list[subprocess.Popen[str]], sent: signal.Signals, to: int, gate: Gate | None = None
+) -> None:
+    """gate: behind which time flies for the other."""
     lost, left = processes[to], processes[1 - to]
     lost.send_signal(sent)
+    if gate is not None:
+        gate.open()
     try:
-        _, stderr = left.communicate(timeout=60)
+        _, stderr = left.communicate(timeout=DEADLINE)
     finally:
         lost.kill()
         left.kill()
@@ -168,7 +201,7 @@ def assert_ends_the_other(processes: list[subprocess.Popen[str]], sent: signal.S
         # JAX's own coordinator has died with it, and JAX may abort while the watch says so.
         assert left.returncode in (5, -signal.SIGABRT)
         return
-    how = "has died" if sent == signal.SIGKILL else f"has not answered for {timeout} s"
+    how = "has died" if sent == signal.SIGKILL else f"has not answered for {DistributedConfig().timeout_seconds} s"
     told = f"error: process {to} of 2 {how}; run again to continue from the last checkpoint"
     assert told in stderr.splitlines()
     assert left.returncode == 5
@@ -176,16 +209,20 @@ def assert_ends_the_other(processes: list[subprocess.Popen[str]], sent: signal.S
 
 def test_a_save_that_fails_on_one_is_given_up_by_all_and_tried_again(corpus: tuple[str, Path], tmp_path: Path) -> None:
     """And the death of one in the middle of a step ends the other."""
-    run = (*RUN, *corpus, "--training.steps", 100000, "--checkpoint.every", 20)
-    processes = start_job(2, tmp_path, *run, timeout=30)
+
+    def saved() -> set[str]:
+        return {path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()}
+
+    run = (*RUN, *corpus, "--training.steps", 100000, "--checkpoint.every", 5)
+    processes = start_job(2, tmp_path, *run)
     limits = resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE)
     wait_until(lambda: logged(tmp_path) >= 2, processes[0])
     resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, (100, limits[1]))
-    told = next(line for line in processes[0].stdout if "could not be saved" in line)
-    assert "what it wrote is freed" in told
+    assert "what it wrote is freed" in line_with("could not be saved", processes[0])
+    before = saved()
     resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, limits)
-    wait_until(lambda: any(path.name.isdigit() for path in (tmp_path / "checkpoints").iterdir()), processes[0])
-    assert_ends_the_other(processes, signal.SIGKILL, 1, timeout=30)
+    wait_until(lambda: saved() - before, processes[0])
+    assert_ends_the_other(processes, signal.SIGKILL, 1)
     assert command("checkpoint", "verify", tmp_path).returncode == 0
 
 

@@ -57,11 +57,16 @@ def test_fp8_gathers_a_byte_per_parameter_and_reduces_scales() -> None:
 
 @pytest.mark.slow
 def test_exempt_layers_cost_no_second_stack_of_gradients() -> None:
-    """Three loops write their layers' gradients to one stack: a layer more costs what it does in one loop."""
+    """Three loops write their layers' gradients to one stack: a layer more costs what it does in one loop, a share of
+    its gradient in float32 and its block's input."""
     none, some = (
-        per_layer(lambda step: step.memory.temporaries, FSDP, 3, matmul="fp8", exempt=exempt) for exempt in (0, 1)
+        per_layer(lambda step: step.alive, FSDP, 3, matmul="fp8", exempt=exempt, listed=True) for exempt in (0, 1)
     )
-    assert some == pytest.approx(none, rel=0.05)
+    gradient, block_input = 4 / 8 * layer_parameters(), ROWS // FSDP.fsdp * SEQUENCE * WIDTH * 2
+    assert none == pytest.approx(gradient + block_input, rel=1e-3)
+    # The loops of one layer are unrolled. XLA 0.10.2 reduces the gradients of both with the table's, and keeps them
+    # whole until then: its peak comes after the backward, when no input is left.
+    assert some == pytest.approx(gradient + (0 if jax.__version_info__ < (0, 11) else block_input), rel=1e-3)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-import jaxlib
+import jax
 import pytest
 
 from jaxopt_llm import config as configuration
@@ -27,8 +27,24 @@ from jaxopt_llm.validation import validate
 PRETRAINING = ("llama2_7b", "10b", "llama3_8b", "llama2_70b", "gpt3_175b")
 TUNING = ("llama3_8b_128k", "llama3_8b_lora", "llama3_8b_qlora", "llama2_70b_qlora", "qwen3_8b_full")
 SIZED = PRETRAINING + TUNING
-# Docstrings have what jax 0.10.2 compiles. 0.11.2 takes up to a tenth less, and in one 3% more.
-AS_SAID = 0.02 if jaxlib.__version__ < "0.11" else 0.1
+# Docstrings have what jax 0.10.2 compiles. What 0.11.2 compiles otherwise: GiB at the peak, and GiB sent where that
+# differs, too.
+OTHERWISE: dict[str, tuple[float, ...]] = {
+    # Told to gather ahead, 0.10.2 keeps the masks of attention's scores beside all layers.
+    "llama2_7b": (24.0,),
+    "10b": (33.1,),
+    "llama3_8b": (28.5,),
+    # So it does here; the peak of 0.11.2 is in the MLP, which is wider.
+    "llama2_70b_qlora": (15.1,),
+    "llama3_8b_qlora": (9.9,),
+    "llama3_8b_lora": (17.2,),
+    # 0.11.2 copies a layer's masters out of the stack before it casts them.
+    "llama2_70b": (13.4,),
+    # 0.10.2 holds the gradient of the last norm's input in float32, too. Of the 44 messages of a layer in a ring 0.11.2
+    # sends 15 in float32, 0.10.2 14.
+    "llama3_8b_128k": (72.5, 877.1),
+}
+DIGITS = 0.005  # of a number that is rounded to a tenth of a GiB
 MIXTURES = ("mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v2_lite")
 # Four compile in a run of all tests; the others by name.
 QUICK = ("llama2_7b", "llama3_8b_128k", "llama3_8b_qlora", "mixtral_8x7b")
@@ -81,40 +97,38 @@ def test_a_mixture_says_how_many_of_its_parameters_are_active(name: str, publish
 def test_a_recipe_fits_with_a_share_to_spare_and_its_docstring_says_by_how_much(name: str) -> None:
     found, said = plan(name), docstring(name)
     assert found.spare >= 0
-    assert found.memory.peak / GIB == pytest.approx(number("GiB at the peak", said), rel=AS_SAID)
+    expected = [number(f"GiB {what}", said) for what in ("at the peak", "sent")]
+    if jax.__version_info__ >= (0, 11):
+        otherwise = OTHERWISE.get(name, ())
+        expected[: len(otherwise)] = otherwise
     sent = sum(each.bytes for each in found.collectives)
-    assert sent / GIB == pytest.approx(number("GiB sent", said), rel=AS_SAID)
+    assert [found.memory.peak / GIB, sent / GIB] == pytest.approx(expected, rel=DIGITS)
 
 
 # ---- What tuning takes, as compiled.
 
 
+ON_TWO = {"mesh.fsdp": 2, "training.accumulation": 8}
+ON_ONE = {"mesh.fsdp": 1, "training.accumulation": 16, "lora.rank": 16, "optimizer.state_dtype": "int8"}
+
+
+# otherwise: GiB at the peak as compiled by jax 0.11.2.
 @pytest.mark.parametrize(
-    ("name", "gpus", "changes", "gigabytes"),
+    ("name", "gpus", "changes", "gigabytes", "otherwise"),
     [
-        pytest.param("llama3_8b_qlora", 1, {}, 12, marks=pytest.mark.core),
+        pytest.param("llama3_8b_qlora", 1, {}, 12, OTHERWISE["llama3_8b_qlora"][0], marks=pytest.mark.core),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("llama3_8b_lora", 1, {}, 24),
-                ("llama2_70b_qlora", 2, {"mesh.fsdp": 2, "training.accumulation": 8}, 40),
-                (
-                    "llama2_70b_qlora",
-                    1,
-                    {
-                        "mesh.fsdp": 1,
-                        "training.accumulation": 16,
-                        "lora.rank": 16,
-                        "optimizer.state_dtype": "int8",
-                    },
-                    48,
-                ),
+                ("llama3_8b_lora", 1, {}, 24, OTHERWISE["llama3_8b_lora"][0]),
+                ("llama2_70b_qlora", 2, ON_TWO, 40, 30.1),
+                ("llama2_70b_qlora", 1, ON_ONE, 48, 41.7),
             )
         ),
     ],
 )
 def test_adapters_fit_the_gpus_that_the_docstrings_name(
-    name: str, gpus: int, changes: dict[str, Any], gigabytes: int
+    name: str, gpus: int, changes: dict[str, Any], gigabytes: int, otherwise: float
 ) -> None:
     if changes:
         found = make_plan(configuration.changed(configuration.load(f"{name}.py"), changes), "h100", 1, gpus)
@@ -123,8 +137,10 @@ def test_adapters_fit_the_gpus_that_the_docstrings_name(
     assert found.memory.peak < 0.92 * gigabytes * GIB  # the share that XLA may use
     for field, value in changes.items():
         assert f"--{field.replace('_', '-')} {value}" in docstring(name)
-    said = map(float, re.findall(r"([\d.]+) GiB", docstring(name)))
-    assert any(each == pytest.approx(found.memory.peak / GIB, rel=AS_SAID) for each in said)
+    said = [*map(float, re.findall(r"([\d.]+) GiB", docstring(name)))]
+    if jax.__version_info__ >= (0, 11):
+        said = [otherwise]
+    assert any(each == pytest.approx(found.memory.peak / GIB, rel=DIGITS) for each in said)
 
 
 @pytest.mark.slow

@@ -58,10 +58,21 @@ def test_a_plan_counts_what_is_offloaded_on_the_host_alone() -> None:
         make_plan(dataclasses.replace(recipe, remat=RematConfig(offload=names)), "h200", 1, 8)
         for names in ((), ("block_input",))
     )
-    inputs = recipe.model.layers * 4 * 4096 * recipe.model.width * 2  # of the four rows on a GPU
+    rows = 4 * 4096  # on a GPU
+    activation, inward = (2 * rows * size for size in (recipe.model.width, recipe.model.mlp_width))
+    inputs = recipe.model.layers * activation
     assert (kept.host_bytes, moved.host_bytes) == (0, inputs)
     assert moved.pcie_bytes == 2 * inputs
-    assert kept.memory.activations - moved.memory.activations == pytest.approx(inputs, rel=0.2)  # the peak is elsewhere
+    of_all_layers = [
+        {held.name: held.bytes for held in each.largest if held.name.startswith("of all layers")}
+        for each in (kept, moved)
+    ]
+    assert of_all_layers == [{"of all layers, block_input": inputs}, {}]
+    # With the inputs elsewhere XLA schedules a layer's backward anew. While attention's runs there are then a layer's
+    # input and two more arrays of its size, and the operands of the products that give the MLP's gradients: of two more
+    # products in 0.10.2, which otherwise forms all three before attention; of one in 0.11.2, which forms two.
+    waiting = {(0, 10): 3, (0, 11): 1}[jax.__version_info__[:2]] * inward + 3 * activation
+    assert kept.memory.activations - moved.memory.activations == pytest.approx(inputs - waiting, rel=1e-3)
     assert moved.memory.other >= 0
 
 
@@ -74,10 +85,10 @@ def test_savings_on_llama2_7b_with_4096_tokens() -> None:
         for each in (RematConfig("none"), RematConfig("full"), RematConfig("none", offload=remat.HALF))
     )
     activation = 4096 * 4096 * 2
-    assert none.activations == pytest.approx((1 + 3 + 1 + 1 + 2 * 11_008 / 4096 + 1 / 64) * activation, rel=0.02)
-    assert full.activations == pytest.approx(activation, rel=0.1)  # of two peaks, which lie at unlike moments
-    assert full.activations < 0.3 * none.activations
+    assert none.activations == pytest.approx((1 + 3 + 1 + 1 + 2 * 11_008 / 4096 + 1 / 64) * activation, rel=1e-3)
+    assert full.activations == pytest.approx(activation, rel=1e-3)
     assert full.flops < 1.28 * none.flops
-    assert offloaded.activations < 0.5 * none.activations
+    assert offloaded.activations == pytest.approx(none.activations - offloaded.host, rel=1e-3)
+    assert offloaded.host == (1 + 2 * 11_008 / 4096) * activation > 0.5 * none.activations
     assert offloaded.flops == none.flops
     assert {round(each.gathered, 1) for each in (none, full, offloaded)} == {2}

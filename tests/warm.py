@@ -11,6 +11,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import types
 from typing import Any
 
 COMMANDS = ("train", "generate", "evaluate", "plan", "prepare", "convert")
@@ -19,11 +20,12 @@ _SET_CHILD_SUBREAPER = 36  # of prctl(2): who takes in the orphans
 
 
 class Forked(subprocess.Popen[str]):
-    """`Popen([sys.executable, "-m", module, ...])`, forked; stdout and stderr must be pipes."""
+    """`Popen([sys.executable, "-m", module, ...])`, or that of `-c` and a program, forked; stdout and stderr must be
+    pipes."""
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest) -> None:  # type: ignore[override]
         pipes = rest[3:9]  # (read, write) of stdin, stdout and stderr
-        request = {"module": args[2], "arguments": args[3:], "folder": str(cwd), "environment": env}
+        request = {"how": args[1], "what": args[2], "arguments": args[3:], "folder": str(cwd), "environment": env}
         connection, _ = _server()
         socket.send_fds(connection, [json.dumps(request).encode()], [pipes[3], pipes[5]])
         answer = connection.recv(8)
@@ -96,4 +98,8 @@ if __name__ == "__main__":
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     sys.argv[1:], sys.path[0] = request["arguments"], request["folder"]
-    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    if request["how"] == "-m":
+        runpy.run_module(request["what"], run_name="__main__", alter_sys=True)
+    else:
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(request["what"], "<string>", "exec"), main.__dict__)

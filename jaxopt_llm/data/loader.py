@@ -15,6 +15,7 @@ from jaxopt_llm.errors import InputError, Preempted
 from jaxopt_llm.model.batch import Batch
 
 _AHEAD = 2  # batches beside the one that is asked for
+PARTING = 5.0  # seconds that reading is given to end
 
 
 class Loader:
@@ -127,7 +128,7 @@ def read_ahead(
         asked.put(None)
         # A thread that comes back from a library's code while the interpreter ends would abort the process. One that
         # reads from storage that stalls is not waited for.
-        thread.join(timeout=5)
+        thread.join(timeout=PARTING)
 
 
 def _next(read: queue.SimpleQueue[Batch | Exception]) -> Batch | Exception | None:

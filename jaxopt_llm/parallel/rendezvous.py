@@ -22,7 +22,9 @@ from jaxopt_llm.errors import InputError, ProcessLost
 from jaxopt_llm.parallel.launchers import Job
 
 _LONGEST = 2**20  # bytes of a message
-_COMING = 5  # seconds that one process starts after another
+COMING = 5  # seconds that one process starts after another
+ANSWER = 5  # seconds that a connection is given to say who it is
+PARTING = 1  # seconds that who is told of an end is given to end, too
 
 
 class Peer:
@@ -84,7 +86,7 @@ def meet(job: Job, facts: Mapping[str, Any], timeout_seconds: float) -> tuple[st
         if error.errno == errno.EADDRINUSE:
             # By another process 0 perhaps, which then says so.
             with contextlib.suppress(_NoCoordinator):
-                _join(job, facts, min(deadline, time.monotonic() + 5))
+                _join(job, facts, min(deadline, time.monotonic() + ANSWER))
             mend = "the port is in use by another program; choose another"
         else:
             mend = f"process 0 cannot listen there ({error}); name an address of its host"
@@ -148,7 +150,7 @@ def _gather(listener: socket.socket, job: Job, facts: Mapping[str, Any], deadlin
         listener.settimeout(max(deadline - time.monotonic(), 1e-3))
         try:
             peer = Peer(listener.accept()[0])
-            told = peer.receive_one(min(deadline, time.monotonic() + 5))
+            told = peer.receive_one(min(deadline, time.monotonic() + ANSWER))
             index, host = int(told["index"]), str(told["host"])  # type: ignore[index]
             count, others = int(told["processes"]), dict(told["facts"])  # type: ignore[index]
         except TimeoutError:
@@ -173,9 +175,8 @@ def _gather(listener: socket.socket, job: Job, facts: Mapping[str, Any], deadlin
         else:
             peers[index] = peer
     if why:
-        _refuse(
-            listener, [*peers.values(), *refused], job.processes - 1, why, min(deadline, time.monotonic() + _COMING)
-        )
+        until = min(deadline, time.monotonic() + COMING)
+        _refuse(listener, [*peers.values(), *refused], job.processes - 1, why, until)
         raise InputError(why)
     return peers
 
@@ -275,12 +276,12 @@ class Watch:
         os._exit(code)
 
     def _tell_all(self, why: str, code: int) -> None:
-        """And waits a second at most until they have ended: where JAX's coordinator is gone, JAX aborts."""
+        """And waits a moment until they have ended: where JAX's coordinator is gone, JAX aborts."""
         peers = list(self._peers.values())
         for peer in peers:
             peer.send({"end": why, "code": code})
         for peer in peers:
-            peer.connection.settimeout(1)
+            peer.connection.settimeout(PARTING)
             with contextlib.suppress(OSError):
                 while peer.connection.recv(65536):
                     pass

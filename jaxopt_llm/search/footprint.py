@@ -8,6 +8,8 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+import jax
+
 from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS
 from jaxopt_llm.parallel import xla_options
@@ -18,6 +20,10 @@ from jaxopt_llm.search.mixture import Mixture
 from jaxopt_llm.search.passes import Passes
 from jaxopt_llm.search.resting import Resting
 from jaxopt_llm.search.workload import BYTES, accumulates, classes, tokens
+
+# What is outside the stacks and rests on the host, XLA of jax 0.11 brings to the device long before the update. What is
+# in them it brings a layer at a time.
+FETCHED_EARLY = jax.__version_info__ >= (0, 11)
 
 
 @dataclass(frozen=True)
@@ -49,11 +55,11 @@ def footprint(config: TrainConfig, rests: Resting) -> Footprint:
     on_host = passes.layers * count * compute * sum(block.elements[name] for name in config.remat.offload)
     return Footprint(
         parameters=rests.parameters,
-        optimizer=rests.optimizer,
+        optimizer=rests.optimizer + FETCHED_EARLY * rests.outer_host,
         gradients=_gradients(config, rests, passes, reduced),
         activations=count * compute * _kept_elements(config, block, passes),
         working=_working(config, rests, count, passes),
-        loss=_loss(config, rests, count),
+        loss=_loss(config, rests, count, block, passes),
         reduction=4 * (rests.layers.masters + rests.outer.masters) if config.sharding.zero_stage == 1 else 0,
         host=rests.host + on_host,
     )
@@ -84,16 +90,27 @@ def _kept_elements(config: TrainConfig, block: Block, passes: Passes) -> float:
     return layers + passes.waiting * between
 
 
-def _loss(config: TrainConfig, rests: Resting, count: int) -> float:
-    """Logits in float32 and their gradients as the products read them; the head, and its gradient; and what is summed
+def _loss(config: TrainConfig, rests: Resting, count: int, block: Block, passes: Passes) -> float:
+    """Logits in float32, or the head's gradient that is formed when they are gone, and their gradients as the products
+    read them; the head, where it does not rest as they read it; what its gradient is summed up in; and what is summed
     over microbatches."""
     model, compute = config.model, BYTES[config.precision.compute_dtype]
-    rows = classes(config)
+    rows, gradient = classes(config), _head_gradient(config, rests)
     chunk = min(config.training.loss_chunk or count, count)
     summed = 4 * (rests.layers.gradients + rests.outer.gradients) if accumulates(config) else 0
-    # What the head's gradient is summed up from in chunks, XLA keeps beside it.
-    parts = 2 if count > chunk else 1
-    return summed + rows * ((4 + compute) * chunk + compute * model.width) + parts * _head_gradient(config, rests)
+    logits = 4 * rows * chunk + gradient if count > chunk else max(4 * rows * chunk, gradient)
+    # The zeros that the layers' gradients are written into, XLA has from the beginning.
+    reduced = 0 if config.optimizer.in_backward else BYTES[config.precision.reduce_dtype]
+    zeros = reduced * rests.layers.gradients / passes.chunks
+    ahead = 0.0
+    if _gathers_ahead(config):  # for the backward's first layer; the last of the forward is then outside of the loop
+        last = count * compute * _kept_elements(config, block, passes) / passes.layers
+        ahead = last + compute * rests.layers.weights / (passes.layers * passes.chunks)
+    if _gathers(config):
+        head = 1.0
+    else:  # a copy of the master, which in stages 1 and 2 rests
+        head = rests.outer.trained / rests.outer.weights * (config.sharding.zero_stage in (0, 3))
+    return summed + zeros + ahead + logits + rows * compute * (chunk + head * model.width)
 
 
 def _head_gradient(config: TrainConfig, rests: Resting) -> float:
@@ -148,6 +165,10 @@ def _masks(attention: Attention) -> float:
 def _gathers_ahead(config: TrainConfig) -> bool:
     """Whether XLA gathers the next layer's weights early; it then keeps the masks that attention adds, too (see
     parallel/xla_options.py)."""
-    mesh = config.mesh
-    gathers = config.sharding.zero_stage == 3 and math.prod(getattr(mesh, axis) for axis in STORAGE_AXES) > 1
-    return gathers and xla_options.gathers_ahead(dataclasses.asdict(mesh), config.training.accumulation)
+    ahead = xla_options.gathers_ahead(dataclasses.asdict(config.mesh), config.training.accumulation)
+    return _gathers(config) and ahead
+
+
+def _gathers(config: TrainConfig) -> bool:
+    """Whether weights are gathered where they are used."""
+    return config.sharding.zero_stage == 3 and math.prod(getattr(config.mesh, axis) for axis in STORAGE_AXES) > 1

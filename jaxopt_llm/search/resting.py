@@ -41,13 +41,14 @@ class Values:
 
 @dataclass(frozen=True)
 class Resting:
-    """Bytes on each device: parameters, masters and compute copy together; moments; and of both what is on the host.
-    blocks, experts: of the stacks, of this device's stage, what all tokens pass and its own experts; outer: of what is
-    outside them."""
+    """Bytes on each device: parameters, masters and compute copy together; moments; of both what is on the host, and of
+    that what is outside the stacks. blocks, experts: of the stacks, of this device's stage, what all tokens pass and
+    its own experts; outer: of what is outside them."""
 
     parameters: int
     optimizer: int
     host: int
+    outer_host: int
     blocks: Values
     experts: Values
     outer: Values
@@ -92,6 +93,9 @@ def resting(config: TrainConfig) -> Resting | None:
         parameters=resting_bytes((rests.masters, rests.compute, rests.frozen)),
         optimizer=resting_bytes(rests.moments),
         host=resting_bytes(rests, HOST),
+        outer_host=resting_bytes(
+            [part["outer"] for part in (rests.masters, rests.moments, rests.compute) if part and "outer" in part], HOST
+        ),
         blocks=of(sections),
         experts=of(sections, of_experts=True),
         outer=of(["outer"]),

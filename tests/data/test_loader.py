@@ -1,13 +1,16 @@
 """Batches as a function of (seed, step), and the fixed held-out batches."""
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from texts import stream
 
+from jaxopt_llm.data import loader as loading
 from jaxopt_llm.data.loader import Loader, held_out_batches, mixed, read_ahead
 from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokens import IndexedPiece, join_whole
@@ -218,21 +221,49 @@ def test_two_batches_are_read_before_they_are_asked_for() -> None:
     loader.let.release(n=100)
     batches = read_ahead(loader, 0, 60, lambda: False)
     next(batches)
-    assert all(loader.begun.acquire(timeout=60) for _ in range(3))
+    assert all(loader.begun.acquire(timeout=120) for _ in range(3))
     batches.close()
 
 
-def test_waiting_is_measured_and_ends() -> None:
-    loader = Slow()
-    batches = read_ahead(loader, 0, 1, lambda: False)
+class Clock:
+    """The time that `read_ahead` goes by, which a test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.looked = 0.0, threading.Event()
+        self.step = 0.0  # by which it moves whenever it is looked at
+        monkeypatch.setattr(loading, "time", SimpleNamespace(perf_counter=self.look))
+
+    def look(self) -> float:
+        self.looked.set()
+        self.now += self.step
+        return self.now
+
+
+def test_waiting_is_measured_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting for a reader that never comes back."""
+    monkeypatch.setattr(loading, "PARTING", 0)
+    clock = Clock(monkeypatch)
+
+    class Taking(Slow):
+        def rows_at(self, step: int) -> Iterator[Batch]:
+            if step == 0:
+                assert clock.looked.wait(120)
+                clock.now += 3.0
+            return super().rows_at(step)
+
+    loader = Taking()
+    batches = read_ahead(loader, 0, 10, lambda: False)
     loader.let.release()
-    assert next(batches)[1] >= 0
-    with pytest.raises(InputError, match="no batch in 1 s: .*slow.jsonl stalls.*data.stall_seconds"):
+    assert next(batches)[1] == 3.0
+    clock.step = 4.0
+    with pytest.raises(InputError, match="no batch in 10 s: .*slow.jsonl stalls.*data.stall_seconds"):
         next(batches)
     loader.let.release(n=100)
+    assert clock.now == 3.0 + 4 * 4.0  # a look before it waits, and as many as 10 s take
 
 
-def test_who_waits_for_a_batch_can_be_stopped() -> None:
+def test_who_waits_for_a_batch_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "PARTING", 0)
     stops: list[bool] = []
     batches = read_ahead(loader := Slow(), 3, 60, lambda: bool(stops))
     loader.let.release()
@@ -243,18 +274,21 @@ def test_who_waits_for_a_batch_can_be_stopped() -> None:
     loader.let.release(n=100)
 
 
-def test_reading_ends_between_two_rows() -> None:
+def test_reading_ends_between_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with the batch: an interpreter that ends meanwhile aborts."""
-    read: list[int] = []
+    monkeypatch.setattr(loading, "PARTING", 120)
+    clock, read = Clock(monkeypatch), []
 
     class Endless(Slow):
         def rows_at(self, step: int) -> Iterator[Batch]:
             while True:
                 read.append(step)
+                clock.now += 1.0
+                time.sleep(0.001)  # a row at a time: the batch that is given up is stacked
                 yield Batch(step, step, step, step, step)
 
     before = set(threading.enumerate())
-    batches = read_ahead(Endless(), 0, 0.1, lambda: False)
+    batches = read_ahead(Endless(), 0, 5, lambda: False)
     with pytest.raises(InputError, match="stalls"):
         next(batches)
     assert read and not set(threading.enumerate()) - before

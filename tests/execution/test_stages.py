@@ -4,11 +4,13 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
 
+from jaxopt_llm import tree
 from jaxopt_llm.execution import stacks
 from jaxopt_llm.execution.schedules import PipelineConfig
 from jaxopt_llm.execution.stage import microbatch_of
@@ -70,11 +72,16 @@ def test_places_without_a_layer_hold_zeros_and_do_not_count() -> None:
     parts = make_parts(toy.CONFIG)
     staged = rest_on_stages(parts, 2).specs
     assert param.count(staged) == param.count(parts.specs)
-    query = param.initialize(staged, 0)["segment_1"]["block_0"]["attention"]["query"]
+
+    def initial_query(specs: tree.Tree) -> jax.Array:
+        attention = {"query": specs["segment_1"]["block_0"]["attention"]["query"]}
+        values = param.initialize({"segment_1": {"block_0": {"attention": attention}}}, 0)
+        return values["segment_1"]["block_0"]["attention"]["query"]
+
+    query = initial_query(staged)
     assert query.shape[:3] == (1, 2, 1)
     assert not query[0, 0].any()
-    expected = param.initialize(parts.specs, 0)["segment_1"]["block_0"]["attention"]["query"]
-    np.testing.assert_array_equal(query[0, 1], expected)
+    np.testing.assert_array_equal(query[0, 1], initial_query(parts.specs))
 
 
 INTERLEAVED = PipelineConfig("interleaved", 2)

@@ -108,8 +108,10 @@ def test_a_frozen_half_gets_no_gradient_and_changes_no_other() -> None:
 def test_what_joins_the_residual_stream_begins_small(layers: int) -> None:
     """Two matrices of each layer add to it: by the root of their number, its variance does not grow with depth."""
     model = dataclasses.replace(toy.UNIFORM, width=64, layers=layers)
-    block = param.initialize(make_parts(model).specs, seed=0)["segment_0"]["block_0"]
-    outputs = (block["attention"]["output"], model.heads * model.head_dim), (block["mlp"]["down"], model.mlp_width)
+    block = make_parts(model).specs["segment_0"]["block_0"]
+    specs = {"output": block["attention"]["output"], "down": block["mlp"]["down"]}
+    drawn = param.initialize(specs, seed=0)
+    outputs = (drawn["output"], model.heads * model.head_dim), (drawn["down"], model.mlp_width)
     for values, fan_in in outputs:
         assert np.std(values) == pytest.approx((2 * layers * fan_in) ** -0.5, rel=0.1)
 

@@ -1,5 +1,7 @@
 """Mixtures of experts against a reference in float64 that computes every expert on every token."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -51,15 +53,21 @@ ROWS, LENGTH = 4, 24
 
 def run(config: ModelConfig, params: Params, placement: Placement, accumulation: int = 1) -> tuple[Any, ...]:
     """Loss, auxiliary sums and gradients."""
-    parts, batch = make_parts(config), toy.packed(ROWS, LENGTH)
+    batch = toy.microbatches(toy.packed(ROWS, LENGTH), accumulation)
+    loss, tokens, auxiliary, gradients = program(config, placement)(params, batch)
+    return float(loss / tokens), auxiliary, gradients
+
+
+@functools.cache
+def program(config: ModelConfig, placement: Placement) -> Callable[..., Any]:
+    parts = make_parts(config)
 
     def both(params: Params, batch: Any) -> Any:
         cotangent = 1 / jnp.sum(batch.loss_mask).astype(jnp.float32)
         frozen = no_taps(parts.specs)
         return scan.loss_and_gradients(parts, params, frozen, batch, cotangent, placement, RematConfig("none"))
 
-    loss, tokens, auxiliary, gradients = jax.jit(both)(params, toy.microbatches(batch, accumulation))
-    return float(loss / tokens), auxiliary, gradients
+    return jax.jit(both)
 
 
 def found(config: ModelConfig, params: Params) -> tuple[float, Params]:

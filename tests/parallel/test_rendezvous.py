@@ -5,23 +5,41 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ports import free_address
 
 from jaxopt_llm.errors import InputError
+from jaxopt_llm.parallel import rendezvous
 from jaxopt_llm.parallel.launchers import Job
 from jaxopt_llm.parallel.rendezvous import meet
 
 pytestmark = pytest.mark.core
 
 FACTS = {"training.steps": 4, "mesh.fsdp": 2}
+PATIENCE = 120  # seconds: what is waited for comes in milliseconds
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes at all comes soon enough."""
+    for name in ("COMING", "ANSWER"):
+        monkeypatch.setattr(rendezvous, name, PATIENCE)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that the package goes by, which stands still."""
+    now = [1000.0]
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+    return now
 
 
 @pytest.fixture
 def coordinator() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    return free_address()
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
@@ -38,13 +56,13 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(2 * PATIENCE)
     assert not any(thread.is_alive() for thread in threads)
     return results
 
 
 def process(
-    coordinator: str, index: int, processes: int = 2, timeout: float = 30, **facts: object
+    coordinator: str, index: int, processes: int = 2, timeout: float = PATIENCE, **facts: object
 ) -> Callable[[], Any]:
     return lambda: meet(Job(coordinator, processes, index), {**FACTS, **facts}, timeout)
 
@@ -75,20 +93,44 @@ def test_other_counts_of_processes_are_refused(coordinator: str) -> None:
         assert "has distributed.processes=3, process 0 has 2" in told
 
 
-def test_who_is_missing_is_named_in_time(coordinator: str) -> None:
-    for told in together(process(coordinator, 0, 4, timeout=2), process(coordinator, 2, 4, timeout=30)):
-        assert told.startswith("of 4 processes, number 1, 3 did not come in 2 s")
+def test_who_is_missing_is_named_in_time(coordinator: str, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    receive = rendezvous.Peer.receive_one
+
+    def time_is_up_when_one_has_come(peer: rendezvous.Peer, deadline: float) -> Any:
+        told = receive(peer, deadline)
+        if told and "index" in told:
+            clock[0] += 20
+        return told
+
+    monkeypatch.setattr(rendezvous.Peer, "receive_one", time_is_up_when_one_has_come)
+    for told in together(process(coordinator, 0, 4, timeout=20), process(coordinator, 2, 4)):
+        assert told.startswith("of 4 processes, number 1, 3 did not come in 20 s")
 
 
-def test_a_coordinator_that_does_not_answer_is_named_in_time(coordinator: str) -> None:
-    (told,) = together(process(coordinator, 1, timeout=1))
-    assert f"distributed.coordinator={coordinator} was not reached in 1 s" in told and "refused" in told
+def test_a_coordinator_that_does_not_answer_is_named_in_time(
+    coordinator: str, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(rendezvous.time, "sleep", sleep)
+    (told,) = together(process(coordinator, 1, timeout=20))
+    assert f"distributed.coordinator={coordinator} was not reached in 20 s" in told and "refused" in told
+    assert 1020 <= clock[0] < 1021
 
 
 def test_a_port_in_use_is_named(coordinator: str) -> None:
+    connections = []
+
+    def answer() -> None:
+        for _ in range(2):
+            connections.append(other.accept()[0])
+            connections[-1].sendall(b"HTTP/1.1 400\n")
+
     with socket.create_server(("127.0.0.1", int(coordinator.split(":")[1]))) as other:
-        threading.Thread(target=lambda: [other.accept()[0].sendall(b"HTTP/1.1 400\n") for _ in range(2)]).start()
-        first, second = together(process(coordinator, 0), process(coordinator, 1))
+        first, second, _ = together(process(coordinator, 0), process(coordinator, 1), answer)
+    for connection in connections:
+        connection.close()
     assert f"{coordinator}: the port is in use by another program" in first
     assert f"{coordinator}: it is no coordinator of jaxopt_llm" in second
 
@@ -109,7 +151,7 @@ def test_strangers_do_not_disturb(coordinator: str) -> None:
                 told.set()
 
     def after_the_stranger() -> Any:
-        assert told.wait(30)
+        assert told.wait(PATIENCE)
         return process(coordinator, 1)()
 
     (first, _), _, (second, _) = together(process(coordinator, 0), stranger, after_the_stranger)
@@ -119,23 +161,27 @@ def test_strangers_do_not_disturb(coordinator: str) -> None:
 def test_a_connection_to_itself_is_no_coordinator(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the ports that the system gives to connections, one in 28,000 is the one that is tried."""
     host, port = coordinator.split(":")
-    connect, tried = socket.create_connection, threading.Event()
+    connect, tried, closed = socket.create_connection, threading.Event(), threading.Event()
+
+    class ToItself(socket.socket):
+        def close(self) -> None:
+            super().close()
+            closed.set()
 
     def to_itself_at_first(*args: Any, **options: Any) -> socket.socket:
         if tried.is_set():
             return connect(*args, **options)
-        connection = socket.socket()
+        connection = ToItself()
         connection.bind((host, int(port)))
         connection.connect((host, int(port)))
         assert connection.getpeername() == connection.getsockname()
         tried.set()
         return connection
 
-    def once_it_was_tried() -> Any:
-        assert tried.wait(30)
-        time.sleep(0.1)  # the port is free as soon as the other has seen whom it reached
+    def once_the_port_is_free() -> Any:
+        assert closed.wait(PATIENCE)
         return process(coordinator, 0)()
 
     monkeypatch.setattr(socket, "create_connection", to_itself_at_first)
-    (first, _), (second, _) = together(once_it_was_tried, process(coordinator, 1))
+    (first, _), (second, _) = together(once_the_port_is_free, process(coordinator, 1))
     assert first == second

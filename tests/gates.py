@@ -1,0 +1,108 @@
+"""Commands that wait at a function of a test's choice until the test lets them on, however slow either of them is."""
+
+import fcntl
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from commands import start_python, tiny
+
+DEADLINE = 300  # seconds after which an event that a test waits for is given up
+
+# The command `jaxopt_llm.<name>`: its gates, as JSON, and its name come before its arguments.
+GATED = """
+import fcntl, functools, importlib, json, sys
+from pathlib import Path
+from jaxopt_llm import errors
+
+def put(function, call, path):
+    module, names = function.split(":")
+    *owners, name = names.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    original, calls = getattr(owner, name), 0
+
+    def gated(*arguments, **options):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            with open(path) as file:
+                Path(f"{path}.reached").touch()
+                fcntl.flock(file, fcntl.LOCK_SH)
+        return original(*arguments, **options)
+
+    setattr(owner, name, gated)
+
+for gate in json.loads(sys.argv.pop(1)):
+    put(*gate)
+errors.run(importlib.import_module(f"jaxopt_llm.{sys.argv.pop(1)}").main)
+"""
+
+
+class Gate:
+    """A call of a function before which a command waits until the test opens the gate.
+
+    function: "module:name", or "module:class.name". call: which one, from 1. The file is locked as long as the gate is
+    shut, so a test that ends opens it.
+    """
+
+    def __init__(self, path: Path, function: str, call: int = 1) -> None:
+        self.told = function, call, str(path)
+        self._reached = Path(f"{path}.reached")
+        self._lock = path.open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def reached(self) -> bool:
+        return self._reached.exists()
+
+    def open(self) -> None:
+        self._lock.close()
+
+
+def after_step(path: Path, step: int) -> Gate:
+    """A gate before what follows the `step`-th step of a process, the look for signals first."""
+    return Gate(path, "jaxopt_llm.train:ProgressLine.advance", 1 + step)
+
+
+def start_gated(
+    directory: Path, gates: Sequence[Gate], *overrides: object, **environment: str
+) -> subprocess.Popen[str]:
+    """Start a tiny training run with these gates."""
+    told = json.dumps([gate.told for gate in gates])
+    return start_python("-c", GATED, told, "train", *tiny(directory), *overrides, **environment)
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
+    """Return what the process wrote to standard output and to standard error."""
+    try:
+        stdout, stderr = process.communicate(timeout=DEADLINE)
+    finally:
+        process.kill()
+    assert process.returncode == code, stderr
+    return stdout, stderr
+
+
+def wait_until(happens: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    """Wait for an event of a process that must not end before it."""
+    deadline = time.monotonic() + DEADLINE
+    while not happens():
+        assert process.poll() is None, process.communicate()
+        if time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError(f"what is waited for did not happen in {DEADLINE} s: {process.communicate()}")
+        time.sleep(0.002)
+
+
+def line_with(part: str, process: subprocess.Popen[str], stream: str = "stdout") -> str:
+    """Return the next line of a stream of the process that has a part."""
+    lines = getattr(process, stream)
+    timer = threading.Timer(DEADLINE, process.kill)
+    timer.start()
+    try:
+        line = next((line for line in lines if part in line), None)
+    finally:
+        timer.cancel()
+    assert line is not None, f"no line with {part!r}: {process.communicate()}"
+    return line

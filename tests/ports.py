@@ -1,0 +1,30 @@
+"""Ports that no other program takes between the moment they are found and the moment a command listens on them."""
+
+import fcntl
+import os
+import socket
+import tempfile
+from pathlib import Path
+from typing import IO
+
+_PORTS = range(20_000, 32_000)  # Linux gives connections, and whoever asks for any port, those from 32,768 on
+_held: list[IO[str]] = []  # by locks, until this process ends
+
+
+def free_address() -> str:
+    """Return 127.0.0.1:port, of a port that no other process of the tests is given as long as this one lives."""
+    folder = Path(tempfile.gettempdir()) / f"jaxopt_llm-test-ports-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    first = os.getpid() * 97 + len(_held)
+    for number in range(len(_PORTS)):
+        port = _PORTS[(first + number) % len(_PORTS)]
+        lock = (folder / str(port)).open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            lock.close()
+            continue
+        _held.append(lock)
+        return f"127.0.0.1:{port}"
+    raise RuntimeError(f"no port of {_PORTS} is free")
