@@ -179,6 +179,7 @@ def test_adapters_go_out_are_merged_and_begin_a_run(folder: Path, tmp_path: Path
     assert "merge wants --checkpoint RUN_DIR, or" in refused("convert", "merge", "--base", base, "--to", run / "new")
 
 
+@pytest.mark.slow
 def test_checkpoints_of_adapters_leave_the_base_where_it_is(folder: Path, tmp_path: Path) -> None:
     """And go on from it on another mesh as if nothing had been, while it is the same."""
     base = tmp_path / "base"
