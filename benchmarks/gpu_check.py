@@ -259,6 +259,8 @@ def main() -> int:
     asked = parser.parse_args()
     if not asked.output.is_dir():
         raise InputError(f"--output {asked.output}: no such folder")
+    # A shell ignores SIGINT for what it starts in the background, and the parts, which are stopped by it, would too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     if version("jax") is None:
         raise InputError(f"{sys.executable} has no jax: install jaxopt_llm for it, or name another by PYTHON")
