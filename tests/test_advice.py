@@ -228,7 +228,9 @@ def test_scores_that_fill_memory_are_kept_on_the_chip() -> None:
     def kernels(**of: Any) -> list[Advice]:
         return [each for each in advise(scores, 4 * GIB, **of) if "training.attention" in each.settings]
 
-    assert kernels()[0].settings == {"training.attention": "pallas"} and kernels()[0].saves > 4 * GIB
+    assert kernels()[0].settings == {"training.attention": "pallas"}
+    # 0.10.2, which gathers ahead, keeps the scores' masks, too.
+    assert kernels()[0].saves / GIB == pytest.approx(2.50 if jax.__version_info__ >= (0, 11) else 4.62, rel=0.01)
     assert not kernels(simulated=True), "a CPU has none"
     odd = changed(scores, model__head_dim=96)
     assert not any("training.attention" in each.settings for each in advise(odd, GIB))

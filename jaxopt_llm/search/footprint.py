@@ -133,7 +133,11 @@ def _working(config: TrainConfig, rests: Resting, count: int, passes: Passes) ->
     # In attention its masks, and after it the next layer's weights.
     ahead = max(scores * 4 * _masks(of_attention), weights) if _gathers_ahead(config) else 0
     waiting, running = (compute * count * elements for elements in _mlp_elements(config))
-    return max(attention + ahead + waiting, running) + residual + _head_gradient(config, rests) + weights
+    products = max(attention + ahead + waiting, running) + residual + weights
+    # When all products of a layer are formed, its gradients wait whole for their reduction.
+    whole = BYTES[config.precision.reduce_dtype] * rests.layers.trained / (passes.layers * passes.chunks)
+    formed = (config.sharding.zero_stage >= 2) * whole + _gathers_ahead(config) * weights
+    return max(products, formed) + _head_gradient(config, rests)
 
 
 def _mlp_elements(config: TrainConfig) -> tuple[float, float]:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
+import jax
 import pytest
 from commands import ROOT
 
@@ -134,7 +135,10 @@ def test_where_nothing_fits_the_least_is_compiled_and_the_next_steps_are_said() 
     nearly = dataclasses.replace(found, limit=int(0.99 * least.footprint.peak))
     kernels, narrower, *_ = remedies(nearly, (), 0.92)
     assert kernels.startswith("--allow training.attention: ") and "--training.attention pallas" in kernels
-    assert narrower.startswith("--allow precision.reduce_dtype: ") and "--precision.reduce_dtype bfloat16" in narrower
+    # The least has its moments on the host. With jax 0.11 the table's are on the GPU, too, and less of them in 8 bits.
+    early = jax.__version_info__ >= (0, 11)
+    field, value = ("optimizer.state_dtype", "int8") if early else ("precision.reduce_dtype", "bfloat16")
+    assert narrower.startswith(f"--allow {field}: ") and f"--{field} {value}" in narrower
 
 
 def test_a_recipe_for_other_gpus_is_not_among_the_candidates() -> None:
