@@ -29,9 +29,10 @@ import jax
 import pytest
 import remembered
 import selection
+from jax._src import compilation_cache
 
 from jaxopt_llm.kernels import attention_auto
-from jaxopt_llm.parallel import runtime, topology
+from jaxopt_llm.parallel import mesh, runtime, topology
 from jaxopt_llm.parallel.mesh import simulate_cpu_devices
 
 runtime.make_private(remembered.FOLDER)
@@ -65,9 +66,11 @@ def kept_out_of_garbage_collection() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def compiled_once() -> Iterator[None]:
-    """Programs for GPUs are not compiled again that an earlier run of the tests compiled."""
+    """Programs are not compiled again that an earlier run of the tests compiled."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topology, "run_xla", remembered.run_xla)
+        patch.setattr(compilation_cache, "put_executable_and_time", remembered.keep_restorable)
+        patch.setattr(mesh, "restore_no_programs", lambda: None)
         yield
 
 

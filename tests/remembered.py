@@ -1,8 +1,8 @@
 """Programs that an earlier run of the tests compiled, kept in the user's cache folder.
 
-Programs for the CPU are kept by JAX's own compilation cache. It does not restore programs for GPUs that were compiled
-without one. Of those the tests read text and numbers, so these are kept instead, under the hash of everything that XLA
-is given.
+Programs for the CPU are kept by JAX's own compilation cache, except those that XLA restores wrongly. It does not
+restore programs for GPUs that were compiled without one. Of those the tests read text and numbers, so these are kept
+instead, under the hash of everything that XLA is given.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -20,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import compilation_cache
 
 from jaxopt_llm.parallel import runtime, topology
 
 FOLDER = runtime.compilation_cache().parent.parent / "tests" / runtime.compilation_cache().name
 FOLDER /= f"python{sys.version_info.major}.{sys.version_info.minor}"
-PROGRAMS = FOLDER / "jax"  # kept by JAX
+PROGRAMS = FOLDER / "restorable"  # kept by JAX
 READINGS = FOLDER / "readings"  # kept by this module
 
 SIZES = ("argument", "output", "alias", "temp")
@@ -35,7 +37,10 @@ COMPILER_PACKAGES = ("jax", "jaxlib", "jax-cuda", "jax-triton", "triton")
 # Settings of JAX that say where programs are kept, not what they are.
 CACHE_SETTINGS = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache")
 
+COLLECTIVE = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute|ragged-all-to-all|reduce-scatter)\(")
+
 compile_anew = topology.run_xla
+keep_any = compilation_cache.put_executable_and_time
 
 
 class Reading:
@@ -81,6 +86,20 @@ def run_xla(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Any:
     if "error" in kept:
         raise jax.errors.JaxRuntimeError(kept["error"])
     return Reading(kept, lowered, options)
+
+
+def keep_restorable(key: str, name: str, executable: Any, backend: Any, seconds: int) -> None:
+    """Let JAX keep a program that it just compiled, unless XLA would restore it wrongly: see
+    `mesh.restore_no_programs`. Takes the place of `put_executable_and_time` of JAX's compilation cache."""
+    if len(executable.local_devices()) == 1 or is_restorable(executable.hlo_modules()[0].to_string()):
+        keep_any(key, name, executable, backend, seconds)
+
+
+def is_restorable(text: str) -> bool:
+    """Return whether all collectives of a compiled program are outside its loops, branches and calls."""
+    called, entry = text.split("\nENTRY ")
+    _, after = entry.split("\n}", 1)
+    return not COLLECTIVE.search(called + after)
 
 
 def read(compiled: jax.stages.Compiled, dump: Path | None) -> dict[str, Any]:

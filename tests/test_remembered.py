@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 import remembered
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jaxopt_llm.parallel import hlo, topology
 from jaxopt_llm.parallel.buffers import compile_and_list
@@ -156,3 +158,21 @@ def test_a_failure_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_nothing"):
             remembered.run_xla(lowered(), {"xla_nothing": True})
         monkeypatch.setattr(remembered, "compile_anew", None)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_programs_with_collectives_in_a_loop_are_not_kept(loop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restored, these would end the process."""
+
+    def program(x: jax.Array) -> jax.Array:
+        body = jax.shard_map(lambda x: jax.lax.psum(x, "data"), in_specs=P("data"), out_specs=P(), axis_names={"data"})
+        return jax.lax.fori_loop(0, 3, lambda _, x: x + body(x), x) if loop else body(x)
+
+    kept = []
+    monkeypatch.setattr(remembered, "keep_any", lambda *given: kept.append(given))
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), (AxisType.Auto,), devices=jax.devices("cpu"))):
+        compiled = jax.jit(program).lower(jnp.ones(8)).compile()
+    executable = compiled._executable.xla_executable
+    assert "all-reduce" in compiled.as_text()
+    remembered.keep_restorable("key", "name", executable, None, 1)
+    assert len(kept) == (not loop)

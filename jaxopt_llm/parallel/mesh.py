@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
 from jaxopt_llm.errors import InputError
@@ -60,9 +61,23 @@ def simulate_cpu_devices(count: int, processes: int = 1) -> None:
 def visible_devices() -> list[jax.Device]:
     """Those of the default backend. Raises InputError where JAX can open none."""
     try:
-        return jax.devices()
+        devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter for JAX_PLATFORMS=cuda without a GPU
         raise InputError(f"no device to run on ({error}); see JAX_PLATFORMS and the GPU's driver") from error
+    if devices[0].platform == "cpu" and len(devices) > 1:
+        restore_no_programs()
+    return devices
+
+
+def restore_no_programs() -> None:
+    """Turn JAX's cache of compiled programs off, because XLA restores those for several CPU devices wrongly.
+
+    All collectives of a program that was compiled are ordered by one resource. When the program is restored, every loop
+    gets a resource of its own, so that two devices can begin the collectives of two loops in different orders and wait
+    for each other for ever (openxla/xla, xla/backends/cpu/runtime/thunk_proto_serdes.cc).
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX looks at the setting once
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
