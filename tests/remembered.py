@@ -91,6 +91,8 @@ def run_xla(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Any:
 def keep_restorable(key: str, name: str, executable: Any, backend: Any, seconds: int) -> None:
     """Let JAX keep a program that it just compiled, unless XLA would restore it wrongly: see
     `mesh.restore_no_programs`. Takes the place of `put_executable_and_time` of JAX's compilation cache."""
+    if not hasattr(executable, "local_devices"):
+        return  # compiled for devices that are not here
     if len(executable.local_devices()) == 1 or is_restorable(executable.hlo_modules()[0].to_string()):
         keep_any(key, name, executable, backend, seconds)
 

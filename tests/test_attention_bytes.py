@@ -28,13 +28,13 @@ def calls(step: Compiled) -> int:
     )
 
 
-@pytest.mark.parametrize(("remat", "forwards"), [("full", 2), ("save_attention", 1), ("none", 1)])
+@pytest.mark.parametrize(("remat", "forwards"), [("full", 2), ("save_attention", 1), *slow(("none", 1))])
 def test_a_saved_result_is_not_computed_again(remat: str, forwards: int) -> None:
     step = compiled(LAYERS, SPLIT, 3, remat, attention="pallas")
     assert calls(step) == LAYERS * (forwards * KERNELS["forward"] + KERNELS["backward"])
 
 
-@pytest.mark.parametrize(("mesh", "stage"), [(SPLIT, 3), (GROUPED, 1), *slow((MIXED, 3), (GROUPED, 2))])
+@pytest.mark.parametrize(("mesh", "stage"), [(SPLIT, 3), *slow((GROUPED, 1), (MIXED, 3), (GROUPED, 2))])
 def test_each_device_attends_to_its_own(mesh: MeshConfig, stage: int) -> None:
     """No operand is gathered for the kernel: what goes between devices is what goes without it."""
     accumulation = 4 if mesh.pipeline > 1 else 1

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.core
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in KERNELS.items()])
 @pytest.mark.parametrize(
     ("mesh", "stage", "remat", "forwards"),
-    [(SPLIT, 3, "none", 1), (GROUPED, 1, "save_attention", 1), *slow((SPLIT, 3, "full", 2))],
+    [(SPLIT, 3, "none", 1), *slow((GROUPED, 1, "save_attention", 1), (SPLIT, 3, "full", 2))],
     ids=["none", "in-groups", "full"],
 )
 def test_a_kernel_is_counted_by_the_keys_that_are_seen(

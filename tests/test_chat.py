@@ -46,6 +46,7 @@ def test_it_is_learnt_and_what_is_packed_is_told(run: tuple[Path, str]) -> None:
     assert "a.jsonl: " in told and "rows of whole documents" in told and "the held-out split: " in told
 
 
+@pytest.mark.slow
 def test_prepared_it_is_the_same_run(folder: Path, run: tuple[Path, str], tmp_path: Path) -> None:
     given = ("--input", folder / "a.jsonl", "--content", "chat", "--tokenizer", folder / "tokenizer")
     made = command("prepare", *given, "--output", tmp_path / "prepared")

@@ -29,7 +29,7 @@ def test_a_layers_activations_fall_with_the_number_of_devices(attention: str) ->
 
 @pytest.mark.core
 @pytest.mark.parametrize("mesh", [MeshConfig(fsdp=2, context=4), *slow((MeshConfig(fsdp=4, context=2),))])
-@pytest.mark.parametrize("attention", ["xla", "pallas"])
+@pytest.mark.parametrize("attention", ["pallas", *slow(("xla",))])
 def test_keys_and_values_go_round_and_no_activation_is_gathered(mesh: MeshConfig, attention: str) -> None:
     step = compiled(LAYERS, mesh, 3, attention=attention)
     sent = [each for each in step.collectives if each.axes == ("context",) and each.array_bytes > 10_000]
@@ -65,7 +65,7 @@ def test_what_goes_round_is_sent_beside_a_kernel() -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("attention", ["xla", "pallas"])
+@pytest.mark.parametrize("attention", ["pallas", *slow(("xla",))])
 def test_all_to_all_sends_operands_results_and_gradients_once_each(attention: str) -> None:
     mesh = MeshConfig(fsdp=2, context=4)
     step = compiled(LAYERS, mesh, 3, "save_attention", attention=attention, context_exchange="all_to_all")

@@ -104,7 +104,7 @@ def test_training_begins_from_a_folder_and_ends_as_one(folder: Path, tmp_path: P
     jax.tree.map(np.testing.assert_array_equal, load_pretrained(out).params, expected)
 
 
-@pytest.mark.core
+@pytest.mark.slow
 def test_experts_are_trained_from_a_folder_and_end_as_one(tmp_path: Path) -> None:
     """Spread over a mesh, and in two segments of layers."""
     model = replace(CONFIG, biases="none", qk_norm="head", experts=4, expert_width=8, dense_layers=1, layers=3)

@@ -24,6 +24,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_from_the_checkpoint_before_a_damaged_one_the_run_ends_equal_to_the_bit(whole: Path, tmp_path: Path) -> None:
     run = shutil.copytree(whole, tmp_path / "run")
     file = largest(run / "checkpoints" / "8")

@@ -46,7 +46,7 @@ def assert_ended_as(whole: Path, directory: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, checkpoint(directory, STEPS), checkpoint(whole, STEPS))
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_stops_the_run_after_its_step_and_a_save(sent: signal.Signals, whole: Path, tmp_path: Path) -> None:
     run, gate = tmp_path / "run", after_step(tmp_path / "gate", 20)
     process = start_gated(run, [gate], *RUN)
@@ -102,13 +102,14 @@ def catches(signum: signal.Signals, process: subprocess.Popen[str]) -> bool:
     return bool(int(status.split("SigCgt:")[1].split()[0], 16) >> (signum - 1) & 1)
 
 
-def test_killed_ten_times_it_ends_equal_to_the_bit(whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [5, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_again_and_again_it_ends_equal_to_the_bit(kills: int, whole: Path, tmp_path: Path) -> None:
     """Most kills fall into steps and saves, by the clock of a seed, some into the start."""
     run, chance = tmp_path / "run", random.Random(0)
-    for kill in range(10):
+    for kill in range(kills):
         path = tmp_path / f"gate-{kill}"
         commits = Gate(path, "jaxopt_llm.checkpoint.steps:commit", 2) if kill % 5 == 3 else None
-        gate = commits or after_step(path, 3)  # ten times two steps, and no more, are saved
+        gate = commits or after_step(path, 3)  # two steps for each kill, and no more, are saved
         before = max(by_step(run / "checkpoints"), default=0)
         process = start_gated(run, [gate], *RUN, *SAVES_EVERY_STEP)
         if kill % 5 == 4:

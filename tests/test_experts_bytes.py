@@ -41,7 +41,7 @@ def rows(mesh: MeshConfig) -> int:
     return max(ROWS, mesh.fsdp * mesh.expert)
 
 
-@pytest.mark.parametrize("mesh", [*MESHES, *slow((ON_64,))])
+@pytest.mark.parametrize("mesh", [MESHES[0], *slow((MESHES[1],), (ON_64,))])
 def test_gathered_tokens_travel_once_there_and_once_back(mesh: MeshConfig) -> None:
     """Over `expert` alone, whatever the number of experts per token: brought together forward, again in the forward
     that is run again, and their results' gradients backward; summed on the way back forward and backward."""
@@ -61,11 +61,8 @@ def test_gathered_tokens_travel_once_there_and_once_back(mesh: MeshConfig) -> No
 @pytest.mark.parametrize(
     ("mesh", "exchange"),
     [
-        pytest.param(MESHES[0], "all_to_all", marks=pytest.mark.core),
         pytest.param(MESHES[0], "ragged", marks=pytest.mark.core),
-        *slow(
-            (MESHES[1], "all_to_all"), (MeshConfig(expert=8), "all_to_all"), (ON_64, "all_to_all"), (ON_64, "ragged")
-        ),
+        *slow(*((mesh, "all_to_all") for mesh in (*MESHES, MeshConfig(expert=8), ON_64)), (ON_64, "ragged")),
     ],
 )
 def test_choices_travel_with_their_room(mesh: MeshConfig, exchange: str) -> None:
@@ -83,8 +80,10 @@ def test_choices_travel_with_their_room(mesh: MeshConfig, exchange: str) -> None
     assert sum(each.wire_bytes * each.times for each in sent) / LAYERS < 1.05 * tokens
 
 
-@pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("exchange", "sequence_parallel"),
+    [("gather", False), ("all_to_all", True), *slow(("gather", True), ("all_to_all", False))],
+)
 def test_tensor_sums_a_devices_own_tokens(exchange: str, sequence_parallel: bool) -> None:
     """What comes together over `expert`, after that has divided it; as Megatron's sequence parallelism has it, in parts
     that are gathered on the way there: forward, in the forward that is run again, and backward."""
@@ -105,7 +104,7 @@ def test_over_fsdp_no_token_travels(groups: dict[str, Any]) -> None:
     assert sources and all("gather_weight" in source for source in sources), sources
 
 
-@pytest.mark.parametrize(("exchange", "least"), [("gather", 5), ("all_to_all", 2)])
+@pytest.mark.parametrize(("exchange", "least"), [("gather", 5), *slow(("all_to_all", 2))])
 def test_a_shared_expert_is_computed_beside_the_exchange(exchange: str, least: int) -> None:
     """Of five in a layer: there and back, there again, and both again backward."""
     switches = (*MIXTURE, ("shared_expert_width", 2 * INNER))

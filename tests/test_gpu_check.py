@@ -49,6 +49,7 @@ def test_without_jax_it_says_so_in_one_line(tmp_path: Path) -> None:
     assert "has no jax" in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_step_is_measured_without_what_reads_data_and_command_lines(tmp_path: Path) -> None:
     for missing in ("grain", "tyro"):
         (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError('{missing}')")

@@ -29,7 +29,7 @@ from jaxopt_llm.parallel.topology import CHIPS, gpu_topology
 from jaxopt_llm.plan import GIB, make_plan
 from jaxopt_llm.validation import validate
 
-QUICK = ("llama_1b", "llama_8b")
+QUICK = ("llama_8b",)
 
 
 @pytest.mark.parametrize(

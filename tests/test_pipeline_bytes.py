@@ -50,6 +50,7 @@ def test_memory_is_flat_in_the_number_of_microbatches(mesh: MeshConfig, stage: i
     assert many <= 1.02 * few
 
 
+@pytest.mark.slow
 def test_gpipe_keeps_an_input_of_each_microbatch() -> None:
     few, many = (
         compiled(LAYERS, DEEP, 1, accumulation=count, pipelined=GPIPE, switches=NARROW).memory.temporaries
@@ -64,9 +65,8 @@ def test_gpipe_keeps_an_input_of_each_microbatch() -> None:
     ("mesh", "stage", "pipelined", "sequence_parallel"),
     [
         (DEEP, 1, EVEN, False),
-        (DEEP, 1, GPIPE, False),
-        (DEEP, 1, INTERLEAVED, False),
         (MIXED, 3, EVEN, False),
+        *slow((DEEP, 1, GPIPE, False), (DEEP, 1, INTERLEAVED, False)),
         *slow((MIXED, 3, EVEN, True), (MIXED, 3, INTERLEAVED, True)),
     ],
 )

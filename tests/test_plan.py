@@ -116,7 +116,7 @@ OVER_SEQUENCES: dict[str, dict[str, Any]] = {
         "training": dataclasses.replace(LONG, batch_size=8, attention="xla"),
     },
 }
-QUICK = ("ring", "with fsdp", "all_to_all")
+QUICK = ("ring", "all_to_all")
 
 
 def over_sequences(case: str) -> TrainConfig:
@@ -172,7 +172,7 @@ ON_STAGES = {
 
 
 @pytest.mark.parametrize(
-    "case", ["interleaved", *(pytest.param(each, marks=pytest.mark.slow) for each in ("1f1b", "gpipe"))]
+    "case", ["1f1b", *(pytest.param(each, marks=pytest.mark.slow) for each in ("interleaved", "gpipe"))]
 )
 def test_the_searchs_arithmetic_agrees_with_the_compiler_in_a_pipeline(case: str) -> None:
     """To the FLOP, whatever is not run in every tick."""
@@ -226,10 +226,7 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "case",
-    [
-        each if each in ("fsdp and expert", "by choices") else pytest.param(each, marks=pytest.mark.slow)
-        for each in WITH_EXPERTS
-    ],
+    [each if each == "fsdp and expert" else pytest.param(each, marks=pytest.mark.slow) for each in WITH_EXPERTS],
 )
 def test_the_searchs_arithmetic_agrees_with_the_compiler_on_experts(case: str) -> None:
     """To the FLOP: a layer that is run again is run again once."""

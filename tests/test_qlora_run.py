@@ -55,6 +55,7 @@ def trained(adapters: LoraConfig, base: Params | None, corpus: list[Batch]) -> t
     return jax.tree.map(np.asarray, state.masters), [float(loss) for loss in losses]
 
 
+@pytest.mark.slow
 def test_after_200_steps_its_loss_is_within_two_percent() -> None:
     base, learnt = trained(LoraConfig(), None, batches(typing, STEPS))
     corpus = batches(tarfile, STEPS)

@@ -46,8 +46,8 @@ OTHERWISE: dict[str, tuple[float, ...]] = {
 }
 DIGITS = 0.005  # of a number that is rounded to a tenth of a GiB
 MIXTURES = ("mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v2_lite")
-# Four compile in a run of all tests; the others by name.
-QUICK = ("llama2_7b", "llama3_8b_128k", "llama3_8b_qlora", "mixtral_8x7b")
+# The others are slow tests.
+QUICK = ("llama2_7b", "llama3_8b_qlora")
 COMPILED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SIZED + MIXTURES]
 
 

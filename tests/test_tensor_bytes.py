@@ -79,6 +79,7 @@ def test_sequence_parallelism_gathers_and_scatters_as_megatron_does(remat: str, 
 GPT = (("norm", "layer"), ("positions", "learned"), ("biases", "all"), ("mlp", "gelu"))
 
 
+@pytest.mark.slow
 def test_switches_move_no_more_than_their_gradients() -> None:
     """Biases and norms are replicated over `tensor`, as key-value heads fewer than it are, of which keys' and values'
     gradients are summed over the heads that read them; learned positions leave attention's masks whole."""

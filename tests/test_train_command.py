@@ -101,6 +101,7 @@ def test_experts_go_on_where_they_are_placed_otherwise(tmp_path: Path) -> None:
     np.testing.assert_array_equal(*biases)
 
 
+@pytest.mark.slow
 def test_a_sixteen_bit_copy_is_made_again_on_resume(tmp_path: Path) -> None:
     """ZeRO stage 2 rests a copy of the parameters that no checkpoint holds."""
     placed = ("--mesh.fsdp", 2, "--sharding.zero-stage", 2, "--precision.compute-dtype", "bfloat16")

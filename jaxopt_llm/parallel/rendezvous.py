@@ -119,20 +119,26 @@ def _join(job: Job, facts: Mapping[str, Any], deadline: float) -> tuple[str, dic
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.close()
             continue
-        peer = Peer(connection)
-        peer.send({"index": job.index, "processes": job.processes, "host": socket.gethostname(), "facts": {**facts}})
-        try:
-            told = peer.receive_one(deadline)
-            if told is None:
-                why = "the connection was closed"
-                time.sleep(0.2)
-                continue
-            if "end" in told:
-                raise InputError(told["end"])
-            return told["start"], {0: peer}
-        except (TimeoutError, ValueError, KeyError) as error:
-            what = "it does not answer" if isinstance(error, TimeoutError) else "it is no coordinator of jaxopt_llm"
-            raise _NoCoordinator(f"distributed.coordinator={job.coordinator}: {what}; see to process 0") from error
+        with contextlib.ExitStack() as unless_joined:
+            unless_joined.enter_context(connection)
+            peer = Peer(connection)
+            peer.send(
+                {"index": job.index, "processes": job.processes, "host": socket.gethostname(), "facts": {**facts}}
+            )
+            try:
+                told = peer.receive_one(deadline)
+                if told is None:
+                    why = "the connection was closed"
+                    time.sleep(0.2)
+                    continue
+                if "end" in told:
+                    raise InputError(told["end"])
+                start = told["start"]
+            except (TimeoutError, ValueError, KeyError) as error:
+                what = "it does not answer" if isinstance(error, TimeoutError) else "it is no coordinator of jaxopt_llm"
+                raise _NoCoordinator(f"distributed.coordinator={job.coordinator}: {what}; see to process 0") from error
+            unless_joined.pop_all()
+            return start, {0: peer}
     raise _NoCoordinator(
         f"distributed.coordinator={job.coordinator} was not reached in {given:.0f} s ({why}): see to process 0 and the "
         "network, or raise --distributed.timeout-seconds"

@@ -113,11 +113,12 @@ def test_a_schedule_changes_nothing(schedule: str, mesh: str, times: int) -> Non
     assert_as_on_one_device(UNIFORM, mesh, SCHEDULES[schedule], times * MESHES[mesh][1]["pipeline"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipelined", "microbatches"),
     [
         (PipelineConfig("1f1b", split=(2, 7)), 4),
-        pytest.param(PipelineConfig("interleaved", 2, split=(2, 4, 2, 1)), 8, marks=pytest.mark.slow),
+        (PipelineConfig("interleaved", 2, split=(2, 4, 2, 1)), 8),
     ],
     ids=str,
 )

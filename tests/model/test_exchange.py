@@ -37,9 +37,9 @@ def crowded(config: ModelConfig) -> Params:
         pytest.param("mixtral", "random", {"expert": 4}, marks=pytest.mark.core),
         pytest.param("mixtral", "crowded", {"expert": 4}, marks=pytest.mark.core),
         ("qwen", "crowded", {"expert": 2, "fsdp": 2, "tensor": 2}),
-        ("deepseek", "random", {"expert": 2, "context": 2}),
-        ("switch", "crowded", {"expert": 2, "data": 2}),
-        ("capacity", "crowded", {"expert": 2, "fsdp": 2}),
+        pytest.param("deepseek", "random", {"expert": 2, "context": 2}, marks=pytest.mark.slow),
+        pytest.param("switch", "crowded", {"expert": 2, "data": 2}, marks=pytest.mark.slow),
+        pytest.param("capacity", "crowded", {"expert": 2, "fsdp": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_rounds_are_one_device(name: str, load: str, mesh: dict[str, int]) -> None:

@@ -68,7 +68,7 @@ def slow(*case: Any) -> Any:
 
 CASES = [
     (1, {"data": 2, "fsdp": 2, "tensor": 2}, {}, "tied", ""),
-    (1, {"data": 2, "expert": 2}, {}, "experts", ""),
+    slow(1, {"data": 2, "expert": 2}, {}, "experts", ""),
     slow(0, {}, {"name": "muon"}, "two segments", ""),
     slow(0, {"fsdp": 2, "tensor": 2}, {}, "tied", ""),
     slow(0, {"fsdp": 8}, {"name": "lion"}, "two segments", ""),

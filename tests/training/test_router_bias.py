@@ -107,9 +107,9 @@ def slow(case: Case) -> Any:
     "case",
     [
         pytest.param(Case(), marks=pytest.mark.core),
-        Case(2, (("expert", 2), ("fsdp", 2)), 4, BFLOAT16, OptimizerConfig(name="muon")),
-        Case(1, (("pipeline", 2),), 2, optimizer=OptimizerConfig(name="adafactor")),
         Case(3, (("fsdp", 2),), optimizer=IN_BACKWARD),
+        slow(Case(2, (("expert", 2), ("fsdp", 2)), 4, BFLOAT16, OptimizerConfig(name="muon"))),
+        slow(Case(1, (("pipeline", 2),), 2, optimizer=OptimizerConfig(name="adafactor"))),
         slow(Case(0, (("data", 2), ("tensor", 2)), 2, optimizer=OptimizerConfig(name="sgd", momentum=0.0))),
         slow(Case(1, (("data", 2), ("expert", 4)), 1, BFLOAT16, OptimizerConfig(name="lion"))),
         slow(Case(3, (("expert", 2), ("fsdp", 2)), 4, optimizer=OptimizerConfig(state_dtype="int8"))),
