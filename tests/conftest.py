@@ -18,7 +18,7 @@ if version("jaxlib") < "0.11":  # which has the older, quicker code generator no
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
 # Compiled programs are kept from one run of the tests to the next (remembered.py), with the names of their operations,
 # which tests read, as a part of their keys, and without lines of source files, which every edit moves.
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"  # less is as quick to compile as to read
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # the many small ones are a fifth of a second run
 os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"
 os.environ["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "1"
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"

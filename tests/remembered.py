@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -135,6 +136,8 @@ def key(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> str:
         "shardings": [str(lowering.compile_args[name]) for name in ("in_shardings", "out_shardings")],
         "options": [*lowering._compiler_options_kvs, *((k, v) for k, v in options.items() if k not in FOLDERS)],
         "dumps": "xla_dump_to" in options,
+        # `topology.compile` names a toolkit that assembles nothing. XLA takes the machine's own where none is named.
+        "assembler": None if "xla_gpu_cuda_data_dir" in options else assembler(),
         "flags": os.environ.get("XLA_FLAGS", ""),
         "settings": sorted((name, str(value)) for name, value in settings.items()),
         "target": [devices, *(topology._target_config(chip) for chip in chips.values() if chip)],
@@ -148,6 +151,12 @@ def versions() -> list[tuple[str, str]]:
     """Return names and versions of the packages that lower and compile programs."""
     found = ((each.metadata["Name"].lower().replace("_", "-"), each.version) for each in metadata.distributions())
     return sorted({each for each in found if each[0].startswith(COMPILER_PACKAGES)})
+
+
+def assembler() -> tuple[str, int, int] | None:
+    """Return path, size and time of change of NVIDIA's assembler on this machine, None where there is none."""
+    path = shutil.which("ptxas")
+    return path and (path, Path(path).stat().st_size, Path(path).stat().st_mtime_ns)
 
 
 def write_whole(file: Path, data: bytes) -> None:

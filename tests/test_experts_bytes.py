@@ -15,7 +15,9 @@ ON_64 = MeshConfig(fsdp=8, expert=8)
 LAYERS, EXPERTS, INNER, CHOSEN = 8, 8, 1024, 2
 MIXTURE = (("experts", EXPERTS), ("expert_width", INNER), ("experts_per_token", CHOSEN))
 GROUPS = {"router": "sigmoid", "router_groups": 4, "router_groups_per_token": 2, "router_bias": True}
-MESHES = [MeshConfig(fsdp=2, expert=4), MeshConfig(fsdp=2, expert=2, tensor=2), *slow((MeshConfig(expert=8),))]
+SPLIT, SPLIT_BY_TENSOR = MeshConfig(fsdp=2, expert=4), MeshConfig(fsdp=2, expert=2, tensor=2)
+ON_EXPERT_ALONE = MeshConfig(expert=8)
+MESHES = [SPLIT, SPLIT_BY_TENSOR, *slow((ON_EXPERT_ALONE,))]
 
 
 def mixed(
@@ -41,7 +43,7 @@ def rows(mesh: MeshConfig) -> int:
     return max(ROWS, mesh.fsdp * mesh.expert)
 
 
-@pytest.mark.parametrize("mesh", [MESHES[0], *slow((MESHES[1],), (ON_64,))])
+@pytest.mark.parametrize("mesh", [SPLIT, *slow((SPLIT_BY_TENSOR,), (ON_64,))])
 def test_gathered_tokens_travel_once_there_and_once_back(mesh: MeshConfig) -> None:
     """Over `expert` alone, whatever the number of experts per token: brought together forward, again in the forward
     that is run again, and their results' gradients backward; summed on the way back forward and backward."""
@@ -61,8 +63,8 @@ def test_gathered_tokens_travel_once_there_and_once_back(mesh: MeshConfig) -> No
 @pytest.mark.parametrize(
     ("mesh", "exchange"),
     [
-        pytest.param(MESHES[0], "ragged", marks=pytest.mark.core),
-        *slow(*((mesh, "all_to_all") for mesh in (*MESHES, MeshConfig(expert=8), ON_64)), (ON_64, "ragged")),
+        pytest.param(SPLIT, "ragged", marks=pytest.mark.core),
+        *slow(*((mesh, "all_to_all") for mesh in (SPLIT, SPLIT_BY_TENSOR, ON_EXPERT_ALONE, ON_64)), (ON_64, "ragged")),
     ],
 )
 def test_choices_travel_with_their_room(mesh: MeshConfig, exchange: str) -> None:
@@ -87,8 +89,8 @@ def test_choices_travel_with_their_room(mesh: MeshConfig, exchange: str) -> None
 def test_tensor_sums_a_devices_own_tokens(exchange: str, sequence_parallel: bool) -> None:
     """What comes together over `expert`, after that has divided it; as Megatron's sequence parallelism has it, in parts
     that are gathered on the way there: forward, in the forward that is run again, and backward."""
-    step = mixed(MESHES[1], exchange=exchange, sequence_parallel=sequence_parallel)
-    own = rows(MESHES[1]) // (MESHES[1].fsdp * MESHES[1].expert) * SEQUENCE * WIDTH * 2
+    step = mixed(SPLIT_BY_TENSOR, exchange=exchange, sequence_parallel=sequence_parallel)
+    own = rows(SPLIT_BY_TENSOR) // (SPLIT_BY_TENSOR.fsdp * SPLIT_BY_TENSOR.expert) * SEQUENCE * WIDTH * 2
     moved = dict.fromkeys(("all-reduce", "reduce-scatter", "all-gather"), 0.0)
     for each in tokens_over("tensor", step):
         moved[each.kind] += each.array_bytes * each.times / LAYERS / own
@@ -99,7 +101,7 @@ def test_tensor_sums_a_devices_own_tokens(exchange: str, sequence_parallel: bool
 @pytest.mark.parametrize("groups", [{}, pytest.param(GROUPS, marks=pytest.mark.slow)], ids=["", "groups"])
 def test_over_fsdp_no_token_travels(groups: dict[str, Any]) -> None:
     """Nor its choice: weights come together there, and their gradients are summed."""
-    step = mixed(MESHES[1], **groups)
+    step = mixed(SPLIT_BY_TENSOR, **groups)
     sources = {each.source for each in step.collectives if "fsdp" in each.axes and each.kind == "all-gather"}
     assert sources and all("gather_weight" in source for source in sources), sources
 
@@ -108,9 +110,7 @@ def test_over_fsdp_no_token_travels(groups: dict[str, Any]) -> None:
 def test_a_shared_expert_is_computed_beside_the_exchange(exchange: str, least: int) -> None:
     """Of five in a layer: there and back, there again, and both again backward."""
     switches = (*MIXTURE, ("shared_expert_width", 2 * INNER))
-    text = compiled(
-        4, MESHES[0], 3, attention="pallas", switches=switches, expert_exchange=exchange, shape=(8, 8192)
-    ).text
+    text = compiled(4, SPLIT, 3, attention="pallas", switches=switches, expert_exchange=exchange, shape=(8, 8192)).text
     started: dict[str, int] = {}
     products, beside = 0, []
     for computation, instruction, _ in instructions.walk(text):
@@ -152,15 +152,13 @@ def test_a_device_holds_its_experts_alone(mesh: MeshConfig) -> None:
 
 def test_groups_and_a_bias_that_follows_the_load_move_counts_alone() -> None:
     """Numbers by expert, not by token: of each layer its bias, its load, that again, and the bias's gradient."""
-    moved = [
-        sum(each.array_bytes * each.times for each in mixed(MESHES[0], **more).collectives) for more in ({}, GROUPS)
-    ]
+    moved = [sum(each.array_bytes * each.times for each in mixed(SPLIT, **more).collectives) for more in ({}, GROUPS)]
     assert 0 < moved[1] - moved[0] <= LAYERS * 5 * EXPERTS * 4
 
 
 def test_products_are_the_kernels() -> None:
     """Of each matrix one forward and two backward, and of the first ones another in the forward that is run again."""
-    step = mixed(MESHES[0])
+    step = mixed(SPLIT)
     names = [
         instruction.find(r'name = \\?"(_grouped_matmul\w*)')
         for _, instruction, run in instructions.walk(step.text)

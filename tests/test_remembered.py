@@ -1,6 +1,8 @@
 """A program is compiled again exactly when something that XLA is given has changed."""
 
 import dataclasses
+import shutil
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -96,6 +98,15 @@ def changed_version(monkeypatch: pytest.MonkeyPatch) -> str:
         remembered.versions.cache_clear()
 
 
+def changed_toolkit(_: pytest.MonkeyPatch) -> str:
+    return remembered.key(lowered(), OPTIONS | {"xla_gpu_cuda_data_dir": "elsewhere"})
+
+
+def changed_assembler(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(shutil, "which", lambda name: __file__)
+    return remembered.key(lowered(), OPTIONS)
+
+
 def changed_dump(_: pytest.MonkeyPatch) -> str:
     return remembered.key(lowered(), {**OPTIONS, "xla_dump_to": "folder"})
 
@@ -113,16 +124,22 @@ def changed_dump(_: pytest.MonkeyPatch) -> str:
         changed_device,
         changed_chip,
         changed_version,
+        changed_toolkit,
+        changed_assembler,
         changed_dump,
     ],
 )
 def test_whatever_xla_is_given_changes_the_key(
     change: Callable[[pytest.MonkeyPatch], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: sys.executable)  # as if there were an assembler
     before = remembered.key(lowered(), OPTIONS)
     assert change(monkeypatch) != before
-    monkeypatch.undo()
-    assert remembered.key(lowered(), {**OPTIONS, "xla_gpu_cuda_data_dir": "elsewhere"}) == before
+
+
+def test_where_folders_are_changes_nothing() -> None:
+    one, other = ({"xla_gpu_cuda_data_dir": folder, "xla_dump_to": folder} for folder in ("here", "there"))
+    assert remembered.key(lowered(), one) == remembered.key(lowered(), other)
 
 
 def test_versions_name_the_compilers() -> None:
@@ -168,11 +185,11 @@ def test_programs_with_collectives_in_a_loop_are_not_kept(loop: bool, monkeypatc
         body = jax.shard_map(lambda x: jax.lax.psum(x, "data"), in_specs=P("data"), out_specs=P(), axis_names={"data"})
         return jax.lax.fori_loop(0, 3, lambda _, x: x + body(x), x) if loop else body(x)
 
-    kept = []
-    monkeypatch.setattr(remembered, "keep_any", lambda *given: kept.append(given))
     with jax.set_mesh(jax.make_mesh((8,), ("data",), (AxisType.Auto,), devices=jax.devices("cpu"))):
         compiled = jax.jit(program).lower(jnp.ones(8)).compile()
     executable = compiled._executable.xla_executable
     assert "all-reduce" in compiled.as_text()
+    kept: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(remembered, "keep_any", lambda *given: kept.append(given))
     remembered.keep_restorable("key", "name", executable, None, 1)
     assert len(kept) == (not loop)

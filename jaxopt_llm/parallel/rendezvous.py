@@ -155,10 +155,7 @@ def _gather(listener: socket.socket, job: Job, facts: Mapping[str, Any], deadlin
     while len(peers) < job.processes - 1 and not why:
         listener.settimeout(max(deadline - time.monotonic(), 1e-3))
         try:
-            peer = Peer(listener.accept()[0])
-            told = peer.receive_one(min(deadline, time.monotonic() + ANSWER))
-            index, host = int(told["index"]), str(told["host"])  # type: ignore[index]
-            count, others = int(told["processes"]), dict(told["facts"])  # type: ignore[index]
+            arrival = _accept(listener, deadline)
         except TimeoutError:
             missing = [str(index) for index in range(1, job.processes) if index not in peers]
             if time.monotonic() >= deadline:
@@ -167,8 +164,9 @@ def _gather(listener: socket.socket, job: Job, facts: Mapping[str, Any], deadlin
                     f"{time.monotonic() - began:.0f} s: start them, one per host, or lower --distributed.processes"
                 )
             continue
-        except (ValueError, KeyError, TypeError):
-            continue  # something else that tried the port
+        if arrival is None:
+            continue
+        peer, index, host, count, others = arrival
         if count != job.processes:
             why = f"process {index} ({host}) has distributed.processes={count}, process 0 has {job.processes}"
         elif index in hosts:
@@ -185,6 +183,28 @@ def _gather(listener: socket.socket, job: Job, facts: Mapping[str, Any], deadlin
         _refuse(listener, [*peers.values(), *refused], job.processes - 1, why, until)
         raise InputError(why)
     return peers
+
+
+def _accept(listener: socket.socket, deadline: float) -> tuple[Peer, int, str, int, dict[str, Any]] | None:
+    """Return the next connection with the index, host, job size and facts that its process sends, or None if some
+    other program tried the port: its connection is closed.
+
+    Raises:
+        TimeoutError: no connection came within the listener's timeout, or one came and sent nothing for ANSWER seconds
+            or until `deadline`, a time of `time.monotonic()`.
+    """
+    connection, _ = listener.accept()
+    with contextlib.ExitStack() as unless_accepted:
+        unless_accepted.enter_context(connection)
+        peer = Peer(connection)
+        try:
+            told = peer.receive_one(min(deadline, time.monotonic() + ANSWER))
+            index, host = int(told["index"]), str(told["host"])  # type: ignore[index]
+            count, facts = int(told["processes"]), dict(told["facts"])  # type: ignore[index]
+        except (ValueError, KeyError, TypeError):
+            return None
+        unless_accepted.pop_all()
+        return peer, index, host, count, facts
 
 
 def _refuse(listener: socket.socket, peers: list[Peer], expected: int, why: str, deadline: float) -> None:

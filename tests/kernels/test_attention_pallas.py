@@ -361,10 +361,7 @@ def program(chip: str, head_dim: int, dtype: Any, *, toolkit: bool = False, form
         check_vma=False,
     )
     lowered = jax.jit(mapped).trace(q, k, k, q, row, row).lower(lowering_platforms=("cuda",))
-    if not toolkit:
-        return topology.compile(lowered)
-    with topology.without_cache():
-        return lowered.compile()
+    return topology.run_xla(lowered, {}) if toolkit else topology.compile(lowered)
 
 
 @pytest.mark.parametrize(

@@ -158,10 +158,7 @@ def program(
     )
     operands = array(rows, inputs), array(groups, inputs, outputs), array(rows, outputs), array(groups, dtype=jnp.int32)
     lowered = jax.jit(mapped).trace(*operands).lower(lowering_platforms=("cuda",))
-    if options is None:
-        return topology.compile(lowered)
-    with topology.without_cache():
-        return lowered.compile(compiler_options=options)
+    return topology.compile(lowered) if options is None else topology.run_xla(lowered, options)
 
 
 @pytest.mark.parametrize("chip", ["a100", "4090", "h100", "b200"])

@@ -1,6 +1,7 @@
 """What keeps processes from coming together is said by all of them, before JAX starts and in time."""
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -140,6 +141,7 @@ def test_an_address_of_another_host_is_named() -> None:
     assert "192.0.2.1:7000: process 0 cannot listen there" in told
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # of a connection that is left open
 def test_strangers_do_not_disturb(coordinator: str) -> None:
     host, port = coordinator.split(":")
     told = threading.Event()
@@ -156,6 +158,20 @@ def test_strangers_do_not_disturb(coordinator: str) -> None:
 
     (first, _), _, (second, _) = together(process(coordinator, 0), stranger, after_the_stranger)
     assert first == second
+
+
+def test_the_time_to_answer_begins_with_the_connection(clock: list[float]) -> None:
+    """Not when process 0 begins to listen: the others may start much later."""
+    ours, theirs = socket.socketpair()
+
+    def accept() -> tuple[socket.socket, None]:
+        clock[0] += PATIENCE
+        return ours, None
+
+    with ours, theirs:
+        rendezvous.Peer(theirs).send({"index": 1, "host": "other", "processes": 2, "facts": FACTS})
+        rendezvous._accept(SimpleNamespace(accept=accept), math.inf)  # type: ignore[arg-type]
+        assert ours.gettimeout() == PATIENCE
 
 
 def test_a_connection_to_itself_is_no_coordinator(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None:
