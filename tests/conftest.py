@@ -8,13 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
-from pathlib import Path
+from typing import Any
 
 # Read when JAX loads its CUDA plugin; without it the plugin wants a driver.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 # Compiling is most of what a test on the CPU costs. By the environment, for the commands that tests start, too.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-if version("jaxlib") < "0.11":  # which has the older, quicker code generator no more, and aborts on its name
+if version("jaxlib") < "0.11":  # 0.11 no longer has the older, quicker code generator, and aborts on this flag
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
 # Compiled programs are kept from one run of the tests to the next (remembered.py), with the names of their operations,
 # which tests read, as a part of their keys, and without lines of source files, which every edit moves.
@@ -30,6 +30,7 @@ import pytest
 import remembered
 import selection
 from jax._src import compilation_cache
+from jax._src.lru_cache import LRUCache
 
 from jaxopt_llm.kernels import attention_auto
 from jaxopt_llm.parallel import mesh, runtime, topology
@@ -41,7 +42,9 @@ jax.config.update("jax_compilation_cache_dir", str(remembered.PROGRAMS))
 simulate_cpu_devices(8)
 gc.set_threshold(50_000, 20, 20)  # tracing makes many objects and few cycles
 STARTED = time.monotonic()
-# Where there is a GPU, too: what runs on it says so, by the fixture below.
+COLLECTED = pytest.StashKey[set[str]]()  # node ids, before any are deselected
+LEFT_OUT, LEFT_OUT_OF_WORKER = pytest.StashKey[list[str]](), "slow_tests_left_out"
+# The default device is a CPU even where there is a GPU. A test that runs on the GPU asks for it by the fixture `gpu`.
 jax.config.update("jax_default_device", jax.devices("cpu")[0])
 
 
@@ -66,10 +69,11 @@ def kept_out_of_garbage_collection() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def compiled_once() -> Iterator[None]:
-    """Programs are not compiled again that an earlier run of the tests compiled."""
+    """Do not compile again what an earlier run of the tests compiled."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topology, "run_xla", remembered.run_xla)
         patch.setattr(compilation_cache, "put_executable_and_time", remembered.keep_restorable)
+        patch.setattr(LRUCache, "put", remembered.put_whole)
         patch.setattr(mesh, "restore_no_programs", lambda: None)
         yield
 
@@ -95,6 +99,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[COLLECTED] = {item.nodeid for item in items}
     slow = [item for item in items if item.get_closest_marker("slow")]
     if all("::" in argument for argument in config.args):
         chosen = items  # named one by one
@@ -102,8 +107,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = slow
     elif config.option.slow_share:
         part, parts = map(int, config.option.slow_share.split("/"))
-        share = selection.share_of(slow, part, parts, selection.changed_files())
+        share, left = selection.share_of(slow, part, parts, selection.changed_files())
         chosen = [item for item in items if item not in slow or item in share]
+        note_touched_files(config, left)
     else:
         chosen = [item for item in items if item not in slow]
     if config.option.quick:
@@ -117,23 +123,46 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="no GPU is visible to JAX"))
 
 
+def note_touched_files(config: pytest.Config, left: list[pytest.Item]) -> None:
+    """Keep for the summary the files with slow tests that the change touches and that this run leaves out."""
+    files = sorted({str(item.path.relative_to(selection.ROOT)) for item in left})
+    config.stash[LEFT_OUT] = files
+    if hasattr(config, "workeroutput"):
+        config.workeroutput[LEFT_OUT_OF_WORKER] = files
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    if LEFT_OUT_OF_WORKER in getattr(node, "workeroutput", {}):  # a worker that crashed has none
+        node.config.stash[LEFT_OUT] = node.workeroutput[LEFT_OUT_OF_WORKER]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.config.option.quick and time.monotonic() - STARTED > selection.QUICK_SECONDS:
         pytest.skip("--quick has run for its time: scripts/test runs all")
 
 
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A change that no test is near to, as one of a document, is no failure of --quick."""
+    if session.config.option.quick and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Count the skipped tests by reason, and say how each failed one is run again by itself."""
     write, stats = terminalreporter.write_line, terminalreporter.stats
+    venv = shlex.quote(os.path.relpath(sys.prefix, selection.ROOT))
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in stats.get("skipped", []))
     if reasons:
         terminalreporter.section("skipped")
         for reason, count in reasons.most_common():
             write(f"{count:5}  {reason}")
+    if left := terminalreporter.config.stash.get(LEFT_OUT, []):
+        terminalreporter.section("slow tests of the change that did not run, because it touches so many")
+        write(f"VENV={venv} scripts/test --slow {shlex.join(left)}")
     failed = dict.fromkeys(report.nodeid for kind in ("failed", "error") for report in stats.get(kind, []))
     if failed:
         terminalreporter.section("to run a failed test again by itself")
-        venv = Path(sys.prefix).name
         for test in failed:
             write(f"VENV={venv} scripts/test --numprocesses 0 {shlex.quote(test)}")
 

@@ -62,7 +62,7 @@ class Gate:
 
 
 def after_step(path: Path, step: int) -> Gate:
-    """A gate before what follows the `step`-th step of a process, the look for signals first."""
+    """Return a gate at which a process stops after its `step`-th step, before it looks for signals."""
     return Gate(path, "jaxopt_llm.train:ProgressLine.advance", 1 + step)
 
 
@@ -78,6 +78,9 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
     """Return what the process wrote to standard output and to standard error."""
     try:
         stdout, stderr = process.communicate(timeout=DEADLINE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"it did not end in {DEADLINE} s: {process.communicate()}") from None
     finally:
         process.kill()
     assert process.returncode == code, stderr

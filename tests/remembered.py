@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 import jax
 from jax._src import compilation_cache
+from jax._src.lru_cache import LRUCache
 
 from jaxopt_llm.parallel import runtime, topology
 
@@ -34,11 +36,14 @@ READINGS = FOLDER / "readings"  # kept by this module
 SIZES = ("argument", "output", "alias", "temp")
 # Where XLA writes or reads files: names of folders, which change nothing in the program.
 FOLDERS = ("xla_dump_to", "xla_gpu_cuda_data_dir")
-COMPILER_PACKAGES = ("jax", "jaxlib", "jax-cuda", "jax-triton", "triton")
+COMPILER_PACKAGES = ("jax", "jaxlib", "jax-cuda", "jax-triton", "nvidia-", "triton")
 # Settings of JAX that say where programs are kept, not what they are.
 CACHE_SETTINGS = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache")
 
-COLLECTIVE = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute|ragged-all-to-all|reduce-scatter)\(")
+COLLECTIVE = re.compile(
+    r" (all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute|ragged-all-to-all|recv|reduce-scatter|"
+    r"send)(-start)?\("
+)
 
 compile_anew = topology.run_xla
 keep_any = compilation_cache.put_executable_and_time
@@ -72,8 +77,7 @@ def run_xla(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Any:
     `topology.run_xla`, with the same arguments."""
     file = READINGS / f"{key(lowered, options)}.gz"
     dump = Path(options["xla_dump_to"]) if "xla_dump_to" in options else None
-    if file.exists():
-        kept = json.loads(gzip.decompress(file.read_bytes()))
+    if kept := kept_in(file):
         for name, text in kept.get("dumped", {}).items():
             assert dump is not None
             (dump / name).write_text(text)
@@ -81,12 +85,22 @@ def run_xla(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Any:
         try:
             kept = read(compile_anew(lowered, options), dump)
         except jax.errors.JaxRuntimeError as error:
+            if topology.NO_KERNEL not in str(error):  # others need not come from the program, as a full disk
+                raise
             kept = {"error": str(error)}
         READINGS.mkdir(parents=True, exist_ok=True)
         write_whole(file, gzip.compress(json.dumps(kept).encode(), compresslevel=1))
     if "error" in kept:
         raise jax.errors.JaxRuntimeError(kept["error"])
     return Reading(kept, lowered, options)
+
+
+def kept_in(file: Path) -> dict[str, Any]:
+    """Return what a file of READINGS holds; nothing if there is none, or if a machine stopped before it was on disk."""
+    try:
+        return json.loads(gzip.decompress(file.read_bytes()))
+    except (OSError, EOFError, zlib.error, ValueError):
+        return {}
 
 
 def keep_restorable(key: str, name: str, executable: Any, backend: Any, seconds: int) -> None:
@@ -98,6 +112,13 @@ def keep_restorable(key: str, name: str, executable: Any, backend: Any, seconds:
         keep_any(key, name, executable, backend, seconds)
 
 
+def put_whole(cache: LRUCache, key: str, value: bytes) -> None:
+    """Keep a program so that no process ever finds a part of it: tests kill commands at any moment. Takes the place of
+    `LRUCache.put`, which writes into the file itself."""
+    if not (file := Path(cache.path, f"{key}-cache")).exists():
+        write_whole(file, value)
+
+
 def is_restorable(text: str) -> bool:
     """Return whether all collectives of a compiled program are outside its loops, branches and calls."""
     called, entry = text.split("\nENTRY ")
@@ -106,8 +127,8 @@ def is_restorable(text: str) -> bool:
 
 
 def read(compiled: jax.stages.Compiled, dump: Path | None) -> dict[str, Any]:
-    """Return what is kept of a program. dump: the folder that XLA wrote texts to, of which those that describe buffers
-    are kept."""
+    """Return what is kept of a program. dump: the folder to which XLA wrote texts. Those that describe buffers are
+    kept."""
     stats = compiled.memory_analysis()
     names = [f"{where}{kind}_size_in_bytes" for where in ("", "host_") for kind in SIZES]
     return {
@@ -137,11 +158,16 @@ def key(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> str:
         "options": [*lowering._compiler_options_kvs, *((k, v) for k, v in options.items() if k not in FOLDERS)],
         "dumps": "xla_dump_to" in options,
         # `topology.compile` names a toolkit that assembles nothing. XLA takes the machine's own where none is named.
-        "assembler": None if "xla_gpu_cuda_data_dir" in options else assembler(),
+        "assembler": topology._ASSEMBLER if "xla_gpu_cuda_data_dir" in options else assembler(),
         "flags": os.environ.get("XLA_FLAGS", ""),
         "settings": sorted((name, str(value)) for name, value in settings.items()),
-        "target": [devices, *(topology._target_config(chip) for chip in chips.values() if chip)],
+        "target": [
+            devices,
+            len(lowering._device_list[0].client.devices()),
+            *(topology._target_config(chip) for chip in chips.values() if chip),
+        ],
         "versions": versions(),
+        "kept": Path(__file__).read_text(),  # which says what is read of a program
     }
     return hashlib.sha256(json.dumps(given, default=str).encode()).hexdigest()
 

@@ -4,7 +4,11 @@ A test file is near to a changed file when it imports it through few others.
 """
 
 import ast
+import contextlib
+import functools
+import re
 import subprocess
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -13,14 +17,29 @@ import pytest
 ROOT = Path(__file__).parent.parent
 QUICK_SECONDS = 75  # after which --quick starts no test more; what runs then has to end, and the start took its time
 FAR = 99
+CONFTEST = ROOT / "tests/conftest.py"
+COMMANDS = {"train", "generate", "evaluate", "plan", "prepare", "convert", "checkpoint"}
+MOST_OF_SLOW = 4  # one in so many slow tests is the most that a run takes beside the others
 
 
-def share_of(items: list[pytest.Item], part: int, parts: int, changed: Iterable[Path]) -> list[pytest.Item]:
-    """Return every `parts`-th test, beginning with number `part`, and the tests that a change touches by name: those
-    whose own file is changed, or that of the module which their file is named after."""
+def share_of(
+    items: list[pytest.Item], part: int, parts: int, changed: Iterable[Path]
+) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Return part `part` of `parts` parts of the tests, with the tests that a change touches by name: those whose own
+    file is changed, or whose file is named after a changed module.
+
+    A test's part is given by its name alone, so that a new test moves no other one. A change to many files would bring
+    all tests. Therefore at most one in MOST_OF_SLOW is returned, and the second list has those that are left out.
+    """
     touched = set(changed)
     near = {path for path in {item.path for item in items} if path in touched or touched & set(tested_by_name(path))}
-    return [item for number, item in enumerate(items) if number % parts == part or item.path in near]
+    own = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part]
+    others = [item for item in items if item not in own and item.path in near]
+    room = max(len(items) // MOST_OF_SLOW - len(own), 0)
+    if len(others) <= room:
+        return own + others, []
+    brought = [others[number * len(others) // room] for number in range(room)]
+    return own + brought, [item for item in others if item not in brought]
 
 
 def changed_files() -> list[Path]:
@@ -31,7 +50,7 @@ def changed_files() -> list[Path]:
         return done.stdout.split("\0")[:-1]
 
     found = names("diff", "--name-only", "-z", "HEAD") + names("ls-files", "--others", "--exclude-standard", "-z")
-    # Of a merge, what it brought; of a shallow clone's only commit, nothing.
+    # For a merge these are the files that it brought in. For the only commit of a shallow clone there are none.
     found = found or names("diff-tree", "--no-commit-id", "--name-only", "-r", "-z", "--first-parent", "-m", "HEAD")
     return [ROOT / name for name in found]
 
@@ -43,16 +62,21 @@ def distances(tests: Iterable[Path], changed: Iterable[Path]) -> dict[Path, int]
     one more for every import between. FAR is a test that no path of imports connects with a change.
     """
     imports = {path: imported(path) for path in (*ROOT.glob("jaxopt_llm/**/*.py"), *ROOT.glob("tests/**/*.py"))}
-    return {test: _distance(test, set(changed), imports) for test in tests}
+    # A module reads the data that lie beside it.
+    beside = {each for path in changed if path.suffix != ".py" for each in path.parent.glob("*.py")}
+    touched = {*changed, *(each for each in beside if each in imports)}
+    return {test: _distance(test, touched, imports) for test in tests}
 
 
 def _distance(test: Path, changed: set[Path], imports: Mapping[Path, set[Path]]) -> int:
     if test in changed or changed & set(tested_by_name(test)):
         return 0
+    if changed & {ROOT / "pyproject.toml", CONFTEST, *imports.get(CONFTEST, ())} - set(ROOT.glob("jaxopt_llm/**/*.py")):
+        return 1
     text = test.read_text()
     # Recipes, scripts and documents are not imported: a test names the file or its folder.
     read = [path for path in changed if ROOT / "jaxopt_llm" not in path.parents]
-    if any(path.name in text or f"{path.parent.name}/" in text for path in read):
+    if any(_names(text, path) for path in read):
         return 1
     reached, edge, distance = {test}, {test}, 0
     while edge:
@@ -64,6 +88,15 @@ def _distance(test: Path, changed: set[Path], imports: Mapping[Path, set[Path]])
     return FAR
 
 
+def _names(text: str, path: Path) -> bool:
+    """Return whether a text names a file or its folder. A name without a suffix, as of scripts, counts with its
+    folder's name alone: "test" and "run" are words."""
+    folder = path.parent.name
+    if not path.suffix:
+        return f"{folder}/{path.name}" in text or f'"{folder}" / "{path.name}"' in text
+    return path.name in text or f"{folder}/" in text
+
+
 def tested_by_name(test: Path) -> list[Path]:
     """Return the modules that a test file is named after: tests/data/test_packing.py, jaxopt_llm/data/packing.py."""
     folder = ROOT / "jaxopt_llm" / test.parent.relative_to(ROOT / "tests")
@@ -71,15 +104,29 @@ def tested_by_name(test: Path) -> list[Path]:
     return [path for path in folder.glob("*.py") if name == path.stem or name.startswith(f"{path.stem}_")]
 
 
+@functools.cache
 def imported(path: Path) -> set[Path]:
-    """Return the files of the repository that a file imports, wherever in its text."""
+    """Return the files of the repository that a file imports, wherever in its text. Tests also start programs: of those
+    the modules and commands that their strings name."""
+    names = _imported_names(path.read_text(), strings=ROOT / "tests" in path.parents)
+    parts = [name.replace(".", "/") for name in names]
+    folders = (ROOT, ROOT / "tests", ROOT / "tests/mutants", ROOT / "benchmarks")
+    candidates = (folder / f"{part}{end}" for part in parts for folder in folders for end in (".py", "/__init__.py"))
+    return {candidate for candidate in candidates if candidate.is_file()}
+
+
+def _imported_names(program: str, strings: bool) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(program)):
         if isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    parts = [name.replace(".", "/") for name in names]
-    folders = (ROOT, ROOT / "tests", ROOT / "benchmarks")
-    candidates = (folder / f"{part}{end}" for part in parts for folder in folders for end in (".py", "/__init__.py"))
-    return {candidate for candidate in candidates if candidate.is_file()}
+        elif strings and isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names |= set(re.findall(r"jaxopt_llm\.[\w.]+", node.value))
+            if node.value in COMMANDS:
+                names |= {f"jaxopt_llm.{node.value}", f"jaxopt_llm.{node.value}.__main__"}
+            if "import jaxopt_llm" in node.value or "from jaxopt_llm" in node.value:
+                with contextlib.suppress(SyntaxError):  # not a program that a test starts
+                    names |= _imported_names(node.value, strings)
+    return names

@@ -44,7 +44,7 @@ OTHERWISE: dict[str, tuple[float, ...]] = {
     # sends 15 in float32, 0.10.2 14.
     "llama3_8b_128k": (72.5, 877.1),
 }
-DIGITS = 0.005  # of a number that is rounded to a tenth of a GiB
+ROUNDED = 0.051  # GiB: docstrings have a tenth
 MIXTURES = ("mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v2_lite")
 # The others are slow tests.
 QUICK = ("llama2_7b", "llama3_8b_qlora")
@@ -102,7 +102,7 @@ def test_a_recipe_fits_with_a_share_to_spare_and_its_docstring_says_by_how_much(
         otherwise = OTHERWISE.get(name, ())
         expected[: len(otherwise)] = otherwise
     sent = sum(each.bytes for each in found.collectives)
-    assert [found.memory.peak / GIB, sent / GIB] == pytest.approx(expected, rel=DIGITS)
+    assert [found.memory.peak / GIB, sent / GIB] == pytest.approx(expected, abs=ROUNDED)
 
 
 # ---- What tuning takes, as compiled.
@@ -140,7 +140,7 @@ def test_adapters_fit_the_gpus_that_the_docstrings_name(
     said = [*map(float, re.findall(r"([\d.]+) GiB", docstring(name)))]
     if jax.__version_info__ >= (0, 11):
         said = [otherwise]
-    assert any(each == pytest.approx(found.memory.peak / GIB, rel=DIGITS) for each in said)
+    assert any(each == pytest.approx(found.memory.peak / GIB, abs=ROUNDED) for each in said)
 
 
 @pytest.mark.slow

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 import remembered
+from jax._src import compilation_cache
+from jax._src.lru_cache import LRUCache
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -30,10 +32,15 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lowered(
-    scope: str = "product", hosts: int = 1, number: int = 0, function: Callable[..., Any] = jnp.tanh, **options: Any
+    scope: str = "product",
+    hosts: int = 1,
+    gpus: int = 8,
+    number: int = 7,
+    function: Callable[..., Any] = jnp.tanh,
+    **options: Any,
 ) -> jax.stages.Lowered:
-    """A small program for one GPU: that of this number among the GPUs of so many hosts. options: of `jax.jit`."""
-    device = gpu_topology("h200", hosts, 8 // hosts)[number]
+    """Return a small program for one GPU: that of this number among the GPUs of all hosts. options: of `jax.jit`."""
+    device = gpu_topology("h200", hosts, gpus // hosts)[number]
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
 
     def program(x: jax.Array) -> jax.Array:
@@ -70,11 +77,17 @@ def changed_setting_of_jax(_: pytest.MonkeyPatch) -> str:
 
 
 def changed_hosts(_: pytest.MonkeyPatch) -> str:
-    return remembered.key(lowered(hosts=2, number=7), OPTIONS)
+    """The GPU of the same number, in another process."""
+    return remembered.key(lowered(hosts=8, number=7), OPTIONS)
 
 
 def changed_device(_: pytest.MonkeyPatch) -> str:
-    return remembered.key(lowered(number=7), OPTIONS)
+    return remembered.key(lowered(number=6), OPTIONS)
+
+
+def changed_number_of_devices(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where only one of them has the program."""
+    return remembered.key(lowered(gpus=16), OPTIONS)
 
 
 def changed_chip(monkeypatch: pytest.MonkeyPatch) -> str:
@@ -122,6 +135,7 @@ def changed_dump(_: pytest.MonkeyPatch) -> str:
         changed_setting_of_jax,
         changed_hosts,
         changed_device,
+        changed_number_of_devices,
         changed_chip,
         changed_version,
         changed_toolkit,
@@ -170,11 +184,41 @@ def test_buffers_are_listed_from_what_was_kept(monkeypatch: pytest.MonkeyPatch) 
     assert compile_and_list(program)[1] == buffers
 
 
-def test_a_failure_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("said", "kept"), [(f"{topology.NO_KERNEL} for it", True), ("No space left", False)])
+def test_a_failure_is_kept_if_it_comes_from_the_program(said: str, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        tried.append(said)
+        raise jax.errors.JaxRuntimeError(said)
+
+    tried: list[str] = []
+    monkeypatch.setattr(remembered, "compile_anew", fail)
     for _ in range(2):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_nothing"):
-            remembered.run_xla(lowered(), {"xla_nothing": True})
-        monkeypatch.setattr(remembered, "compile_anew", None)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=said):
+            remembered.run_xla(lowered(), OPTIONS)
+    assert len(tried) == 2 - kept
+
+
+@pytest.mark.parametrize("size", [0, 200])
+def test_a_torn_file_is_written_again(size: int) -> None:
+    text = remembered.run_xla(lowered(), OPTIONS).as_text()
+    (file,) = remembered.READINGS.iterdir()
+    file.write_bytes(file.read_bytes()[:size])
+    assert remembered.run_xla(lowered(), OPTIONS).as_text() == text
+    assert remembered.kept_in(file)["text"] == text
+
+
+def test_a_program_is_kept_whole(tmp_path: Path) -> None:
+    """JAX finds it where it looks, and what is there already stays."""
+    cache = LRUCache(str(tmp_path), max_size=-1)
+    for value in (b"first", b"second"):
+        remembered.put_whole(cache, "key", value)
+    assert cache.get("key") == b"first" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_suite_keeps_what_it_compiles() -> None:
+    assert topology.run_xla is remembered.run_xla
+    assert compilation_cache.put_executable_and_time is remembered.keep_restorable
+    assert LRUCache.put is remembered.put_whole
 
 
 @pytest.mark.parametrize("loop", [False, True])

@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import conftest
 import pytest
 import selection
 from selection import ROOT
@@ -24,21 +26,49 @@ def collected(*options: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
+class Item:
+    """As much of a test as its selection looks at."""
+
+    def __init__(self, path: str, number: int) -> None:
+        self.path, self.nodeid = ROOT / path, f"{path}::{number}"
+
+    def get_closest_marker(self, name: str) -> None:
+        return None
+
+
+def slow_tests(*paths: str, each: int) -> list[Any]:
+    return [Item(path, number) for path in paths for number in range(each)]
+
+
+def names(items: list[Any]) -> list[str]:
+    return sorted(item.nodeid for item in items)
+
+
 def test_each_slow_test_is_in_one_share() -> None:
-    """Eight commits after each other run all of them, wherever the changed files are."""
-    slow = [SimpleNamespace(path=ROOT / HEAVY, name=number) for number in range(21)]
-    shares: list[Any] = [selection.share_of(slow, part, 8, ()) for part in range(8)]  # type: ignore[arg-type]
-    assert sorted(each.name for share in shares for each in share) == list(range(21))
-    assert {len(share) for share in shares} == {2, 3}
+    """Eight commits after each other run all of them, wherever the changed files are and whatever tests are added."""
+    slow = slow_tests(HEAVY, each=400)
+    shares: list[Any] = [selection.share_of(slow, part, 8, ())[0] for part in range(8)]
+    assert names([each for share in shares for each in share]) == names(slow)
+    assert {30 < len(share) < 70 for share in shares} == {True}
+    fewer, _ = selection.share_of(slow[1:], 0, 8, ())
+    assert names(fewer) == [each for each in names(shares[0]) if each != slow[0].nodeid]
 
 
 @pytest.mark.parametrize("changed", [HEAVY, "jaxopt_llm/model/router.py"])
 def test_a_change_brings_the_slow_tests_of_its_files(changed: str) -> None:
-    paths = (ROOT / HEAVY, ROOT / "tests/model/test_router_hf_torch.py", ROOT / "tests/test_plan.py")
-    slow: list[Any] = [SimpleNamespace(path=path) for path in paths for _ in range(8)]
-    touched = ROOT / HEAVY if changed == HEAVY else ROOT / "tests/model/test_router_hf_torch.py"
-    share = selection.share_of(slow, 0, 8, [ROOT / changed])
-    assert [each.path for each in share].count(touched) == 8 and len(share) == 10
+    touched = slow_tests(HEAVY if changed == HEAVY else "tests/model/test_router_hf_torch.py", each=8)
+    others = slow_tests("tests/test_plan.py", each=192)
+    share, left = selection.share_of(touched + others, 0, 8, [ROOT / changed])
+    own, _ = selection.share_of(touched + others, 0, 8, ())
+    assert set(names(share)) == {*names(own), *names(touched)} and not left
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_a_change_of_everything_brings_a_quarter(part: int) -> None:
+    slow = slow_tests(HEAVY, "tests/test_plan.py", each=100)
+    share, left = selection.share_of(slow, part, 8, [ROOT / HEAVY, ROOT / "tests/test_plan.py"])
+    assert len(share) == 50 and names(share + left) == names(slow)
+    assert {each.path for each in share} == {each.path for each in slow} == {each.path for each in left}
 
 
 def test_options_select() -> None:
@@ -51,12 +81,76 @@ def test_options_select() -> None:
     assert set(normal) < set(with_share) and set(with_share) - set(normal) <= set(slow)
 
 
+def collection(config: Any, items: list[Any]) -> list[str]:
+    """Node ids that run, in their order."""
+    conftest.pytest_collection_modifyitems(config, items)
+    return [item.nodeid for item in items]
+
+
+def test_quick_runs_the_nearest_first_and_none_that_is_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    far, near, own = "tests/parallel/test_links.py", "tests/data/test_loader.py", "tests/data/test_packing.py"
+    items = slow_tests(far, near, own, each=1)
+    option = SimpleNamespace(slow=False, slow_share=None, quick=True, gpu_tests_on_cpu=False)
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    config = SimpleNamespace(args=["tests"], option=option, hook=hook, stash=pytest.Stash())
+    monkeypatch.setattr(selection, "changed_files", lambda: [ROOT / "jaxopt_llm/data/packing.py"])
+    assert collection(config, items) == [f"{own}::0", f"{near}::0"]
+    assert f"{far}::0" in config.stash[conftest.COLLECTED]
+    option.quick = False
+    assert len(collection(config, slow_tests(far, near, own, each=1))) == 3
+
+
+def test_quick_starts_no_test_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    item: Any = SimpleNamespace(config=SimpleNamespace(option=SimpleNamespace(quick=True)))
+    monkeypatch.setattr(conftest, "STARTED", time.monotonic())
+    conftest.pytest_runtest_setup(item)
+    monkeypatch.setattr(conftest, "STARTED", time.monotonic() - selection.QUICK_SECONDS)
+    with pytest.raises(pytest.skip.Exception, match="has run for its time"):
+        conftest.pytest_runtest_setup(item)
+    item.config.option.quick = False
+    conftest.pytest_runtest_setup(item)
+
+
+def test_the_summary_counts_skips_by_reason_and_names_the_command_for_a_failure() -> None:
+    lines: list[str] = []
+    skipped = [SimpleNamespace(longrepr=("file", 1, f"Skipped: {reason}")) for reason in ("a", "b", "b")]
+    stats = {"skipped": skipped, "failed": [SimpleNamespace(nodeid="tests/test_a.py::test_b[x y]")]}
+    reporter: Any = SimpleNamespace(
+        stats=stats, write_line=lines.append, section=lines.append, config=SimpleNamespace(stash=pytest.Stash())
+    )
+    conftest.pytest_terminal_summary(reporter)
+    told = "\n".join(lines)
+    assert "    2  b\n    1  a" in told and "scripts/test --numprocesses 0 'tests/test_a.py::test_b[x y]'" in told
+
+
 def test_tests_are_ordered_by_their_distance_from_a_change() -> None:
     names = ("tests/data/test_packing.py", "tests/data/test_loader.py", "tests/parallel/test_links.py")
     paths = [ROOT / name for name in names]
     found = selection.distances(paths, [ROOT / "jaxopt_llm/data/packing.py"])
     own, near, unrelated = (found[path] for path in paths)
     assert own == 0 < near < unrelated
+
+
+@pytest.mark.parametrize(
+    ("changed", "test"),
+    [
+        ("jaxopt_llm/train.py", "tests/test_death.py"),  # a command, which tests start and do not import
+        ("jaxopt_llm/parallel/rendezvous.py", "tests/test_processes.py"),  # in a program that is a string
+        ("jaxopt_llm/kernels/attention_measured.json", "tests/kernels/test_attention_auto.py"),
+        ("tests/mutants/model.toml", "tests/test_mutants.py"),
+        ("tests/conftest.py", "tests/parallel/test_links.py"),
+        ("tests/remembered.py", "tests/parallel/test_links.py"),
+        ("scripts/local-processes", "tests/test_processes.py"),
+    ],
+)
+def test_a_change_is_near_to_what_runs_or_reads_it(changed: str, test: str) -> None:
+    assert selection.distances([ROOT / test], [ROOT / changed])[ROOT / test] <= 2
+
+
+def test_a_script_is_not_near_to_tests_that_have_its_name_as_a_word() -> None:
+    tests = list((ROOT / "tests").rglob("test_*.py"))
+    found = selection.distances(tests, [ROOT / "scripts/test"])
+    assert [path for path in tests if found[path] < selection.FAR] != [] and list(found.values()).count(1) < 9
 
 
 @pytest.mark.parametrize("test", ["test_experts_benchmark.py", "test_recipes.py"])

@@ -37,7 +37,7 @@ class Forked(subprocess.Popen[str]):
 
 
 def fits(environment: dict[str, str]) -> bool:
-    """Whether a fork with this environment reads of it what a process that starts with it would."""
+    """Return whether a forked command sees this environment as a newly started process would."""
     names = {*environment, *_environment()}
     changed = {name for name in names if environment.get(name) != _environment().get(name)}
     return AVAILABLE and not any(name.startswith(("JAX_", "XLA_", "PYTHON")) for name in changed)
@@ -91,6 +91,12 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    import jax
+    from jax._src.lru_cache import LRUCache
+    from remembered import put_whole
+
+    LRUCache.put = put_whole  # type: ignore[method-assign]
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     for name in COMMANDS:
         runpy.run_module(f"jaxopt_llm.{name}", run_name="imported")
     request = _serve(socket.socket(fileno=int(sys.argv[1])))

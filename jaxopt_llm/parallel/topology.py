@@ -197,6 +197,9 @@ def _in_host_memory(attributes: Any) -> ir.DictAttr:
     return ir.DictAttr.get(own | {"mhlo.memory_kind": ir.StringAttr.get(HOST)})
 
 
+NO_KERNEL = "No supported config found"  # a part of XLA's message
+
+
 def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any] = {}) -> jax.stages.Compiled:
     """`lowered.compile(options)` for devices of a topology: all that XLA decides - the partition over devices, fusions,
     buffers, schedule - and no machine code, which nobody would run and which takes more than half of the time.
@@ -212,7 +215,7 @@ def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any] = {}) -> jax
         return run_xla(lowered, {**options, **skipped})
     except jax.errors.JaxRuntimeError as error:
         # JAX 0.11 has no kernel for some products of one row, with no GPU to try any on: let a library multiply.
-        if "No supported config found" not in str(error):
+        if NO_KERNEL not in str(error):
             raise
         return run_xla(lowered, {**options, **skipped, "xla_gpu_enable_triton_gemm": False})
 

@@ -5,10 +5,12 @@ tree, never in the tree itself.
 """
 
 import argparse
+import contextlib
 import fnmatch
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,12 +25,16 @@ from mutation import Mutant, load
 
 ROOT = Path(__file__).parent.parent.parent
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=short")
-TIMEOUT_SECONDS = 900
-PASSED, FAILED = 0, 1  # exit codes of pytest; the others mean that it could not run the test
+TIMEOUT_SECONDS = 960  # more than pytest's faulthandler_timeout, after which it shows where a test hangs
+PASSED, FAILED, HUNG = 0, 1, -1  # exit codes of pytest and, the last, ours; others mean that it could not run the test
 KILLED, SURVIVED, NOT_RUN, SKIPPED = "killed", "SURVIVED", "NOT RUN", "skipped"  # its test cannot run here
 
 
+_running: set[int] = set()  # process groups of tests
+
+
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(prog="scripts/mutants", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to try, * and ? match (default: all)")
     parser.add_argument("--list", action="store_true", help="print the mutants and their reasons, and try none")
@@ -36,6 +42,8 @@ def main() -> int:
     parser.add_argument("--seed", default="", metavar="TEXT", help="for --sample, as a commit's hash")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="mutants tried at once")
     given = parser.parse_args()
+    if given.jobs < 1 or (given.sample is not None and given.sample < 1):
+        parser.error("--jobs and --sample take a number from 1")
     try:
         chosen = choose(load(), given.names)
         if given.sample is not None:
@@ -90,12 +98,9 @@ def copy_tree(folder: Path) -> Path:
 
 
 def run_tests(copy: Path, tests: Sequence[str], *options: str) -> subprocess.CompletedProcess[str]:
-    """Run tests in a copy, whose package comes before the installed one.
-
-    Raises:
-        subprocess.TimeoutExpired: after TIMEOUT_SECONDS for each test.
-    """
-    return subprocess.run(
+    """Run tests in a copy, whose package comes before the installed one. The exit code is HUNG if they take longer than
+    TIMEOUT_SECONDS each."""
+    process = subprocess.Popen(
         [sys.executable, *PYTEST, *options, *tests],
         cwd=copy,
         # No bytecode: a file that is changed twice within a second would be read from the first change's.
@@ -103,8 +108,25 @@ def run_tests(copy: Path, tests: Sequence[str], *options: str) -> subprocess.Com
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=TIMEOUT_SECONDS * len(tests),
+        start_new_session=True,
     )
+    _running.add(process.pid)
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_SECONDS * len(tests))
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        stop(process.pid)
+        output, code = process.communicate()[0], HUNG
+    finally:
+        stop(process.pid)  # the commands that a test started and left
+        _running.discard(process.pid)
+    return subprocess.CompletedProcess(process.args, code, output)
+
+
+def stop(group: int) -> None:
+    """Kill a process group, if there still is one."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def try_all(mutants: Sequence[Mutant], copies: Sequence[Path]) -> list[str]:
@@ -121,7 +143,13 @@ def try_all(mutants: Sequence[Mutant], copies: Sequence[Path]) -> list[str]:
             free.put(copy)
 
     with ThreadPoolExecutor(len(copies)) as threads:
-        return list(threads.map(attempt, mutants))
+        try:
+            return list(threads.map(attempt, mutants))
+        except BaseException:  # Ctrl-C, SIGTERM
+            threads.shutdown(wait=False, cancel_futures=True)
+            for group in tuple(_running):
+                stop(group)
+            raise
 
 
 def try_one(mutant: Mutant, copy: Path) -> str:
@@ -130,26 +158,18 @@ def try_one(mutant: Mutant, copy: Path) -> str:
     whole = file.read_text()
     try:
         file.write_text(mutant.apply(whole))
-        code, output = run_one(mutant, copy)
+        run = run_tests(copy, [mutant.test], "-x")
     finally:
         file.write_text(whole)
+    code, output = run.returncode, run.stdout
     seconds = f"{time.perf_counter() - clock:6.1f} s"
-    if code == FAILED:
+    if code == FAILED and " failed" in output.splitlines()[-1]:  # not "1 error": the set-up did not run
         reason = " ".join(word for line in output.splitlines() if line.startswith("E ") for word in line.split()[1:])
         print(f"{KILLED:8} {seconds}  {mutant.name}: {reason[:120]}", flush=True)
         return KILLED
     verdict = NOT_RUN if code != PASSED else SURVIVED if " passed" in output else SKIPPED
     print(f"{verdict:8} {seconds}  {mutant.name}: {mutant.test}\n{output[-3000:]}", flush=True)
     return verdict
-
-
-def run_one(mutant: Mutant, copy: Path) -> tuple[int | None, str]:
-    """Return pytest's exit code, None if the test hung, and its output."""
-    try:
-        run = run_tests(copy, [mutant.test], "-x")
-    except subprocess.TimeoutExpired:
-        return None, f"the test hung for {TIMEOUT_SECONDS} s"
-    return run.returncode, run.stdout
 
 
 if __name__ == "__main__":
