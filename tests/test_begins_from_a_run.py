@@ -14,8 +14,6 @@ from jaxopt_llm.config import TrainConfig
 from jaxopt_llm.errors import InputError
 from jaxopt_llm.validation import validate
 
-pytestmark = pytest.mark.core
-
 # So slow that nothing changes.
 STILL = ("--optimizer.learning-rate", 1e-30, "--optimizer.weight-decay", 0, "--training.steps", 1)
 

@@ -113,7 +113,6 @@ def test_a_sixteen_bit_copy_is_made_again_on_resume(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, checkpoint(tmp_path / "resumed", 4), checkpoint(tmp_path / "whole", 4))
 
 
-@pytest.mark.core
 def test_adapters_over_a_frozen_base_resume_and_generate(tmp_path: Path) -> None:
     adapt = ("--lora.rank", 2, "--lora.base", "int8", "--evaluation.every", 2)
     for directory, stops in ((tmp_path / "whole", (4,)), (tmp_path / "resumed", (2, 4))):
