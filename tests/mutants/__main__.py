@@ -9,6 +9,7 @@ import contextlib
 import fnmatch
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -163,7 +164,7 @@ def try_one(mutant: Mutant, copy: Path) -> str:
         file.write_text(whole)
     code, output = run.returncode, run.stdout
     seconds = f"{time.perf_counter() - clock:6.1f} s"
-    if code == FAILED and " failed" in output.splitlines()[-1]:  # not "1 error": the set-up did not run
+    if code == FAILED and re.search(r"^\d+ failed", output, re.MULTILINE):  # not "1 error": the set-up did not run
         reason = " ".join(word for line in output.splitlines() if line.startswith("E ") for word in line.split()[1:])
         print(f"{KILLED:8} {seconds}  {mutant.name}: {reason[:120]}", flush=True)
         return KILLED
