@@ -37,7 +37,8 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
 def test_a_run_keeps_its_programs_for_its_user_alone(tmp_path: Path) -> None:
     small = {"training.steps": 1, "evaluation.every": 1}
     arguments = [*commands.tiny(tmp_path / "run"), *(f"--{name}={value}" for name, value in small.items())]
-    process = commands.start("train", *arguments, XDG_CACHE_HOME=str(tmp_path), JAX_COMPILATION_CACHE_DIR="")
+    cache = {"XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": ""}
+    process = commands.start("train", *arguments, **cache, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
     assert process.communicate(timeout=300) and process.returncode == 0
     (programs,) = (tmp_path / "jaxopt_llm" / "programs").iterdir()
     assert programs.stat().st_mode & 0o777 == 0o700
