@@ -85,7 +85,7 @@ def run_xla(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Any:
         try:
             kept = read(compile_anew(lowered, options), dump)
         except jax.errors.JaxRuntimeError as error:
-            if topology.NO_KERNEL not in str(error):  # others need not come from the program, as a full disk
+            if topology.NO_KERNEL not in str(error):  # the program need not be the cause: the disk may be full
                 raise
             kept = {"error": str(error)}
         READINGS.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,8 @@ def run_xla(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Any:
 
 
 def kept_in(file: Path) -> dict[str, Any]:
-    """Return what a file of READINGS holds; nothing if there is none, or if a machine stopped before it was on disk."""
+    """Return what a file of READINGS holds. The result is empty if there is no such file, or if it is not whole because
+    the machine stopped before all of it was on disk."""
     try:
         return json.loads(gzip.decompress(file.read_bytes()))
     except (OSError, EOFError, zlib.error, ValueError):

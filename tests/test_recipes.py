@@ -43,6 +43,9 @@ OTHERWISE: dict[str, tuple[float, ...]] = {
     # 0.10.2 holds the gradient of the last norm's input in float32, too. Of the 44 messages of a layer in a ring 0.11.2
     # sends 15 in float32, 0.10.2 14.
     "llama3_8b_128k": (72.5, 877.1),
+    "gpt3_175b": (49.1,),
+    "qwen3_30b_a3b": (85.7,),
+    "deepseek_v2_lite": (49.7,),
 }
 ROUNDED = 0.051  # GiB: docstrings have a tenth
 MIXTURES = ("mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v2_lite")

@@ -85,8 +85,8 @@ def changed_device(_: pytest.MonkeyPatch) -> str:
     return remembered.key(lowered(number=6), OPTIONS)
 
 
-def changed_number_of_devices(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where only one of them has the program."""
+def changed_number_of_devices(_: pytest.MonkeyPatch) -> str:
+    """The program still runs on one of them."""
     return remembered.key(lowered(gpus=16), OPTIONS)
 
 
