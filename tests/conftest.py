@@ -15,12 +15,12 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 # Compiling is most of what a test on the CPU costs. By the environment, for the commands that tests start, too.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # XLA's older code generator for CPUs takes half the time. Its switch has another name in 0.11, which aborts on the old
-# one.
-if version("jaxlib") < "0.11":
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
-else:
-    switch = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {switch}"
+# one. Two tests run at a time on two cores: XLA's own threads add work and save no time.
+OLDER_GENERATOR = "--xla_cpu_use_fusion_emitters=false"
+if version("jaxlib") >= "0.11":
+    OLDER_GENERATOR = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+ONE_THREAD = ["--xla_cpu_parallel_codegen_split_count=1", "--xla_gpu_force_compilation_parallelism=1"]
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), OLDER_GENERATOR, *ONE_THREAD])
 # Compiled programs are kept from one run of the tests to the next (remembered.py), with the names of their operations,
 # which tests read, as a part of their keys, and without lines of source files, which every edit moves.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # the many small ones are a fifth of a second run
