@@ -39,20 +39,21 @@ import jax.numpy as jnp
 import numpy as np
 from outcomes import compared, save
 
-from jaxopt_llm import errors
-from jaxopt_llm.errors import InputError
-from jaxopt_llm.files import replace_durably
+from jaxopt_llm.core import errors
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.kernels import attention_auto, attention_pallas, attention_triton, attention_xla
-from jaxopt_llm.kernels.attention import attend, capability_of
+from jaxopt_llm.kernels.attention import attend, get_compute_capability
 from jaxopt_llm.kernels.attention import attention as by_name
-from jaxopt_llm.kernels.attention_auto import Measured
+from jaxopt_llm.kernels.attention_auto import Measurement
+from jaxopt_llm.kernels.attention_mask import make_document_ranges
 from jaxopt_llm.kernels.attention_pallas import BLOCKS, Blocks
 from jaxopt_llm.kernels.attention_pallas_kernels import Tile
-from jaxopt_llm.kernels.spans import Form, of_documents
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
 
 CALLS = 10  # in a row for each time taken: a call alone would measure the host as well
 ON_CPU = jax.default_backend() == "cpu"
-CAPABILITY = capability_of(jax.devices()[0]) or attention_pallas.CAPABILITY  # the interpreter has none
+CAPABILITY = get_compute_capability(jax.devices()[0]) or attention_pallas.CAPABILITY  # the interpreter has none
 TOKENS, WIDTH, GROUPED = (256, 128, 4) if ON_CPU else (16_384, 4096, 4)
 
 OWN = ("xla", "pallas", "triton", "cudnn")
@@ -100,13 +101,13 @@ class Case:
     def own(self, implementation: Any, kernel: Any = None) -> Attention:
         """kernel: says what it does not support, which the result raises."""
         problems = kernel.problems(self.head_dim, self.dtype, CAPABILITY) if kernel else []
-        form = Form(self.head_dim**-0.5, after=0 if self.causal else None)
+        parameters = AttentionParameters(self.head_dim**-0.5, keys_after=0 if self.causal else None)
 
         def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             if problems:
                 raise ValueError("; ".join(problems))
-            spans = of_documents(jnp.zeros(q.shape[:2], jnp.int32), self.causal)
-            return attend(implementation, form, q, k, v, spans)
+            key_ranges = make_document_ranges(jnp.zeros(q.shape[:2], jnp.int32), self.causal)
+            return attend(implementation, parameters, q, k, v, key_ranges)
 
         return run
 
@@ -203,14 +204,14 @@ def compare(case: Case, only: list[str], runs: int) -> list[dict[str, Any]]:
     return rows
 
 
-def measured(case: Case, rows: list[dict[str, Any]], device: jax.Device) -> Measured:
+def measured(case: Case, rows: list[dict[str, Any]], device: jax.Device) -> Measurement:
     """What `compare` says of a case, as the table has it."""
     ours = {row["name"]: row for row in rows if row["name"] in OWN and "unavailable" not in row}
 
     def sound(row: dict[str, Any]) -> bool:
         return all(row[each] <= 2 * ours["xla"][each] for each in ("distance", "gradient_distance"))
 
-    return Measured(
+    return Measurement(
         capability=device.compute_capability,
         dtype=case.dtype,
         head_dim=case.head_dim,
@@ -240,21 +241,24 @@ HEAD = (
 def tune(case: Case, runs: int) -> dict[str, list[dict[str, Any]]]:
     """Each kernel's tiles with their milliseconds, the fastest first; those that do not compile last."""
     q, k, v, gradient = case.operands()
-    spans = of_documents(jnp.zeros(q.shape[:2], jnp.int32), case.causal)
-    form = Form(case.head_dim**-0.5)
+    key_ranges = make_document_ranges(jnp.zeros(q.shape[:2], jnp.int32), case.causal)
+    parameters = AttentionParameters(case.head_dim**-0.5)
     default = BLOCKS[case.head_dim, q.dtype.itemsize]
-    out, log_sum = jax.jit(functools.partial(attention_pallas.forward, form, interpret=ON_CPU))(q, k, v, spans)
-    mean = jnp.einsum("BSHK,BSHK->BHS", gradient, out, preferred_element_type=jnp.float32)
+    out, log_sum = jax.jit(functools.partial(attention_pallas.forward, parameters, interpret=ON_CPU))(
+        q, k, v, key_ranges
+    )
+    delta = jnp.einsum("BSHK,BSHK->BHS", gradient, out, preferred_element_type=jnp.float32)
+    residuals = AttentionResiduals(q, k, v, key_ranges, log_sum, delta)
 
     def forward(blocks: Blocks) -> Callable[[], Any]:
-        run = jax.jit(functools.partial(attention_pallas.forward, form, blocks=blocks, interpret=ON_CPU))
-        return functools.partial(run, q, k, v, spans)
+        run = jax.jit(functools.partial(attention_pallas.forward, parameters, blocks=blocks, interpret=ON_CPU))
+        return functools.partial(run, q, k, v, key_ranges)
 
     def backward(which: tuple[int, ...], blocks: Blocks) -> Callable[[], Any]:
         """Of what the backward gives, only these, so that XLA runs one of its kernels."""
-        whole = functools.partial(attention_pallas.backward, form, blocks=blocks, interpret=ON_CPU)
+        whole = functools.partial(attention_pallas.backward, parameters, blocks=blocks, interpret=ON_CPU)
         run = jax.jit(lambda *of: [whole(*of)[i] for i in which])
-        return functools.partial(run, q, k, v, spans, log_sum, mean, gradient)
+        return functools.partial(run, residuals, gradient)
 
     kernels: dict[str, Callable[[Blocks], Callable[[], Any]]] = {
         "forward": forward,
@@ -328,13 +332,13 @@ def main() -> int:
     return 0
 
 
-def write_table(rows: Iterable[Measured], file: Path) -> None:
+def write_table(rows: Iterable[Measurement], file: Path) -> None:
     """Into the table, in place of what it has of the same calls."""
-    known = {row.key: row for row in (attention_auto.read(file) if file.exists() else [])}
+    known = {row.key: row for row in (attention_auto.read_table(file) if file.exists() else [])}
     known |= {row.key: row for row in rows}
     lines = [json.dumps(dataclasses.asdict(known[key])) for key in sorted(known)]
     replace_durably(file, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    errors.run_command(main)

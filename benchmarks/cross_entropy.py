@@ -20,14 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxopt_llm import errors
+from jaxopt_llm.compiler import hlo
+from jaxopt_llm.config import MeshConfig, ModelConfig, PrecisionConfig, ShardingConfig
+from jaxopt_llm.core import errors
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.model.decoder import Params, Parts, make_parts
-from jaxopt_llm.parallel import hlo
-from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
-from jaxopt_llm.parallel.precision import PrecisionConfig
-from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.parallel.gathering import make_perturbations, place_weights
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.placement import Placement
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -55,12 +56,12 @@ plain_cross_entropy.defvjp(_plain_forward, _plain_backward)
 
 
 def plain_head_loss(
-    parts: Parts, vocabulary: int, outer: Params, x: jax.Array, batch: Batch, context: Any, cotangent: jax.Array
+    parts: Model, vocabulary: int, outer: Params, x: jax.Array, batch: Batch, context: Any, loss_weight: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """As `Parts.head_loss`, by whole logits."""
+    """`Model.loss` by whole logits."""
     losses = plain_cross_entropy(parts.logits(outer, x, context), batch.targets, vocabulary)
     loss = jnp.sum(jnp.where(batch.loss_mask, losses, 0.0))
-    return cotangent * loss, loss
+    return loss_weight * loss, loss
 
 
 def contender(asked: argparse.Namespace, plain: bool) -> tuple[Any, tuple[Any, ...]]:
@@ -69,18 +70,18 @@ def contender(asked: argparse.Namespace, plain: bool) -> tuple[Any, tuple[Any, .
         make_mesh(MeshConfig(), jax.devices()[:1]), ShardingConfig(), PrecisionConfig(compute_dtype=asked.dtype)
     )
     model = ModelConfig(vocabulary_size=asked.vocabulary, width=asked.width)
-    parts = make_parts(model, asked.chunk)
-    head_loss = functools.partial(plain_head_loss, parts, asked.vocabulary) if plain else parts.head_loss
+    parts = Decoder(model, asked.chunk)
+    head_loss = functools.partial(plain_head_loss, parts, asked.vocabulary) if plain else parts.loss
     specs = parts.specs["outer"]
 
     def loss_and_gradients(params: Params, x: jax.Array, batch: Batch) -> Any:
         context = parts.make_context(batch, placement)
 
-        def objective(taps: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            outer = placement.place(specs, params, taps, keep=True)
+        def objective(perturbations: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            outer = place_weights(specs, params, perturbations, placement, keep_gathered=True)
             return head_loss(outer, x, batch, context, jnp.float32(1 / asked.tokens))
 
-        return jax.grad(objective, argnums=(0, 1), has_aux=True)(placement.taps(specs), x)
+        return jax.grad(objective, argnums=(0, 1), has_aux=True)(make_perturbations(specs, placement), x)
 
     random = np.random.default_rng(0)
     shape = (1, asked.tokens)
@@ -122,7 +123,7 @@ def main() -> int:
         "jax": jax.__version__,
         "python": platform.python_version(),
         "seconds": times,
-        "temporaries": {name: hlo.memory(run).temporaries for name, (run, _) in contenders.items()},
+        "temporaries": {name: hlo.read_memory(run).temporaries for name, (run, _) in contenders.items()},
         "ratio": ratio,
     }
     table = "\n".join(
@@ -145,4 +146,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    errors.run_command(main)

@@ -26,11 +26,10 @@ from gpu_figures import GIB, HERE, chip_name, device_kind, predicted, start_plan
 from outcomes import Verdict
 from train_step import HUGE_PAGES, run_alternating, summarise
 
-from jaxopt_llm import config as configuration
-from jaxopt_llm import errors
-from jaxopt_llm.errors import InputError
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.parallel.topology import CHIPS
+from jaxopt_llm.compiler.chips import CHIPS
+from jaxopt_llm.config import ModelConfig, cli
+from jaxopt_llm.core import errors
+from jaxopt_llm.core.errors import InputError
 
 EXPERTS, ACTIVE, TOTAL = "experts", "dense, as active", "dense, as in all"
 CLAIMED = 0.8  # share that sparse activation is said to save
@@ -158,7 +157,7 @@ def main() -> int:
     asked = parser.parse_args()
     device = "" if asked.compiled else device_kind()
     path = asked.config or str(HERE / "recipes" / f"experts_{'small' if device == 'cpu' else '1b'}.py")
-    config = configuration.load(path)
+    config = cli.load_recipe(path)
     if not config.model.experts:
         raise InputError(f"--config {path}: its model has no experts to compare (model.experts is 0)")
     report: dict[str, Any] = {"config": Path(path).name, "jax": jax.__version__, "gpu": asked.gpu or chip_name(device)}
@@ -183,4 +182,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    errors.run_command(main)

@@ -7,7 +7,6 @@ Programs of a few layers give the bytes of one; benchmarks/train_step.py then ru
 """
 
 import argparse
-import dataclasses
 import json
 import subprocess
 import sys
@@ -15,9 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from jaxopt_llm import config as configuration
-from jaxopt_llm import errors
-from jaxopt_llm.errors import InputError
+from jaxopt_llm.config import cli
+from jaxopt_llm.core import errors
+from jaxopt_llm.core.errors import InputError
 
 DEPTHS = (2, 4)  # layers of the programs that are planned from
 PROBE = "--probe"  # how this file starts itself, so that no process but the measured one holds the GPU
@@ -27,23 +26,21 @@ def probe(recipe: str, share: float, gigabytes: float) -> dict[str, Any]:
     """The layers that fill the share, and the bytes that XLA may use on this device (gigabytes, if any, instead)."""
     import jax
 
-    from jaxopt_llm.parallel import hlo
+    from jaxopt_llm.compiler import hlo
+    from jaxopt_llm.config import fields
     from jaxopt_llm.parallel.mesh import make_mesh
-    from jaxopt_llm.parallel.sharding import Placement
+    from jaxopt_llm.parallel.placement import Placement
     from jaxopt_llm.training.program import make_program
 
     limit = gigabytes * 1e9 or (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit is None:
         raise InputError("this device does not say how much memory it has: give --gigabytes")
-    config = configuration.load(recipe)
+    config = cli.load_recipe(recipe)
     placement = Placement(make_mesh(config.mesh, jax.devices()[:1]), config.sharding, config.precision)
 
     def peak(layers: int) -> int:
-        model = dataclasses.replace(config.model, layers=layers)
-        program = make_program(
-            model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
-        )
-        return hlo.memory(program.step.lower(program.state, program.batch).compile()).peak
+        program = make_program(fields.replace_fields(config, {"model.layers": layers}), placement)
+        return hlo.read_memory(program.step.lower(program.state, program.batch).compile()).peak
 
     few, many = DEPTHS
     low, high = peak(few), peak(many)
@@ -58,9 +55,9 @@ def probe(recipe: str, share: float, gigabytes: float) -> dict[str, Any]:
 
 
 RECIPE = """
-from jaxopt_llm import config
+from jaxopt_llm.config import cli, fields
 def get_config():
-    return config.changed(config.load({base!r}), {settings!r})
+    return fields.replace_fields(cli.load_recipe({base!r}), {settings!r})
 """
 
 
@@ -101,4 +98,4 @@ def probe_and_print() -> int:
 
 
 if __name__ == "__main__":
-    errors.run(probe_and_print if sys.argv[1:2] == [PROBE] else main)
+    errors.run_command(probe_and_print if sys.argv[1:2] == [PROBE] else main)

@@ -49,9 +49,9 @@ from gpu_reports import (
 )
 from outcomes import NOT_MEASURED, cause
 
-from jaxopt_llm import errors
-from jaxopt_llm.errors import InputError
-from jaxopt_llm.files import replace_durably
+from jaxopt_llm.core import errors
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.files import replace_durably
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 465  # for all of it: a part gets what those before it have left, at most its own limit
@@ -266,8 +266,8 @@ def main() -> int:
         raise InputError(f"{sys.executable} has no jax: install jaxopt_llm for it, or name another by PYTHON")
     from gpu_figures import bars  # which imports jax, as the others do
 
+    from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
     from jaxopt_llm.kernels.attention_auto import TABLE
-    from jaxopt_llm.parallel.runtime import MEMORY_FRACTION
 
     platforms = ("cpu",) if asked.on_cpu else ("cuda", "cpu")
     environment = {
@@ -322,4 +322,4 @@ def write(file: Path, results: dict[str, Any], said: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    errors.run_command(main)

@@ -25,12 +25,12 @@ from typing import Any
 from fill_gpu import write_recipe
 from outcomes import NOT_MEASURED, Verdict, cause
 
-from jaxopt_llm import config as configuration
-from jaxopt_llm import errors
-from jaxopt_llm.files import replace_durably
+from jaxopt_llm.compiler.chips import CHIPS
+from jaxopt_llm.config import cli
+from jaxopt_llm.core import errors
+from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.kernels import attention_auto
-from jaxopt_llm.model.attention import kernel_head_dim
-from jaxopt_llm.parallel.topology import CHIPS
+from jaxopt_llm.model.self_attention import kernel_head_dim
 
 CASES = tuple(
     f"llama_{name}" for name in ("1b", "1b_fp8", "1b_lora", "8b", "8b_two_rows", "8b_fp8", "8b_lora", "8b_80gb")
@@ -48,9 +48,9 @@ def recipe(case: str, on_cpu: bool) -> Path:
 
 def by_measured_attention(path: Path, kind: str, folder: Path) -> Path:
     """The recipe, or where the table has been measured on this kind of device, one that takes attention by it."""
-    config = configuration.load(str(path))
+    config = cli.load_recipe(str(path))
     call = kind, config.precision.compute_dtype, kernel_head_dim(config.model)
-    if any((row.device, row.dtype, row.head_dim) == call for row in attention_auto.read(attention_auto.TABLE)):
+    if any((row.device, row.dtype, row.head_dim) == call for row in attention_auto.read_table(attention_auto.TABLE)):
         return write_recipe(folder / path.name, str(path), {"training.attention": "auto"})
     return path
 
@@ -181,4 +181,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    errors.run_command(main)

@@ -35,7 +35,7 @@ import numpy as np
 from attention import ON_CPU, distance, first_line
 from outcomes import compared, save
 
-from jaxopt_llm import errors
+from jaxopt_llm.core import errors
 from jaxopt_llm.kernels import grouped_matmul_pallas, grouped_matmul_xla
 from jaxopt_llm.kernels.grouped_matmul_pallas import BLOCKS, Blocks
 
@@ -252,4 +252,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    errors.run_command(main)

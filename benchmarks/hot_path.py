@@ -27,16 +27,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxopt_llm import config as configuration
-from jaxopt_llm import errors
+from jaxopt_llm.compiler import instructions, topology
+from jaxopt_llm.compiler.chips import CHIPS, chip_of
+from jaxopt_llm.compiler.instructions import Computation, Instruction
+from jaxopt_llm.config import MeshConfig, ModelConfig, PrecisionConfig, ShardingConfig, cli
+from jaxopt_llm.core import errors
 from jaxopt_llm.model import layers
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.parallel import instructions, topology
-from jaxopt_llm.parallel.instructions import Computation, Instruction
-from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
-from jaxopt_llm.parallel.precision import PrecisionConfig
-from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
-from jaxopt_llm.parallel.topology import CHIPS, chip_of
+from jaxopt_llm.parallel.gathering import place_weights
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.placement import Placement
 
 CALLS = 20  # in a row for each time taken
 # More are measured, so that the kernel that counts the calls is nothing beside the others.
@@ -55,20 +54,20 @@ def passes(model: ModelConfig, tokens: int, device: jax.Device) -> dict[str, Pas
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    rotary = layers.Rotary.of(model)
+    rotary = layers.Rotary.from_config(model)
     placement = Placement(make_mesh(MeshConfig(), [device]), ShardingConfig(), PrecisionConfig())
     specs = layers.norm_specs("rms", False, (model.width,), ("embed",))
 
-    def norm(scale: jax.Array, x: jax.Array, tap: jax.Array) -> jax.Array:
-        """The scale's gradient is its tap's (see Placed)."""
-        weights = placement.place(specs, {"scale": scale}, {"scale": tap}, keep=False)
+    def norm(scale: jax.Array, x: jax.Array, perturbation: jax.Array) -> jax.Array:
+        """The scale's gradient is its perturbation's (see PlacedWeight)."""
+        weights = place_weights(specs, {"scale": scale}, {"scale": perturbation}, placement, keep_gathered=False)
         return layers.norm(weights, x, kind="rms", epsilon=model.norm_epsilon, zero_centered=False)
 
     def turn(positions: jax.Array, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         return rotary(q, positions), rotary(k, positions)
 
     def activate(gate: jax.Array, up: jax.Array) -> jax.Array:
-        return layers.recomputed(layers.HIDDEN["swiglu"])(gate, up)
+        return layers.recomputed(layers.ACTIVATIONS["swiglu"])(gate, up)
 
     heads = (array(1, tokens, count, model.head_dim) for count in (model.heads, model.kv_heads))
     scale, wide = array(model.width, dtype=jnp.float32), array(1, tokens, model.mlp_width)
@@ -101,7 +100,7 @@ def least_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int:
 def compiled_text(function: Callable[..., Any], operands: tuple[Any, ...], device: jax.Device) -> str:
     sharding = NamedSharding(make_mesh(MeshConfig(), [device]), PartitionSpec())
     arguments = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding), operands)
-    return str(topology.compile(jax.jit(function).lower(*arguments)).as_text())
+    return str(topology.compile_without_gpu(jax.jit(function).lower(*arguments)).as_text())
 
 
 def kernels_of(computation: Computation) -> list[Instruction]:
@@ -110,7 +109,7 @@ def kernels_of(computation: Computation) -> list[Instruction]:
 
 def as_compiled(function: Callable[..., Any], operands: tuple[Any, ...], device: jax.Device) -> tuple[int, int]:
     """Kernels, and the bytes that they read and write."""
-    entry = instructions.parse(compiled_text(function, operands, device))["ENTRY"]
+    entry = instructions.parse_module(compiled_text(function, operands, device))["ENTRY"]
     kernels = kernels_of(entry)
     moved = sum(
         sum(array.bytes for array in (*each.results, *(x for name in each.operands for x in entry[name].results)))
@@ -206,7 +205,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file to write the figures to; the table goes beside it as .txt")
     asked = parser.parse_args()
     toy = on_cpu and not asked.compiled
-    model = TOY if toy else configuration.load("llama3_8b.py").model
+    model = TOY if toy else cli.load_recipe("llama3_8b.py").model
     tokens = asked.tokens or (64 if toy else COMPILED_TOKENS if asked.compiled else TOKENS)
     report: dict[str, Any] = {"jax": jax.__version__, "tokens": tokens}
     if asked.compiled:
@@ -237,4 +236,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    errors.run_command(main)

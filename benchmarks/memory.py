@@ -24,14 +24,13 @@ import jax
 import remat
 from outcomes import Verdict
 
-from jaxopt_llm import config as configuration
-from jaxopt_llm import errors
-from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.parallel.runtime import MEMORY_FRACTION
-from jaxopt_llm.parallel.topology import CHIPS
+from jaxopt_llm.compiler.chips import CHIPS
+from jaxopt_llm.config import Config, cli
+from jaxopt_llm.core import errors
+from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.plan import make_plan
-from jaxopt_llm.training.memory import GIB
-from jaxopt_llm.validation import validate
+from jaxopt_llm.planning.memory import GIB
+from jaxopt_llm.training.validation import validate
 
 ROOMY = 2**40  # bytes of a GPU
 
@@ -179,15 +178,15 @@ Rows = Mapping[str, Mapping[str, Row]]  # by table and technique
 
 def measured(table: Table, technique: Technique) -> Row:
     """Bytes and FLOPs of one GPU."""
-    recipe = configuration.load(table.recipe)
+    recipe = cli.load_recipe(table.recipe)
     settings = f"{table.settings} {technique.settings}".strip()
-    config = configuration.override(recipe, shlex.split(settings), "benchmarks/memory.py")
+    config = cli.override_config(recipe, shlex.split(settings), "benchmarks/memory.py")
     validate(config)
     return {"settings": technique.settings} | _compiled(config, *table.machines, table.roomy, technique == PLAIN)
 
 
 @functools.cache
-def _compiled(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int, roomy: bool, plain: bool) -> Row:
+def _compiled(config: Config, gpu: str, hosts: int, gpus_per_host: int, roomy: bool, plain: bool) -> Row:
     chip = CHIPS[gpu]
     limit = int(chip.memory_bytes * float(MEMORY_FRACTION))
     with contextlib.ExitStack() as patched:
@@ -375,4 +374,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    errors.run_command(main)

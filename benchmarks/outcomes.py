@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxopt_llm.files import replace_durably
+from jaxopt_llm.core.files import replace_durably
 
 Case = TypeVar("Case")
 Rows = list[dict[str, Any]]

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxopt_llm.config import TrainConfig
+    from jaxopt_llm.config import Config
 
 MODES = ("eager", "compiled")
 Work = dict[str, Any]
@@ -29,11 +29,11 @@ NOT_LLAMA = (
 )
 
 
-def work(config: "TrainConfig") -> Work:
+def work(config: "Config") -> Work:
     """What the peer is to do, as JSON takes it. Raises InputError for what it cannot do, or not on this machine."""
-    from jaxopt_llm.errors import InputError
-    from jaxopt_llm.model.config import ModelConfig
-    from jaxopt_llm.model.decoder import param_specs
+    from jaxopt_llm.config import ModelConfig
+    from jaxopt_llm.core.errors import InputError
+    from jaxopt_llm.model.decoder_specs import param_specs
 
     model, training, optimizer = config.model, config.training, config.optimizer
     found = []
@@ -87,7 +87,7 @@ def work(config: "TrainConfig") -> Work:
     }
 
 
-def contenders(config: "TrainConfig") -> dict[str, tuple[str, list[str], dict[str, str]]]:
+def contenders(config: "Config") -> dict[str, tuple[str, list[str], dict[str, str]]]:
     """For each mode a train_step.Contender."""
     what = json.dumps(work(config))
     return {mode: (__file__, [mode, what], {}) for mode in MODES}

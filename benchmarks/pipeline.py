@@ -27,21 +27,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxopt_llm import config as configuration
-from jaxopt_llm import errors
-from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.execution.schedules import Schedule, make_table
-from jaxopt_llm.execution.stages import split
+from jaxopt_llm.compiler import hlo
+from jaxopt_llm.compiler.chips import CHIPS
+from jaxopt_llm.config import Config, Schedule, cli
+from jaxopt_llm.core import errors
+from jaxopt_llm.distributed.runtime import simulate_cpu_devices
+from jaxopt_llm.execution.schedules import make_table
+from jaxopt_llm.execution.stage_layout import split_periods
 from jaxopt_llm.model import flops
-from jaxopt_llm.model.decoder import layout
-from jaxopt_llm.parallel import hlo
-from jaxopt_llm.parallel.mesh import make_mesh, simulate_cpu_devices
-from jaxopt_llm.parallel.sharding import Placement
-from jaxopt_llm.parallel.topology import CHIPS
+from jaxopt_llm.model.decoder_specs import list_segments
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.plan import make_plan
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.program import make_program
-from jaxopt_llm.validation import validate
+from jaxopt_llm.training.validation import validate
 
 MIB, GIB = 2**20, 2**30
 
@@ -58,15 +58,13 @@ def stages(schedule: Schedule, stages: int, chunks: int = 1) -> str:
     return f"--mesh.pipeline {stages} --pipeline.schedule {schedule} --pipeline.virtual-stages {chunks}"
 
 
-def configured(recipe: str, *settings: str) -> TrainConfig:
-    config = configuration.override(
-        configuration.load(recipe), shlex.split(" ".join(settings)), "benchmarks/pipeline.py"
-    )
+def configured(recipe: str, *settings: str) -> Config:
+    config = cli.override_config(cli.load_recipe(recipe), shlex.split(" ".join(settings)), "benchmarks/pipeline.py")
     validate(config)
     return config
 
 
-def waiting_bytes(config: TrainConfig, slots: int) -> int:
+def waiting_bytes(config: Config, slots: int) -> int:
     """Of one device: inputs [B, S, D] of so many chunks in the compute dtype."""
     mesh, training = config.mesh, config.training
     rows = training.batch_size // training.accumulation // mesh.batch_shards
@@ -98,11 +96,11 @@ def arithmetic() -> Iterator[dict[str, Any]]:
                 "stages": count,
                 "microbatches": microbatches,
                 "chunks": chunks,
-                "ticks": len(table.forward.runs),
+                "ticks": len(table.forward.active),
                 "idle_by_formula": (count - 1) / (chunks * microbatches + count - 1),
-                "idle": table.idle,
-                "inputs": table.slots,
-                "bytes": {Path(recipe).name: table.slots * each for recipe, each in inputs.items()},
+                "idle": table.idle_share,
+                "inputs": table.buffers,
+                "bytes": {Path(recipe).name: table.buffers * each for recipe, each in inputs.items()},
             }
 
 
@@ -141,13 +139,13 @@ COMPILED = (
 )
 
 
-def schedule_of(config: TrainConfig) -> dict[str, Any]:
+def schedule_of(config: Config) -> dict[str, Any]:
     """What the table says of a configuration."""
     if config.mesh.pipeline == 1:
         return {"idle": 0.0, "inputs": 0, "waiting": 0}
     chunks = config.pipeline.virtual_stages
     table = make_table(config.pipeline.schedule, config.mesh.pipeline, config.training.accumulation, chunks)
-    return {"idle": table.idle, "inputs": table.slots, "waiting": waiting_bytes(config, table.slots)}
+    return {"idle": table.idle_share, "inputs": table.buffers, "waiting": waiting_bytes(config, table.buffers)}
 
 
 def compile_for_gpus(way: Way) -> dict[str, Any]:
@@ -202,17 +200,17 @@ SIMULATED = (
 )
 
 
-def expected_flops(config: TrainConfig, model_flops: float) -> float:
+def expected_flops(config: Config, model_flops: float) -> float:
     """Of all devices, with remat none: in each tick every stage runs all places of a chunk, of which the forward is a
     third of what the model needs and the backward that and the rest. The loss is formed once."""
     model, training, count = config.model, config.training, config.mesh.pipeline
     if count == 1:
         return model_flops
-    (segment,) = layout(model)
-    (places,) = split((segment,), count, config.pipeline)
+    (segment,) = list_segments(model)
+    (places,) = split_periods((segment,), count, config.pipeline)
     table = make_table(config.pipeline.schedule, count, training.accumulation, config.pipeline.virtual_stages)
     head = 6 * model.vocabulary_size * model.width * training.batch_size * training.sequence_length
-    runs = int(np.sum(table.forward.runs)) * count * places.shape[-1]
+    runs = int(np.sum(table.forward.active)) * count * places.shape[-1]
     return head + (model_flops - head) * 4 / 3 * runs / (training.accumulation * model.layers)
 
 
@@ -223,18 +221,9 @@ class Contender:
         config = configured("quickstart.py", STEP, way.settings)
         mesh = make_mesh(config.mesh, jax.devices("cpu")[: config.mesh.devices])
         placement = Placement(mesh, config.sharding, config.precision)
-        program = make_program(
-            config.model,
-            config.training,
-            config.optimizer,
-            config.schedule,
-            config.remat,
-            config.lora,
-            placement,
-            pipelined=config.pipeline,
-        )
+        program = make_program(config, placement)
         self.step = program.step.lower(program.state, program.batch).compile()
-        self.state = training_state.initialize(program.specs, program.optimizers, config.run.seed, placement)
+        self.state = training_state.initialize_state(program.specs, program.optimizers, config.run.seed, placement)
         random, shape = np.random.default_rng(0), program.batch.tokens.shape
         ids = random.integers(0, config.model.vocabulary_size, (2, *shape), np.int32)
         positions = np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape)
@@ -247,7 +236,7 @@ class Contender:
             positions=positions,
         )
         self.batch = jax.device_put(batch, program.rows)
-        per_token = flops.per_token(
+        per_token = flops.count_per_token(
             config.model, program.specs.masters, program.specs.frozen, config.training.sequence_length
         )
         tokens = config.training.batch_size * config.training.sequence_length
@@ -256,8 +245,8 @@ class Contender:
             "name": way.name,
             "settings": way.settings,
             **schedule_of(config),
-            "temporaries": hlo.memory(self.step).temporaries,
-            "flops": hlo.dot_flops(str(self.step.as_text())) * mesh.size,
+            "temporaries": hlo.read_memory(self.step).temporaries,
+            "flops": hlo.count_dot_flops(str(self.step.as_text())) * mesh.size,
             "model_flops": needed,
             "expected_flops": expected_flops(config, needed),
         }
@@ -360,4 +349,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    errors.run_command(main)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from jaxopt_llm import errors
-from jaxopt_llm.execution.schedules import Schedule, Table, make_table
+from jaxopt_llm.config import Schedule
+from jaxopt_llm.core import errors
+from jaxopt_llm.execution.schedules import Table, make_table
 
 # Times of a stage's layers for one microbatch. A backward runs them again and forms two gradients for each product.
 FORWARD, BACKWARD = 1.0, 3.0
@@ -34,9 +35,9 @@ class Cell:
 def cells(table: Table) -> Iterator[Cell]:
     """A tick takes the time of what runs in it on any stage: forwards first, then backwards."""
     start = 0.0
-    for tick in range(len(table.forward.runs)):
+    for tick in range(len(table.forward.active)):
         for kind, half, time in (("forward", table.forward, FORWARD), ("backward", table.backward, BACKWARD)):
-            if not half.runs[tick]:
+            if not half.active[tick]:
                 continue
             width = time / table.chunks
             for stage in range(table.stages):
@@ -54,8 +55,8 @@ def picture(schedule: Schedule, stages: int, microbatches: int, chunks: int) -> 
     width, height = round(LEFT + UNIT * length + 8), TOP + ROW * stages + 8
     of_chunks = f", {chunks} chunks each" if chunks > 1 else ""
     title = (
-        f"{schedule}: {stages} stages{of_chunks}, {microbatches} microbatches; {table.idle:.0%} idle, at most "
-        f"{table.slots} inputs wait on a stage"
+        f"{schedule}: {stages} stages{of_chunks}, {microbatches} microbatches; {table.idle_share:.0%} idle, at most "
+        f"{table.buffers} inputs wait on a stage"
     )
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
@@ -120,4 +121,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    errors.run_command(main)

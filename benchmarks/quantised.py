@@ -19,7 +19,7 @@ from typing import Any, get_args
 import jax
 from held_out import compare, table
 
-from jaxopt_llm.parallel.precision import Matmul
+from jaxopt_llm.config import Matmul
 
 FIELD = "precision.matmul"
 GIB = 2**30

@@ -21,18 +21,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxopt_llm import config as configuration
-from jaxopt_llm import errors
-from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.model import attention, layers, param
-from jaxopt_llm.model.decoder import param_specs
-from jaxopt_llm.model.intermediates import Intermediate
-from jaxopt_llm.parallel import hlo
-from jaxopt_llm.parallel.buffers import Buffer, compile_and_list
+from jaxopt_llm.compiler import hlo
+from jaxopt_llm.compiler.buffers import Buffer, compile_and_list_temporaries
+from jaxopt_llm.compiler.chips import CHIPS
+from jaxopt_llm.compiler.topology import gpu_topology
+from jaxopt_llm.config import Config, Intermediate, RematConfig, cli, fields
+from jaxopt_llm.core import errors
+from jaxopt_llm.model import layers, param, self_attention
+from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.parallel.mesh import make_mesh
-from jaxopt_llm.parallel.sharding import Placement
-from jaxopt_llm.parallel.topology import CHIPS, gpu_topology
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.zero import gradient_sharding
 from jaxopt_llm.training.program import make_program
 
 MIB = 2**20
@@ -65,7 +64,7 @@ class Kept:
     flops: int
 
 
-def measure(config: TrainConfig, remat: RematConfig, gpu: str = "h200") -> Kept:
+def measure(config: Config, remat: RematConfig, gpu: str = "h200") -> Kept:
     """Compiles the recipe's step twice, of all its layers and of half of them, on one host of its mesh's GPUs."""
     depth = config.model.layers
     mesh = make_mesh(config.mesh, gpu_topology(gpu, 1, config.mesh.devices))
@@ -73,7 +72,7 @@ def measure(config: TrainConfig, remat: RematConfig, gpu: str = "h200") -> Kept:
     deep, shallow = (_compile(config, remat, mesh, placement, count) for count in (depth, depth // 2))
     per_layer = jax.tree.leaves(param.layer_specs(param_specs(config.model)["segment_0"]))
     width = np.dtype(config.precision.reduce_dtype).itemsize
-    gradient = sum(width * math.prod(placement.gradients(spec).shard_shape(spec.shape)) for spec in per_layer)
+    gradient = sum(width * math.prod(gradient_sharding(spec, placement).shard_shape(spec.shape)) for spec in per_layer)
     gathered = 2 * sum(math.prod(spec.shape) for spec in per_layer)
 
     def difference(of: Any) -> float:
@@ -97,14 +96,15 @@ class _Compiled:
     flops: int
 
 
-def _compile(config: TrainConfig, remat: RematConfig, mesh: Mesh, placement: Placement, depth: int) -> _Compiled:
-    model = dataclasses.replace(config.model, layers=depth)
-    program = make_program(model, config.training, config.optimizer, config.schedule, remat, config.lora, placement)
-    compiled, alive = compile_and_list(program.step.lower(program.state, program.batch))
+def _compile(config: Config, remat: RematConfig, mesh: Mesh, placement: Placement, depth: int) -> _Compiled:
+    program = make_program(
+        dataclasses.replace(fields.replace_fields(config, {"model.layers": depth}), remat=remat), placement
+    )
+    compiled, alive = compile_and_list_temporaries(program.step.lower(program.state, program.batch))
     text = str(compiled.as_text())
-    gathers = [each for each in hlo.collectives(text, mesh) if each.kind == "all-gather"]
+    gathers = [each for each in hlo.list_collectives(text, mesh) if each.kind == "all-gather"]
     gathered = sum(each.array_bytes * each.times for each in gathers)
-    return _Compiled(hlo.memory(compiled), alive, gathered, hlo.dot_flops(text))
+    return _Compiled(hlo.read_memory(compiled), alive, gathered, hlo.count_dot_flops(text))
 
 
 def _of_all_layers(deep: Sequence[Buffer], shallow: Sequence[Buffer], counts: set[int]) -> int:
@@ -128,7 +128,7 @@ def _of_all_layers(deep: Sequence[Buffer], shallow: Sequence[Buffer], counts: se
 def autodiff_alone() -> Iterator[None]:
     """Blocks that keep what is elementwise, too, as JAX does by itself."""
     with contextlib.ExitStack() as patched:
-        for module in (layers, attention):
+        for module in (layers, self_attention):
             patched.enter_context(mock.patch.object(module, "recomputed", lambda function: function))
         yield
 
@@ -161,7 +161,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file to write the figures to; the table goes beside it as .txt")
     asked = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    config = configuration.load(asked.config)
+    config = cli.load_recipe(asked.config)
     training = dataclasses.replace(config.training, batch_size=asked.rows * config.mesh.batch_shards, accumulation=1)
     config = dataclasses.replace(config, training=training)
     rows: dict[str, Kept] = {}
@@ -185,4 +185,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    errors.run_command(main)

@@ -16,15 +16,13 @@ from typing import Any
 
 import jax
 
-from jaxopt_llm import config as configuration
-from jaxopt_llm import errors
-from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.compiler.chips import CHIPS
+from jaxopt_llm.config import Config, MeshConfig, cli
+from jaxopt_llm.core import errors
 from jaxopt_llm.model import param
-from jaxopt_llm.model.decoder import param_specs
-from jaxopt_llm.parallel.mesh import MeshConfig
-from jaxopt_llm.parallel.topology import CHIPS
+from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.plan import make_plan
-from jaxopt_llm.validation import validate
+from jaxopt_llm.training.validation import validate
 
 HOST = 8  # GPUs of a host
 GIB = 2**30
@@ -36,7 +34,7 @@ def placements(devices: int) -> Iterator[tuple[int, int]]:
     yield from ((3, tensor) for tensor in (2, 4, 8) if devices % tensor == 0)
 
 
-def placed(config: TrainConfig, devices: int, stage: int, tensor: int) -> TrainConfig:
+def placed(config: Config, devices: int, stage: int, tensor: int) -> Config:
     rows = config.training.batch_size // config.training.accumulation // config.mesh.batch_shards
     mesh = MeshConfig(fsdp=devices // tensor, tensor=tensor)
     return dataclasses.replace(
@@ -47,14 +45,14 @@ def placed(config: TrainConfig, devices: int, stage: int, tensor: int) -> TrainC
     )
 
 
-def formula(config: TrainConfig) -> dict[str, float]:
+def formula(config: Config) -> dict[str, float]:
     """Bytes of one GPU: at rest, moved over `fsdp`, moved over `tensor`; AdamW, bf16 compute, float32 reductions, remat
     full. Tables are gathered once a step in stage 3, all else twice; tensor parallelism reduces five activations a
     layer, of which one is recomputed."""
     n, tensor, stage = config.mesh.fsdp, config.mesh.tensor, config.sharding.zero_stage
     specs = param_specs(config.model)
-    outer = param.count(specs["outer"]) / tensor
-    parameters = param.count(specs) / tensor
+    outer = param.count_parameters(specs["outer"]) / tensor
+    parameters = param.count_parameters(specs) / tensor
     share = (n - 1) / n
     gradient, gather = 4 * share * parameters, 2 * share * parameters
     moved = {0: 2 * gradient, 1: gradient + gather, 2: gradient + gather, 3: gradient + 2 * gather - 2 * share * outer}
@@ -65,7 +63,7 @@ def formula(config: TrainConfig) -> dict[str, float]:
     return {"resting": rest[stage] * parameters, "moved_fsdp": moved[stage], "moved_tensor": reductions}
 
 
-def measure(config: TrainConfig, gpu: str, devices: int, stage: int, tensor: int) -> dict[str, Any]:
+def measure(config: Config, gpu: str, devices: int, stage: int, tensor: int) -> dict[str, Any]:
     one = placed(config, devices, stage, tensor)
     validate(one)
     plan = make_plan(one, gpu, max(devices // HOST, 1), min(devices, HOST))
@@ -119,7 +117,7 @@ def main() -> int:
     asked = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
-    config = configuration.load(asked.config)
+    config = cli.load_recipe(asked.config)
     rows: list[dict[str, Any]] = []
     said = [f"{asked.config} on {CHIPS[asked.gpu].name}, jax {jax.__version__}; GiB of one GPU and one step", HEADER]
     print("\n".join(said), flush=True)
@@ -136,4 +134,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    errors.run_command(main)

@@ -27,7 +27,9 @@ from typing import Any
 
 import peer_hf_torch
 
-from jaxopt_llm.files import replace_durably
+from jaxopt_llm.checkpoint import pretrained
+from jaxopt_llm.config import cli, fields
+from jaxopt_llm.core.files import replace_durably
 
 RUNS_BY_ITSELF = "--measure-since"  # how this file starts itself: seconds since the epoch, then the recipe's arguments
 # As the README advises on CPUs. Not for the peer: eager torch is 6% slower with it.
@@ -44,40 +46,30 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from jaxopt_llm import config as configuration
-    from jaxopt_llm.model import leaves
-    from jaxopt_llm.parallel import hlo, runtime
+    from jaxopt_llm.compiler import hlo
+    from jaxopt_llm.compiler.chips import chip_of, seconds_at_peak
+    from jaxopt_llm.distributed import runtime
+    from jaxopt_llm.model.linear import leaves
     from jaxopt_llm.parallel.mesh import make_mesh
-    from jaxopt_llm.parallel.sharding import Placement
-    from jaxopt_llm.parallel.topology import chip_of, seconds_at_peak
+    from jaxopt_llm.parallel.placement import Placement
     from jaxopt_llm.training import state as training_state
     from jaxopt_llm.training.program import make_program
-    from jaxopt_llm.utilisation import utilisation
-    from jaxopt_llm.validation import validate
+    from jaxopt_llm.training.utilisation import utilisation_per_token
+    from jaxopt_llm.training.validation import validate
 
-    config = configuration.parse(arguments, "benchmarks/train_step.py")
+    config = pretrained.resolve_pretrained(cli.parse_config(arguments, "benchmarks/train_step.py"))
     validate(config)
-    runtime.start(config.mesh.devices, cache=True)
+    runtime.configure_jax(config.mesh.devices, cache=True)
     placement = Placement(make_mesh(config.mesh), config.sharding, config.precision, config.offload)
-    program = make_program(
-        config.model,
-        config.training,
-        config.optimizer,
-        config.schedule,
-        config.remat,
-        config.lora,
-        placement,
-        pipelined=config.pipeline,
-        xla=config.xla,
-    )
+    program = make_program(config, placement)
     lowering = time.time()
     compiled = program.step.lower(program.state, program.batch).compile()
     compile_seconds = time.time() - lowering
-    device, memory = jax.devices()[0], hlo.memory(compiled)
+    device, memory = jax.devices()[0], hlo.read_memory(compiled)
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is not None and memory.peak > limit:
         return {"unavailable": f"needs {memory.peak / 2**30:.1f} GiB, {device.device_kind} gives {limit / 2**30:.1f}"}
-    state = training_state.initialize(program.specs, program.optimizers, config.run.seed, placement)
+    state = training_state.initialize_state(program.specs, program.optimizers, config.run.seed, placement)
     random = np.random.default_rng(0)
     shape = program.batch.tokens.shape
     batch = jax.device_put(
@@ -104,14 +96,14 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
     step_seconds = statistics.median(seconds)
 
     tokens = config.training.batch_size * config.training.sequence_length
-    flops_by_dtype = hlo.dot_flops_by_dtype(str(compiled.as_text()))
+    flops_by_dtype = hlo.count_dot_flops_by_dtype(str(compiled.as_text()))
     flops = sum(flops_by_dtype.values()) * placement.mesh.size
     chip = chip_of(device.device_kind)
     statistics_of_device = device.memory_stats() or {}
     return {
         "jax": jax.__version__,
         "device": f"{placement.mesh.size} × {device.device_kind}",
-        "parameters": leaves.count(program.parts.specs),
+        "parameters": leaves.count_parameters(program.model.specs),
         "settings": settings(config),
         "attention": program.attention.name,  # what `training.attention` has come to
         "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state)),
@@ -129,13 +121,15 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
         "flops_per_second": flops / step_seconds,
         "share_of_peak_flops": seconds_at_peak(chip, flops_by_dtype) / step_seconds if chip else None,
         # By the name of its convention, as in metrics.jsonl; none where the chip's peak is not known.
-        **{name: seconds * tokens / step_seconds for name, seconds in utilisation(config, program, placement).items()},
+        **{
+            name: seconds * tokens / step_seconds
+            for name, seconds in utilisation_per_token(config, program, placement).items()
+        },
     }
 
 
 def settings(config: Any) -> dict[str, Any]:
     """What a figure is to be read beside."""
-    from jaxopt_llm import config as configuration
 
     names = (
         *("training.batch_size", "training.sequence_length", "training.accumulation", "training.attention"),
@@ -143,7 +137,7 @@ def settings(config: Any) -> dict[str, Any]:
         *("remat.policy", "remat.every", "remat.offload", "offload.optimizer", "offload.parameters", "lora.rank"),
         "xla.options",
     )
-    return {name: configuration.get(config, name) for name in names}
+    return {name: fields.get_field(config, name) for name in names}
 
 
 def import_seconds(runs: int) -> float | None:
@@ -258,10 +252,9 @@ def main() -> int:
         parser.error(f"--json {own.json}: there is no folder {own.json.parent}")
     contenders: dict[str, Contender] = {"ours": (__file__, arguments, HUGE_PAGES)}
     if own.peer:
-        from jaxopt_llm import config as configuration
-        from jaxopt_llm.validation import validate
+        from jaxopt_llm.training.validation import validate
 
-        config = configuration.parse(arguments, "benchmarks/train_step.py")
+        config = pretrained.resolve_pretrained(cli.parse_config(arguments, "benchmarks/train_step.py"))
         validate(config)
         contenders |= peer_hf_torch.contenders(config)
     python = {"python": platform.python_version(), "import_seconds": import_seconds(own.runs)}
@@ -292,6 +285,6 @@ def measure_and_print() -> int:
 
 
 if __name__ == "__main__":
-    from jaxopt_llm import errors
+    from jaxopt_llm.core import errors
 
-    errors.run(measure_and_print if sys.argv[1:2] == [RUNS_BY_ITSELF] else main)
+    errors.run_command(measure_and_print if sys.argv[1:2] == [RUNS_BY_ITSELF] else main)

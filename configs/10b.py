@@ -10,17 +10,20 @@ Hardware: 8 GPUs of 80 GB in one host. As compiled,
 on each GPU. More GPUs: --mesh.data N with N hosts reduces inside each host and once a step between them.
 """
 
-from jaxopt_llm.config import RunConfig, TrainConfig
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.parallel.mesh import MeshConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.schedule import ScheduleConfig
-from jaxopt_llm.training.step import TrainingConfig
+from jaxopt_llm.config import (
+    Config,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 
 
-def get_config() -> TrainConfig:
+def get_config() -> Config:
     steps = 100_000
-    return TrainConfig(
+    return Config(
         run=RunConfig(directory="runs/10b"),
         model=ModelConfig(
             vocabulary_size=32_000,

@@ -14,17 +14,20 @@ parallelism in an interleaved pipeline of 12 stages (Narayanan et al. 2021, arXi
 --sharding.sequence-parallel True --training.batch-size 1536 --training.accumulation 768.
 """
 
-from jaxopt_llm.config import RunConfig, TrainConfig
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.parallel.mesh import MeshConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.schedule import ScheduleConfig
-from jaxopt_llm.training.step import TrainingConfig
+from jaxopt_llm.config import (
+    Config,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 
 
-def get_config() -> TrainConfig:
+def get_config() -> Config:
     steps = 95_000
-    return TrainConfig(
+    return Config(
         run=RunConfig(directory="runs/gpt3_175b"),
         model=ModelConfig(
             vocabulary_size=50_257,

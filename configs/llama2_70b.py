@@ -13,20 +13,23 @@ Hardware: 16 hosts of 8 GPUs of 80 GB, on every host (scripts/slurm.sbatch). As 
 from the input that was sent, keeps all that this run gives, and computes nothing a third time.
 """
 
-from jaxopt_llm.config import RunConfig, TrainConfig
-from jaxopt_llm.execution.schedules import PipelineConfig
-from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.parallel.mesh import MeshConfig
-from jaxopt_llm.parallel.sharding import ShardingConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.schedule import ScheduleConfig
-from jaxopt_llm.training.step import TrainingConfig
+from jaxopt_llm.config import (
+    Config,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    RematConfig,
+    RunConfig,
+    ScheduleConfig,
+    ShardingConfig,
+    TrainingConfig,
+)
 
 
-def get_config() -> TrainConfig:
+def get_config() -> Config:
     steps = 500_000
-    return TrainConfig(
+    return Config(
         run=RunConfig(directory="runs/llama2_70b"),
         model=ModelConfig(
             vocabulary_size=32_000,

@@ -15,19 +15,22 @@ chats.jsonl: see docs/chat.md.
 One GPU of 48 GB: --mesh.fsdp 1 --training.accumulation 16 --lora.rank 16 --optimizer.state-dtype int8, 41.3 GiB.
 """
 
-from jaxopt_llm.config import RunConfig, TrainConfig
-from jaxopt_llm.data.config import DataConfig
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.parallel.mesh import MeshConfig
-from jaxopt_llm.training.lora import LoraConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.schedule import ScheduleConfig
-from jaxopt_llm.training.step import TrainingConfig
+from jaxopt_llm.config import (
+    Config,
+    DataConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 
 
-def get_config() -> TrainConfig:
+def get_config() -> Config:
     steps = 1000
-    return TrainConfig(
+    return Config(
         run=RunConfig(directory="runs/llama2_70b_qlora"),
         model=ModelConfig(
             vocabulary_size=32_000,

@@ -11,17 +11,20 @@ on each GPU. The paper's batch grows from 1024 rows of 4096 tokens: --training.a
 --training.batch-size.
 """
 
-from jaxopt_llm.config import RunConfig, TrainConfig
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.parallel.mesh import MeshConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.schedule import ScheduleConfig
-from jaxopt_llm.training.step import TrainingConfig
+from jaxopt_llm.config import (
+    Config,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 
 
-def get_config() -> TrainConfig:
+def get_config() -> Config:
     steps = 1_000_000
-    return TrainConfig(
+    return Config(
         run=RunConfig(directory="runs/llama3_8b"),
         model=ModelConfig(
             vocabulary_size=128_256,

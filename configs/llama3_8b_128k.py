@@ -15,18 +15,21 @@ elementwise: with --remat.policy full it is 29.6 GiB.
 FOLDER is Llama 3.1 8B as it is downloaded. Without --model.pretrained the weights are random at first.
 """
 
-from jaxopt_llm.config import RunConfig, TrainConfig
-from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.parallel.mesh import MeshConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.schedule import ScheduleConfig
-from jaxopt_llm.training.step import TrainingConfig
+from jaxopt_llm.config import (
+    Config,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RematConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 
 
-def get_config() -> TrainConfig:
+def get_config() -> Config:
     steps = 1000
-    return TrainConfig(
+    return Config(
         run=RunConfig(directory="runs/llama3_8b_128k"),
         model=ModelConfig(
             vocabulary_size=128_256,

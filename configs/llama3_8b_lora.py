@@ -12,18 +12,21 @@ blocks, alpha twice the rank, as Biderman et al. advise (2024, arXiv:2405.09673)
 downloaded: that of Llama 3.1 does as well. chats.jsonl: see docs/chat.md.
 """
 
-from jaxopt_llm.config import RunConfig, TrainConfig
-from jaxopt_llm.data.config import DataConfig
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.training.lora import LoraConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.schedule import ScheduleConfig
-from jaxopt_llm.training.step import TrainingConfig
+from jaxopt_llm.config import (
+    Config,
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 
 
-def get_config() -> TrainConfig:
+def get_config() -> Config:
     steps = 1000
-    return TrainConfig(
+    return Config(
         run=RunConfig(directory="runs/llama3_8b_lora"),
         model=ModelConfig(
             vocabulary_size=128_256,

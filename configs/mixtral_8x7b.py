@@ -13,17 +13,20 @@ ZeRO-3 of what all tokens pass, 2 rows of 4096 tokens on each GPU at a time, 64 
 begins from the published weights, for which this learning rate is too high: --optimizer.learning-rate 1e-5.
 """
 
-from jaxopt_llm.config import RunConfig, TrainConfig
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.parallel.mesh import MeshConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.schedule import ScheduleConfig
-from jaxopt_llm.training.step import TrainingConfig
+from jaxopt_llm.config import (
+    Config,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 
 
-def get_config() -> TrainConfig:
+def get_config() -> Config:
     steps = 500_000
-    return TrainConfig(
+    return Config(
         run=RunConfig(directory="runs/mixtral_8x7b"),
         model=ModelConfig(
             vocabulary_size=32_000,

@@ -5,20 +5,23 @@
 Hardware: 2 CPU cores, or one GPU. Expected: below 1.5 nats per byte on held-out files.
 """
 
-from jaxopt_llm.config import RunConfig, TrainConfig
-from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.observe.metrics import LoggingConfig
-from jaxopt_llm.parallel.precision import PrecisionConfig
-from jaxopt_llm.training.evaluation import EvaluationConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.schedule import ScheduleConfig
-from jaxopt_llm.training.step import TrainingConfig
+from jaxopt_llm.config import (
+    Config,
+    EvaluationConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RematConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 
 
-def get_config() -> TrainConfig:
+def get_config() -> Config:
     steps = 800
-    return TrainConfig(
+    return Config(
         run=RunConfig(directory="runs/quickstart"),
         model=ModelConfig(
             width=128,

@@ -9,22 +9,25 @@ Hardware: 2 CPU cores, or one GPU. Expected: from 1.83 nats per byte of held-out
 
 from pathlib import Path
 
-from jaxopt_llm.config import RunConfig, TrainConfig
-from jaxopt_llm.data.config import DataConfig
-from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.observe.metrics import LoggingConfig
-from jaxopt_llm.parallel.precision import PrecisionConfig
-from jaxopt_llm.training.evaluation import EvaluationConfig
-from jaxopt_llm.training.lora import LoraConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.schedule import ScheduleConfig
-from jaxopt_llm.training.step import TrainingConfig
+from jaxopt_llm.config import (
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RematConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 
 
-def get_config() -> TrainConfig:
+def get_config() -> Config:
     steps = 600
-    return TrainConfig(
+    return Config(
         run=RunConfig(directory="runs/quickstart_lora"),
         model=ModelConfig(pretrained="runs/quickstart"),
         data=DataConfig(

@@ -11,18 +11,21 @@ Hardware: 8 GPUs of 80 GB in one host. As compiled,
 in a step. FOLDER is the model as it is downloaded; chats.jsonl: see docs/chat.md.
 """
 
-from jaxopt_llm.config import RunConfig, TrainConfig
-from jaxopt_llm.data.config import DataConfig
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.parallel.mesh import MeshConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.schedule import ScheduleConfig
-from jaxopt_llm.training.step import TrainingConfig
+from jaxopt_llm.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 
 
-def get_config() -> TrainConfig:
+def get_config() -> Config:
     steps = 1000
-    return TrainConfig(
+    return Config(
         run=RunConfig(directory="runs/qwen3_8b_full"),
         model=ModelConfig(
             vocabulary_size=151_936,

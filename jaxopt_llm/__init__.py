@@ -1,15 +1,17 @@
-"""A trainer for large language models on JAX/XLA."""
+"""Trainer for large language models on JAX/XLA."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxopt_llm.pretrained import Pretrained
+    from jaxopt_llm.inference.load import Pretrained
 
 
 def load_pretrained(path: str | Path, adapter: str | Path | None = None) -> "Pretrained":
-    """The model of a Hugging Face folder, on this machine's devices. adapter: a folder of PEFT's, of LoRA adapters of
-    it."""
-    from jaxopt_llm import pretrained  # here: a command settles what JAX is told before it is imported
+    """Load the model of a Hugging Face folder onto this machine's devices.
 
-    return pretrained.load(Path(path), None if adapter is None else Path(adapter))
+    adapter: PEFT folder with LoRA adapters of the model.
+    """
+    from jaxopt_llm.inference import load  # imported here, because a command configures JAX before it imports JAX
+
+    return load.load_folder(Path(path), None if adapter is None else Path(adapter))

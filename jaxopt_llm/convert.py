@@ -1,8 +1,12 @@
-"""python -m jaxopt_llm.convert import --from FOLDER --to RUN_DIR
+"""Command `convert`: conversion between run directories and folders of Hugging Face and PEFT.
+
+python -m jaxopt_llm.convert import --from FOLDER --to RUN_DIR
 python -m jaxopt_llm.convert export --checkpoint RUN_DIR --to FOLDER
 python -m jaxopt_llm.convert merge --checkpoint RUN_DIR --to FOLDER
-python -m jaxopt_llm.convert merge --base FOLDER --adapter FOLDER --to FOLDER"""
+python -m jaxopt_llm.convert merge --base FOLDER --adapter FOLDER --to FOLDER
+"""
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -10,158 +14,182 @@ from typing import Any
 
 import jax
 
-from jaxopt_llm import config as configuration
-from jaxopt_llm import errors, pretrained, run, tree
-from jaxopt_llm.checkpoint import huggingface, peft_writing, safetensors
-from jaxopt_llm.checkpoint.native import Checkpoints
-from jaxopt_llm.checkpoint.policy import CheckpointConfig
-from jaxopt_llm.checkpoint.safetensors import NewFolder
-from jaxopt_llm.checkpoint.weights import is_run
-from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.checkpoint import pretrained
+from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
+from jaxopt_llm.checkpoint.huggingface import safetensors
+from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
+from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder
+from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.checkpoint.peft.adapter_writer import write_adapter_folder
+from jaxopt_llm.checkpoint.run_weights import is_run_directory
+from jaxopt_llm.config import CheckpointConfig, Config, fields
+from jaxopt_llm.core import errors, tree
+from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.data.tokenizer import load_tokenizer
-from jaxopt_llm.errors import CheckpointError, InputError
+from jaxopt_llm.inference import load, run
 from jaxopt_llm.model import param
-from jaxopt_llm.model.decoder import make_parts
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.parallel.zero import parameter_sharding
 from jaxopt_llm.training import lora
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def import_folder(path: Path, directory: Path, tokenizer: str) -> None:
-    """Makes a run directory of a Hugging Face folder, whose checkpoint is of step 0."""
-    safetensors.check_free(directory)
-    folder = huggingface.open_folder(path)
-    config = run.folder_config(folder, directory, tokenizer)
+    """Make a run directory with one checkpoint, of step 0, from the model of a Hugging Face folder."""
+    safetensors.check_path_is_free(directory)
+    folder = huggingface.open_model_folder(path)
+    config = run.make_folder_config(folder, directory, tokenizer)
     model = config.model
     vocabulary = load_tokenizer(config.data)
     if vocabulary.vocabulary_size > model.vocabulary_size:
         raise InputError(
-            f"{path}: the tokenizer {tokenizer} has {vocabulary.vocabulary_size} tokens, the model's vocabulary "
-            f"{model.vocabulary_size}: name the model's own with --tokenizer"
+            f"{path}: the tokenizer {tokenizer} has {vocabulary.vocabulary_size} tokens, but the model has only "
+            f"{model.vocabulary_size}: give the model's own tokenizer with --tokenizer"
         )
-    parts, specs, _ = lora.adapt(make_parts(model), config.lora, config.precision)
+    parts, specs, _ = lora.adapt_model(Decoder(model), config.lora, config.precision)
     with NewFolder(directory) as working:
-        placement = run.placement_for(run.size(specs), config.precision)
-        params = tree.map_with_path(lambda name, spec: folder.read(name, spec, placement.parameters(spec)), specs)
-        told = {"name": str(path), "summary": "", "sha256": "", "tokenizer_sha256": vocabulary.sha256}
-        (working / "corpus.json").write_text(json.dumps(told))
-        (working / "config.json").write_text(configuration.to_json(config))
+        placement = run.make_placement(run.count_bytes(specs), config.precision)
+        params = tree.map_with_path(
+            lambda name, spec: folder.read(name, spec, parameter_sharding(spec, placement)), specs
+        )
+        corpus = {"name": str(path), "summary": "", "sha256": "", "tokenizer_sha256": vocabulary.sha256}
+        (working / "corpus.json").write_text(json.dumps(corpus))
+        (working / "config.json").write_text(fields.to_json(config))
         with Checkpoints(working / "checkpoints", CheckpointConfig()) as checkpoints:
             checkpoints.save(0, {"masters": params}, {"tokens": 0})
-        if checkpoints.failed:
-            raise CheckpointError(f"{directory}: nothing is left there")
-    print(f"{param.count(parts.specs):,} parameters of {path} are the checkpoint of step 0 in {directory}")
+        if checkpoints.last_save_failed:
+            raise CheckpointError(f"{directory}: the checkpoint could not be saved, and the directory was not created")
+    print(f"{param.count_parameters(parts.specs):,} parameters of {path} are the checkpoint of step 0 in {directory}")
 
 
-def export_run(directory: Path, path: Path, dtype: str | None, most: int) -> None:
-    """Writes the last checkpoint of a run as a Hugging Face folder; of a run that trains adapters, these alone as a
-    folder of PEFT's."""
-    safetensors.check_free(path)
+def export_run(directory: Path, path: Path, dtype: str | None, max_file_bytes: int) -> None:
+    """Write the last checkpoint of a run as a Hugging Face folder.
+
+    For a run that trains adapters, write only the adapters, as a PEFT folder.
+    """
+    safetensors.check_path_is_free(path)
     config = run.load_config(directory)
     if config.lora.rank:
         _export_adapters(directory, path, config, dtype)
     else:
-        _export_model(directory, path, config, dtype, most)
+        _export_model(directory, path, config, dtype, max_file_bytes)
 
 
-def merge_run(directory: Path, path: Path, dtype: str | None, most: int) -> None:
-    """Writes the last checkpoint of a run that trains adapters as a Hugging Face folder of the sum."""
-    safetensors.check_free(path)
+def merge_run(directory: Path, path: Path, dtype: str | None, max_file_bytes: int) -> None:
+    """Merge the adapters of a run's last checkpoint into its base, and write the model as a Hugging Face folder."""
+    safetensors.check_path_is_free(path)
     config = run.load_config(directory)
     if not config.lora.rank:
-        raise InputError(f"--checkpoint {directory}: it has no adapters; `convert export` writes its model")
-    _export_model(directory, path, config, dtype, most)
+        raise InputError(f"--checkpoint {directory}: it has no adapters; write its model with `convert export`")
+    _export_model(directory, path, config, dtype, max_file_bytes)
 
 
-def merge_folders(base: Path, adapter: Path, path: Path, dtype: str | None, most: int) -> None:
-    """Writes the sum of a Hugging Face folder and a folder of PEFT's."""
-    safetensors.check_free(path)
-    model = pretrained.load(base, adapter)
-    huggingface.write(path, model.params, model.config, base, base, dtype, most)
+def merge_folders(base: Path, adapter: Path, path: Path, dtype: str | None, max_file_bytes: int) -> None:
+    """Merge the adapters of a PEFT folder into the model of a Hugging Face folder, and write it as another one."""
+    safetensors.check_path_is_free(path)
+    model = load.load_folder(base, adapter)
+    write_model_folder(path, model.params, model.config, base, base, dtype, max_file_bytes)
     print(f"{base} with the adapters of {adapter} is in {path}")
 
 
-def _export_adapters(directory: Path, path: Path, config: TrainConfig, dtype: str | None) -> None:
+def _export_adapters(directory: Path, path: Path, config: Config, dtype: str | None) -> None:
     if config.training.trainable:
         raise InputError(
-            f"--checkpoint {directory}: beside its adapters it trains weights whole, {config.training.trainable[0]}, "
-            "which PEFT's folder of them lacks; `convert merge` writes both"
+            f"--checkpoint {directory}: it also trains weights without adapters, {config.training.trainable[0]}, which "
+            "a PEFT folder cannot hold; write both with `convert merge`"
         )
-    family = huggingface.family_of(config.model, configuration.source(config))
+    family = huggingface.choose_family(config.model, pretrained.find_source_folder(config))
     base = config.model.pretrained
-    _, params, _, step = run.restore(directory, config, config.precision.param_dtype, "absent")
-    settings = (config.lora.alpha, config.lora.rslora, "" if is_run(Path(base)) else base)
-    peft_writing.write(path, params, family, config.model, *settings, dtype=dtype)
+    _, params, _, step = run.restore_run(directory, config, config.precision.param_dtype, "absent")
+    settings = (config.lora.alpha, config.lora.rslora, "" if is_run_directory(Path(base)) else base)
+    write_adapter_folder(path, params, family, config.model, *settings, dtype=dtype)
     print(f"the adapters of step {step} of {directory} are in {path}, in {dtype or config.precision.param_dtype}")
 
 
-def _export_model(directory: Path, path: Path, config: TrainConfig, dtype: str | None, most: int) -> None:
-    source = configuration.source(config)
-    if source is None and config.model.pretrained and not is_run(Path(config.model.pretrained)):
-        told = f"{config.model.pretrained}, where the model came from, is not there: its token ids are not kept"
-        print(told, file=sys.stderr)
+def _export_model(directory: Path, path: Path, config: Config, dtype: str | None, max_file_bytes: int) -> None:
+    source = pretrained.find_source_folder(config)
+    if source is None and config.model.pretrained and not is_run_directory(Path(config.model.pretrained)):
+        print(
+            f"warning: {config.model.pretrained}, from which the model came, no longer exists: its token ids are not "
+            "copied",
+            file=sys.stderr,
+        )
     settings: dict[str, Any] = {}
     if source is None:
         tokenizer = load_tokenizer(config.data)
-        settings = {"bos_token_id": tokenizer.beginning, "eos_token_id": tokenizer.end}
+        settings = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
         if config.model.positions == "rotary":
             settings["max_position_embeddings"] = config.training.sequence_length
-    of_text = Path(config.data.tokenizer)
-    _, params, _, step = run.restore(directory, config, config.precision.param_dtype, "original")
-    dtype = dtype or _dtype_of(source)
-    huggingface.write(
+    tokenizer_path = Path(config.data.tokenizer)
+    tokenizer_folder = tokenizer_path if tokenizer_path.is_dir() else tokenizer_path.parent
+    _, params, _, step = run.restore_run(directory, config, config.precision.param_dtype, "original")
+    dtype = dtype or _read_dtype(source)
+    write_model_folder(
         path,
         params,
         config.model,
         source,
-        None if config.data.tokenizer == "bytes" else of_text if of_text.is_dir() else of_text.parent,
+        None if config.data.tokenizer == "bytes" else tokenizer_folder,
         dtype=dtype,
-        most=most,
+        max_file_bytes=max_file_bytes,
         settings=settings,
     )
     print(f"step {step} of {directory} is in {path}, in {dtype}")
 
 
-def _dtype_of(source: Path | None) -> str:
+def _read_dtype(source: Path | None) -> str:
     settings = huggingface.read_settings(source) if source else {}
     dtype = settings.get("dtype", settings.get("torch_dtype"))
     return dtype if dtype in DTYPES else "float32"
 
 
-def main() -> int:
+def _make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
         prog="python -m jaxopt_llm.convert",
-        description="Weights of Hugging Face folders (config.json and safetensors) into run directories, and back; "
-        "adapters as PEFT has them.",
+        description="Convert Hugging Face folders (config.json and safetensors) to run directories and back, and "
+        "adapters to PEFT folders.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="import|export|merge")
-    into = commands.add_parser("import", help="a folder into a new run directory, to generate and evaluate from")
-    into.add_argument("--from", type=Path, required=True, dest="source", metavar="FOLDER", help="what is read")
-    into.add_argument("--to", type=Path, required=True, metavar="RUN_DIR", help="a directory that is not there yet")
-    into.add_argument(
-        "--tokenizer", metavar="PATH", help="of a tokenizer.json, or bytes (default: the tokenizer.json in FOLDER)"
+    importing = commands.add_parser("import", help="make a run directory from a folder, to generate and evaluate")
+    importing.add_argument(
+        "--from", type=Path, required=True, dest="source", metavar="FOLDER", help="Hugging Face folder to read"
     )
-    out = commands.add_parser(
-        "export", help="the last checkpoint of a run into a new folder; of a run that trains adapters, a PEFT folder"
+    importing.add_argument("--to", type=Path, required=True, metavar="RUN_DIR", help="new run directory")
+    importing.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="path of a tokenizer.json, or bytes (default: the tokenizer.json in FOLDER)",
     )
-    out.add_argument("--checkpoint", type=Path, required=True, metavar="RUN_DIR", help="directory of a training run")
-    whole = commands.add_parser("merge", help="adapters and the model that they adapt into a new folder of one model")
-    whole.add_argument("--checkpoint", type=Path, metavar="RUN_DIR", help="directory of a run that trains adapters")
-    whole.add_argument("--base", type=Path, metavar="FOLDER", help="a model, instead, for --adapter")
-    whole.add_argument("--adapter", type=Path, metavar="FOLDER", help="a PEFT folder of LoRA adapters of it")
-    for each in (out, whole):
-        each.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="a folder that is not there yet")
-        each.add_argument(
+    exporting = commands.add_parser(
+        "export", help="write the last checkpoint of a run as a folder, or its adapters as a PEFT folder"
+    )
+    exporting.add_argument("--checkpoint", type=Path, required=True, metavar="RUN_DIR", help="training run to read")
+    merging = commands.add_parser("merge", help="merge adapters into their model and write it as a folder")
+    merging.add_argument("--checkpoint", type=Path, metavar="RUN_DIR", help="run that trains adapters")
+    merging.add_argument("--base", type=Path, metavar="FOLDER", help="instead of --checkpoint: model of --adapter")
+    merging.add_argument("--adapter", type=Path, metavar="FOLDER", help="PEFT folder with LoRA adapters of --base")
+    for command in (exporting, merging):
+        command.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="new folder")
+        command.add_argument(
             "--dtype",
             choices=DTYPES,
-            help="of the tensors (default: as in the folder that the run began from, or float32; of adapters, their "
-            "own)",
+            help="dtype of the tensors (default: that of the folder from which the run started, or float32; for "
+            "adapters, their own)",
         )
-        each.add_argument(
-            "--shard-bytes", type=int, default=safetensors.MOST_FILE, metavar="N", help="most in a file (default: 5 GB)"
+        command.add_argument(
+            "--shard-bytes",
+            type=int,
+            default=safetensors.MAX_FILE_BYTES,
+            metavar="N",
+            help="maximum file size (default: 5 GB)",
         )
-    arguments = parser.parse_args(sys.argv[1:])
-    jax.config.update("jax_platforms", "cpu")  # what is only copied needs no accelerator
+    return parser
+
+
+def main() -> int:
+    arguments = _make_parser().parse_args(sys.argv[1:])
+    jax.config.update("jax_platforms", "cpu")  # copying weights needs no accelerator
     if arguments.command == "import":
         import_folder(arguments.source, arguments.to, arguments.tokenizer or str(arguments.source.absolute()))
         return 0
@@ -175,9 +203,9 @@ def main() -> int:
     elif arguments.base and arguments.adapter and not arguments.checkpoint:
         merge_folders(arguments.base, arguments.adapter, *settings)
     else:
-        raise InputError("merge wants --checkpoint RUN_DIR, or --base FOLDER and --adapter FOLDER")
+        raise InputError("merge requires --checkpoint RUN_DIR, or --base FOLDER and --adapter FOLDER")
     return 0
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    errors.run_command(main)

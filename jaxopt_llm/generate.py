@@ -1,6 +1,10 @@
-"""python -m jaxopt_llm.generate --checkpoint DIR --prompt TEXT [--prompt TEXT ...] [--tokens N] ...
-python -m jaxopt_llm.generate --checkpoint DIR --chat [--system TEXT] ..."""
+"""Command `generate`: text generation and chat.
 
+python -m jaxopt_llm.generate --checkpoint DIR --prompt TEXT [--prompt TEXT ...] [--tokens N] ...
+python -m jaxopt_llm.generate --checkpoint DIR --chat [--system TEXT] ...
+"""
+
+import argparse
 import io
 import json
 import sys
@@ -9,20 +13,22 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxopt_llm import chat, errors, oom, run
-from jaxopt_llm.data.continuation import Continuation, end_ids, write
-from jaxopt_llm.errors import InputError
-from jaxopt_llm.execution.decode import Decoder, Sampling
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.run import Run
+from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.core import errors
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data.continuation import Continuation, extend_continuations, find_eos_ids
+from jaxopt_llm.inference import chat, run
+from jaxopt_llm.inference.decode import Sampling, TokenGenerator
+from jaxopt_llm.inference.run import LoadedModel
+from jaxopt_llm.planning import oom
 
-MOST_TOKENS = 100_000  # the cache holds keys and values of all of them
-TOKENS = 200  # of a continuation, by default
-CONTEXT = 4096  # tokens of a conversation, by default
+MAX_TOKENS = 100_000  # the KV cache holds all of them
+DEFAULT_TOKENS = 200  # of a continuation
+DEFAULT_CONTEXT = 4096  # tokens of a conversation
 
 
 def generate(
-    source: Run,
+    source: LoadedModel,
     prompts: Sequence[str],
     count: int,
     sampling: Sampling,
@@ -30,27 +36,33 @@ def generate(
     stops: Sequence[str],
     show: Callable[[str], None] = lambda text: None,
 ) -> list[str]:
-    """What the model continues each prompt with, up to `count` tokens. show: is given the first prompt, and its
-    continuation as it comes."""
+    """Return the continuation of each prompt, of up to `count` tokens.
+
+    stops: texts that end a continuation before them. show: callback that gets the first prompt, then each part of its
+    continuation as soon as it exists.
+
+    Raises:
+        InputError: the tokenizer cannot encode a prompt, or the model has too few learned positions.
+    """
     tokenizer = source.tokenizer
-    beginning = [] if tokenizer.beginning is None else [tokenizer.beginning]
+    bos = [] if tokenizer.bos is None else [tokenizer.bos]
     try:
         texts = tokenizer.encode([prompt.encode(errors="surrogateescape") for prompt in prompts])
     except UnicodeError as error:
-        raise InputError(f"a prompt is not text that the tokenizer takes ({error})") from error
-    # Of an empty prompt without a beginning, the end of a document before it.
-    ids = [np.array([*beginning, *text] or [tokenizer.end], np.int32) for text in texts]
-    model, longest = source.config.model, max(each.size for each in ids)
+        raise InputError(f"the tokenizer cannot encode a prompt ({error}); give prompts as UTF-8 text") from error
+    # An empty prompt of a tokenizer without a BOS token starts from the EOS token of a preceding document.
+    ids = [np.array([*bos, *text] or [tokenizer.eos], np.int32) for text in texts]
+    model, longest = source.config.model, max(prompt_ids.size for prompt_ids in ids)
     if model.positions == "learned" and longest + count > model.max_positions:
         raise InputError(
             f"--tokens {count}: with the {longest} of the prompt they exceed the model's {model.max_positions} learned "
-            "positions"
+            "positions; give a shorter prompt or a smaller --tokens"
         )
     show(prompts[0])
-    ends = end_ids(source.config.data, tokenizer)
-    written = [Continuation(tokenizer, each.tolist(), ends, stops) for each in ids]
-    decoder = Decoder(
-        source.parts,
+    ends = find_eos_ids(source.config.data, tokenizer)
+    continuations = [Continuation(tokenizer, prompt_ids.tolist(), ends, stops) for prompt_ids in ids]
+    generator = TokenGenerator(
+        source.model,
         source.params,
         source.placement,
         model.vocabulary_size,
@@ -59,76 +71,80 @@ def generate(
         rows=len(ids),
         length=longest + count,
     )
-    write(decoder(ids, count), written, show)
-    return [continuation.text for continuation in written]
+    extend_continuations(generator(ids, count), continuations, show)
+    return [continuation.text for continuation in continuations]
 
 
-def main() -> int:
+def _make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
         prog="python -m jaxopt_llm.generate",
-        description="Continues text. One prompt is written out with its continuation as it comes; of several each is a "
-        'line of JSON, {"prompt": ..., "text": ...}, where text is the continuation alone. With --chat it answers the '
-        "lines of standard input.",
+        description="Continue text. For one prompt, print it and its continuation as the tokens are generated. For "
+        'several prompts, print one line of JSON each, {"prompt": ..., "text": ...}, where text is only the '
+        "continuation. With --chat, answer the lines of standard input.",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--checkpoint",
         type=Path,
         required=True,
         metavar="DIR",
         help="directory of a training run, or folder of a Hugging Face model",
     )
-    parser.add_argument(
-        "--tensor", type=int, default=1, metavar="N", help="devices that split every weight and head (default: 1)"
-    )
-    parser.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="the text to continue; may be given several times"
-    )
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="more of them: a JSON string on each line")
-    parser.add_argument("--chat", action="store_true", help="converse, by the tokenizer's chat template, until Ctrl-D")
-    parser.add_argument("--system", metavar="TEXT", help="what a conversation begins with")
-    parser.add_argument(
+    add("--tensor", type=int, default=1, metavar="N", help="devices that split all weights and heads (default: 1)")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; can be given several times")
+    add("--prompts", type=Path, metavar="FILE", help="file of further prompts, a JSON string on each line")
+    add("--chat", action="store_true", help="hold a conversation with the tokenizer's chat template, until Ctrl-D")
+    add("--system", metavar="TEXT", help="system message at the start of the conversation")
+    add(
         "--context",
         type=int,
         metavar="N",
-        help=f"most tokens of a conversation (default: {CONTEXT}, or the model's learned positions)",
+        help=f"maximum tokens of a conversation (default: {DEFAULT_CONTEXT}, or the model's learned positions)",
     )
-    parser.add_argument(
+    add(
         "--tokens",
         type=int,
         metavar="N",
-        help=f"most tokens to add (default: {TOKENS}; of an answer, what the context has room for)",
+        help=f"maximum tokens to generate (default: {DEFAULT_TOKENS}; with --chat, the room left in the context)",
     )
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="divides the logits; 0, the default, is greedy"
-    )
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens (default: all)")
-    parser.add_argument(
+    add("--temperature", type=float, default=0.0, metavar="T", help="divisor of the logits (default: 0, greedy)")
+    add("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (default: all)")
+    add(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
-        help="only the likeliest tokens that hold the share P (default: 1)",
+        help="sample from the most likely tokens with total probability P (default: 1)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: 0)")
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="ends a continuation before it; may be repeated"
+    add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end a continuation before this text; can be given several times",
     )
-    arguments = parser.parse_args(sys.argv[1:])
+    return parser
+
+
+def main() -> int:
+    arguments = _make_parser().parse_args(sys.argv[1:])
     prompts = arguments.prompt + (_read_prompts(arguments.prompts) if arguments.prompts else [])
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     _check_mode(arguments.chat, prompts, arguments.system, arguments.context)
-    count = arguments.tokens if arguments.tokens is not None else MOST_TOKENS if arguments.chat else TOKENS
-    _check(count, sampling, arguments.seed, arguments.stop)
+    default = MAX_TOKENS if arguments.chat else DEFAULT_TOKENS
+    count = default if arguments.tokens is None else arguments.tokens
+    _check_sampling(count, sampling, arguments.seed, arguments.stop)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
-    with oom.remedied("loading the checkpoint", "take a GPU with more"):
-        source = run.load(arguments.checkpoint, tensor=arguments.tensor)
+    with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
+        source = run.load_model(arguments.checkpoint, tensor=arguments.tensor)
     rest = (count, sampling, arguments.seed, arguments.stop)
-    with oom.remedied("generating", "give fewer or shorter prompts at once, or --tokens or --context less"):
+    with oom.explain_oom("generating", "give fewer or shorter prompts at once, or a smaller --tokens or --context"):
         if arguments.chat:
-            chat.converse(source, arguments.system, _context(arguments.context, source.config.model), *rest)
+            chat.converse(source, arguments.system, _resolve_context(arguments.context, source.config.model), *rest)
         elif len(prompts) == 1 and not arguments.prompts:
-            generate(source, prompts, *rest, show=chat.show)
+            generate(source, prompts, *rest, show=chat.print_text)
             print()
         else:
             for prompt, text in zip(prompts, generate(source, prompts, *rest), strict=True):
@@ -138,54 +154,54 @@ def main() -> int:
 
 def _read_prompts(file: Path) -> list[str]:
     prompts = []
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+    for line_number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
             prompt = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"--prompts {file}: line {number} is no JSON ({error})") from error
+            raise InputError(f"--prompts {file}: line {line_number} is not JSON ({error})") from error
         if not isinstance(prompt, str):
-            raise InputError(f'--prompts {file}: line {number} is no JSON string, as in "def main"')
+            raise InputError(f'--prompts {file}: line {line_number} is not a JSON string, such as "def main"')
         prompts.append(prompt)
     return prompts
 
 
-def _context(given: int | None, model: ModelConfig) -> int:
-    """Tokens of a conversation."""
-    limit = model.max_positions if model.positions == "learned" else MOST_TOKENS
+def _resolve_context(given: int | None, model: ModelConfig) -> int:
+    """Return the maximum number of tokens of a conversation."""
+    limit = model.max_positions if model.positions == "learned" else MAX_TOKENS
     if given is None:
-        return min(limit, CONTEXT)
+        return min(limit, DEFAULT_CONTEXT)
     if given > limit:
-        raise InputError(f"--context {given}: exceeds the model's {limit} learned positions")
+        raise InputError(f"--context {given}: must be at most the model's {limit} learned positions")
     return given
 
 
-def _check_mode(converses: bool, prompts: list[str], system: str | None, context: int | None) -> None:
-    if converses and prompts:
-        raise InputError("--chat answers the lines of standard input: give no --prompt or --prompts with it")
-    if not converses and (system is not None or context is not None):
-        raise InputError("--system and --context are of a conversation: give --chat with them")
-    if not converses and not prompts:
-        raise InputError("nothing to continue: give --prompt TEXT, --prompts FILE, or --chat")
-    if context is not None and not 2 <= context <= MOST_TOKENS:
-        raise InputError(f"--context {context}: must lie between 2 and {MOST_TOKENS:,}")
+def _check_mode(chats: bool, prompts: list[str], system: str | None, context: int | None) -> None:
+    if chats and prompts:
+        raise InputError("--chat answers the lines of standard input: leave out --prompt and --prompts")
+    if not chats and (system is not None or context is not None):
+        raise InputError("--system and --context apply to a conversation: add --chat")
+    if not chats and not prompts:
+        raise InputError("no prompt is given: give --prompt TEXT, --prompts FILE, or --chat")
+    if context is not None and not 2 <= context <= MAX_TOKENS:
+        raise InputError(f"--context {context}: must lie between 2 and {MAX_TOKENS:,}")
 
 
-def _check(tokens: int, sampling: Sampling, seed: int, stops: list[str]) -> None:
-    if not 1 <= tokens <= MOST_TOKENS:
-        raise InputError(f"--tokens {tokens}: must lie between 1 and {MOST_TOKENS:,}")
+def _check_sampling(tokens: int, sampling: Sampling, seed: int, stops: list[str]) -> None:
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise InputError(f"--tokens {tokens}: must lie between 1 and {MAX_TOKENS:,}")
     if not 0 <= sampling.temperature < float("inf"):
         raise InputError(f"--temperature {sampling.temperature}: must be at least 0")
     if sampling.top_k < 0:
         raise InputError(f"--top-k {sampling.top_k}: must be at least 0")
     if not 0 < sampling.top_p <= 1:
-        raise InputError(f"--top-p {sampling.top_p}: must lie above 0, and 1 at most")
+        raise InputError(f"--top-p {sampling.top_p}: must be above 0 and at most 1")
     if sampling.temperature == 0 and (sampling.top_k or sampling.top_p < 1):
-        raise InputError("--top-k and --top-p choose among tokens that are drawn: give --temperature above 0 with them")
+        raise InputError("--top-k and --top-p need sampling: set --temperature above 0")
     if not 0 <= seed < 2**32:
         raise InputError(f"--seed {seed}: must lie between 0 and 2**32 - 1")
     if "" in stops:
-        raise InputError("--stop: an empty text would end every continuation at once")
+        raise InputError("--stop is empty, which would end every continuation at once: give a text")
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    errors.run_command(main)

@@ -1,9 +1,11 @@
-"""python -m jaxopt_llm.plan --config FILE [--gpu CHIP --hosts N --gpus-per-host N] [--json] [--section.field VALUE ...]
+"""Command `plan`: memory and traffic of a training step, and a search for the fastest settings.
+
+python -m jaxopt_llm.plan --config FILE [--gpu CHIP --hosts N --gpus-per-host N] [--json] [--section.field VALUE ...]
 python -m jaxopt_llm.plan --search [--explain] [--write FILE] [--allow FIELD ...] --config FILE ...
 
-Compiles a recipe's step for GPUs that need not be there, and says what each would hold and move. With --search it finds
-the fastest settings of the recipe's model and batch that fit them: mesh, ZeRO stage, rematerialisation, offload,
-accumulation.
+Compile the training step of a recipe for GPUs that this machine need not have, and print the memory and the traffic of
+each GPU. With --search, find the fastest settings for the recipe's model and batch that fit these GPUs: mesh, ZeRO
+stage, rematerialisation, offload and gradient accumulation.
 """
 
 import argparse
@@ -23,56 +25,59 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from jaxopt_llm import config as configuration
-from jaxopt_llm import errors
-from jaxopt_llm.advice import Advice, advice_lines, advise
-from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.errors import InputError
-from jaxopt_llm.kernels.attention_auto import Choice
-from jaxopt_llm.model import exchange, flops, leaves
-from jaxopt_llm.parallel import hlo, links, topology
-from jaxopt_llm.parallel.buffers import compile_and_list
+from jaxopt_llm.checkpoint import pretrained
+from jaxopt_llm.compiler import hlo, topology
+from jaxopt_llm.compiler.buffers import compile_and_list_temporaries
+from jaxopt_llm.compiler.chips import CHIPS, Chip, seconds_at_peak
+from jaxopt_llm.config import Config, cli
+from jaxopt_llm.config.fields import SEARCHED
+from jaxopt_llm.core import errors
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
+from jaxopt_llm.kernels.attention_auto import AttentionChoice
+from jaxopt_llm.model import flops
+from jaxopt_llm.model.linear import leaves
+from jaxopt_llm.model.moe import exchange
 from jaxopt_llm.parallel.mesh import make_mesh
-from jaxopt_llm.parallel.runtime import MEMORY_FRACTION
-from jaxopt_llm.parallel.sharding import Placement
-from jaxopt_llm.parallel.topology import CHIPS, Chip
-from jaxopt_llm.search import choose, explain, recipe, report
-from jaxopt_llm.search.attention import settled
-from jaxopt_llm.search.passes import Passes
-from jaxopt_llm.search.remedies import remedies
-from jaxopt_llm.search.resting import resting
-from jaxopt_llm.search.roofline import Cluster
-from jaxopt_llm.search.walk import ALLOWED
-from jaxopt_llm.search.workload import workload
-from jaxopt_llm.training.activations import Activations
-from jaxopt_llm.training.memory import (
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.planning import links
+from jaxopt_llm.planning.activations import Activations
+from jaxopt_llm.planning.advice import Advice, advise, format_advice
+from jaxopt_llm.planning.memory import (
     GIB,
-    Held,
-    Known,
+    KnownShapes,
+    LiveArray,
     Memory,
-    by_kind,
-    kind_lines,
-    largest,
-    largest_lines,
+    find_largest,
+    format_kinds,
+    format_largest,
+    sum_by_kind,
 )
+from jaxopt_llm.planning.search import decision_tree, ranking, recipe, report
+from jaxopt_llm.planning.search.attention_cost import resolve_attention
+from jaxopt_llm.planning.search.passes import Passes
+from jaxopt_llm.planning.search.remedies import find_remedies
+from jaxopt_llm.planning.search.roofline import Cluster
+from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
+from jaxopt_llm.planning.search.workload import estimate_work
 from jaxopt_llm.training.program import make_program
-from jaxopt_llm.validation import validate
+from jaxopt_llm.training.validation import validate
 
 PROGRAM = "python -m jaxopt_llm.plan"
-AT_ONCE = 8  # programs that a search compiles side by side, at most: each takes a core and 1 to 2 GB
+MAX_COMPILES = 8  # programs that a search compiles at the same time, at most: each takes a core and 1 to 2 GB
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind over the same mesh axes.
+    """Collectives of one kind over the same mesh axes, in a step.
 
-    bytes: sent by each GPU in a step, on a ring. seconds: that by the rate of the slowest link, without latency; what
-        overlaps with computation is not taken off. overlapped: the share of the bytes whose collectives have other work
-        scheduled between their start and their end.
+    bytes: bytes that each GPU sends, on a ring.
+    seconds: bytes divided by the rate of the slowest link, without latency. Overlap with computation is not subtracted.
+    overlapped: share of the bytes in collectives that have other work scheduled between their start and their end.
     """
 
     axes: tuple[str, ...]
-    link: str  # "nvlink", or "network" where the axes cross hosts
+    link: str  # "nvlink", or "network" if the axes cross hosts
     kind: str
     dtypes: tuple[str, ...]
     times: int
@@ -83,275 +88,289 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Plan:
+    """Memory, traffic and FLOPs of the compiled training step of a configuration."""
+
     gpu: str
     hosts: int
     gpus_per_host: int
     jax: str
     parameters: int
-    active_parameters: int  # that a token meets
-    attention: Choice
-    exchange: str  # of experts' tokens; "" where there is none
+    active_parameters: int  # parameters that a token uses
+    attention: AttentionChoice
+    exchange: str  # exchange of the experts' tokens; "" if there is none
     compile_seconds: float
     memory: Memory
-    largest: tuple[Held, ...]  # arrays, of those alive at the peak
-    advice: tuple[Advice, ...]  # what would save most; none where it fits
-    host_bytes: int  # of host memory for each GPU
-    pcie_bytes: int  # between each GPU and its host in a step
-    pcie_seconds: float  # by the link's rate, reads and writes one after the other
+    largest: tuple[LiveArray, ...]  # largest arrays that are alive at the peak
+    advice: tuple[Advice, ...]  # changes that save most memory; empty if the step fits
+    host_bytes: int  # host memory per GPU
+    pcie_bytes: int  # bytes between each GPU and its host in a step
+    pcie_seconds: float  # pcie_bytes at the rate of the link, reads after writes
     limit: int  # bytes of a GPU that XLA may use
     collectives: tuple[Traffic, ...]
-    flops: int  # of each GPU's matmuls in a step, as compiled; those of attention's kernels by arithmetic
-    flops_seconds: float  # at the chip's peak
-    model_flops: float  # of each GPU in a step, that the model needs: nothing recomputed, causal attention
-    repeated_flops: float  # of each GPU in a step, by arithmetic: of forwards that had been run before
-    idle: float  # the share of the stages' time without a microbatch, or with a place for a layer that holds none
+    flops: int  # matmuls of each GPU in a step, as compiled; those in attention kernels are calculated
+    flops_seconds: float  # flops at the peak rate of the chip
+    model_flops: float  # FLOPs per GPU and step that the model needs: no recomputation, causal attention
+    repeated_flops: float  # FLOPs per GPU and step of recomputed forwards, calculated
+    idle: float  # share of the stages' time without a microbatch, or in a slot for a layer that holds none
 
     @property
     def spare(self) -> int:
-        """Negative where it does not fit."""
+        """Bytes of a GPU that stay free; negative if the step does not fit."""
         return self.limit - self.memory.peak
 
 
-def make_plan(config: TrainConfig, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
-    """Raises InputError for a mesh of another size, an unknown GPU, and where JAX cannot compile for GPUs."""
+def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
+    """Compile the training step and measure its memory, traffic and FLOPs.
+
+    Raises:
+        InputError: the mesh has another size than the GPUs, the GPU is unknown, or JAX cannot compile for GPUs.
+    """
     devices = topology.gpu_topology(gpu, hosts, gpus_per_host)
     if len(devices) != config.mesh.devices:
         raise InputError(
-            f"--hosts {hosts} × --gpus-per-host {gpus_per_host} are {len(devices)} GPUs, the mesh has "
-            f"{config.mesh.devices} (--mesh.* of the recipe): change one of the two"
+            f"--hosts {hosts} × --gpus-per-host {gpus_per_host} are {len(devices)} GPUs, but the mesh has "
+            f"{config.mesh.devices}: change --hosts, --gpus-per-host or --mesh.*"
         )
     chip = CHIPS[gpu]
     mesh = make_mesh(config.mesh, devices)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
-    program = make_program(
-        config.model,
-        config.training,
-        config.optimizer,
-        config.schedule,
-        config.remat,
-        config.lora,
-        placement,
-        pipelined=config.pipeline,
-        xla=config.xla,
-    )
-    lowered = topology.lower(program.step, program.state, program.batch)
+    program = make_program(config, placement)
+    lowered = topology.lower_without_gpu(program.step, program.state, program.batch)
     clock = time.perf_counter()
-    compiled, temporaries = compile_and_list(lowered)
+    compiled, temporaries = compile_and_list_temporaries(lowered)
     compile_seconds = time.perf_counter() - clock
-    text, memory = str(compiled.as_text()), hlo.memory(compiled)
+    text, memory = str(compiled.as_text()), hlo.read_memory(compiled)
     tokens = config.training.batch_size * config.training.sequence_length
-    needed = flops.per_token(config.model, program.specs.masters, program.specs.frozen, config.training.sequence_length)
-    computed = hlo.dot_flops_by_dtype(text)
-    rests = resting(config)
-    assert rests is not None, "what `validate` refuses"
-    on_chip = settled(config, chip.compute_capability)
-    work = workload(on_chip, rests, Cluster(gpu, hosts, gpus_per_host))
-    over_pcie = hlo.host_traffic(text)
+    needed = flops.count_per_token(
+        config.model, program.specs.masters, program.specs.frozen, config.training.sequence_length
+    )
+    computed = hlo.count_dot_flops_by_dtype(text)
+    state_sizes = compute_state_sizes(config)
+    assert state_sizes is not None, "`validate` rejects such a configuration"
+    resolved = resolve_attention(config, chip.compute_capability)
+    work = estimate_work(resolved, state_sizes, Cluster(gpu, hosts, gpus_per_host))
+    pcie_bytes = hlo.count_host_bytes(text)
     activations = Activations(config.model, config.training, placement)
-    known = Known.of(program, activations, config.remat, Passes.of(config).waiting)
-    held, limit = by_kind(program, known, memory, temporaries), int(chip.memory_bytes * float(MEMORY_FRACTION))
+    known = KnownShapes.from_program(program, activations, config.remat, Passes.from_config(config).waiting_inputs)
+    by_kind, limit = sum_by_kind(program, known, memory, temporaries), int(chip.memory_bytes * float(MEMORY_FRACTION))
     return Plan(
         gpu=chip.name,
         hosts=hosts,
         gpus_per_host=gpus_per_host,
         jax=jax.__version__,
-        parameters=leaves.count(program.parts.specs),
-        active_parameters=flops.active(config.model, program.parts.specs),
+        parameters=leaves.count_parameters(program.model.specs),
+        active_parameters=flops.count_active_parameters(config.model, program.model.specs),
         attention=program.attention,
-        exchange=exchange.said(config.model, placement),
+        exchange=exchange.describe_exchange(config.model, placement),
         compile_seconds=compile_seconds,
-        memory=held,
-        largest=largest(program, known, temporaries),
-        advice=advise(on_chip, held.peak - limit) if held.peak > limit else (),
+        memory=by_kind,
+        largest=find_largest(program, known, temporaries),
+        advice=advise(resolved, by_kind.peak - limit) if by_kind.peak > limit else (),
         host_bytes=memory.host,
-        pcie_bytes=over_pcie,
-        pcie_seconds=over_pcie / chip.pcie_bytes_per_second,
+        pcie_bytes=pcie_bytes,
+        pcie_seconds=pcie_bytes / chip.pcie_bytes_per_second,
         limit=limit,
-        collectives=tuple(_traffic(hlo.collectives(text, mesh), mesh, chip, gpus_per_host)),
+        collectives=tuple(_sum_traffic(hlo.list_collectives(text, mesh), mesh, chip, gpus_per_host)),
         flops=sum(computed.values()),
-        flops_seconds=topology.seconds_at_peak(chip, computed),
+        flops_seconds=seconds_at_peak(chip, computed),
         model_flops=needed.causal * tokens / len(devices),
         repeated_flops=work.repeated_flops,
         idle=work.idle,
     )
 
 
-# ---- What is moved.
+# --- Traffic
 
 
-def _traffic(collectives: Sequence[hlo.Collective], mesh: Mesh, chip: Chip, gpus_per_host: int) -> Iterator[Traffic]:
+def _sum_traffic(
+    collectives: Sequence[hlo.Collective], mesh: Mesh, chip: Chip, gpus_per_host: int
+) -> Iterator[Traffic]:
     groups = collections.defaultdict(list)
-    for each in collectives:
-        groups[each.axes, each.kind, each.dtypes].append(each)
-    for (axes, kind, dtypes), alike in groups.items():
-        link, rate = links.link(axes, kind, mesh, chip, gpus_per_host)
-        sent = sum(each.wire_bytes * each.times for each in alike)
-        overlapped = sum(each.wire_bytes * each.times for each in alike if each.asynchronous)
+    for collective in collectives:
+        groups[collective.axes, collective.kind, collective.dtypes].append(collective)
+    for (axes, kind, dtypes), group in groups.items():
+        link, rate = links.find_link(axes, kind, mesh, chip, gpus_per_host)
+        sent = sum(each.wire_bytes * each.times for each in group)
+        overlapped = sum(each.wire_bytes * each.times for each in group if each.asynchronous)
         yield Traffic(
             axes=axes,
             link=link,
             kind=kind,
             dtypes=dtypes,
-            times=sum(each.times for each in alike),
+            times=sum(each.times for each in group),
             bytes=sent,
             seconds=sent / rate,
             overlapped=overlapped / sent if sent else 0.0,
         )
 
 
-# ---- What is said.
+# --- Output
 
 
-def show(plan: Plan) -> str:
+def format_plan(plan: Plan) -> str:
+    """Return a plan as a table."""
+    parameters = flops.describe_parameters(plan.parameters, plan.active_parameters)
     lines = [
-        f"{flops.in_words(plan.parameters, plan.active_parameters)} on {plan.hosts} × {plan.gpus_per_host} {plan.gpu}; "
-        f"compiled in {plan.compile_seconds:.1f} s with jax {plan.jax}",
+        f"{parameters} on {plan.hosts} × {plan.gpus_per_host} {plan.gpu}; compiled in {plan.compile_seconds:.1f} s "
+        f"with jax {plan.jax}",
         f"attention: {plan.attention}",
         *([f"experts' tokens: {plan.exchange}"] if plan.exchange else []),
         "",
-        *kind_lines(plan.memory),
+        *format_kinds(plan.memory),
         f"  {'XLA may use':18} {plan.limit / GIB:9.2f}   {float(MEMORY_FRACTION):.0%} of the GPU's",
         f"  {'fits, spare' if plan.spare >= 0 else 'DOES NOT FIT, lacks':18} {abs(plan.spare) / GIB:8.2f}",
-        *_host_lines(plan),
-        *((*largest_lines(plan.largest), *advice_lines(plan.advice)) if plan.spare < 0 else ()),
+        *_format_host_memory(plan),
+        *((*format_largest(plan.largest), *format_advice(plan.advice)) if plan.spare < 0 else ()),
         "",
         f"{'collectives of a step':44} {'times':>7} {'GiB sent':>9} {'ms':>9} {'overlapped':>10}",
     ]
-    for each in sorted(plan.collectives, key=lambda each: -each.seconds):
-        what = f"{' × '.join(each.axes)} ({each.link}): {each.kind} {' '.join(each.dtypes)}"
+    for traffic in sorted(plan.collectives, key=lambda traffic: -traffic.seconds):
+        name = f"{' × '.join(traffic.axes)} ({traffic.link}): {traffic.kind} {' '.join(traffic.dtypes)}"
         lines.append(
-            f"  {what:42} {each.times:7,} {each.bytes / GIB:9.3f} {each.seconds * 1e3:9.2f} {each.overlapped:10.0%}"
+            f"  {name:42} {traffic.times:7,} {traffic.bytes / GIB:9.3f} {traffic.seconds * 1e3:9.2f} "
+            f"{traffic.overlapped:10.0%}"
         )
     seconds = sum(each.seconds for each in plan.collectives)
     lines += [
         f"  {'all':42} {'':7} {sum(each.bytes for each in plan.collectives) / GIB:9.3f} {seconds * 1e3:9.2f}",
         "",
         f"matmuls of each GPU: {plan.flops / 1e12:,.1f} TFLOP, {plan.flops_seconds * 1e3:,.1f} ms at the chip's peak; "
-        f"the model needs {plan.model_flops / 1e12:,.1f} (nothing recomputed, causal attention)",
-        f"  of them, by arithmetic, {plan.repeated_flops / 1e12:,.1f} TFLOP run a forward again",
-        *([f"  and {plan.idle:.1%} of a stage's ticks and places for layers do no work"] if plan.idle else []),
+        f"the model needs {plan.model_flops / 1e12:,.1f} (no recomputation, causal attention)",
+        f"  of these, about {plan.repeated_flops / 1e12:,.1f} TFLOP recompute forwards",
+        *([f"  and {plan.idle:.1%} of the ticks and layer slots of a stage do no work"] if plan.idle else []),
     ]
     return "\n".join(lines)
 
 
-def _host_lines(plan: Plan) -> list[str]:
+def _format_host_memory(plan: Plan) -> list[str]:
     if not plan.host_bytes:
         return []
-    moved = f"{plan.pcie_bytes / GIB:.2f} GiB over PCIe a step, {plan.pcie_seconds * 1e3:,.0f} ms at its rate"
-    return [f"  {'host, for each GPU':18} {plan.host_bytes / GIB:9.2f}   {moved}"]
+    traffic = f"{plan.pcie_bytes / GIB:.2f} GiB over PCIe a step, {plan.pcie_seconds * 1e3:,.0f} ms at its rate"
+    return [f"  {'host, for each GPU':18} {plan.host_bytes / GIB:9.2f}   {traffic}"]
 
 
 def to_json(plan: Plan) -> str:
-    """With what follows from the fields: memory.peak, spare, fits."""
-    told = dataclasses.asdict(plan)
-    told["memory"]["peak"] = plan.memory.peak
-    return json.dumps(told | {"spare": plan.spare, "fits": plan.spare >= 0}, indent=2)
+    """Return the fields of a plan as JSON, with memory.peak, spare and fits added."""
+    values = dataclasses.asdict(plan)
+    values["memory"]["peak"] = plan.memory.peak
+    return json.dumps(values | {"spare": plan.spare, "fits": plan.spare >= 0}, indent=2)
 
 
-def main() -> int:
+def _make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
         prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--gpu", default="h200", choices=sorted(CHIPS), help="to compile for (default: h200)")
-    add("--hosts", type=int, default=1, metavar="N", help="machines (default: 1)")
-    add("--gpus-per-host", type=int, default=8, metavar="N", help="of each machine (default: 8)")
-    add("--json", action="store_true", help="print JSON: bytes, seconds and FLOPs, of each GPU")
+    add("--gpu", default="h200", choices=sorted(CHIPS), help="GPU to compile for (default: h200)")
+    add("--hosts", type=int, default=1, metavar="N", help="number of machines (default: 1)")
+    add("--gpus-per-host", type=int, default=8, metavar="N", help="GPUs of each machine (default: 8)")
+    add("--json", action="store_true", help="print JSON: bytes, seconds and FLOPs of each GPU")
     add("--search", action="store_true", help="find the fastest settings that fit these GPUs, for the recipe's batch")
-    add("--explain", action="store_true", help="with --search: show what else was tried, and why it was left")
-    add("--write", type=Path, metavar="FILE", help="with --search: save the fastest as a recipe, a new file")
+    add("--explain", action="store_true", help="with --search: show the other settings, and why they were rejected")
+    add("--write", type=Path, metavar="FILE", help="with --search: save the fastest settings as a recipe, a new file")
     add(
-        "--allow", nargs="+", default=[], choices=sorted(ALLOWED), metavar="FIELD",
-        help=f"with --search: what it may also narrow, of {', '.join(sorted(ALLOWED))}",
+        "--allow", nargs="+", default=[], choices=sorted(SEARCHED), metavar="FIELD",
+        help=f"with --search: fields that it may also change to narrower values: {', '.join(sorted(SEARCHED))}",
     )  # fmt: skip
-    own, arguments = parser.parse_known_args()
-    for option in ("explain", "write", "allow"):
-        if getattr(own, option) and not own.search:
-            raise InputError(f"--{option} goes with --search")
-    config = configuration.parse(arguments, PROGRAM)
+    return parser
+
+
+def main() -> int:
+    options, arguments = _make_parser().parse_known_args()
+    for name in ("explain", "write", "allow"):
+        if getattr(options, name) and not options.search:
+            raise InputError(f"--{name} requires --search")
+    config = pretrained.resolve_pretrained(cli.parse_config(arguments, PROGRAM))
     validate(config)
-    _without_gpu()
-    if own.search and config.model.latent_rank:
+    _disable_gpus()
+    if options.search and config.model.latent_rank:
         raise InputError(
-            "--search does not know models with latent attention yet, and "
-            f"model.latent_rank={config.model.latent_rank}: leave it out, and compare settings by plans of each"
+            f"--search does not support latent attention, and model.latent_rank={config.model.latent_rank}: leave out "
+            "--search, and compare the plans of different settings"
         )
-    if own.search:
-        return _search(config, own)
-    plan = make_plan(config, own.gpu, own.hosts, own.gpus_per_host)
-    print(to_json(plan) if own.json else show(plan))
+    if options.search:
+        return _search(config, options)
+    plan = make_plan(config, options.gpu, options.hosts, options.gpus_per_host)
+    print(to_json(plan) if options.json else format_plan(plan))
     return 0
 
 
-def _without_gpu() -> None:
-    jax.config.update("jax_platforms", "cpu")  # where there are GPUs, too: none is touched
-    jax.config.update("jax_enable_compilation_cache", False)  # what comes out of it dumps no buffers
+def _disable_gpus() -> None:
+    jax.config.update("jax_platforms", "cpu")  # also if there are GPUs: planning does not use them
+    jax.config.update("jax_enable_compilation_cache", False)  # a cached program dumps no buffers
 
 
-def _search(config: TrainConfig, own: argparse.Namespace) -> int:
-    if own.write:
-        _refuse(own.write)
-    cluster, allowed = Cluster(own.gpu, own.hosts, own.gpus_per_host), tuple(dict.fromkeys(own.allow))
-    topology.gpu_topology(own.gpu, own.hosts, own.gpus_per_host)  # what is missing is said before anything is searched
+def _search(config: Config, options: argparse.Namespace) -> int:
+    if options.write:
+        _check_new_recipe(options.write)
+    gpu, hosts, gpus_per_host = options.gpu, options.hosts, options.gpus_per_host
+    topology.gpu_topology(gpu, hosts, gpus_per_host)  # raises an error now, before the search
+    cluster, allowed = Cluster(gpu, hosts, gpus_per_host), tuple(dict.fromkeys(options.allow))
     limit = int(cluster.chip.memory_bytes * float(MEMORY_FRACTION))
-    clock, at_once = time.perf_counter(), min(os.cpu_count() or 1, AT_ONCE)
-    plan_of = functools.partial(make_plan, gpu=own.gpu, hosts=own.hosts, gpus_per_host=own.gpus_per_host)
-    with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn"), _without_gpu) as processes:
+    clock, compiles = time.perf_counter(), min(os.cpu_count() or 1, MAX_COMPILES)
+    plan_config = functools.partial(make_plan, gpu=gpu, hosts=hosts, gpus_per_host=gpus_per_host)
+    with ProcessPoolExecutor(compiles, multiprocessing.get_context("spawn"), _disable_gpus) as processes:
 
-        def compile_all(settings: Sequence[TrainConfig]) -> Iterable[Plan]:
-            for each in settings:
-                print(f"compiling {report.words(each, config)}", file=sys.stderr, flush=True)
-            return (map if len(settings) == 1 else processes.map)(plan_of, settings)
+        def compile_all(candidates: Sequence[Config]) -> Iterable[Plan]:
+            for candidate in candidates:
+                print(f"compiling {report.describe_setting(candidate, config)}", file=sys.stderr, flush=True)
+            return (map if len(candidates) == 1 else processes.map)(plan_config, candidates)
 
-        found = choose.search(config, cluster, limit, allowed, compile_all, at_once)
+        found = ranking.search_settings(config, cluster, limit, allowed, compile_all, compiles)
     seconds = time.perf_counter() - clock
-    steps = [] if found.winner else remedies(found, allowed, float(MEMORY_FRACTION))
-    if own.json:
-        told = report.to_json(found, seconds, lambda plan: json.loads(to_json(plan)))
-        told |= {"next_steps": steps} | ({"tree": explain.tree(found).splitlines()} if own.explain else {})
-        print(json.dumps(told, indent=2))
-    else:
-        print(report.show(found, seconds), *(["", explain.tree(found)] if own.explain else []), sep="\n")
+    steps = [] if found.winner else find_remedies(found, allowed, float(MEMORY_FRACTION))
+    _print_search(found, seconds, steps, options)
     if found.winner is None:
-        least = min(-choice.plan.spare for choice in found.choices)
+        lacking = min(-candidate.plan.spare for candidate in found.compiled)
         raise InputError(
-            f"nothing fits: of what was compiled the least lacks {least / GIB:.1f} GiB of each GPU. Cheapest next "
-            f"step: {'; or '.join(steps)}"
+            f"nothing fits: the smallest of the compiled settings lacks {lacking / GIB:.1f} GiB of each GPU. Cheapest "
+            f"next step: {'; or '.join(steps)}"
         )
-    if own.write:
-        with own.write.open("x") as file:
-            file.write(recipe.source(found.winner.config, _docstring(own, found, found.winner)))
+    if options.write:
+        with options.write.open("x") as file:
+            file.write(recipe.format_recipe(found.winner.config, _make_docstring(options, found, found.winner)))
     return 0
 
 
-def _refuse(file: Path) -> None:
-    """Raises InputError for what no recipe can be written to: before the search, which takes minutes."""
+def _print_search(found: ranking.SearchResult, seconds: float, steps: list[str], options: argparse.Namespace) -> None:
+    if options.json:
+        values = report.to_json(found, seconds, lambda plan: json.loads(to_json(plan))) | {"next_steps": steps}
+        if options.explain:
+            values |= {"tree": decision_tree.format_tree(found).splitlines()}
+        print(json.dumps(values, indent=2))
+    else:
+        tree = ["", decision_tree.format_tree(found)] if options.explain else []
+        print(report.format_table(found, seconds), *tree, sep="\n")
+
+
+def _check_new_recipe(file: Path) -> None:
+    """Raise InputError if a recipe cannot be written to this file, before the search, which takes minutes."""
     if file.exists():
-        raise InputError(f"--write {file}: exists, and is not overwritten: name a new file")
+        raise InputError(f"--write {file}: exists and is not overwritten; give a new file")
     if not file.parent.is_dir():
-        raise InputError(f"--write {file}: no such folder as {file.parent}")
+        raise InputError(f"--write {file}: the folder {file.parent} does not exist; create it first")
     if file.suffix != ".py":
-        raise InputError(f"--write {file}: a recipe is Python: name it {file.with_suffix('.py')}")
+        raise InputError(f"--write {file}: a recipe is a Python file; write to {file.with_suffix('.py')}")
 
 
-def _docstring(own: argparse.Namespace, found: choose.Search, winner: choose.Choice) -> str:
+def _make_docstring(options: argparse.Namespace, found: ranking.SearchResult, winner: ranking.CompiledCandidate) -> str:
     plan = winner.plan
     assert isinstance(plan, Plan)
-    gpus = f"--gpu {own.gpu} --hosts {own.hosts} --gpus-per-host {own.gpus_per_host}"
-    sent = sum(each.bytes for each in plan.collectives)
-    parameters = flops.in_words(plan.parameters, plan.active_parameters)
+    gpus = f"--gpu {options.gpu} --hosts {options.hosts} --gpus-per-host {options.gpus_per_host}"
+    sent = sum(traffic.bytes for traffic in plan.collectives)
+    parameters = flops.describe_parameters(plan.parameters, plan.active_parameters)
     return f"""{parameters} on {plan.hosts} × {plan.gpus_per_host} {plan.gpu}: the fastest of
 {len(found.candidates):,} settings by the roofline of docs/plan.md, {winner.time.total:.2f} s a step.
 
-    python -m jaxopt_llm.train --config {own.write.name} --data.paths prepared --data.tokenizer tokenizer.json
+    python -m jaxopt_llm.train --config {options.write.name} --data.paths prepared --data.tokenizer tokenizer.json
 
-{report.words(winner.config, found.recipe)}. As compiled,
+{report.describe_setting(winner.config, found.recipe)}. Memory and traffic of each GPU in a step, by
 
-    python -m jaxopt_llm.plan --config {own.write.name} {gpus}
+    python -m jaxopt_llm.plan --config {options.write.name} {gpus}
 
-{plan.memory.peak / GIB:.1f} GiB at the peak and {sent / GIB:.1f} GiB sent, of each GPU in a step.
+are {plan.memory.peak / GIB:.1f} GiB at the peak and {sent / GIB:.1f} GiB sent.
 """
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    errors.run_command(main)

@@ -1,10 +1,13 @@
-"""python -m jaxopt_llm.prepare --input PATH [PATH ...] --output DIR [--tokenizer FILE] [...]
+"""Command `prepare`: tokenisation of a corpus for training.
+
+python -m jaxopt_llm.prepare --input PATH [PATH ...] --output DIR [--tokenizer FILE] [...]
 python -m jaxopt_llm.prepare --input PATH [PATH ...] --content chat --tokenizer DIR --preview N
 python -m jaxopt_llm.prepare --verify DIR
 
-Tokenises a corpus once, on all cores, into memory-mapped files that training reads with --data.paths DIR. Killed and
-run again, it keeps the shards that are whole and ends with the same bytes. --verify reads such a corpus whole and says
-what of it is damaged. --preview shows conversations, and what of them is learnt, and writes nothing.
+Tokenise a corpus once, on all cores, into memory-mapped files that training reads with --data.paths DIR. If the command
+is killed, run it again: it keeps the finished shards and produces the same bytes. --verify reads a prepared corpus
+completely and prints which parts are damaged. --preview prints conversations and marks the tokens that training learns;
+it writes no files.
 """
 
 import argparse
@@ -30,88 +33,95 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from jaxopt_llm import errors
-from jaxopt_llm.checkpoint.lock import sole_owner
+from jaxopt_llm.checkpoint.native.lock import lock_directory
+from jaxopt_llm.config import DataConfig
+from jaxopt_llm.config.data import Content
+from jaxopt_llm.core import errors
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data import prepared, source
-from jaxopt_llm.data.config import Content, DataConfig
-from jaxopt_llm.data.find import PLAN, find_all
+from jaxopt_llm.data.find import PLAN, find_corpus_files
 from jaxopt_llm.data.source import Part
-from jaxopt_llm.data.template import reader
+from jaxopt_llm.data.template import open_reader
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
-from jaxopt_llm.data.tokens import within
-from jaxopt_llm.errors import InputError
+from jaxopt_llm.data.tokens import in_spans
 
 
 def prepare(config: DataConfig, directory: Path, workers: int) -> None:
-    """Writes the corpus of `config.paths` into a directory, or completes what was begun there.
+    """Write the corpus of `config.paths` into a directory, or complete one that was started there.
 
     Raises:
-        InputError: what reading the sources raises; the directory holds another preparation, or anything else.
+        InputError: a source cannot be read, or the directory holds another prepared corpus or other files.
     """
     tokenizer = load_tokenizer(config)
-    files = list(chain.from_iterable(find_all(config)))
+    files = list(chain.from_iterable(find_corpus_files(config)))
     for file in files:
         if file.format not in ("text", "jsonl", "parquet"):
-            raise InputError(f"--input {file.path} holds tokens, not text: train on it as it is")
+            raise InputError(f"--input {file.path} holds tokens, not text: give it to training with --data.paths")
     console = Console(highlight=False, soft_wrap=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task("looking at files", total=len(files))
-        looked = prepared.look_at(files, config, lambda: progress.advance(task))
-    plan = prepared.plan(files, [fingerprint for fingerprint, _ in looked], config, tokenizer)
-    _check(directory, plan)
-    with sole_owner(directory, "--output"):
-        _check(directory, plan)  # nobody else writes there from here on
-        for left in directory.glob("*.tmp"):  # by a process that died
-            left.unlink()
+        task = progress.add_task("inspecting files", total=len(files))
+        inspected = prepared.inspect_files(files, config, lambda: progress.advance(task))
+    plan = prepared.make_plan(files, [fingerprint for fingerprint, _ in inspected], config, tokenizer)
+    _check_output(directory, plan)
+    with lock_directory(directory, "--output"):
+        _check_output(directory, plan)  # again, because from here on no other process writes there
+        for leftover in directory.glob("*.tmp"):  # of a process that died
+            leftover.unlink()
         prepared.write_json(directory / PLAN, plan)
         if (directory / prepared.MANIFEST).exists():
-            console.print(f"{directory} is finished already", markup=False)
+            console.print(f"{directory} is already finished", markup=False)
         else:
-            collection = prepared.Collection(directory, plan["dtype"], config.content != "text")
-            shards = prepared.shards(files, [parts for _, parts in looked])
-            _write(shards, collection, config, directory, workers, console)
-            if not sum(each["tokens"] for each in collection.shards):
-                skipped = _skipped(collection.shards) or "empty"
-                raise InputError(f"nothing to learn from in {', '.join(config.paths)}: {skipped}")
-            collection.finish(plan)
-    written = prepared.read_shards(directory)
-    documents, tokens = (sum(each[name] for each in written) for name in ("documents", "tokens"))
-    skipped = _skipped(written) or "nothing"
+            merger = prepared.ShardMerger(directory, plan["dtype"], config.content != "text")
+            shards = prepared.group_into_shards(files, [parts for _, parts in inspected])
+            _write_shards(shards, merger, config, directory, workers, console)
+            if not sum(record["tokens"] for record in merger.shards):
+                skipped = _describe_skipped(merger.shards) or "empty"
+                raise InputError(
+                    f"--input {' '.join(config.paths)}: no tokens to train on ({skipped}); give other files"
+                )
+            merger.finish(plan)
+    records = prepared.read_shard_records(directory)
+    documents, tokens = (sum(record[name] for record in records) for name in ("documents", "tokens"))
+    skipped = _describe_skipped(records) or "nothing"
     console.print(f"{documents:,} documents, {tokens:,} tokens in {directory}; skipped: {skipped}", markup=False)
     console.print(f"train on it with --data.paths {directory} --data.tokenizer {config.tokenizer}", markup=False)
 
 
 def preview(config: DataConfig, count: int) -> None:
-    """Shows the first conversations with what is learnt of them in colour, or in brackets where there is none.
+    """Print the first conversations. The tokens that training learns are in colour, or in ⟦⟧ without a colour terminal.
 
     Raises:
-        InputError: what reading the sources raises.
+        InputError: a source cannot be read.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     console = Console(highlight=False, soft_wrap=True)
     tokenizer = load_tokenizer(config)
     skipped: Counter[str] = Counter()
-    parts = chain.from_iterable(source.parts(file, config) for file in chain.from_iterable(find_all(config)))
-    with reader(config, tokenizer) as read:
+    files = chain.from_iterable(find_corpus_files(config))
+    parts = chain.from_iterable(source.split_into_parts(file, config) for file in files)
+    with open_reader(config, tokenizer) as read:
         documents = chain.from_iterable(read(part, skipped) for part in parts)
         for document in islice(documents, count):
-            ((ids, begins),) = tokenizer.encode_placed([document.content])
-            learnt = within(begins, document.spans or ())
-            console.print(f"--- {document.name}: {ids.size:,} tokens, {learnt.sum():,} learnt", markup=False)
-            console.print(_marked(document.content.decode(), begins, learnt, console.color_system is not None))
+            ((ids, starts),) = tokenizer.encode_with_offsets([document.content])
+            learned = in_spans(starts, document.spans or ())
+            console.print(f"--- {document.name}: {ids.size:,} tokens, {learned.sum():,} learned", markup=False)
+            console.print(_mark_learned(document.content.decode(), starts, learned, console.color_system is not None))
     if skipped:
-        console.print(f"skipped: {_counted(skipped)}", markup=False)
+        console.print(f"skipped: {_format_counts(skipped)}", markup=False)
 
 
-def _marked(text: str, begins: NDArray[np.int64], learnt: NDArray[np.bool_], coloured: bool) -> Text:
-    """A text whose learnt tokens stand out. What would steer the terminal is spelt out."""
-    changes = np.flatnonzero(np.diff(learnt)) + 1
+def _mark_learned(text: str, starts: NDArray[np.int64], learned: NDArray[np.bool_], coloured: bool) -> Text:
+    """Return a text whose learned tokens are marked. Terminal control characters are escaped.
+
+    starts: first character of each token. learned: whether training learns each token.
+    """
+    changes = np.flatnonzero(np.diff(learned)) + 1
     marked = Text()
-    for first, last in pairwise([0, *changes.tolist(), learnt.size]):
-        end = int(begins[last]) if last < learnt.size else len(text)
-        piece = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text[int(begins[first]) : end])
-        if not learnt[first]:
+    for first, last in pairwise([0, *changes.tolist(), learned.size]):
+        end = int(starts[last]) if last < learned.size else len(text)
+        piece = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text[int(starts[first]) : end])
+        if not learned[first]:
             marked.append(piece)
         elif coloured:
             marked.append(piece, style="bold green")
@@ -120,149 +130,172 @@ def _marked(text: str, begins: NDArray[np.int64], learnt: NDArray[np.bool_], col
     return marked
 
 
-def _check(directory: Path, plan: dict[str, Any]) -> None:
-    """Raises InputError where the directory holds anything but this preparation."""
+def _check_output(directory: Path, plan: dict[str, Any]) -> None:
+    """Raise InputError if the directory holds anything other than a corpus prepared by the same plan."""
     if not directory.exists() or not any(path.name != "lock" for path in directory.iterdir()):
         return
     try:
         old = json.loads((directory / PLAN).read_text())
     except (OSError, ValueError) as error:
-        raise InputError(f"--output {directory} is not empty and no preparation; choose another") from error
+        raise InputError(
+            f"--output {directory} is not empty and holds no prepared corpus; choose another directory"
+        ) from error
     if not isinstance(old, dict):
         old = {}
-    differ = [name for name in sorted({*plan, *old}) if old.get(name) != plan.get(name)]
-    if differ:
+    differences = [name for name in sorted({*plan, *old}) if old.get(name) != plan.get(name)]
+    if differences:
         raise InputError(
-            f"--output {directory} holds another preparation, with other {', '.join(differ)}; choose another directory"
+            f"--output {directory} holds another prepared corpus, which differs in {', '.join(differences)}; choose "
+            "another directory"
         )
 
 
-def _write(
+def _write_shards(
     shards: list[list[Part]],
-    collection: prepared.Collection,
+    merger: prepared.ShardMerger,
     config: DataConfig,
     directory: Path,
     workers: int,
     console: Console,
 ) -> None:
-    missing = [i for i in range(len(shards)) if i not in collection]
-    # Of fewer shards than workers, as one compressed file is, the tokenizer's own threads make more of the cores.
-    alone = len(missing) < workers
-    # Spawned, because a fork would copy the locks of this process's threads.
+    missing = [i for i in range(len(shards)) if i not in merger]
+    # With fewer shards than workers, such as one compressed file, the tokenizer's own threads use the other cores.
+    uses_threads = len(missing) < workers
+    # Spawn, because a fork would copy the locks of this process's threads.
     pool = ProcessPoolExecutor(
-        min(workers, len(missing)) or 1, multiprocessing.get_context("spawn"), _start_worker, (config, alone)
+        min(workers, len(missing)) or 1, multiprocessing.get_context("spawn"), _start_worker, (config, uses_threads)
     )
     with pool, Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("shards", total=len(shards), completed=len(shards) - len(missing))
-        done = [pool.submit(_work, directory, number, shards[number]) for number in missing]
+        futures = [pool.submit(_write_shard, directory, index, shards[index]) for index in missing]
         try:
-            collection.grow()
-            for each in as_completed(done):
-                each.result()
-                collection.grow()
+            merger.merge_ready()
+            for future in as_completed(futures):
+                future.result()
+                merger.merge_ready()
                 progress.advance(task)
         except BrokenProcessPool as error:
             raise InputError(
-                "a worker was killed, perhaps for lack of memory; run again to continue, with fewer --workers"
+                "a worker process was killed, perhaps for lack of memory; run again with fewer --workers to continue"
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def verify(directory: Path, workers: int) -> None:
+    """Read a prepared corpus completely and print its size. Raise InputError if it is damaged."""
     clock = time.perf_counter()
-    shards, size = prepared.verify(directory, workers)
+    shards, size = prepared.verify_corpus(directory, workers)
     rate = size / 1e6 / (time.perf_counter() - clock)
-    print(f"{directory} is whole: {shards:,} shards, {size / 1e6:,.1f} MB read at {rate:,.0f} MB/s")
+    print(f"{directory} is intact: {shards:,} shards, {size / 1e6:,.1f} MB read at {rate:,.0f} MB/s")
 
 
 _worker: tuple[DataConfig, Tokenizer]
 
 
-def _start_worker(config: DataConfig, alone: bool) -> None:
+def _start_worker(config: DataConfig, uses_threads: bool) -> None:
     global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = str(alone).lower()  # else the workers are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches them too; the parent ends them
+    os.environ["TOKENIZERS_PARALLELISM"] = str(uses_threads).lower()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the workers too; the parent ends them
     _worker = config, load_tokenizer(config)
     parent = multiprocessing.parent_process()
     assert parent is not None
 
-    def follow() -> None:
+    def exit_with_parent() -> None:
         parent.join()
-        os._exit(1)  # a worker that outlives a killed parent would wait for it for ever
+        os._exit(1)  # without this, a worker would wait for a killed parent forever
 
-    threading.Thread(target=follow, daemon=True).start()
-
-
-def _work(directory: Path, number: int, parts: list[Part]) -> None:
-    prepared.write_shard(directory, number, parts, *_worker)
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def _skipped(counts: Sequence[dict[str, Any]]) -> str:
+def _write_shard(directory: Path, index: int, parts: list[Part]) -> None:
+    prepared.write_shard(directory, index, parts, *_worker)
+
+
+def _describe_skipped(records: Sequence[dict[str, Any]]) -> str:
     total: Counter[str] = Counter()
-    for each in counts:
-        total.update(each["skipped"])
-    return _counted(total)
+    for record in records:
+        total.update(record["skipped"])
+    return _format_counts(total)
 
 
-def _counted(skipped: Counter[str]) -> str:
+def _format_counts(skipped: Counter[str]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
 
 
-def main() -> int:
+def _make_parser() -> argparse.ArgumentParser:
     default = DataConfig()
     parser = errors.ArgumentParser(
         prog="python -m jaxopt_llm.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--input", nargs="+", metavar="PATH", help="files, folders or globs of text, JSONL or Parquet")
-    add("--output", type=Path, metavar="DIR", help="a new directory, or one of an unfinished preparation")
-    add("--verify", type=Path, metavar="DIR", help="read a prepared corpus whole instead, and say what is damaged")
-    add("--preview", type=int, metavar="N", help="show the first N conversations instead, and what of them is learnt")
-    add("--tokenizer", default=default.tokenizer, metavar="FILE", help="a tokenizer.json, or bytes (the default)")
-    add("--beginning", default=default.beginning, metavar="TOKEN", help="before each document (the tokenizer's own)")
-    add("--end", default=default.end, metavar="TOKEN", help="after each document (default: the tokenizer's own)")
-    add("--format", default=default.format, choices=("auto", "text", "jsonl", "parquet"), help="default: by suffix")
-    add("--separator", default=default.separator, metavar="TEXT", help="between documents of a text file (none)")
+    add("--output", type=Path, metavar="DIR", help="new directory, or one with an unfinished prepared corpus")
+    add("--verify", type=Path, metavar="DIR", help="instead, read a prepared corpus and print which parts are damaged")
+    add("--preview", type=int, metavar="N", help="instead, print the first N conversations with learned tokens marked")
+    add("--tokenizer", default=default.tokenizer, metavar="FILE", help="a tokenizer.json, or bytes (default: bytes)")
+    add("--bos", default=default.bos, metavar="TOKEN", help="token before each document (default: the tokenizer's BOS)")
+    add("--eos", default=default.eos, metavar="TOKEN", help="token after each document (default: the tokenizer's EOS)")
+    add(
+        "--format",
+        default=default.format,
+        choices=("auto", "text", "jsonl", "parquet"),
+        help="format of the files (default: auto, by suffix)",
+    )
+    add(
+        "--separator",
+        default=default.separator,
+        metavar="TEXT",
+        help="text between the documents of a text file (default: none, the file is one document)",
+    )
     add(
         "--content",
         default=default.content,
         choices=get_args(Content),
-        help="what rows hold; chat: conversations, of the form that their fields say (default: text)",
+        help="content of a row; chat: conversations, in the format that their fields show (default: text)",
     )
-    add("--chat-template", default=default.chat_template, metavar="FILE", help="default: the tokenizer's own")
-    add("--date", default=default.date, metavar="DAY", help="for a template that writes today's, as in 2026-01-31")
+    add(
+        "--chat-template",
+        default=default.chat_template,
+        metavar="FILE",
+        help="file with a Jinja chat template (default: the tokenizer's)",
+    )
+    add("--date", default=default.date, metavar="DAY", help="date for chat templates that write it, as 2026-01-31")
     add("--text-field", default=default.text_field, metavar="NAME", help="column with the text (default: text)")
     add(
         "--malformed",
         default=default.malformed,
         choices=("error", "skip", "replace"),
-        help="what to do with text that is not UTF-8 or is cut (default: error)",
+        help="action for text that is not UTF-8 or is cut off (default: error)",
     )
-    add("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes (default: one per core)")
-    arguments = vars(parser.parse_args(sys.argv[1:]))
+    add("--workers", type=int, default=os.cpu_count(), metavar="N", help="number of processes (default: one per core)")
+    return parser
+
+
+def main() -> int:
+    arguments = vars(_make_parser().parse_args(sys.argv[1:]))
     workers, paths, directory = (arguments.pop(name) for name in ("workers", "input", "output"))
-    verified, previewed = arguments.pop("verify"), arguments.pop("preview")
+    verified_directory, preview_count = arguments.pop("verify"), arguments.pop("preview")
     if workers < 1:
         raise InputError(f"--workers {workers}: must be at least 1")
-    if verified:
+    if verified_directory:
         if paths or directory:
-            raise InputError("--verify reads what is there: give it without --input and --output")
-        verify(verified, workers)
+            raise InputError("--verify only reads a prepared corpus: leave out --input and --output")
+        verify(verified_directory, workers)
         return 0
-    if not paths or (directory is None) == (previewed is None):
-        raise InputError("--input PATH and either --output DIR or --preview N are needed, or --verify DIR")
+    if not paths or (directory is None) == (preview_count is None):
+        raise InputError("give --input PATH and either --output DIR or --preview N, or give --verify DIR")
     config = DataConfig(paths=tuple(paths), **arguments)
     if problems := config.problems():
         raise InputError("; ".join(problems))
-    if previewed is None:
+    if preview_count is None:
         prepare(config, directory, workers)
-    elif config.content == "text" or previewed < 1:
-        raise InputError(f"--preview {previewed}: shows at least 1 conversation, of --content chat, for one")
+    elif config.content == "text" or preview_count < 1:
+        raise InputError(f"--preview {preview_count}: give at least 1 and a --content of conversations, such as chat")
     else:
-        preview(config, previewed)
+        preview(config, preview_count)
     return 0
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    errors.run_command(main)

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxopt_llm.data.source import standard_library
+from jaxopt_llm.data.source import read_standard_library
 
 HELD_OUT = 10  # a module in so many
 MOST = 100  # characters of a prompt, and of a completion
@@ -33,7 +33,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     warnings.simplefilter("ignore")  # of escapes that some modules have
     found: dict[str, dict[str, str]] = {"train": {}, "held_out": {}}
-    for module in standard_library():
+    for module in read_standard_library():
         held_out = hashlib.sha256(module.key).digest()[0] % HELD_OUT == 0
         found["held_out" if held_out else "train"] |= summaries(module.content)
     folder.mkdir(parents=True, exist_ok=True)

@@ -16,11 +16,16 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # XLA's older code generator for CPUs takes half the time. Its switch has another name in 0.11, which aborts on the old
 # one. Two tests run at a time on two cores: XLA's own threads add work and save no time.
-OLDER_GENERATOR = "--xla_cpu_use_fusion_emitters=false"
-if version("jaxlib") >= "0.11":
-    OLDER_GENERATOR = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-ONE_THREAD = ["--xla_cpu_parallel_codegen_split_count=1", "--xla_gpu_force_compilation_parallelism=1"]
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), OLDER_GENERATOR, *ONE_THREAD])
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_cpu_use_fusion_emitters=false"
+        if version("jaxlib") < "0.11"
+        else "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+        "--xla_cpu_parallel_codegen_split_count=1",
+        "--xla_gpu_force_compilation_parallelism=1",
+    )
+)
 # Compiled programs are kept from one run of the tests to the next (remembered.py), with the names of their operations,
 # which tests read, as a part of their keys, and without lines of source files, which every edit moves.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # the many small ones are a fifth of a second run
@@ -37,9 +42,11 @@ import selection
 from jax._src import compilation_cache
 from jax._src.lru_cache import LRUCache
 
+from jaxopt_llm.compiler import topology
+from jaxopt_llm.distributed import runtime
+from jaxopt_llm.distributed.runtime import simulate_cpu_devices
 from jaxopt_llm.kernels import attention_auto
-from jaxopt_llm.parallel import mesh, runtime, topology
-from jaxopt_llm.parallel.mesh import simulate_cpu_devices
+from jaxopt_llm.parallel import mesh
 
 runtime.make_private(remembered.FOLDER)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(remembered.PROGRAMS)  # of the commands that tests start
@@ -79,7 +86,7 @@ def compiled_once() -> Iterator[None]:
         patch.setattr(topology, "run_xla", remembered.run_xla)
         patch.setattr(compilation_cache, "put_executable_and_time", remembered.keep_restorable)
         patch.setattr(LRUCache, "put", remembered.put_whole)
-        patch.setattr(mesh, "restore_no_programs", lambda: None)
+        patch.setattr(mesh, "disable_compilation_cache", lambda: None)
         yield
 
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxopt_llm.checkpoint import integrity, steps
+from jaxopt_llm.checkpoint.native import integrity, step_directories
 
 
 def largest(path: Path) -> Path:
@@ -18,12 +18,12 @@ def flip(file: Path, place: float = 0.5) -> str:
     content = bytearray(file.read_bytes())
     content[int(place * len(content))] ^= 1
     file.write_bytes(content)
-    return f"{file.name} has another SHA-256"
+    return f"{file.name} has a different SHA-256"
 
 
 def truncate(file: Path) -> str:
     os.truncate(file, file.stat().st_size - 1)
-    return f"{file.name} has {file.stat().st_size:,} bytes and had {file.stat().st_size + 1:,}"
+    return f"{file.name} has {file.stat().st_size:,} bytes instead of {file.stat().st_size + 1:,}"
 
 
 def remove(path: Path) -> str:
@@ -54,7 +54,7 @@ def link_whole(path: Path) -> str:
 def rename_another(path: Path) -> str:
     shutil.rmtree(path)
     shutil.copytree(path.with_name("2"), path)
-    return "it is of step 2"
+    return "it belongs to step 2"
 
 
 def change_manifest(path: Path) -> str:
@@ -75,19 +75,19 @@ def instead(content: str | None) -> Callable[[Path], str]:
             path.mkdir()
         else:
             path.write_text(content)
-        return "it is empty" if content is None else "it is no directory"
+        return "it is empty" if content is None else "it is not a directory"
 
     return replace
 
 
 DAMAGES: dict[str, Callable[[Path], str]] = {
     "flipped byte": lambda path: flip(largest(path)),
-    "flipped byte of the record": lambda path: flip(path / steps.RECORD),
+    "flipped byte of the record": lambda path: flip(path / step_directories.RECORD),
     "damaged metadata": lambda path: flip(next(path.glob("*/_METADATA"))),
     "truncated": lambda path: truncate(largest(path)),
     "missing file": remove,
     "extra file": add,
-    "pipe": lambda path: os.mkfifo(path / "pipe") or "pipe is no file",
+    "pipe": lambda path: os.mkfifo(path / "pipe") or "pipe is not a regular file",
     "symbolic link": link,
     "symbolic link as a step": link_whole,
     "another step": rename_another,

@@ -8,9 +8,10 @@ import jax
 import numpy as np
 import toy
 
-from jaxopt_llm.checkpoint import huggingface
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.model.decoder import Params, param_specs
+from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
+from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.model.decoder_specs import param_specs
+from jaxopt_llm.model.model import Params
 
 # Two segments, two kinds of block, biases and fewer key-value heads; its vocabulary is padded.
 CONFIG = replace(toy.CONFIG, pattern=("global", "sliding"), biases="qkv", tied_head=False, width=32, norm_epsilon=1e-2)
@@ -31,5 +32,5 @@ def params(config: ModelConfig = CONFIG, dtype: Any = np.float32) -> Params:
 def folder(path: Path, config: ModelConfig = CONFIG, dtype: Any = np.float32, most: int = 20_000) -> Path:
     """In several files."""
     arrays = jax.device_put(params(config, dtype), toy.placement().replicated)
-    huggingface.write(path, arrays, config, most=most)
+    write_model_folder(path, arrays, config, max_file_bytes=most)
     return path

@@ -16,7 +16,7 @@ DEADLINE = 300  # seconds after which an event that a test waits for is given up
 GATED = """
 import fcntl, functools, importlib, json, sys
 from pathlib import Path
-from jaxopt_llm import errors
+from jaxopt_llm.core import errors
 
 def put(function, call, path):
     module, names = function.split(":")
@@ -37,7 +37,7 @@ def put(function, call, path):
 
 for gate in json.loads(sys.argv.pop(1)):
     put(*gate)
-errors.run(importlib.import_module(f"jaxopt_llm.{sys.argv.pop(1)}").main)
+errors.run_command(importlib.import_module(f"jaxopt_llm.{sys.argv.pop(1)}").main)
 """
 
 

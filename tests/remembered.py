@@ -26,9 +26,11 @@ import jax
 from jax._src import compilation_cache
 from jax._src.lru_cache import LRUCache
 
-from jaxopt_llm.parallel import runtime, topology
+from jaxopt_llm.compiler import topology
+from jaxopt_llm.compiler.chips import chip_of
+from jaxopt_llm.distributed import runtime
 
-FOLDER = runtime.compilation_cache().parent.parent / "tests" / runtime.compilation_cache().name
+FOLDER = runtime.cache_directory().parent.parent / "tests" / runtime.cache_directory().name
 FOLDER /= f"python{sys.version_info.major}.{sys.version_info.minor}"
 PROGRAMS = FOLDER / "restorable"  # kept by JAX
 READINGS = FOLDER / "readings"  # kept by this module
@@ -106,7 +108,7 @@ def kept_in(file: Path) -> dict[str, Any]:
 
 def keep_restorable(key: str, name: str, executable: Any, backend: Any, seconds: int) -> None:
     """Let JAX keep a program that it just compiled, unless XLA would restore it wrongly: see
-    `mesh.restore_no_programs`. Takes the place of `put_executable_and_time` of JAX's compilation cache."""
+    `mesh.disable_compilation_cache`. Takes the place of `put_executable_and_time` of JAX's compilation cache."""
     if not hasattr(executable, "local_devices"):
         return  # compiled for devices that are not here
     if len(executable.local_devices()) == 1 or is_restorable(executable.hlo_modules()[0].to_string()):
@@ -151,14 +153,15 @@ def key(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> str:
     # `compiler_options` of `jax.jit`, shardings and the order of devices are not in the text.
     lowering = lowered._lowering
     devices = [(device.id, device.process_index, device.device_kind) for device in lowering._device_list]
-    chips = {kind: topology.chip_of(kind) for _, _, kind in devices}
+    chips = {kind: chip_of(kind) for _, _, kind in devices}
     settings = {name: value for name, value in jax.config.values.items() if not name.startswith(CACHE_SETTINGS)}
     given = {
         "program": lowered.as_text(debug_info=True),
         "shardings": [str(lowering.compile_args[name]) for name in ("in_shardings", "out_shardings")],
         "options": [*lowering._compiler_options_kvs, *((k, v) for k, v in options.items() if k not in FOLDERS)],
         "dumps": "xla_dump_to" in options,
-        # `topology.compile` names a toolkit that assembles nothing. XLA takes the machine's own where none is named.
+        # `topology.compile_without_gpu` names a toolkit that assembles nothing. If none is named, XLA takes the
+        # machine's own.
         "assembler": topology._ASSEMBLER if "xla_gpu_cuda_data_dir" in options else assembler(),
         "flags": os.environ.get("XLA_FLAGS", ""),
         "settings": sorted((name, str(value)) for name, value in settings.items()),

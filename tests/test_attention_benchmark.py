@@ -13,11 +13,11 @@ import attention
 import gpu_check
 import pytest
 
-from jaxopt_llm.errors import InputError
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.kernels import attention_auto
-from jaxopt_llm.kernels.attention_auto import Measured
+from jaxopt_llm.kernels.attention_auto import Measurement
 
-ROW = Measured("9.0", "bfloat16", 128, 2048, "NVIDIA H200", "0.11.2", {"xla": 4.0, "pallas": 2.0, "triton": 1.0})
+ROW = Measurement("9.0", "bfloat16", 128, 2048, "NVIDIA H200", "0.11.2", {"xla": 4.0, "pallas": 2.0, "triton": 1.0})
 
 
 def test_ways_compute_the_same() -> None:
@@ -42,7 +42,7 @@ def test_flops_are_counted_as_in_the_papers() -> None:
 
 def test_what_is_not_supported_is_named() -> None:
     (row,) = attention.compare(attention.Case(16, 64, causal=True, dtype="bfloat16"), only=["pallas"], runs=1)
-    assert "head_dim=16: the pallas kernel takes" in row["unavailable"] and row["unavailable"] in attention.line(row)
+    assert "head_dim=16: the pallas kernel supports" in row["unavailable"] and row["unavailable"] in attention.line(row)
 
 
 # ---- The table that `auto` reads.
@@ -88,8 +88,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fastest(file: Path, keys: int) -> str:
-    table = attention_auto.read(file)
-    return attention_auto.fastest(128, "bfloat16", keys, (9, 0), {"xla": [], "pallas": []}, table).name
+    table = attention_auto.read_table(file)
+    return attention_auto.choose_fastest(128, "bfloat16", keys, (9, 0), {"xla": [], "pallas": []}, table).name
 
 
 @pytest.mark.usefixtures("gpu")
@@ -155,7 +155,7 @@ def test_new_figures_take_the_place_of_old_ones(tmp_path: Path) -> None:
     attention.write_table([longer := replace(ROW, length=32_768), ROW], file)
     again, other = replace(ROW, seconds={"xla": 1.0}, device="NVIDIA GH200"), replace(ROW, capability="10.0")
     attention.write_table([again, other], file)
-    assert attention_auto.read(file) == [other, again, longer]
+    assert attention_auto.read_table(file) == [other, again, longer]
     assert len(file.read_text().splitlines()) == 2 + 3  # a line for each: a change is a line of a diff
 
 
@@ -169,4 +169,4 @@ def test_a_table_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Path, "replace", dies)
     with pytest.raises(KeyboardInterrupt):
         attention.write_table([replace(ROW, head_dim=64)], table)
-    assert attention_auto.read(table) == [ROW]
+    assert attention_auto.read_table(table) == [ROW]

@@ -5,9 +5,9 @@ import math
 import pytest
 from test_bytes import SEQUENCE, Compiled, compiled, slow
 
+from jaxopt_llm.compiler import hlo, instructions
+from jaxopt_llm.config import MeshConfig
 from jaxopt_llm.kernels import attention_xla
-from jaxopt_llm.parallel import hlo, instructions
-from jaxopt_llm.parallel.mesh import MeshConfig
 
 LAYERS = 8
 SPLIT = MeshConfig(fsdp=4, tensor=2)
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.core
 def calls(step: Compiled) -> int:
     """Of Triton's kernels, in a step of one device."""
     return sum(
-        instructions.times(instruction, run)
-        for _, instruction, run in instructions.walk(step.text)
+        instructions.count_runs(instruction, run)
+        for _, instruction, run in instructions.walk_instructions(step.text)
         if instruction.find(TRITON)
     )
 
@@ -49,7 +49,7 @@ def test_each_device_attends_to_its_own(mesh: MeshConfig, stage: int) -> None:
 
 def test_no_array_has_a_score_for_every_query_and_key() -> None:
     text = compiled(LAYERS, SPLIT, 3, attention="pallas").text
-    assert not [each for each in hlo.array_shapes(text) if each.shape[-2:] == (SEQUENCE, SEQUENCE)]
+    assert not [each for each in hlo.list_array_shapes(text) if each.shape[-2:] == (SEQUENCE, SEQUENCE)]
 
 
 def test_heads_that_devices_share_are_repeated_for_each_device_alone() -> None:
@@ -57,7 +57,7 @@ def test_heads_that_devices_share_are_repeated_for_each_device_alone() -> None:
     step = compiled(LAYERS, MeshConfig(fsdp=2, tensor=4), 3, attention="pallas", switches=(("kv_heads", 2),))
     heads = {
         tuple(computation[name].results[0].shape[2] for name in instruction.operands[3:6])  # queries, keys and values
-        for computation, instruction, _ in instructions.walk(step.text)
+        for computation, instruction, _ in instructions.walk_instructions(step.text)
         if instruction.find(TRITON)
     }
     assert heads == {(2, 1, 1)}
@@ -68,7 +68,7 @@ def test_masks_are_of_a_block_of_queries() -> None:
     rows, length = 8, 4096
     text = compiled(LAYERS, MeshConfig(fsdp=8), 3, shape=(rows, length)).text
     masks = [
-        each for each in hlo.array_shapes(text) if each.dtype == "pred" and length in each.shape and not each.fused
+        each for each in hlo.list_array_shapes(text) if each.dtype == "pred" and length in each.shape and not each.fused
     ]
     assert masks
     assert max(math.prod(each.shape) for each in masks) <= rows // 8 * attention_xla.QUERY_BLOCK * length

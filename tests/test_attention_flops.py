@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 from test_bytes import ROWS, SEQUENCE, VOCABULARY, WIDTH, compiled, slow
 
+from jaxopt_llm.compiler import hlo
+from jaxopt_llm.config import MeshConfig, ModelConfig
 from jaxopt_llm.kernels import attention_triton
 from jaxopt_llm.model import flops
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.parallel import hlo
-from jaxopt_llm.parallel.mesh import MeshConfig
 
 LAYERS, WINDOW = 8, 32
 SPLIT = MeshConfig(fsdp=4, tensor=2)
@@ -34,7 +33,9 @@ pytestmark = pytest.mark.core
 def test_a_kernel_is_counted_by_the_keys_that_are_seen(
     name: str, mesh: MeshConfig, stage: int, remat: str, forwards: int
 ) -> None:
-    found, by_xla = (hlo.dot_flops(compiled(LAYERS, mesh, stage, remat, attention=each).text) for each in (name, "xla"))
+    found, by_xla = (
+        hlo.count_dot_flops(compiled(LAYERS, mesh, stage, remat, attention=each).text) for each in (name, "xla")
+    )
     # Forward 2 products; backward 3 for the queries' gradient and 4 for the keys' and values', where XLA's has 5. So
     # few rows are one part, of which XLA multiplies all keys.
     of_xla = PRODUCT * (2 * forwards + 5)
@@ -51,7 +52,7 @@ def test_of_a_window_its_own_keys(name: str, mesh: MeshConfig, layers: int) -> N
     model = ModelConfig(vocabulary_size=VOCABULARY, heads=8, head_dim=128, layers=layers, **dict(switches))
     specs = step.program.specs
     needed, attention = (
-        flops.per_token(model, *of, SEQUENCE).causal for of in ((specs.masters, specs.frozen), ({}, {}))
+        flops.count_per_token(model, *of, SEQUENCE).causal for of in ((specs.masters, specs.frozen), ({}, {}))
     )
     tokens = ROWS * SEQUENCE / 8
-    assert hlo.dot_flops(step.text) == pytest.approx(tokens * (needed + attention * (9 / 6 - 1)), rel=1e-9)
+    assert hlo.count_dot_flops(step.text) == pytest.approx(tokens * (needed + attention * (9 / 6 - 1)), rel=1e-9)

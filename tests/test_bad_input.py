@@ -1,4 +1,4 @@
-"""Bad input: one line that says what, where and how to mend it; exit code 2."""
+"""Bad input: one line that says what is wrong, where, and how to fix it; exit code 2."""
 
 import re
 import sys
@@ -8,10 +8,10 @@ import pytest
 from commands import command, tiny, train
 
 import jaxopt_llm.train
-from jaxopt_llm import errors
-from jaxopt_llm.checkpoint.lock import sole_owner
+from jaxopt_llm.checkpoint.native.lock import lock_directory
+from jaxopt_llm.core import errors
 
-RECIPE = "from jaxopt_llm.config import TrainConfig\n"
+RECIPE = "from jaxopt_llm.config import Config\n"
 INTERLEAVED = ("--pipeline.schedule", "interleaved", "--pipeline.virtual-stages")
 CASES = {
     "misspelt field": (["--model.widht", "3"], ["--model.widht", "--model.width"]),
@@ -19,7 +19,7 @@ CASES = {
     "wrong type": (["--training.steps", "many"], ["--training.steps", "many"]),
     "not a choice": (["--sharding.zero-stage", "5"], ["zero-stage", "5"]),
     "no value": (["--training.steps"], ["--training.steps"]),
-    "nothing by halves": (["--training.steps", "0"], ["training.steps=0", "at least 1"]),
+    "zero steps": (["--training.steps", "0"], ["training.steps=0", "at least 1"]),
     "indivisible batch": (
         ["--mesh.fsdp", "3", "--training.accumulation", "2"],
         ["training.batch_size=4", "mesh.fsdp=3", "training.accumulation=2", "nearest", "6"],
@@ -27,7 +27,7 @@ CASES = {
     "indivisible sizes, all named": (
         ["--mesh.tensor", "3", "--mesh.data", "3", "--sharding.sequence-parallel", "True"],
         [
-            "training.batch_size=4 does not divide by training.accumulation=1 × mesh.data=3",
+            "training.batch_size=4 is not divisible by training.accumulation=1 × mesh.data=3",
             *("model.heads=2", "model.mlp_width=16", "training.sequence_length=32", "mesh.tensor=3 (nearest"),
         ],
     ),
@@ -57,29 +57,29 @@ CASES = {
     "rank above the matrix": (["--lora.rank", "100"], ["lora.rank=100", "attention"]),
     "pattern given twice": (
         ["--lora.rank", "2", "--lora.targets", "*/mlp/*", "*/mlp/*"],
-        ["lora.targets", "*/mlp/* comes after"],
+        ["lora.targets", "*/mlp/* has no effect, because earlier patterns match all its parameters"],
     ),
     "what no resume can change": (["--run.allow-change", "lora.rank"], ["lora.rank", "no resume can change it"]),
     "more stages than layers": (
         ["--mesh.pipeline", "3"],
-        ["mesh.pipeline=3 stages exceed the 2 layers of model.layers=2: set --mesh.pipeline 2 at most"],
+        ["mesh.pipeline=3 exceeds the 2 layers of model.layers=2: set --mesh.pipeline to at most 2"],
     ),
-    "more runs than layers": (
+    "more chunks than layers": (
         [*INTERLEAVED, "3", "--mesh.pipeline", "2", "--model.layers", "4"],
         [
-            "mesh.pipeline=2 × pipeline.virtual_stages=3 stages exceed the 4 layers of model.layers=4",
+            "mesh.pipeline=2 × pipeline.virtual_stages=3 exceeds the 4 layers of model.layers=4",
             "set --pipeline.virtual-stages 2, or --pipeline.schedule 1f1b",
         ],
     ),
-    "more runs than periods": (
+    "more chunks than periods": (
         [*INTERLEAVED, "2", "--mesh.pipeline", "2", "--model.layers", "6", "--model.pattern", "sliding", "global"],
-        ["exceed the 3 periods of model.pattern of model.layers=6: --pipeline.schedule 1f1b"],
+        ["exceeds the 3 periods of model.pattern of model.layers=6: set --pipeline.schedule 1f1b"],
     ),
-    "runs that do not divide a stage": (
+    "chunks that do not divide a stage": (
         [*INTERLEAVED, "4", "--mesh.pipeline", "2", "--model.layers", "12"],
         [
-            "pipeline.virtual_stages=4 does not divide the 6 layers of a stage, of mesh.pipeline=2",
-            "set --pipeline.virtual-stages 2 or 3 or 6, or --pipeline.split to the layers of each of the 8 runs",
+            "pipeline.virtual_stages=4 does not divide the 6 layers of a stage with mesh.pipeline=2",
+            "set --pipeline.virtual-stages 2 or 3 or 6, or --pipeline.split to the numbers of layers of the 8 chunks",
         ],
     ),
     "no such schedule": (
@@ -88,45 +88,48 @@ CASES = {
     ),
     "a kernel for GPUs on a CPU": (
         ["--training.attention", "pallas"],
-        ["training.attention=pallas is for GPUs, not for cpu: set --training.attention auto, or xla"],
+        ["training.attention=pallas runs on GPUs only, not on cpu; set --training.attention auto or xla"],
     ),
-    "an implementation that knows no documents": (
+    "an implementation without packed documents": (
         ["--training.attention", "cudnn"],
         ["--training.attention", "'cudnn'", "'auto', 'xla', 'pallas', 'triton'"],
     ),
-    "interleaved of one run": (
+    "interleaved with one chunk": (
         ["--mesh.pipeline", "2", "--pipeline.schedule", "interleaved"],
-        ["pipeline.schedule=interleaved with pipeline.virtual_stages=1: set at least 2"],
+        ["pipeline.schedule=interleaved with pipeline.virtual_stages=1: set --pipeline.virtual-stages to at least 2"],
     ),
-    "runs without a schedule for them": (
+    "chunks without interleaved": (
         ["--mesh.pipeline", "2", "--pipeline.virtual-stages", "2"],
-        ["pipeline.virtual_stages=2 with pipeline.schedule=1f1b: set --pipeline.schedule interleaved, or 1"],
+        [
+            "pipeline.virtual_stages=2 with pipeline.schedule=1f1b: set --pipeline.schedule interleaved, or "
+            "--pipeline.virtual-stages 1"
+        ],
     ),
-    "a run of no layers": (
+    "a chunk without layers": (
         ["--mesh.pipeline", "2", "--pipeline.split", "2", "0"],
-        ["pipeline.split=(2, 0): each run needs at least 1 layer"],
+        ["pipeline.split=(2, 0): each chunk needs at least 1 layer"],
     ),
     "a split with commas": (
         ["--mesh.pipeline", "2", "--pipeline.split", "1,1"],
-        ["--pipeline.split", "; values of one field are separated by spaces"],
+        ["--pipeline.split", "; separate the values of one field by spaces"],
     ),
-    "a split of other runs": (
+    "a split of another number of chunks": (
         [*INTERLEAVED, "2", "--mesh.pipeline", "2", "--model.layers", "8", "--pipeline.split", "3", "5"],
         [
-            "pipeline.split=(3, 5) says the layers of 2 runs",
-            "mesh.pipeline=2 × pipeline.virtual_stages=2 needs those of 4",
+            "pipeline.split=(3, 5) has 2 numbers: give 4, one for each chunk of "
+            "mesh.pipeline=2 × pipeline.virtual_stages=2"
         ],
     ),
-    "a split of other layers": (
+    "a split of another number of layers": (
         ["--mesh.pipeline", "2", "--model.layers", "8", "--pipeline.split", "4", "3"],
-        ["pipeline.split=(4, 3) adds up to 7 layers: make it model.layers=8"],
+        ["pipeline.split=(4, 3) adds up to 7 layers: make it add up to model.layers=8"],
     ),
     "a split within a period": (
         [
             *("--mesh.pipeline", "2", "--pipeline.split", "3", "4"),
             *("--model.layers", "7", "--model.pattern", "sliding", "global"),
         ],
-        ["pipeline.split=(3, 4): run 1 would end after 3 layers", "the nearest ends are after 2 and 4"],
+        ["pipeline.split=(3, 4): chunk 1 ends after 3 layers", "end it after 2 or 4 layers"],
     ),
     "devices that do not divide": (
         ["--distributed.processes", "2", "--distributed.coordinator", "127.0.0.1:7000"],
@@ -138,15 +141,19 @@ CASES = {
     ),
     "a sequence that context does not divide": (
         ["--mesh.context", "5", "--training.sequence-length", "64"],
-        ["training.sequence_length=64 does not divide by 2 × mesh.context=5 (nearest that do: 60 and 70)"],
+        ["training.sequence_length=64 is not divisible by 2 × mesh.context=5 (nearest that are: 60 and 70)"],
     ),
     "more devices than heads to exchange": (
         ["--mesh.context", "8", "--sharding.context-exchange", "all_to_all", "--model.heads", "4"],
-        ["sharding.context_exchange=all_to_all", "model.heads=4 does not divide by mesh.context=8", "take ring"],
+        [
+            "sharding.context_exchange=all_to_all",
+            "model.heads=4 is not divisible by mesh.context=8",
+            "set --sharding.context-exchange ring",
+        ],
     ),
     "experts that do not divide": (
         ["--model.experts", "6", "--mesh.expert", "4", "--training.batch-size", "4"],
-        ["model.experts=6 does not divide by mesh.expert=4 (nearest that do: 4 and 8)"],
+        ["model.experts=6 is not divisible by mesh.expert=4 (nearest that are: 4 and 8)"],
     ),
     "more experts than there are": (
         ["--model.experts", "2", "--model.experts-per-token", "3"],
@@ -154,11 +161,14 @@ CASES = {
     ),
     "one expert with a weight of 1": (
         ["--model.experts", "2", "--model.experts-per-token", "1"],
-        ["model.router_renormalises=True: with model.experts_per_token=1 every weight is 1", "set False"],
+        [
+            "model.router_renormalises=True: with model.experts_per_token=1 every weight is 1",
+            "set --model.router-renormalises False",
+        ],
     ),
     "latents with shared heads": (
         ["--model.latent-rank", "8", "--model.heads", "4", "--model.kv-heads", "2"],
-        ["model.kv_heads=2: with model.latent_rank each query head has keys of its own; set 4"],
+        ["model.kv_heads=2: with model.latent_rank each query head has its own keys; set --model.kv-heads 4"],
     ),
     "less than an even share": (
         ["--model.experts", "4", "--model.expert-capacity", "0.5"],
@@ -170,19 +180,19 @@ CASES = {
     ),
     "ragged without a GPU": (
         ["--model.experts", "4", "--sharding.expert-exchange", "ragged"],
-        ["sharding.expert_exchange=ragged is for GPUs, not for cpu"],
+        ["sharding.expert_exchange=ragged runs on GPUs only, not on cpu; set --sharding.expert-exchange auto"],
     ),
     "experts in no layer": (
         ["--model.experts", "4", "--model.expert-every", "99"],
-        ["model.experts=4: no layer has them", "model.expert_every=99"],
+        ["model.experts=4: no layer has experts", "model.expert_every=99", "--model.expert-every"],
     ),
-    "what rewards an uneven load": (
+    "a negative load-balancing loss": (
         ["--model.experts", "4", "--model.balance-loss", "-1"],
         ["model.balance_loss=-1.0: must be at least 0"],
     ),
     "groups that experts do not fill": (
         ["--model.experts", "6", "--model.router-groups", "4"],
-        ["model.experts=6 does not divide into model.router_groups=4"],
+        ["model.experts=6: must be a multiple of model.router_groups=4"],
     ),
     "more groups than there are": (
         ["--model.experts", "4", "--model.router-groups", "2", "--model.router-groups-per-token", "3"],
@@ -190,64 +200,70 @@ CASES = {
     ),
     "groups with too few experts": (
         ["--model.experts", "8", "--model.router-groups", "4", "--model.experts-per-token", "3"],
-        ["experts_per_token=3: model.router_groups_per_token=1 of 4 groups have 2 experts"],
+        ["experts_per_token=3: exceeds the 2 experts of model.router_groups_per_token=1 of 4 groups"],
     ),
     "groups without two experts": (
         [
             *("--model.experts", "4", "--model.router-groups", "4", "--model.router-groups-per-token", "2"),
             *("--model.router", "sigmoid"),
         ],
-        ["model.router_groups=4: with model.router=sigmoid", "two best", "at most 2"],
+        ["model.router_groups=4: with model.router=sigmoid", "two best", "--model.router-groups to at most 2"],
     ),
-    "a bias that leads the load": (
+    "a negative rate of the router bias": (
         ["--model.experts", "4", "--model.router-bias-rate", "-1"],
         ["model.router_bias_rate=-1.0: must be at least 0"],
     ),
     "not finite": (["--optimizer.learning-rate", "inf"], ["optimizer.learning_rate=inf", "float32"]),
     "not in float32": (["--optimizer.epsilon", "1e-320"], ["optimizer.epsilon=1e-320", "float32"]),
-    "more layers than can be named": (["--model.layers", "2147483647"], ["model.layers=2147483647", "10,000"]),
-    "best of what nobody measured": (
+    "too many layers": (["--model.layers", "2147483647"], ["model.layers=2147483647", "10,000"]),
+    "keep_best without evaluations": (
         ["--checkpoint.keep-best", "1", "--evaluation.every", "200"],
         ["checkpoint.keep_best=1", "checkpoint.every=500", "evaluation.every=200"],
     ),
     "a profile after the end": (["--profile.start-step", "9", "--training.steps", "5"], ["profile.start_step=9"]),
-    "beyond a word": (["--run.seed", "99999999999999999999"], ["run.seed=99999999999999999999"]),
+    "a seed out of range": (["--run.seed", "99999999999999999999"], ["run.seed=99999999999999999999"]),
     "vocabulary too small": (["--model.vocabulary-size", "100"], ["model.vocabulary_size=100", "258"]),
     "held-out share": (["--data.held-out", "1.5"], ["data.held_out", "1.5"]),
-    "adapters of nothing": (
+    "targets that match nothing": (
         ["--lora.rank", "2", "--lora.targets", "*/atention/*", "*_norm/*", "*/mlp/*", "*/mlp/up"],
         [
-            "*/atention/* fits no parameter",
-            "*_norm/* fits no matrix, only outer/final_norm/scale",
-            "*/mlp/up comes after",
+            "*/atention/* matches no parameter",
+            "*_norm/* matches no matrix, only outer/final_norm/scale",
+            "*/mlp/up has no effect",
             "segment_0/block_0/attention/query",
         ],
     ),
-    "adapters of less than nothing": (["--lora.rank=-2", "--lora.alpha", "0"], ["lora.rank=-2", "lora.alpha=0"]),
-    "codes that nothing trains": (["--lora.base", "int8"], ["lora.base=int8", "lora.rank"]),
+    "a negative rank": (["--lora.rank=-2", "--lora.alpha", "0"], ["lora.rank=-2", "lora.alpha=0"]),
+    "a quantised base without adapters": (["--lora.base", "int8"], ["lora.base=int8", "lora.rank"]),
     "groups that leave a parameter out": (
         ["--optimizer.decay-groups", "*/mlp/*=1", "*_norm/*=0"],
-        ["optimizer.decay_groups: no pattern fits outer/embedding/table"],
+        ["optimizer.decay_groups: no pattern matches outer/embedding/table"],
     ),
-    "a group of nothing": (
+    "a group that matches nothing": (
         ["--lora.rank", "2", "--optimizer.rate-groups", "*/lora_a=2", "*/scale=1", "*=1"],
-        ["optimizer.rate_groups: */scale fits no parameter", "segment_0/block_0/attention/key/lora_a"],
+        ["optimizer.rate_groups: */scale matches no parameter", "segment_0/block_0/attention/key/lora_a"],
     ),
-    "no group": (["--optimizer.rate-groups", "*"], ["optimizer.rate_groups: *: must be PATTERN=NUMBER"]),
+    "a group without a number": (
+        ["--optimizer.rate-groups", "*"],
+        ["optimizer.rate_groups: *: must be PATTERN=NUMBER"],
+    ),
     "another optimizer's moments": (["--run.allow-change", "optimizer.name"], ["optimizer.name", "no resume"]),
     "moments in another dtype": (
         ["--run.allow-change", "optimizer.state_dtype"],
         ["optimizer.state_dtype", "no resume"],
     ),
-    "codes of means": (
+    "int8 moments of adafactor": (
         ["--optimizer.name", "adafactor", "--optimizer.state-dtype", "int8"],
-        ["optimizer.state_dtype=int8 is not for optimizer.name=adafactor"],
+        [
+            "optimizer.state_dtype=int8 is not supported with optimizer.name=adafactor",
+            "--optimizer.state-dtype float32",
+        ],
     ),
-    "codes across devices": (
+    "int8 blocks across devices": (
         ["--optimizer.state-dtype", "int8", "--model.mlp-width", "64", "--mesh.tensor", "2"],
-        ["optimizer.state_dtype=int8: each device would hold 32 of the 64", "mlp/gate", "blocks of 64"],
+        ["optimizer.state_dtype=int8: each device would hold 32 of the 64", "mlp/gate", "block size 64"],
     ),
-    "what waits for all gradients": (
+    "settings that in_backward excludes": (
         [
             *("--optimizer.in-backward", "True", "--training.accumulation", "2", "--training.skip-outliers", "4"),
             *("--precision.compute-dtype", "float16", "--precision.loss-scaling", "dynamic", "--mesh.pipeline", "2"),
@@ -265,10 +281,10 @@ CASES = {
             "or --optimizer.in-backward False",
         ],
     ),
-    "a rule that skips what is usual": (["--training.skip-outliers", "0.5"], ["training.skip_outliers=0.5"]),
-    "a loss scale that does nothing": (
+    "an outlier limit below 1": (["--training.skip-outliers", "0.5"], ["training.skip_outliers=0.5"]),
+    "a loss scale without a use": (
         ["--precision.compute-dtype", "float32", "--precision.loss-scaling", "dynamic"],
-        ["precision.loss_scaling=dynamic does nothing", "--precision.loss-scaling none", "float16"],
+        ["precision.loss_scaling=dynamic has no use", "--precision.loss-scaling none", "float16"],
     ),
     "two kinds of 16 bits": (
         ["--precision.compute-dtype", "bfloat16", "--precision.reduce-dtype", "float16"],
@@ -278,14 +294,17 @@ CASES = {
         ["--precision.compute-dtype", "float16", "--precision.initial-loss-scale", "8"],
         ["precision.initial_loss_scale=8", "--precision.loss-scaling dynamic"],
     ),
-    "a loss scale come or gone": (["--run.allow-change", "precision.loss-scaling"], ["loss_scaling", "no resume"]),
+    "loss scaling changed by a resume": (
+        ["--run.allow-change", "precision.loss-scaling"],
+        ["loss_scaling", "no resume"],
+    ),
     "a loss scale out of range": (
         [
             *("--precision.compute-dtype", "float16", "--precision.loss-scaling", "dynamic"),
             *("--precision.initial-loss-scale", "0.5", "--precision.loss-scale-growth-interval", "0"),
         ],
         [
-            "precision.initial_loss_scale=0.5 is below precision.min_loss_scale=1.0",
+            "precision.initial_loss_scale=0.5: must be at least precision.min_loss_scale=1.0",
             "precision.loss_scale_growth_interval=0: must be above 0",
         ],
     ),
@@ -300,13 +319,13 @@ CASES = {
         ["--remat.every", "4", "--model.layers", "12", "--mesh.pipeline", "2"],
         ["remat.every=4 does not divide the 6 layers in each of 2 stages"],
     ),
-    "groups that do not divide a run of a stage": (
+    "groups that do not divide a chunk of a stage": (
         ["--remat.every", "2", "--model.layers", "12", "--mesh.pipeline", "2", *INTERLEAVED, "2"],
-        ["remat.every=2 does not divide the 3 layers in each of the 2 runs of 2 stages: choose one of 1, 3"],
+        ["remat.every=2 does not divide the 3 layers in each of the 2 chunks of 2 stages: choose one of 1, 3"],
     ),
-    "groups of no whole periods": (
+    "groups of partial periods": (
         ["--remat.every", "3", "--model.layers", "6", "--model.pattern", "sliding", "global"],
-        ["remat.every=3", "multiple of the 2 layers"],
+        ["remat.every=3", "remat.every=3 is not a multiple of 2"],
     ),
     "groups that leave nothing to offload": (
         ["--remat.every", "2", "--remat.offload", "block_input"],
@@ -323,7 +342,7 @@ def assert_one_line(stderr: str, *parts: str) -> None:
         assert part in stderr
 
 
-# What only the data or the compiled step can tell; all else is refused before JAX is touched.
+# Errors that need the data, the devices or the compiled step; all others are reported before JAX is initialised.
 LATE = ("vocabulary too small", "a kernel for GPUs on a CPU", "ragged without a GPU")
 
 
@@ -331,14 +350,15 @@ LATE = ("vocabulary too small", "a kernel for GPUs on a CPU", "ragged without a 
 def test_overrides(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command's main, in this process: what got past it would fail at simulating devices a second time."""
+    """Run the command's main in this process. A case that passed the checks would fail, because devices cannot be
+    simulated twice in a process."""
     overrides, parts = CASES[case]
     monkeypatch.setattr(sys, "argv", ["train", *map(str, tiny(tmp_path / "run")), *overrides])
     with pytest.raises(SystemExit) as stop:
-        errors.run(jaxopt_llm.train.main)
-    said = capsys.readouterr().err
-    assert stop.value.code == 2, said
-    assert_one_line(said, *parts)
+        errors.run_command(jaxopt_llm.train.main)
+    stderr = capsys.readouterr().err
+    assert stop.value.code == 2, stderr
+    assert_one_line(stderr, *parts)
     assert not (tmp_path / "run").exists()
 
 
@@ -357,13 +377,13 @@ def test_overrides_of_the_real_command(case: str, tmp_path: Path) -> None:
         (None, ["no such file", "quickstart.py"]),
         ("def get_config(:\n", ["SyntaxError"]),
         (RECIPE, ["get_config"]),
-        (RECIPE + "def get_config():\n    return 3\n", ["int", "TrainConfig"]),
-        (RECIPE + "def get_config():\n    return TrainConfig(modle=3)\n", ["modle"]),
+        (RECIPE + "def get_config():\n    return 3\n", ["int", "Config"]),
+        (RECIPE + "def get_config():\n    return Config(modle=3)\n", ["modle"]),
         (RECIPE + "def get_config():\n    raise SystemExit(0)\n", ["SystemExit"]),
         (
             "from jaxopt_llm import config as c\n"
             "def get_config():\n"
-            "    return c.TrainConfig(remat=c.RematConfig('fulll'), training=c.TrainingConfig(steps='ten'),\n"
+            "    return c.Config(remat=c.RematConfig('fulll'), training=c.TrainingConfig(steps='ten'),\n"
             "        model=c.ModelConfig(pattern='global', rope_theta=float('nan')), mesh=3,\n"
             "        pipeline=c.PipelineConfig('zigzag', split=[3, 2]))\n",
             [
@@ -400,7 +420,7 @@ def test_a_run_directory_that_cannot_be_written(where: str, tmp_path: Path) -> N
 
 
 def test_two_processes_do_not_share_a_run_directory(tmp_path: Path) -> None:
-    with sole_owner(tmp_path):
+    with lock_directory(tmp_path):
         refused = train(tmp_path)
     assert refused.returncode == 2
     assert_one_line(refused.stderr, str(tmp_path), "in use")
@@ -408,15 +428,17 @@ def test_two_processes_do_not_share_a_run_directory(tmp_path: Path) -> None:
 
 
 def test_larger_than_the_host(tmp_path: Path) -> None:
-    """More than a line: what is held, and what would help."""
+    """Check the lines below the message: the largest arrays, and advice."""
     refused = train(tmp_path, "--model.width", "100000000", "--remat.policy", "none")
     assert refused.returncode == 2
     first, *rest = refused.stderr.splitlines()
-    assert re.fullmatch(r"error: the step needs [\d,.]+ GiB on the simulated devices together, .* GiB too much", first)
+    needs = r"error: the step needs [\d,.]+ GiB on the simulated devices together, but .* GiB too much"
+    assert re.fullmatch(needs, first)
     assert len(rest) < 25
-    assert any(re.fullmatch(r"  parameters +[\d.]+ +masters of outer/embedding/table: .*", line) for line in rest)
+    table = r"  parameters +[\d.]+ +master weights of outer/embedding/table: .*"
+    assert any(re.fullmatch(table, line) for line in rest)
     assert "--remat.policy full: about 26% more FLOPs" in refused.stderr
-    assert "--offload" not in refused.stderr  # simulated devices have no memory but the host's
+    assert "--offload" not in refused.stderr  # simulated devices have no memory of their own
 
 
 def test_no_config() -> None:
@@ -425,7 +447,7 @@ def test_no_config() -> None:
     assert_one_line(refused.stderr, "--config quickstart.py")
 
 
-def test_generate_wants_a_run(tmp_path: Path) -> None:
+def test_generate_requires_a_run(tmp_path: Path) -> None:
     refused = command("generate", "--checkpoint", tmp_path, "--prompt", "x")
     assert refused.returncode == 2
     assert_one_line(refused.stderr, str(tmp_path))

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from commands import checkpoint, start_training, tiny, train
 
-from jaxopt_llm import config as configuration
-from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.errors import InputError
-from jaxopt_llm.validation import validate
+from jaxopt_llm.checkpoint import pretrained
+from jaxopt_llm.config import Config, cli, fields
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.training.validation import validate
 
 # So slow that nothing changes.
 STILL = ("--optimizer.learning-rate", 1e-30, "--optimizer.weight-decay", 0, "--training.steps", 1)
@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def refused(*arguments: object) -> str:
     with pytest.raises(InputError) as error:
-        configuration.parse([*map(str, arguments)], "train")
+        pretrained.resolve_pretrained(cli.parse_config([*map(str, arguments)], "train"))
     return str(error.value)
 
 
@@ -39,7 +39,7 @@ def test_a_run_begins_where_another_ended(run: Path, tmp_path: Path) -> None:
     process = start_training(second, *options, "--model.pretrained", run.name, folder=run.parent)
     out, error = process.communicate(timeout=300)
     assert process.returncode == 0, error
-    assert f"begins from the weights of {run}" in out
+    assert f"starts from the weights of {run}" in out
     few = "warning: fewer microbatches than stages: 1f1b, 50% of a step is idle with training.accumulation=1"
     assert error.startswith(few) and error.count("\n") == 1
     old, new = checkpoint(run, 2), checkpoint(second, 1)
@@ -65,9 +65,12 @@ def test_adapters_begin_over_a_run_and_are_no_beginning_themselves(run: Path, tm
 
 def test_what_cannot_be_begun_from_is_one_line(run: Path, tmp_path: Path) -> None:
     said = refused(*tiny(tmp_path), "--model.pretrained", run, "--model.width", 24)
-    assert said == f"model.pretrained={run} sets the model's fields itself: leave out model.width=24 (there it is 16)"
+    assert (
+        said
+        == f"model.pretrained={run} sets the model's fields itself; leave out model.width=24 (the stored value is 16)"
+    )
     found = train(run, "--model.pretrained", run)
-    assert found.returncode == 2 and "is run.directory, which a run cannot begin from" in found.stderr
+    assert found.returncode == 2 and "is also run.directory, and a run cannot start from itself" in found.stderr
     broken = shutil.copytree(run, tmp_path / "broken")
     (broken / "config.json").write_text("{")
     shutil.rmtree(broken / "checkpoints/2")
@@ -76,18 +79,18 @@ def test_what_cannot_be_begun_from_is_one_line(run: Path, tmp_path: Path) -> Non
     shutil.copy(run / "config.json", broken)
     found = train(tmp_path / "second", "--model.pretrained", broken)
     assert (found.returncode, len(found.stderr.splitlines())) == (4, 1)
-    assert "it has no checkpoint yet" in found.stderr
+    assert "the run has no checkpoint yet" in found.stderr
 
 
 def test_layers_are_stacked_as_the_run_that_begins_wants_them(run: Path, tmp_path: Path) -> None:
     arguments = map(str, (*tiny(tmp_path), "--model.pretrained", run, "--model.last-layers", 1))
-    assert configuration.parse([*arguments], "train").model.last_layers == 1
+    assert pretrained.resolve_pretrained(cli.parse_config([*arguments], "train")).model.last_layers == 1
 
 
 def test_the_positions_of_a_folder_are_as_many_as_it_has() -> None:
-    config = configuration.changed(
-        TrainConfig(),
+    config = fields.replace_fields(
+        Config(),
         {"model.positions": "learned", "model.max_positions": 8, "model.pretrained": "folder"},
     )
-    with pytest.raises(InputError, match=r"positions: set --training\.sequence-length 8 at most"):
+    with pytest.raises(InputError, match=r"positions: set --training\.sequence-length to at most 8"):
         validate(config)

@@ -1,14 +1,28 @@
-"""A field that nothing reads is a promise that nothing keeps; and which of them a resume may change."""
+"""Checks that every field is read, that a resume changes only what it may, and that wrong types are found."""
 
 import ast
 import dataclasses
+import os
+import subprocess
+import sys
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from jaxopt_llm.config import FIELDS, TrainConfig, changed, differences, wrong_types
+from jaxopt_llm.config import Config
+from jaxopt_llm.config.fields import (
+    FIELDS,
+    METADATA,
+    forbidden_changes,
+    from_json,
+    get_field,
+    replace_fields,
+    to_json,
+    wrong_types,
+)
+from jaxopt_llm.config.metadata import Metadata
 
 pytestmark = pytest.mark.core
 
@@ -17,9 +31,9 @@ WHOLE_READERS = {"astuple", "asdict"}  # dataclasses.astuple(config.mesh) reads 
 
 
 class Reads(ast.NodeVisitor):
-    """Which (class, field) the source reads, of objects whose class its annotations tell.
+    """Visitor that collects the (class, field) pairs that the source reads, by the annotations of its objects.
 
-    What validates does not count: methods called `problems`, and config.py but for what a resume compares.
+    Reads in methods called `problems` do not count, because those only validate.
     """
 
     def __init__(self, attributes: Mapping[tuple[str, str], str]) -> None:
@@ -49,8 +63,13 @@ class Reads(ast.NodeVisitor):
     def visit_Assign(self, node: ast.Assign) -> None:
         self.generic_visit(node)
         for target in node.targets:
-            if isinstance(target, ast.Name):
-                self.scopes[-1][target.id] = self.type_of(node.value)
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = [*zip(target.elts, node.value.elts, strict=True)]
+            else:
+                pairs = [(target, node.value)]
+            for name, value in pairs:
+                if isinstance(name, ast.Name):
+                    self.scopes[-1][name.id] = self.type_of(value)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         self.generic_visit(node)
@@ -63,32 +82,32 @@ class Reads(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         if ast.unparse(node.func).removeprefix("dataclasses.") in WHOLE_READERS:
-            of = self.type_of(node.args[0])
-            self.found |= {key for key in self.attributes if key[0] == of}
+            class_name = self.type_of(node.args[0])
+            self.found |= {key for key in self.attributes if key[0] == class_name}
         self.generic_visit(node)
 
 
 def annotation(node: ast.expr) -> str:
-    """The class that an annotation names, of `X`, `X | None` and `"X"`."""
+    """Return the class that an annotation names: X for `X`, `X | None` and `"X"`."""
     return ast.unparse(node).strip("'\"").removesuffix(" | None")
 
 
 def unread(sources: Mapping[str, str], fields: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Those of `fields`, (class, field), that none of the sources, by file name, reads."""
+    """Return the (class, field) pairs that none of the sources reads. sources: text by file name."""
     trees = {name: ast.parse(source) for name, source in sources.items()}
     attributes = {
-        (node.name, each.target.id): annotation(each.annotation)
+        (node.name, each.target.id if isinstance(each.target, ast.Name) else each.target.attr): annotation(
+            each.annotation
+        )
         for tree in trees.values()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
-        for each in node.body
-        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+        for each in ast.walk(node)
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name | ast.Attribute)
     }
     reads = Reads(attributes)
-    for name, tree in trees.items():
-        for node in tree.body:
-            if name != "config.py" or (isinstance(node, ast.FunctionDef) and node.name == "differences"):
-                reads.visit(node)
+    for tree in trees.values():
+        reads.visit(tree)
     return fields - reads.found
 
 
@@ -106,36 +125,36 @@ def sources() -> dict[str, str]:
 
 
 def test_every_field_is_read() -> None:
-    fields = set(fields_of(TrainConfig))
+    fields = set(fields_of(Config))
     assert len(fields) == len(FIELDS)
-    nowhere = unread(sources(), fields)
-    assert not nowhere
+    assert not unread(sources(), fields)
 
 
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        ("def train(config: TrainConfig): print(config.checkpoint.every)", True),
+        ("def train(config: Config): print(config.checkpoint.every)", True),
         ("def save(kept: CheckpointConfig): print(kept.every)", True),
         ("class A:\n config: CheckpointConfig\n def save(self): print(self.config.every)", True),
-        ("def train(config: TrainConfig):\n kept = config.checkpoint\n print(kept.every)", True),
-        ("def train(config: TrainConfig): print(dataclasses.astuple(config.checkpoint))", True),
-        ("def train(config: TrainConfig): print(config.logging.every)", False),
+        ("def train(config: Config):\n kept = config.checkpoint\n print(kept.every)", True),
+        ("def train(config: Config):\n kept, logged = config.checkpoint, config.logging\n print(kept.every)", True),
+        ("def train(config: Config): print(dataclasses.astuple(config.checkpoint))", True),
+        ("def train(config: Config): print(config.logging.every)", False),
         ("class CheckpointConfig:\n def problems(self): return self.every < 1", False),
     ],
 )
-def test_what_counts_as_read(source: str, found: bool) -> None:
-    declared = "class CheckpointConfig:\n every: int\nclass TrainConfig:\n checkpoint: CheckpointConfig\n logging: L"
+def test_reads_of_a_field_are_found(source: str, found: bool) -> None:
+    declared = "class CheckpointConfig:\n every: int\nclass Config:\n checkpoint: CheckpointConfig\n logging: L"
     assert (not unread({"config.py": declared, "a.py": source}, {("CheckpointConfig", "every")})) == found
 
 
-def test_a_resume_may_change_where_it_runs_and_not_what_it_learns() -> None:
-    old = TrainConfig()
-    elsewhere = changed(old, {"mesh.fsdp": 8, "remat.policy": "full", "training.steps": 7, "checkpoint.keep": 9})
-    assert differences(old, elsewhere) == []
-    other = changed(elsewhere, {"optimizer.learning_rate": 1.0, "run.seed": 3, "model.width": 8})
-    allowed = changed(other, {"run.allow_change": ("optimizer.learning-rate",)})
-    named = [[each.split(" was ")[0] for each in differences(old, new)] for new in (other, allowed)]
+def test_a_resume_may_change_where_it_runs_but_not_what_it_learns() -> None:
+    old = Config()
+    elsewhere = replace_fields(old, {"mesh.fsdp": 8, "remat.policy": "full", "training.steps": 7, "checkpoint.keep": 9})
+    assert forbidden_changes(old, elsewhere) == []
+    other = replace_fields(elsewhere, {"optimizer.learning_rate": 1.0, "run.seed": 3, "model.width": 8})
+    allowed = replace_fields(other, {"run.allow_change": ("optimizer.learning-rate",)})
+    named = [[each.split(" was ")[0] for each in forbidden_changes(old, new)] for new in (other, allowed)]
     assert named == [["run.seed", "model.width", "optimizer.learning_rate"], ["run.seed", "model.width"]]
 
 
@@ -155,7 +174,55 @@ def test_a_resume_may_change_where_it_runs_and_not_what_it_learns() -> None:
     ],
     ids=str,
 )
-def test_a_value_of_another_type_is_named(name: str, value: object) -> None:
-    assert wrong_types(TrainConfig()) == []
-    (said,) = wrong_types(changed(TrainConfig(), {name: value}))
-    assert said.startswith(f"{name}={value!r}: must be ")
+def test_a_value_of_the_wrong_type_is_named(name: str, value: object) -> None:
+    assert wrong_types(Config()) == []
+    (message,) = wrong_types(replace_fields(Config(), {name: value}))
+    assert message.startswith(f"{name}={value!r}: must be ")
+
+
+def test_help_and_settings_need_no_jax(tmp_path: Path) -> None:
+    """JAX takes seconds to import; here it cannot be imported at all."""
+    (tmp_path / "jax.py").write_text("raise ImportError('JAX was imported')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for arguments in (["-m", "jaxopt_llm.train", "--help"], ["-c", "from jaxopt_llm.config import cli, fields"]):
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=PACKAGE.parent,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, ""), arguments
+    refused = subprocess.run(
+        [sys.executable, "-m", "jaxopt_llm.train"],
+        cwd=PACKAGE.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "JAX was imported" in refused.stderr
+
+
+def test_metadata_of_a_section_holds_for_its_settings_unless_they_have_their_own() -> None:
+    assert METADATA["mesh.fsdp"].resume == "freely"
+    assert METADATA["mesh.pipeline"] == Metadata(resume="freely", in_backward=1)
+    assert METADATA["model.width"].resume == "never"
+    assert METADATA["optimizer.learning_rate"].resume == "if_allowed"
+    assert {name for name, each in METADATA.items() if not each.in_pretrained} == {
+        f"model.{name}"
+        for name in (
+            *("pretrained", "last_layers", "balance_loss", "router_z_loss", "router_bias_rate", "expert_capacity"),
+        )
+    }
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_setting_is_written_in_one_place(name: str) -> None:
+    """Its flag, its default, its type check, its description and its JSON come from the field."""
+    config = Config()
+    value = get_field(config, name)
+    assert get_field(replace_fields(config, {name: value}), name) == value
+    assert wrong_types(replace_fields(config, {name: object()})) != []
+    assert get_field(from_json(to_json(config)), name) == value

@@ -4,9 +4,9 @@ import pytest
 from test_attention_bytes import KERNELS, TRITON, calls
 from test_bytes import HEADS, ROWS, SEQUENCE, WIDTH, compiled, slow
 
+from jaxopt_llm.compiler import instructions
+from jaxopt_llm.config import MeshConfig
 from jaxopt_llm.model import param
-from jaxopt_llm.parallel import instructions
-from jaxopt_llm.parallel.mesh import MeshConfig
 
 LAYERS = 8
 
@@ -19,7 +19,7 @@ def test_a_layers_activations_fall_with_the_number_of_devices(attention: str) ->
         for count in (1, 2)
     }
     specs = steps[1][0].program.specs.masters["segment_0"]
-    gradients = 4 * param.count(param.layer_specs(specs))
+    gradients = 4 * param.count_parameters(param.layer_specs(specs))
     one, two = (
         (deep.memory.temporaries - shallow.memory.temporaries) / 8 - gradients for deep, shallow in steps.values()
     )
@@ -51,11 +51,11 @@ def test_what_goes_round_is_sent_beside_a_kernel() -> None:
     part = rows // 2 * length // 4 * WIDTH * 2
     started: dict[str, tuple[int, int]] = {}
     beside = alone = kernels = 0
-    for computation, instruction, run in instructions.walk(step.text):
+    for computation, instruction, run in instructions.walk_instructions(step.text):
         kernels += instruction.find(TRITON) is not None
         if instruction.opcode == "collective-permute-start":
             size = sum(array.bytes for name in instruction.operands for array in computation[name].results)
-            started[instruction.name] = kernels, size * instructions.times(instruction, run)
+            started[instruction.name] = kernels, size * instructions.count_runs(instruction, run)
         elif instruction.opcode == "collective-permute-done":
             before, sent = started.pop(instruction.operands[0])
             beside, alone = (beside + sent, alone) if kernels > before else (beside, alone + sent)
@@ -84,7 +84,9 @@ def test_zero_divides_over_the_context_too() -> None:
     mesh = MeshConfig(fsdp=2, context=4)
     step = compiled(LAYERS, mesh, 3, attention="pallas")
     batch = 17 * ROWS * SEQUENCE / 8  # four integers and a boolean
-    assert step.memory.arguments == pytest.approx(12 / 8 * param.count(step.program.specs.masters) + batch, rel=0.01)
+    assert step.memory.arguments == pytest.approx(
+        12 / 8 * param.count_parameters(step.program.specs.masters) + batch, rel=0.01
+    )
 
 
 def test_a_saved_result_is_not_computed_again() -> None:

@@ -1,4 +1,4 @@
-"""Conversations in the terminal, from Hugging Face folders: as a command, and line by line."""
+"""Conversations in the terminal with models of Hugging Face folders."""
 
 import io
 import json
@@ -22,12 +22,14 @@ from test_bad_input import assert_one_line
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
-from jaxopt_llm import chat, errors, generate, run
-from jaxopt_llm.checkpoint import huggingface
+from jaxopt_llm import generate
+from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
+from jaxopt_llm.core import errors
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data import continuation
-from jaxopt_llm.errors import InputError
-from jaxopt_llm.execution.decode import Decoder, Sampling
-from jaxopt_llm.model.decoder import param_specs
+from jaxopt_llm.inference import chat, run
+from jaxopt_llm.inference.decode import Sampling, TokenGenerator
+from jaxopt_llm.model.decoder_specs import param_specs
 
 WORDS = ("<|end|>", "<|turn|>", "user", "assistant", "system", "ask", "again", "good", "day", "<|next|>")
 SPECIAL = ("<|end|>", "<|turn|>", "<|next|>")
@@ -35,12 +37,12 @@ TURNS = (
     "{% for m in messages %}{{ m.role + ' ' + m.content + ' <|turn|> ' }}{% endfor %}"
     "{{ 'assistant' if add_generation_prompt }}"
 )
-# What follows each word in the model below.
+# Successor of each word in the model below.
 FOLLOWS = {"assistant": "good", "good": "day", "day": "<|turn|>", "<|turn|>": "again", "again": "<|next|>"}
 
 
 def talker(path: Path, template: str | None = TURNS, **eos: Any) -> Path:
-    """A folder of a model that says "good day", and ends a turn. eos: what its files have as eos_token_id, by name."""
+    """Write a model that says "good day" and ends its turn. eos: eos_token_id by the name of the file."""
     config = replace(
         folders.CONFIG, vocabulary_size=len(WORDS), layers=1, pattern=("global",), biases="none", norm_epsilon=1e-5
     )
@@ -53,7 +55,7 @@ def talker(path: Path, template: str | None = TURNS, **eos: Any) -> Path:
     params["outer"]["embedding"]["table"][: len(WORDS), : len(WORDS)] = np.eye(len(WORDS))
     for word, following in FOLLOWS.items():
         params["outer"]["head"]["table"][WORDS.index(following), WORDS.index(word)] = 1
-    huggingface.write(path, jax.device_put(params, toy.placement().replicated), config)
+    write_model_folder(path, jax.device_put(params, toy.placement().replicated), config)
     library = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<|next|>"))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     library.add_special_tokens([*SPECIAL])
@@ -72,15 +74,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return talker(tmp_path_factory.mktemp("talker") / "model")
 
 
-def said(lines: str, *arguments: object, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> tuple[int, str, str]:
-    """The command's main, in this process: exit code, output and errors."""
+def run_command(lines: str, *arguments: object, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> tuple[int, str, str]:
+    """Run the command's main in this process. Return exit code, output and errors."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     monkeypatch.setattr(sys, "argv", ["generate", *map(str, arguments)])
     with pytest.raises(SystemExit) as stop:
-        errors.run(generate.main)
-    told = capsys.readouterr()
+        errors.run_command(generate.main)
+    captured = capsys.readouterr()
     assert isinstance(stop.value.code, int)
-    return stop.value.code, told.out, told.err
+    return stop.value.code, captured.out, captured.err
 
 
 @pytest.mark.core
@@ -97,11 +99,11 @@ def test_the_command(folder: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, " good day\n" * 2, "")
 
 
-# ---- Every answer is what follows all that was said before.
+# ---- Answers depend on the whole conversation.
 
 
-class Watched(Decoder):
-    """Which slots were computed for each prompt."""
+class Watched(TokenGenerator):
+    """Generator that records the slots computed for each prompt."""
 
     computed: list[tuple[list[int], int, int]] = []  # noqa: RUF012
 
@@ -115,11 +117,11 @@ class Watched(Decoder):
         return super()._advance(tokens, padding, first, last)
 
 
-def test_the_cache_is_gone_on_with(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(chat, "Decoder", Watched)
+def test_the_cache_is_reused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(chat, "TokenGenerator", Watched)
     monkeypatch.setattr(Watched, "computed", [])
     words = " ".join(["again"] * 20)
-    said(f"ask {words}\nask\n", "--checkpoint", folder, "--chat", monkeypatch=monkeypatch, capsys=capsys)
+    run_command(f"ask {words}\nask\n", "--checkpoint", folder, "--chat", monkeypatch=monkeypatch, capsys=capsys)
     (first, *where), (second, *later) = Watched.computed
     assert [WORDS[i] for i in first] == ["user", "ask", *words.split(), "<|turn|>", "assistant"]
     assert where == [0, 32]
@@ -132,37 +134,37 @@ def test_the_cache_is_gone_on_with(folder: Path, monkeypatch: pytest.MonkeyPatch
         "<|turn|>",
         "assistant",
     ]
-    assert later == [len(first) + 3, 16]  # nothing of what was said, and of the answer with the token that ended it
+    assert later == [len(first) + 3, 16]  # only the end token of the answer and the new turn
 
 
 @pytest.mark.parametrize(("name", "template"), [("chatml", CHATML), ("llama 2", LLAMA_2), ("llama 3", LLAMA_3)])
-def test_answers_are_those_to_the_whole_conversation(
+def test_answers_depend_on_the_whole_conversation(
     name: str, template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """By a model of random values, whose answers' texts are other tokens than were drawn."""
+    """Check a model with random weights. The text of its answers has other tokens than were sampled."""
     config = replace(folders.CONFIG, vocabulary_size=512, layers=2, pattern=("sliding",))
     path = write_tokenizer(folders.folder(tmp_path / "model", config), template)
     options = ("--checkpoint", path, "--chat", "--system", "Be brief.", "--tokens", 5, "--context", 256)
-    code, out, err = said("What?\nThanks é\n", *options, monkeypatch=monkeypatch, capsys=capsys)
+    code, out, err = run_command("What?\nThanks é\n", *options, monkeypatch=monkeypatch, capsys=capsys)
     assert (code, err) == (0, "")
-    source = run.load(path)
+    source = run.load_model(path)
     messages = [{"role": "system", "content": "Be brief."}]
     expected = ""
     for line in ("What?", "Thanks é"):
         messages.append({"role": "user", "content": line})
         data = replace(source.config.data, date=chat.date.today().isoformat())
-        with chat.rendering(chat.find_template(data, source.tokenizer)) as renderer:
-            prompt = renderer.prompt(messages)
+        with chat.open_renderer(chat.find_template(data, source.tokenizer)) as renderer:
+            prompt = renderer.render_prompt(messages)
         ids = source.tokenizer.encode([prompt.encode()])[0].astype(np.int32)
-        decoder = Decoder(source.parts, source.params, source.placement, 512, Sampling(), 0, 1, 256)
-        answer = continuation.Continuation(source.tokenizer, ids.tolist(), {source.tokenizer.end}, ())
-        continuation.write(decoder([ids], 5), [answer])
+        decoder = TokenGenerator(source.model, source.params, source.placement, 512, Sampling(), 0, 1, 256)
+        answer = continuation.Continuation(source.tokenizer, ids.tolist(), {source.tokenizer.eos}, ())
+        continuation.extend_continuations(decoder([ids], 5), [answer])
         messages.append({"role": "assistant", "content": answer.text})
         expected += answer.text + "\n"
     assert out == expected and len(expected) > 2
 
 
-# ---- Where an answer ends.
+# ---- The end of an answer.
 
 
 @pytest.mark.parametrize(
@@ -176,38 +178,38 @@ def test_answers_are_those_to_the_whole_conversation(
         ({"config": 9}, "<|turn|>", {"<|end|>", "<|turn|>", "<|next|>"}),
     ],
 )
-def test_the_ids_that_end(
-    eos: dict[str, Any], turn_end: str | None, ends: set[str], folder: Path, tmp_path: Path
-) -> None:
+def test_eos_ids(eos: dict[str, Any], turn_end: str | None, ends: set[str], folder: Path, tmp_path: Path) -> None:
     path = shutil.copytree(folder, tmp_path / "model")
     for name, value in eos.items():
         (path / f"{name}.json").write_text(json.dumps({"eos_token_id": value}))
     data = run.DataConfig(tokenizer=str(path))
-    found = continuation.end_ids(data, run.load_tokenizer(data), turn_end)
+    found = continuation.find_eos_ids(data, run.load_tokenizer(data), turn_end)
     assert {WORDS[i] for i in found} == ends
     data = replace(data, tokenizer=str(path / "tokenizer.json"))
-    assert continuation.end_ids(data, run.load_tokenizer(data), turn_end) == found
+    assert continuation.find_eos_ids(data, run.load_tokenizer(data), turn_end) == found
 
 
 @pytest.mark.parametrize("value", [10, -1, True, "1", [1, None], {"a": 1}])
-def test_what_is_no_id_is_refused(value: Any, folder: Path, tmp_path: Path) -> None:
+def test_an_invalid_eos_id_is_rejected(value: Any, folder: Path, tmp_path: Path) -> None:
     path = shutil.copytree(folder, tmp_path / "model")
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     data = run.DataConfig(tokenizer=str(path))
-    with pytest.raises(InputError, match="generation_config.json: eos_token_id=.*below the tokenizer's 10"):
-        continuation.end_ids(data, run.load_tokenizer(data))
+    with pytest.raises(
+        InputError, match="generation_config.json: eos_token_id=.*below the tokenizer's vocabulary size 10"
+    ):
+        continuation.find_eos_ids(data, run.load_tokenizer(data))
 
 
-def test_a_text_goes_on_over_turns_unless_the_folder_says_otherwise(
+def test_text_continues_over_turns_unless_the_folder_declares_eos(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    talks = {"monkeypatch": monkeypatch, "capsys": capsys}
+    fixtures = {"monkeypatch": monkeypatch, "capsys": capsys}
     options = ("--prompt", "assistant", "--tokens", 5)
-    on = said("", "--checkpoint", folder, *options, **talks)
+    on = run_command("", "--checkpoint", folder, *options, **fixtures)
     assert on == (0, "assistant good day again\n", "")
-    assert said("", "--checkpoint", folder, *options, "--tensor", 2, **talks) == on
+    assert run_command("", "--checkpoint", folder, *options, "--tensor", 2, **fixtures) == on
     path = talker(tmp_path / "model", generation_config=[1])
-    assert said("", "--checkpoint", path, *options, **talks) == (0, "assistant good day\n", "")
+    assert run_command("", "--checkpoint", path, *options, **fixtures) == (0, "assistant good day\n", "")
 
 
 @pytest.mark.parametrize("template", [TURNS, TURNS.replace("<|turn|>", "")], ids=["ends a turn", "does not"])
@@ -216,7 +218,7 @@ def test_the_templates_own_token_ends_an_answer(
 ) -> None:
     path = talker(tmp_path / "model", template)
     options = ("--checkpoint", path, "--chat", "--tokens", 4)
-    code, out, _ = said("ask\n", *options, monkeypatch=monkeypatch, capsys=capsys)
+    code, out, _ = run_command("ask\n", *options, monkeypatch=monkeypatch, capsys=capsys)
     assert (code, out) == (0, " good day\n" if "<|turn|>" in template else " good day again\n")
 
 
@@ -231,49 +233,49 @@ def test_an_interrupt_ends_an_answer_and_a_second_one_the_command(
             for _ in range(times):
                 signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(chat, "show", show)
+    monkeypatch.setattr(chat, "print_text", show)
     talk = ("ask\nask\n", "--checkpoint", folder, "--chat")
     before = signal.getsignal(signal.SIGINT)
-    assert said(*talk, monkeypatch=monkeypatch, capsys=capsys) == (0, " good\n good\n", "")
+    assert run_command(*talk, monkeypatch=monkeypatch, capsys=capsys) == (0, " good\n good\n", "")
     assert signal.getsignal(signal.SIGINT) is before
     times = 2
-    code, out, err = said(*talk, monkeypatch=monkeypatch, capsys=capsys)
+    code, out, err = run_command(*talk, monkeypatch=monkeypatch, capsys=capsys)
     assert (code, out, err) == (130, " good", "interrupted\n")
 
 
-def test_what_would_steer_a_terminal_is_spelt_out_there(
+def test_control_characters_are_escaped_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = "a\tb\n\N{NO-BREAK SPACE}\x1b[2J\x9b1m\r\x7fé"
-    chat.show(text)
+    chat.print_text(text)
     assert capsys.readouterr().out == text
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    chat.show(text)
+    chat.print_text(text)
     assert capsys.readouterr().out == "a\tb\n\N{NO-BREAK SPACE}\\x1b[2J\\x9b1m\\r\\x7fé"
 
 
-# ---- What cannot be answered.
+# ---- Bad input.
 
 
 @pytest.mark.parametrize(
-    ("lines", "arguments", "said_there"),
+    ("lines", "arguments", "expected"),
     [
-        ("ask ask ask\n", "--context 4", ["has 6 tokens by now, and --context 4"]),
-        ("ask\nask\n", "--context 10", ["has 11 tokens by now", "--context 10"]),
-        ("ask\n", "--context 6", ["the answer was cut", "--context 6"]),
-        ("ask\n", "--prompt x", ["--chat", "no --prompt"]),
+        ("ask ask ask\n", "--context 4", ["--context 4: the conversation now has 6 tokens", "increase --context"]),
+        ("ask\nask\n", "--context 10", ["--context 10: the conversation now has 11 tokens"]),
+        ("ask\n", "--context 6", ["--context 6: the answer is truncated", "increase --context"]),
+        ("ask\n", "--prompt x", ["--chat", "leave out --prompt"]),
         ("ask\n", "--context 1", ["--context 1: must lie between 2"]),
         ("ask\n", "--tokens 0", ["--tokens 0"]),
-        ("ask\n", "--tensor 3", ["--tensor 3: must divide the devices (8)", "as do 1, 2, 4"]),
-        ("ask\n", "--checkpoint nowhere", ["nowhere: not a run directory", "nor the folder of a Hugging Face"]),
-        ("ask\n", "--checkpoint BARE", ["no chat template", "put one there"]),
-        ("ask\n", "--checkpoint REFUSES", ["the chat template refuses it (no one is to speak)"]),
+        ("ask\n", "--tensor 3", ["--tensor 3: must divide the number of devices (8)", "choose one of 1, 2, 4"]),
+        ("ask\n", "--checkpoint nowhere", ["nowhere: not a run directory", "nor a Hugging Face model folder"]),
+        ("ask\n", "--checkpoint BARE", ["no chat template", "data.chat_template"]),
+        ("ask\n", "--checkpoint REFUSES", ["the chat template rejects the conversation (no one is to speak)"]),
     ],
 )
 def test_bad_input(
     lines: str,
     arguments: str,
-    said_there: list[str],
+    expected: list[str],
     folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -283,22 +285,22 @@ def test_bad_input(
         if name in arguments:
             arguments = arguments.replace(name, str(talker(tmp_path / name, template)))
     given = ("--checkpoint", folder, "--chat", *arguments.split())
-    code, out, err = said(lines, *given, monkeypatch=monkeypatch, capsys=capsys)
+    code, out, err = run_command(lines, *given, monkeypatch=monkeypatch, capsys=capsys)
     assert code == 2 and not out.replace("good day\n", "").replace("good d", "").strip(), (out, err)
-    assert_one_line(err, *said_there)
+    assert_one_line(err, *expected)
 
 
-def test_what_is_of_a_conversation_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_options_of_a_conversation_require_chat(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     for option in (("--system", "x"), ("--context", 9)):
         given = ("--checkpoint", folder, "--prompt", "x", *option)
-        code, _, err = said("", *given, monkeypatch=monkeypatch, capsys=capsys)
+        code, _, err = run_command("", *given, monkeypatch=monkeypatch, capsys=capsys)
         assert code == 2
-        assert_one_line(err, "give --chat with them")
+        assert_one_line(err, "add --chat")
 
 
-def test_a_line_that_is_no_text(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_line_that_is_not_text(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     talk = ("--checkpoint", folder, "--chat")
     monkeypatch.setattr(io, "StringIO", lambda _: io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8"))
-    code, _, err = said("", *talk, monkeypatch=monkeypatch, capsys=capsys)
+    code, _, err = run_command("", *talk, monkeypatch=monkeypatch, capsys=capsys)
     assert code == 2
-    assert_one_line(err, "standard input is no text in utf-8")
+    assert_one_line(err, "standard input: not valid utf-8 text")

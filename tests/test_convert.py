@@ -17,21 +17,22 @@ from test_evaluate import evaluated
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from jaxopt_llm import config as configuration
 from jaxopt_llm import convert, load_pretrained
-from jaxopt_llm.checkpoint import huggingface, safetensors
-from jaxopt_llm.checkpoint.safetensors import Described
-from jaxopt_llm.errors import InputError
+from jaxopt_llm.checkpoint import pretrained
+from jaxopt_llm.checkpoint.huggingface import safetensors
+from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
+from jaxopt_llm.checkpoint.huggingface.safetensors import TensorSpec
+from jaxopt_llm.config import Config, cli
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.model import flops, param
-from jaxopt_llm.model.decoder import param_specs
+from jaxopt_llm.model.decoder_specs import param_specs
 
 CONFIG = replace(folders.CONFIG, layers=2, pattern=("global",))
 RECIPE = """
-from jaxopt_llm.config import ModelConfig, TrainConfig
-from jaxopt_llm.training.step import TrainingConfig
+from jaxopt_llm.config import Config, ModelConfig, TrainingConfig
 
 def get_config():
-    return TrainConfig(
+    return Config(
         model=ModelConfig(pretrained={path!r}), training=TrainingConfig(steps=2, batch_size=4, sequence_length=32)
     )
 """
@@ -77,11 +78,11 @@ def test_there_and_back(folder: Path, tmp_path: Path) -> None:
     assert one.keys() == two.keys()
     assert all(one[name].tobytes() == two[name].tobytes() for name in one)
 
-    model = replace(configuration.of_run(run, "").model, pretrained=str(run))
-    assert configuration.source(configuration.TrainConfig(model=model)) == source  # of a run that begins from this one
+    model = replace(cli.load_run_config(run, "").model, pretrained=str(run))
+    assert pretrained.find_source_folder(Config(model=model)) == source  # of a run that begins from this one
 
-    assert "there is something already" in refused("convert", "import", "--from", folder, "--to", run)
-    assert "there is something already" in refused("convert", "export", "--checkpoint", run, "--to", back)
+    assert "already exists" in refused("convert", "import", "--from", folder, "--to", run)
+    assert "already exists" in refused("convert", "export", "--checkpoint", run, "--to", back)
     assert "it has no adapters" in refused("convert", "merge", "--checkpoint", run, "--to", run / "new")
     assert len(list(run.iterdir())) == 3  # and nothing beside
 
@@ -92,7 +93,7 @@ def test_training_begins_from_a_folder_and_ends_as_one(folder: Path, tmp_path: P
     # So slow that nothing changes: the checkpoint and the loss are the folder's.
     still = ("--optimizer.learning-rate", 1e-30, "--optimizer.weight-decay", 0, "--evaluation.batches", 1)
     options = ("--config", recipe, "--run.directory", run, "--mesh.fsdp", 2, *still)
-    assert f"begins from the weights of {folder}" in done("train", *options)
+    assert f"starts from the weights of {folder}" in done("train", *options)
     config = json.loads((run / "config.json").read_text())["model"]
     assert (config["pretrained"], config["width"], config["biases"]) == (str(folder), CONFIG.width, "qkv")
     jax.tree.map(np.testing.assert_array_equal, checkpoint(run, 2)["masters"], folders.params(CONFIG))
@@ -114,7 +115,11 @@ def test_experts_are_trained_from_a_folder_and_end_as_one(tmp_path: Path) -> Non
     mesh = ("--mesh.expert", 2, "--mesh.fsdp", 2, "--model.balance-loss", 0.1)
     said = done("train", "--config", recipe, "--run.directory", run, *mesh, *still)
     specs = param_specs(model)
-    assert f"{param.count(specs):,} parameters ({flops.active(model, specs):,} active) on 4 cpu" in said
+    assert (
+        f"{param.count_parameters(specs):,} parameters ({flops.count_active_parameters(model, specs):,} active) on 4 "
+        "cpu"
+        in said
+    )
     assert json.loads((run / "config.json").read_text())["model"]["balance_loss"] == 0.1
     done("convert", "export", "--checkpoint", run, "--to", out)
     one, two = tensors(folder), tensors(out)
@@ -151,30 +156,33 @@ def test_adapters_go_out_are_merged_and_begin_a_run(folder: Path, tmp_path: Path
     still = ("--optimizer.learning-rate", 1e-30, "--optimizer.weight-decay", 0)
     still += ("--mesh.pipeline", 2, "--training.accumulation", 2)
     begins = (*options, "--run.directory", again, "--lora.pretrained")
-    assert f"begins from the adapters of {adapter}\n" in done(*begins, os.path.relpath(adapter, ROOT.parent), *still)
+    assert f"starts from the adapters of {adapter}\n" in done(*begins, os.path.relpath(adapter, ROOT.parent), *still)
     first, second = (checkpoint(each, 2)["masters"] for each in (run, again))
     jax.tree.map(np.testing.assert_array_equal, first, second)
     assert all(np.any(each) for each in jax.tree.leaves(second))
 
     with pytest.raises(InputError) as error:
         arguments = map(str, (*begins[1:], adapter, "--lora.rank", 4, "--lora.targets", "*/mlp/*"))
-        configuration.parse([*arguments], "train")
-    assert "leave out lora.rank=4 (there it is 2), lora.targets=('*/mlp/*',) (there it is" in str(error.value)
+        pretrained.resolve_pretrained(cli.parse_config([*arguments], "train"))
+    conflicts = "lora.rank=4 (the stored value is 2), lora.targets=('*/mlp/*',) (the stored value is"
+    assert f"leave out {conflicts}" in str(error.value)
     # A table that came along, and is another's.
     other = shutil.copytree(adapter, tmp_path / "other adapter")
     stored = {name: each.array for name, each in safetensors.open_file(adapter / "adapter_model.safetensors").items()}
     stored["base_model.model.model.embed_tokens.base_layer.weight"] = before["model.embed_tokens.weight"] + 1
-    described = {name: Described(each.dtype, each.shape) for name, each in stored.items()}
+    described = {name: TensorSpec(each.dtype, each.shape) for name, each in stored.items()}
     safetensors.write_file(other / "adapter_model.safetensors", described, stored.__getitem__)
     said = refused(*begins, other, "--run.directory", tmp_path / "third")
-    assert f"the weights of model.embed_tokens that came along are not those in {base}" in said
+    assert f"the base weights of model.embed_tokens differ from those in {base}" in said
 
     whole = json.loads((run / "config.json").read_text())
     whole["training"]["trainable"] = ["*/scale"]
     (run / "config.json").write_text(json.dumps(whole))
-    with pytest.raises(InputError, match=r"it trains weights whole, \*/scale, .* `convert merge` writes both"):
+    with pytest.raises(
+        InputError, match=r"it also trains weights without adapters, \*/scale, .* write both with `convert merge`"
+    ):
         convert.export_run(run, run / "new", None, 1)
-    assert "merge wants --checkpoint RUN_DIR, or" in refused("convert", "merge", "--base", base, "--to", run / "new")
+    assert "merge requires --checkpoint RUN_DIR, or" in refused("convert", "merge", "--base", base, "--to", run / "new")
 
 
 @pytest.mark.slow
@@ -226,12 +234,12 @@ def test_checkpoints_of_adapters_leave_the_base_where_it_is(folder: Path, tmp_pa
         file.unlink()
     other_weights = folders.params(CONFIG)
     other_weights["outer"]["embedding"]["table"][-200:-150] += 1
-    huggingface.write(tmp_path / "new", jax.device_put(other_weights, toy.placement().replicated), CONFIG)
+    write_model_folder(tmp_path / "new", jax.device_put(other_weights, toy.placement().replicated), CONFIG)
     shutil.copytree(tmp_path / "new", base, dirs_exist_ok=True)
-    assert f"model.pretrained={base}: it holds other weights than {parted} began with" in refused(
+    assert f"model.pretrained={base}: its weights differ from those that {parted} started from" in refused(
         "train", *goes_on, "--training.steps", 4
     )
-    assert f"{parted} began from a Hugging Face folder: name" in refused(
+    assert f"the run in {parted} started from a Hugging Face folder: set --model.pretrained" in refused(
         "train", *goes_on, "--training.steps", 4, "--model.pretrained", tmp_path / "norms"
     )
     said = refused("train", *goes_on, "--lora.pretrained", parted)
@@ -254,14 +262,12 @@ def test_bad_input_is_one_line(folder: Path, tmp_path: Path) -> None:
     recipe.write_text(RECIPE.format(path=str(folder)))
     begins = ("train", "--config", recipe, "--run.directory", tmp_path / "run")
     said = refused(*begins, "--model.width", 64, "--model.layers", 3)
-    assert "sets the model's fields itself: leave out model.width=64 (there it is 32), model.layers=3" in said
+    assert "sets the model's fields itself; leave out model.width=64 (the stored value is 32), model.layers=3" in said
     assert "no such folder" in refused(*begins, "--model.pretrained", tmp_path / "none")
-    assert "neither bytes nor a readable tokenizer.json" in refused(
-        "convert", "import", "--from", folder, "--to", tmp_path / "run"
-    )
+    assert "not a readable tokenizer.json" in refused("convert", "import", "--from", folder, "--to", tmp_path / "run")
     small = folders.folder(tmp_path / "small", replace(CONFIG, vocabulary_size=100))
     line = refused("convert", "import", "--from", small, "--to", tmp_path / "run", "--tokenizer", "bytes")
-    assert "the tokenizer bytes has 258 tokens, the model's vocabulary 100" in line
+    assert "the tokenizer bytes has 258 tokens, but the model has only 100: give the model's own tokenizer" in line
     (small / "model.safetensors.index.json").unlink()
     (small / "pytorch_model.bin").touch()
     for file in small.glob("*.safetensors"):

@@ -31,7 +31,7 @@ def test_from_the_checkpoint_before_a_damaged_one_the_run_ends_equal_to_the_bit(
     name, _ = file.name, flip(file)
     written = command("generate", "--checkpoint", run, "--prompt", "def ", "--tokens", 3)
     assert written.returncode == 0 and written.stdout.startswith("def ")
-    assert name in written.stderr and "/6 is whole" in written.stderr and written.stderr.count("\n") == 2
+    assert name in written.stderr and "/6 is intact" in written.stderr and written.stderr.count("\n") == 2
     resumed = train(run, *EVERY_TWO, "--training.steps", 8)
     assert (resumed.returncode, resumed.stderr) == (0, "")
     assert name in resumed.stdout and "8.damaged.1" in resumed.stdout and "continues from step 6" in resumed.stdout
@@ -61,7 +61,7 @@ def test_verify_and_list_and_a_run_without_a_whole_checkpoint(whole: Path, tmp_p
     run = shutil.copytree(whole, tmp_path / "run")
     verified = command("checkpoint", "verify", run)
     assert verified.returncode == 0
-    assert verified.stdout.splitlines()[:3] == ["4: whole", "6: whole", "8: whole"]
+    assert verified.stdout.splitlines()[:3] == ["4: intact", "6: intact", "8: intact"]
     listed = command("checkpoint", "list", run).stdout.splitlines()[1:]
     losses = {record["step"]: record["eval_loss"] for record in metrics(run) if "eval_loss" in record}
     for line, step in zip(listed, (4, 6, 8), strict=True):
@@ -78,7 +78,7 @@ def test_verify_and_list_and_a_run_without_a_whole_checkpoint(whole: Path, tmp_p
         refused = train(run, *EVERY_TWO, "--training.steps", 10)
         assert refused.returncode == 4
         assert refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
-        assert "no whole checkpoint" in refused.stderr
+        assert "no intact checkpoint" in refused.stderr
     assert (run / "metrics.jsonl").read_text() == before
     assert command("checkpoint", "list", run).stdout.count("set aside") == 3
 
@@ -108,7 +108,7 @@ def test_a_full_disk_costs_the_saves_that_it_lasts(room_again: bool, tmp_path: P
         _, stderr = process.communicate(timeout=DEADLINE)
     finally:
         process.kill()
-    assert "freed" in failed
+    assert "its partial files are deleted" in failed
     logged = [record["step"] for record in metrics(run)]
     assert logged == list(range(1, len(logged) + 1))  # whole lines: what has no room waits
     left = {path.name for path in (run / "checkpoints").iterdir()}

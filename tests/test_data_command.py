@@ -1,4 +1,4 @@
-"""Every source through the real command: the same run whichever the format, mixed, resumed, and refused."""
+"""Training on every data format: equal runs, mixtures, resumes and bad input."""
 
 import json
 import random
@@ -13,12 +13,12 @@ from commands import checkpoint, command, metrics, start_python, start_training,
 from gates import after_step, finish, start_gated, wait_until
 from texts import train_tokenizer, write_jsonl, write_megatron, write_parquet, write_text
 
-from jaxopt_llm.checkpoint.steps import by_step
-from jaxopt_llm.data.config import DataConfig
+from jaxopt_llm.checkpoint.native.step_directories import find_checkpoints
+from jaxopt_llm.config import DataConfig
 from jaxopt_llm.data.corpus import open_corpus
 from jaxopt_llm.data.loader import Loader
 from jaxopt_llm.data.packing import PackedRows
-from jaxopt_llm.data.source import standard_library
+from jaxopt_llm.data.source import read_standard_library
 from jaxopt_llm.data.tokenizer import JsonTokenizer
 
 STEPS = ("--training.steps", 4, "--evaluation.every", 2, "--data.held-out", 0.2)
@@ -26,12 +26,12 @@ STEPS = ("--training.steps", 4, "--evaluation.every", 2, "--data.held-out", 0.2)
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same documents in every format, tokenised where that is the format by one BPE."""
+    """Write the same documents in every format; token files use one BPE tokenizer."""
     folder = tmp_path_factory.mktemp("corpus")
-    whole = [each.content.decode() for each in standard_library() if each.name.startswith("email/")]
+    whole = [each.content.decode() for each in read_standard_library() if each.name.startswith("email/")]
     documents = [part for text in whole for part in text[:6000].split("\n\n") if part]
     tokenizer = JsonTokenizer(train_tokenizer(folder / "tokenizer.json", documents[:50]))
-    arrays = [np.append(ids, tokenizer.end) for ids in tokenizer.encode([each.encode() for each in documents])]
+    arrays = [np.append(ids, tokenizer.eos) for ids in tokenizer.encode([each.encode() for each in documents])]
     write_text(folder / "text", documents)
     write_jsonl(folder / "a.jsonl", documents)
     write_parquet(folder / "a.parquet", documents)
@@ -57,7 +57,7 @@ def from_jsonl(corpus: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["text", "a.parquet", "prepared"])
-def test_the_run_is_the_same_whichever_the_format(name: str, corpus: Path, from_jsonl: Path, tmp_path: Path) -> None:
+def test_every_format_gives_the_same_run(name: str, corpus: Path, from_jsonl: Path, tmp_path: Path) -> None:
     done = train(tmp_path, *STEPS, *data(corpus, name))
     assert (done.returncode, done.stderr) == (0, "")
     assert metrics(tmp_path) == metrics(from_jsonl)
@@ -78,16 +78,17 @@ def test_a_mixture_of_all_formats_resumes_as_if_it_had_not_stopped(corpus: Path,
     assert other.returncode == 2 and "data.weights was" in other.stderr
 
 
-# The command, whose batches are written down, and whose fifth never comes. Time flies while it is waited for.
+# The command with a log of its batches. The fifth batch never comes, and time passes quickly during the wait for it.
 WATCHED = """
 import itertools, json, sys, threading, types
-from jaxopt_llm import errors, train
+from jaxopt_llm import train
+from jaxopt_llm.core import errors
 from jaxopt_llm.data import loader
 from jaxopt_llm.data.loader import Loader
 read, log, waits = Loader.rows_at, open(sys.argv.pop(1), "w"), threading.Event()
 ticks = itertools.count()
 loader.time = types.SimpleNamespace(perf_counter=lambda: next(ticks) if waits.is_set() else 0)
-loader.PARTING = 0
+loader.JOIN_SECONDS = 0
 def rows_at(self, step):
     if step == 4:
         waits.set()
@@ -96,13 +97,11 @@ def rows_at(self, step):
         print(json.dumps(row.tokens.tolist()), file=log, flush=True)
         yield row
 Loader.rows_at = rows_at
-errors.run(train.main)
+errors.run_command(train.main)
 """
 
 
-def test_a_run_reads_the_rows_of_its_weights_and_seed_and_waits_no_longer_than_it_says(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_rows_depend_on_weights_and_seed_and_a_stall_ends_the_run(corpus: Path, tmp_path: Path) -> None:
     settings = ("--data.weights", 9, 1, "--run.seed", 1, "--data.held-out", 0.2, "--data.stall-seconds", 5)
     paths = [corpus / "a.jsonl", corpus / "a.npy"]
     given = [*tiny(tmp_path / "run"), *data(corpus, *map(str, paths)), *settings, "--training.steps", 9]
@@ -116,7 +115,7 @@ def test_a_run_reads_the_rows_of_its_weights_and_seed_and_waits_no_longer_than_i
     assert [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()] == expected
 
 
-def test_another_tokenizer_under_the_same_name_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_under_the_same_name_is_rejected(corpus: Path, tmp_path: Path) -> None:
     settings = [*data(corpus, "a.jsonl"), "--data.tokenizer", tmp_path / "tokenizer.json", "--training.steps", 1]
     content = (corpus / "tokenizer.json").read_bytes()
     (tmp_path / "tokenizer.json").write_bytes(content)
@@ -127,7 +126,7 @@ def test_another_tokenizer_under_the_same_name_is_refused(corpus: Path, tmp_path
         refused = command(
             module, "--checkpoint", tmp_path / "run", *(["--prompt", "x"] if module == "generate" else [])
         )
-        assert refused.returncode == 2 and "is another than the run was trained with" in refused.stderr
+        assert refused.returncode == 2 and "differs from the run's" in refused.stderr
 
 
 def test_generation_uses_the_runs_tokenizer(corpus: Path, from_jsonl: Path) -> None:
@@ -146,22 +145,22 @@ def test_the_same_corpus_elsewhere_continues_a_run_and_another_does_not(
     assert (again.returncode, again.stderr) == (0, "") and "finished" in again.stdout
     moved.write_bytes(moved.read_bytes().replace(b"email", b"Email", 1))
     other = train(from_jsonl, *STEPS, *settings, moved, "--training.steps", 6)
-    assert other.returncode == 2 and "another corpus" in other.stderr
+    assert other.returncode == 2 and "another version of the corpus" in other.stderr
 
 
 def test_bad_input(corpus: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "high.npy", np.array([5, 400, 0] * 900))
     write_jsonl(tmp_path / "short.jsonl", ["a", "b"])
-    for settings, said in (
+    for settings, message in (
         (data(corpus, "*.csv"), "*.csv: no such file"),
         ((*data(corpus, "a.jsonl"), "--model.vocabulary-size", 300), "has 400 tokens"),
-        (("--data.paths", tmp_path / "short.jsonl"), "one row of training.sequence_length 32"),
+        (("--data.paths", tmp_path / "short.jsonl"), "one row of training.sequence_length=32"),
         (data(corpus, str(tmp_path / "high.npy")), "has the token id 400, outside"),
     ):
         refused = train(tmp_path / "run", *STEPS, *settings)
         assert refused.returncode == 2, refused.stderr
         assert refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
-        assert said in refused.stderr
+        assert message in refused.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -179,20 +178,23 @@ KILLED = [
     ("optimizer", "names", "kills"),
     [pytest.param(*pair, 20, marks=pytest.mark.slow) for pair in KILLED],
 )
-def test_killed_at_random_moments_it_ends_equal_to_the_bit(
+def test_a_run_killed_at_random_moments_gives_the_same_bits(
     optimizer: str, names: list[str], kills: int, corpus: Path, tmp_path: Path
 ) -> None:
-    """tests/test_death.py kills one at its start and in the middle of a save, too."""
+    """tests/test_death.py also kills a run at its start and in the middle of a save."""
     steps = 30 * kills
     run = (*data(corpus, *names), "--optimizer.name", optimizer, "--data.held-out", 0.2, "--training.steps", steps)
     finish(start_training(tmp_path / "whole", *run))
     chance = random.Random(f"{optimizer} {names}")
     for kill in range(kills):
-        before = max(by_step(tmp_path / "killed" / "checkpoints"), default=0)
+        before = max(find_checkpoints(tmp_path / "killed" / "checkpoints"), default=0)
         gate = after_step(tmp_path / f"gate-{kill}", 30)  # so that no step is left for the last ones only
         saves = ("--checkpoint.every", 1, "--checkpoint.keep", 1)
         process = start_gated(tmp_path / "killed", [gate], *run, *saves)
-        wait_until(lambda before=before: max(by_step(tmp_path / "killed" / "checkpoints"), default=0) > before, process)
+        wait_until(
+            lambda before=before: max(find_checkpoints(tmp_path / "killed" / "checkpoints"), default=0) > before,
+            process,
+        )
         time.sleep(chance.uniform(0, 0.3))
         process.kill()
         finish(process, -signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""Runs that are stopped or killed, through the real command, end as one that was not.
+"""Runs that are stopped or killed, through the real command, and then resumed: they end like an undisturbed run.
 
-No run passes a gate by itself: whenever a signal arrives, the run is where the test wants it, or before.
+No run passes a gate by itself. So when a signal arrives, the run is at the gate or before it.
 """
 
 import random
@@ -15,17 +15,17 @@ import pytest
 from commands import checkpoint, metrics, start_training
 from gates import Gate, after_step, finish, line_with, start_gated, wait_until
 
-from jaxopt_llm.checkpoint.steps import by_step
+from jaxopt_llm.checkpoint.native.step_directories import find_checkpoints
 
 STEPS = 24
-# Steps are milliseconds long, evaluations ten times as much: that is where most signals arrive.
+# Steps take milliseconds, evaluations ten times as long: most signals arrive in evaluations.
 RUN = ("--training.steps", STEPS, "--evaluation.every", 2, "--evaluation.batches", 20, "--checkpoint.every", 100)
 SAVES_EVERY_STEP = ("--checkpoint.every", 1, "--checkpoint.keep", 1)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing disturbs."""
+    """Train a run without any disturbance."""
     directory = tmp_path_factory.mktemp("runs") / "whole"
     finish(start_training(directory, *RUN))
     return directory
@@ -37,7 +37,7 @@ def logged(directory: Path) -> int:
 
 
 def writing(directory: Path) -> list[Path]:
-    """Checkpoints that a process is writing, or was when it died."""
+    """Return the checkpoints that a process is writing, or was writing when it died."""
     return list((directory / "checkpoints").glob("*.writing*"))
 
 
@@ -73,9 +73,9 @@ def test_a_signal_before_the_first_step_leaves_nothing_to_save(tmp_path: Path) -
 
 
 def test_a_signal_at_the_last_step_lets_the_run_finish(tmp_path: Path) -> None:
-    run, gate = tmp_path / "run", Gate(tmp_path / "gate", "jaxopt_llm.train:evaluate")
+    run, gate = tmp_path / "run", Gate(tmp_path / "gate", "jaxopt_llm.training.loop:evaluate")
     process = start_gated(run, [gate], *RUN, "--training.steps", 1)
-    wait_until(gate.reached, process)  # past the last look at the flag
+    wait_until(gate.reached, process)  # after the last check of the flag
     process.send_signal(signal.SIGTERM)
     wait_until(lambda: not catches(signal.SIGTERM, process), process)
     gate.open()
@@ -97,30 +97,32 @@ def test_a_second_signal_ends_the_process_at_once(whole: Path, tmp_path: Path) -
 
 
 def catches(signum: signal.Signals, process: subprocess.Popen[str]) -> bool:
-    """Whether the process has a handler of its own: the first signal takes it away."""
+    """Return whether the process has its own handler, which the first signal removes."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     return bool(int(status.split("SigCgt:")[1].split()[0], 16) >> (signum - 1) & 1)
 
 
 @pytest.mark.parametrize(("seed", "kills"), [(0, 5), pytest.param(1, 10, marks=pytest.mark.slow)])
-def test_killed_again_and_again_it_ends_equal_to_the_bit(seed: int, kills: int, whole: Path, tmp_path: Path) -> None:
-    """Most kills fall into steps and saves, at random times, and some into the start."""
+def test_a_run_that_is_killed_many_times_ends_equal_to_the_bit(
+    seed: int, kills: int, whole: Path, tmp_path: Path
+) -> None:
+    """Kill the run at random times: mostly in steps and saves, sometimes during the start."""
     run, chance = tmp_path / "run", random.Random(seed)
     for kill in range(kills):
         path = tmp_path / f"gate-{kill}"
-        commits = Gate(path, "jaxopt_llm.checkpoint.steps:commit", 2) if kill % 5 == 3 else None
-        gate = commits or after_step(path, 3)  # two steps for each kill, and no more, are saved
-        before = max(by_step(run / "checkpoints"), default=0)
+        commits = Gate(path, "jaxopt_llm.checkpoint.native.step_directories:commit", 2) if kill % 5 == 3 else None
+        gate = commits or after_step(path, 3)  # at most two steps are saved for each kill
+        before = max(find_checkpoints(run / "checkpoints"), default=0)
         process = start_gated(run, [gate], *RUN, *SAVES_EVERY_STEP)
         if kill % 5 == 4:
             time.sleep(chance.uniform(0.5, 2.5))  # imports, corpus, compilation, restoration
         elif kill % 5 == 3:
-            # One step is saved for certain, so what follows resumes, with a log that is ahead of the checkpoint.
-            wait_until(lambda before=before: max(by_step(run / "checkpoints"), default=0) > before, process)
+            # Wait until a step is saved: the next start then resumes, with a log that is ahead of the checkpoint.
+            wait_until(lambda before=before: max(find_checkpoints(run / "checkpoints"), default=0) > before, process)
             wait_until(lambda: writing(run), process)
         else:
             line_with("step     ", process)
-            time.sleep(chance.uniform(0, 0.3))  # most of which it saves
+            time.sleep(chance.uniform(0, 0.3))  # the run saves during most of this time
         process.kill()
         finish(process, -signal.SIGKILL)
         assert kill % 5 != 3 or writing(run), f"kill {kill}"  # it died while it saved

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxopt_llm.compiler import topology
+from jaxopt_llm.config import MeshConfig, ModelConfig, PrecisionConfig, ShardingConfig
 from jaxopt_llm.execution import scan
-from jaxopt_llm.execution.decode import Sampling, make_step
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.model.decoder import make_parts
-from jaxopt_llm.parallel import topology
-from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
-from jaxopt_llm.parallel.precision import PrecisionConfig
-from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
+from jaxopt_llm.inference.decode import Sampling, make_step
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.zero import parameter_sharding
 
 ROWS, LENGTH, LAYERS = 4, 2048, 16
 CONFIG = ModelConfig(vocabulary_size=512, width=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, mlp_width=256)
@@ -55,7 +55,7 @@ def test_of_latents_nothing_else_is_kept_and_no_key_is_formed(axes: dict[str, in
 
 def compiled(config: ModelConfig, mesh: MeshConfig) -> Any:
     """The program that writes a token."""
-    parts = make_parts(config)
+    parts = Decoder(config)
     devices = topology.gpu_topology("h200", 1, mesh.devices)
     placement = Placement(make_mesh(mesh, devices), ShardingConfig(3), PrecisionConfig(compute_dtype="bfloat16"))
 
@@ -63,7 +63,8 @@ def compiled(config: ModelConfig, mesh: MeshConfig) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement.activation(*axes))
 
     params = jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16, sharding=placement.parameters(spec)), parts.specs
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16, sharding=parameter_sharding(spec, placement)),
+        parts.specs,
     )
     kept = (None, "batch", "kv_heads" if not config.latent_rank else None, None, "head_dim")
     empty = jax.eval_shape(lambda: scan.make_caches(parts, ROWS, LENGTH, jnp.bfloat16, placement))
@@ -73,4 +74,5 @@ def compiled(config: ModelConfig, mesh: MeshConfig) -> Any:
         jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement.replicated) for shape in ((ROWS, 1), (ROWS,))
     )
     number = jax.ShapeDtypeStruct((), jnp.int32, sharding=placement.replicated)
-    return topology.compile(topology.lower(step, params, caches, tokens, padding, number, number, number, number))
+    lowered = topology.lower_without_gpu(step, params, caches, tokens, padding, number, number, number, number)
+    return topology.compile_without_gpu(lowered)

@@ -14,10 +14,10 @@ from commands import command, train
 from test_bad_input import assert_one_line
 
 from jaxopt_llm import evaluate
-from jaxopt_llm.errors import OutOfMemory
+from jaxopt_llm.core.errors import OutOfMemory
 from jaxopt_llm.kernels import attention_xla
 from jaxopt_llm.kernels.attention import IMPLEMENTATIONS
-from jaxopt_llm.kernels.attention_auto import Choice
+from jaxopt_llm.kernels.attention_auto import AttentionChoice
 
 pytestmark = pytest.mark.core
 
@@ -73,9 +73,9 @@ def test_attention_is_chosen_for_the_device(
             passed.append("kernel")
             return attention_xla.forward(*of)
 
-    def choose(*of: Any) -> Choice:
+    def choose(*of: Any) -> AttentionChoice:
         asked.append(of)
-        return Choice("pallas", "for a reason")
+        return AttentionChoice("pallas", "for a reason")
 
     monkeypatch.setattr(evaluate, "choose_attention", choose)
     monkeypatch.setitem(IMPLEMENTATIONS, "pallas", Kernel())
@@ -99,7 +99,7 @@ def test_any_source_is_read_whole(run: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--model.width", 8), "--model.width: the checkpoint has its own"),
+        (("--model.width", 8), "--model.width: the checkpoint determines it; leave it out"),
         (("--batches", 0), "--batches 0: must be at least 1"),
         (("--data.paths", "nowhere.txt"), "nowhere.txt"),
         (("--data.path", "x"), "did you mean --data.paths"),
@@ -113,7 +113,10 @@ def test_bad_input(run: Path, arguments: tuple[object, ...], said: str) -> None:
 
 @pytest.mark.parametrize(
     ("fails", "said"),
-    [("run.load", "loading the checkpoint: .*: take"), ("evaluate.evaluate", "evaluating: .*batch-size")],
+    [
+        ("inference.run.load_model", "loading the checkpoint: .*: use a GPU"),
+        ("evaluate.evaluate", "evaluating: .*batch-size"),
+    ],
 )
 def test_out_of_memory_it_says_what_to_change(
     fails: str, said: str, run: Path, monkeypatch: pytest.MonkeyPatch

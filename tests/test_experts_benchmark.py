@@ -8,11 +8,12 @@ import pytest
 from commands import ROOT
 from experts import ACTIVE, EXPERTS, TOTAL
 
-from jaxopt_llm import config as configuration
-from jaxopt_llm.model import flops, leaves
-from jaxopt_llm.model.decoder import param_specs
+from jaxopt_llm.config import cli, fields
+from jaxopt_llm.model import flops
+from jaxopt_llm.model.decoder_specs import param_specs
+from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.plan import GIB, make_plan
-from jaxopt_llm.validation import validate
+from jaxopt_llm.training.validation import validate
 
 RECIPES = ("benchmarks/recipes/experts_1b.py", "benchmarks/recipes/experts_small.py", "configs/mixtral_8x7b.py")
 
@@ -21,13 +22,16 @@ RECIPES = ("benchmarks/recipes/experts_1b.py", "benchmarks/recipes/experts_small
 @pytest.mark.parametrize("switches", [{}, {"shared_expert_width": 64}, {"dense_layers": 1, "mlp_width": 128}])
 def test_dense_models_have_as_many_parameters(recipe: str, switches: dict[str, Any]) -> None:
     """But for the routers."""
-    base = configuration.load(str(ROOT / recipe))
+    base = cli.load_recipe(str(ROOT / recipe))
     base = dataclasses.replace(base, model=dataclasses.replace(base.model, **switches))
-    made = {name: configuration.changed(base, settings) for name, settings in experts.models(base.model).items()}
+    made = {name: fields.replace_fields(base, settings) for name, settings in experts.models(base.model).items()}
     specs = {name: param_specs(each.model) for name, each in made.items()}
-    active, total = flops.active(made[EXPERTS].model, specs[EXPERTS]), leaves.count(specs[EXPERTS])
-    assert leaves.count(specs[ACTIVE]) == pytest.approx(active, rel=0.005)
-    assert leaves.count(specs[TOTAL]) == pytest.approx(total, rel=0.005)
+    active, total = (
+        flops.count_active_parameters(made[EXPERTS].model, specs[EXPERTS]),
+        leaves.count_parameters(specs[EXPERTS]),
+    )
+    assert leaves.count_parameters(specs[ACTIVE]) == pytest.approx(active, rel=0.005)
+    assert leaves.count_parameters(specs[TOTAL]) == pytest.approx(total, rel=0.005)
     for each in made.values():
         validate(each)
 
@@ -74,6 +78,6 @@ def test_what_has_no_room_is_named() -> None:
 @pytest.mark.slow
 def test_the_recipe_fits_and_says_what_it_takes() -> None:
     path = ROOT / RECIPES[0]
-    plan = make_plan(configuration.load(str(path)), "h200", 1, 1)
+    plan = make_plan(cli.load_recipe(str(path)), "h200", 1, 1)
     assert plan.spare > 0 and f"{plan.memory.peak / GIB:.1f} GiB at the peak" in path.read_text()
     assert plan.flops / plan.model_flops == pytest.approx(1.04, abs=0.02), "something is computed again"

@@ -7,9 +7,8 @@ import pytest
 from test_attention_bytes import TRITON
 from test_bytes import ROWS, SEQUENCE, WIDTH, Compiled, compiled, slow
 
-from jaxopt_llm.parallel import hlo, instructions
-from jaxopt_llm.parallel.mesh import MeshConfig
-from jaxopt_llm.parallel.sharding import ShardingConfig
+from jaxopt_llm.compiler import hlo, instructions
+from jaxopt_llm.config import MeshConfig, ShardingConfig
 
 ON_64 = MeshConfig(fsdp=8, expert=8)
 LAYERS, EXPERTS, INNER, CHOSEN = 8, 8, 1024, 2
@@ -113,7 +112,7 @@ def test_a_shared_expert_is_computed_beside_the_exchange(exchange: str, least: i
     text = compiled(4, SPLIT, 3, attention="pallas", switches=switches, expert_exchange=exchange, shape=(8, 8192)).text
     started: dict[str, int] = {}
     products, beside = 0, []
-    for computation, instruction, _ in instructions.walk(text):
+    for computation, instruction, _ in instructions.walk_instructions(text):
         products += "__cublas" in instruction.attributes or instruction.find(TRITON) is not None
         if instruction.opcode.removesuffix("-start") in hlo.COLLECTIVES and "shard_map" in instruction.source:
             size = sum(array.bytes for name in instruction.operands for array in computation[name].results)
@@ -161,9 +160,9 @@ def test_products_are_the_kernels() -> None:
     step = mixed(SPLIT)
     names = [
         instruction.find(r'name = \\?"(_grouped_matmul\w*)')
-        for _, instruction, run in instructions.walk(step.text)
+        for _, instruction, run in instructions.walk_instructions(step.text)
         if instruction.find(TRITON)
-        for _ in range(instructions.times(instruction, run))
+        for _ in range(instructions.count_runs(instruction, run))
     ]
     assert names.count("_grouped_matmul") == LAYERS * (3 + 2 + 3)
     assert names.count("_grouped_matmul_weight_gradient") == LAYERS * 3
@@ -177,6 +176,6 @@ def test_products_are_counted_by_the_rows_that_are_filled_on_average(mesh: MeshC
     without = "\n".join(
         line for line in text.splitlines() if "_grouped_matmul" not in line or "custom-call(" not in line
     )
-    of_experts = hlo.dot_flops(text) - hlo.dot_flops(without)
+    of_experts = hlo.count_dot_flops(text) - hlo.count_dot_flops(without)
     runs = 3 + 2 + 3 + 3  # three matrices: forward, two of them again, and twice backward
     assert of_experts == LAYERS * runs * 2 * ROWS * SEQUENCE * CHOSEN * WIDTH * INNER // mesh.devices

@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 
 import jaxopt_llm
-from jaxopt_llm import tree
-from jaxopt_llm.checkpoint import families, huggingface, safetensors
-from jaxopt_llm.checkpoint.tensors import tensors
+from jaxopt_llm.checkpoint.huggingface import families, safetensors
+from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
+from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
+from jaxopt_llm.checkpoint.huggingface.tensor_layout import list_tensor_layouts
+from jaxopt_llm.config import RematConfig
+from jaxopt_llm.core import tree
 from jaxopt_llm.execution import scan
-from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.inference.load import Pretrained
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.decoder import make_parts
-from jaxopt_llm.pretrained import Pretrained
+from jaxopt_llm.model.decoder import Decoder
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -231,7 +233,7 @@ def test_a_round_trip_is_equal_to_the_bit(name: str, cases: dict[str, Case], tmp
 def test_a_model_of_ones_own_is_loaded_there(name: str, cases: dict[str, Case], tmp_path: Path) -> None:
     """Whose config.json says what ModelConfig knows, and no more."""
     case = cases[name]
-    huggingface.write(tmp_path / "own", case.here.params, case.here.config, most=20_000)
+    write_model_folder(tmp_path / "own", case.here.params, case.here.config, max_file_bytes=20_000)
     assert (tmp_path / "own" / safetensors.INDEX).exists()
     own = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own", attn_implementation="eager")
     assert type(own) is type(case.model)
@@ -268,7 +270,7 @@ def test_loss_and_gradients_are_the_familys_own(name: str, cases: dict[str, Case
     theirs = safetensors.open_folder(tmp_path)
 
     here = case.here
-    parts = make_parts(replace(here.config, balance_loss=0.0))
+    parts = Decoder(replace(here.config, balance_loss=0.0))
     mask = np.arange(LENGTH) < LENGTH - 1
     batch = Batch(
         tokens=case.tokens,
@@ -292,7 +294,7 @@ def test_loss_and_gradients_are_the_familys_own(name: str, cases: dict[str, Case
     np.testing.assert_allclose(loss / tokens, expected.item(), rtol=1e-5)
     leaves = {path: np.asarray(leaf) for path, leaf in tree.leaves_with_path(gradients)}
     family, config = huggingface.read_config(case.folder)
-    for key, tensor in tensors(family, config).items():
+    for key, tensor in list_tensor_layouts(family, config).items():
         pieces = []
         for piece in tensor.pieces:
             place = tuple(each for each in (piece.layer, piece.expert) if each is not None)
@@ -313,7 +315,7 @@ def test_the_formats_own_library_reads_what_is_written(tmp_path: Path) -> None:
         "c": np.zeros((0, 3), np.float16),
         "d": np.array(1.5, np.float16),
     }
-    described = {name: safetensors.Described(array.dtype, array.shape) for name, array in arrays.items()}
+    described = {name: safetensors.TensorSpec(array.dtype, array.shape) for name, array in arrays.items()}
     safetensors.write_folder(tmp_path, described, arrays.__getitem__)
     found = library.load_file(tmp_path / safetensors.SINGLE)
     assert found.keys() == arrays.keys()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from commands import ROOT, command, start_python
 
-from jaxopt_llm import config as configuration
+from jaxopt_llm.config import cli
 
 
 def test_its_conversations_are_apart_and_their_answers_are_learnt(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_its_conversations_are_apart_and_their_answers_are_learnt(tmp_path: Path
     assert len(train) > 2000 and len(held_out) > 100
     assert {row["completion"] for row in train}.isdisjoint(row["completion"] for row in held_out)
 
-    data = configuration.load("quickstart_lora.py").data
+    data = cli.load_recipe("quickstart_lora.py").data
     shown = command(
         *("prepare", "--input", tmp_path / "train.jsonl", "--content", data.content, "--tokenizer", data.tokenizer),
         *("--chat-template", data.chat_template, "--preview", 1),

@@ -17,16 +17,10 @@ from test_bad_input import assert_one_line
 from test_loop import tiny
 
 from jaxopt_llm import train as training_command
-from jaxopt_llm import tree
-from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.config import LoraConfig, OptimizerConfig, PrecisionConfig, RematConfig, ScheduleConfig, TrainingConfig
+from jaxopt_llm.core import tree
 from jaxopt_llm.observe.preemption import Preemption
-from jaxopt_llm.parallel.precision import PrecisionConfig
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.lora import LoraConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.program import make_program
-from jaxopt_llm.training.schedule import ScheduleConfig
-from jaxopt_llm.training.step import TrainingConfig
 
 MODEL = replace(toy.CONFIG, layers=2, pattern=("global",), attention_softcap=5.0)
 ROWS, LENGTH = 8, 16
@@ -54,7 +48,7 @@ def test_gradients_are_float32s_within_rounding(zero: int, reduce_dtype: str, ax
     precision = PrecisionConfig("float32", "float16", reduce_dtype, "dynamic")  # type: ignore[arg-type]
     placement = replace(toy.placement(zero, **axes), precision=precision)
     accumulation = 2 if "pipeline" in axes else 1
-    program = make_program(
+    program = toy.make_program(
         MODEL,
         TrainingConfig(batch_size=ROWS, sequence_length=LENGTH, accumulation=accumulation),
         OptimizerConfig(name="sgd", learning_rate=10.0, momentum=0.0, weight_decay=0.0, clip_norm=1e9),
@@ -64,8 +58,8 @@ def test_gradients_are_float32s_within_rounding(zero: int, reduce_dtype: str, ax
         placement,
     )
     batch = toy.packed(ROWS, LENGTH)
-    state = training_state.initialize(program.specs, program.optimizers, 0, placement)
-    before = to_host(program.kept(state)["masters"])
+    state = training_state.initialize_state(program.specs, program.optimizers, 0, placement)
+    before = to_host(program.to_checkpoint(state)["masters"])
     scale = state.loss_scale["scale"]
     state = replace(state, loss_scale={**state.loss_scale, "scale": jnp.full_like(scale, 2.0**30)})
     rows = jax.device_put(toy.microbatches(batch, accumulation), program.rows)
@@ -74,7 +68,7 @@ def test_gradients_are_float32s_within_rounding(zero: int, reduce_dtype: str, ax
     state, metrics = program.step(replace(state, loss_scale={**state.loss_scale, "scale": scale}), rows)
     assert not metrics["overflow"] and metrics["loss_scale"] == 2.0**16
 
-    after = to_host(program.kept(state)["masters"])
+    after = to_host(program.to_checkpoint(state)["masters"])
     found = jax.tree.map(lambda old, new: (old - new) / float(metrics["learning_rate"]), before, after)
     loss, expected = toy.reference_mean(MODEL, before, batch)
     assert metrics["loss"] == pytest.approx(loss, rel=1e-4)

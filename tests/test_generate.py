@@ -1,4 +1,4 @@
-"""Text out of tokens: where a continuation ends, and what can be shown of it so far."""
+"""Generation: the end of a continuation, the text shown so far, and bad input."""
 
 import json
 import sys
@@ -11,26 +11,25 @@ from commands import command, train
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 
-from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.config import Config, ModelConfig
+from jaxopt_llm.core.errors import InputError, OutOfMemory
 from jaxopt_llm.data.continuation import Continuation
 from jaxopt_llm.data.tokenizer import ByteTokenizer, JsonTokenizer
-from jaxopt_llm.errors import InputError, OutOfMemory
-from jaxopt_llm.execution.decode import Sampling
 from jaxopt_llm.generate import generate, main
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.model.decoder import make_parts
-from jaxopt_llm.run import Run
+from jaxopt_llm.inference.decode import Sampling
+from jaxopt_llm.inference.run import LoadedModel
+from jaxopt_llm.model.decoder import Decoder
 
 
 def shown(text: str, *stops: str, end: bool = True) -> tuple[list[str], str]:
-    """What is shown after each byte of a text (and the end of the document), and the whole."""
-    continuation = Continuation(ByteTokenizer(), (), {ByteTokenizer.end}, stops)
+    """Return the text shown after each byte of a text (and after EOS), and all of it."""
+    continuation = Continuation(ByteTokenizer(), (), {ByteTokenizer.eos}, stops)
     news = []
-    for token in [*text.encode(), *([ByteTokenizer.end] if end else [])]:
+    for token in [*text.encode(), *([ByteTokenizer.eos] if end else [])]:
         continuation.add(token)
-        news.append(continuation.news())
-    continuation.end()
-    news.append(continuation.news())
+        news.append(continuation.take_new_text())
+    continuation.finish()
+    news.append(continuation.take_new_text())
     assert "".join(news) == continuation.text
     return news, continuation.text
 
@@ -51,7 +50,9 @@ def test_text_is_shown_as_it_comes_in_whole_characters() -> None:
         ("ends with EN", ("END",), "ends with EN"),
     ],
 )
-def test_a_stop_string_ends_it_and_no_part_of_one_is_shown(text: str, stops: tuple[str, ...], expected: str) -> None:
+def test_a_stop_string_ends_the_text_and_no_part_of_it_is_shown(
+    text: str, stops: tuple[str, ...], expected: str
+) -> None:
     news, whole = shown(text, *stops)
     assert whole == expected
     so_far = ""
@@ -61,65 +62,67 @@ def test_a_stop_string_ends_it_and_no_part_of_one_is_shown(text: str, stops: tup
 
 
 def test_a_continuation_keeps_the_space_that_its_tokenizer_drops_at_a_start(tmp_path: Path) -> None:
-    """As the tokenizers of Llama 2 and Mistral do."""
+    """The tokenizers of Llama 2 and Mistral drop it."""
     library = Tokenizer(WordLevel({"\u2581hello": 0, "\u2581world": 1, "</s>": 2}, unk_token="</s>"))
     library.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     library.add_special_tokens(["</s>"])
     library.save(str(tmp_path / "tokenizer.json"))
     tokenizer = JsonTokenizer(tmp_path)
     assert tokenizer.decode([1]) == "world"
-    continuation = Continuation(tokenizer, [0], {tokenizer.end}, ["lo wo"])
+    continuation = Continuation(tokenizer, [0], {tokenizer.eos}, ["lo wo"])
     for token in (1, 1, 0, 1):
         continuation.add(token)
     assert continuation.text == " world world hel"
 
 
 def test_nothing_follows_the_end_of_the_document() -> None:
-    continuation = Continuation(ByteTokenizer(), (), {ByteTokenizer.end}, ())
-    for token in (104, ByteTokenizer.end, 105):
+    continuation = Continuation(ByteTokenizer(), (), {ByteTokenizer.eos}, ())
+    for token in (104, ByteTokenizer.eos, 105):
         continuation.add(token)
     assert (continuation.text, continuation.done) == ("h", True)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("", "give --prompt TEXT"),
         ("--prompt x --tokens 0", "--tokens 0: must lie between 1 and"),
         ("--prompt x --temperature -1", "--temperature -1.0: must be at least 0"),
         ("--prompt x --temperature nan", "--temperature nan: must be at least 0"),
         ("--prompt x --temperature 1 --top-k -1", "--top-k -1: must be at least 0"),
-        ("--prompt x --temperature 1 --top-p 0", "--top-p 0.0: must lie above 0"),
-        ("--prompt x --top-p 0.9", "give --temperature above 0"),
+        ("--prompt x --temperature 1 --top-p 0", "--top-p 0.0: must be above 0 and at most 1"),
+        ("--prompt x --top-p 0.9", "set --temperature above 0"),
         ("--prompt x --seed -1", "--seed -1: must lie between"),
-        ("--prompt x --stop=", "an empty text"),
-        ("--prompts FILE", "line 2 is no JSON"),
+        ("--prompt x --stop=", "--stop is empty"),
+        ("--prompts FILE", "line 2 is not JSON"),
     ],
 )
-def test_bad_input(arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input(arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "prompts").write_text('"x"\nx\n')
     given = ["--checkpoint", str(tmp_path), *arguments.replace("FILE", str(tmp_path / "prompts")).split()]
     monkeypatch.setattr(sys, "argv", ["generate", *given])
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         main()
 
 
-@pytest.mark.parametrize(("fails", "said"), [("run.load", "loading the checkpoint"), ("generate", "generating")])
-def test_out_of_memory_it_says_what_to_change(fails: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("fails", "message"), [("inference.run.load_model", "loading the checkpoint"), ("generate", "generating")]
+)
+def test_running_out_of_memory_names_a_remedy(fails: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def exhausted(*_: object, **__: object) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1024 bytes.")
 
     monkeypatch.setattr(sys, "argv", ["generate", "--checkpoint", "runs/x", "--prompt", "x"])
-    monkeypatch.setattr("jaxopt_llm.run.load", lambda *_, **__: None)
+    monkeypatch.setattr("jaxopt_llm.inference.run.load_model", lambda *_, **__: None)
     monkeypatch.setattr(f"jaxopt_llm.{'generate.' * (fails == 'generate')}{fails}", exhausted)
-    with pytest.raises(OutOfMemory, match=f"out of memory {said}: XLA could not allocate .*: (take|give) "):
+    with pytest.raises(OutOfMemory, match=f"out of memory {message}: XLA could not allocate .*: (use|give) "):
         main()
 
 
-def test_it_stays_within_the_learned_positions() -> None:
-    config = TrainConfig(model=ModelConfig(positions="learned", max_positions=8))
-    parts = make_parts(config.model)
-    source = Run(config, ByteTokenizer(), parts, parts.specs, toy.placement(), step=1)
+def test_generation_stays_within_the_learned_positions() -> None:
+    config = Config(model=ModelConfig(positions="learned", max_positions=8))
+    parts = Decoder(config.model)
+    source = LoadedModel(config, ByteTokenizer(), parts, parts.specs, toy.placement(), step=1)
     with pytest.raises(InputError, match="--tokens 5: with the 4 of the prompt.*8 learned positions"):
         generate(source, ["abc", "ab"], 5, Sampling(), 0, ())
 

@@ -10,7 +10,7 @@ import pytest
 from test_families_hf_torch import CASES, WINDOW
 
 import jaxopt_llm
-from jaxopt_llm.execution.decode import Decoder, Sampling
+from jaxopt_llm.inference.decode import Sampling, TokenGenerator
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -101,8 +101,8 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
     model, expected = well_conditioned(name)
     model.save_pretrained(tmp_path)
     here = jaxopt_llm.load_pretrained(tmp_path)
-    decoder = Decoder(
-        here.parts,
+    decoder = TokenGenerator(
+        here.model,
         here.params,
         here.placement,
         here.config.vocabulary_size,

@@ -19,8 +19,8 @@ import pytest
 from commands import ROOT
 from gpu_check import Part
 
+from jaxopt_llm.distributed import runtime
 from jaxopt_llm.kernels import attention_auto
-from jaxopt_llm.parallel import runtime
 
 
 def check(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

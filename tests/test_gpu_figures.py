@@ -19,15 +19,16 @@ import pytest
 import train_step
 from commands import ENVIRONMENT, ROOT
 
-from jaxopt_llm import config as configuration
+from jaxopt_llm.compiler import instructions
+from jaxopt_llm.compiler.chips import CHIPS
+from jaxopt_llm.compiler.topology import gpu_topology
+from jaxopt_llm.config import cli
 from jaxopt_llm.kernels import attention_auto
-from jaxopt_llm.kernels.attention_auto import Measured
+from jaxopt_llm.kernels.attention_auto import Measurement
 from jaxopt_llm.model import flops
-from jaxopt_llm.model.decoder import param_specs
-from jaxopt_llm.parallel import instructions
-from jaxopt_llm.parallel.topology import CHIPS, gpu_topology
+from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.plan import GIB, make_plan
-from jaxopt_llm.validation import validate
+from jaxopt_llm.training.validation import validate
 
 QUICK = ("llama_8b",)
 
@@ -37,7 +38,7 @@ QUICK = ("llama_8b",)
 )
 def test_a_case_fits_its_gpu_and_computes_nothing_again(case: str) -> None:
     path = gpu_figures.recipe(case, on_cpu=False)
-    config = configuration.load(str(path))
+    config = cli.load_recipe(str(path))
     validate(config)
     on_80gb = case.endswith("80gb")
     plan = make_plan(config, "h100" if on_80gb else "h200", 1, 1)
@@ -55,8 +56,8 @@ def test_a_step_says_its_utilisation_in_both_conventions() -> None:
     path = gpu_figures.recipe("", on_cpu=True)
     program = (
         "import json, sys, time; sys.path.insert(0, 'benchmarks')\n"
-        "from jaxopt_llm import utilisation\nfrom jaxopt_llm.parallel import topology\n"
-        "topology.chip_of = utilisation.chip_of = lambda kind: topology.CHIPS['h200']\n"
+        "from jaxopt_llm.training import utilisation\nfrom jaxopt_llm.compiler import chips\n"
+        "chips.chip_of = utilisation.chip_of = lambda kind: chips.CHIPS['h200']\n"
         "import train_step\n"
         f"print(json.dumps(train_step.measure(time.time(), 1, ['--config', {str(path)!r}])))"
     )
@@ -64,8 +65,8 @@ def test_a_step_says_its_utilisation_in_both_conventions() -> None:
         [sys.executable, "-c", program], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=True
     )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    config = configuration.load(str(path))
-    needed = flops.per_token(config.model, param_specs(config.model), {}, config.training.sequence_length)
+    config = cli.load_recipe(str(path))
+    needed = flops.count_per_token(config.model, param_specs(config.model), {}, config.training.sequence_length)
     peak = CHIPS["h200"].peak_flops["bfloat16"] * found["step_seconds"]
     assert found["mfu"] == pytest.approx(needed.causal * found["tokens_per_step"] / peak)
     assert found["mfu_full_attention"] == pytest.approx(needed.full * found["tokens_per_step"] / peak)
@@ -81,7 +82,7 @@ def test_a_case_without_room_is_named_beside_what_was_predicted() -> None:
 def moved() -> dict[str, float]:
     """Bytes as compiled for an H200, by the least."""
     (gpu,) = gpu_topology("h200", gpus_per_host=1)
-    model = configuration.load("llama3_8b.py").model
+    model = cli.load_recipe("llama3_8b.py").model
     rows = (hot_path.compiled_row(name, of, gpu) for name, of in hot_path.passes(model, 8192, gpu).items())
     return {row["name"]: row["bytes"] / row["least_bytes"] for row in rows}
 
@@ -98,8 +99,8 @@ def test_what_lies_between_products_moves_no_more_than_it_must_but_for_a_norms_b
 @pytest.mark.parametrize("name", ["RMSNorm forward", "rotary forward"])
 def test_calls_in_a_row_stay_in_their_loop_as_they_are_alone(name: str) -> None:
     (gpu,) = gpu_topology("h200", gpus_per_host=1)
-    function, operands = hot_path.passes(configuration.load("llama3_8b.py").model, 8192, gpu)[name]
-    module = instructions.parse(hot_path.compiled_text(hot_path.in_a_row(function), operands, gpu))
+    function, operands = hot_path.passes(cli.load_recipe("llama3_8b.py").model, 8192, gpu)[name]
+    module = instructions.parse_module(hot_path.compiled_text(hot_path.in_a_row(function), operands, gpu))
     (loop,) = [each for each in module["ENTRY"].values() if each.opcode == "while"]
     assert '"known_trip_count":{"n":"19"}' in loop.attributes  # else the host would ask after each
     body = hot_path.kernels_of(module[str(loop.find(r"body=%?([\w.-]+)"))])
@@ -126,14 +127,14 @@ def test_bars_are_of_what_was_measured() -> None:
 
 
 def test_attention_is_what_was_measured_on_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Measured("9.0", "bfloat16", 128, 8192, "NVIDIA H200", "0.11.2", {"xla": 2.0, "triton": 1.0})
+    row = Measurement("9.0", "bfloat16", 128, 8192, "NVIDIA H200", "0.11.2", {"xla": 2.0, "triton": 1.0})
     table = tmp_path / "table.json"
     attention.write_table([row], table)
     monkeypatch.setattr(attention_auto, "TABLE", table)
 
     def taken(case: str, kind: str) -> str:
         path = gpu_figures.by_measured_attention(gpu_figures.recipe(case, on_cpu=False), kind, tmp_path)
-        return configuration.load(str(path)).training.attention
+        return cli.load_recipe(str(path)).training.attention
 
     assert taken("llama_8b", "NVIDIA H200") == "auto"
     assert taken("llama_8b", "NVIDIA H100") == taken("llama_1b", "NVIDIA H200") == "pallas"  # of head_dim 64: nothing

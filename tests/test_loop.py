@@ -1,4 +1,4 @@
-"""The loop of a run: what it reads when, and what it leaves beside the metrics."""
+"""Tests of the loop of a run: when it reads metrics, and what it writes in addition to them."""
 
 import contextlib
 import dataclasses
@@ -16,28 +16,25 @@ import pytest
 import toy
 from boards import events
 
-from jaxopt_llm import config as configuration
 from jaxopt_llm import train as command
-from jaxopt_llm import utilisation
-from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.errors import InputError, TrainingDiverged
-from jaxopt_llm.kernels.attention_auto import Choice
+from jaxopt_llm.compiler.chips import CHIPS
+from jaxopt_llm.config import Config, LoggingConfig, MeshConfig, ProfileConfig, cli
+from jaxopt_llm.core.errors import InputError, TrainingDiverged
+from jaxopt_llm.distributed.launchers import Job
+from jaxopt_llm.distributed.process_group import Processes
+from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.model import flops
-from jaxopt_llm.model.decoder import param_specs
+from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.observe.preemption import Preemption
-from jaxopt_llm.parallel.distributed import Processes
-from jaxopt_llm.parallel.launchers import Job
-from jaxopt_llm.parallel.mesh import MeshConfig
-from jaxopt_llm.parallel.topology import CHIPS
-from jaxopt_llm.training import guard, program
+from jaxopt_llm.training import compile, guard, loop, program, setup, utilisation
 
 
-def tiny(directory: Path, **sections: Any) -> TrainConfig:
-    """Of a run in this folder, which is made, over documents beside it."""
+def tiny(directory: Path, **sections: Any) -> Config:
+    """Create the directory and documents next to it; return the configuration of a run there."""
     directory.mkdir()
-    documents = (json.dumps({"text": f"{number} " * 40}) for number in range(100))
+    documents = (json.dumps({"text": f"{index} " * 40}) for index in range(100))
     (directory.parent / "documents.jsonl").write_text("\n".join(documents))
-    recipe = configuration.load("quickstart.py")
+    recipe = cli.load_recipe("quickstart.py")
     return dataclasses.replace(
         recipe,
         run=dataclasses.replace(recipe.run, directory=str(directory)),
@@ -53,7 +50,7 @@ def tiny(directory: Path, **sections: Any) -> TrainConfig:
 
 @dataclasses.dataclass
 class Watched:
-    """A metric that tells when it is read."""
+    """Metric that records when it is read."""
 
     value: Any
     step: int
@@ -70,9 +67,9 @@ class Watched:
 
 
 def test_metrics_are_read_a_step_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But where a measurement of the held-out loss waits for the device in any case: after steps 4 and 5."""
+    """Metrics are read immediately only before a measurement of the held-out loss: after steps 4 and 5."""
     events: list[str] = []
-    make_program = command.make_program
+    make_program = setup.make_program
 
     def watched_program(*arguments: Any, **options: Any) -> Any:
         program = make_program(*arguments, **options)
@@ -96,7 +93,7 @@ def test_metrics_are_read_a_step_late(tmp_path: Path, monkeypatch: pytest.Monkey
 
         return dataclasses.replace(program, step=Watching())
 
-    monkeypatch.setattr(command, "make_program", watched_program)
+    monkeypatch.setattr(setup, "make_program", watched_program)
     with Preemption() as preemption:
         command.train(tiny(tmp_path / "run"), preemption)
     assert events == [
@@ -111,25 +108,26 @@ def test_metrics_are_read_a_step_late(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_what_attention_was_chosen_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing on a CPU, where there is no choice."""
+    """Check also that a run on CPUs, where there is no choice, prints nothing."""
     with Preemption() as preemption:
         command.train(tiny(tmp_path / "silent"), preemption)
     assert "attention: " not in capsys.readouterr().out
-    monkeypatch.setattr(program, "choose_attention", lambda *of: Choice("xla", "for a reason"))
+    monkeypatch.setattr(program, "choose_attention", lambda *of: AttentionChoice("xla", "for a reason"))
     with Preemption() as preemption:
         command.train(tiny(tmp_path / "run"), preemption)
     assert capsys.readouterr().out.splitlines().count("attention: xla, for a reason") == 1
 
 
 def test_processes_that_choose_another_attention_do_not_start(tmp_path: Path) -> None:
-    """They would wait for each other in programs that differ."""
+    """Processes with different programs would wait for each other."""
 
     class Unlike(Processes):
         def channel(self, name: str) -> Any:
             other = SimpleNamespace(exchange=lambda value: [value, "triton"])
             return other if name == "training.attention" else super().channel(name)
 
-    with Preemption() as preemption, pytest.raises(InputError, match=r"training\.attention of process 1 .* packages"):
+    message = r"training\.attention differs .* process 1; .* packages"
+    with Preemption() as preemption, pytest.raises(InputError, match=message):
         command.train(tiny(tmp_path / "run"), preemption, Unlike(Job("", 1, 0)))
 
 
@@ -139,7 +137,7 @@ def test_records_have_the_utilisation_of_a_known_gpu(tmp_path: Path, monkeypatch
     with Preemption() as preemption:
         command.train(config, preemption)
     record = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    needed = flops.per_token(config.model, param_specs(config.model), {}, 32)
+    needed = flops.count_per_token(config.model, param_specs(config.model), {}, 32)
     per_token_and_second = record["tokens_per_second"] / (8 * CHIPS["h200"].peak_flops["float32"])
     assert record["mfu"] == pytest.approx(needed.causal * per_token_and_second)
     assert record["mfu_full_attention"] == pytest.approx(needed.full * per_token_and_second)
@@ -158,9 +156,9 @@ def test_a_profile_of_the_steps_that_were_asked_for(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(jax.profiler, "start_trace", lambda path: (running.append(("start", steps)), start(path)))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: (running.append(("stop", steps)), stop()))
     with Preemption() as preemption:
-        profile = configuration.ProfileConfig(start_step=2, steps=2)
+        profile = ProfileConfig(start_step=2, steps=2)
         command.train(tiny(tmp_path / "run", profile=profile), preemption)
-    assert running == [("start", 1), ("stop", 2)]  # before step 2, and after step 3, which is not counted yet
+    assert running == [("start", 1), ("stop", 2)]  # before step 2, and after step 3, whose metrics are not read yet
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
 
 
@@ -171,13 +169,13 @@ def test_what_is_recorded_and_compiled_is_as_configured(tmp_path: Path, monkeypa
         with contextlib.closing(read_ahead(*arguments)) as batches:
             yield from ((batch, 0.25) for batch, _ in batches)
 
-    def repeatable(lowered: Any, *_: Any) -> dict[str, Any]:
+    def repeatable_options(lowered: Any, *_: Any) -> dict[str, Any]:
         repeated.append(lowered.as_text().split()[1])
         return {}
 
-    read_ahead = command.read_ahead
-    monkeypatch.setattr(command, "read_ahead", waiting)
-    monkeypatch.setattr(command, "repeatable", repeatable)
+    read_ahead = loop.read_ahead
+    monkeypatch.setattr(loop, "read_ahead", waiting)
+    monkeypatch.setattr(compile, "repeatable_options", repeatable_options)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(guard, "HISTORY", 4)
     config = tiny(tmp_path / "run")
@@ -185,7 +183,7 @@ def test_what_is_recorded_and_compiled_is_as_configured(tmp_path: Path, monkeypa
         config,
         run=dataclasses.replace(config.run, deterministic=True),
         training=dataclasses.replace(config.training, steps=9, skip_outliers=1.001),
-        logging=configuration.LoggingConfig(every=2),
+        logging=LoggingConfig(every=2),
     )
     with Preemption() as preemption:
         command.train(config, preemption)
@@ -209,23 +207,23 @@ def test_what_was_learnt_before_a_batch_that_does_not_come_is_kept(
             yield from itertools.islice(batches, 3)
             raise InputError("damaged")
 
-    read_ahead = command.read_ahead
-    monkeypatch.setattr(command, "read_ahead", ending)
+    read_ahead = loop.read_ahead
+    monkeypatch.setattr(loop, "read_ahead", ending)
     with Preemption() as preemption, pytest.raises(InputError):
         command.train(tiny(tmp_path / "run"), preemption)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"]
 
 
 def test_a_held_out_loss_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "evaluate", lambda *_: math.nan)
+    monkeypatch.setattr(loop, "evaluate", lambda *_: math.nan)
     with Preemption() as preemption, pytest.raises(TrainingDiverged, match="step 4: held out loss nan"):
         command.train(tiny(tmp_path / "run"), preemption)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_repeatable_run_compiles_anew(deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[bool] = []
-    monkeypatch.setattr(command.runtime, "start", lambda devices, processes, *, cache: kept.append(cache))
+    caches: list[bool] = []
+    monkeypatch.setattr(command.runtime, "configure_jax", lambda devices, processes, *, cache: caches.append(cache))
     monkeypatch.setattr(command, "train", lambda *_: None)
     arguments = [
         "--config",
@@ -237,4 +235,4 @@ def test_a_repeatable_run_compiles_anew(deterministic: bool, tmp_path: Path, mon
     ]
     monkeypatch.setattr(sys, "argv", ["train", *arguments])
     assert command.main() == 0
-    assert kept == [not deterministic]
+    assert caches == [not deterministic]

@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxopt_llm.compiler import hlo, topology
+from jaxopt_llm.compiler.hlo import Collective
+from jaxopt_llm.compiler.topology import gpu_topology
+from jaxopt_llm.config import MeshConfig, ModelConfig, PrecisionConfig, ShardingConfig, TrainingConfig
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.model.decoder import Params, make_parts
-from jaxopt_llm.parallel import hlo, topology
-from jaxopt_llm.parallel.hlo import Collective
-from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
-from jaxopt_llm.parallel.precision import PrecisionConfig
-from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
-from jaxopt_llm.parallel.topology import gpu_topology
-from jaxopt_llm.training.step import TrainingConfig
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.parallel.gathering import make_perturbations, place_weights
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.zero import parameter_sharding
 
 TOKENS, VOCABULARY, WIDTH = 16_384, 128_000, 4096
 CHUNK = TrainingConfig().loss_chunk
@@ -50,17 +51,17 @@ def compiled(mesh: MeshConfig, stage: int, sequence_parallel: bool = False, diff
         PrecisionConfig(),
     )
     model = ModelConfig(vocabulary_size=VOCABULARY, width=WIDTH, tied_head=False, logit_softcap=30.0)
-    parts = make_parts(model, CHUNK, z_loss=1e-4)
+    parts = Decoder(model, CHUNK, z_loss=1e-4)
     specs = {name: parts.specs["outer"][name] for name in ("head", "final_norm")}
 
-    def losses(taps: Params, x: jax.Array, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        outer = placement.place(specs, params, taps, keep=True)
-        return parts.head_loss(outer, x, batch, parts.make_context(batch, placement), jnp.float32(1 / TOKENS))
+    def losses(perturbations: Params, x: jax.Array, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        outer = place_weights(specs, params, perturbations, placement, keep_gathered=True)
+        return parts.loss(outer, x, batch, parts.make_context(batch, placement), jnp.float32(1 / TOKENS))
 
     def run(params: Params, x: jax.Array, batch: Batch) -> Any:
         if not differentiated:
             return losses(jax.tree.map(lambda spec: None, specs), x, params, batch)[1]
-        return jax.grad(losses, argnums=(0, 1), has_aux=True)(placement.taps(specs), x, params, batch)
+        return jax.grad(losses, argnums=(0, 1), has_aux=True)(make_perturbations(specs, placement), x, params, batch)
 
     def argument(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -68,10 +69,10 @@ def compiled(mesh: MeshConfig, stage: int, sequence_parallel: bool = False, diff
     rows, by_row = (mesh.fsdp, TOKENS), placement.activation("batch", "sequence")
     ids, mask = (argument(rows, dtype, by_row) for dtype in (jnp.int32, jnp.bool))
     x = argument((*rows, WIDTH), jnp.bfloat16, placement.activation("batch", "residual_sequence", "embed"))
-    params = jax.tree.map(lambda spec: argument(spec.shape, jnp.bfloat16, placement.parameters(spec)), specs)
-    executable = topology.compile(jax.jit(run).lower(params, x, Batch(ids, ids, mask, ids, ids)))
+    params = jax.tree.map(lambda spec: argument(spec.shape, jnp.bfloat16, parameter_sharding(spec, placement)), specs)
+    executable = topology.compile_without_gpu(jax.jit(run).lower(params, x, Batch(ids, ids, mask, ids, ids)))
     text = str(executable.as_text())
-    return Compiled(hlo.memory(executable), hlo.collectives(text, placement.mesh), text)
+    return Compiled(hlo.read_memory(executable), hlo.list_collectives(text, placement.mesh), text)
 
 
 @pytest.mark.parametrize(("mesh", "stage"), [(ONE, 0), (TENSOR, 0), (FSDP, 3)])
@@ -82,7 +83,7 @@ def test_beyond_the_weight_and_its_gradient_there_is_less_than_a_gigabyte(mesh: 
     assert step.memory.temporaries - whole < 1e9
     # Not only for want of what it should compute.
     logits = CHUNK * VOCABULARY // mesh.tensor
-    assert any(each.bytes == 4 * logits for each in hlo.array_shapes(step.text))
+    assert any(each.bytes == 4 * logits for each in hlo.list_array_shapes(step.text))
 
 
 def test_the_head_is_gathered_once_and_its_gradient_reduced_once() -> None:

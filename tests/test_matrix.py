@@ -12,21 +12,26 @@ import pytest
 import toy
 from matrix import pairwise
 
-from jaxopt_llm import tree
-from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.config import (
+    LoraConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RematConfig,
+    ScheduleConfig,
+    ShardingConfig,
+    TrainingConfig,
+)
+from jaxopt_llm.core import tree
 from jaxopt_llm.kernels import attention_xla
 from jaxopt_llm.kernels.attention import IMPLEMENTATIONS
-from jaxopt_llm.kernels.attention_auto import Choice
-from jaxopt_llm.model.decoder import Params, make_parts
-from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
-from jaxopt_llm.parallel.precision import PrecisionConfig
-from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
+from jaxopt_llm.kernels.attention_auto import AttentionChoice
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.zero import checkpoint_sharding
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.lora import LoraConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.program import make_program
-from jaxopt_llm.training.schedule import ScheduleConfig
-from jaxopt_llm.training.step import TrainingConfig
 
 UNTIED: dict[str, Any] = {"tied_head": False, "norm_placement": "post", "qk_norm": "head", "biases": "qkv"}
 # By which head, the one of two segments and two kinds of block, and with many of the decoder's switches on.
@@ -208,7 +213,9 @@ class Result(NamedTuple):
 def kernel_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the place of the one for GPUs stands XLA's, on each device's own rows and heads as that one is."""
     monkeypatch.setitem(IMPLEMENTATIONS, "pallas", attention_xla)
-    monkeypatch.setattr("jaxopt_llm.training.program.choose_attention", lambda device, asked, *of: Choice(asked))
+    monkeypatch.setattr(
+        "jaxopt_llm.training.program.choose_attention", lambda device, asked, *of: AttentionChoice(asked)
+    )
 
 
 def compute(
@@ -232,17 +239,17 @@ def compute(
     # An epsilon under which rounding noise of a zero gradient does not become a full step; a clip that always acts.
     optimizer = OptimizerConfig(learning_rate=1e-2, epsilon=1e-3, clip_norm=0.5)
     of = (MODELS[model], training, optimizer, ScheduleConfig(1, 10), REMAT[remat], ADAPT[adapt])
-    program = make_program(*of, placement)
-    saved = jax.tree.map(placement.saved, training_state.checkpoint_specs(program.specs))
-    state = training_state.resume(program.specs, 0, placement, **jax.device_put(initial(model, adapt), saved))
+    program = toy.make_program(*of, placement)
+    saved = checkpoint_sharding(training_state.checkpoint_specs(program.specs), placement)
+    state = training_state.resume_state(program.specs, 0, placement, **jax.device_put(initial(model, adapt), saved))
 
     first, second = (toy.microbatches(toy.packed(ROWS, LENGTH, seed), accumulation) for seed in range(2))
     state, metrics = program.step(state, jax.device_put(first, program.rows))
     # Adam's first moment after one step from zero is (1 - beta1) × the clipped gradient.
-    gradients = {group: moments[0].mu for group, moments in to_host(program.kept(state)["moments"]).items()}
+    gradients = {group: moments[0].mu for group, moments in to_host(program.to_checkpoint(state)["moments"]).items()}
     state, _ = program.step(state, jax.device_put(second, program.rows))
     assert metrics["grad_norm"] > optimizer.clip_norm
-    last, loss, norm = to_host(program.kept(state)), float(metrics["loss"]), float(metrics["grad_norm"])
+    last, loss, norm = to_host(program.to_checkpoint(state)), float(metrics["loss"]), float(metrics["grad_norm"])
     return Result(loss, norm, gradients, last["masters"], last.get("frozen", {}))
 
 
@@ -267,8 +274,10 @@ def initial(model: str, adapt: str) -> dict[str, Params]:
 def initialize(placement: Placement, model: str, adapt: str) -> dict[str, Params]:
     training, optimizer, schedule = TrainingConfig(), OptimizerConfig(), ScheduleConfig()
     of = (MODELS[model], training, optimizer, schedule, RematConfig("none"), ADAPT[adapt])
-    program = make_program(*of, placement)
-    return to_host(program.kept(training_state.initialize(program.specs, program.optimizers, 0, placement)))
+    program = toy.make_program(*of, placement)
+    return to_host(
+        program.to_checkpoint(training_state.initialize_state(program.specs, program.optimizers, 0, placement))
+    )
 
 
 def to_host(leaves: Any) -> Any:
@@ -365,7 +374,7 @@ def test_the_cover_has_many_meshes() -> None:
 
 
 def test_the_model_and_its_batches_are_heterogeneous() -> None:
-    layout = make_parts(toy.CONFIG).layout
+    layout = Decoder(toy.CONFIG).layout
     assert len(layout) == 2
     assert {kind for segment in layout for kind in segment.kinds} == {"global", "sliding"}
     assert toy.packed(ROWS, LENGTH).segment_ids.max(axis=1).min() > 1

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxopt_llm import config as configuration
-from jaxopt_llm.validation import validate
+from jaxopt_llm.config import cli
+from jaxopt_llm.training.validation import validate
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import memory
@@ -119,10 +119,10 @@ def test_what_a_row_says() -> None:
 def test_rows_are_valid_and_named_once() -> None:
     for table in TABLES:
         assert len({each.name for each in table.rows}) == len(table.rows)
-    recipe = configuration.load(TABLES[0].recipe)
+    recipe = cli.load_recipe(TABLES[0].recipe)
     for each in TABLES[0].rows:
         settings = shlex.split(f"{TABLES[0].settings} {each.settings}")
-        validate(configuration.override(recipe, settings, "benchmarks/memory.py"))
+        validate(cli.override_config(recipe, settings, "benchmarks/memory.py"))
 
 
 def test_a_row_is_measured() -> None:

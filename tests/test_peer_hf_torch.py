@@ -11,20 +11,19 @@ import numpy as np
 import pytest
 import toy
 
-from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.errors import InputError
+from jaxopt_llm.config import Config, MeshConfig, PrecisionConfig
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.decoder import Params, param_specs
-from jaxopt_llm.parallel.mesh import MeshConfig
-from jaxopt_llm.parallel.precision import PrecisionConfig
+from jaxopt_llm.model.decoder_specs import param_specs
+from jaxopt_llm.model.model import Params
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import peer_hf_torch
 
 # A vocabulary without padding: the peer's softmax takes part in it.
 MODEL = dataclasses.replace(toy.CONFIG, pattern=("global",), layers=2, kv_heads=2, vocabulary_size=256)
-CONFIG = TrainConfig(model=MODEL, precision=PrecisionConfig(compute_dtype="float32"))
+CONFIG = Config(model=MODEL, precision=PrecisionConfig(compute_dtype="float32"))
 
 
 def named(params: Params) -> Iterator[tuple[str, np.ndarray]]:
@@ -53,7 +52,7 @@ def test_parameters_loss_and_gradient_are_the_same(tied: bool) -> None:
     work = peer_hf_torch.work(config)
     model = peer_hf_torch.make_model(work)
     specs = param_specs(config.model)
-    assert sum(parameter.numel() for parameter in model.parameters()) == param.count(specs)
+    assert sum(parameter.numel() for parameter in model.parameters()) == param.count_parameters(specs)
     params = toy.params(specs)
     for name, value in named(params):
         model.get_parameter(name).data = torch.tensor(value)

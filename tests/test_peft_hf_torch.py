@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 import jaxopt_llm
-from jaxopt_llm import tree
-from jaxopt_llm.checkpoint import huggingface, peft_writing
-from jaxopt_llm.errors import InputError
-from jaxopt_llm.model import leaves
-from jaxopt_llm.pretrained import Pretrained
+from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
+from jaxopt_llm.checkpoint.peft.adapter_writer import write_adapter_folder
+from jaxopt_llm.core import tree
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.inference.load import Pretrained
+from jaxopt_llm.model.linear import leaves
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -110,7 +111,7 @@ def adapted(model: Model, targets: str) -> Pretrained:
         fits = spec.contracting and tree.first_match(path, tuple(targets.split()))
         return leaves.lora_specs(spec, RANK, ALPHA / RANK, "dora" in targets) if fits else spec
 
-    specs = tree.map_with_path(wrap, here.parts.specs)
+    specs = tree.map_with_path(wrap, here.model.specs)
     bare = dict(tree.leaves_with_path(here.params))
 
     def value(path: str, spec: Any) -> Any:
@@ -122,12 +123,12 @@ def adapted(model: Model, targets: str) -> Pretrained:
         return jax.device_put((values / math.sqrt(spec.fan_in or 1)).astype(np.float32), here.placement.replicated)
 
     params = tree.map_with_path(value, specs)
-    return replace(here, params=params, parts=replace(here.parts, specs=specs))
+    return replace(here, params=params, model=here.model.with_specs(specs))
 
 
 def write(here: Pretrained, path: Path) -> None:
     family, _ = huggingface.read_config(here.source)
-    peft_writing.write(path, here.params, family, here.config, ALPHA, base=str(here.source))
+    write_adapter_folder(path, here.params, family, here.config, ALPHA, base=str(here.source))
 
 
 BLOCKS = "*/attention/* */mlp/*"
@@ -229,5 +230,5 @@ def test_what_peft_writes_of_experts_is_refused(targets: Any, models: dict[str, 
     model = models["mixtral"]
     config = library.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=targets)
     library.get_peft_model(model.fresh(), config).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="adapter_config.json: target_parameters=.*: not known here"):
+    with pytest.raises(InputError, match="adapter_config.json: target_parameters=.*: not supported"):
         jaxopt_llm.load_pretrained(model.folder, adapter=tmp_path)

@@ -6,7 +6,7 @@ import dataclasses
 import pipeline
 import pytest
 
-from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.config import MeshConfig
 
 
 def test_rows_are_valid_and_named_once() -> None:

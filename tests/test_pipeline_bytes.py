@@ -4,12 +4,12 @@ import jax
 import pytest
 from test_bytes import ROWS, SEQUENCE, WIDTH, Compiled, compiled, slow
 
-from jaxopt_llm.execution.schedules import PipelineConfig, make_table
-from jaxopt_llm.execution.stages import EVEN
+from jaxopt_llm.compiler import hlo, instructions
+from jaxopt_llm.compiler.hlo import Collective
+from jaxopt_llm.config import MeshConfig, PipelineConfig
+from jaxopt_llm.execution.schedules import make_table
+from jaxopt_llm.execution.stage_layout import EVEN
 from jaxopt_llm.model import param
-from jaxopt_llm.parallel import hlo, instructions
-from jaxopt_llm.parallel.hlo import Collective
-from jaxopt_llm.parallel.mesh import MeshConfig
 
 LAYERS = 8
 DEEP = MeshConfig(pipeline=4, fsdp=2)
@@ -21,8 +21,8 @@ GPIPE, INTERLEAVED = PipelineConfig("gpipe"), PipelineConfig("interleaved", virt
 
 def parameters(step: Compiled) -> tuple[int, int]:
     """Of the stacks, and outside them."""
-    outer = param.count(step.program.specs.masters["outer"])
-    return param.count(step.program.specs.masters) - outer, outer
+    outer = param.count_parameters(step.program.specs.masters["outer"])
+    return param.count_parameters(step.program.specs.masters) - outer, outer
 
 
 def activation(mesh: MeshConfig) -> int:
@@ -82,7 +82,7 @@ def test_between_stages_there_is_what_the_schedule_says(
     between = [each for each in step.collectives if "pipeline" in each.axes and each.array_bytes > 10_000]
     assert {each.axes for each in between} == {("pipeline",)}
     moved = by_kind(between)
-    forward, backward = (sum(half.runs) for half in (table.forward, table.backward))
+    forward, backward = (sum(half.active) for half in (table.forward, table.backward))
     # The very first gradient and the very last of what goes forward are nobody's, and may be left out.
     assert moved.pop("collective-permute") / activation(mesh) in (forward + backward, forward + backward - 1)
     # Of embedded tokens, of what the last stage gives, and of the gradients of both.
@@ -131,7 +131,7 @@ def test_each_stage_holds_its_layers_and_its_rows_alone(
 @pytest.mark.parametrize("pipelined", [EVEN, *slow((GPIPE,), (INTERLEAVED,))])
 def test_the_program_does_not_grow_with_depth_nor_with_microbatches(pipelined: PipelineConfig) -> None:
     base, *others = (
-        hlo.instruction_count(compiled(layers, DEEP, 1, accumulation=count, pipelined=pipelined).text)
+        hlo.count_instructions(compiled(layers, DEEP, 1, accumulation=count, pipelined=pipelined).text)
         for layers, count in (
             (2 * LAYERS, 8),
             (4 * LAYERS, 8),
@@ -146,7 +146,7 @@ def test_layers_run_while_neighbours_send() -> None:
     text = compiled(LAYERS, DEEP, 1, accumulation=8).text
     steady = [
         names
-        for computation in instructions.parse(text).values()
+        for computation in instructions.parse_module(text).values()
         if sum(each.opcode == "collective-permute-start" for each in computation.values()) == 2
         and any(each.opcode == "conditional" for each in computation.values())
         for names in [[each.opcode for each in computation.values()]]

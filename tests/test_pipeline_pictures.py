@@ -8,7 +8,8 @@ import numpy as np
 import pipeline_pictures
 import pytest
 
-from jaxopt_llm.execution.schedules import Schedule, Table, make_table
+from jaxopt_llm.config import Schedule
+from jaxopt_llm.execution.schedules import Table, make_table
 
 DOCS = Path(__file__).parent.parent / "docs"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -44,7 +45,7 @@ def test_a_picture_has_the_tables_cells(schedule: Schedule, chunks: int) -> None
         assert np.all(begin[1:] >= begin[:-1] + width[:-1]), "two cells lie over each other"
     area = sum(width for row in rows.values() for _, width in row)
     (whole,) = {float(each.attrib["width"]) for each in root.findall(f"{SVG}rect[@class='idle']")} - {12.0}  # legend
-    assert 1 - area / (table.stages * whole) == pytest.approx(table.idle)
+    assert 1 - area / (table.stages * whole) == pytest.approx(table.idle_share)
 
 
 @every_schedule

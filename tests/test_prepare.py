@@ -1,4 +1,4 @@
-"""`jaxopt_llm.prepare` through the real command: restarted, killed, refused."""
+"""The command jaxopt_llm.prepare: restarts, kills and bad input."""
 
 import json
 import random
@@ -13,38 +13,39 @@ from commands import command, start_python
 from gates import finish, wait_until
 from texts import train_tokenizer, write_jsonl, write_text
 
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data import prepared
-from jaxopt_llm.data.source import standard_library
-from jaxopt_llm.errors import InputError
+from jaxopt_llm.data.source import read_standard_library
 
-# The command with shards small enough for a corpus of a few megabytes to have many. It takes in no more of them than
-# its first argument says, and then waits to be killed.
+# The command with shards so small that a corpus of a few megabytes has many. It appends no more shards than its first
+# argument says, and then waits to be killed.
 SMALL_SHARDS = """
 import sys, threading
-from jaxopt_llm import errors, prepare
+from jaxopt_llm import prepare
+from jaxopt_llm.core import errors
 from jaxopt_llm.data import prepared, source
-most, shard_record, grow = int(sys.argv.pop(1)), prepared.shard_record, prepared.Collection.grow
+most, shard_record_path, grow = int(sys.argv.pop(1)), prepared.shard_record_path, prepared.ShardMerger.merge_ready
 
 def gated(directory, number):
     if number >= most:
         threading.Event().wait()
-    return shard_record(directory, number)
+    return shard_record_path(directory, number)
 
 def growing(collection):
-    prepared.shard_record = gated
+    prepared.shard_record_path = gated
     grow(collection)
 
 prepared.SHARD_BYTES = source.PART_BYTES = 2**17
-prepared.Collection.grow = growing
-errors.run(prepare.main)
+prepared.ShardMerger.merge_ready = growing
+errors.run_command(prepare.main)
 """
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two JSONL files of the standard library, 4 MB, and a tokenizer of it."""
+    """Write two JSONL files of the standard library, 4 MB, and a tokenizer for it."""
     folder = tmp_path_factory.mktemp("corpus")
-    documents = [each.content.decode(errors="replace") for each in standard_library()][:300]
+    documents = [each.content.decode(errors="replace") for each in read_standard_library()][:300]
     write_jsonl(folder / "a.jsonl", documents[::2])
     write_jsonl(folder / "b.jsonl", ["", *documents[1::2]])
     train_tokenizer(folder / "tokenizer.json", documents[:30])
@@ -56,7 +57,7 @@ def start(*arguments: object, most: int = 10**6) -> subprocess.Popen[str]:
 
 
 def finished(folder: Path) -> int:
-    """Shards that a killed command would not make again."""
+    """Return the number of shards that a restarted command would not write again."""
     record = folder / "shards.jsonl"
     return record.read_bytes().count(b"\n") if record.exists() else 0
 
@@ -70,7 +71,7 @@ def arguments(corpus: Path, output: Path, workers: int) -> list[object]:
     return [*given, "--output", output, "--workers", workers]
 
 
-def test_killed_it_goes_on_and_ends_with_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
+def test_a_killed_preparation_continues_and_gives_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
     stdout, stderr = finish(start(*arguments(corpus, tmp_path / "whole", 1)))
     assert stderr == ""
     assert not list((tmp_path / "whole").glob("shard-*"))
@@ -84,7 +85,7 @@ def test_killed_it_goes_on_and_ends_with_the_same_bytes(corpus: Path, tmp_path: 
         wait_until(lambda kept=kept: finished(tmp_path / "killed") > kept, process)
         time.sleep(chance.uniform(0, 0.1))
         process.kill()
-        finish(process, -signal.SIGKILL)  # ends when the workers, which hold the pipe too, have followed
+        finish(process, -signal.SIGKILL)  # ends when the workers, which also hold the pipe, have ended
         assert not (tmp_path / "killed" / "manifest.json").exists(), f"kill {kill}"
         assert kept < finished(tmp_path / "killed") < shards, f"kill {kill}"
         kept = finished(tmp_path / "killed")
@@ -92,12 +93,12 @@ def test_killed_it_goes_on_and_ends_with_the_same_bytes(corpus: Path, tmp_path: 
     assert last == stdout.replace("whole", "killed")
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
     again, _ = finish(start(*arguments(corpus, tmp_path / "killed", 2)))
-    assert "finished already" in again
+    assert "already finished" in again
 
 
 @pytest.mark.parametrize("conversations", [False, True])
-def test_what_was_appended_but_not_recorded_is_cut_off(conversations: bool, tmp_path: Path) -> None:
-    """As after a kill between the two, or in the middle of either."""
+def test_bytes_without_a_record_are_truncated(conversations: bool, tmp_path: Path) -> None:
+    """A kill between the append and the record, or during either, leaves such files."""
     record = {"documents": 1, "tokens": 1, "tokens_sha256": "", "skipped": {}}
     for shard in range(3):
         for name, dtype in (("tokens", "<u2"), ("ends", "<i8"), ("keys", "<u8"), ("mask", "?"))[: 3 + conversations]:
@@ -105,7 +106,7 @@ def test_what_was_appended_but_not_recorded_is_cut_off(conversations: bool, tmp_
         prepared.write_json(tmp_path / f"shard-{shard:05}.json", record)
     left = contents(tmp_path)
     for _ in range(2):
-        prepared.Collection(tmp_path, "<u2", conversations).grow()
+        prepared.ShardMerger(tmp_path, "<u2", conversations).merge_ready()
         whole = contents(tmp_path)
         assert np.fromfile(tmp_path / "ends.bin", "<i8").tolist() == [1, 2, 3]
         masks = {"mask.bin"} if conversations else set()
@@ -116,18 +117,18 @@ def test_what_was_appended_but_not_recorded_is_cut_off(conversations: bool, tmp_
             (tmp_path / name).write_bytes(left[name])
     for name in left:
         (tmp_path / name).unlink()
-    assert len(prepared.Collection(tmp_path, "<u2", conversations).shards) == 3
+    assert len(prepared.ShardMerger(tmp_path, "<u2", conversations).shards) == 3
     assert contents(tmp_path) == whole
     (tmp_path / "keys.bin").write_bytes(whole["keys.bin"][:-1])
-    with pytest.raises(InputError, match="keys.bin has 23 bytes of 24"):
-        prepared.Collection(tmp_path, "<u2", conversations)
+    with pytest.raises(InputError, match="keys.bin is truncated: it has 23 bytes of 24"):
+        prepared.ShardMerger(tmp_path, "<u2", conversations)
 
 
-def test_verifying_names_what_is_damaged(corpus: Path, tmp_path: Path) -> None:
+def test_verification_names_the_damage(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     finish(start("--input", corpus / "a.jsonl", "--output", out))
     whole = command("prepare", "--verify", out)
-    assert (whole.returncode, whole.stderr) == (0, "") and "is whole: " in whole.stdout
+    assert (whole.returncode, whole.stderr) == (0, "") and "is intact: " in whole.stdout
     shard = finished(out) // 2
     sizes = [json.loads(line) for line in (out / "shards.jsonl").read_text().splitlines()]
     tokens, documents = (sum(each[name] for each in sizes[:shard]) for name in ("tokens", "documents"))
@@ -137,7 +138,7 @@ def test_verifying_names_what_is_damaged(corpus: Path, tmp_path: Path) -> None:
         changed[byte] ^= 1
         (out / f"{name}.bin").write_bytes(changed)
         with pytest.raises(InputError, match=rf"{out} is damaged: [^;]* {name}.bin[^;]*, shard {shard};"):
-            prepared.verify(out, workers=2)
+            prepared.verify_corpus(out, workers=2)
         (out / f"{name}.bin").write_bytes(content)
     record = (out / "shards.jsonl").read_bytes()
     (out / "shards.jsonl").write_bytes(record.replace(b"0", b"1", 1))
@@ -145,7 +146,7 @@ def test_verifying_names_what_is_damaged(corpus: Path, tmp_path: Path) -> None:
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "shards.jsonl is damaged" in refused.stderr
     (out / "shards.jsonl").unlink()
     before = contents(out)
-    again = start("--input", corpus / "a.jsonl", "--output", out)  # no reason to begin anew
+    again = start("--input", corpus / "a.jsonl", "--output", out)  # must not start again from the beginning
     assert "shards.jsonl is damaged" in finish(again, 2)[1]
     assert contents(out) == before
 
@@ -155,14 +156,14 @@ def test_another_preparation_is_not_overwritten(corpus: Path, tmp_path: Path) ->
     assert (first.returncode, first.stderr) == (0, "")
     before = contents(tmp_path / "out")
     tokenizer = ("--tokenizer", corpus / "tokenizer.json")
-    for given, said in (
+    for given, message in (
         (("--input", corpus / "b.jsonl"), "files"),
         (("--input", corpus / "a.jsonl", *tokenizer), "tokenizer"),
         (("--input", corpus / "a.jsonl", "--malformed", "skip"), "malformed"),
     ):
         other = command("prepare", *given, "--output", tmp_path / "out")
         assert other.returncode == 2 and other.stderr.count("\n") == 1, other.stderr
-        assert "another preparation" in other.stderr and said in other.stderr
+        assert "another prepared corpus" in other.stderr and message in other.stderr
     assert contents(tmp_path / "out") == before
 
 
@@ -172,19 +173,19 @@ def test_bad_input_of_the_command(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
     empty = write_text(tmp_path / "empty", [""])
     ok, out = ("--input", corpus / "a.jsonl"), ("--output", tmp_path / "out")
-    for given, said in (
+    for given, message in (
         ((*ok, "--output", tmp_path / "full"), "not empty"),
         (("--input", corpus / "*.parquet", *out), "no such file"),
         (("--input", tmp_path / "bad.txt", *out), "bad.txt: not UTF-8"),
-        (("--input", empty, "--output", tmp_path / "nothing"), "nothing to learn from"),
+        (("--input", empty, "--output", tmp_path / "nothing"), "no tokens to train on"),
         ((*ok, *out, "--tokenizer", tmp_path / "none.json"), "none.json"),
         ((*ok, *out, "--workers", 0), "--workers 0"),
         (out, "--input"),
         ((*ok, *out, "--verify", tmp_path), "--verify"),
         (("--verify", tmp_path / "full"), "not finished"),
-        (("--input", corpus / "*.jsonl", corpus / "a.jsonl", *out), "a.jsonl; every document would come twice"),
+        (("--input", corpus / "*.jsonl", corpus / "a.jsonl", *out), "a.jsonl, so its documents would occur twice"),
     ):
         refused = command("prepare", *given)
         assert refused.returncode == 2 and refused.stderr.count("\n") == 1, (given, refused.stderr)
-        assert refused.stderr.startswith("error: ") and said in refused.stderr
+        assert refused.stderr.startswith("error: ") and message in refused.stderr
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.txt"]

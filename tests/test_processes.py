@@ -1,4 +1,4 @@
-"""Several processes, through the real command on one machine: they learn, save and stop as one."""
+"""Jobs of several processes, through the real command on one machine: they train, save and stop together."""
 
 import functools
 import json
@@ -19,8 +19,7 @@ from gates import DEADLINE, Gate, after_step, finish, line_with, start_gated, wa
 from ports import free_address
 from test_death import logged
 
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.parallel.launchers import DistributedConfig
+from jaxopt_llm.config import DistributedConfig, ModelConfig
 
 # Two rows of devices that split the batch, and two columns that split the matrices.
 MESH = ("--mesh.fsdp", 2, "--mesh.tensor", 2, "--training.accumulation", 2)
@@ -48,7 +47,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 def start_job(
     count: int, directory: Path, *overrides: object, gates: Sequence[Gate] = ()
 ) -> list[subprocess.Popen[str]]:
-    """Processes that find each other by torchrun's variables."""
+    """Start processes that find each other through torchrun's variables."""
     address, port = free_address().split(":")
     job = {"MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": str(count)}
     start = functools.partial(start_gated, directory, gates) if gates else functools.partial(start_training, directory)
@@ -56,9 +55,9 @@ def start_job(
 
 
 def train_job(count: int, directory: Path, *overrides: object) -> None:
-    said = [finish(process) for process in start_job(count, directory, *overrides)]
-    assert all(stderr == "" for _, stderr in said)
-    assert all(stdout == "" for stdout, _ in said[1:])  # only the first prints
+    outputs = [finish(process) for process in start_job(count, directory, *overrides)]
+    assert all(stderr == "" for _, stderr in outputs)
+    assert all(stdout == "" for stdout, _ in outputs[1:])  # only process 0 prints
 
 
 def assert_learnt_as(directory: Path, other: Path) -> None:
@@ -69,13 +68,15 @@ def assert_learnt_as(directory: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("then", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_many_processes_learn_and_stop_as_one(then: int, corpus: tuple[str, Path], tmp_path: Path) -> None:
-    """A signal to one of two stops both after the same step. What they saved is continued by another number of
-    processes, and ends as the run of one process that nothing disturbed."""
+    """Check that a signal to one of two processes stops both after the same step.
+
+    Another number of processes then continues from their checkpoint, and ends like an undisturbed run of one process.
+    """
     run = (*RUN, *corpus)
     alone, stopped = tmp_path / "alone", tmp_path / "stopped"
     train_job(1, alone, *run)
 
-    gate = after_step(tmp_path / "gate", STEPS - 3)  # the answer to a vote comes a step later
+    gate = after_step(tmp_path / "gate", STEPS - 3)  # the result of a vote comes one step later
     processes = start_job(2, stopped, *run, gates=[gate])
     wait_until(lambda: logged(stopped) >= 3, processes[0])
     processes[1].send_signal(signal.SIGTERM)
@@ -98,53 +99,54 @@ def test_many_processes_learn_and_stop_as_one(then: int, corpus: tuple[str, Path
 
 
 def test_many_processes_begin_from_one_folder(corpus: tuple[str, Path], tmp_path: Path) -> None:
-    """Each reads what its own devices hold."""
+    """Check that processes read a pretrained model together: each reads the parts of its own devices."""
     sizes = {name.removeprefix("model.").replace("-", "_"): value for name, value in TINY.items() if "model." in name}
     model = ModelConfig(**sizes | {"pattern": (sizes["pattern"],)})
     path = folders.folder(tmp_path / "model", model)
-    # So slow that nothing changes.
+    # The learning rate is so small that nothing changes.
     still = ("--optimizer.learning-rate", 1e-30, "--optimizer.weight-decay", 0, "--training.steps", 1)
     train_job(2, tmp_path / "run", *MESH, *corpus, "--model.pretrained", path, *still)
     jax.tree.map(np.testing.assert_array_equal, checkpoint(tmp_path / "run", 1)["masters"], folders.params(model))
 
 
-# The process waits until its gate is opened. It then ends with an error, or its clock runs through four timeouts within
-# seconds and stops.
+# Program of a process that waits until its gate opens. It then ends with an error, or its clock passes four timeouts
+# within seconds and stops.
 WAITS = """
 import fcntl, itertools, sys, time, types
 import jax
-from jaxopt_llm import errors
-from jaxopt_llm.parallel import distributed, rendezvous
-from jaxopt_llm.parallel.launchers import DistributedConfig, Job
+from jaxopt_llm.core import errors
+from jaxopt_llm.distributed import process_group, rendezvous
+from jaxopt_llm.config import DistributedConfig
+from jaxopt_llm.distributed.launchers import Job
 
 address, index, gate, *failing = sys.argv[1:]
 config, initialize = DistributedConfig(), jax.distributed.initialize
 
 def slower(*arguments, heartbeat_timeout_seconds, **options):
-    assert heartbeat_timeout_seconds > config.timeout_seconds, "JAX would abort before the watch says why"
+    assert heartbeat_timeout_seconds > config.timeout_seconds, "JAX would abort before the watch reports the reason"
     initialize(*arguments, heartbeat_timeout_seconds=heartbeat_timeout_seconds, **options)
 
 def main():
     jax.distributed.initialize = slower
-    with distributed.joined(Job(address, 2, int(index)), config, {}):
+    with process_group.join_job(Job(address, 2, int(index)), config, {}):
         sys.stderr.write("joined\\n")
         sys.stderr.flush()
         with open(gate) as file:
             fcntl.flock(file, fcntl.LOCK_SH)
         if failing:
-            rendezvous.PARTING = 100
+            rendezvous.EXIT_SECONDS = 100
             raise errors.InputError("no batch")
         now, looks = time.monotonic(), itertools.count()
         look = lambda: now + config.timeout_seconds * min(next(looks) / 3, 4)
         rendezvous.time = types.SimpleNamespace(monotonic=look, sleep=time.sleep)
         time.sleep(1000)
 
-errors.run(main)
+errors.run_command(main)
 """
 
 
 def start_waiting(folder: Path, *failing: int) -> tuple[list[subprocess.Popen[str]], list[Gate]]:
-    """Two processes that have joined, and the gates at which they wait."""
+    """Start two processes that join a job, and return them with the gates at which they wait."""
     address, gates = free_address(), [Gate(folder / str(index), "") for index in range(2)]
     processes = [
         start_python("-c", WAITS, address, index, folder / str(index), *["fail"] * (index in failing))
@@ -164,7 +166,7 @@ def test_the_loss_of_one_ends_the_others(sent: signal.Signals, to: int, tmp_path
 
 
 def listens_on(pid: int) -> set[str]:
-    """The IPv4 addresses, in the kernel's hexadecimal."""
+    """Return the IPv4 addresses that a process listens on, in the kernel's hexadecimal notation."""
     links = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
     tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     sockets = [line.split() for table in tables for line in table]
@@ -183,7 +185,10 @@ def test_an_error_of_one_ends_all_with_its_line(failing: int, tmp_path: Path) ->
 def assert_ends_the_other(
     processes: list[subprocess.Popen[str]], sent: signal.Signals, to: int, gate: Gate | None = None
 ) -> None:
-    """gate: behind which time flies for the other."""
+    """Send a signal to one process, and check that the other one ends.
+
+    gate: opened after the signal; the clock of the other process then runs fast.
+    """
     lost, left = processes[to], processes[1 - to]
     lost.send_signal(sent)
     if gate is not None:
@@ -194,17 +199,18 @@ def assert_ends_the_other(
         lost.kill()
         left.kill()
     if (sent, to) == (signal.SIGKILL, 0):
-        # JAX's own coordinator has died with it, and JAX may abort while the watch says so.
+        # JAX's own coordinator has died with process 0, and JAX may abort while the watch reports the loss.
         assert left.returncode in (5, -signal.SIGABRT)
         return
     how = "has died" if sent == signal.SIGKILL else f"has not answered for {DistributedConfig().timeout_seconds} s"
-    told = f"error: process {to} of 2 {how}; run again to continue from the last checkpoint"
-    assert told in stderr.splitlines()
+    assert f"error: process {to} of 2 {how}; run again to continue from the last checkpoint" in stderr.splitlines()
     assert left.returncode == 5
 
 
-def test_a_save_that_fails_on_one_is_given_up_by_all_and_tried_again(corpus: tuple[str, Path], tmp_path: Path) -> None:
-    """After that, the death of one process in the middle of a step ends the other."""
+def test_a_save_that_fails_in_one_process_is_abandoned_and_tried_again(
+    corpus: tuple[str, Path], tmp_path: Path
+) -> None:
+    """Check this, and that the later death of one process in the middle of a step ends the other."""
 
     def saved() -> set[str]:
         return {path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()}
@@ -214,7 +220,7 @@ def test_a_save_that_fails_on_one_is_given_up_by_all_and_tried_again(corpus: tup
     limits = resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE)
     wait_until(lambda: logged(tmp_path) >= 2, processes[0])
     resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, (100, limits[1]))
-    assert "what it wrote is freed" in line_with("could not be saved", processes[0])
+    assert "its partial files are deleted" in line_with("could not be saved", processes[0])
     before = saved()
     resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, limits)
     wait_until(lambda: saved() - before, processes[0])
@@ -230,7 +236,7 @@ def test_a_directory_that_is_not_shared_is_refused(tmp_path: Path) -> None:
         overrides = (*job, "--distributed.process-id", index, "--run.directory", "run")
         processes.append(start_training(tmp_path, *overrides, folder=tmp_path / str(index)))
     for process in processes:
-        assert "run.directory run is not shared: process 1 does not see" in finish(process, 2)[1]
+        assert "run.directory=run is not shared: process 1 does not see" in finish(process, 2)[1]
 
 
 def test_processes_with_other_settings_are_refused(tmp_path: Path) -> None:

@@ -13,20 +13,14 @@ import pytest
 import toy
 from texts import stream
 
-from jaxopt_llm import tree
+from jaxopt_llm.config import LoraConfig, ModelConfig, OptimizerConfig, RematConfig, ScheduleConfig, TrainingConfig
+from jaxopt_llm.core import tree
 from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokenizer import ByteTokenizer
-from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.model import leaves
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.model.decoder import Params
+from jaxopt_llm.model.linear import leaves
+from jaxopt_llm.model.model import Params
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.lora import LoraConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.program import make_program
-from jaxopt_llm.training.schedule import ScheduleConfig
-from jaxopt_llm.training.step import TrainingConfig
 
 MODEL = ModelConfig(width=64, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_width=128)
 ROWS, LENGTH, STEPS = 4, 48, 200
@@ -43,10 +37,10 @@ def trained(adapters: LoraConfig, base: Params | None, corpus: list[Batch]) -> t
     placement = toy.placement(compute_dtype="bfloat16")
     training = TrainingConfig(batch_size=ROWS, sequence_length=LENGTH)
     optimizer, schedule = OptimizerConfig(learning_rate=5e-3), ScheduleConfig(10, len(corpus))
-    program = make_program(MODEL, training, optimizer, schedule, RematConfig("none"), adapters, placement)
-    state = training_state.initialize(program.specs, program.optimizers, 0, placement)
+    program = toy.make_program(MODEL, training, optimizer, schedule, RematConfig("none"), adapters, placement)
+    state = training_state.initialize_state(program.specs, program.optimizers, 0, placement)
     if base is not None:
-        params = jax.jit(lambda arrays: leaves.wrap(program.parts.specs, arrays, seed=0))(base)
+        params = jax.jit(lambda arrays: leaves.wrap_arrays(program.model.specs, arrays, seed=0))(base)
         state = replace(state, frozen=tree.restrict(params, program.specs.frozen))
     losses = []
     for batch in corpus:

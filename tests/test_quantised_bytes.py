@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from test_bytes import FSDP, LOSS_CHUNK, ROWS, SEQUENCE, WIDTH, Compiled, compiled, layer_parameters, per_layer, slow
 
-from jaxopt_llm.parallel import hlo
-from jaxopt_llm.parallel.mesh import MeshConfig
+from jaxopt_llm.compiler import hlo
+from jaxopt_llm.config import MeshConfig
 
 LAYERS = 8
 BOTH = MeshConfig(fsdp=4, tensor=2)
@@ -37,7 +37,7 @@ def gathered(step: Compiled, dtype: str) -> int:
 def test_all_three_products_are_calls_in_fp8(mesh: MeshConfig, stage: int, exempt: int) -> None:
     """Under the scan over layers with remat full: forward, its recomputation, and both products of the backward."""
     step = compiled(LAYERS, mesh, stage, matmul="fp8", exempt=exempt)
-    flops = hlo.dot_flops_by_dtype(step.text)
+    flops = hlo.count_dot_flops_by_dtype(step.text)
     once = products(LAYERS - 2 * exempt)
     assert flops["f8e5m2"] == once  # the gradient of the input: e5m2 × e4m3
     assert flops["f8e4m3fn"] == once * (3 - DOWN / matrices())  # forward, again, and the gradient of the weight
@@ -72,7 +72,7 @@ def test_exempt_layers_cost_no_second_stack_of_gradients() -> None:
 @pytest.mark.slow
 def test_int8_forwards_multiply_codes_and_gather_them() -> None:
     step = compiled(LAYERS, BOTH, 3, matmul="int8")
-    flops = hlo.dot_flops_by_dtype(step.text)
+    flops = hlo.count_dot_flops_by_dtype(step.text)
     assert flops["s8"] == products(LAYERS) * (2 - DOWN / matrices())
     # Between the devices of `tensor`, partial sums go as they do without codes: in 16 bits.
     sums = {
@@ -86,7 +86,7 @@ def test_int8_forwards_multiply_codes_and_gather_them() -> None:
 @pytest.mark.parametrize("matmul", ["int8_qat", "int4_qat"])
 def test_weights_in_training_for_codes_multiply_in_16_bits(matmul: str) -> None:
     step, plain = (compiled(LAYERS, BOTH, 3, matmul=each) for each in (matmul, "compute_dtype"))
-    assert hlo.dot_flops(step.text) == hlo.dot_flops(plain.text)
-    assert "s8" not in hlo.dot_flops_by_dtype(step.text)
+    assert hlo.count_dot_flops(step.text) == hlo.count_dot_flops(plain.text)
+    assert "s8" not in hlo.count_dot_flops_by_dtype(step.text)
     dtypes = {spec.dtype for spec in jax.tree.leaves(step.program.specs.masters)}
     assert dtypes == {np.dtype(np.float32)}

@@ -54,9 +54,9 @@ def test_each_slow_test_is_in_one_share() -> None:
     assert names(fewer) == [each for each in names(shares[0]) if each != slow[0].nodeid]
 
 
-@pytest.mark.parametrize("changed", [HEAVY, "jaxopt_llm/model/router.py"])
+@pytest.mark.parametrize("changed", [HEAVY, "jaxopt_llm/model/moe/router.py"])
 def test_a_change_brings_the_slow_tests_of_its_files(changed: str) -> None:
-    touched = slow_tests(HEAVY if changed == HEAVY else "tests/model/test_router_hf_torch.py", each=8)
+    touched = slow_tests(HEAVY if changed == HEAVY else "tests/model/moe/test_router_hf_torch.py", each=8)
     others = slow_tests("tests/test_plan.py", each=192)
     share, left = selection.share_of(touched + others, 0, 8, [ROOT / changed])
     own, _ = selection.share_of(touched + others, 0, 8, ())
@@ -88,7 +88,7 @@ def collection(config: Any, items: list[Any]) -> list[str]:
 
 
 def test_quick_runs_the_nearest_first_and_none_that_is_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    far, near, own = "tests/parallel/test_links.py", "tests/data/test_loader.py", "tests/data/test_packing.py"
+    far, near, own = "tests/planning/test_links.py", "tests/data/test_loader.py", "tests/data/test_packing.py"
     items = slow_tests(far, near, own, each=1)
     option = SimpleNamespace(slow=False, slow_share=None, quick=True, gpu_tests_on_cpu=False)
     hook = SimpleNamespace(pytest_deselected=lambda items: None)
@@ -124,7 +124,7 @@ def test_the_summary_counts_skips_by_reason_and_names_the_command_for_a_failure(
 
 
 def test_tests_are_ordered_by_their_distance_from_a_change() -> None:
-    names = ("tests/data/test_packing.py", "tests/data/test_loader.py", "tests/parallel/test_links.py")
+    names = ("tests/data/test_packing.py", "tests/data/test_loader.py", "tests/planning/test_links.py")
     paths = [ROOT / name for name in names]
     found = selection.distances(paths, [ROOT / "jaxopt_llm/data/packing.py"])
     own, near, unrelated = (found[path] for path in paths)
@@ -135,11 +135,11 @@ def test_tests_are_ordered_by_their_distance_from_a_change() -> None:
     ("changed", "test"),
     [
         ("jaxopt_llm/train.py", "tests/test_death.py"),  # a command, which tests start and do not import
-        ("jaxopt_llm/parallel/rendezvous.py", "tests/test_processes.py"),  # in a program that is a string
+        ("jaxopt_llm/distributed/rendezvous.py", "tests/test_processes.py"),  # in a program that is a string
         ("jaxopt_llm/kernels/attention_measured.json", "tests/kernels/test_attention_auto.py"),
         ("tests/mutants/model.toml", "tests/test_mutants.py"),
-        ("tests/conftest.py", "tests/parallel/test_links.py"),
-        ("tests/remembered.py", "tests/parallel/test_links.py"),
+        ("tests/conftest.py", "tests/planning/test_links.py"),
+        ("tests/remembered.py", "tests/planning/test_links.py"),
         ("scripts/local-processes", "tests/test_processes.py"),
     ],
 )
@@ -160,7 +160,7 @@ def test_a_changed_recipe_brings_the_tests_that_name_it_or_its_folder(test: str)
 
 
 def test_a_change_that_nothing_imports_is_far(tmp_path: Path) -> None:
-    test = ROOT / "tests/parallel/test_links.py"
+    test = ROOT / "tests/planning/test_links.py"
     assert selection.distances([test], [tmp_path / "other.py"]) == {test: selection.FAR}
 
 
@@ -168,7 +168,7 @@ def test_a_change_that_nothing_imports_is_far(tmp_path: Path) -> None:
     ("test", "modules"),
     [
         ("tests/kernels/test_attention_xla.py", {"attention", "attention_xla"}),
-        ("tests/model/test_router_hf_torch.py", {"router"}),
+        ("tests/model/moe/test_router_hf_torch.py", {"router"}),
         ("tests/test_matrix.py", set()),
     ],
 )

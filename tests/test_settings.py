@@ -1,4 +1,4 @@
-"""Every setting that buys memory, alone and in pairs, against the plain step: the same loss and updates."""
+"""Tests of the settings that save memory, singly and in pairs, against the plain step: same loss and updates."""
 
 import functools
 import itertools
@@ -10,32 +10,36 @@ import numpy as np
 import pytest
 import toy
 
-from jaxopt_llm.advice import Settings, apply
-from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.model.decoder import Params
-from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
-from jaxopt_llm.parallel.precision import PrecisionConfig
-from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
+from jaxopt_llm.config import (
+    Config,
+    MeshConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    ShardingConfig,
+    TrainingConfig,
+)
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.planning.advice import Settings, apply_settings
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.program import Program, make_program
-from jaxopt_llm.training.schedule import ScheduleConfig
+from jaxopt_llm.training.program import Program
 from jaxopt_llm.training.state import TrainState
-from jaxopt_llm.training.step import TrainingConfig
 
 ROWS, LENGTH = 24, 16
-PLAIN = TrainConfig(
-    # Wide enough for the blocks and groups of 8 and 4 bits, and no slower to compile.
+PLAIN = Config(
+    # Wide enough for the blocks and groups of 8-bit and 4-bit codes, and as fast to compile.
     model=replace(toy.UNIFORM, width=256, head_dim=64, mlp_width=512),
     training=TrainingConfig(batch_size=ROWS, sequence_length=LENGTH, loss_chunk=0, skip_limit=1),
-    # Under so large an epsilon the first update is nearly the gradient, and no rounding of a zero becomes a full step.
+    # With this large epsilon the first update is nearly the gradient, and rounding noise of a zero is not a full step.
     optimizer=OptimizerConfig(learning_rate=1e-1, epsilon=1.0, weight_decay=0, clip_norm=0),
     schedule=ScheduleConfig(1, 10),
     precision=PrecisionConfig(compute_dtype="float32"),
     mesh=MeshConfig(),
     sharding=ShardingConfig(0),
 )
-# The first of each is what PLAIN has; the others are what is paired.
+# The first value of each factor is that of PLAIN; the pairs are of the other ones.
 FACTORS: dict[str, dict[str, Settings]] = {
     "precision": {
         "float32": {},
@@ -68,7 +72,7 @@ FACTORS: dict[str, dict[str, Settings]] = {
         "pipeline": {"mesh.pipeline": 3, "mesh.fsdp": 2, "sharding.zero_stage": 2},
     },
 }
-# A cover: every pair of values that is allowed is in a case or more.
+# A pairwise cover: every allowed pair of values is in at least one case.
 CASES = """
 precision  matmul    remat      update    state     optimizer  parameters  loss    microbatches  devices
 reduced    plain     full       backward  int8      device     host        whole   1             one
@@ -102,33 +106,33 @@ bfloat16   plain     offload    after     float32   device     host        whole
 
 
 def cases() -> list[dict[str, str]]:
-    """Of each factor the name of its value."""
+    """Return the cases, each a value for every factor."""
     names, *rows = (line.split() for line in CASES.strip().splitlines())
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 
-def configure(case: dict[str, str]) -> TrainConfig | None:
-    """None where it is refused."""
+def configure(case: dict[str, str]) -> Config | None:
+    """Return the configuration of a case, or None if it is refused."""
     settings: Settings = {}
     for factor, value in case.items():
         settings |= FACTORS[factor][value]
-    return apply(PLAIN, settings)
+    return apply_settings(PLAIN, settings)
 
 
 class Result(NamedTuple):
-    """updates: by how much each of two steps changed the parameters."""
+    """Result of two steps. updates: the change of the parameters in each step."""
 
     losses: tuple[float, float]
     updates: tuple[Params, Params]
 
 
-def train(config: TrainConfig) -> Result:
+def train(config: Config) -> Result:
     mesh = make_mesh(config.mesh, jax.devices("cpu")[: config.mesh.devices])
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
-    program = make_program(
+    program = toy.make_program(
         config.model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
     )
-    state = training_state.initialize(program.specs, program.optimizers, 0, placement)
+    state = training_state.initialize_state(program.specs, program.optimizers, 0, placement)
     masters, losses = [masters_of(program, state)], []
     for seed in range(2):
         batch = toy.microbatches(toy.packed(ROWS, LENGTH, seed), config.training.accumulation)
@@ -141,41 +145,41 @@ def train(config: TrainConfig) -> Result:
 
 
 def masters_of(program: Program, state: TrainState) -> Params:
-    return jax.tree.map(np.asarray, program.kept(state)["masters"])
+    return jax.tree.map(np.asarray, program.to_checkpoint(state)["masters"])
 
 
 @functools.cache
-def nothing_saved(matmul: str) -> Result:
-    """On one device, in float32: products alone are as `matmul` says."""
+def train_plain(matmul: str) -> Result:
+    """Train on one device in float32, with only `matmul` changed."""
     config = configure({"matmul": matmul})
     assert config is not None
     return train(config)
 
 
-# Of the whole update: what a precision's rounding of each product and activation comes to.
+# Relative error of the whole update from the rounding of products and activations, by precision.
 ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2, "reduced": 2e-2, "float16": 5e-3}
-# Codes jump where a value lies between two of them: in float32 where the order of a sum moves it by a bit, and its
-# row's others after it; in 16 bits everywhere, which is as much as quantising itself does.
+# The code of a value between two codes is unstable. In float32 it changes where the order of a sum changes the last
+# bit, together with other codes of its row; in 16 bits it changes everywhere, as much as by quantisation itself.
 NOISE = {"plain": (0, 0), "fp8": (0.06, 0.11), "int8": (0.012, 0.03), "int4_qat": (0, 0.07)}
 QUANTISING = {"fp8": 0.11, "int8": 0.03, "int4_qat": 0.28}
-# What the first step's rounding of moments does to the second update.
+# Error of the second update from the rounding of the moments in the first step.
 STATE = {"float32": 0, "bfloat16": 2e-3, "int8": 1e-2}
 
 
 @pytest.mark.parametrize(
     "case",
-    # Two are enough to see that they go together at all.
+    # Two fast cases are enough to see that the settings work together.
     [pytest.param(case, marks=[pytest.mark.slow] * (index % 18 > 0)) for index, case in enumerate(cases())],
     ids=lambda case: "-".join(case.values()),
 )
 def test_the_update_is_that_of_the_plain_step(case: dict[str, str]) -> None:
     config = configure(case)
     assert config is not None
-    found, expected = train(config), nothing_saved(case["matmul"])
+    found, expected = train(config), train_plain(case["matmul"])
     share = ROUNDING[case["precision"]] + NOISE[case["matmul"]][case["precision"] != "float32"]
     assert found.losses == pytest.approx(expected.losses, rel=share / 10)
     assert toy.distance(found.updates[0], expected.updates[0]) < share
-    # Of parameters that differ by the first.
+    # The second update starts from parameters that differ by the error of the first one.
     assert toy.distance(found.updates[1], expected.updates[1]) < 1.6 * share + STATE[case["state"]]
 
 
@@ -183,17 +187,17 @@ def test_the_update_is_that_of_the_plain_step(case: dict[str, str]) -> None:
     "matmul", ["int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8", "int4_qat"))]
 )
 def test_quantised_products_are_near_and_not_the_same(matmul: str) -> None:
-    off = toy.distance(nothing_saved(matmul).updates[0], nothing_saved("plain").updates[0])
+    off = toy.distance(train_plain(matmul).updates[0], train_plain("plain").updates[0])
     assert QUANTISING[matmul] / 2 < off < QUANTISING[matmul]
 
 
 def test_the_cover_has_every_pair() -> None:
     plainest = {factor: next(iter(values)) for factor, values in FACTORS.items()}
-    seen = {pair for case in cases() for pair in itertools.combinations(case.items(), 2)}
+    covered = {pair for case in cases() for pair in itertools.combinations(case.items(), 2)}
     missing = []
     for one, other in itertools.combinations(FACTORS, 2):
         for pair in itertools.product(FACTORS[one], FACTORS[other]):
             named = tuple(zip((one, other), pair, strict=True))
-            if named not in seen and configure(plainest | dict(named)):
+            if named not in covered and configure(plainest | dict(named)):
                 missing.append(named)
     assert not missing

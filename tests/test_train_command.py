@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from commands import ENVIRONMENT, TIMINGS, TINY, checkpoint, command, metrics, tiny, train
 
-from jaxopt_llm.config import from_json
+from jaxopt_llm.config.fields import from_json
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +205,7 @@ def test_help_lists_every_field_with_its_unit() -> None:
     assert told.returncode == 0
     for name in ("--training.batch-size", "--mesh.tensor", "--sharding.zero-stage", "--precision.reduce-dtype"):
         assert name in told.stdout
-    assert "sequences per step" in " ".join(told.stdout.split())
+    assert "Sequences per step" in " ".join(told.stdout.split())
 
 
 def test_print_config_says_what_would_be_trained(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxopt_llm.data.source import Document
 from jaxopt_llm.data.tokenizer import ByteTokenizer
-from jaxopt_llm.data.tokens import IndexedPiece, TokenStream, join_whole, tokenize
+from jaxopt_llm.data.tokens import IndexedPiece, TokenStream, join_all, tokenize
 
 
 def piece(documents: Sequence[bytes], name: str = "texts") -> IndexedPiece:
@@ -19,7 +19,7 @@ def piece(documents: Sequence[bytes], name: str = "texts") -> IndexedPiece:
 
 def stream(documents: Sequence[bytes]) -> TokenStream:
     """All documents, as bytes with their delimiters."""
-    return join_whole([piece(documents)])
+    return join_all([piece(documents)])
 
 
 def write_text(folder: Path, documents: Sequence[str]) -> Path:

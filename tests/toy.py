@@ -8,16 +8,32 @@ import numpy as np
 import reference
 from texts import stream
 
-from jaxopt_llm import tree
+from jaxopt_llm.config import (
+    Config,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    RematConfig,
+    RunConfig,
+    ScheduleConfig,
+    ShardingConfig,
+    TrainingConfig,
+    XlaConfig,
+)
+from jaxopt_llm.core import tree
 from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokenizer import ByteTokenizer
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.model.decoder import Params, layout
+from jaxopt_llm.model.decoder_specs import list_segments
+from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec, zeros
-from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
-from jaxopt_llm.parallel.precision import PrecisionConfig
-from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.training import program
+from jaxopt_llm.training.program import Program
 
 CONFIG = ModelConfig(
     vocabulary_size=ByteTokenizer.vocabulary_size,
@@ -37,6 +53,34 @@ CONFIG = ModelConfig(
 UNIFORM = dataclasses.replace(CONFIG, layers=3, pattern=("sliding",))
 
 QUICK_COMPILE = {"xla_backend_optimization_level": 0}  # LLVM's optimisations are half of a small program's compile time
+
+
+def make_program(
+    model: ModelConfig,
+    training: TrainingConfig,
+    optimizer: OptimizerConfig,
+    schedule: ScheduleConfig,
+    remat: RematConfig,
+    lora: LoraConfig,
+    placement: Placement,
+    seed: int = 0,
+    keep_frozen: bool = True,
+    pipelined: PipelineConfig | None = None,
+    xla: XlaConfig | None = None,
+) -> Program:
+    """The program of a configuration with these sections."""
+    config = Config(
+        run=RunConfig(seed=seed),
+        model=model,
+        training=training,
+        optimizer=optimizer,
+        schedule=schedule,
+        remat=remat,
+        lora=lora,
+        pipeline=pipelined or PipelineConfig(),
+        xla=xla or XlaConfig(),
+    )
+    return program.make_program(config, placement, keep_frozen)
 
 
 def params(specs: Params) -> Params:
@@ -81,7 +125,7 @@ def microbatches(batch: Batch, count: int) -> Batch:
 
 def reference_config(config: ModelConfig) -> reference.ReferenceConfig:
     same = {field.name for field in dataclasses.fields(reference.ReferenceConfig)} - {"layout"}
-    segments = tuple((segment.kinds, segment.repeats) for segment in layout(config))
+    segments = tuple((segment.kinds, segment.repeats) for segment in list_segments(config))
     return reference.ReferenceConfig(**{name: getattr(config, name) for name in same}, layout=segments)
 
 

@@ -3,15 +3,11 @@
 Hardware: 2 CPU cores. It is not for learning: `configs/quickstart.py` is.
 """
 
-from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.parallel.precision import PrecisionConfig
-from jaxopt_llm.training.step import TrainingConfig
+from jaxopt_llm.config import Config, ModelConfig, PrecisionConfig, RematConfig, TrainingConfig
 
 
-def get_config() -> TrainConfig:
-    return TrainConfig(
+def get_config() -> Config:
+    return Config(
         model=ModelConfig(
             width=256, layers=4, heads=4, kv_heads=2, head_dim=64, experts=8, experts_per_token=2, expert_width=384
         ),

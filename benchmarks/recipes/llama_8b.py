@@ -9,15 +9,14 @@ Hardware: one H200. As compiled, 102.0 GiB at the peak. It is not for learning.
 
 from pathlib import Path
 
-from jaxopt_llm import config as configuration
-from jaxopt_llm.config import TrainConfig
+from jaxopt_llm.config import Config, cli, fields
 
 RECIPE = Path(__file__).parents[2] / "configs" / "llama3_8b.py"
 
 
-def get_config() -> TrainConfig:
-    return configuration.changed(
-        configuration.load(str(RECIPE)),
+def get_config() -> Config:
+    return fields.replace_fields(
+        cli.load_recipe(str(RECIPE)),
         {
             "mesh.fsdp": 1,
             "training.batch_size": 1,

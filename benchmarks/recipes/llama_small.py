@@ -3,14 +3,11 @@
 Hardware: one GPU. It is not for learning: there is no tokenizer of 32,000 ids yet.
 """
 
-from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.training.step import TrainingConfig
+from jaxopt_llm.config import Config, ModelConfig, RematConfig, TrainingConfig
 
 
-def get_config() -> TrainConfig:
-    return TrainConfig(
+def get_config() -> Config:
+    return Config(
         model=ModelConfig(
             vocabulary_size=32_000,
             width=768,

@@ -1,12 +1,10 @@
 """The smallest decoder that has everything: tries a benchmark out on a CPU, where its figures mean nothing."""
 
-from jaxopt_llm.config import TrainConfig
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.training.step import TrainingConfig
+from jaxopt_llm.config import Config, ModelConfig, TrainingConfig
 
 
-def get_config() -> TrainConfig:
-    return TrainConfig(
+def get_config() -> Config:
+    return Config(
         model=ModelConfig(width=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp_width=16),
         training=TrainingConfig(batch_size=4, sequence_length=32),
     )

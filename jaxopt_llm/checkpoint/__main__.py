@@ -1,54 +1,64 @@
-"""python -m jaxopt_llm.checkpoint list|verify RUN_DIR
+"""Command `checkpoint`: state of the checkpoints of a run.
 
-list: the checkpoints of a run: step, when it was saved, size, held-out loss, why it is kept.
-verify: reads every file of every checkpoint and says which is damaged, and how; exit code 4 if any is.
-Neither changes anything."""
+python -m jaxopt_llm.checkpoint list|verify RUN_DIR
+
+list: print the checkpoints of a run: step, time of the save, size, held-out loss and the reason for which it is kept.
+verify: read every file of every checkpoint and print which are damaged, and how. The exit code is 4 if any is damaged.
+Neither changes any file.
+"""
 
 import os
 import sys
 import time
 from pathlib import Path
 
-from jaxopt_llm import config as configuration
-from jaxopt_llm import errors
-from jaxopt_llm.checkpoint import integrity, policy, steps
-from jaxopt_llm.checkpoint.policy import CheckpointConfig
-from jaxopt_llm.errors import CheckpointError, InputError
+from jaxopt_llm.checkpoint.native import integrity, retention, step_directories
+from jaxopt_llm.config import CheckpointConfig, fields
+from jaxopt_llm.core import errors
+from jaxopt_llm.core.errors import CheckpointError, InputError
+
+USAGE = "python -m jaxopt_llm.checkpoint list|verify RUN_DIR"
 
 
-def show(directory: Path, config: CheckpointConfig) -> None:
-    """One line for each checkpoint, and for what was set aside."""
-    paths = steps.by_step(directory)
-    told = {step: steps.glance(path) for step, path in paths.items()}
-    why = policy.reasons({step: loss for step, (loss, _) in told.items()}, config)
+def print_checkpoints(directory: Path, config: CheckpointConfig) -> None:
+    """Print one line for each checkpoint, and one for each damaged checkpoint that was set aside."""
+    paths = step_directories.find_checkpoints(directory)
+    summaries = {step: step_directories.read_summary(path) for step, path in paths.items()}
+    why = retention.list_reasons_to_keep({step: loss for step, (loss, _) in summaries.items()}, config)
     print(f"{'step':>10}  {'saved (UTC)':<19}  {'size':>14}  {'held-out':>8}  kept")
     for step, path in paths.items():
-        loss, saved = told[step]
+        loss, saved = summaries[step]
         columns = f"{step:>10}  {(saved or '-')[:19]:<19}  {_mebibytes(path):>14}"
         print(
             f"{columns}  {'-' if loss is None else f'{loss:.4f}':>8}  {', '.join(why[step]) or 'until the next save'}"
         )
-    for path in steps.all_set_aside(directory):
+    for path in step_directories.find_set_aside(directory):
         print(f"{path.name}: set aside, {_mebibytes(path)}")
 
 
-def verify(directory: Path) -> None:
-    """Raises CheckpointError where a checkpoint is damaged."""
-    paths = steps.by_step(directory)
-    megabytes = sum(map(integrity.size, paths.values())) / 1e6
+def verify_checkpoints(directory: Path) -> None:
+    """Read all checkpoints and print the state of each.
+
+    Raises:
+        CheckpointError: a checkpoint is damaged.
+    """
+    paths = step_directories.find_checkpoints(directory)
+    megabytes = sum(map(integrity.count_bytes, paths.values())) / 1e6
     clock = time.perf_counter()
     damaged = []
     for step, path in paths.items():
-        found = steps.damage(path)
+        found = step_directories.find_damage(path)
         if found is not None and not os.path.lexists(path):
-            print(f"{step}: deleted meanwhile by its run")
+            print(f"{step}: its run deleted it in the meantime")
             continue
-        print(f"{step}: {found or 'whole'}")
+        print(f"{step}: {found or 'intact'}")
         if found is not None:
             damaged.append(str(step))
     seconds = time.perf_counter() - clock
     if damaged:
-        raise CheckpointError(f"{directory}: {len(damaged)} of {len(paths)} are damaged: {', '.join(damaged)}")
+        raise CheckpointError(
+            f"{directory}: {len(damaged)} of {len(paths)} checkpoints are damaged: {', '.join(damaged)}"
+        )
     print(f"{len(paths)} checkpoints, {megabytes:,.1f} MB read at {megabytes / seconds:,.0f} MB/s")
 
 
@@ -60,21 +70,21 @@ def main() -> int:
             print(__doc__)
             return 0
         case _:
-            raise InputError(f"which? {__doc__.splitlines()[0]}")
+            raise InputError(f"the action or the run directory is missing or unknown; usage: {USAGE}")
     try:
-        config = configuration.from_json((Path(run) / "config.json").read_text())
+        config = fields.from_json((Path(run) / "config.json").read_text())
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{run}: not a run directory ({error})") from error
     if action == "list":
-        show(directory, config.checkpoint)
+        print_checkpoints(directory, config.checkpoint)
     else:
-        verify(directory)
+        verify_checkpoints(directory)
     return 0
 
 
 def _mebibytes(path: Path) -> str:
-    return f"{integrity.size(path) / 2**20:,.1f} MiB"
+    return f"{integrity.count_bytes(path) / 2**20:,.1f} MiB"
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    errors.run_command(main)

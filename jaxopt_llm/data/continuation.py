@@ -1,4 +1,4 @@
-"""What is written after a prompt, as text: token by token, up to where it ends."""
+"""Text of generated continuations, token by token, up to an EOS token or a stop string."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -6,115 +6,133 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxopt_llm.data.config import DataConfig
-from jaxopt_llm.data.tokenizer import Tokenizer, read_object
-from jaxopt_llm.errors import InputError
+from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data.tokenizer import Tokenizer, read_json_object
 
 
-def end_ids(config: DataConfig, tokenizer: Tokenizer, turn_end: str | None = None) -> frozenset[int]:
-    """The ids that end what a model writes: the tokenizer's end, what generation_config.json beside it or, where that
-    says nothing, config.json has as eos_token_id (chat models name what ends a turn there), and the special token
-    `turn_end`.
+def find_eos_ids(config: DataConfig, tokenizer: Tokenizer, turn_end: str | None = None) -> frozenset[int]:
+    """Return the ids that end generated text.
 
-    Raises InputError where a file names what is no token.
+    These are the tokenizer's EOS token, the special token `turn_end`, and eos_token_id of generation_config.json next
+    to the tokenizer or, if that has none, of config.json. Chat models name the token that ends a turn there.
+
+    Raises InputError if a file names an invalid id.
     """
-    ends = {tokenizer.end}
+    eos_ids = {tokenizer.eos}
     if turn_end is not None:
-        ends |= {int(i) for i in tokenizer.encode([turn_end.encode()])[0]}
+        eos_ids |= {int(i) for i in tokenizer.encode([turn_end.encode()])[0]}
     if config.tokenizer == "bytes":
-        return frozenset(ends)
+        return frozenset(eos_ids)
     path = Path(config.tokenizer)
     for name in ("generation_config.json", "config.json"):
         file = (path if path.is_dir() else path.parent) / name
-        said = read_object(file).get("eos_token_id")
-        if said is None:
+        value = read_json_object(file).get("eos_token_id")
+        if value is None:
             continue
-        ids = said if isinstance(said, list) else [said]
+        ids = value if isinstance(value, list) else [value]
         if any(type(i) is not int or not 0 <= i < tokenizer.vocabulary_size for i in ids):
             raise InputError(
-                f"{file}: eos_token_id={said!r}: must be a token's number or a list of them, each below the "
-                f"tokenizer's {tokenizer.vocabulary_size}"
+                f"{file}: eos_token_id={value!r}: must be a token id, or a list of token ids, below the tokenizer's "
+                f"vocabulary size {tokenizer.vocabulary_size}; correct the file"
             )
-        return frozenset({*ends, *ids})
-    return frozenset(ends)
+        return frozenset({*eos_ids, *ids})
+    return frozenset(eos_ids)
 
 
 class Continuation:
-    """The text that is added to one prompt as its tokens come: up to an id that ends it, or to a stop string.
+    """Text that is generated after one prompt, up to an EOS token or a stop string.
 
-    Tokens are decoded after those before them: at the start of what it decodes a tokenizer may drop a space.
+    Tokens are decoded together with the tokens before them, because a tokenizer may drop a space at the start of the
+    text that it decodes.
+
+    Args:
+        tokenizer: decodes the tokens.
+        prompt: ids of the prompt.
+        eos_ids: ids that end the text.
+        stop_strings: texts that end the text; they are not part of it.
+
+    Attributes:
+        text: the text so far.
+        done: whether the text is complete.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], ends: Collection[int], stops: Sequence[str]
+        self, tokenizer: Tokenizer, prompt: Sequence[int], eos_ids: Collection[int], stop_strings: Sequence[str]
     ) -> None:
-        self._tokenizer, self._ends, self._stops = tokenizer, ends, stops
-        self._before = list(prompt)  # the tokens that came last into the text, or the prompt, and special ones since
-        self._pending: list[int] = []  # those after them that end within a character
+        self._tokenizer, self._eos_ids, self._stop_strings = tokenizer, eos_ids, stop_strings
+        self._context = list(prompt)  # the last decoded tokens (at first the prompt), and special tokens after them
+        self._pending: list[int] = []  # later tokens, which end inside a character
         self._shown = 0
         self.done = False
         self.text = ""
 
     def add(self, token: int) -> None:
+        """Add the next token. Does nothing after the end of the text."""
         if self.done:
             return
-        if token in self._ends:
-            self.end()
+        if token in self._eos_ids:
+            self.finish()
             return
         self._pending.append(token)
-        self._take(whole_characters=True)
+        self._decode_pending(whole_characters=True)
 
-    def end(self) -> None:
-        """No token follows."""
+    def finish(self) -> None:
+        """End the text: no token follows."""
         if not self.done:
-            self._take(whole_characters=False)
+            self._decode_pending(whole_characters=False)
         self.done = True
 
-    def _take(self, whole_characters: bool) -> None:
+    def _decode_pending(self, whole_characters: bool) -> None:
         decode = self._tokenizer.decode
-        new = decode(self._before + self._pending)[len(decode(self._before)) :]
+        new = decode(self._context + self._pending)[len(decode(self._context)) :]
         if not self._pending or (whole_characters and new.endswith("\N{REPLACEMENT CHARACTER}")):
             return
-        self._before, self._pending = self._pending if new else self._before + self._pending, []
+        self._context, self._pending = self._pending if new else self._context + self._pending, []
         old = len(self.text)
         self.text += new
-        begins = [self.text.find(stop, max(0, old - len(stop))) for stop in self._stops]
+        begins = [self.text.find(stop, max(0, old - len(stop))) for stop in self._stop_strings]
         found = [begin for begin in begins if begin >= 0]
         if found:
             self.text, self.done = self.text[: min(found)], True
 
-    def news(self) -> str:
-        """What can be shown that was not yet: of a stop string no part."""
-        until = len(self.text)
+    def take_new_text(self) -> str:
+        """Return the text that was not returned before, without a possible start of a stop string at its end."""
+        end = len(self.text)
         if not self.done:
-            begun = [
+            started = [
                 length
-                for stop in self._stops
-                for length in range(1, min(len(stop), until + 1))
+                for stop in self._stop_strings
+                for length in range(1, min(len(stop), end + 1))
                 if self.text.endswith(stop[:length])
             ]
-            until -= max(begun, default=0)
-        new = self.text[self._shown : until]
-        self._shown = max(self._shown, until)
+            end -= max(started, default=0)
+        new = self.text[self._shown : end]
+        self._shown = max(self._shown, end)
         return new
 
 
-def write(
+def extend_continuations(
     steps: Iterable[NDArray[np.integer]],
     continuations: Sequence[Continuation],
     show: Callable[[str], None] = lambda text: None,
 ) -> bool:
-    """Adds tokens as they come, one to each continuation in a step, until all have ended; the rest is not asked for.
+    """Add tokens to continuations until all of them are done. The remaining steps are not consumed.
 
-    show: is given the first one's text as it comes. Returns whether all have ended by themselves.
+    Args:
+        steps: yields the next token of each continuation, [B].
+        continuations: B continuations.
+        show: called with new text of the first continuation.
+
+    Returns True if all continuations ended before the steps did.
     """
     for tokens in steps:
         for continuation, token in zip(continuations, tokens, strict=True):
             continuation.add(int(token))
-        show(continuations[0].news())
+        show(continuations[0].take_new_text())
         if all(continuation.done for continuation in continuations):
             return True
     for continuation in continuations:
-        continuation.end()
-    show(continuations[0].news())
+        continuation.finish()
+    show(continuations[0].take_new_text())
     return False

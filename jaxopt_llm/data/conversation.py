@@ -1,14 +1,14 @@
-"""Conversations as files hold them, made one form: {"messages": [{"role", "content", ...}], "tools": [...]}."""
+"""Conversion of conversations to one form: {"messages": [{"role", "content", ...}], "tools": [...]}."""
 
 import json
 from collections.abc import Collection
 from typing import Any
 
-from jaxopt_llm.errors import InputError
+from jaxopt_llm.core.errors import InputError
 
-# The columns that each form needs.
+# Required columns of each form.
 FORMS = {"messages": {"messages"}, "pairs": {"prompt", "completion"}, "sharegpt": {"conversations"}}
-BESIDE = {"tools", "system", "chosen", "rejected"}  # columns that are read where there are
+OPTIONAL_COLUMNS = {"tools", "system", "chosen", "rejected"}  # read if they exist
 _SHAREGPT = {
     "human": "user",
     "user": "user",
@@ -21,64 +21,67 @@ _SHAREGPT = {
 
 
 class Malformed(Exception):
-    """No conversation, and why."""
+    """Exception for a row that does not hold a valid text or conversation; its message is the reason."""
 
 
-def forms(columns: Collection[str]) -> list[str]:
-    """The forms that have these columns."""
-    return [form for form, needed in FORMS.items() if needed <= {*columns}]
+def matching_forms(columns: Collection[str]) -> list[str]:
+    """Return the forms whose required columns are all present."""
+    return [form for form, required in FORMS.items() if required <= {*columns}]
 
 
-def form_of(columns: Collection[str], where: str) -> str:
-    """Raises InputError where the columns are those of no form, or of several."""
-    found = forms(columns)
-    if len(found) == 1:
-        return found[0]
-    known = "; ".join(f"{form}: {', '.join(sorted(needed))}" for form, needed in FORMS.items())
-    what = f"conversations as {' and as '.join(found)}" if found else "no conversations"
+def detect_form(columns: Collection[str], where: str) -> str:
+    """Return the form that has these columns. Raises InputError if no form or several forms match."""
+    forms = matching_forms(columns)
+    if len(forms) == 1:
+        return forms[0]
+    known = "; ".join(f"{form}: {', '.join(sorted(required))}" for form, required in FORMS.items())
+    problem = (
+        f"match several forms of conversations ({', '.join(forms)})" if forms else "match no form of conversations"
+    )
     raise InputError(
-        f"{where}: the fields {', '.join(sorted(columns))} are {what}; data.content chat knows them by their fields "
-        f"({known}), or name the form itself"
+        f"{where}: the fields {', '.join(sorted(columns))} {problem}; set data.content to the form (forms and "
+        f"their fields: {known})"
     )
 
 
-def conversation(row: Any, form: str) -> str:
-    """A row as JSON text. What is null is as if it were not there: Parquet gives every message every field.
+def normalize_conversation(row: Any, form: str) -> str:
+    """Return a row of a form as JSON text in the common form.
 
-    Raises Malformed.
+    Null values count as absent, because Parquet gives every message every field. Raises Malformed if the row is not a
+    valid conversation.
     """
     row = _without_nulls(row)
     if not isinstance(row, dict) or not row.keys() >= FORMS[form]:
-        raise Malformed(f"cut, or without the fields of {form} ({', '.join(sorted(FORMS[form]))})")
+        raise Malformed(f"truncated, or without the fields of the form {form} ({', '.join(sorted(FORMS[form]))})")
     if row.keys() & {"chosen", "rejected"}:
-        raise Malformed("it has a preference (chosen, rejected), where one conversation is expected")
+        raise Malformed("it holds a preference pair (chosen, rejected) instead of one conversation")
     if form == "messages":
         messages = row["messages"]
     elif form == "pairs":
         if not isinstance(row["prompt"], str) or not isinstance(row["completion"], str):
-            raise Malformed("a prompt or a completion that is no text; lists of messages go into one field, messages")
+            raise Malformed("prompt or completion is not text; put lists of messages into one field, messages")
         messages = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
     else:
         messages = row["conversations"]
         if isinstance(messages, list):
             messages = [_from_sharegpt(message) for message in messages]
     if not isinstance(messages, list):
-        raise Malformed("no list of messages")
+        raise Malformed("messages is not a list")
     messages = [_message(message) for message in messages]
     if isinstance(row.get("system"), str):
         if messages and messages[0]["role"] == "system":
-            raise Malformed("a system field beside a system's turn")
+            raise Malformed("it has both a system field and a system message")
         messages.insert(0, {"role": "system", "content": row["system"]})
     if not any(message["role"] == "assistant" for message in messages):
-        raise Malformed("no turn of the assistant")
+        raise Malformed("it has no assistant message")
     tools = row.get("tools", [])
-    if isinstance(tools, str):  # as data sets keep them whose columns must have one type
+    if isinstance(tools, str):  # datasets whose columns must have a single type store tools as JSON text
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError):
-            raise Malformed("tools that are no JSON") from None
+            raise Malformed("tools is not valid JSON") from None
     if not isinstance(tools, list):
-        raise Malformed("tools that are no list")
+        raise Malformed("tools is not a list")
     return json.dumps({"messages": messages, **({"tools": tools} if tools else {})}, ensure_ascii=False)
 
 
@@ -87,28 +90,28 @@ def _from_sharegpt(message: Any) -> Any:
         return message
     role = message.get("from")
     if role not in _SHAREGPT:
-        raise Malformed(f"a message from {role!r}, not from {', '.join(_SHAREGPT)}")
+        raise Malformed(f"a message is from {role!r}; it must be from one of {', '.join(_SHAREGPT)}")
     return {"role": _SHAREGPT[role], "content": message.get("value")}
 
 
 def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise Malformed("a message without a role")
+        raise Malformed("a message has no role")
     if isinstance(message.get("content"), list):
-        # Most templates write text alone, and would write the list as Python does.
+        # Most templates only support text, and would write the list in Python's syntax.
         message = {**message, "content": "".join(map(_text, message["content"]))}
     if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-        raise Malformed(f"a message of the {message['role']} whose content is no text")
+        raise Malformed(f"the content of a message of role {message['role']} is not text")
     return message
 
 
 def _text(part: Any) -> str:
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise Malformed("a message with a part that is no text")
+        raise Malformed("a part of a message is not text")
     return str(part["text"])
 
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Which files a run reads."""
+"""Search for the files of a corpus."""
 
 import glob
 import os
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxopt_llm.data.config import DataConfig
-from jaxopt_llm.errors import InputError
+from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core.errors import InputError
 
 SUFFIXES = {
     ".txt": "text",
@@ -21,23 +21,23 @@ SUFFIXES = {
     ".bin": "megatron",
 }
 COMPRESSED = (".gz", ".bz2", ".zst")
-PLAN = "prepared-plan.json"  # in every folder that jaxopt_llm.prepare has begun to write
+PLAN = "prepared-plan.json"  # in every folder that jaxopt_llm.prepare has started to write
 
 
 @dataclass(frozen=True)
 class File:
-    """One file (or prepared folder) to read: `name` is its path below what was asked for, with `/`."""
+    """File or prepared folder to read. `name` is its path relative to the requested folder, with `/` as separator."""
 
     name: str
     path: Path
     format: str
 
 
-def find_all(config: DataConfig) -> list[list[File]]:
-    """What each of data.paths stands for.
+def find_corpus_files(config: DataConfig) -> list[list[File]]:
+    """Return the files of each of data.paths.
 
     Raises:
-        InputError: what `find_files` raises, or a file that is found twice.
+        InputError: `find_files` raises it, or two paths contain the same file.
     """
     found = [find_files(pattern, config) for pattern in config.paths]
     seen: dict[Path, tuple[str, Path]] = {}
@@ -47,67 +47,68 @@ def find_all(config: DataConfig) -> list[list[File]]:
             other, path = seen.setdefault(resolved, (pattern, file.path))
             if (other, path) != (pattern, file.path):
                 raise InputError(
-                    f"data.paths: {other} and {pattern} both read {resolved}; every document would come twice: leave "
-                    "one out, or give a path more weight with data.weights"
+                    f"data.paths: {other} and {pattern} both read {resolved}, so its documents would occur twice; "
+                    "remove one of the paths, or give one path more weight with data.weights"
                 )
     return found
 
 
 def find_files(pattern: str, config: DataConfig) -> list[File]:
-    """What one of data.paths stands for, sorted by name: a file, a folder with all below it, or a glob (`**` too).
+    """Return the files of one of data.paths, sorted by name.
 
-    In a folder `auto` takes the files whose suffix it knows, `text` all of them, another format those of its suffix.
-    A Megatron pair is named by either file or by what their names share.
+    A path is a file, a folder (searched recursively) or a glob (with `**`). In a folder, data.format=auto takes all
+    files with a known suffix, text takes all files, and other formats take the files with their suffix. A Megatron pair
+    is named by either file or by their common prefix.
 
     Raises:
-        InputError: nothing there, or nothing of a known format.
+        InputError: there are no files, or none of a known format.
     """
     path, found = Path(pattern), []
     if _is_prepared(path):
         return [File(path.name, path, "prepared")]
     if path.is_dir():
         root = path
-        wanted = {*SUFFIXES.values(), "prepared"} if config.format == "auto" else {config.format}
-        found = [p for p in _below(path) if (config.format == "text" and p.is_file()) or _kind(p) in wanted]
+        formats = {*SUFFIXES.values(), "prepared"} if config.format == "auto" else {config.format}
+        found = [p for p in _walk(path) if (config.format == "text" and p.is_file()) or _guess_format(p) in formats]
     else:
         pair = path.with_name(path.name + ".idx")
         matches = [path] if path.is_file() else [pair] if pair.is_file() else _glob(pattern)
         found = [p for p in matches if p.is_file() or _is_prepared(p)]
         root = Path(os.path.commonpath([p.parent for p in found])) if found else path
     files = set()
-    for each in found:
-        kind = _kind(each) if each.is_dir() or config.format == "auto" else config.format
-        if kind is None:
-            raise InputError(f"data.paths {each}: its suffix tells no format; name it with data.format")
-        each = each.with_suffix(".idx") if kind == "megatron" else each
-        files.add(File(each.relative_to(root).as_posix(), each, kind))
+    for match in found:
+        file_format = _guess_format(match) if match.is_dir() or config.format == "auto" else config.format
+        if file_format is None:
+            raise InputError(f"data.paths {match}: the suffix does not tell the format; set data.format")
+        file = match.with_suffix(".idx") if file_format == "megatron" else match
+        files.add(File(file.relative_to(root).as_posix(), file, file_format))
     if not files:
         what = f"no file of the format {config.format}" if path.is_dir() else "no such file or folder"
-        raise InputError(f"data.paths {pattern}: {what}; known suffixes: {', '.join(SUFFIXES)}")
+        raise InputError(f"data.paths {pattern}: {what}; correct the path (known suffixes: {', '.join(SUFFIXES)})")
     return sorted(files, key=lambda file: file.name)
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    """The files and prepared folders below a folder: of prepared ones not the files, of hidden ones nothing."""
-    for above, subfolders, names in os.walk(folder):
-        seen = [Path(above, name) for name in subfolders if not name.startswith(".")]
-        subfolders[:] = [path.name for path in seen if not _is_prepared(path)]
-        yield from (path for path in seen if _is_prepared(path))
-        yield from (path for name in names if not name.startswith(".") and (path := Path(above, name)).is_file())
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yield the files and prepared folders below a folder, without files of prepared folders and hidden files."""
+    for parent, subfolders, names in os.walk(folder):
+        visible = [Path(parent, name) for name in subfolders if not name.startswith(".")]
+        subfolders[:] = [path.name for path in visible if not _is_prepared(path)]
+        yield from (path for path in visible if _is_prepared(path))
+        yield from (path for name in names if not name.startswith(".") and (path := Path(parent, name)).is_file())
 
 
 def _glob(pattern: str) -> list[Path]:
-    """Of prepared folders not the files: `**` matches both."""
+    """Return the matches without the files of prepared folders, because `**` matches a folder and its files."""
     matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
-    ready = {folder for folder in {path.parent for path in matches} if _is_prepared(folder)}
-    return [path for path in matches if path.parent not in ready]
+    prepared = {folder for folder in {path.parent for path in matches} if _is_prepared(folder)}
+    return [path for path in matches if path.parent not in prepared]
 
 
-def compressed(file: File) -> bool:
+def is_compressed(file: File) -> bool:
     return file.path.suffix in COMPRESSED
 
 
-def _kind(path: Path) -> str | None:
+def _guess_format(path: Path) -> str | None:
     if path.is_dir():
         return "prepared"
     name = Path(path.stem) if path.suffix in COMPRESSED else path

@@ -1,4 +1,4 @@
-"""Which rows each step reads, and reading them ahead of the step."""
+"""Assignment of rows to steps, and a background thread that reads batches ahead of the step."""
 
 import itertools
 import queue
@@ -10,31 +10,34 @@ import grain
 import jax
 import numpy as np
 
+from jaxopt_llm.core.errors import InputError, Preempted
 from jaxopt_llm.data.packing import PackedRows
-from jaxopt_llm.errors import InputError, Preempted
 from jaxopt_llm.model.batch import Batch
 
-_AHEAD = 2  # batches beside the one that is asked for
-PARTING = 5.0  # seconds that reading is given to end
+_AHEAD = 2  # batches that are read in addition to the requested one
+JOIN_SECONDS = 5.0  # longest wait for the end of the reading thread
 
 
 class Loader:
-    """Training batches without end, as a pure function of (seed, step): there is no position to save or restore.
+    """Endless training batches as a pure function of (seed, step): there is no position to save or restore.
 
-    Step reads global rows step * B to step * B + B - 1. A mixture gives global row r to one of its sources, so that of
-    any first n rows each has its share to within one row (two, of three sources; ...), as that source's next row.
-    Row k of a source is row k % len(rows) of the shuffle of its epoch k // len(rows): every epoch reads every row
-    once, in another order. A batch may span two epochs.
+    Step s reads global rows s * B to s * B + B - 1. In a mixture, each global row is the next row of one source. Of any
+    first n rows, each source has its share to within one row (for three sources two rows, and so on). Row k of a source
+    is row k % len(rows) of the shuffle of its epoch k // len(rows): every epoch reads every row once, in another order.
+    A batch may contain rows of two epochs.
 
     Args:
         sources: rows of the training split.
         weights: share of each source, relative to their sum.
         batch_size: B, sequences per step over all devices.
-        seed: of the shuffles, at least 0.
-        own: which of a batch's rows this process reads, counted from 0 (default: all).
+        seed: seed of the shuffles, at least 0.
+        local_rows: indices of the rows of a batch that this process reads (default: all).
+
+    Attributes:
+        current_source: name of the source that is being read, for messages.
 
     Raises:
-        InputError: a batch size below 1, or a negative seed.
+        InputError: the batch size is below 1, or the seed is negative.
     """
 
     def __init__(
@@ -43,36 +46,36 @@ class Loader:
         weights: Sequence[float],
         batch_size: int,
         seed: int,
-        own: Sequence[int] | None = None,
+        local_rows: Sequence[int] | None = None,
     ) -> None:
         _check_batch_size(batch_size)
         if seed < 0:
-            raise InputError(f"run.seed is {seed}: it must be at least 0")
+            raise InputError(f"run.seed={seed}: must be at least 0")
         self._batch_size = batch_size
-        self._own = range(batch_size) if own is None else own
+        self._local_rows = range(batch_size) if local_rows is None else local_rows
         self._names = [rows.name for rows in sources]
-        self._shares = _integers(weights)
+        self._shares = _integer_shares(weights)
         # shuffle(seed=seed) would give epoch e the order of epoch e - 1 under seed + 1; seed() hashes the seed first.
         self._shuffled = [
-            grain.MapDataset.source(rows).seed(seed + (number << 32)).shuffle().repeat()
-            for number, rows in enumerate(sources)
+            grain.MapDataset.source(rows).seed(seed + (index << 32)).shuffle().repeat()
+            for index, rows in enumerate(sources)
         ]
-        self.reading = ""  # the source that batch_at reads from, for whoever waits for it
+        self.current_source = ""
 
     def batch_at(self, step: int) -> Batch:
-        """Returns this process's rows of the batch of a step, counted from 0: NumPy arrays [own rows, S]."""
+        """Return this process's rows of the batch of a step (the first is 0): NumPy arrays [local rows, S]."""
         return _stack(self.rows_at(step))
 
     def rows_at(self, step: int) -> Iterator[Batch]:
-        """The rows of `batch_at`, one by one: fields [S]."""
-        for row in self._own:
-            source, number = mixed(step * self._batch_size + row, self._shares)
-            self.reading = self._names[source]
-            yield self._shuffled[source][number]
+        """Yield the rows of `batch_at` one by one: fields [S]."""
+        for row in self._local_rows:
+            source, index = pick_source(step * self._batch_size + row, self._shares)
+            self.current_source = self._names[source]
+            yield self._shuffled[source][index]
 
 
-def mixed(row: int, shares: Sequence[int]) -> tuple[int, int]:
-    """Which source gives a global row of a mixture, and how many rows it has given before."""
+def pick_source(row: int, shares: Sequence[int]) -> tuple[int, int]:
+    """Return the source of a global row of a mixture, and the number of rows that this source gave before."""
     remaining = sum(shares)
     for source, share in enumerate(shares[:-1]):
         before, after = (count * share // remaining for count in (row, row + 1))
@@ -85,86 +88,92 @@ def mixed(row: int, shares: Sequence[int]) -> tuple[int, int]:
 def read_ahead(
     loader: Loader, first: int, stall_seconds: float, stopping: Callable[[], bool]
 ) -> Generator[tuple[Batch, float], None, None]:
-    """Yields the batches from step `first` on, each with the seconds that it was waited for; reads in the background
-    until it is closed.
+    """Yield (batch, seconds waited for it) for the steps from `first`. A thread reads ahead until this is closed.
 
-    Raises what reading raises; InputError where one batch takes longer than `stall_seconds`; Preempted where it is
-    waited for one and `stopping()`.
+    Raises:
+        InputError: a batch takes longer than `stall_seconds`.
+        Preempted: `stopping()` returns True during a wait for a batch.
+        Exception: reading a batch raised it.
     """
-    asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-    read: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
+    requested: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    results: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
 
     closed = threading.Event()
 
     def serve() -> None:
-        for step in iter(asked.get, None):
+        for step in iter(requested.get, None):
             try:
-                read.put(_stack(itertools.takewhile(lambda _: not closed.is_set(), loader.rows_at(step))))
+                results.put(_stack(itertools.takewhile(lambda _: not closed.is_set(), loader.rows_at(step))))
             except Exception as error:
-                read.put(error)
+                results.put(error)
 
-    # A daemon: a read that never returns must not keep the process.
+    # A daemon thread, because a read that never returns must not keep the process alive.
     thread = threading.Thread(target=serve, name="read-ahead", daemon=True)
     thread.start()
     try:
         for step in range(first, first + _AHEAD):
-            asked.put(step)
+            requested.put(step)
         for step in itertools.count(first + _AHEAD):
-            asked.put(step)
+            requested.put(step)
             clock = time.perf_counter()
-            while (batch := _next(read)) is None:
+            while (batch := _poll(results)) is None:
                 if stopping():
                     raise Preempted(step - _AHEAD)
                 if time.perf_counter() - clock > stall_seconds:
                     raise InputError(
-                        f"no batch in {stall_seconds:g} s: reading data.paths {loader.reading} stalls; see to its "
-                        "storage, or raise data.stall_seconds"
+                        f"no batch in {stall_seconds:g} s: reading data.paths {loader.current_source} stalls; check "
+                        "its storage, or increase data.stall_seconds"
                     )
             if isinstance(batch, Exception):
                 raise batch
             yield batch, time.perf_counter() - clock
     finally:
         closed.set()
-        asked.put(None)
-        # A thread that comes back from a library's code while the interpreter ends would abort the process. One that
-        # reads from storage that stalls is not waited for.
-        thread.join(timeout=PARTING)
+        requested.put(None)
+        # A thread that returns from a library's C code while the interpreter shuts down would abort the process. The
+        # wait is limited, because the thread may hang in a read from stalled storage.
+        thread.join(timeout=JOIN_SECONDS)
 
 
-def _next(read: queue.SimpleQueue[Batch | Exception]) -> Batch | Exception | None:
-    """None where there is none in a moment."""
+def _poll(results: queue.SimpleQueue[Batch | Exception]) -> Batch | Exception | None:
+    """Return the next result, or None if there is none within 0.2 s."""
     try:
-        return read.get(timeout=0.2)
+        return results.get(timeout=0.2)
     except queue.Empty:
         return None
 
 
-def held_out_batches(rows: PackedRows, batch_size: int, count: int, own: Sequence[int] | None = None) -> list[Batch]:
-    """Returns at most `count` batches of rows spread evenly over the split: the same ones at every evaluation.
+def read_held_out_batches(
+    rows: PackedRows, batch_size: int, count: int, local_rows: Sequence[int] | None = None
+) -> list[Batch]:
+    """Return at most `count` batches of rows, spread evenly over the split. They are the same at every evaluation.
 
-    Spread, because documents come in order and the first rows would all be from a few of them.
+    They are spread because documents are in order, so the first rows would all come from a few documents.
 
     Args:
         rows: the held-out split.
         batch_size: B, sequences per batch over all devices.
-        count: most batches to read; never more than one pass.
-        own: which of a batch's rows this process reads, counted from 0 (default: all).
+        count: maximum number of batches; never more than one pass over the split.
+        local_rows: indices of the rows of a batch that this process reads (default: all).
 
     Raises:
-        InputError: not enough rows for one batch, or none with anything to predict.
+        InputError: there are not enough rows for one batch, or the loss counts no token of them.
     """
     _check_batch_size(batch_size)
     if len(rows) < batch_size:
         raise InputError(
             f"the held-out split has {len(rows)} rows of {rows.sequence_length} tokens, fewer than one batch of "
-            f"{batch_size}: raise data.held_out, or lower the batch size or the sequence length"
+            f"{batch_size}: increase data.held_out, or reduce training.batch_size or training.sequence_length"
         )
     count = min(count, len(rows) // batch_size)
     spread = grain.MapDataset.source(rows)[:: len(rows) // (count * batch_size)]
-    own = range(batch_size) if own is None else own
+    local_rows = range(batch_size) if local_rows is None else local_rows
     if not any(np.any(spread[row].loss_mask) for row in range(count * batch_size)):
-        raise InputError("the held-out split has nothing to predict: no document there has a token after its first")
-    return [_stack(spread[first + row] for row in own) for first in range(0, count * batch_size, batch_size)]
+        raise InputError(
+            "the held-out split has no token to predict: no document has a token after its first one; add longer "
+            "documents, or increase data.held_out"
+        )
+    return [_stack(spread[first + row] for row in local_rows) for first in range(0, count * batch_size, batch_size)]
 
 
 def _stack(rows: Iterable[Batch]) -> Batch:
@@ -172,11 +181,11 @@ def _stack(rows: Iterable[Batch]) -> Batch:
     return batch
 
 
-def _integers(weights: Sequence[float]) -> list[int]:
-    """Weights as whole numbers, to a millionth of their sum: row numbers times floats would lose rows."""
+def _integer_shares(weights: Sequence[float]) -> list[int]:
+    """Return weights as integers, in millionths of their sum. With floats, row counts would be rounded."""
     return [max(round(weight / sum(weights) * 10**6), 1) for weight in weights]
 
 
 def _check_batch_size(batch_size: int) -> None:
     if batch_size < 1:
-        raise InputError(f"the batch size is {batch_size}: it must be at least 1")
+        raise InputError(f"training.batch_size={batch_size}: must be at least 1")

@@ -1,4 +1,4 @@
-"""Documents laid end to end and cut into rows of one length: anywhere, or between documents."""
+"""Packing of documents into rows of a fixed length, with splits at any token or only between documents."""
 
 from dataclasses import dataclass, field
 
@@ -6,32 +6,40 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxopt_llm.data.config import LongDocuments
+from jaxopt_llm.config.data import LongDocuments
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokens import TokenStream
-from jaxopt_llm.errors import InputError
 from jaxopt_llm.model.batch import Batch
 
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """A random-access source of rows, for Grain: `rows[i]` is a Batch of NumPy arrays, each [S].
+    """Random-access source of rows, for Grain: `rows[i]` is a Batch of NumPy arrays, each [S].
 
-    Where documents are split, row i reads stream positions i*S to i*S + S: the first S are its tokens, the last S its
-    targets. So one pass over all rows reads every token of the stream but the last once, and has every token but the
-    first as a target once; targets that begin a document are masked, and what conversations mask. A document that
-    continues from the row before is a new segment, whose positions restart at 0: rows are independent.
+    If long documents are split, row i reads stream positions i * S to i * S + S: the first S are its tokens, the last S
+    its targets. One pass over all rows reads every token of the stream except the last one once, and has every token
+    except the first one as a target once. Masked are targets that start a document, and targets that conversations
+    mask. A document that continues from the previous row starts a new segment, in which positions restart at 0, so rows
+    are independent.
 
-    Else a row is as many whole documents, next to each other in the stream, as it has room for; of one that is longer,
-    the beginning alone, or nothing. A row in which nothing would be learnt is left out.
+    Otherwise a row holds as many consecutive whole documents as fit. Of a longer document it holds only the first
+    part, or the document is dropped. Rows in which the loss counts no token are dropped.
 
-    What a row lacks is padding: zeros, in a segment 0 of its own, masked.
+    Rows are padded with zeros. Padding has segment 0 and is masked.
 
     Args:
-        long_documents: as data.long_documents.
+        stream: the documents.
+        sequence_length: S.
+        vocabulary_size: the model's.
+        name: name of the data, for messages.
+        long_documents: see `data.long_documents`.
+
+    Attributes:
+        summary: statistics of packing whole documents; empty if documents are split.
 
     Raises:
-        InputError: the stream does not fill one row, or nothing is learnt from it; from `rows[i]`, an id that is none
-            of the model's.
+        InputError: the stream does not fill one row, or the loss counts no token of it. `rows[i]` raises it for an id
+            outside the vocabulary.
     """
 
     stream: TokenStream
@@ -39,19 +47,19 @@ class PackedRows:
     vocabulary_size: int
     name: str = "the corpus"
     long_documents: LongDocuments = "auto"
-    packing: str = field(init=False, default="")  # what is to be told of it
-    _bounds: NDArray[np.int64] | None = field(init=False, default=None)  # [rows, 2]: what each reads, [first, last)
+    summary: str = field(init=False, default="")
+    _bounds: NDArray[np.int64] | None = field(init=False, default=None)  # [rows, 2]: positions [first, last) of a row
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
-            raise InputError(f"training.sequence_length is {self.sequence_length}: it must be at least 1")
-        if self.long_documents in ("cut", "drop") or (self.long_documents == "auto" and self.stream.masked):
+            raise InputError(f"training.sequence_length={self.sequence_length}: must be at least 1")
+        if self.long_documents in ("cut", "drop") or (self.long_documents == "auto" and self.stream.has_mask):
             self._pack_whole(drop=self.long_documents == "drop")
             return
         if self.stream.size <= self.sequence_length:
             raise InputError(
-                f"{self.name} has {self.stream}, but one row of training.sequence_length "
-                f"{self.sequence_length} reads {self.sequence_length + 1}: shorten it or add documents"
+                f"{self.name} has {self.stream}, but one row of training.sequence_length={self.sequence_length} reads "
+                f"{self.sequence_length + 1} tokens: reduce training.sequence_length, or add documents"
             )
 
     def __len__(self) -> int:
@@ -70,16 +78,16 @@ class PackedRows:
         count = last - first
         window = self.stream.read(first, count)  # [S + 1], or fewer
         self._check_ids(window, first)
-        begins = np.zeros(count, bool)
-        begins[self.stream.borders(first, count) - first] = True
-        begins[0] = True  # a document from the row before is a new segment
-        at = np.arange(count)
+        starts = np.zeros(count, bool)
+        starts[self.stream.document_starts(first, count) - first] = True
+        starts[0] = True  # a document that continues from the previous row is a new segment
+        offsets = np.arange(count)
         row = Batch(
             tokens=window[:-1].astype(np.int32),
             targets=window[1:].astype(np.int32),
-            loss_mask=(~begins & self.stream.mask(first, count))[1:],
-            segment_ids=np.cumsum(begins)[:-1].astype(np.int32),
-            positions=(at - np.maximum.accumulate(np.where(begins, at, 0)))[:-1].astype(np.int32),
+            loss_mask=(~starts & self.stream.read_mask(first, count))[1:],
+            segment_ids=np.cumsum(starts)[:-1].astype(np.int32),
+            positions=(offsets - np.maximum.accumulate(np.where(starts, offsets, 0)))[:-1].astype(np.int32),
         )
         if count > self.sequence_length:
             return row
@@ -87,63 +95,74 @@ class PackedRows:
         return padded
 
     def _pack_whole(self, drop: bool) -> None:
-        begins = self.stream.borders(0, self.stream.size)
-        bounds, long = whole_documents(begins, self.stream.size, self.sequence_length + 1, drop)
-        counts = [self._learnt(first, last) for first, last in bounds]
-        table = np.array([each for each, count in zip(bounds, counts, strict=True) if count], np.int64)
+        starts = self.stream.document_starts(0, self.stream.size)
+        bounds, long = pack_whole_documents(starts, self.stream.size, self.sequence_length + 1, drop)
+        counts = [self._count_loss_tokens(first, last) for first, last in bounds]
+        table = np.array([row for row, count in zip(bounds, counts, strict=True) if count], np.int64)
         if not table.size:
             raise InputError(
-                f"{self.name} has {self.stream}, but no row of training.sequence_length {self.sequence_length} of them "
-                "has anything to learn: lengthen it, or add documents"
+                f"{self.name} has {self.stream}, but no row of training.sequence_length={self.sequence_length} has a "
+                "token that the loss counts: increase training.sequence_length, or add documents"
             )
         filled = int((table[:, 1] - table[:, 0] - 1).sum())
-        told = (
+        summary = (
             f"{self.name}: {len(table):,} rows of whole documents, {filled / (len(table) * self.sequence_length):.0%} "
-            f"filled, {sum(counts) / filled:.0%} of that learnt"
+            f"filled; the loss counts {sum(counts) / filled:.0%} of the tokens"
         )
         if long:
-            told += f"; {long:,} of {begins.size:,} documents are longer, and {'left out' if drop else 'cut'}"
+            summary += (
+                f"; {long:,} of {starts.size:,} documents are longer than a row and {'dropped' if drop else 'cut'}"
+            )
         if len(bounds) > len(table):
-            told += f"; {len(bounds) - len(table):,} rows without anything to learn left out"
-        object.__setattr__(self, "packing", told)
+            summary += f"; {len(bounds) - len(table):,} rows without tokens that the loss counts are dropped"
+        object.__setattr__(self, "summary", summary)
         object.__setattr__(self, "_bounds", table)
 
-    def _learnt(self, first: int, last: int) -> int:
-        """How many tokens of a row the loss counts: a document's first is none of them."""
-        mask = self.stream.mask(first, last - first)
-        mask[self.stream.borders(first, last - first) - first] = False
+    def _count_loss_tokens(self, first: int, last: int) -> int:
+        """Return the number of tokens of a row that the loss counts. The first token of a document never counts."""
+        mask = self.stream.read_mask(first, last - first)
+        mask[self.stream.document_starts(first, last - first) - first] = False
         return int(mask.sum())
 
     def _check_ids(self, window: NDArray[np.int64], first: int) -> None:
-        """On the device, where the embedding table is read, another id would become some token in silence."""
+        """Raise InputError for an id outside the vocabulary.
+
+        The lookup in the embedding table, on the device, would silently use another token.
+        """
         if window.min() >= 0 and window.max() < self.vocabulary_size:
             return
-        at = int(((window < 0) | (window >= self.vocabulary_size)).argmax())
+        index = int(((window < 0) | (window >= self.vocabulary_size)).argmax())
         raise InputError(
-            f"{self.stream.where(first + at)} has the token id {window[at]}, outside "
-            f"model.vocabulary_size={self.vocabulary_size}: raise it, or read this data with the tokenizer that it was "
-            "made for"
+            f"{self.stream.describe_position(first + index)} has the token id {window[index]}, outside "
+            f"model.vocabulary_size={self.vocabulary_size}: increase model.vocabulary_size, or use the tokenizer that "
+            "this data was made with"
         )
 
 
-def whole_documents(begins: NDArray[np.int64], size: int, most: int, drop: bool) -> tuple[list[tuple[int, int]], int]:
-    """Rows [first, last) of as many documents as `most` tokens hold, and how many documents alone are longer: of these
-    a row is the beginning, or there is none.
+def pack_whole_documents(
+    starts: NDArray[np.int64], size: int, most: int, drop: bool
+) -> tuple[list[tuple[int, int]], int]:
+    """Pack consecutive whole documents into rows of up to `most` tokens.
 
     Args:
-        begins: where each document begins [documents].
-        size: where the last one ends.
+        starts: start of each document, [documents].
+        size: end of the last document.
+        most: maximum number of tokens of a row.
+        drop: whether a document longer than a row is dropped; otherwise its first `most` tokens are one row.
+
+    Returns:
+        The rows as ranges [first, last), and the number of documents that are longer than a row.
     """
-    ends = np.append(begins[1:], size)
+    ends = np.append(starts[1:], size)
     rows, document, long = [], 0, 0
-    while document < begins.size:
-        first = int(begins[document])
-        after = int(ends.searchsorted(first + most, side="right"))  # the documents before it fit
-        if after > document:
-            rows.append((first, int(ends[after - 1])))
+    while document < starts.size:
+        first = int(starts[document])
+        next_document = int(ends.searchsorted(first + most, side="right"))  # the documents before it fit
+        if next_document > document:
+            rows.append((first, int(ends[next_document - 1])))
         else:
             long += 1
             if not drop:
                 rows.append((first, first + most))
-        document = max(after, document + 1)
+        document = max(next_document, document + 1)
     return rows, long

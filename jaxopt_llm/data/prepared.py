@@ -1,15 +1,15 @@
-"""A corpus as `jaxopt_llm.prepare` leaves it: tokens in one file to map into memory, and a manifest written last.
+"""Corpus prepared by `jaxopt_llm.prepare`: tokens in one memory-mapped file, and a manifest that is written last.
 
-prepared-plan.json         what was asked for: another request never writes here
+prepared-plan.json         the request; a different request never writes to the same folder
 tokens.bin                 uint16 or uint32, little-endian
-ends.bin, keys.bin         of each document, int64: where it ends in the tokens; uint64: its key
-mask.bin                   of conversations, for each token a byte: whether it is learnt
-shards.jsonl               what each stretch of these files holds, and its SHA-256
-manifest.json              the plan, the totals and the SHA-256 of shards.jsonl; written last of all, so a corpus that
-                           has it is whole
+ends.bin, keys.bin         for each document: its end in the tokens, int64, and its key, uint64
+mask.bin                   only for conversations: one byte per token, whether the loss counts it
+shards.jsonl               contents and SHA-256 of each shard in the files above
+manifest.json              the plan, the totals and the SHA-256 of shards.jsonl; written last, so a corpus with a
+                           manifest is complete
 
-While it is made there are files shard-00000.tokens, .ends, .keys, .mask and, written last, .json: what one worker made
-of some parts. In their order they are appended to the files above, and then deleted.
+During preparation, workers write the files shard-00000.tokens, .ends, .keys, .mask and, last, .json, each set from a
+group of parts. They are appended to the files above in order, and then deleted.
 """
 
 import hashlib
@@ -26,28 +26,32 @@ from typing import Any
 
 import numpy as np
 
-from jaxopt_llm.data.config import DataConfig
+from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.data.find import File
 from jaxopt_llm.data.mapped import MappedArray
-from jaxopt_llm.data.source import Part, parts
-from jaxopt_llm.data.template import find_template, reader
+from jaxopt_llm.data.source import Part, split_into_parts
+from jaxopt_llm.data.template import find_template, open_reader
 from jaxopt_llm.data.tokenizer import Tokenizer
-from jaxopt_llm.data.tokens import IndexedPiece, fingerprint, token_dtype, tokenized
-from jaxopt_llm.errors import InputError
-from jaxopt_llm.files import replace_durably
+from jaxopt_llm.data.tokens import IndexedPiece, fingerprint_file, token_dtype, tokenize_batches
 
 MANIFEST, SHARDS = "manifest.json", "shards.jsonl"
 FORMAT = 2
-SHARD_BYTES, MOST_SHARDS = 2**22, 4096  # of input, at least: enough shards for all cores, not too many files
-_ARRAYS = ("tokens", "ends", "keys", "mask")  # the last of conversations alone
-_READERS = 32  # of many files, which wait for storage more than they compute
+# Minimum input size of a shard, and maximum number of shards: enough shards for all cores, but not too many files.
+SHARD_BYTES, MAX_SHARDS = 2**22, 4096
+_ARRAYS = ("tokens", "ends", "keys", "mask")  # mask: only for conversations
+_READERS = 32  # threads that inspect files; they wait for storage most of the time
 _BLOCK = 2**22  # bytes read at once
 
 
-def plan(
+def make_plan(
     files: Sequence[File], fingerprints: Sequence[str], config: DataConfig, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """What the bytes of a preparation depend on, and nothing else: not where the files lie, not how many workers."""
+    """Return everything that the output bytes depend on.
+
+    The locations of the files and the number of workers do not change the output, so they are not included.
+    """
     conversations = (
         {}
         if config.content == "text"
@@ -64,56 +68,62 @@ def plan(
         "malformed": config.malformed,
         "shard_bytes": shard_bytes(files),
         "files": [
-            [file.name, file.format, file.path.stat().st_size, found]
-            for file, found in zip(files, fingerprints, strict=True)
+            [file.name, file.format, file.path.stat().st_size, fingerprint]
+            for file, fingerprint in zip(files, fingerprints, strict=True)
         ],
         **conversations,
     }
 
 
-def look_at(files: Sequence[File], config: DataConfig, progress: Callable[[], None]) -> list[tuple[str, list[Part]]]:
-    """The fingerprint and the parts of each file; progress: called after each."""
+def inspect_files(
+    files: Sequence[File], config: DataConfig, progress: Callable[[], None]
+) -> list[tuple[str, list[Part]]]:
+    """Return the fingerprint and the parts of each file. Calls `progress` after each file."""
 
-    def look(file: File) -> tuple[str, list[Part]]:
-        found = fingerprint(file.path), parts(file, config)
+    def inspect(file: File) -> tuple[str, list[Part]]:
+        inspected = fingerprint_file(file.path), split_into_parts(file, config)
         progress()
-        return found
+        return inspected
 
     with ThreadPoolExecutor(_READERS) as pool:
-        return list(pool.map(look, files))
+        return list(pool.map(inspect, files))
 
 
 def shard_bytes(files: Sequence[File]) -> int:
-    return max(SHARD_BYTES, sum(file.path.stat().st_size for file in files) // MOST_SHARDS)
+    """Return the target size of a shard's input, in bytes."""
+    return max(SHARD_BYTES, sum(file.path.stat().st_size for file in files) // MAX_SHARDS)
 
 
-def shards(files: Sequence[File], of_files: Iterable[Sequence[Part]]) -> list[list[Part]]:
-    """The parts of all files, in order, in groups of about `shard_bytes`."""
-    found: list[list[Part]] = []
+def group_into_shards(files: Sequence[File], parts_of_files: Iterable[Sequence[Part]]) -> list[list[Part]]:
+    """Group the parts of all files, in order, into shards of about `shard_bytes`."""
+    shards: list[list[Part]] = []
     size, most = 0.0, shard_bytes(files)
-    for file, of_file in zip(files, of_files, strict=True):
-        each = file.path.stat().st_size / max(len(of_file), 1)
-        for part in of_file:
-            if not found or size + each > most:
-                found.append([])
+    for file, parts in zip(files, parts_of_files, strict=True):
+        part_size = file.path.stat().st_size / max(len(parts), 1)
+        for part in parts:
+            if not shards or size + part_size > most:
+                shards.append([])
                 size = 0
-            found[-1].append(part)
-            size += each
-    return found
+            shards[-1].append(part)
+            size += part_size
+    return shards
 
 
-def write_shard(directory: Path, number: int, of: Sequence[Part], config: DataConfig, tokenizer: Tokenizer) -> None:
-    """Writes a shard whole: whenever the process dies, what lies under the shard's names is whole or lacks its JSON.
-    Memory holds a few megabytes of text at a time."""
+def write_shard(directory: Path, index: int, parts: Sequence[Part], config: DataConfig, tokenizer: Tokenizer) -> None:
+    """Write a shard atomically.
+
+    If the process is killed at any moment, the files of the shard are either complete or lack the JSON record. Memory
+    holds only a few megabytes of text at a time.
+    """
     skipped: Counter[str] = Counter()
-    paths = [directory / f"shard-{number:05}.{name}" for name in _names(config.content != "text")]
+    paths = [directory / f"shard-{index:05}.{name}" for name in _array_names(config.content != "text")]
     digests = hashlib.sha256(), hashlib.sha256()  # of the tokens and of the mask
     documents = end = 0
     with ExitStack() as stack:
-        files = [stack.enter_context(_temporary(path).open("wb")) for path in paths]
-        read = stack.enter_context(reader(config, tokenizer))
-        for part in of:
-            for tokens, lengths, keys, *mask in tokenized(read(part, skipped), tokenizer):
+        files = [stack.enter_context(_temporary_path(path).open("wb")) for path in paths]
+        read = stack.enter_context(open_reader(config, tokenizer))
+        for part in parts:
+            for tokens, lengths, keys, *mask in tokenize_batches(read(part, skipped), tokenizer):
                 for digest, array in zip(digests, (tokens, *mask), strict=False):
                     digest.update(array.data)
                 for file, array in zip(files, (tokens, end + np.cumsum(lengths), keys, *mask), strict=True):
@@ -122,67 +132,74 @@ def write_shard(directory: Path, number: int, of: Sequence[Part], config: DataCo
         for file in files:
             _sync(file)
     for path in paths:
-        os.replace(_temporary(path), path)
+        os.replace(_temporary_path(path), path)
     named = zip(("tokens_sha256", "mask_sha256"), digests, strict=True)
     hashes = {name: digest.hexdigest() for name, digest in named if name == "tokens_sha256" or config.content != "text"}
     counts = {"documents": documents, "tokens": end, **hashes}
-    write_json(shard_record(directory, number), {**counts, "skipped": dict(sorted(skipped.items()))})
+    write_json(shard_record_path(directory, index), {**counts, "skipped": dict(sorted(skipped.items()))})
 
 
-def _names(conversations: bool) -> tuple[str, ...]:
+def _array_names(conversations: bool) -> tuple[str, ...]:
     return _ARRAYS if conversations else _ARRAYS[:-1]
 
 
-def shard_record(directory: Path, number: int) -> Path:
-    """What of a shard is written last."""
-    return directory / f"shard-{number:05}.json"
+def shard_record_path(directory: Path, index: int) -> Path:
+    """Return the path of the JSON record of a shard, the file that is written last."""
+    return directory / f"shard-{index:05}.json"
 
 
-class Collection:
-    """The shards that are in the corpus's own files, in order. After a kill, what is beyond them is cut off.
+class ShardMerger:
+    """Writer that appends finished shards, in order, to the files of the corpus.
+
+    When it opens files after a kill, it removes bytes that do not belong to a recorded shard.
+
+    Attributes:
+        shards: records of the shards in the files of the corpus.
 
     Raises:
-        InputError: the files hold less than the shards that they should.
+        InputError: the files of the corpus are shorter than their recorded shards.
     """
 
     def __init__(self, directory: Path, dtype: str, conversations: bool = False) -> None:
         self._directory = directory
-        self._names = _names(conversations)
+        self._names = _array_names(conversations)
         self._types = dict(zip(_ARRAYS, map(np.dtype, (dtype, "<i8", "<u8", "?")), strict=True))
         (directory / SHARDS).touch()
         written = (directory / SHARDS).read_bytes()
         os.truncate(directory / SHARDS, written.rfind(b"\n") + 1)
-        self.shards = read_shards(directory)
-        self._documents = sum(each["documents"] for each in self.shards)
-        self._tokens = sum(each["tokens"] for each in self.shards)
+        self.shards = read_shard_records(directory)
+        self._documents = sum(shard["documents"] for shard in self.shards)
+        self._tokens = sum(shard["tokens"] for shard in self.shards)
         for name in self._names:
-            path, size = array_file(directory, name), self._size(name)
+            path, size = array_path(directory, name), self._byte_size(name)
             path.touch()
             if path.stat().st_size < size:
                 raise InputError(
-                    f"{path} has {path.stat().st_size} bytes of {size}: remove {directory}, and begin anew"
+                    f"{path} is truncated: it has {path.stat().st_size} bytes of {size}; remove {directory} and "
+                    "prepare the corpus again"
                 )
             os.truncate(path, size)
-        for left in directory.glob("shard-*"):
-            if int(left.stem.removeprefix("shard-")) < len(self.shards):
-                left.unlink()
+        for path in directory.glob("shard-*"):
+            if int(path.stem.removeprefix("shard-")) < len(self.shards):
+                path.unlink()
 
-    def __contains__(self, number: int) -> bool:
-        return number < len(self.shards) or shard_record(self._directory, number).exists()
+    def __contains__(self, index: int) -> bool:
+        """Return whether a shard is complete, appended or not."""
+        return index < len(self.shards) or shard_record_path(self._directory, index).exists()
 
-    def grow(self) -> None:
-        """Takes in the shards that are next, as far as they are whole."""
-        while (record := shard_record(self._directory, len(self.shards))).exists():
+    def merge_ready(self) -> None:
+        """Append the next shards, up to the first one that is not complete."""
+        while (record := shard_record_path(self._directory, len(self.shards))).exists():
             counts = json.loads(record.read_text())
             paths = {name: record.with_suffix(f".{name}") for name in self._names}
-            moved = np.fromfile(paths["ends"], "<i8") + self._tokens
-            digest = hashlib.sha256(moved.data)
-            with array_file(self._directory, "ends").open("ab") as file:
-                file.write(moved.data)
+            ends = np.fromfile(paths["ends"], "<i8") + self._tokens
+            digest = hashlib.sha256(ends.data)
+            with array_path(self._directory, "ends").open("ab") as file:
+                file.write(ends.data)
                 _sync(file)
             for name in self._names:
                 if name != "ends":
-                    with paths[name].open("rb") as source, array_file(self._directory, name).open("ab") as file:
+                    with paths[name].open("rb") as source, array_path(self._directory, name).open("ab") as file:
                         shutil.copyfileobj(source, file, _BLOCK)
                         _sync(file)
             digest.update(paths["keys"].read_bytes())
@@ -197,24 +214,25 @@ class Collection:
                 path.unlink()
 
     def finish(self, plan: dict[str, Any]) -> None:
+        """Write the manifest, which completes the corpus."""
         digest = hashlib.sha256((self._directory / SHARDS).read_bytes()).hexdigest()
         totals = {"documents": self._documents, "tokens": self._tokens, "shards_sha256": digest}
         write_json(self._directory / MANIFEST, {"plan": plan, **totals})
 
-    def _size(self, name: str) -> int:
+    def _byte_size(self, name: str) -> int:
         return (self._tokens if name in ("tokens", "mask") else self._documents) * self._types[name].itemsize
 
 
-def read_shards(directory: Path) -> list[dict[str, Any]]:
-    """What is known of each shard that is in the corpus's own files."""
+def read_shard_records(directory: Path) -> list[dict[str, Any]]:
+    """Return the records of the shards in the files of the corpus. Raises InputError if shards.jsonl is damaged."""
     path = directory / SHARDS
     try:
         return [json.loads(line) for line in path.read_bytes().splitlines()]
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} is damaged ({error}): remove {directory}, and prepare the corpus anew") from error
+        raise InputError(f"{path} is damaged ({error}): remove {directory} and prepare the corpus again") from error
 
 
-def array_file(directory: Path, name: str) -> Path:
+def array_path(directory: Path, name: str) -> Path:
     return directory / f"{name}.bin"
 
 
@@ -234,54 +252,58 @@ class _Manifest:
     shards_sha256: str
 
 
-def prepared_piece(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[IndexedPiece, str]:
-    """Maps the files, without reading them; returns them and the hash of the manifest, which stands for all tokens.
+def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[IndexedPiece, str]:
+    """Memory-map a prepared corpus without reading it.
+
+    Returns the piece, and the hash of the manifest, which covers all tokens.
 
     Raises:
-        InputError: unfinished, damaged, or prepared with another tokenizer.
+        InputError: the corpus is unfinished, damaged, or was prepared with another tokenizer.
     """
     manifest = _read_manifest(directory)
     if manifest.tokenizer_sha256 != tokenizer.sha256:
         raise InputError(
-            f"{directory} was prepared with another tokenizer (data.tokenizer={manifest.tokenizer}, or other "
-            "delimiters): train with that one, or prepare the corpus anew"
+            f"{directory} was prepared with another tokenizer (data.tokenizer={manifest.tokenizer}, or other data.bos "
+            "or data.eos): train with that tokenizer, or prepare the corpus again"
         )
-    return IndexedPiece(name, *_arrays(directory, manifest)), manifest.sha256
+    return IndexedPiece(name, *_map_arrays(directory, manifest)), manifest.sha256
 
 
-def verify(directory: Path, workers: int) -> tuple[int, int]:
-    """Reads all of a prepared corpus; returns the number of its shards and of the bytes read.
+def verify_corpus(directory: Path, workers: int) -> tuple[int, int]:
+    """Read all of a prepared corpus and compare its hashes.
+
+    Returns the number of shards, and the number of bytes read.
 
     Raises:
-        InputError: damaged, and where.
+        InputError: the corpus is damaged. The message names the damaged shards and byte ranges.
     """
     manifest = _read_manifest(directory)
-    _arrays(directory, manifest)
-    shards = read_shards(directory)
+    _map_arrays(directory, manifest)
+    shards = read_shard_records(directory)
     if hashlib.sha256((directory / SHARDS).read_bytes()).hexdigest() != manifest.shards_sha256:
-        raise InputError(f"{directory / SHARDS} is damaged: bring it back, or prepare the corpus anew")
-    counted = np.cumsum([0, *(each["tokens"] for each in shards)])
-    tokens = counted * manifest.dtype.itemsize
-    documents = np.cumsum([0, *(each["documents"] for each in shards)]) * 8
+        raise InputError(f"{directory / SHARDS} is damaged: restore it, or prepare the corpus again")
+    token_bounds = np.cumsum([0, *(shard["tokens"] for shard in shards)])
+    tokens = token_bounds * manifest.dtype.itemsize
+    documents = np.cumsum([0, *(shard["documents"] for shard in shards)]) * 8
 
-    def damage(number: int) -> str | None:
+    def find_damage(index: int) -> str | None:
         bounds = [
-            (("tokens",), tokens[number : number + 2], shards[number]["tokens_sha256"]),
-            (("ends", "keys"), documents[number : number + 2], shards[number]["documents_sha256"]),
+            (("tokens",), tokens[index : index + 2], shards[index]["tokens_sha256"]),
+            (("ends", "keys"), documents[index : index + 2], shards[index]["documents_sha256"]),
         ]
         if manifest.conversations:
-            bounds.append((("mask",), counted[number : number + 2], shards[number]["mask_sha256"]))
+            bounds.append((("mask",), token_bounds[index : index + 2], shards[index]["mask_sha256"]))
         for names, (first, last), expected in bounds:
-            if _sha256([array_file(directory, name) for name in names], int(first), int(last)) != expected:
-                return f"bytes {first:,} to {last:,} of {' or '.join(f'{name}.bin' for name in names)}, shard {number}"
+            if _hash_range([array_path(directory, name) for name in names], int(first), int(last)) != expected:
+                return f"bytes {first:,} to {last:,} of {' or '.join(f'{name}.bin' for name in names)}, shard {index}"
         return None
 
-    with ThreadPoolExecutor(workers) as pool:  # hashing lets other threads run
-        damaged = [each for each in pool.map(damage, range(len(shards))) if each]
+    with ThreadPoolExecutor(workers) as pool:  # threads suffice: hashing releases the GIL
+        damaged = [damage for damage in pool.map(find_damage, range(len(shards))) if damage]
     if damaged:
-        told = "; ".join(damaged[:5]) + (f"; and {len(damaged) - 5} more" if len(damaged) > 5 else "")
-        raise InputError(f"{directory} is damaged: {told}; bring it back, or prepare the corpus anew")
-    return len(shards), int(tokens[-1] + 2 * documents[-1] + manifest.conversations * counted[-1])
+        message = "; ".join(damaged[:5]) + (f"; and {len(damaged) - 5} more" if len(damaged) > 5 else "")
+        raise InputError(f"{directory} is damaged: {message}; restore it, or prepare the corpus again")
+    return len(shards), int(tokens[-1] + 2 * documents[-1] + manifest.conversations * token_bounds[-1])
 
 
 def _read_manifest(directory: Path) -> _Manifest:
@@ -290,45 +312,54 @@ def _read_manifest(directory: Path) -> _Manifest:
         raise InputError(f"{directory} is not finished: run jaxopt_llm.prepare again to complete it")
     content = path.read_bytes()
     try:
-        told = json.loads(content)
-        asked = told["plan"]
-        if asked["format"] != FORMAT:
+        manifest = json.loads(content)
+        plan = manifest["plan"]
+        if plan["format"] != FORMAT:
             raise InputError(
-                f"{directory} is of format {asked['format']}, this version reads {FORMAT}: prepare it anew"
+                f"{directory} has format {plan['format']}, but this version reads format {FORMAT}: prepare the corpus "
+                "again"
             )
         return _Manifest(
             hashlib.sha256(content).hexdigest(),
-            int(told["tokens"]),
-            int(told["documents"]),
-            np.dtype(asked["dtype"]),
-            "content" in asked,
-            asked["tokenizer"],
-            asked["tokenizer_sha256"],
-            told["shards_sha256"],
+            int(manifest["tokens"]),
+            int(manifest["documents"]),
+            np.dtype(plan["dtype"]),
+            "content" in plan,
+            plan["tokenizer"],
+            plan["tokenizer_sha256"],
+            manifest["shards_sha256"],
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is damaged ({error!r}): prepare the corpus anew") from error
+        raise InputError(f"{path} is damaged ({error!r}): prepare the corpus again") from error
 
 
-def _arrays(directory: Path, manifest: _Manifest) -> list[MappedArray]:
-    """Tokens, ends, keys and, of conversations, the mask, of the sizes that the manifest says."""
+def _map_arrays(directory: Path, manifest: _Manifest) -> list[MappedArray]:
+    """Memory-map tokens, ends, keys and, for conversations, the mask.
+
+    Raises InputError if a file does not have the size that the manifest records.
+    """
     types = (manifest.dtype, np.dtype("<i8"), np.dtype("<u8"), np.dtype("?"))
     sizes = (manifest.tokens, manifest.documents, manifest.documents, manifest.tokens)
     arrays = []
-    for name, dtype, size in list(zip(_ARRAYS, types, sizes, strict=True))[: len(_names(manifest.conversations))]:
-        path, needed = array_file(directory, name), size * dtype.itemsize
-        has = path.stat().st_size if path.is_file() else 0
-        if has != needed:
-            raise InputError(f"{path} is cut or not this corpus's: {has} bytes of {needed}; prepare the corpus anew")
+    for name, dtype, size in list(zip(_ARRAYS, types, sizes, strict=True))[: len(_array_names(manifest.conversations))]:
+        path, needed = array_path(directory, name), size * dtype.itemsize
+        actual = path.stat().st_size if path.is_file() else 0
+        if actual != needed:
+            raise InputError(
+                f"{path} is truncated or belongs to another corpus: it has {actual} bytes of {needed}; prepare the "
+                "corpus again"
+            )
         arrays.append(MappedArray(path, dtype, size))
     ends = arrays[1]
     if not ends.size or ends[ends.size - 1] != manifest.tokens:
-        raise InputError(f"{ends.path} is damaged: its documents do not end where the tokens do; prepare it anew")
+        raise InputError(
+            f"{ends.path} is damaged: the last document does not end at the last token; prepare the corpus again"
+        )
     return arrays
 
 
-def _sha256(files: Sequence[Path], first: int, last: int) -> str:
-    """Of bytes [first, last) of each."""
+def _hash_range(files: Sequence[Path], first: int, last: int) -> str:
+    """Return the SHA-256 of bytes [first, last) of each file."""
     digest = hashlib.sha256()
     for path in files:
         with path.open("rb") as file:
@@ -340,11 +371,11 @@ def _sha256(files: Sequence[Path], first: int, last: int) -> str:
     return digest.hexdigest()
 
 
-def _temporary(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.getpid()}.tmp")
 
 
 def _sync(file: Any) -> None:
-    """Onto the disk, or a power cut could leave a name without its bytes."""
+    """Flush a file to the disk. Otherwise a power failure could leave a file name without its contents."""
     file.flush()
     os.fsync(file.fileno())

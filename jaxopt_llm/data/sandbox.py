@@ -1,13 +1,13 @@
-"""python sandbox.py SECONDS: renders conversations by a chat template, in a process of its own that can be ended.
+"""Rendering of conversations by a chat template: python sandbox.py SECONDS, a separate process that can be killed.
 
-A chat template is a program, and comes with weights from anywhere. Jinja's sandbox keeps it from Python's objects; that
-it ends, and how much memory it takes, only a process of its own can bound. Imports nothing of this package.
+A chat template is a program, and comes with weights from any source. Jinja's sandbox keeps it away from Python's
+objects. Only a separate process can bound its time and its memory. This program imports nothing of this package.
 
-Standard input: a JSON object on each line. The first is {"template", "special" (tokens by name), "ends" (tokens that
-can end a turn), "date"}, the others are conversations: {"messages", "tools"}. Each is answered by one on standard
-output: {"text", "spans" ([begin, end) of what the assistant wrote, in characters)}, {"refused": why} where the template
-itself raises an exception, or {"error": why}. Of a conversation with "add_generation_prompt", true where the assistant
-is to speak next, the text alone is made.
+Standard input has one JSON object per line. The first is {"template", "special" (tokens by name), "ends" (tokens that
+can end a turn), "date"}, the others are conversations: {"messages", "tools"}. Each line is answered by one line on
+standard output: {"text", "spans" (ranges [begin, end) of the assistant's text, in characters)}, {"refused": reason} if
+the template itself raises an exception, or {"error": reason}. A conversation with "add_generation_prompt", which is
+true if the assistant speaks next, is answered without spans.
 """
 
 import faulthandler
@@ -29,23 +29,23 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MEMORY = 2**31  # bytes
-MOST_TEXT = 2**26  # characters of a conversation
+MAX_MEMORY = 2**31  # bytes
+MAX_CHARACTERS = 2**26  # of a rendered conversation
 
-_NONCE = str(secrets.randbits(128))  # no conversation can spell these marks
+_NONCE = str(secrets.randbits(128))  # random, so that no conversation can contain these marks
 _BEGIN, _END = f"\0{_NONCE}<", f"\0{_NONCE}>"
 
 
 class Refused(jinja2.TemplateError):
-    """The template's own raise_exception."""
+    """Exception that the template raises with raise_exception."""
 
 
 class Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`: around what the assistant writes."""
+    """Extension for `{% generation %} ... {% endgeneration %}` around the text that the assistant writes."""
 
-    tags = {"generation"}  # noqa: RUF012 (its base has it so)
-    used = False  # in the template
-    made = 0  # since it was set to 0
+    tags = {"generation"}  # noqa: RUF012 (as in the base class)
+    used = False  # whether the template contains a block
+    rendered = 0  # blocks rendered since the last reset
 
     def parse(self, parser: Parser) -> nodes.Node:
         self.used = True
@@ -56,19 +56,19 @@ class Generation(Extension):
     def _mark(self, caller: Callable[[], str]) -> str:
         body = caller()
         if _BEGIN in body:
-            raise jinja2.TemplateError("one generation block inside another")
-        self.made += 1
+            raise jinja2.TemplateError("a generation block is inside another one")
+        self.rendered += 1
         return _BEGIN + body + _END
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        """Jinja's own would be written as nothing, as long as it is only written."""
-        raise jinja2.exceptions.SecurityError(f"it reaches for {attribute!r} of a {type(obj).__name__}")
+        """Raise SecurityError. Jinja's own implementation would render a forbidden attribute as an empty string."""
+        raise jinja2.exceptions.SecurityError(f"it accesses {attribute!r} of a {type(obj).__name__}")
 
 
 class SafeNamespace(Namespace):
-    """Without names that mean something to Python."""
+    """Namespace that rejects names with a meaning in Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args
@@ -78,12 +78,19 @@ class SafeNamespace(Namespace):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace with the name {name!r}")
+            raise jinja2.exceptions.SecurityError(f"it sets the name {name!r} in a namespace")
         Namespace.__setitem__(self, name, value)
 
 
 class Renderer:
-    """What a template makes of conversations. `ends`: special tokens."""
+    """Renderer of conversations with one template.
+
+    Args:
+        template: the template, in Jinja.
+        special: special tokens by name.
+        ends: special tokens that can end a turn.
+        date: current date for `strftime_now`, or empty.
+    """
 
     def __init__(self, template: str, special: dict[str, str], ends: list[str], date: str) -> None:
         environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
@@ -101,52 +108,58 @@ class Renderer:
     def render(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None, add_generation_prompt: bool | None = None
     ) -> dict[str, Any]:
-        def text(count: int, add_generation_prompt: bool = False) -> str:
-            made = self._template.render(
+        """Return the answer for one conversation: its text and the spans of the assistant's text."""
+
+        def render_first(count: int, add_generation_prompt: bool = False) -> str:
+            rendered = self._template.render(
                 messages=messages[:count],
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special,
             )
-            if len(made) > MOST_TEXT:
-                raise jinja2.TemplateError(f"more than {MOST_TEXT:,} characters for one conversation")
-            return made
+            if len(rendered) > MAX_CHARACTERS:
+                raise jinja2.TemplateError(f"it renders more than {MAX_CHARACTERS:,} characters for one conversation")
+            return rendered
 
-        self._generation.made = 0
-        whole = text(len(messages), bool(add_generation_prompt))
+        self._generation.rendered = 0
+        text = render_first(len(messages), bool(add_generation_prompt))
         if self._generation.used:
-            return _unmarked(whole, self._generation.made)
+            return _remove_marks(text, self._generation.rendered)
         if add_generation_prompt is not None:
-            return {"text": whole, "spans": []}
-        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        return {"text": whole, "spans": [self._span(whole, number, text) for number in turns]}
+            return {"text": text, "spans": []}
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        return {"text": text, "spans": [self._find_span(text, index, render_first) for index in turns]}
 
-    def _span(self, whole: str, number: int, text: Callable[..., str]) -> tuple[int, int]:
-        """Where a turn lies: between the prompt for it and all up to it, without the blanks behind its last token."""
+    def _find_span(self, text: str, index: int, render_first: Callable[..., str]) -> tuple[int, int]:
+        """Return the span of a turn.
+
+        The span starts at the end of the prompt for the turn, and ends at the end of the conversation up to the turn.
+        Trailing whitespace is excluded if a special token precedes it.
+        """
         try:
-            before, after = text(number, add_generation_prompt=True), text(number + 1)
+            before, after = render_first(index, add_generation_prompt=True), render_first(index + 1)
         except Refused as error:
             raise jinja2.TemplateError(
-                f"it has no generation block and refuses the first messages of a conversation alone ({error}), so that "
-                "the assistant's turns cannot be told; put {% generation %} ... {% endgeneration %} around them"
+                f"it has no generation block and rejects the first part of a conversation ({error}), so the "
+                "assistant's turns cannot be found; put {% generation %} ... {% endgeneration %} around them"
             ) from error
-        if not (whole.startswith(after) and after.startswith(before)):
+        if not (text.startswith(after) and after.startswith(before)):
             raise jinja2.TemplateError(
-                "it has no generation block and writes earlier turns otherwise once others follow, so that the "
-                "assistant's cannot be told; put {% generation %} ... {% endgeneration %} around them"
+                "it has no generation block and renders earlier turns differently when more turns follow, so the "
+                "assistant's turns cannot be found; put {% generation %} ... {% endgeneration %} around them"
             )
         turn = after[len(before) :]
         stripped = turn.rstrip()
         return len(before), len(before) + len(stripped if stripped.endswith(self._ends) else turn)
 
 
-def _unmarked(marked: str, blocks: int) -> dict[str, Any]:
-    """The text without its marks, and where they were."""
+def _remove_marks(marked: str, blocks: int) -> dict[str, Any]:
+    """Return the text without its marks, and the spans that they enclosed."""
     pieces = re.split(f"({_BEGIN}|{_END})", marked)
     texts, marks = pieces[::2], pieces[1::2]
     if marks != [_BEGIN, _END] * blocks:
-        raise jinja2.TemplateError("it does not write what each of its generation blocks has made once, as it is")
+        raise jinja2.TemplateError("it does not write the text of each generation block exactly once and unchanged")
     edges = list(itertools.accumulate(map(len, texts[:-1])))
     return {"text": "".join(texts), "spans": list(zip(edges[::2], edges[1::2], strict=True))}
 
@@ -156,14 +169,14 @@ def _raise(message: str) -> NoReturn:
 
 
 def _dict(*items: Any, **named: Any) -> dict[str, Any]:
-    """Python's own has methods that make objects of classes."""
+    """Return a dict. The type `dict` itself would give the template access to its class methods."""
     return dict(*items, **named)
 
 
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own escapes what means something in HTML."""
+    """Return the value as JSON. Jinja's own filter would escape characters for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -171,8 +184,8 @@ def _clock(day: str) -> Callable[[str], str]:
     def strftime_now(form: str) -> str:
         if not day:
             raise jinja2.TemplateError(
-                "it writes today's date, with which no run could be resumed tomorrow: give one, as in data.date "
-                "2026-01-31"
+                "it writes the current date, so a run could not be resumed on another day: set a fixed date, for "
+                "example data.date=2026-01-31"
             )
         return date.fromisoformat(day).strftime(form)
 
@@ -180,23 +193,24 @@ def _clock(day: str) -> Callable[[str], str]:
 
 
 def _bound_memory() -> None:
-    if os.name != "posix":  # where the time alone bounds it
+    if os.name != "posix":  # only the timeout bounds it there
         return
     import resource
 
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY if most == resource.RLIM_INFINITY else min(MEMORY, most), most))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft = MAX_MEMORY if hard == resource.RLIM_INFINITY else min(MAX_MEMORY, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def main() -> None:
     seconds = float(sys.argv[1])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too; its parent ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # this process also receives Ctrl-C; its parent ends it
     _bound_memory()
     renderer = None
-    with open(os.devnull, "w") as nowhere:
+    with open(os.devnull, "w") as null:
         for line in sys.stdin.buffer:
-            # A thread of C ends the process whatever it computes. It would write a traceback first.
-            faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+            # A C thread ends the process, even during a long computation in C. It first writes a traceback.
+            faulthandler.dump_traceback_later(seconds, exit=True, file=null)
             try:
                 if renderer is None:
                     renderer, answer = Renderer(**json.loads(line)), "{}"
@@ -206,7 +220,7 @@ def main() -> None:
                 answer = json.dumps({"refused": str(error)})
             except jinja2.TemplateSyntaxError as error:
                 answer = json.dumps({"error": f"line {error.lineno}: {error}"})
-            except Exception as error:  # a stranger's program can raise anything
+            except Exception as error:  # an untrusted program can raise any exception
                 kind = type(error).__name__
                 answer = json.dumps({"error": f"{kind}: {error}" if str(error) else kind})
             sys.stdout.write(answer + "\n")

@@ -1,4 +1,4 @@
-"""The chat template that makes conversations text, found beside the tokenizer and run in a process of its own."""
+"""Chat templates: search for the template of a tokenizer, and rendering of conversations in a separate process."""
 
 import hashlib
 import json
@@ -11,20 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from jaxopt_llm.data.config import DataConfig
-from jaxopt_llm.data.source import Document, Part, read, refuse
-from jaxopt_llm.data.tokenizer import Tokenizer, read_object
-from jaxopt_llm.errors import InputError
+from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data.source import Document, Part, read_documents, reject
+from jaxopt_llm.data.tokenizer import Tokenizer, read_json_object
 
-PROGRAM = Path(__file__).with_name("sandbox.py")
-MOST_BYTES = 2**20  # of a template: published ones have 20 kB at most
-SECONDS = 30.0  # for one conversation, which takes less than a millisecond
+SANDBOX_PROGRAM = Path(__file__).with_name("sandbox.py")
+MAX_TEMPLATE_BYTES = 2**20  # published templates have at most 20 kB
+TIMEOUT_SECONDS = 30.0  # for one conversation, which usually takes less than a millisecond
 
 
 @dataclass(frozen=True)
 class Template:
-    """source: in Jinja. special: what it may call bos_token, eos_token, ... ends: special tokens that can end a turn.
-    date: the day that it writes as today's."""
+    """Chat template of a tokenizer.
+
+    Attributes:
+        path: the file of the template, for messages.
+        source: the template, in Jinja.
+        special: special tokens by the names that the template uses: bos_token, eos_token, ...
+        ends: special tokens that can end a turn.
+        date: the date that the template writes as the current date.
+    """
 
     path: Path
     source: str
@@ -38,44 +45,55 @@ class Template:
 
 
 def find_template(config: DataConfig, tokenizer: Tokenizer) -> Template:
-    """data.chat_template; else chat_template.jinja beside the tokenizer; else what tokenizer_config.json there says.
+    """Return the chat template of a tokenizer.
+
+    The template is, in this order: the file data.chat_template, chat_template.jinja next to the tokenizer, or
+    chat_template in its tokenizer_config.json.
 
     Raises:
-        InputError: none of them, or one that cannot be read.
+        InputError: there is no template, or it cannot be read.
     """
     path = Path(config.tokenizer)
     folder = path if path.is_dir() else path.parent
-    settings = {} if config.tokenizer == "bytes" else read_object(folder / "tokenizer_config.json")
-    named = {key: _content(token) for key, token in settings.items() if key.endswith("_token")}
-    special = {key: token for key, token in named.items() if isinstance(token, str)}
-    beside = folder / "chat_template.jinja"
-    path = Path(config.chat_template) if config.chat_template else beside
-    if config.chat_template or (config.tokenizer != "bytes" and beside.is_file()):
+    settings = {} if config.tokenizer == "bytes" else read_json_object(folder / "tokenizer_config.json")
+    declared = {key: _content(token) for key, token in settings.items() if key.endswith("_token")}
+    special = {key: token for key, token in declared.items() if isinstance(token, str)}
+    default = folder / "chat_template.jinja"
+    path = Path(config.chat_template) if config.chat_template else default
+    if config.chat_template or (config.tokenizer != "bytes" and default.is_file()):
         try:
             with path.open("rb") as file:
-                source = file.read(MOST_BYTES + 1).decode()
+                source = file.read(MAX_TEMPLATE_BYTES + 1).decode()
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"data.chat_template={path}: it cannot be read ({error})") from error
+            raise InputError(
+                f"data.chat_template={path}: the template cannot be read ({error}); name a text file with Jinja"
+            ) from error
     else:
-        path, found = folder / "tokenizer_config.json", settings.get("chat_template")
-        if isinstance(found, list):  # of several, by name
-            found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}.get("default")
-        if not isinstance(found, str):
+        path, value = folder / "tokenizer_config.json", settings.get("chat_template")
+        if isinstance(value, list):  # several templates with names
+            value = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}.get("default")
+        if not isinstance(value, str):
             raise InputError(
                 f"data.tokenizer={config.tokenizer} has no chat template (chat_template.jinja, or chat_template in "
-                "tokenizer_config.json): put one there, or name a file of one with data.chat_template"
+                "tokenizer_config.json): add one, or name a template file with data.chat_template"
             )
-        source = found
-    if len(source.encode()) > MOST_BYTES:
-        raise InputError(f"{path}: a chat template of more than {MOST_BYTES:,} bytes; it is too large to be one")
-    return Template(path, source, special, tuple(tokenizer.special), config.date)
+        source = value
+    if len(source.encode()) > MAX_TEMPLATE_BYTES:
+        raise InputError(
+            f"{path}: the chat template is larger than {MAX_TEMPLATE_BYTES:,} bytes, too large for a template; check "
+            "the file"
+        )
+    return Template(path, source, special, tuple(tokenizer.special_tokens), config.date)
 
 
 @contextmanager
-def rendering(template: Template, seconds: float = SECONDS) -> Iterator["Renderer"]:
-    """A template at work: its process ends with the context."""
-    # -P: what lies beside the program is not to be taken for modules of Python's library.
-    command = [sys.executable, "-P", str(PROGRAM), str(seconds)]
+def open_renderer(template: Template, seconds: float = TIMEOUT_SECONDS) -> Iterator["Renderer"]:
+    """Start a process that renders the template; it ends with the context.
+
+    seconds: timeout of one conversation.
+    """
+    # -P: files next to the program must not shadow modules of Python's library.
+    command = [sys.executable, "-P", str(SANDBOX_PROGRAM), str(seconds)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         yield Renderer(template, process, seconds)
@@ -85,82 +103,95 @@ def rendering(template: Template, seconds: float = SECONDS) -> Iterator["Rendere
 
 
 class Renderer:
-    """See `rendering`."""
+    """Client of the process that renders a template; see `open_renderer`."""
 
     def __init__(self, template: Template, process: "subprocess.Popen[bytes]", seconds: float) -> None:
         self._template, self._process, self._seconds = template, process, seconds
-        told = {"template": template.source, "special": template.special, "ends": template.ends, "date": template.date}
-        answer = self._ask(json.dumps(told).encode(), "as it is compiled")
-        self._check(answer, "as it is compiled")
+        settings = {"template": template.source, "special": template.special}
+        settings |= {"ends": template.ends, "date": template.date}
+        answer = self._request(json.dumps(settings).encode(), "when it was compiled")
+        self._check(answer, "when it was compiled")
 
-    def __call__(self, document: Document, config: DataConfig) -> Document | None:
-        """A conversation as text; None where the template refuses it and it may be skipped."""
-        answer = self._ask(document.content, document.name)
+    def render(self, document: Document, config: DataConfig) -> Document | None:
+        """Render a conversation as text.
+
+        Returns None if the template rejects the conversation and `data.malformed` allows skipping it.
+        """
+        answer = self._request(document.content, document.name)
         if "refused" in answer:
-            refuse(f"{document.name}: the chat template {self._template.path} refuses it ({answer['refused']})", config)
+            reject(
+                f"{document.name}: the chat template {self._template.path} rejects the conversation "
+                f"({answer['refused']})",
+                config,
+            )
             return None
         self._check(answer, document.name)
         spans = tuple((begin, end) for begin, end in answer["spans"])
         return Document(document.name, answer["text"].encode(), document.key, spans)
 
-    def prompt(self, messages: list[dict[str, str]]) -> str:
-        """A conversation as text, up to where the assistant's next turn begins."""
-        return self._text(messages, add_generation_prompt=True)
+    def render_prompt(self, messages: list[dict[str, str]]) -> str:
+        """Render a conversation as text, up to the start of the assistant's next turn."""
+        return self._render_text(messages, add_generation_prompt=True)
 
-    def turn_end(self) -> str | None:
-        """The special token that the template writes behind an answer, if it writes one there."""
-        roles = ("user", "assistant")
-        text = self._text([{"role": role, "content": role} for role in roles], add_generation_prompt=False).rstrip()
+    def find_turn_end(self) -> str | None:
+        """Return the special token that the template writes after an answer, or None."""
+        messages = [{"role": role, "content": role} for role in ("user", "assistant")]
+        text = self._render_text(messages, add_generation_prompt=False).rstrip()
         return next((token for token in self._template.ends if text.endswith(token)), None)
 
-    def _text(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        """Of what the user says now. Raises InputError where the template refuses it, too."""
-        asked = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        answer = self._ask(json.dumps(asked).encode(), "in a conversation")
+    def _render_text(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        """Render messages of a running conversation. Raises InputError if the template rejects them or fails."""
+        request = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        answer = self._request(json.dumps(request).encode(), "in a conversation")
         if "refused" in answer:
-            raise InputError(f"{self._template.path}: the chat template refuses it ({answer['refused']})")
+            raise InputError(
+                f"{self._template.path}: the chat template rejects the conversation ({answer['refused']}); start a "
+                "new one, or correct the template"
+            )
         self._check(answer, "in a conversation")
         return str(answer["text"])
 
-    def _ask(self, line: bytes, where: str) -> dict[str, Any]:
+    def _request(self, line: bytes, where: str) -> dict[str, Any]:
         try:
             _pipe(self._process.stdin).write(line + b"\n")
             _pipe(self._process.stdin).flush()
             answer: dict[str, Any] = json.loads(_pipe(self._process.stdout).readline())
         except (OSError, ValueError) as error:
             raise InputError(
-                f"{self._template.path}: the chat template was stopped, {where}: it took more than "
-                f"{self._seconds:g} s, or broke its process; is it one that can be trusted?"
+                f"{self._template.path}: the chat template was stopped ({where}): it took more than "
+                f"{self._seconds:g} s or crashed its process; check that the template can be trusted"
             ) from error
         return answer
 
     def _check(self, answer: dict[str, Any], where: str) -> None:
         if "error" in answer:
-            raise InputError(f"{self._template.path}: the chat template fails, {where}: {answer['error']}")
+            raise InputError(
+                f"{self._template.path}: the chat template failed ({where}): {answer['error']}; correct the template"
+            )
 
 
 Reader = Callable[[Part, Counter[str]], Iterator[Document]]
 
 
 @contextmanager
-def reader(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Reader]:
-    """How the documents of a part are read: as `source.read` does, and conversations made text."""
+def open_reader(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Reader]:
+    """Open a function that yields the documents of a part, with conversations rendered as text."""
     if config.content == "text":
-        yield lambda part, skipped: read(part, config, skipped)
+        yield lambda part, skipped: read_documents(part, config, skipped)
         return
-    with rendering(find_template(config, tokenizer)) as renderer:
-        yield lambda part, skipped: _rendered(read(part, config, skipped), renderer, config, skipped)
+    with open_renderer(find_template(config, tokenizer)) as renderer:
+        yield lambda part, skipped: _render_all(read_documents(part, config, skipped), renderer, config, skipped)
 
 
-def _rendered(
+def _render_all(
     documents: Iterable[Document], renderer: Renderer, config: DataConfig, skipped: Counter[str]
 ) -> Iterator[Document]:
     for document in documents:
-        rendered = renderer(document, config)
+        rendered = renderer.render(document, config)
         if rendered is None:
-            skipped["refused by the chat template"] += 1
+            skipped["rejected by the chat template"] += 1
         elif not any(begin < end for begin, end in rendered.spans or ()):
-            skipped["nothing of the assistant's"] += 1
+            skipped["without assistant tokens"] += 1
         else:
             yield rendered
 

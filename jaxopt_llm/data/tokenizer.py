@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Tokenizers: text to token ids and back."""
 
 import hashlib
 import json
@@ -9,122 +9,139 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxopt_llm.data.config import DataConfig
-from jaxopt_llm.errors import InputError
+from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core.errors import InputError
 
-# Names of delimiters by family, most specific first: Llama 2, Mistral and Gemma, Llama 3, OLMo, Phi, Qwen, GPT-2.
-_BEGINNINGS = ("<|begin_of_text|>", "<bos>", "<s>")
-_ENDS = ("<|end_of_text|>", "<eos>", "</s>", "<|endoftext|>")
+# BOS and EOS names by model family, most specific first: Llama 2, Mistral and Gemma, Llama 3, OLMo, Phi, Qwen, GPT-2.
+_BOS_NAMES = ("<|begin_of_text|>", "<bos>", "<s>")
+_EOS_NAMES = ("<|end_of_text|>", "<eos>", "</s>", "<|endoftext|>")
 
 
 class Tokenizer(Protocol):
-    """beginning, end: ids put around each document; `beginning` is None where the tokenizer's family has none.
-    special: tokens that stand for no text. vocabulary_size: one more than the largest id. sha256: what its ids depend
-    on, the delimiters included."""
+    """Protocol of a tokenizer.
+
+    Attributes:
+        vocabulary_size: the largest id plus 1.
+        bos: id before each document; None if the tokenizer's family has no BOS token.
+        eos: id after each document.
+        special_tokens: tokens that do not stand for text.
+        sha256: hash of everything that the ids depend on, including BOS and EOS.
+    """
 
     @property
     def vocabulary_size(self) -> int: ...
     @property
-    def beginning(self) -> int | None: ...
+    def bos(self) -> int | None: ...
     @property
-    def end(self) -> int: ...
+    def eos(self) -> int: ...
     @property
-    def special(self) -> Sequence[str]: ...
+    def special_tokens(self) -> Sequence[str]: ...
     @property
     def sha256(self) -> str: ...
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
-        """Returns ids [N] of each text, without delimiters. Raises UnicodeDecodeError where one must be UTF-8."""
+        """Return the ids [N] of each text, without BOS and EOS.
 
-    def encode_placed(self, texts: Sequence[bytes]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
-        """The same, each with the character [N] at which each of its tokens begins."""
+        Raises UnicodeDecodeError if the tokenizer requires UTF-8 and a text is not valid UTF-8.
+        """
+
+    def encode_with_offsets(self, texts: Sequence[bytes]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
+        """Return the ids [N] of each text, and the index of the first character of each token, [N]."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of ids [N] without special tokens; malformed UTF-8 becomes U+FFFD."""
+        """Return the text of ids [N], without special tokens. Invalid UTF-8 becomes U+FFFD."""
 
 
 class ByteTokenizer:
-    """One token per byte of UTF-8: ids 0 to 255 are the bytes, the two above delimit documents."""
+    """Tokenizer with one token per byte of UTF-8: ids 0 to 255 are the bytes, 256 is BOS, 257 is EOS."""
 
-    beginning = 256
-    end = 257
-    special = ()
+    bos = 256
+    eos = 257
+    special_tokens = ()
     vocabulary_size = 258
     sha256 = hashlib.sha256(b"bytes").hexdigest()
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
         return [np.frombuffer(text, np.uint8) for text in texts]
 
-    def encode_placed(self, texts: Sequence[bytes]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
-        # Of a character every byte but the first is 10xxxxxx.
+    def encode_with_offsets(self, texts: Sequence[bytes]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
+        # In UTF-8 every byte of a character except the first has the form 10xxxxxx.
         return [(ids, np.cumsum((ids & 0xC0) != 0x80) - 1) for ids in self.encode(texts)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Raises ValueError for a negative id."""
+        """Return the text of ids [N]. Raises ValueError for a negative id."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
 class JsonTokenizer:
-    """A Hugging Face tokenizer.json. Special tokens spelt out in a text become the tokens, as in its own library.
+    """Tokenizer of a Hugging Face tokenizer.json.
+
+    A special token that is spelled out in a text becomes that token, as in the `tokenizers` library.
 
     Args:
-        path: of the file, or of a folder that holds one.
-        beginning: the token before each document; empty: as tokenizer_config.json beside the file says, else by the
-            names that the known families use.
-        end: likewise the token after it.
+        path: the file, or a folder that holds it.
+        bos: token before each document. If empty, tokenizer_config.json next to the file names it; otherwise the
+            names that the known model families use are tried.
+        eos: token after each document; found in the same way if empty.
 
     Raises:
-        InputError: no such file, no tokenizer, or no such token.
+        InputError: the file does not exist, is not a tokenizer, or does not have such a token.
     """
 
-    def __init__(self, path: Path, beginning: str = "", end: str = "") -> None:
-        from tokenizers import Tokenizer as Library  # here: a run on bytes needs none of it
+    def __init__(self, path: Path, bos: str = "", eos: str = "") -> None:
+        from tokenizers import Tokenizer as Library  # imported here, because a run on bytes does not need it
 
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
             content = file.read_bytes()
             self._library = Library.from_buffer(content)
-        except Exception as error:  # the library raises nothing narrower
-            raise InputError(f"data.tokenizer={path}: neither bytes nor a readable tokenizer.json ({error})") from error
+        except Exception as error:  # the library raises no narrower type
+            raise InputError(
+                f"data.tokenizer={path}: not a readable tokenizer.json ({error}); name a tokenizer.json or its folder, "
+                "or set data.tokenizer=bytes"
+            ) from error
         self._library.no_truncation()
         self._library.no_padding()
-        self._library.post_processor = None  # no ids depend on it, but where a token begins would
+        self._library.post_processor = None  # it does not change the ids, but can change token offsets
         vocabulary = self._library.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise InputError(f"data.tokenizer={path}: it has no tokens")
+            raise InputError(f"data.tokenizer={path}: the vocabulary is empty; name another tokenizer")
         self.vocabulary_size = max(vocabulary.values()) + 1  # ids may have gaps
-        self.special = special = [
+        self.special_tokens = special = [
             str(token.content) for token in self._library.get_added_tokens_decoder().values() if token.special
         ]
-        declared = _declared(file.with_name("tokenizer_config.json"))
+        declared = _read_declared_tokens(file.with_name("tokenizer_config.json"))
 
-        def delimiter(setting: str, name: str, key: str, known: tuple[str, ...]) -> int | None:
+        def find_id(setting: str, name: str, key: str, known: tuple[str, ...]) -> int | None:
             if name and name not in vocabulary:
-                raise InputError(f"data.{setting}={name}: {file} has no such token; its special ones: {special}")
-            chosen = (name, declared.get(key), *(each for each in known if each in special))
-            return next((vocabulary[each] for each in chosen if each in vocabulary), None)
+                raise InputError(
+                    f"data.{setting}={name}: {file} has no such token; choose one of its tokens, for example a "
+                    f"special token: {special}"
+                )
+            names = (name, declared.get(key), *(token for token in known if token in special))
+            return next((vocabulary[token] for token in names if token in vocabulary), None)
 
-        found = delimiter("end", end, "eos_token", _ENDS)
-        if found is None:
+        eos_id = find_id("eos", eos, "eos_token", _EOS_NAMES)
+        if eos_id is None:
             raise InputError(
-                f"data.tokenizer={path} does not say which token ends a document; name one of its special tokens "
-                f"with --data.end: {special}"
+                f"data.tokenizer={path}: the tokenizer does not declare an EOS token; set data.eos to one of its "
+                f"special tokens: {special}"
             )
-        self.end: int = found
-        first = delimiter("beginning", beginning, "bos_token", _BEGINNINGS)
-        # GPT-2 declares one token for both, which its documents are separated by, once.
-        self.beginning = None if first == self.end and not beginning else first
-        self.sha256 = hashlib.sha256(content + f"\0{self.beginning}\0{self.end}".encode()).hexdigest()
+        self.eos: int = eos_id
+        bos_id = find_id("bos", bos, "bos_token", _BOS_NAMES)
+        # GPT-2 declares one token as both BOS and EOS. It separates documents, so it is written once, as EOS.
+        self.bos = None if bos_id == self.eos and not bos else bos_id
+        self.sha256 = hashlib.sha256(content + f"\0{self.bos}\0{self.eos}".encode()).hexdigest()
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
         strings = [text.decode() for text in texts]
         encoded = self._library.encode_batch_fast(strings, add_special_tokens=False)
         return [np.array(each.ids, np.int32) for each in encoded]
 
-    def encode_placed(self, texts: Sequence[bytes]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
+    def encode_with_offsets(self, texts: Sequence[bytes]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
         encoded = self._library.encode_batch([text.decode() for text in texts], add_special_tokens=False)
-        begins = [np.array(each.offsets, np.int64).reshape(-1, 2)[:, 0] for each in encoded]
-        return [(np.array(each.ids, np.int32), begin) for each, begin in zip(encoded, begins, strict=True)]
+        offsets = [np.array(each.offsets, np.int64).reshape(-1, 2)[:, 0] for each in encoded]
+        return [(np.array(each.ids, np.int32), offset) for each, offset in zip(encoded, offsets, strict=True)]
 
     def decode(self, ids: Iterable[int]) -> str:
         text: str = self._library.decode([int(i) for i in ids], skip_special_tokens=True)
@@ -132,31 +149,32 @@ class JsonTokenizer:
 
 
 def load_tokenizer(config: DataConfig) -> Tokenizer:
-    """The tokenizer that a configuration names. Raises InputError where it cannot be had."""
+    """Load the tokenizer that `data.tokenizer` names. Raises InputError if it cannot be loaded."""
     if config.tokenizer != "bytes":
-        return JsonTokenizer(Path(config.tokenizer), config.beginning, config.end)
-    if config.beginning or config.end:
+        return JsonTokenizer(Path(config.tokenizer), config.bos, config.eos)
+    if config.bos or config.eos:
         raise InputError(
-            "data.beginning and data.end name tokens of a tokenizer.json; bytes have delimiters of their own"
+            "data.bos and data.eos name tokens of a tokenizer.json, but data.tokenizer=bytes has fixed BOS and EOS "
+            "tokens: leave them out"
         )
     return ByteTokenizer()
 
 
-def _declared(path: Path) -> dict[str, Any]:
-    """bos_token and eos_token of a tokenizer_config.json: a name, or the description of a token."""
-    settings = read_object(path)
+def _read_declared_tokens(path: Path) -> dict[str, Any]:
+    """Return bos_token and eos_token of a tokenizer_config.json, which gives a name or the description of a token."""
+    settings = read_json_object(path)
     tokens = {key: settings.get(key) for key in ("bos_token", "eos_token")}
     return {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file that comes with a tokenizer; empty where there is no such file."""
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file next to a tokenizer, or an empty dict if there is no such file."""
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: no JSON ({error}); mend or remove it") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{path}: no JSON object; mend or remove it")
-    return found
+        raise InputError(f"{path}: not valid JSON ({error}); repair or remove the file") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: not a JSON object; repair or remove the file")
+    return value

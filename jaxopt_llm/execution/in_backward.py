@@ -1,14 +1,14 @@
-"""The scan executor with the optimizer in its backward: gradients never exist whole (Lv et al. 2023, LOMO,
-arXiv:2306.09782).
+"""The scan executor with the optimizer in its backward: all gradients never exist at once.
 
-The backward is written out. It goes through the layers from the last to the first: it runs a layer again from its
-input, differentiates that, sums the layer's gradient over devices, gives it to the optimizer and is done with it. The
-state is the loop's carry, which XLA updates in place, so that a layer is read before it is written. What is outside the
-stacks is updated last; the head's gradient waits for the embedding's, which a tied table adds to it.
+The method is that of LOMO (Lv et al. 2023, arXiv:2306.09782). The backward is written out. It goes through the layers
+from the last to the first. For each layer it runs the forward again from the layer's input, differentiates it, sums the
+layer's gradient over devices, gives the gradient to the optimizer, and frees it. The state is the carry of the loop,
+which XLA updates in place: a layer is read before it is written. The parameters outside the segments are updated last.
+The head's gradient waits for the embedding's, because a tied table has both.
 
-Nothing can wait for all gradients: neither a clip by their norm nor a decision to skip the step.
+Nothing can wait for all gradients: neither a clip by their norm, nor a decision to skip the step.
 
-Letters: G gradient groups, R repeats of a segment's period, B batch, S sequence, D width.
+Letters: G gradient groups, R periods of a segment, B batch, S sequence, D width.
 """
 
 from collections.abc import Callable
@@ -17,127 +17,205 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxopt_llm import tree
-from jaxopt_llm.execution.gradients import each_group, in_groups, sum_of_squares
-from jaxopt_llm.execution.stacks import RematConfig, Stack, layer_of, model_stacks, no_taps, run_period
+from jaxopt_llm.config import RematConfig
+from jaxopt_llm.core import tree
+from jaxopt_llm.execution.gradients import split_into_groups, sum_of_squares, vmap_over_groups
+from jaxopt_llm.execution.layer_groups import select_period
+from jaxopt_llm.execution.segments import LocalSegment, PeriodRunner, model_segments, no_perturbations
 from jaxopt_llm.model import param
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.decoder import Params, Parts
-from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.parallel.gathering import make_perturbations, place_weights, reduce_groups
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.zero import gradient_groups, inside_gradient_group
 
-FORWARD = "forward"  # the scope under which a compiled program and a profile name it
+FORWARD_SCOPE = "forward"  # the named scope of the forward in compiled programs and profiles
 
-# What the optimizer keeps of a section, parameters included: stacked as these are, and known to the two alone.
+# Parameters and optimizer state of a segment, stacked [R, ...], or of all parameters outside the segments ("outer").
+# Only the caller, who reads and updates it, knows its structure.
 State = tree.Tree
-Read = Callable[[State], Params]  # what the model reads of it
-Update = Callable[[str, State, Params], State]  # of a section, by its name: of one layer, or of all outside the stacks
+ReadParams = Callable[[State], Params]  # state -> the parameters that the model reads
+Update = Callable[[str, State, Params], State]  # (name, state, gradients) -> state, of one period or of "outer"
 
 
 def loss_and_update(
-    parts: Parts,
+    model: Model,
     state: dict[str, State],
     frozen: Params,
     batch: Batch,
-    cotangent: jax.Array,
+    loss_weight: jax.Array,
     placement: Placement,
-    read: Read,
+    read_params: ReadParams,
     update: Update,
 ) -> tuple[jax.Array, jax.Array, Auxiliary, dict[str, State]]:
-    """The loss summed over real tokens, the sum of squares of all gradients, the auxiliary sums, and the state after
-    the update.
+    """Run a step, and update each layer during the backward.
 
-    Arguments as in executor.py, but for the trainable parameters, which are in the state. batch: fields [1, B, S].
+    state: of the trainable parameters, by the name of a segment, or "outer". batch: fields [1, B, S]. The other
+    arguments are as in executor.py.
+
+    Returns the loss summed over real tokens, the sum of squares of all gradients, the auxiliary sums, and the state
+    after the update.
     """
-    inside = placement.group()
-    trainable = {name: read(section) for name, section in state.items()}
-    specs, params = tree.restrict(parts.specs, trainable), tree.merge(trainable, frozen)
-    microbatch = in_groups(jax.tree.map(lambda x: x[0], batch), placement)  # fields [G, B / G, S]
+    microbatch = split_into_groups(jax.tree.map(lambda x: x[0], batch), placement)  # fields [G, B / G, S]
+    trainable = {name: read_params(part) for name, part in state.items()}
+    passes = _Passes(model, trainable, frozen, microbatch, loss_weight, placement, read_params, update)
+    segments, inputs, auxiliary = model_segments(model), {}, model.zero_auxiliary()
+    x = passes.embed()
+    for name, segment in segments.items():
+        x, (inputs[name], added) = passes.run_forward(name, segment, x)
+        groups = (0, 1) if gradient_groups(placement) else (0,)
+        auxiliary = auxiliary + jax.tree.map(lambda sums, groups=groups: jnp.sum(sums, axis=groups), added)
+    loss, outer, dx = passes.run_head(x)
+    squares, new_state = jnp.float32(0), dict(state)
+    for name, segment in reversed(segments.items()):
+        dx, squares, trained = passes.run_backward(name, segment, state[name], inputs[name], dx, squares)
+        new_state[name] = update(name, state[name], passes.specs[name]) if trained is None else trained
+    outer = reduce_groups(passes.specs["outer"], passes.add_embedding_gradients(dx, outer), placement)
+    new_state["outer"] = update("outer", state["outer"], outer)
+    return jnp.sum(loss), squares + sum_of_squares(outer, passes.specs["outer"]), auxiliary, new_state
 
-    def placed_outer(taps: Params) -> Params:
-        return inside.place(parts.specs["outer"], params["outer"], taps, keep=True)
 
-    def embed(taps: Params, batch: Batch) -> jax.Array:
-        return parts.embed(placed_outer(taps), batch.tokens, parts.make_context(batch, inside))
+class _Passes:
+    """The passes of one step. Those over the whole batch have a leading dimension G if there are gradient groups.
 
-    def period(
-        stack: Stack, weights: Params, taps: Params, per_layer: Any, x: jax.Array, batch: Batch, remat: RematConfig
-    ) -> tuple[jax.Array, Auxiliary]:
-        context = parts.make_context(batch, inside)
-        x, _, auxiliary = run_period(parts, stack, weights, taps, per_layer, x, context, remat)
-        return x, auxiliary
+    specs: of the trainable parameters. inside: the placement within a gradient group.
+    """
 
-    @jax.named_scope(FORWARD)
-    def forward(name: str, stack: Stack, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
-        """x after a stack, and of each period its input, [R, G, B / G, S, D], and its auxiliary sums, [R, G, ...]."""
-        taps, once = no_taps(param.layer_specs(stack.specs)), RematConfig("none")
+    def __init__(
+        self,
+        model: Model,
+        trainable: Params,
+        frozen: Params,
+        microbatch: Batch,
+        loss_weight: jax.Array,
+        placement: Placement,
+        read_params: ReadParams,
+        update: Update,
+    ) -> None:
+        self.model, self.trainable, self.frozen = model, trainable, frozen
+        self.params, self.specs = tree.merge(trainable, frozen), tree.restrict(model.specs, trainable)
+        self.microbatch, self.loss_weight = microbatch, loss_weight
+        self.placement, self.inside = placement, inside_gradient_group(placement)
+        self.read_params, self.update = read_params, update
 
-        def one(x: jax.Array, layer: Any) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
-            def run(x: jax.Array, batch: Batch) -> tuple[jax.Array, Auxiliary]:
-                return period(stack, layer[0], taps, layer[1], x, batch, once)
+    def embed(self) -> jax.Array:
+        """Return what enters the first segment, [G, B / G, S, D]."""
 
-            y, auxiliary = each_group(run, placement)(x, microbatch)
+        def embed_group(batch: Batch) -> jax.Array:
+            return self._embed(no_perturbations(self.model.specs["outer"]), batch)
+
+        return vmap_over_groups(embed_group, self.placement)(self.microbatch)
+
+    @jax.named_scope(FORWARD_SCOPE)
+    def run_forward(
+        self, name: str, segment: LocalSegment, x: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
+        """Run a segment. Return x, and each period's input [R, G, B / G, S, D] and auxiliary sums [R, G, ...]."""
+        perturbations, no_remat = no_perturbations(param.layer_specs(segment.specs)), RematConfig("none")
+
+        def run_period(x: jax.Array, period: Any) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
+            weights, per_layer = period
+
+            def run_group(x: jax.Array, batch: Batch) -> tuple[jax.Array, Auxiliary]:
+                return self._run_period(segment, no_remat, weights, perturbations, per_layer, x, batch)
+
+            y, auxiliary = vmap_over_groups(run_group, self.placement)(x, self.microbatch)
             return y, (x, auxiliary)
 
-        return jax.lax.scan(one, x, (params[name], stack.per_layer))
+        return jax.lax.scan(run_period, x, (self.params[name], segment.per_layer))
 
-    def head(x: jax.Array, batch: Batch) -> tuple[jax.Array, Params, jax.Array]:
-        def objective(taps: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            context = parts.make_context(batch, inside)
-            return parts.head_loss(placed_outer(taps), x, batch, context, cotangent)
+    def run_head(self, x: jax.Array) -> tuple[jax.Array, Params, jax.Array]:
+        """Return the loss, the head's gradients of the parameters outside the segments, and dx."""
 
-        _, pull, loss = jax.vjp(objective, inside.taps(specs["outer"]), x, has_aux=True)
-        return loss, *pull(jnp.float32(1))
+        def run_group(x: jax.Array, batch: Batch) -> tuple[jax.Array, Params, jax.Array]:
+            def objective(perturbations: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+                context = self.model.make_context(batch, self.inside)
+                return self.model.loss(self._place_outer(perturbations), x, batch, context, self.loss_weight)
 
-    def backward(
-        name: str, stack: Stack, inputs: jax.Array, dx: jax.Array, squares: jax.Array
+            perturbations = make_perturbations(self.specs["outer"], self.inside)
+            _, pull_back, loss = jax.vjp(objective, perturbations, x, has_aux=True)
+            return loss, *pull_back(jnp.float32(1))
+
+        return vmap_over_groups(run_group, self.placement)(x, self.microbatch)
+
+    def run_backward(
+        self, name: str, segment: LocalSegment, state: State, inputs: jax.Array, dx: jax.Array, squares: jax.Array
     ) -> tuple[jax.Array, jax.Array, State]:
-        """dx before a stack, the sum of squares with its gradients', and its state after their update; None for a stack
-        of which nothing is trained: what is kept of that is not stacked."""
-        layer_specs = param.layer_specs(specs[name])
-        trains = bool(jax.tree.leaves(layer_specs))
+        """Differentiate a segment and update its state, from the last period to the first.
 
-        def one(steps: jax.Array, carry: Any) -> Any:
+        inputs: each period's, from `run_forward`. squares: the sum of squares of the gradients so far.
+
+        Returns dx of the segment's input, the sum of squares, and the new state. The state is None if nothing of the
+        segment is trained, because its state is then not stacked.
+        """
+        specs = param.layer_specs(self.specs[name])
+        trains = bool(jax.tree.leaves(specs))
+
+        def run_period(steps: jax.Array, carry: Any) -> Any:
             dx, squares, state = carry
-            number = inputs.shape[0] - 1 - steps
-            x, per_layer, others = layer_of((inputs, stack.per_layer, frozen[name]), number)
-            own = layer_of(state, number)
-            weights = tree.merge(read(own) if trains else trainable[name], others)
-
-            def back(x: jax.Array, dy: jax.Array, batch: Batch) -> tuple[Params, jax.Array]:
-                def run(taps: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-                    y, auxiliary = period(stack, weights, taps, per_layer, x, batch, RematConfig("full"))
-                    return y, cotangent * auxiliary.loss
-
-                return jax.vjp(run, inside.taps(layer_specs), x)[1]((dy, jnp.float32(1)))
-
-            gradients, dx = each_group(back, placement)(x, dx, microbatch)
+            row = inputs.shape[0] - 1 - steps
+            x, per_layer, frozen = select_period((inputs, segment.per_layer, self.frozen[name]), row)
+            period_state = select_period(state, row)
+            weights = tree.merge(self.read_params(period_state) if trains else self.trainable[name], frozen)
+            gradients, dx = self._differentiate_period(segment, specs, weights, per_layer, x, dx)
             if trains:
-                gradients = jax.tree.map(placement.reduce_groups, layer_specs, gradients)
-                squares = squares + sum_of_squares(gradients, layer_specs)
-                new = update(name, own, gradients)
-                state = jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, number, 0), state, new)
+                gradients = reduce_groups(specs, gradients, self.placement)
+                squares = squares + sum_of_squares(gradients, specs)
+                new = self.update(name, period_state, gradients)
+                state = jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, row, 0), state, new)
             return dx, squares, state
 
-        return jax.lax.fori_loop(0, inputs.shape[0], one, (dx, squares, state[name] if trains else None))
+        return jax.lax.fori_loop(0, inputs.shape[0], run_period, (dx, squares, state if trains else None))
 
-    def embed_back(dx: jax.Array, outer: Params, batch: Batch) -> Params:
-        """The gradients of what is outside the stacks: the head's, `outer`, and the embedding's."""
-        _, pull = jax.vjp(lambda taps: embed(taps, batch), inside.taps(specs["outer"]))
-        return jax.tree.map(jnp.add, outer, *pull(dx))
+    def add_embedding_gradients(self, dx: jax.Array, outer: Params) -> Params:
+        """Add the embedding's gradients to the head's, `outer`."""
 
-    stacks, inputs, auxiliary = model_stacks(parts), {}, parts.zero_auxiliary()
-    x = each_group(lambda batch: embed(no_taps(parts.specs["outer"]), batch), placement)(microbatch)
-    for name, stack in stacks.items():
-        x, (inputs[name], added) = forward(name, stack, x)
-        groups = (0, 1) if placement.gradient_groups else (0,)
-        auxiliary = auxiliary + jax.tree.map(lambda sums, groups=groups: jnp.sum(sums, axis=groups), added)
-    loss, outer, dx = each_group(head, placement)(x, microbatch)
-    squares, new = jnp.float32(0), dict(state)
-    for name, stack in reversed(stacks.items()):
-        dx, squares, trained = backward(name, stack, inputs[name], dx, squares)
-        new[name] = update(name, state[name], specs[name]) if trained is None else trained
-    outer = each_group(embed_back, placement)(dx, outer, microbatch)
-    outer = jax.tree.map(placement.reduce_groups, specs["outer"], outer)
-    new["outer"] = update("outer", state["outer"], outer)
-    return jnp.sum(loss), squares + sum_of_squares(outer, specs["outer"]), auxiliary, new
+        def run_group(dx: jax.Array, outer: Params, batch: Batch) -> Params:
+            perturbations = make_perturbations(self.specs["outer"], self.inside)
+            _, pull_back = jax.vjp(lambda perturbations: self._embed(perturbations, batch), perturbations)
+            return jax.tree.map(jnp.add, outer, *pull_back(dx))
+
+        return vmap_over_groups(run_group, self.placement)(dx, outer, self.microbatch)
+
+    def _differentiate_period(
+        self, segment: LocalSegment, specs: Params, weights: Params, per_layer: Any, x: jax.Array, dy: jax.Array
+    ) -> tuple[Params, jax.Array]:
+        """Run a period again from its input x. Return its gradients, not yet summed over groups, and dx."""
+
+        def run_group(x: jax.Array, dy: jax.Array, batch: Batch) -> tuple[Params, jax.Array]:
+            def run(perturbations: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+                y, auxiliary = self._run_period(
+                    segment, RematConfig("full"), weights, perturbations, per_layer, x, batch
+                )
+                return y, self.loss_weight * auxiliary.loss
+
+            return jax.vjp(run, make_perturbations(specs, self.inside), x)[1]((dy, jnp.float32(1)))
+
+        return vmap_over_groups(run_group, self.placement)(x, dy, self.microbatch)
+
+    # --- within one gradient group
+
+    def _place_outer(self, perturbations: Params) -> Params:
+        return place_weights(
+            self.model.specs["outer"], self.params["outer"], perturbations, self.inside, keep_gathered=True
+        )
+
+    def _embed(self, perturbations: Params, batch: Batch) -> jax.Array:
+        outer = self._place_outer(perturbations)
+        return self.model.embed(outer, batch.tokens, self.model.make_context(batch, self.inside))
+
+    def _run_period(
+        self,
+        segment: LocalSegment,
+        remat: RematConfig,
+        weights: Params,
+        perturbations: Params,
+        per_layer: Any,
+        x: jax.Array,
+        batch: Batch,
+    ) -> tuple[jax.Array, Auxiliary]:
+        context = self.model.make_context(batch, self.inside)
+        runner = PeriodRunner(self.model, segment, context, remat)
+        x, _, auxiliary = runner.run(weights, perturbations, per_layer, x)
+        return x, auxiliary

@@ -1,43 +1,57 @@
-"""The pipeline executor: runs a schedule's table (schedules.py) over stages that are devices along `pipeline`.
+"""The pipeline executor: runs a schedule's table (schedules.py) over stages, which are the devices along `pipeline`.
 
-It is manual over that axis alone: within a stage the compiler places data, fsdp and tensor as ever. All stages run one
-program in ticks, one scan for each of the table's phases. In a tick a stage runs a chunk of its layers forward, and a
-chunk backward; between ticks neighbours exchange activations one way and their gradients the other. The backward is
-written out: it runs the chunk again from its input, which waited for it in a slot, and differentiates that. What enters
-is tokens, and the embedding's gradient is formed inside: nothing of size M × activations exists, unless the schedule
-itself keeps it.
+It is manual over that axis only: within a stage, the compiler places data, fsdp and tensor as usual. All stages run one
+program in ticks, with one scan for each phase of the table. In a tick, a stage runs a chunk of its layers forward and a
+chunk backward. Between ticks, neighbours exchange activations one way and their gradients the other way. The backward
+is written out: it runs the chunk again from its input, which waited in a buffer, and differentiates it. Tokens enter,
+and the embedding's gradient is formed inside: nothing of size M × activations exists, unless the schedule itself keeps
+it.
 
-All stages wait for the slowest, so nothing may be one stage's alone. The rows of the embedding's and the head's tables
-are divided over the stages (Yeung et al. 2024, arXiv:2411.05288): each holds its part of them, their gradients and
-their moments, looks up its tokens of what enters the first stage, and forms its logits of what leaves the last. A
-microbatch costs each stage 1 / S of the lookup, head and loss, a final norm, and four sums of an activation over
-`pipeline`: of the embedded tokens and of what the last stage gives, there and back. On every stage in turn, or on the
-last alone, the head would lengthen every tick by all of it.
+All stages wait for the slowest one, so no work may belong to a single stage. The rows of the embedding's and the head's
+tables are divided over the stages (Yeung et al. 2024, arXiv:2411.05288). Each stage holds its rows of them, of their
+gradients and of their moments. It looks up those rows for the tokens that enter the first stage, and forms those logits
+of the last stage's output. A microbatch costs each stage 1/S of the lookup, head and loss, a final norm, and four sums
+of an activation over `pipeline`: of the embedded tokens and of the last stage's output, forward and backward. If each
+stage in turn computed the whole head, or the last stage alone, the head would lengthen every tick by its whole time.
 
-What a tick gives is sent while a chunk runs: activations beside the backward's repeated forward, gradients beside the
-forward of the next tick.
+The results of a tick are sent while a chunk runs: activations during the forward that the backward repeats, and
+gradients during the forward of the next tick.
 
 Letters: S stages, V chunks of a stage, M microbatches, T ticks, B batch, S sequence, D width.
 """
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxopt_llm import tree
+from jaxopt_llm.config import PipelineConfig, RematConfig
+from jaxopt_llm.core import tree
 from jaxopt_llm.execution.executor import Executor
-from jaxopt_llm.execution.gradients import Sums, add_gradients, place, sum_over_groups, zero_sums
-from jaxopt_llm.execution.schedules import Ends, PipelineConfig, forward_table, make_table
-from jaxopt_llm.execution.stacks import RematConfig, no_taps
-from jaxopt_llm.execution.stage import Stage, Tick, at, microbatch_of, on_every_stage, part, stage_specs, when, where
+from jaxopt_llm.execution.gradients import Sums, add_gradients, constrain_gradients, sum_over_groups, zero_sums
+from jaxopt_llm.execution.pipeline_stage import (
+    PipelineStage,
+    Tick,
+    run_for_microbatch,
+    run_on_stages,
+    select,
+    select_microbatch,
+    slice_ticks,
+    stage_specs,
+    zero_unless,
+)
+from jaxopt_llm.execution.schedules import Ends, make_forward_table, make_table
+from jaxopt_llm.execution.segments import no_perturbations
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.decoder import Params, Parts
+from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.param import ParamSpec
-from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.gathering import make_perturbations
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.stages import constrain_sent, is_split_over_stages
+from jaxopt_llm.parallel.zero import inside_gradient_group, master_sharding
 
 
 def make_executor(remat: RematConfig, pipeline: PipelineConfig) -> Executor:
@@ -48,166 +62,211 @@ def make_executor(remat: RematConfig, pipeline: PipelineConfig) -> Executor:
 
 
 def loss_and_gradients(
-    parts: Parts,
+    model: Model,
     trainable: Params,
     frozen: Params,
     batch: Batch,
-    cotangent: jax.Array,
+    loss_weight: jax.Array,
     placement: Placement,
     remat: RematConfig,
     pipeline: PipelineConfig,
 ) -> tuple[jax.Array, jax.Array, Auxiliary, Params]:
-    """See executor.py. `parts` are those of `stages.rest_on_stages`."""
+    """Return loss, number of tokens, auxiliary sums and gradients; see executor.py.
+
+    model: as `stage_layout.stack_by_stage` returns it.
+    """
     table = make_table(pipeline.schedule, placement.size("pipeline"), batch.tokens.shape[0], pipeline.virtual_stages)
-    trained = tree.restrict(stage_specs(parts.specs, placement), trainable)
+    trained = tree.restrict(stage_specs(model.specs, placement), trainable)
 
-    def on_stage(stage: Stage, batch: Batch, cotangent: jax.Array) -> Sums:
-        grouped = replace(stage, placement=stage.placement.group())
+    def train_stage(stage: PipelineStage, batch: Batch, loss_weight: jax.Array) -> Sums:
+        inside = replace(stage, placement=inside_gradient_group(stage.placement))
 
-        def one_group(batch: Batch) -> Sums:  # fields [M, B / G, S]
-            return _forward_and_backward(grouped, trained, batch, cotangent)
+        def train_group(batch: Batch) -> Sums:  # fields [M, B / G, S]
+            return _Training(inside, trained, batch, loss_weight).run()
 
-        return sum_over_groups(one_group, batch, trained, stage.placement)
+        return sum_over_groups(train_group, batch, trained, stage.placement)
 
     params = tree.merge(trainable, frozen)
-    by_stage = on_every_stage(on_stage, parts, params, table, placement, remat, batch, cotangent)
-    loss, auxiliary = _sum_stages(by_stage[:2])
+    by_stage = run_on_stages(train_stage, model, params, table, placement, remat, batch, loss_weight)
+    loss, auxiliary = _sum_over_stages(by_stage[:2])
 
-    def whole(spec: ParamSpec, rows: jax.Array) -> jax.Array:
-        """[stages, ...] -> as the parameter is."""
+    def join_stages(spec: ParamSpec, rows: jax.Array) -> jax.Array:
+        """Return a gradient [stages, ...] in the shape of its parameter."""
         if spec.leading:
             return jnp.swapaxes(rows.reshape(table.stages, table.chunks, -1, *rows.shape[2:]), 0, 1)
-        of_all = rows.reshape(-1, *rows.shape[2:])[: spec.shape[0]] if placement.staged(spec) else _sum_stages(rows)
-        return jax.lax.with_sharding_constraint(of_all, placement.masters(spec))
+        if is_split_over_stages(spec):
+            gradient = rows.reshape(-1, *rows.shape[2:])[: spec.shape[0]]
+        else:
+            gradient = _sum_over_stages(rows)
+        return jax.lax.with_sharding_constraint(gradient, master_sharding(spec, placement))
 
-    gradients = jax.tree.map(whole, tree.restrict(parts.specs, trainable), by_stage[2])
+    gradients = jax.tree.map(join_stages, tree.restrict(model.specs, trainable), by_stage[2])
     return loss, jnp.sum(batch.loss_mask), auxiliary, gradients
 
 
 def loss(
-    parts: Parts, params: Params, batch: Batch, placement: Placement, remat: RematConfig, pipeline: PipelineConfig
+    model: Model, params: Params, batch: Batch, placement: Placement, remat: RematConfig, pipeline: PipelineConfig
 ) -> tuple[jax.Array, Auxiliary]:
-    """See executor.py."""
-    table = forward_table(placement.size("pipeline"), batch.tokens.shape[0], pipeline.virtual_stages)
-    return _sum_stages(on_every_stage(_forward, parts, params, table, placement, remat, batch))
+    """Return the loss and the auxiliary sums; see executor.py."""
+    table = make_forward_table(placement.size("pipeline"), batch.tokens.shape[0], pipeline.virtual_stages)
+    return _sum_over_stages(run_on_stages(_evaluate_stage, model, params, table, placement, remat, batch))
 
 
-def _forward(stage: Stage, batch: Batch) -> tuple[jax.Array, Auxiliary]:
-    """Loss and auxiliary sums of this stage, forward alone."""
-    taps, ends = no_taps(stage.specs), stage.table.ends
+def _evaluate_stage(stage: PipelineStage, batch: Batch) -> tuple[jax.Array, Auxiliary]:
+    """Run a stage only forward. Return its loss and auxiliary sums."""
+    perturbations, ends = no_perturbations(stage.specs), stage.table.ends
 
-    def tick(carry: Any, tick: Tick) -> Any:
+    def run_tick(carry: Any, tick: Tick) -> Any:
         received, loss, auxiliary = carry
-        unit = tick.forward
-        x = stage.enter(tick, ends, received, batch)
-        y, added = stage.run(unit.chunk, taps, x, microbatch_of(batch, unit.microbatch))
+        work = tick.forward
+        x = stage.select_input(tick, ends, received, batch)
+        y, added = stage.run_chunk(work.chunk, perturbations, x, select_microbatch(batch, work.microbatch))
 
         def head(index: jax.Array) -> jax.Array:
-            return stage.head_loss(taps, y, microbatch_of(batch, index), jnp.float32(1))[1]
+            return stage.loss(perturbations, y, select_microbatch(batch, index), jnp.float32(1))[1]
 
-        loss += when(ends.leaves, tick.ends.leaves, head, lambda: jnp.float32(0))
-        return stage.send(y, to=1), loss, auxiliary + where(unit.microbatch >= 0, added)
+        loss += run_for_microbatch(ends.loss, tick.ends.loss, head, lambda: jnp.float32(0))
+        return stage.send(y, to=1), loss, auxiliary + zero_unless(work.microbatch >= 0, added)
 
     (phase,) = stage.table.phases
-    start = (stage.nothing(batch), jnp.float32(0), stage.parts.zero_auxiliary())
-    _, loss, auxiliary = stage.scan(phase, tick, start)
-    return where(stage.is_last, loss), auxiliary  # all stages have the loss
+    start = (stage.zero_activation(batch), jnp.float32(0), stage.model.zero_auxiliary())
+    _, loss, auxiliary = stage.scan_ticks(phase, run_tick, start)
+    return zero_unless(stage.is_last, loss), auxiliary  # all stages have the loss
 
 
-def _forward_and_backward(stage: Stage, trained: Params, batch: Batch, cotangent: jax.Array) -> Sums:
-    """Loss, auxiliary sums and gradients of this stage. trained: specs of what is differentiated by, as it holds it."""
-    placement, table = stage.placement, stage.table
-    of_chunk = {name: each.specs for name, each in stage.stacks.items()}
-    taps_of = tree.restrict({"outer": stage.specs["outer"], **of_chunk}, trained)
+Carry = tuple[jax.Array, jax.Array, jax.Array, Sums]  # received x, dx to send, inputs [buffers, B, S, D], sums
 
-    def forward(tick: Tick, possible: Ends, received: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        unit = tick.forward
-        x = stage.enter(tick, possible, received, batch)
-        held = jnp.where(unit.microbatch >= 0, x, at(inputs, unit.slot))
-        inputs = jax.lax.dynamic_update_index_in_dim(inputs, held, unit.slot, 0)
-        y, _ = stage.run(unit.chunk, no_taps(stage.specs), x, microbatch_of(batch, unit.microbatch))
-        return y, inputs
 
-    def backward(
-        tick: Tick, possible: Ends, received: jax.Array, inputs: jax.Array, sums: Sums, underway: jax.Array
-    ) -> tuple[jax.Array, Sums, jax.Array]:
-        unit = tick.backward
-        runs, is_end = unit.microbatch >= 0, stage.is_last & (unit.chunk == table.chunks - 1)
-        taps = placement.taps(taps_of)
-        of_layers, of_ends = {name: each for name, each in taps.items() if name != "outer"}, {"outer": taps["outer"]}
+@dataclass(frozen=True, eq=False)
+class _Training:
+    """The forward and backward work of one stage for the microbatches of one gradient group, fields [M, B, S].
 
-        def add(gradients: Params, added: Params) -> Params:
-            """To the sums of some sections."""
-            new = {
-                name: add_gradients(gradients[name], each, trained[name], placement, unit.chunk)
-                for name, each in added.items()
-            }
-            return {**gradients, **new}
+    trained: specs of the parameters with a gradient, as the stage holds them.
+    """
 
-        def layers(taps: Params, x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Auxiliary]:
-            y, auxiliary = stage.run(unit.chunk, taps, x, microbatch_of(batch, unit.microbatch))
-            return (y, where(runs, cotangent) * auxiliary.loss), auxiliary
+    stage: PipelineStage
+    trained: Params
+    batch: Batch
+    loss_weight: jax.Array
 
-        def turn(index: jax.Array) -> tuple[jax.Array, jax.Array, Params]:
-            """The loss and where its gradient begins."""
+    def run(self) -> Sums:
+        """Return the loss, the auxiliary sums and the gradients of the stage."""
+        stage, placement = self.stage, self.stage.placement
+        zeros = stage.zero_activation(self.batch)
+        shapes = jax.eval_shape(
+            lambda: (jnp.float32(0), stage.model.zero_auxiliary(), make_perturbations(self.trained, placement))
+        )
+        inputs = jnp.broadcast_to(zeros, (stage.table.buffers, *zeros.shape))
+        carry = (zeros, zeros, inputs, zero_sums(shapes, self.trained, placement))
+        for phase in stage.table.phases:
+            carry = self._run_phase(phase, carry)
+        loss, auxiliary, gradients = carry[-1]
+        return zero_unless(stage.is_last, loss), auxiliary, gradients  # all stages have the loss
 
-            def head(taps: Params, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-                return stage.head_loss(taps, y, microbatch_of(batch, index), cotangent)
+    def _run_phase(self, phase: range, carry: Carry) -> Carry:
+        stage = self.stage
+        table = stage.table
+        runs_forward, runs_backward = (half.active[phase.start] for half in (table.forward, table.backward))
+        possible = slice_ticks(table.ends, phase)
 
-            _, pull, found = jax.vjp(head, of_ends, y, has_aux=True)
-            gradients, dy = pull(jnp.float32(1))
-            return placement.between_stages(dy), placement.whole(loss + found), add(ends, gradients)
-
-        def pass_through(index: jax.Array) -> Params:
-            """Where the gradient ends."""
-            _, pull = jax.vjp(lambda taps: stage.embed(taps, microbatch_of(batch, index)), of_ends)
-            return add(ends, *pull(where(stage.is_first, dx)))
-
-        loss, auxiliary, gradients = sums
-        ends = {"outer": gradients["outer"]}
-        (y, _), pull, added = jax.vjp(layers, of_layers, at(inputs, unit.slot), has_aux=True)
-        y, underway = jax.lax.optimization_barrier((y, underway))
-
-        def same() -> Params:
-            return place(ends, {"outer": trained["outer"]}, placement)
-
-        def no_turn() -> tuple[jax.Array, jax.Array, Params]:
-            return placement.between_stages(received), placement.whole(loss), same()
-
-        dy, loss, ends = when(possible.turns, tick.ends.turns, turn, no_turn)
-        of_these, dx = pull((where(runs, jnp.where(is_end, dy, received)), jnp.float32(1)))
-        if jax.tree.leaves(trained["outer"]):
-            ends = when(possible.through, tick.ends.through, pass_through, same)
-        return dx, (loss, auxiliary + where(runs, added), add(gradients | ends, of_these)), underway
-
-    def run(phase: range, carry: Any) -> Any:
-        runs_forward, runs_backward = (half.runs[phase.start] for half in (table.forward, table.backward))
-        possible = part(table.ends, phase)
-
-        # XLA begins a collective as late as it may and runs one at a time: left alone it would begin and end a send
-        # with nothing beside. Each has to have arrived, a barrier says, once a chunk has run forward.
-        def tick(carry: Any, tick: Tick) -> Any:
+        # XLA begins a collective as late as it may and runs one at a time. Without barriers it would begin and end a
+        # send with no work in between. The barriers say that each send has to have arrived once a chunk has run
+        # forward.
+        def run_tick(carry: Carry, tick: Tick) -> Carry:
             x, dx, inputs, sums = carry
             received = stage.send(dx, to=-1) if runs_backward else dx
             if runs_forward:
-                y, inputs = forward(tick, possible, x, inputs)
+                y, inputs = self._forward(tick, possible, x, inputs)
                 y, inputs, received = jax.lax.optimization_barrier((y, inputs, received))
                 x = stage.send(y, to=1)
             if runs_backward:
-                dx, sums, x = backward(tick, possible, received, inputs, sums, underway=x)
+                dx, sums, x = self._backward(tick, possible, received, inputs, sums, underway=x)
             return x, dx, inputs, sums
 
-        return stage.scan(phase, tick, carry)
+        return stage.scan_ticks(phase, run_tick, carry)
 
-    nothing = stage.nothing(batch)
-    shapes = jax.eval_shape(lambda: (jnp.float32(0), stage.parts.zero_auxiliary(), placement.taps(trained)))
-    inputs = jnp.broadcast_to(nothing, (table.slots, *nothing.shape))
-    carry = (nothing, nothing, inputs, zero_sums(shapes, trained, placement))
-    for phase in table.phases:
-        carry = run(phase, carry)
-    loss, auxiliary, gradients = carry[-1]
-    return where(stage.is_last, loss), auxiliary, gradients  # all stages have the loss
+    def _forward(
+        self, tick: Tick, possible: Ends, received: jax.Array, inputs: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Run a chunk forward. Return its output, and the inputs with the chunk's own."""
+        stage, work = self.stage, tick.forward
+        x = stage.select_input(tick, possible, received, self.batch)
+        kept = jnp.where(work.microbatch >= 0, x, select(inputs, work.buffer))
+        inputs = jax.lax.dynamic_update_index_in_dim(inputs, kept, work.buffer, 0)
+        microbatch = select_microbatch(self.batch, work.microbatch)
+        y, _ = stage.run_chunk(work.chunk, no_perturbations(stage.specs), x, microbatch)
+        return y, inputs
+
+    def _backward(
+        self, tick: Tick, possible: Ends, received: jax.Array, inputs: jax.Array, sums: Sums, underway: jax.Array
+    ) -> tuple[jax.Array, Sums, jax.Array]:
+        """Run a chunk again from its input, and differentiate it. Return dx, the sums and `underway`.
+
+        received: the gradient of the chunk's output. underway: x that is being sent; it has to arrive before the
+            backward, after the repeated forward.
+        """
+        stage, placement, work = self.stage, self.stage.placement, tick.backward
+        runs = work.microbatch >= 0
+        is_last_chunk = stage.is_last & (work.chunk == stage.table.chunks - 1)
+        layer_perturbations, outer_perturbations = self._make_perturbations()
+
+        def run_layers(perturbations: Params, x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Auxiliary]:
+            microbatch = select_microbatch(self.batch, work.microbatch)
+            y, auxiliary = stage.run_chunk(work.chunk, perturbations, x, microbatch)
+            return (y, zero_unless(runs, self.loss_weight) * auxiliary.loss), auxiliary
+
+        loss, auxiliary, gradients = sums
+        outer = {"outer": gradients["outer"]}
+        (y, _), pull_back, added = jax.vjp(run_layers, layer_perturbations, select(inputs, work.buffer), has_aux=True)
+        y, underway = jax.lax.optimization_barrier((y, underway))
+
+        def skip_outer() -> Params:
+            return constrain_gradients(outer, {"outer": self.trained["outer"]}, placement)
+
+        def run_head(index: jax.Array) -> tuple[jax.Array, jax.Array, Params]:
+            """Return dy, where the gradient begins, the loss, and the sums of the outer gradients."""
+
+            def head(perturbations: Params, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+                return stage.loss(perturbations, y, select_microbatch(self.batch, index), self.loss_weight)
+
+            _, pull_back, added_loss = jax.vjp(head, outer_perturbations, y, has_aux=True)
+            added, dy = pull_back(jnp.float32(1))
+            dy, total_loss = constrain_sent(dy, placement), placement.replicate(loss + added_loss)
+            return dy, total_loss, self._add_gradients(outer, added, work.chunk)
+
+        def skip_head() -> tuple[jax.Array, jax.Array, Params]:
+            return constrain_sent(received, placement), placement.replicate(loss), skip_outer()
+
+        def run_embedding(index: jax.Array) -> Params:
+            """Return the sums of the outer gradients with the embedding's, where the gradient ends."""
+            microbatch = select_microbatch(self.batch, index)
+            _, pull_back = jax.vjp(lambda perturbations: stage.embed(perturbations, microbatch), outer_perturbations)
+            (added,) = pull_back(zero_unless(stage.is_first, dx))
+            return self._add_gradients(outer, added, work.chunk)
+
+        dy, loss, outer = run_for_microbatch(possible.loss_backward, tick.ends.loss_backward, run_head, skip_head)
+        layers, dx = pull_back((zero_unless(runs, jnp.where(is_last_chunk, dy, received)), jnp.float32(1)))
+        if jax.tree.leaves(self.trained["outer"]):
+            outer = run_for_microbatch(possible.embed_backward, tick.ends.embed_backward, run_embedding, skip_outer)
+        auxiliary = auxiliary + zero_unless(runs, added)
+        return dx, (loss, auxiliary, self._add_gradients(gradients | outer, layers, work.chunk)), underway
+
+    def _make_perturbations(self) -> tuple[Params, Params]:
+        """Return the perturbations of a chunk's layers, and those of the parameters outside the segments."""
+        chunk_specs = {name: segment.specs for name, segment in self.stage.segments.items()}
+        specs = tree.restrict({"outer": self.stage.specs["outer"], **chunk_specs}, self.trained)
+        perturbations = make_perturbations(specs, self.stage.placement)
+        outer = {"outer": perturbations.pop("outer")}
+        return perturbations, outer
+
+    def _add_gradients(self, total: Params, added: Params, chunk: jax.Array) -> Params:
+        """Add the gradients of some segments, or of "outer", to their sums."""
+        sums = {
+            name: add_gradients(total[name], leaves, self.trained[name], self.stage.placement, chunk)
+            for name, leaves in added.items()
+        }
+        return {**total, **sums}
 
 
-def _sum_stages(rows: Any) -> Any:
+def _sum_over_stages(rows: Any) -> Any:
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), rows)

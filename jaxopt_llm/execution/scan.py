@@ -1,6 +1,6 @@
-"""The scan executor: the whole model on every device, and its gradient JAX's own.
+"""The scan executor: every device runs the whole model, and JAX differentiates it.
 
-Letters: M microbatches, G gradient groups, B batch, S sequence.
+Letters: M microbatches, G gradient groups, B batch, S sequence, V vocabulary (padded).
 """
 
 import functools
@@ -9,15 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxopt_llm import tree
+from jaxopt_llm.config import RematConfig
+from jaxopt_llm.core import tree
 from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.execution.gradients import Sums, add_sums, sum_over_groups, zero_sums
-from jaxopt_llm.execution.stacks import RematConfig, model_stacks, no_taps, run_stacks
+from jaxopt_llm.execution.segments import model_segments, name_segments, no_perturbations, run_segments
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.decoder import Params, Parts, Segment
-from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.model.model import Model, Params, Segment
+from jaxopt_llm.parallel.gathering import make_perturbations, place_weights
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.sequence import uses_zigzag
+from jaxopt_llm.parallel.zero import inside_gradient_group
 
 
 def make_executor(remat: RematConfig) -> Executor:
@@ -28,25 +32,25 @@ def make_executor(remat: RematConfig) -> Executor:
 
 
 def loss_and_gradients(
-    parts: Parts,
+    model: Model,
     trainable: Params,
     frozen: Params,
     batch: Batch,
-    cotangent: jax.Array,
+    loss_weight: jax.Array,
     placement: Placement,
     remat: RematConfig,
 ) -> tuple[jax.Array, jax.Array, Auxiliary, Params]:
-    """See executor.py."""
-    inside = placement.group()
-    specs = tree.restrict(parts.specs, trainable)
+    """Return loss, number of tokens, auxiliary sums and gradients; see executor.py."""
+    inside = inside_gradient_group(placement)
+    specs = tree.restrict(model.specs, trainable)
     params = tree.merge(trainable, frozen)
 
-    def objective(taps: Params, microbatch: Batch) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
-        value, loss, auxiliary = microbatch_loss(parts, params, microbatch, cotangent, inside, remat, taps)
-        return value + cotangent * auxiliary.loss, (loss, auxiliary)
+    def objective(perturbations: Params, microbatch: Batch) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
+        value, loss, auxiliary = microbatch_loss(model, params, microbatch, loss_weight, inside, remat, perturbations)
+        return value + loss_weight * auxiliary.loss, (loss, auxiliary)
 
     def one_microbatch(microbatch: Batch) -> Sums:  # fields [B / G, S]
-        gradients, (loss, auxiliary) = jax.grad(objective, has_aux=True)(inside.taps(specs), microbatch)
+        gradients, (loss, auxiliary) = jax.grad(objective, has_aux=True)(make_perturbations(specs, inside), microbatch)
         return loss, auxiliary, gradients
 
     def one_group(batch: Batch) -> Sums:  # fields [M, B / G, S]
@@ -64,66 +68,70 @@ def loss_and_gradients(
 
 
 def loss(
-    parts: Parts, params: Params, batch: Batch, placement: Placement, remat: RematConfig
+    model: Model, params: Params, batch: Batch, placement: Placement, remat: RematConfig
 ) -> tuple[jax.Array, Auxiliary]:
-    """See executor.py."""
+    """Return the loss and the auxiliary sums; see executor.py."""
 
     def one_microbatch(batch: Batch) -> tuple[jax.Array, Auxiliary]:
-        return microbatch_loss(parts, params, batch, jnp.float32(1), placement, remat)[1:]
+        return microbatch_loss(model, params, batch, jnp.float32(1), placement, remat)[1:]
 
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(one_microbatch, batch))
 
 
 def microbatch_loss(
-    parts: Parts,
+    model: Model,
     params: Params,
     batch: Batch,
-    cotangent: jax.Array,
+    loss_weight: jax.Array,
     placement: Placement,
     remat: RematConfig,
-    taps: Params | None = None,
+    perturbations: Params | None = None,
 ) -> tuple[jax.Array, jax.Array, Auxiliary]:
-    """The head's objective and loss (see Parts) and the auxiliary sums of one microbatch, fields [B, S].
+    """Return the head's objective and loss (see Model.loss) and the auxiliary sums of one microbatch, fields [B, S].
 
-    taps: `placement.taps` of the parameters that want a gradient, None at the others; by default at all.
+    perturbations: `make_perturbations` of the parameters with a gradient, and None for the others; by default for all.
     """
-    taps = no_taps(parts.specs) if taps is None else taps
-    context = parts.make_context(batch, placement)
-    outer = placement.place(parts.specs["outer"], params["outer"], taps["outer"], keep=True)
-    x = parts.embed(outer, batch.tokens, context)
-    x, _, auxiliary = run_stacks(parts, model_stacks(parts), params, taps, x, context, remat)
-    return *parts.head_loss(outer, x, batch, context, cotangent), auxiliary
+    perturbations = no_perturbations(model.specs) if perturbations is None else perturbations
+    context = model.make_context(batch, placement)
+    outer = place_weights(model.specs["outer"], params["outer"], perturbations["outer"], placement, keep_gathered=True)
+    x = model.embed(outer, batch.tokens, context)
+    x, _, auxiliary = run_segments(model, model_segments(model), params, perturbations, x, context, remat)
+    return *model.loss(outer, x, batch, context, loss_weight), auxiliary
 
 
 def forward(
-    parts: Parts,
+    model: Model,
     params: Params,
     tokens: jax.Array,
     context: Context,
     caches: tree.Tree = None,
     only: jax.Array | None = None,
 ) -> tuple[jax.Array, tree.Tree]:
-    """Logits float32 [B, S, V] of tokens [B, S], and the caches (see `make_caches`) with these tokens written.
+    """Return the logits of tokens [B, S], float32 [B, S, V], and the caches with these tokens written.
 
-    only: index of the token whose logits alone are wanted, [B, 1, V].
+    caches: see `make_caches`. only: index of a position; the logits are then those of this position, [B, 1, V].
     """
-    assert not context.placement.deals, "logits would come in the order in which a ring deals tokens"
-    taps = no_taps(parts.specs)
-    outer = context.placement.place(parts.specs["outer"], params["outer"], taps["outer"], keep=False)
-    x = parts.embed(outer, tokens, context)
-    x, caches, _ = run_stacks(parts, model_stacks(parts), params, taps, x, context, RematConfig("none"), caches)
+    assert not uses_zigzag(context.placement), "logits would be in zigzag order"
+    perturbations = no_perturbations(model.specs)
+    outer = place_weights(
+        model.specs["outer"], params["outer"], perturbations["outer"], context.placement, keep_gathered=False
+    )
+    x = model.embed(outer, tokens, context)
+    x, caches, _ = run_segments(
+        model, model_segments(model), params, perturbations, x, context, RematConfig("none"), caches
+    )
     if only is not None:
         x = jax.lax.dynamic_slice_in_dim(x, only, 1, axis=1)
-    return parts.logits(outer, x, context), caches
+    return model.logits(outer, x, context), caches
 
 
-def make_caches(parts: Parts, batch: int, length: int, dtype: Any, placement: Placement) -> tree.Tree:
-    """Empty caches of every layer, stacked as the layers are."""
+def make_caches(model: Model, batch: int, length: int, dtype: Any, placement: Placement) -> tree.Tree:
+    """Return the empty caches of every layer for `batch` sequences of `length` tokens, stacked as the layers are."""
 
-    def stack(segment: Segment, position: int) -> tree.Tree:
-        return parts.make_cache(segment.kinds[position], segment.repeats, batch, length, dtype, placement)
+    def make_cache(segment: Segment, position: int) -> tree.Tree:
+        return model.make_cache(segment.kinds[position], segment.repeats, batch, length, dtype, placement)
 
     return {
-        f"segment_{number}": {f"block_{position}": stack(segment, position) for position in range(len(segment.kinds))}
-        for number, segment in enumerate(parts.layout)
+        name: {f"block_{position}": make_cache(segment, position) for position in range(len(segment.kinds))}
+        for name, segment in name_segments(model).items()
     }

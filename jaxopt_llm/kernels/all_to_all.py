@@ -1,8 +1,8 @@
-"""Attention of a sequence that devices divide: each takes some of the heads, of all the sequence, and gives them back.
+"""Attention over a sequence that is split over devices, by all-to-all: each device takes some heads of all tokens.
 
-Before attention and after it, in the forward and in the backward, devices exchange what they have of the sequence for
-what they attend to of the heads (Jacobs et al. 2023, arXiv:2309.14509). It sends less than a ring does, all of it in
-one go, and any kernel sees the whole sequence; but there are no more devices than heads.
+Before and after attention, in the forward and in the backward, the devices exchange their part of the sequence for
+their part of the heads (Jacobs et al. 2023, arXiv:2309.14509). This sends less than a ring does, all at once, and any
+kernel sees the whole sequence. But the number of devices is limited by the number of heads.
 
 Letters: B batch, S queries of a device, H heads, G key-value heads, K head size.
 """
@@ -12,51 +12,46 @@ from typing import Any
 
 import jax
 
-from jaxopt_llm.kernels.spans import Form, Spans
+from jaxopt_llm.kernels.attention_mask import KeyRanges
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
 
 
 @dataclass(frozen=True)
 class AllToAll:
-    """An attention.Implementation, called on each device's own arrays, of a sequence in its order.
+    """Implementation of attention, called on each device's own arrays, for a sequence in its own order.
 
-    kernel: the implementation that attends; axis: of the mesh, which divides the sequence. It divides G.
+    kernel: implementation that attends; axis: mesh axis that splits the sequence. The size of the axis divides G.
     """
 
     kernel: Any
     axis: str
 
     def forward(
-        self, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, spans: Spans
+        self, parameters: AttentionParameters, q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: KeyRanges
     ) -> tuple[jax.Array, jax.Array]:
-        out, log_sum = self.kernel.forward(form, *map(self._of_heads, (q, k, v)), self._whole(spans))
-        return self._of_rows(out), self._exchange(log_sum, split=2, join=1)
+        out, log_sum = self.kernel.forward(parameters, *map(self._split_heads, (q, k, v)), self._gather(key_ranges))
+        return self._split_rows(out), self._exchange(log_sum, split=2, join=1)
 
     def backward(
-        self,
-        form: Form,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        spans: Spans,
-        log_sum: jax.Array,
-        mean: jax.Array,
-        gradient: jax.Array,
+        self, parameters: AttentionParameters, residuals: AttentionResiduals, gradient: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q, k, v, gradient = map(self._of_heads, (q, k, v, gradient))
-        log_sum, mean = (self._exchange(each, split=1, join=2) for each in (log_sum, mean))
-        d_q, d_k, d_v = self.kernel.backward(form, q, k, v, self._whole(spans), log_sum, mean, gradient)
-        return self._of_rows(d_q), self._of_rows(d_k), self._of_rows(d_v)
+        q, k, v, key_ranges, log_sum, delta = residuals
+        q, k, v, gradient = map(self._split_heads, (q, k, v, gradient))
+        log_sum, delta = (self._exchange(x, split=1, join=2) for x in (log_sum, delta))
+        whole = AttentionResiduals(q, k, v, self._gather(key_ranges), log_sum, delta)
+        d_q, d_k, d_v = self.kernel.backward(parameters, whole, gradient)
+        return self._split_rows(d_q), self._split_rows(d_k), self._split_rows(d_v)
 
-    def _of_heads(self, x: jax.Array) -> jax.Array:
-        """[B, S, H, K] of this device's part of the sequence -> all of it, of this device's part of the heads."""
+    def _split_heads(self, x: jax.Array) -> jax.Array:
+        """Exchange this device's rows of all heads for all rows of its heads. x: [B, S, H, K]."""
         return self._exchange(x, split=2, join=1)
 
-    def _of_rows(self, x: jax.Array) -> jax.Array:
-        """`_of_heads` undone."""
+    def _split_rows(self, x: jax.Array) -> jax.Array:
+        """Invert `_split_heads`."""
         return self._exchange(x, split=1, join=2)
 
     def _exchange(self, x: jax.Array, split: int, join: int) -> jax.Array:
         return jax.lax.all_to_all(x, self.axis, split, join, tiled=True)
 
-    def _whole(self, spans: Spans) -> Spans:
-        return jax.lax.all_gather(spans, self.axis, axis=1, tiled=True)
+    def _gather(self, key_ranges: KeyRanges) -> KeyRanges:
+        return jax.lax.all_gather(key_ranges, self.axis, axis=1, tiled=True)

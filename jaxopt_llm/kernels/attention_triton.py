@@ -1,10 +1,11 @@
-"""Attention in Triton for Hopper and Blackwell, an attention.Implementation.
+"""Implementation of attention in Triton, for Hopper and Blackwell.
 
-The forward streams blocks of keys and values past a block of queries and keeps a running softmax (Dao 2023,
-arXiv:2307.08691); copies by the TMA unit and products run while the softmax does (Shah et al. 2024, arXiv:2407.08608).
-The backward forms the weights again from the log of the softmax's sum, in two kernels: one adds up the gradient of a
-block of queries, the other those of a block of keys and values over all query heads that read it. That takes seven
-products where one kernel with atomic additions takes five, and gives the same bits every time.
+The forward streams blocks of keys and values past a block of queries, with an online softmax (Dao 2023,
+arXiv:2307.08691). The TMA unit's copies and the matmuls run while the softmax is computed (Shah et al. 2024,
+arXiv:2407.08608). The backward computes the weights again from the log of the softmax sum, in two kernels: one sums the
+gradient of a block of queries, the other the gradients of a block of keys and values over all query heads that read it.
+This takes seven matmuls, where one kernel with atomic additions takes five, but the result is always the same to the
+bit.
 
 Letters: B batch, S queries, T keys, H heads, G key-value heads, K head size, M queries and N keys of a block.
 """
@@ -20,24 +21,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxopt_llm.kernels.spans import Form, Spans
+from jaxopt_llm.kernels.attention_mask import KeyRanges
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
 
-CAPABILITIES = (9, 0), (12, 0)  # from Hopper on; the chips from the second on have 99 KiB of shared memory
-JAX = (0, 11)  # which jax-triton 0.4 wants
+# From Hopper up to, but not including, the chips with compute capability 12.0, which have 99 KiB of shared memory.
+CAPABILITIES = (9, 0), (12, 0)
+JAX = (0, 11)  # required by jax-triton 0.4
 PACKAGES = "triton", "jax_triton"
-JAX_TRITON = (0, 4)  # passes tensor descriptors from there on
+JAX_TRITON = (0, 4)  # the first version that passes tensor descriptors
 DTYPES = "bfloat16", "float16"
 LOG2_E = math.log2(math.e)
-CACHE_BYTES = 24 * 2**20  # of what programs that run together read again and again: half of Hopper's L2
-MOST = jnp.iinfo(jnp.int32).max
-ROW_ALIGNMENT = 4  # of int32 and float32: the TMA unit wants rows that begin at a multiple of 16 bytes
-# Triton writes PTX for the assembler that it brings along; XLA's own, which may be older, takes that of CUDA 12.9.
+CACHE_BYTES = 24 * 2**20  # for data that programs read repeatedly while they run together: half of Hopper's L2
+INT32_MAX = jnp.iinfo(jnp.int32).max
+ROW_ALIGNMENT = 4  # of int32 and float32: the TMA unit requires rows that begin at a multiple of 16 bytes
+# By default, Triton writes PTX for its own assembler. XLA's may be older, and takes this version, that of CUDA 12.9.
 PTX_VERSION = 88
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How one kernel cuts its work: queries and keys of a block, warps of a program, copies under way at a time."""
+    """Block sizes of a kernel, warps of a program, and copies that are in flight at the same time."""
 
     queries: int
     keys: int
@@ -47,13 +50,15 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
+    """Tiles of the three kernels."""
+
     forward: Tile
     backward_queries: Tile
     backward_keys: Tile
 
 
-# By head size. On Hopper next to nothing spills in a loop, with a cap a few words do; what else fits registers and 227
-# KiB of shared memory may be faster: none was measured.
+# By head size. On Hopper, almost no register spills in a loop; with a soft-cap, a few words do. Other tiles that fit
+# registers and 227 KiB of shared memory may be faster: none was measured.
 TILES: Mapping[int, Tiles] = {
     64: Tiles(forward=Tile(128, 64, 4, 3), backward_queries=Tile(128, 64, 4, 3), backward_keys=Tile(64, 128, 8, 3)),
     128: Tiles(forward=Tile(128, 128, 8, 2), backward_queries=Tile(128, 128, 8, 2), backward_keys=Tile(64, 128, 8, 2)),
@@ -62,132 +67,143 @@ TILES: Mapping[int, Tiles] = {
 
 
 def problems(head_dim: int, dtype: Any, capability: tuple[int, int]) -> list[str]:
-    """What of a call is not supported, in words. capability: the GPU's compute capability."""
+    """List the properties of a call or of this installation that are not supported.
+
+    capability: compute capability of the GPU.
+    """
     found = []
     if head_dim not in TILES:
-        found.append(f"head_dim={head_dim}: the triton kernel takes one of {sorted(TILES)}, xla any")
+        found.append(f"head_dim={head_dim}: the triton kernel supports {sorted(TILES)}, xla supports any")
     if jnp.dtype(dtype).name not in DTYPES:
-        found.append(f"dtype={jnp.dtype(dtype).name}: the triton kernel takes {' or '.join(DTYPES)}, xla any")
+        dtype = jnp.dtype(dtype).name
+        found.append(f"dtype={dtype}: the triton kernel supports {' or '.join(DTYPES)}, xla supports any")
     if not CAPABILITIES[0] <= capability < CAPABILITIES[1]:
-        found.append(f"capability={capability}: the triton kernel is for H100, H200, B200 and B300, xla for any")
+        found.append(f"capability={capability}: the triton kernel supports H100, H200, B200 and B300, xla supports any")
     if jax.__version_info__ < JAX:
-        found.append(f"jax {jax.__version__}: the triton kernel wants 0.11, which wants Python 3.12; xla takes any")
+        found.append(
+            f"jax {jax.__version__}: the triton kernel requires jax 0.11, which requires Python 3.12; xla supports any"
+        )
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        found.append(f"not installed: {', '.join(missing)}: pip install 'jaxopt_llm[triton]' (Linux); xla needs none")
-    elif _release(version := importlib.metadata.version("jax-triton")) < JAX_TRITON:
-        wanted = ".".join(map(str, JAX_TRITON))
-        found.append(f"jax-triton {version}: the triton kernel wants {wanted}: pip install 'jaxopt_llm[triton]'")
+        found.append(
+            f"{', '.join(missing)} not installed: run pip install 'jaxopt_llm[triton]' (on Linux); xla needs none"
+        )
+    elif _major_minor(version := importlib.metadata.version("jax-triton")) < JAX_TRITON:
+        required = ".".join(map(str, JAX_TRITON))
+        found.append(
+            f"jax-triton {version}: the triton kernel requires {required}; run pip install 'jaxopt_llm[triton]'"
+        )
     return found
 
 
-def _release(version: str) -> tuple[int, ...]:
-    """Major and minor."""
+def _major_minor(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
 def forward(
-    form: Form, q: jax.Array, k: jax.Array, v: jax.Array, spans: Spans, tiles: Tiles | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """See attention.Implementation. tiles: those of TILES by default."""
-    tile = (tiles or TILES[q.shape[-1]]).forward
-    return _over_batches(functools.partial(_forward, form, tile))(q, k, v, spans.first, spans.last)
-
-
-def backward(
-    form: Form,
+    parameters: AttentionParameters,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    spans: Spans,
-    log_sum: jax.Array,
-    mean: jax.Array,
+    key_ranges: KeyRanges,
+    tiles: Tiles | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See attention.Implementation. tiles: TILES by default."""
+    tile = (tiles or TILES[q.shape[-1]]).forward
+    return _fold_batches(functools.partial(_forward, parameters, tile))(q, k, v, key_ranges.first, key_ranges.last)
+
+
+def backward(
+    parameters: AttentionParameters,
+    residuals: AttentionResiduals,
     gradient: jax.Array,
     tiles: Tiles | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See attention.Implementation. tiles: those of TILES by default."""
-    run = _over_batches(functools.partial(_backward, form, tiles or TILES[q.shape[-1]]))
-    return run(q, k, v, spans.first, spans.last, log_sum, mean, gradient.astype(q.dtype))
+    """See attention.Implementation. tiles: TILES by default."""
+    q = residuals.q
+    run = functools.partial(_backward, parameters, tiles or TILES[q.shape[-1]])
+    return _fold_batches(run)(*jax.tree.leaves(residuals), gradient.astype(q.dtype))
 
 
 def _forward(
-    form: Form, tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, last: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    from jaxopt_llm.kernels import attention_triton_kernels as kernels
-
-    (batch, queries, heads, size), (keys, groups) = q.shape, k.shape[1:3]
-    first, last = _clipped(first, last, keys)
-    out: tuple[jax.Array, jax.Array] = _call(
-        form,
-        kernels.forward,
-        tile,
-        (*_by_head(tile.queries, q), *_by_head(tile.keys, k, v), *_by_row(tile.queries, first, last)),
-        _seen_by_queries(first, last, tile),
-        out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)),
-        programs=batch * heads * -(-queries // tile.queries),
-        HEADS=_heads_together(batch * groups, keys * size) * (heads // groups),
-        S=queries,
-        **_constants(form, q, k),
-    )
-    return out
-
-
-def _backward(
-    form: Form,
-    tiles: Tiles,
+    parameters: AttentionParameters,
+    tile: Tile,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     first: jax.Array,
     last: jax.Array,
-    log_sum: jax.Array,
-    mean: jax.Array,
-    gradient: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     from jaxopt_llm.kernels import attention_triton_kernels as kernels
 
     (batch, queries, heads, size), (keys, groups) = q.shape, k.shape[1:3]
-    first, last = _clipped(first, last, keys)
-    statistics = (x.reshape(batch * heads, queries) for x in (log_sum, mean))
+    first, last = _clip(first, last, keys)
+    out: tuple[jax.Array, jax.Array] = _call(
+        parameters,
+        kernels.forward,
+        tile,
+        (
+            *_describe_heads(tile.queries, q),
+            *_describe_heads(tile.keys, k, v),
+            *_describe_rows(tile.queries, first, last),
+        ),
+        _find_key_rows(first, last, tile),
+        out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)),
+        programs=batch * heads * -(-queries // tile.queries),
+        HEADS=_count_concurrent_heads(batch * groups, keys * size) * (heads // groups),
+        S=queries,
+        **_constants(parameters, q, k),
+    )
+    return out
+
+
+def _backward(parameters: AttentionParameters, tiles: Tiles, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the gradients of q, k and v. arrays: leaves of AttentionResiduals, and the gradient of the output."""
+    from jaxopt_llm.kernels import attention_triton_kernels as kernels
+
+    q, k, v, first, last, log_sum, delta, gradient = arrays
+    (batch, queries, heads, size), (keys, groups) = q.shape, k.shape[1:3]
+    first, last = _clip(first, last, keys)
+    statistics = (x.reshape(batch * heads, queries) for x in (log_sum, delta))
     rows = (first, last, *statistics)
 
     def operands(tile: Tile) -> tuple[Any, ...]:
-        of_q, of_gradient = _by_head(tile.queries, q, gradient)
-        return (of_q, *_by_head(tile.keys, k, v), of_gradient, *_by_row(tile.queries, *rows))
+        q_heads, gradient_heads = _describe_heads(tile.queries, q, gradient)
+        return (q_heads, *_describe_heads(tile.keys, k, v), gradient_heads, *_describe_rows(tile.queries, *rows))
 
     tile = tiles.backward_queries
     (d_q,) = _call(
-        form,
+        parameters,
         kernels.backward_queries,
         tile,
         operands(tile),
-        _seen_by_queries(first, last, tile),
+        _find_key_rows(first, last, tile),
         out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype),),
         programs=batch * heads * -(-queries // tile.queries),
-        HEADS=_heads_together(batch * groups, keys * size) * (heads // groups),
+        HEADS=_count_concurrent_heads(batch * groups, keys * size) * (heads // groups),
         S=queries,
-        SCALE=form.scale,
-        **_constants(form, q, k),
+        SCALE=parameters.scale,
+        **_constants(parameters, q, k),
     )
     tile = tiles.backward_keys
     d_k, d_v = _call(
-        form,
+        parameters,
         kernels.backward_keys,
         tile,
         operands(tile),
-        _seeing_keys(first, last, keys, tile),
+        _find_query_rows(first, last, keys, tile),
         out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
         programs=batch * groups * -(-keys // tile.keys),
-        HEADS=_heads_together(batch * groups, queries * size),
+        HEADS=_count_concurrent_heads(batch * groups, queries * size),
         T=keys,
-        SCALE=form.scale,
-        **_constants(form, q, k),
+        SCALE=parameters.scale,
+        **_constants(parameters, q, k),
     )
     return d_q, d_k, d_v
 
 
 def _call(
-    form: Form,
+    parameters: AttentionParameters,
     kernel: Any,
     tile: Tile,
     operands: tuple[Any, ...],
@@ -204,7 +220,7 @@ def _call(
         kernel=kernel,
         out_type=out_type,
         grid=(programs,),
-        name=form.named(f"attention_{kernel.__name__}"),
+        name=parameters.kernel_name(f"attention_{kernel.__name__}"),
         num_warps=tile.warps,
         num_stages=tile.stages,
         backend_options={"ptx_version": PTX_VERSION, "enable_fp_fusion": True},
@@ -214,23 +230,26 @@ def _call(
     )
 
 
-def _constants(form: Form, q: jax.Array, k: jax.Array) -> dict[str, Any]:
-    assert form.scale > 0, "the largest score is taken to be that of the largest product"
-    factor, inner = form.scale * LOG2_E, None
-    if form.softcap is not None:
-        factor, inner = form.softcap * LOG2_E, 2 * form.scale * LOG2_E / form.softcap
+def _constants(parameters: AttentionParameters, q: jax.Array, k: jax.Array) -> dict[str, Any]:
+    """Return the compile-time constants that all kernels take."""
+    assert parameters.scale > 0, "the largest dot product must have the largest score"
+    factor, inner = parameters.scale * LOG2_E, None
+    if parameters.softcap is not None:
+        factor, inner = parameters.softcap * LOG2_E, 2 * parameters.scale * LOG2_E / parameters.softcap
     return {"H": q.shape[2], "G": k.shape[2], "K": q.shape[3], "FACTOR": factor, "INNER": inner}
 
 
-def _heads_together(heads: int, elements: int) -> int:
-    """How many of so many heads, dividing them, to work on at a time for two arrays of theirs to fit the cache;
-    elements: of one head and array, 16 bits each."""
+def _count_concurrent_heads(heads: int, elements: int) -> int:
+    """Return the number of heads to work on at a time: a divisor of `heads` for which two arrays of them fit the cache.
+
+    elements: number of elements of one head of one array, 16 bits each.
+    """
     fitting = max(1, CACHE_BYTES // (4 * elements))
     return max(count for count in range(1, heads + 1) if heads % count == 0 and (count == 1 or count <= fitting))
 
 
-def _by_head(block: int, *arrays: jax.Array) -> tuple[Any, ...]:
-    """Descriptors of [B, rows, heads, K], for copies of so many rows of one head."""
+def _describe_heads(block: int, *arrays: jax.Array) -> tuple[Any, ...]:
+    """Make descriptors of arrays [B, rows, heads, K], for copies of `block` rows of one head."""
     import jax_triton
 
     return tuple(
@@ -238,38 +257,38 @@ def _by_head(block: int, *arrays: jax.Array) -> tuple[Any, ...]:
     )
 
 
-def _by_row(block: int, *arrays: jax.Array) -> tuple[Any, ...]:
-    """Descriptors of [B or B × H, S] in 32 bits, for copies of so many numbers."""
+def _describe_rows(block: int, *arrays: jax.Array) -> tuple[Any, ...]:
+    """Make descriptors of arrays [B or B × H, S] in 32 bits, for copies of `block` numbers."""
     import jax_triton
 
     aligned = (jnp.pad(x, [(0, 0), (0, -x.shape[1] % ROW_ALIGNMENT)]) for x in arrays)
     return tuple(jax_triton.TensorDescriptor.from_array(x, (1, block)) for x in aligned)
 
 
-def _clipped(first: jax.Array, last: jax.Array, keys: int) -> tuple[jax.Array, jax.Array]:
-    """The same spans within the rows that there are, and those of no keys beside them."""
+def _clip(first: jax.Array, last: jax.Array, keys: int) -> tuple[jax.Array, jax.Array]:
+    """Clip the key ranges to the existing rows; ranges without any of these become empty."""
     return jnp.clip(first, 0, keys), jnp.clip(last, -1, keys - 1)
 
 
-def _seen_by_queries(first: jax.Array, last: jax.Array, tile: Tile) -> jax.Array:
-    """`bounds` of blocks of queries, int32 [B, blocks, 4], as the kernels take them: in rows of the keys."""
-    earliest, latest, sees = _extremes(first, last, tile.queries)
+def _find_key_rows(first: jax.Array, last: jax.Array, tile: Tile) -> jax.Array:
+    """Find the key rows that each block of queries visits: `bounds` of the kernels, int32 [B, blocks, 4]."""
+    earliest, latest, sees = _split_into_blocks(first, last, tile.queries)
     end = jnp.max(latest, axis=-1, where=sees, initial=-1) + 1
-    start = jnp.minimum(jnp.min(earliest, axis=-1, where=sees, initial=MOST), end)
+    start = jnp.minimum(jnp.min(earliest, axis=-1, where=sees, initial=INT32_MAX), end)
     full_start = start - (start - jnp.max(earliest, axis=-1)) // tile.keys * tile.keys
-    # Of a query that sees nothing first is after last, and the difference not positive.
+    # A query that sees nothing has first > last, so that the difference is not positive.
     full = jnp.maximum((jnp.min(latest, axis=-1) + 1 - full_start) // tile.keys, 0)
     full_end = full_start + full * tile.keys
     return jnp.stack([start, full_start, full_end, end], axis=-1)
 
 
-def _seeing_keys(first: jax.Array, last: jax.Array, keys: int, tile: Tile) -> jax.Array:
-    """`bounds` of blocks of keys, int32 [B, blocks, 4]: in rows of the queries, by whole blocks of them."""
-    earliest, latest, sees = _extremes(first, last, tile.queries)
+def _find_query_rows(first: jax.Array, last: jax.Array, keys: int, tile: Tile) -> jax.Array:
+    """Find the query rows that each block of keys visits, in whole blocks: `bounds`, int32 [B, blocks, 4]."""
+    earliest, latest, sees = _split_into_blocks(first, last, tile.queries)
     first_key = jnp.arange(0, keys, tile.keys, dtype=jnp.int32)[:, None]
     last_key = jnp.minimum(first_key + tile.keys, keys) - 1
     # [B, blocks of keys, blocks of queries]
-    touches = jnp.min(earliest, axis=-1, where=sees, initial=MOST)[:, None] <= last_key
+    touches = jnp.min(earliest, axis=-1, where=sees, initial=INT32_MAX)[:, None] <= last_key
     touches &= jnp.max(latest, axis=-1, where=sees, initial=-1)[:, None] >= first_key
     covers = jnp.max(earliest, axis=-1)[:, None] <= first_key
     covers &= jnp.min(latest, axis=-1)[:, None] >= last_key
@@ -282,15 +301,18 @@ def _seeing_keys(first: jax.Array, last: jax.Array, keys: int, tile: Tile) -> ja
 
     end = jnp.max(jnp.where(touches, block + 1, 0), axis=-1)
     start = jnp.minimum(first_where(touches), end)
-    # The first run of blocks that see all keys, or none at the end. Where spans do not decrease there is but one.
+    # The first range of blocks whose queries all see all these keys; it is empty, at the end, if none does. If the key
+    # ranges do not decrease, there is only one such range.
     full_start = jnp.minimum(first_where(covers), end)
     full_end = jnp.minimum(first_where(~covers & (block > full_start[..., None])), end)
     return jnp.stack([start, full_start, full_end, end], axis=-1) * tile.queries
 
 
-def _extremes(first: jax.Array, last: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """First and last by blocks of queries, [B, blocks, M], the last block filled up with its last query; and which of
-    them see anything."""
+def _split_into_blocks(first: jax.Array, last: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Split first and last into blocks of queries, [B, blocks, M]; also return the mask of queries that see a key.
+
+    The last block is padded with its last query.
+    """
     pad = -first.shape[1] % block
     earliest, latest = (
         jnp.pad(x, [(0, 0), (0, pad)], mode="edge").reshape(x.shape[0], -1, block) for x in (first, last)
@@ -298,8 +320,8 @@ def _extremes(first: jax.Array, last: jax.Array, block: int) -> tuple[jax.Array,
     return earliest, latest, earliest <= latest
 
 
-def _over_batches(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of arrays that begin with B; under vmap, the axis that is mapped over becomes part of B."""
+def _fold_batches(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of arrays with the leading dimension B: vmap folds the mapped axis into B."""
     mapped = jax.custom_batching.custom_vmap(function)
 
     @mapped.def_vmap
@@ -308,7 +330,7 @@ def _over_batches(function: Callable[..., Any]) -> Callable[..., Any]:
             x if batched else jnp.broadcast_to(x, (size, *x.shape))
             for x, batched in zip(arrays, is_batched, strict=True)
         )
-        outs = _over_batches(function)(*(x.reshape(-1, *x.shape[2:]) for x in whole))
+        outs = _fold_batches(function)(*(x.reshape(-1, *x.shape[2:]) for x in whole))
         return tuple(x.reshape(size, -1, *x.shape[1:]) for x in outs), tuple(True for _ in outs)
 
     return mapped

@@ -1,10 +1,10 @@
-"""Cross-entropy of a linear classifier by chunks of tokens, its gradients formed together with it.
+"""Cross-entropy of a linear classifier by chunks of tokens, with its gradients computed in the forward pass.
 
-The logits of one chunk exist at a time. Since their gradient wants no more than they themselves, the forward pass forms
-it at once, and with it those of the classifier and its input; what is kept for the backward is as large as these two
-(Hsu et al. 2024, arXiv:2410.10989).
+The logits of only one chunk exist at a time. The gradient of the logits needs nothing but the logits. So the forward
+pass computes it immediately, and with it the gradients of the classifier and its input. Only these two are kept for the
+backward (Hsu et al. 2024, arXiv:2410.10989).
 
-Letters: B batch, S sequence, T tokens of a chunk, V rows of a table, D its columns.
+Letters: B batch, S sequence, T tokens of a chunk, V rows of a table, D columns of a table.
 """
 
 import functools
@@ -16,19 +16,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-Tokens = tuple[jax.Array, jax.Array]  # targets, int [B, S]; whether a token counts, bool [B, S]
-Losses = tuple[jax.Array, jax.Array]  # objective and cross-entropy, float32 [B, S], 0 where a token does not count
+Tokens = tuple[jax.Array, jax.Array]  # targets, int [B, S], and mask of the tokens that count, bool [B, S]
+Losses = tuple[jax.Array, jax.Array]  # objective and cross-entropy, float32 [B, S]; 0 for tokens that do not count
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """What is made of logits, and how many at a time.
+    """Settings of the classifier and its loss.
 
-    vocabulary_size: classes; rows of the tables from there on are padding and have probability 0.
-    softcap: bounds the logits, as softcap × tanh(logit / softcap); 0 does not.
-    z_loss: times log(Z)², Z being the softmax's sum, is what the objective has beyond the cross-entropy (Chowdhery et
-        al. 2022, arXiv:2204.02311).
-    chunk: tokens whose logits exist at a time; 0: all.
+    vocabulary_size: number of classes; the further rows of the tables are padding, with probability 0.
+    softcap: bound of the logits, applied as softcap × tanh(logit / softcap); 0 does not bound them.
+    z_loss: coefficient of log(Z)², where Z is the softmax sum, added to the cross-entropy in the objective (Chowdhery
+        et al. 2022, arXiv:2204.02311).
+    chunk: number of tokens whose logits exist at a time; 0: all tokens.
     """
 
     vocabulary_size: int
@@ -37,39 +37,49 @@ class Classifier:
     chunk: int
 
 
-def losses(
-    form: Classifier, xs: Sequence[jax.Array], tables: Sequence[jax.Array], tokens: Tokens, axes: tuple[str, ...] = ()
-) -> Losses:
-    """Objective and cross-entropy of logits that are the sum of the products of each x with its table.
-
-    xs: [B, S, D], each with a D of its own; tables: [V, D].
-    axes: of the mesh, over which the rows of the tables are split; none where they are whole.
-    """
-
-    def chunk(_: None, each: Any) -> tuple[None, Losses]:
-        xs, tokens = each
-        return None, _Chunk.of(form, xs, tables, tokens, axes).losses
-
-    _, found = _over_chunks(form.chunk, chunk, None, (tuple(xs), tokens))
-    return found
-
-
-def losses_and_gradients(
-    form: Classifier,
+def compute_losses(
+    classifier: Classifier,
     xs: Sequence[jax.Array],
     tables: Sequence[jax.Array],
-    wanted: Sequence[bool],
     tokens: Tokens,
-    cotangent: jax.Array,
+    axes: tuple[str, ...] = (),
+) -> Losses:
+    """Compute the objective and the cross-entropy. The logits are the sum of the matmuls of each x with its table.
+
+    xs: [B, S, D], each with its own D; tables: [V, D].
+    axes: mesh axes that split the rows of the tables; empty if they are not split.
+    """
+
+    def chunk(_: None, arrays: Any) -> tuple[None, Losses]:
+        xs, tokens = arrays
+        return None, _Chunk.make(classifier, xs, tables, tokens, axes).losses
+
+    _, losses = _scan_chunks(classifier.chunk, chunk, None, (tuple(xs), tokens))
+    return losses
+
+
+def compute_losses_and_gradients(
+    classifier: Classifier,
+    xs: Sequence[jax.Array],
+    tables: Sequence[jax.Array],
+    needs_gradient: Sequence[bool],
+    tokens: Tokens,
+    loss_weight: jax.Array,
     axes: tuple[str, ...] = (),
 ) -> tuple[Losses, tuple[jax.Array, ...], tuple[jax.Array | None, ...]]:
-    """`losses`, and the gradients of cotangent × the sum of the objective: by each x, in its dtype, and by each table
-    that is wanted, float32 (None for the others). By x they are what this device's rows of the tables add."""
+    """Compute the losses and the gradients of loss_weight × the sum of the objective.
 
-    def chunk(totals: Any, each: Any) -> Any:
-        xs, tokens = each
-        part = _Chunk.of(form, xs, tables, tokens, axes)
-        gradient = part.gradient(cotangent).astype(xs[0].dtype)
+    Arguments as in `compute_losses`; needs_gradient: of each table.
+
+    Returns:
+        The losses; the gradients of the xs, in their dtypes; and the gradients of the tables, float32, None for a table
+        that needs none. The gradients of the xs are the contribution of this device's rows of the tables.
+    """
+
+    def chunk(totals: Any, arrays: Any) -> Any:
+        xs, tokens = arrays
+        part = _Chunk.make(classifier, xs, tables, tokens, axes)
+        gradient = part.gradient(loss_weight).astype(xs[0].dtype)
         d_xs = tuple(_einsum("TV,VD->TD", gradient, table, table.dtype) for table in tables)
         totals = tuple(
             None if total is None else total + _einsum("TV,TD->VD", gradient, x)
@@ -78,27 +88,28 @@ def losses_and_gradients(
         return totals, (part.losses, d_xs)
 
     zeros = tuple(
-        jnp.zeros(table.shape, jnp.float32) if each else None for table, each in zip(tables, wanted, strict=True)
+        jnp.zeros(table.shape, jnp.float32) if needed else None
+        for table, needed in zip(tables, needs_gradient, strict=True)
     )
-    d_tables, (found, d_xs) = _over_chunks(form.chunk, chunk, zeros, (tuple(xs), tokens))
-    return found, d_xs, d_tables
+    d_tables, (losses, d_xs) = _scan_chunks(classifier.chunk, chunk, zeros, (tuple(xs), tokens))
+    return losses, d_xs, d_tables
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """logits: [T, V], -inf in columns of padding; log_sum: of their exponentials, [T], over the whole vocabulary."""
+    """Logits and loss of one chunk of tokens."""
 
-    form: Classifier
-    logits: jax.Array
+    classifier: Classifier
+    logits: jax.Array  # [T, V], -inf in columns of padding
     is_label: jax.Array  # bool [T, V]
-    counts: jax.Array  # [T]
-    log_sum: jax.Array
-    label: jax.Array  # the logit of the label, [T]
+    counts: jax.Array  # bool [T], tokens that count
+    log_sum: jax.Array  # [T], log of the softmax sum over the whole vocabulary
+    label_logit: jax.Array  # [T]
 
     @classmethod
-    def of(
+    def make(
         cls,
-        form: Classifier,
+        classifier: Classifier,
         xs: Sequence[jax.Array],
         tables: Sequence[jax.Array],
         tokens: Tokens,
@@ -107,42 +118,42 @@ class _Chunk:
         targets, counts = tokens
         products = (_einsum("TD,VD->TV", x, table) for x, table in zip(xs, tables, strict=True))
         logits = functools.reduce(operator.add, products)
-        if form.softcap:
-            logits = form.softcap * jnp.tanh(logits / form.softcap)
+        if classifier.softcap:
+            logits = classifier.softcap * jnp.tanh(logits / classifier.softcap)
         first = jax.lax.axis_index(axes) * logits.shape[-1]
         column = first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        # Where nothing is padded the comparison would still be computed.
-        if form.vocabulary_size < logits.shape[-1] * jax.lax.axis_size(axes):
-            logits = jnp.where(column < form.vocabulary_size, logits, -jnp.inf)
-        # By comparison: a gather would have every device ask for columns of others.
+        # Without padding, XLA would still compute the comparison.
+        if classifier.vocabulary_size < logits.shape[-1] * jax.lax.axis_size(axes):
+            logits = jnp.where(column < classifier.vocabulary_size, logits, -jnp.inf)
+        # By comparison: with a gather, every device would ask for columns of other devices.
         is_label = column == targets[:, None]
         peak = jax.lax.pmax(jnp.max(logits, axis=-1), axes)
         sums = jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1), jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
-        total, label = jax.lax.psum(sums, axes)
-        return cls(form, logits, is_label, counts, peak + jnp.log(total), label)
+        total, label_logit = jax.lax.psum(sums, axes)
+        return cls(classifier, logits, is_label, counts, peak + jnp.log(total), label_logit)
 
     @property
     def losses(self) -> Losses:
-        loss = self.log_sum - self.label
-        objective = loss + self.form.z_loss * jnp.square(self.log_sum) if self.form.z_loss else loss
+        loss = self.log_sum - self.label_logit
+        objective = loss + self.classifier.z_loss * jnp.square(self.log_sum) if self.classifier.z_loss else loss
         return jnp.where(self.counts, objective, 0.0), jnp.where(self.counts, loss, 0.0)
 
-    def gradient(self, cotangent: jax.Array) -> jax.Array:
-        """Of cotangent × objective by the logits before they are bounded, float32 [T, V]."""
-        each = jnp.where(self.counts, cotangent, 0.0)
-        of_sum = each * (1 + 2 * self.form.z_loss * self.log_sum)
-        gradient = of_sum[:, None] * jnp.exp(self.logits - self.log_sum[:, None])
-        gradient -= jnp.where(self.is_label, each[:, None], 0.0)
-        if self.form.softcap:
-            slope = 1 - jnp.square(self.logits / self.form.softcap)
-            gradient *= jnp.maximum(slope, 0.0)  # where there is padding, -inf
+    def gradient(self, loss_weight: jax.Array) -> jax.Array:
+        """Return the gradient of loss_weight × objective for the logits before the soft-cap, float32 [T, V]."""
+        d_loss = jnp.where(self.counts, loss_weight, 0.0)
+        d_log_sum = d_loss * (1 + 2 * self.classifier.z_loss * self.log_sum)
+        gradient = d_log_sum[:, None] * jnp.exp(self.logits - self.log_sum[:, None])
+        gradient -= jnp.where(self.is_label, d_loss[:, None], 0.0)
+        if self.classifier.softcap:
+            slope = 1 - jnp.square(self.logits / self.classifier.softcap)
+            gradient *= jnp.maximum(slope, 0.0)  # in columns of padding the slope is -inf
         return gradient
 
 
-def _over_chunks(size: int, chunk: Any, carry: Any, arrays: Any) -> tuple[Any, Any]:
-    """`lax.scan` over [B, S, ...] by chunks of so many tokens: chunk(carry, [T, ...]) -> (carry, [T, ...]).
+def _scan_chunks(size: int, chunk: Any, carry: Any, arrays: Any) -> tuple[Any, Any]:
+    """Run `lax.scan` over arrays [B, S, ...] by chunks of `size` tokens: chunk(carry, [T, ...]) -> (carry, [T, ...]).
 
-    The last chunk is padded with zeros: tokens that do not count.
+    The last chunk is padded with zeros, which are tokens that do not count.
     """
     batch, sequence = jax.tree.leaves(arrays)[0].shape[:2]
     tokens = batch * sequence
@@ -159,8 +170,8 @@ def _over_chunks(size: int, chunk: Any, carry: Any, arrays: Any) -> tuple[Any, A
         return x.reshape(-1, *x.shape[2:])[:tokens].reshape(batch, sequence, *x.shape[2:])
 
     split_arrays = jax.tree.map(split, arrays)
-    carry, found = jax.lax.scan(chunk, carry, split_arrays)
-    return carry, jax.tree.map(join, found)
+    carry, outputs = jax.lax.scan(chunk, carry, split_arrays)
+    return carry, jax.tree.map(join, outputs)
 
 
 def _einsum(subscripts: str, x: jax.Array, y: jax.Array, dtype: Any = jnp.float32) -> jax.Array:

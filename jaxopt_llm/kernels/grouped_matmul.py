@@ -1,8 +1,9 @@
-"""Products of rows that are sorted by group with their group's matrix: experts' layers, in which a group is an expert's
-tokens.
+"""Grouped matmul: rows sorted by group, each multiplied by the matrix of its group.
 
-An implementation is two functions without a derivative of their own. Nothing of theirs grows with tokens × experts, but
-for what XLA makes of `xla` (see grouped_matmul_xla.py).
+In an MoE layer, a group is the tokens of one expert.
+
+An implementation is two functions without automatic differentiation. Their memory and FLOPs do not grow with tokens ×
+experts, except for the code that XLA generates for `xla` (see grouped_matmul_xla.py).
 
 Letters: T rows, E groups, D and F sizes of a row before and after.
 """
@@ -17,24 +18,29 @@ from jaxopt_llm.kernels import grouped_matmul_pallas, grouped_matmul_xla
 
 
 class Implementation(Protocol):
-    """Rows behind the last group are read by neither function, and may hold anything. Sums are in float32."""
+    """Grouped matmul and the gradient of its weights.
+
+    No function reads the rows after the last group; they may hold any values. Sums are in float32.
+    """
 
     def forward(
         self, x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: Any, *, transposed: bool = False
     ) -> jax.Array:
-        """[T, F] in `dtype`: each row of x [T, D] times its group's matrix of w [E, D, F]; 0 behind the last group.
+        """Multiply each row of x [T, D] by its group's matrix of w [E, D, F]: [T, F] in `dtype`.
 
-        transposed: x is [T, F], each matrix is taken transposed, as it lies, and the result is [T, D]: what makes a
-        result's gradient one of x.
+        Rows after the last group give 0.
+
+        transposed: multiply x [T, F] by the transposed matrices, without a copy of them. The result is [T, D]. This
+        turns the gradient of the output into the gradient of x.
         """
         ...
 
     def weight_gradient(self, x: jax.Array, dy: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:
-        """[E, D, F] in `dtype`: the sum of x [T, D] × dy [T, F] over a group's rows; 0 of a group without any."""
+        """Return the sum of x [T, D] × dy [T, F] over each group's rows: [E, D, F] in `dtype`; 0 for an empty group."""
         ...
 
 
-# Kernels, each of which says by `problems(dtype, capability)` what it does not support.
+# Each kernel module has `problems(dtype, capability)`, which lists what the kernel does not support.
 KERNELS: dict[str, Any] = {"pallas": grouped_matmul_pallas}
 IMPLEMENTATIONS: dict[str, Implementation] = {"xla": grouped_matmul_xla, **KERNELS}
 
@@ -42,16 +48,21 @@ IMPLEMENTATIONS: dict[str, Implementation] = {"xla": grouped_matmul_xla, **KERNE
 def grouped_matmul(
     x: jax.Array, w: jax.Array, sizes: jax.Array, *, implementation: str = "xla", dtype: Any = None
 ) -> jax.Array:
-    """Each row of x times the matrix of the group that it is in.
+    """Multiply each row of x by the matrix of its group.
 
-    x: [T, D], sorted by group; w: [E, D, F], in x's dtype.
-    sizes: int32 [E], the rows of each group, in order; 0 for any, at most T in all. Rows behind the last group give 0,
-    and their gradient is 0, whatever they hold.
-    dtype: of the result, x's by default; sums are in float32 in any case.
-    Returns [T, F].
+    Args:
+        x: [T, D], sorted by group.
+        w: [E, D, F], in x's dtype.
+        sizes: int32 [E], the number of rows of each group, in order. Groups may be empty; the sum is at most T. Rows
+            after the last group give 0, and their gradient is 0, whatever values they hold.
+        implementation: a name in IMPLEMENTATIONS.
+        dtype: of the result; x's by default. Sums are always in float32.
 
-    Raises ValueError for shapes or dtypes that do not go together, for an implementation that there is not, and for a
-    dtype that it does not support.
+    Returns:
+        [T, F].
+
+    Raises:
+        ValueError: Shapes or dtypes do not match, or the implementation does not exist or does not support the dtype.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r}: choose one of {', '.join(IMPLEMENTATIONS)}")
@@ -64,14 +75,14 @@ def grouped_matmul(
         raise ValueError(f"x {x.dtype}, w {w.dtype}, sizes {sizes.dtype}: give x and w in one dtype and sizes in int32")
     if implementation in KERNELS and (found := KERNELS[implementation].problems(x.dtype)):
         raise ValueError(f"implementation={implementation!r}: {'; '.join(found)}")
-    return multiply(IMPLEMENTATIONS[implementation], jnp.dtype(dtype or x.dtype), x, w, sizes)
+    return multiply_groups(IMPLEMENTATIONS[implementation], jnp.dtype(dtype or x.dtype), x, w, sizes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def multiply(
+def multiply_groups(
     implementation: Implementation, dtype: jnp.dtype, x: jax.Array, w: jax.Array, sizes: jax.Array
 ) -> jax.Array:
-    """`grouped_matmul` by this one."""
+    """Compute `grouped_matmul` by this implementation, without checks."""
     return implementation.forward(x, w, sizes, dtype)
 
 
@@ -88,4 +99,4 @@ def _backward(implementation: Implementation, dtype: jnp.dtype, residuals: Any, 
     return dx, implementation.weight_gradient(x, dy, sizes, w.dtype), None
 
 
-multiply.defvjp(_forward, _backward)
+multiply_groups.defvjp(_forward, _backward)

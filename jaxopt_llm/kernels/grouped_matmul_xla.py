@@ -1,7 +1,8 @@
-"""Grouped products in XLA's own operation: for any device, and what other kernels are compared with.
+"""Grouped matmul in XLA's own operation: for any device, and as a reference for the other kernels.
 
-On CPUs and GPUs XLA has no kernel for it: it multiplies a copy of the rows for each group, masked to the group's own,
-by all matrices. Right, and E times the FLOPs and the bytes: for tests, toys, and devices that nothing else serves.
+XLA has no kernel for it on CPUs and GPUs. It copies the rows for each group, masks each copy to the group's own rows,
+and multiplies the copies by all matrices. The result is right, but it costs E times the FLOPs and the bytes. It is for
+tests, small models, and devices without another implementation.
 
 Letters: T rows, E groups, D and F sizes of a row before and after.
 """
@@ -33,6 +34,6 @@ def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array, dtype: Any) -
 
 
 def _within_groups(rows: jax.Array, sizes: jax.Array) -> jax.Array:
-    """With 0 behind the last group, where XLA promises nothing."""
+    """Set the rows after the last group to 0; XLA does not define them."""
     inside = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
     return jnp.where(inside[:, None], rows, jnp.zeros_like(rows))

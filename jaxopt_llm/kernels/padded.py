@@ -1,9 +1,10 @@
-"""Attention whose values have another head size than its queries and keys, by a kernel that knows one size.
+"""Attention with another head size of values than of queries and keys, by a kernel that takes one head size.
 
-Zeros beside queries and keys change no score, and what is beside values is cut off the result. It costs the kernel's
-size: of 192 and 128 (DeepSeek) 256, 1.6 times the products.
+Queries, keys and values are padded with zeros. The zeros in queries and keys change no score, and the padding of the
+values is cut off the output. The cost is that of the kernel's size: 192 and 128 (DeepSeek) become 256, 1.6 times the
+FLOPs.
 
-Letters: B batch, S queries, T keys, H heads, G key-value heads, K head size, V that of values.
+Letters: B batch, S queries, T keys, H heads, G key-value heads, K head size, V head size of the values.
 """
 
 from dataclasses import dataclass
@@ -12,41 +13,38 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxopt_llm.kernels.spans import Form, Spans
+from jaxopt_llm.kernels.attention_mask import KeyRanges
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
 
 
 def common_size(head_dim: int, value_dim: int) -> int:
-    """The head size that a kernel of one size is given: a power of two where these differ, as kernels take."""
+    """Return the head size for a kernel that takes one size.
+
+    If the sizes differ, it is a power of two, as kernels require.
+    """
     return head_dim if head_dim == value_dim else 1 << (max(head_dim, value_dim) - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class Padded:
-    """An attention.Implementation. kernel: another, that takes heads of this size."""
+    """Implementation of attention by another one, `kernel`, with heads padded to `size`."""
 
     kernel: Any
     size: int
 
     def forward(
-        self, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, spans: Spans
+        self, parameters: AttentionParameters, q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: KeyRanges
     ) -> tuple[jax.Array, jax.Array]:
-        out, log_sum = self.kernel.forward(form, *map(self._pad, (q, k, v)), spans)
+        out, log_sum = self.kernel.forward(parameters, *map(self._pad, (q, k, v)), key_ranges)
         return out[..., : v.shape[-1]], log_sum
 
     def backward(
-        self,
-        form: Form,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        spans: Spans,
-        log_sum: jax.Array,
-        mean: jax.Array,
-        gradient: jax.Array,
+        self, parameters: AttentionParameters, residuals: AttentionResiduals, gradient: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        padded = map(self._pad, (q, k, v))
-        found = self.kernel.backward(form, *padded, spans, log_sum, mean, self._pad(gradient))
-        d_q, d_k, d_v = (each[..., : of.shape[-1]] for each, of in zip(found, (q, k, v), strict=True))
+        operands = residuals.q, residuals.k, residuals.v
+        q, k, v = map(self._pad, operands)
+        gradients = self.kernel.backward(parameters, residuals._replace(q=q, k=k, v=v), self._pad(gradient))
+        d_q, d_k, d_v = (padded[..., : x.shape[-1]] for padded, x in zip(gradients, operands, strict=True))
         return d_q, d_k, d_v
 
     def _pad(self, x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What a block adds beside its output."""
+"""Auxiliary losses and statistics that a block returns in addition to its output."""
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +7,9 @@ from flax import struct
 
 @struct.dataclass
 class Auxiliary:
-    """One structure for all kinds of block.
+    """Auxiliary sums of a block, with the same structure for all kinds of block.
 
-    loss: float32, already weighted and summed over tokens, so that the main loss's denominator serves it.
+    loss: float32, already weighted, and summed over tokens, so that it has the same denominator as the main loss.
     statistics: sums for the metrics.
     """
 

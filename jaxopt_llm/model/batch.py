@@ -1,20 +1,20 @@
-"""What a model reads: one batch of packed sequences."""
+"""Batch: the input of a model, packed token sequences."""
 
 from flax import struct
 
-from jaxopt_llm.tree import Leaf
+from jaxopt_llm.core.tree import Leaf
 
 
 @struct.dataclass
 class Batch:
-    """Packed token sequences. Every field has one shape: [B, S] as read, [M, B, S] once split into microbatches.
+    """Packed token sequences. All fields have one shape: [B, S] as read, [M, B, S] after the split into microbatches.
 
     tokens:      int32, ids below the tokenizer's vocabulary size.
     targets:     int32, the token that follows each token.
-    loss_mask:   bool, True where `targets` is a real token of the same document.
-    segment_ids: int32, one id per document in its row, 0 of padding; tokens attend within their own segment only.
+    loss_mask:   bool, True where the target is a real token of the same document.
+    segment_ids: int32, one id per document in its row, 0 for padding; tokens attend only within their own segment.
     positions:   int32, restart at 0 in every segment.
-    noise:       uint32, random bits of the step, by which dropout drops; None where nothing is dropped.
+    noise:       uint32, random bits of the step for dropout; None without dropout.
     """
 
     tokens: Leaf

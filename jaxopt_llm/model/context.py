@@ -1,28 +1,31 @@
-"""What every block is told about the tokens it reads."""
+"""Context: information on the tokens of a microbatch that every block reads."""
 
 import jax
 from flax import struct
 
-from jaxopt_llm.kernels.spans import Spans
-from jaxopt_llm.parallel.sharding import Placement
-from jaxopt_llm.tree import Leaf
+from jaxopt_llm.core.tree import Leaf
+from jaxopt_llm.kernels.attention_mask import KeyRanges
+from jaxopt_llm.parallel.placement import Placement
 
 
 @struct.dataclass
 class Context:
-    """positions: int32 [B, S]; spans: the rows, or slots of the cache, that each token sees but for a window; noise:
-    uint32 [B, S] or None (see Batch); counts: bool [B, S], the tokens whose loss counts, None with a cache; real: bool
-    [B, S], those that are no padding, None with a cache and where no layer has experts.
+    """Positions, masks and cache indices of the tokens [B, S] of a microbatch.
 
-    With a cache: cache_index, int32 scalar, the slot of the first token; cache_layer, int32 scalar, the layer's place
-    in its stack's cache.
+    positions: int32 [B, S].
+    key_ranges: the rows, or slots of the cache, that each token sees without a window.
+    cache_index: int32 scalar, the slot of the first token; None without a cache.
+    cache_layer: int32 scalar, the index of the layer in its segment's cache; None without a cache.
+    noise: uint32 [B, S], see Batch; None without dropout.
+    loss_mask: bool [B, S], the tokens that the loss counts; None with a cache.
+    token_mask: bool [B, S], False for padding; None with a cache and in a model without experts.
     """
 
     positions: jax.Array
-    spans: Spans
+    key_ranges: KeyRanges
     placement: Placement = struct.field(pytree_node=False)
     cache_index: Leaf = None
     cache_layer: Leaf = None
     noise: Leaf = None
-    counts: Leaf = None
-    real: Leaf = None
+    loss_mask: Leaf = None
+    token_mask: Leaf = None

@@ -1,281 +1,178 @@
-"""The decoder as parts: pure functions over weights, and the layout of its stacks.
+"""The decoder-only transformer: a Model whose switches are ModelConfig's.
 
-An executor (execution/) decides how the parts are run; they know neither mesh nor loop.
 Letters: B batch, S sequence, D width, V vocabulary (padded).
 """
 
+import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from jaxopt_llm.compiler import hlo
+from jaxopt_llm.config import Kind, ModelConfig
+from jaxopt_llm.kernels.attention_mask import make_document_ranges
 from jaxopt_llm.kernels.cross_entropy import Classifier
-from jaxopt_llm.kernels.spans import of_documents
-from jaxopt_llm.model import experts, latent_attention, layers, tables, weights
-from jaxopt_llm.model.attention import Cache, attention_specs, self_attention
+from jaxopt_llm.model import decoder_specs, latent_attention, layers
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.config import Kind, ModelConfig
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.layers import Function, Rotary
-from jaxopt_llm.model.param import ParamSpec, normal
-from jaxopt_llm.model.weights import Weight
-from jaxopt_llm.parallel import hlo
-from jaxopt_llm.parallel.sharding import Placement
-
-VOCABULARY_MULTIPLE = 128  # table rows are padded to it; a constant, so that values never depend on the mesh
-
-Params = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A period of block kinds, repeated. Its leaves are stacked [repeats, ...].
-
-    per_layer: constants scanned beside the weights, each [repeats, period, ...]; `index` is the layer's number.
-    experts: which blocks of the period have a mixture of them.
-    """
-
-    kinds: tuple[Kind, ...]
-    repeats: int
-    per_layer: dict[str, np.ndarray]
-    experts: tuple[bool, ...]
+from jaxopt_llm.model.linear import vocabulary, weights
+from jaxopt_llm.model.linear.weights import Weight
+from jaxopt_llm.model.model import Params, Segment
+from jaxopt_llm.model.moe import experts
+from jaxopt_llm.model.self_attention import AttentionOptions, Cache, self_attention
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.sequence import all_gather_sequence, count_key_parts, reduce_scatter_sequence, to_device_order
 
 
 @dataclass(frozen=True)
-class Parts:
-    """A model as an executor takes it.
+class Decoder:
+    """Decoder-only transformer; the methods are documented in Model.
 
-    specs: {"outer": leaves outside the stacks, "segment_0": stacked leaves by block, ...}.
-    make_context(batch of one microbatch, placement) -> Context
-    embed(outer, tokens [B, S], context) -> x [B, S, D]
-    block(kind, weights, x, context, layer, cache) -> (x, cache, Auxiliary)
-    logits(outer, x, context) -> float32 [B, S, V]
-    head_loss(outer, x, batch, context, cotangent) -> (objective, loss), float32 sums over real tokens: the loss is the
-        cross-entropy, a measurement; the objective, times the cotangent already, is what is differentiated
-    make_cache(kind, repeats, batch, length, dtype, placement) -> empty caches of so many layers, stacked
-    zero_auxiliary() -> what a block with nothing to add returns
+    loss_chunk, z_loss: see TrainingConfig. attention, expert_products: names of implementations (kernels/attention.py,
+        kernels/grouped_matmul.py).
+    specs: the decoder's own by default; others if parameters are adapted, quantised or stacked by stage.
     """
 
-    specs: Params
-    layout: tuple[Segment, ...]
-    make_context: Callable[[Batch, Placement], Context]
-    embed: Callable[[Params, jax.Array, Context], jax.Array]
-    block: Callable[[Kind, Params, jax.Array, Context, dict[str, jax.Array], Any], tuple[jax.Array, Any, Auxiliary]]
-    logits: Callable[[Params, jax.Array, Context], jax.Array]
-    head_loss: Callable[[Params, jax.Array, Batch, Context, jax.Array], tuple[jax.Array, jax.Array]]
-    make_cache: Callable[[Kind, int, int, int, Any, Placement], Any]
-    zero_auxiliary: Callable[[], Auxiliary]
+    config: ModelConfig
+    loss_chunk: int = 0
+    z_loss: float = 0.0
+    attention: str = "xla"
+    expert_products: str = "xla"
+    specs: Params = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if not self.specs:
+            object.__setattr__(self, "specs", decoder_specs.param_specs(self.config))
 
-def layout(config: ModelConfig) -> tuple[Segment, ...]:
-    """The period of the layers as often as it fits, and what is left of it as another segment: of the layers before the
-    first with experts, of the others, and of the last layers where they are stacks of their own."""
-    period = config.period
-    kinds = [config.pattern[layer % len(config.pattern)] for layer in range(config.layers)]
-    cuts = {0, config.dense_layers if config.experts else 0, config.layers - config.last_layers, config.layers}
-    segments = []
-    for begin, end in itertools.pairwise(sorted(cuts)):
-        rest = end - (end - begin) % period
-        for first, length, repeats in ((begin, period, (rest - begin) // period), (rest, end - rest, 1)):
-            if length and repeats:
-                index = first + np.arange(repeats * length, dtype=np.int32).reshape(repeats, length)
-                experts = tuple(config.has_experts(layer) for layer in range(first, first + length))
-                segments.append(Segment(tuple(kinds[first : first + length]), repeats, {"index": index}, experts))
-    return tuple(segments)
+    @functools.cached_property
+    def layout(self) -> tuple[Segment, ...]:
+        return decoder_specs.list_segments(self.config)
 
+    def with_specs(self, specs: Params) -> "Decoder":
+        return dataclasses.replace(self, specs=specs)
 
-def places(config: ModelConfig) -> list[tuple[str, int, int]]:
-    """Where each layer is, in the order of the stacks: how the paths of its leaves begin, its row in them, and its
-    number."""
-    return [
-        (f"segment_{number}/block_{i}/", row, int(layer))
-        for number, segment in enumerate(layout(config))
-        for row, layers in enumerate(segment.per_layer["index"])
-        for i, layer in enumerate(layers)
-    ]
+    def make_context(self, batch: Batch, placement: Placement) -> Context:
+        # Key ranges count rows in the order of the sequence. They are reordered together with their tokens.
+        key_ranges = make_document_ranges(placement.constrain(batch.segment_ids, "batch", "sequence"))
+        noise = None if batch.noise is None else to_device_order(batch.noise, placement)
+        positions, loss_mask = (to_device_order(x, placement) for x in (batch.positions, batch.loss_mask))
+        token_mask = to_device_order(batch.segment_ids, placement) != 0 if self.config.experts else None
+        key_ranges = jax.tree.map(lambda x: to_device_order(x, placement), key_ranges)
+        return Context(positions, key_ranges, placement, noise=noise, loss_mask=loss_mask, token_mask=token_mask)
 
-
-def padded_vocabulary(size: int) -> int:
-    return -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-
-
-def param_specs(config: ModelConfig) -> Params:
-    vocabulary = padded_vocabulary(config.vocabulary_size)
-    # A row of the table is both a vector of the residual stream and, tied, a classifier over it: fan-in `width`.
-    table = ParamSpec((vocabulary, config.width), ("vocabulary", "embed"), (1,), normal())
-    outer = {"embedding": {"table": table}, "final_norm": _norm_specs(config, embed=config.width)}
-    if config.positions == "learned":
-        rows = ParamSpec((config.max_positions, config.width), ("positions", "embed"), (1,), normal())
-        outer["positions"] = {"table": rows}
-    if not config.tied_head:
-        outer["head"] = {"table": table}
-    # Each block adds to the residual stream twice; its variance stays near 1 (Radford et al. 2019, GPT-2).
-    residual_scale = 1 / math.sqrt(2 * config.layers)
-    dense = layers.mlp_specs(config.mlp, config.width, config.mlp_width, residual_scale, biased=config.biases == "all")
-    mixture = experts.experts_specs(config, residual_scale) if config.experts else {}
-    block = {
-        "attention": (latent_attention.specs if config.latent_rank else attention_specs)(config, residual_scale),
-        **{name: _norm_specs(config, **dims) for name, dims in _block_norms(config).items()},
-    }
-    specs: Params = {"outer": outer}
-    for number, segment in enumerate(layout(config)):
-        specs[f"segment_{number}"] = {
-            f"block_{position}": jax.tree.map(
-                lambda spec, repeats=segment.repeats: spec.stack(repeats), block | {"mlp": mixture if mixed else dense}
-            )
-            for position, mixed in enumerate(segment.experts)
-        }
-    return specs
-
-
-def _block_norms(config: ModelConfig) -> dict[str, dict[str, int]]:
-    """A block's norms, each with the dimensions that it runs over, by logical axis."""
-    heads, kv_heads, head = {"heads": config.heads}, {"kv_heads": config.kv_heads}, {"head_dim": config.head_dim}
-    placed = {
-        "pre": ("attention_norm", "mlp_norm"),
-        "post": ("attention_post_norm", "mlp_post_norm"),
-        "both": ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm"),
-    }[config.norm_placement]
-    of_qk: dict[str, dict[str, dict[str, int]]] = {
-        "none": {},
-        "head": {"query_norm": head, "key_norm": head},
-        "projection": {"query_norm": heads | head, "key_norm": kv_heads | head},
-    }
-    ranks = {"latent_norm": config.latent_rank, "query_latent_norm": config.latent_rank and config.query_rank}
-    of_latents = {name: {"latent": rank} for name, rank in ranks.items() if rank}
-    return {name: {"embed": config.width} for name in placed} | of_qk[config.qk_norm] | of_latents
-
-
-def _norm_specs(config: ModelConfig, **dims: int) -> dict[str, ParamSpec]:
-    return layers.norm_specs(config.norm, config.norm_zero_centered, tuple(dims.values()), tuple(dims))
-
-
-def make_parts(
-    config: ModelConfig,
-    loss_chunk: int = 0,
-    z_loss: float = 0.0,
-    attention: str = "xla",
-    expert_products: str = "xla",
-) -> Parts:
-    """The parts of a decoder, its switches read once: see ModelConfig and TrainingConfig."""
-    norm = functools.partial(layers.norm, kind=config.norm, zero_centered=config.norm_zero_centered)
-    rotary = Rotary.of(config) if config.positions == "rotary" else None
-    classifier = Classifier(config.vocabulary_size, config.logit_softcap, z_loss, loss_chunk)
-    windows: dict[Kind, int] = {"sliding": config.window}
-    turning: dict[Kind, Rotary | None] = {"global": rotary, "sliding": rotary}
-    attend: Callable[..., tuple[jax.Array, Any]] = functools.partial(
-        latent_attention.attention if config.latent_rank else self_attention,
-        scale=layers.score_scale(config),
-        softcap=config.attention_softcap or None,
-        implementation=attention,
-    )
-    norms_of_attention = ("query_latent_norm", "latent_norm") if config.latent_rank else ("query_norm", "key_norm")
-
-    def make_context(batch: Batch, placement: Placement) -> Context:
-        # Of rows in the sequence's order, then dealt with them.
-        spans = of_documents(placement.constrain(batch.segment_ids, "batch", "sequence"))
-        noise = None if batch.noise is None else placement.dealt(batch.noise)
-        positions, counts = map(placement.dealt, (batch.positions, batch.loss_mask))
-        real = placement.dealt(batch.segment_ids) != 0 if config.experts else None
-        spans = jax.tree.map(placement.dealt, spans)
-        return Context(positions, spans, placement, noise=noise, counts=counts, real=real)
-
-    def embed(outer: Params, tokens: jax.Array, context: Context) -> jax.Array:
-        tokens = context.placement.dealt(tokens)
-        # Not pinned whole first, which would save a permute of it: inside a pipeline XLA of jax 0.11.2 aborts.
-        x = context.placement.leave(tables.take(outer["embedding"]["table"], tokens, context.placement))
-        if config.scale_embedding:
-            x = x * math.sqrt(config.width)
-        if config.positions == "learned":
-            x = x + tables.take(outer["positions"]["table"], context.positions, context.placement)
+    def embed(self, outer: Params, tokens: jax.Array, context: Context) -> jax.Array:
+        tokens = to_device_order(tokens, context.placement)
+        # Constraining the whole array first would save a permute, but XLA of jax 0.11.2 aborts on it in a pipeline.
+        x = vocabulary.look_up(outer["embedding"]["table"], tokens, context.placement)
+        x = reduce_scatter_sequence(x, context.placement)
+        if self.config.scale_embedding:
+            x = x * math.sqrt(self.config.width)
+        if self.config.positions == "learned":
+            x = x + vocabulary.look_up(outer["positions"]["table"], context.positions, context.placement)
         return context.placement.constrain(x, "batch", "residual_sequence", "embed")
 
     def block(
-        kind: Kind, params: Params, x: jax.Array, context: Context, layer: dict[str, jax.Array], cache: Any
+        self, kind: Kind, params: Params, x: jax.Array, context: Context, layer: dict[str, jax.Array], cache: Any
     ) -> tuple[jax.Array, Any, Auxiliary]:
-        def residual(x: jax.Array, update: jax.Array) -> jax.Array:
-            return context.placement.constrain(x + update, "batch", "residual_sequence", "embed")
+        attended, cache = self._attend(kind, params, x, context, cache)
+        x = _add_residual(x, self._norm(params, "attention_post_norm")(attended), context)
+        transformed, auxiliary = self._transform(params, x, context, layer["index"])
+        x = _add_residual(x, self._norm(params, "mlp_post_norm")(transformed), context)
+        return x, cache, auxiliary
 
-        def normed(name: str) -> Function:
-            """This norm, or nothing in a block that has none of this name."""
-            if name not in params:
-                return lambda x: x
-            epsilon = latent_attention.EPSILON if name.endswith("latent_norm") else config.norm_epsilon
-            return functools.partial(norm, params[name], epsilon=epsilon)
+    def logits(self, outer: Params, x: jax.Array, context: Context) -> jax.Array:
+        out = weights.einsum("BSD,VD->BSV", *self._head(outer, x, context), dtype=jnp.dtype(jnp.float32))
+        if self.config.logit_softcap:
+            out = self.config.logit_softcap * jnp.tanh(out / self.config.logit_softcap)
+        return context.placement.constrain(out, "batch", "sequence", "vocabulary")
 
-        with hlo.within(windows.get(kind), context.placement.key_parts):
-            attended, cache = attend(
+    def loss(
+        self, outer: Params, x: jax.Array, batch: Batch, context: Context, loss_weight: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        placement = context.placement
+        tokens = to_device_order(batch.targets, placement), to_device_order(batch.loss_mask, placement)
+        classifier = Classifier(self.config.vocabulary_size, self.config.logit_softcap, self.z_loss, self.loss_chunk)
+        return vocabulary.cross_entropy(*self._head(outer, x, context), tokens, loss_weight, classifier, placement)
+
+    def make_cache(self, kind: Kind, repeats: int, batch: int, length: int, dtype: Any, placement: Placement) -> Any:
+        config = self.config
+
+        def zeros(heads: int, size: int) -> jax.Array:
+            empty = jnp.zeros((repeats, batch, heads, length, size), dtype)
+            return placement.constrain(empty, None, "batch", "kv_heads", None, "head_dim")
+
+        if config.latent_rank:
+            return latent_attention.LatentCache(zeros(1, config.latent_rank), zeros(1, config.rotary_head_dim))
+        key, value = (zeros(config.kv_heads, config.head_dim) for _ in range(2))
+        return Cache(key, value)
+
+    def zero_auxiliary(self) -> Auxiliary:
+        statistics = experts.zero_statistics(self.config) if self.config.experts else {}
+        return Auxiliary(jnp.zeros((), jnp.float32), statistics)
+
+    @functools.cached_property
+    def _rotary(self) -> Rotary | None:
+        return Rotary.from_config(self.config) if self.config.positions == "rotary" else None
+
+    def _attend(self, kind: Kind, params: Params, x: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
+        """Return the attention sublayer's output [B, S, D] for x [B, S, D], and the cache."""
+        config = self.config
+        window = config.window if kind == "sliding" else None
+        attend: Callable[..., tuple[jax.Array, Any]] = self_attention
+        norms = ("query_norm", "key_norm")
+        options = AttentionOptions(
+            rotary=None if kind == "global_nope" else self._rotary,
+            window=window,
+            scale=layers.score_scale(config),
+            softcap=config.attention_softcap or None,
+            implementation=self.attention,
+        )
+        if config.latent_rank:
+            attend, norms = latent_attention.latent_attention, ("query_latent_norm", "latent_norm")
+        with hlo.attention_scope(window, count_key_parts(context.placement)):
+            return attend(
                 params["attention"],
                 x,
                 context,
-                norm=normed("attention_norm"),
-                **{name: normed(name) for name in norms_of_attention},
-                rotary=turning.get(kind),
-                window=windows.get(kind),
+                norm=self._norm(params, "attention_norm"),
+                **{name: self._norm(params, name) for name in norms},
+                options=options,
                 cache=cache,
             )
-        x = residual(x, normed("attention_post_norm")(attended))
-        if "router" in params["mlp"]:
-            transformed, added = experts.mixture(
-                params["mlp"],
-                x,
-                context,
-                layer["index"],
-                norm=normed("mlp_norm"),
-                config=config,
-                products=expert_products,
-            )
-        else:
-            transformed = layers.mlp(params["mlp"], x, context, norm=normed("mlp_norm"), kind=config.mlp)
-            added = zero_auxiliary()
-        x = residual(x, normed("mlp_post_norm")(transformed))
-        return x, cache, added
 
-    def head(outer: Params, x: jax.Array, context: Context) -> tuple[jax.Array, Weight]:
-        """The head's input, with all its positions, and the table."""
-        table: Weight = outer["embedding" if config.tied_head else "head"]["table"]
-        return context.placement.enter(norm(outer["final_norm"], x, epsilon=config.norm_epsilon)), table
+    def _transform(
+        self, params: Params, x: jax.Array, context: Context, layer: jax.Array
+    ) -> tuple[jax.Array, Auxiliary]:
+        """Return the output [B, S, D] of the MLP or the MoE layer for x [B, S, D], and its auxiliary sums."""
+        norm = self._norm(params, "mlp_norm")
+        if "router" not in params["mlp"]:
+            return layers.mlp(params["mlp"], x, context, norm=norm, kind=self.config.mlp), self.zero_auxiliary()
+        return experts.moe_layer(
+            params["mlp"], x, context, layer, norm=norm, config=self.config, products=self.expert_products
+        )
 
-    def logits(outer: Params, x: jax.Array, context: Context) -> jax.Array:
-        out = weights.einsum("BSD,VD->BSV", *head(outer, x, context), dtype=jnp.dtype(jnp.float32))
-        if config.logit_softcap:
-            out = config.logit_softcap * jnp.tanh(out / config.logit_softcap)
-        return context.placement.constrain(out, "batch", "sequence", "vocabulary")
+    def _norm(self, params: Params, name: str) -> Function:
+        """Return the norm with this name in `params`, or the identity if the model has no such norm."""
+        if name not in params:
+            return lambda x: x
+        config = self.config
+        epsilon = latent_attention.NORM_EPSILON if name.endswith("latent_norm") else config.norm_epsilon
+        return functools.partial(
+            layers.norm, params[name], kind=config.norm, zero_centered=config.norm_zero_centered, epsilon=epsilon
+        )
 
-    def head_loss(
-        outer: Params, x: jax.Array, batch: Batch, context: Context, cotangent: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        tokens = context.placement.dealt(batch.targets), context.placement.dealt(batch.loss_mask)
-        return tables.cross_entropy(*head(outer, x, context), tokens, cotangent, classifier, context.placement)
+    def _head(self, outer: Params, x: jax.Array, context: Context) -> tuple[jax.Array, Weight]:
+        """Return the head's input [B, S, D], with all its positions, and the head's table [V, D]."""
+        table: Weight = outer["embedding" if self.config.tied_head else "head"]["table"]
+        return all_gather_sequence(self._norm(outer, "final_norm")(x), context.placement), table
 
-    def zero_auxiliary() -> Auxiliary:
-        return Auxiliary(jnp.zeros((), jnp.float32), experts.no_statistics(config) if config.experts else {})
 
-    def make_cache(kind: Kind, repeats: int, batch: int, length: int, dtype: Any, placement: Placement) -> Any:
-        def empty(heads: int, size: int) -> jax.Array:
-            zeros = jnp.zeros((repeats, batch, heads, length, size), dtype)
-            return placement.constrain(zeros, None, "batch", "kv_heads", None, "head_dim")
-
-        if config.latent_rank:
-            return latent_attention.LatentCache(empty(1, config.latent_rank), empty(1, config.rotary_head_dim))
-        key, value = (empty(config.kv_heads, config.head_dim) for _ in range(2))
-        return Cache(key, value)
-
-    return Parts(
-        specs=param_specs(config),
-        layout=layout(config),
-        make_context=make_context,
-        embed=embed,
-        block=block,
-        logits=logits,
-        head_loss=head_loss,
-        make_cache=make_cache,
-        zero_auxiliary=zero_auxiliary,
-    )
+def _add_residual(x: jax.Array, update: jax.Array, context: Context) -> jax.Array:
+    return context.placement.constrain(x + update, "batch", "residual_sequence", "embed")

@@ -4,90 +4,94 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxopt_llm import tree
-from jaxopt_llm.model import leaves, param
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.model.decoder import Params, layout, places
-from jaxopt_llm.model.experts import ROUTER
+from jaxopt_llm.config import ModelConfig, PrecisionConfig
+from jaxopt_llm.core import tree
+from jaxopt_llm.model import param
+from jaxopt_llm.model.decoder_specs import list_segments, locate_layers
+from jaxopt_llm.model.linear import leaves
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.moe.experts import ROUTER_SUFFIX
 from jaxopt_llm.model.param import ParamSpec
-from jaxopt_llm.parallel.precision import PrecisionConfig
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Per token of a training step, under two conventions that differ in attention alone.
+    """FLOPs of a training step per token, under two conventions that differ only in attention.
 
-    causal: a query meets the keys that it may see, about half of the sequence, or its window (as FlashAttention's
-        papers count). full: it meets all keys of the sequence or of its window (as PaLM, arXiv:2204.02311, appendix B,
-        and Megatron-LM count). Packed documents are not told apart, nothing recomputed is counted, and neither are
-        look-ups and what is elementwise.
+    causal: a query meets the keys that it may see, which is about half of the sequence, or its window (the convention
+        of FlashAttention's papers).
+    full: a query meets all keys of the sequence or of its window (PaLM, arXiv:2204.02311, appendix B, and Megatron-LM).
+
+    Neither considers the bounds of packed documents. Recomputation, look-ups and elementwise operations do not count.
     """
 
     causal: float
     full: float
 
 
-def per_token(config: ModelConfig, trainable: Params, frozen: Params, sequence_length: int) -> ModelFlops:
-    """Two operations per weight of a product and token forward, as many again for the gradient of the product's input,
-    and as many again for that of the weight where it is trained; attention's products, without weights, three times.
+def count_per_token(config: ModelConfig, trainable: Params, frozen: Params, sequence_length: int) -> ModelFlops:
+    """Count the FLOPs of a training step per token.
+
+    Each weight of a matmul takes two operations per token in the forward, two for the gradient of the input and, if it
+    is trainable, two for its own gradient. The matmuls of attention, which have no weights, count three times.
 
     trainable, frozen: specs, the halves of a `tree.partition`.
     """
-    products = 3 * _product_weights(config, trainable) + 2 * _product_weights(config, frozen)
+    products = 3 * _matmul_weights(config, trainable) + 2 * _matmul_weights(config, frozen)
     attention = {True: 0.0, False: 0.0}
-    for segment in layout(config):
+    for segment in list_segments(config):
         for kind in segment.kinds:
             window = config.window if kind == "sliding" else sequence_length
             for causal in attention:
-                seen = keys_seen(sequence_length, min(window, sequence_length), causal)
-                attention[causal] += segment.repeats * config.heads * (config.head_dim + config.value_dim) * seen
+                keys = mean_visible_keys(sequence_length, min(window, sequence_length), causal)
+                attention[causal] += segment.repeats * config.heads * (config.head_dim + config.value_dim) * keys
     return ModelFlops(*(2 * (products + 3 * attention[causal]) for causal in (True, False)))
 
 
-def quantised_per_token(config: ModelConfig, trainable: Params, precision: PrecisionConfig) -> float:
-    """Of those operations, the ones between codes: see `precision.matmul`. Experts' products are none."""
+def count_quantised_per_token(config: ModelConfig, trainable: Params, precision: PrecisionConfig) -> float:
+    """Count those of the FLOPs that multiply codes with codes (see `precision.matmul`); matmuls of experts never do."""
     products = {"fp8": 3, "int8": 1}.get(precision.matmul, 0)  # forward, gradient of the input, gradient of the weight
-    wide = precision.compute_dtype_layers
-    narrow = [prefix for prefix, _, layer in places(config) if wide <= layer < config.layers - wide]
+    exempt = precision.compute_dtype_layers
+    quantised = [prefix for prefix, _, layer in locate_layers(config) if exempt <= layer < config.layers - exempt]
 
     def weights(path: str, spec: ParamSpec) -> int:
-        if spec.layers is None or not spec.contracting or spec.numbered:
+        if spec.layers is None or not spec.contracting or spec.expert_dims:
             return 0
-        layers = sum(path.startswith(prefix) for prefix in narrow)
-        return param.count(spec) // param.depth(spec) * layers
+        layers = sum(path.startswith(prefix) for prefix in quantised)
+        return param.count_parameters(spec) // param.count_layers(spec) * layers
 
     return 2 * products * sum(jax.tree.leaves(tree.map_with_path(weights, trainable)))
 
 
-def active(config: ModelConfig, specs: Params) -> int:
-    """Parameters that a token meets: of a layer's experts those that it goes to."""
+def count_active_parameters(config: ModelConfig, specs: Params) -> int:
+    """Count the parameters that a token uses: of the experts of a layer, only experts_per_token."""
     adapters = tree.partition(specs, leaves.is_adapter)[0]
-    return sum(_met(config, spec) for spec in jax.tree.leaves((leaves.bare(specs), adapters)))
+    return sum(_active(config, spec) for spec in jax.tree.leaves((leaves.unwrap_specs(specs), adapters)))
 
 
-def in_words(parameters: int, active: int) -> str:
-    """How many there are, and how many of them are active where not all are."""
+def describe_parameters(parameters: int, active: int) -> str:
+    """Return the number of parameters for people, with the number of active ones if it is lower."""
     return f"{parameters:,} parameters" + (f" ({active:,} active)" if active < parameters else "")
 
 
-def _met(config: ModelConfig, spec: ParamSpec) -> int:
-    count = param.count(spec)
-    return count // config.experts * config.experts_per_token if spec.numbered else count
+def _active(config: ModelConfig, spec: ParamSpec) -> int:
+    count = param.count_parameters(spec)
+    return count // config.experts * config.experts_per_token if spec.expert_dims else count
 
 
-def _product_weights(config: ModelConfig, specs: Params) -> int:
-    """Weights that a product sums over. A table counts as the head: looking rows up is no product."""
+def _matmul_weights(config: ModelConfig, specs: Params) -> int:
+    """Count the weights of matmuls per token. A table counts only as the head, because a look-up is not a matmul."""
     looked_up = ("outer/positions/",) if config.tied_head else ("outer/positions/", "outer/embedding/")
 
     def weights(path: str, spec: ParamSpec) -> int:
-        if not (spec.contracting or path.endswith(ROUTER)) or path.startswith(looked_up):
+        if not (spec.contracting or path.endswith(ROUTER_SUFFIX)) or path.startswith(looked_up):
             return 0
-        size = _met(config, spec)
+        size = _active(config, spec)
         return size // spec.shape[0] * config.vocabulary_size if "vocabulary" in spec.axes else size
 
     return sum(jax.tree.leaves(tree.map_with_path(weights, specs)))
 
 
-def keys_seen(length: int, window: int, causal: bool) -> float:
-    """Mean over the queries of a sequence."""
+def mean_visible_keys(length: int, window: int, causal: bool) -> float:
+    """Return the number of keys that a query sees, mean over the queries of a sequence."""
     return window - window * (window - 1) / (2 * length) if causal else float(window)

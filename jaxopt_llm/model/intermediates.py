@@ -1,35 +1,15 @@
-"""The intermediates of a block that rematerialisation can name: one list, and the tag that marks them where they are
-made.
+"""Intermediates of a block, whose names remat policies select: the list, and the tag that marks them.
 
-Letters: B batch, S sequence, D width, H heads, G key-value heads, K head size, V that of values, F MLP
-width.
+Letters: B batch, S sequence, D width, H heads, G key-value heads, K head size, V head size of values, F MLP width.
 """
-
-from typing import Literal
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-Intermediate = Literal[
-    "block_input",  # [B, S, D], the residual stream as it enters the block
-    "attention_input",  # [B, S, D], its norm, as the projections read it
-    "query_latent",  # [B, S, model.query_rank], what queries are projected from, before its norm; absent with 0
-    "latent",  # [B, S, model.latent_rank], what keys and values are projected from, likewise
-    "rotary_key",  # [B, S, model.rotary_head_dim], the key that all heads share, before rotary positions; with latents
-    "query",  # [B, S, H, K], as projected: before norms and rotary positions
-    "key",  # [B, S, G, K], likewise; with latents without what heads share
-    "value",  # [B, S, G, V]
-    "attention",  # [B, S, H, V], the values as attention mixes them, and its log-sum-exp: see kernels/attention.py
-    "attention_output",  # [B, S, D], their projection, as it joins the residual stream
-    "mlp_input",  # [B, S, D], the norm of that sum, as the MLP reads it
-    "mlp_gate",  # [B, S, F], before the activation function; absent with mlp=gelu
-    "mlp_up",  # [B, S, F], likewise
-    "mlp_output",  # [B, S, D], as it joins the residual stream; a backward wants it for a norm after it alone
-]
+from jaxopt_llm.config import Intermediate
 
-
-# Their logical axes after the batch's, as the placement knows them.
-AXES: dict[Intermediate, tuple[str, ...]] = {
+# Logical axes of each intermediate after the batch axis.
+INTERMEDIATE_AXES: dict[Intermediate, tuple[str, ...]] = {
     "block_input": ("residual_sequence", "embed"),
     "attention_input": ("sequence", "embed"),
     "query_latent": ("sequence", "query_latent"),
@@ -48,5 +28,5 @@ AXES: dict[Intermediate, tuple[str, ...]] = {
 
 
 def tag(x: jax.Array, name: Intermediate) -> jax.Array:
-    """x, known to `jax.checkpoint` by this name."""
+    """Return x, with a name for `jax.checkpoint` policies."""
     return checkpoint_name(x, name)

@@ -1,12 +1,12 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1), and its compressed cache.
+"""Multi-head latent attention (MLA; DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) and its compressed cache.
 
-Keys and values are projections of one small vector of each token, its latent, and positions turn a part of the
-queries and one key that all heads share. Over a sequence keys and values are formed, and attention is as any other.
-With a cache they are not: the latent and the turned key are all that is kept of a token, and heads read them as they
-are, with the projection of keys taken into the queries and that of values into the result (the paper's section 2.1.2).
+Keys and values are projections of one small vector per token, its latent. Rotary positions apply to a part of each
+query and to one key that all heads share. Over a sequence, keys and values are computed and attention is the usual one.
+With a cache they are not: the cache holds only the latent and the rotary key of each token, and heads read them
+directly. The projection of keys is absorbed into the queries, and that of values into the output (section 2.1.2).
 
-Letters: B batch, S sequence, T cache length, L layers, D width, H heads, Q rank of queries, R of keys and values, N
-size of a head's own keys, P of what is turned, K = N + P, V size of values.
+Letters: B batch, S sequence, T cache length, L layers, D width, H heads, Q rank of queries, R rank of keys and values,
+N size of the part of a key that has no positions, P size of the rotary part, K = N + P, V head size of values.
 """
 
 import functools
@@ -16,34 +16,44 @@ import jax.numpy as jnp
 from flax import struct
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jaxopt_llm.model import weights
-from jaxopt_llm.model.attention import attend_to_cache, attend_to_sequence, divided_by_head, read, write
-from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.intermediates import tag
-from jaxopt_llm.model.layers import Function, Rotary, project, recomputed
+from jaxopt_llm.model.layers import Function, project, recomputed
+from jaxopt_llm.model.linear import weights
+from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.param import ParamSpec, normal
-from jaxopt_llm.model.weights import Weight
-from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.model.self_attention import (
+    AttentionOptions,
+    attend_to_cache,
+    attend_to_sequence,
+    constrain_heads,
+    read_cache,
+    write_cache,
+)
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.sequence import all_gather_sequence, reduce_scatter_sequence
 
-EPSILON = 1e-6  # of the latents' norms, as DeepSeek's code has it, whatever that of the others
+NORM_EPSILON = 1e-6  # of the latents' norms: fixed as in DeepSeek's code, independent of the other norms
 
 
 @struct.dataclass
 class LatentCache:
-    """Of the tokens seen so far by a stack of layers the normed latent, [L, B, 1, T, R], and the turned key, [L, B, 1,
-    T, P], a slot each: those of one head, which all read. Whole on the devices along `tensor`."""
+    """Cache of a segment, one slot per token: normed latents [L, B, 1, T, R] and rotary keys [L, B, 1, T, P].
+
+    Both are in the form of one head, which all heads read. Devices along `tensor` hold them whole.
+    """
 
     latent: jax.Array
     rotary_key: jax.Array
 
 
-def specs(config: ModelConfig, residual_scale: float) -> dict[str, ParamSpec]:
+def latent_attention_specs(config: ModelConfig, residual_scale: float) -> dict[str, ParamSpec]:
     width, heads, rank = config.width, config.heads, config.latent_rank
     queries = (heads, config.head_dim), ("heads", "head_dim")
 
-    def matrix(of: tuple[int, str], to: tuple[tuple[int, ...], tuple[str, ...]]) -> ParamSpec:
-        return ParamSpec((of[0], *to[0]), (of[1], *to[1]), (0,), normal())
+    def matrix(inputs: tuple[int, str], outputs: tuple[tuple[int, ...], tuple[str, ...]]) -> ParamSpec:
+        return ParamSpec((inputs[0], *outputs[0]), (inputs[1], *outputs[1]), (0,), normal())
 
     stream, latent = (width, "embed"), (rank, "latent")
     query = {"query": matrix(stream, queries)}
@@ -63,7 +73,7 @@ def specs(config: ModelConfig, residual_scale: float) -> dict[str, ParamSpec]:
     }  # fmt: skip
 
 
-def attention(
+def latent_attention(
     params: dict[str, Weight],
     x: jax.Array,
     context: Context,
@@ -71,26 +81,60 @@ def attention(
     norm: Function,
     query_latent_norm: Function,
     latent_norm: Function,
-    rotary: Rotary | None,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    implementation: str,
+    options: AttentionOptions,
     cache: LatentCache | None,
 ) -> tuple[jax.Array, LatentCache | None]:
-    """`self_attention` through latents: see there."""
+    """Attend to norm(x) through latents. Arguments and results as in `self_attention`."""
     placement = context.placement
-    by_head = functools.partial(divided_by_head, placement)
+    by_head = functools.partial(constrain_heads, placement)
+
+    def rotate(x: jax.Array) -> jax.Array:
+        return x if options.rotary is None else options.rotary(x, context.positions)
+
+    @recomputed
+    def project_keys_and_values(latent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        normed = latent_norm(latent)
+        key = tag(by_head(project("BSR,RHN->BSHN", normed, params, "key"), "heads"), "key")
+        return key, tag(by_head(project("BSR,RHV->BSHV", normed, params, "value"), "heads"), "value")
+
+    query, latent, rotary_key = _project_in(params, x, placement, norm, query_latent_norm)
+    plain_query, rotary_query = jnp.split(query, [query.shape[-1] - rotary_key.shape[-1]], axis=-1)
+    rotary_query, rotary_key = rotate(rotary_query), rotate(rotary_key[:, :, None])  # [B, S, H, P], [B, S, 1, P]
+    if cache is None:
+        key, value = project_keys_and_values(latent)
+        rotary_key = jnp.broadcast_to(rotary_key, (*key.shape[:3], rotary_key.shape[-1]))
+        parts = (plain_query, rotary_query), (key, rotary_key)
+        q, k = (by_head(jnp.concatenate(part, -1), "heads") for part in parts)
+        out = attend_to_sequence(q, k, value, context, options)
+    else:
+        normed = latent_norm(latent)[:, :, None]
+        cache = LatentCache(
+            write_cache(cache.latent, normed, context), write_cache(cache.rotary_key, rotary_key, context)
+        )
+        to_latent, to_value = (weights.gather_merged(params[name], (0,)) for name in ("key", "value"))
+        latent_query = by_head(jnp.einsum("BSHN,RHN->BSHR", plain_query, to_latent), "heads")
+        latents, rotary_keys = (
+            _pin_layout(read_cache(array, context), placement) for array in (cache.latent, cache.rotary_key)
+        )
+        q, k = jnp.concatenate([latent_query, rotary_query], -1), jnp.concatenate([latents, rotary_keys], -1)
+        mixed = attend_to_cache(q, k, latents, context, options)
+        out = jnp.einsum("BSHR,RHV->BSHV", by_head(mixed, "heads"), to_value)
+    out = reduce_scatter_sequence(project("BSHV,HVD->BSD", by_head(out, "heads"), params, "output"), placement)
+    return tag(out, "attention_output"), cache
+
+
+def _project_in(
+    params: dict[str, Weight], x: jax.Array, placement: Placement, norm: Function, query_latent_norm: Function
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return queries [B, S, H, K], latents [B, S, R] and shared keys [B, S, P] of norm(x), all before rotation."""
+    by_head = functools.partial(constrain_heads, placement)
 
     def whole(x: jax.Array) -> jax.Array:
         return placement.constrain(x, "batch", "sequence", None)
 
-    def turned(x: jax.Array) -> jax.Array:
-        return x if rotary is None else rotary(x, context.positions)
-
     @recomputed
-    def inward(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        x = tag(placement.enter(norm(x)), "attention_input")
+    def project_down(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        x = tag(all_gather_sequence(norm(x), placement), "attention_input")
         if "query" in params:
             query = tag(by_head(project("BSD,DHK->BSHK", x, params, "query"), "heads"), "query")
         else:
@@ -99,41 +143,20 @@ def attention(
         return query, latent, tag(whole(project("BSD,DP->BSP", x, params, "rotary_key")), "rotary_key")
 
     @recomputed
-    def query_up(latent: jax.Array) -> jax.Array:
+    def project_query_up(latent: jax.Array) -> jax.Array:
         normed = query_latent_norm(latent)
         return tag(by_head(project("BSQ,QHK->BSHK", normed, params, "query_up"), "heads"), "query")
 
-    @recomputed
-    def up(latent: jax.Array) -> tuple[jax.Array, jax.Array]:
-        normed = latent_norm(latent)
-        key = tag(by_head(project("BSR,RHN->BSHN", normed, params, "key"), "heads"), "key")
-        return key, tag(by_head(project("BSR,RHV->BSHV", normed, params, "value"), "heads"), "value")
-
-    query, latent, rotary_key = inward(x)
-    query = query if "query" in params else query_up(query)
-    own, shared = jnp.split(query, [query.shape[-1] - rotary_key.shape[-1]], axis=-1)
-    shared, rotary_key = turned(shared), turned(rotary_key[:, :, None])  # [B, S, H, P], [B, S, 1, P]
-    if cache is None:
-        key, value = up(latent)
-        rotary_key = jnp.broadcast_to(rotary_key, (*key.shape[:3], rotary_key.shape[-1]))
-        q, k = (by_head(jnp.concatenate(each, -1), "heads") for each in ((own, shared), (key, rotary_key)))
-        out = attend_to_sequence(implementation, q, k, value, context, window, scale, softcap)
-    else:
-        normed = latent_norm(latent)[:, :, None]
-        cache = LatentCache(write(cache.latent, normed, context), write(cache.rotary_key, rotary_key, context))
-        to_latent, to_value = (weights.whole(params[name], (0,)) for name in ("key", "value"))
-        own = by_head(jnp.einsum("BSHN,RHN->BSHR", own, to_latent), "heads")
-        latents, keys = (_as_it_lies(read(each, context), placement) for each in (cache.latent, cache.rotary_key))
-        q, k = jnp.concatenate([own, shared], -1), jnp.concatenate([latents, keys], -1)
-        mixed = attend_to_cache(q, k, latents, context, window, scale, softcap)
-        out = jnp.einsum("BSHR,RHV->BSHV", by_head(mixed, "heads"), to_value)
-    out = placement.leave(project("BSHV,HVD->BSD", by_head(out, "heads"), params, "output"))
-    return tag(out, "attention_output"), cache
+    query, latent, rotary_key = project_down(x)
+    return (query if "query" in params else project_query_up(query)), latent, rotary_key
 
 
-def _as_it_lies(x: jax.Array, placement: Placement) -> jax.Array:
-    """[B, T, 1, R] of a cache, in this order. Products would have it in another, for which XLA turns the caches of all
-    layers round, and back, for every token. On each device: of an array that is divided XLA would gather all."""
+def _pin_layout(x: jax.Array, placement: Placement) -> jax.Array:
+    """Pin the row-major layout of a cache's part [B, T, 1, R].
+
+    Matmuls would prefer another layout, for which XLA would transpose the caches of all layers and back for every
+    token. In a manual region, because XLA would gather a divided array.
+    """
     spec = placement.activation("batch", None, None, None).spec
-    in_order = functools.partial(with_layout_constraint, layouts=Layout((0, 1, 2, 3)))
-    return placement.on_each_device(in_order, (spec,), spec)(x)
+    row_major = functools.partial(with_layout_constraint, layouts=Layout((0, 1, 2, 3)))
+    return placement.shard_map(row_major, (spec,), spec)(x)

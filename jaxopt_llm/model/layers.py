@@ -1,4 +1,7 @@
-"""The small layers of a decoder. Letters: B batch, S sequence, D width, H heads, K head size, F MLP width."""
+"""Norms, rotary positions, projections and MLPs of a decoder.
+
+Letters: B batch, S sequence, D width, H heads, K head size, F MLP width.
+"""
 
 import functools
 import math
@@ -10,19 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxopt_llm.model import weights
-from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.config import Intermediate, ModelConfig
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.intermediates import Intermediate, tag
+from jaxopt_llm.model.intermediates import tag
+from jaxopt_llm.model.linear import weights
+from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.param import ParamSpec, normal, ones, zeros
-from jaxopt_llm.model.weights import Weight
+from jaxopt_llm.parallel.sequence import all_gather_sequence, reduce_scatter_sequence
 
-# The backward computes what is elementwise again from its operands, whatever the rematerialisation policy: what it
-# would keep, several arrays of the operands' size, costs more to write and read. A product inside is not computed
-# again: its own backward wants its operands alone, which is why what feeds a product is recomputed together with it.
-# A weight that is kept is not gathered again.
+# Decorator: the backward recomputes elementwise operations from their operands, under any remat policy. Otherwise it
+# would keep several arrays of the operands' size, and writing and reading them costs more than computing. A matmul
+# inside is not recomputed: its own backward needs only its operands. This is why the operations that feed a matmul are
+# recomputed together with it. A gathered weight that is kept is not gathered again.
 recomputed = functools.partial(
-    jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(weights.KEPT)
+    jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(weights.GATHERED_NAME)
 )
 
 Function = Callable[[jax.Array], jax.Array]
@@ -41,15 +45,17 @@ def norm_specs(
 def norm(
     params: dict[str, Weight], x: jax.Array, *, kind: Literal["rms", "layer"], epsilon: float, zero_centered: bool
 ) -> jax.Array:
-    """RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) or LayerNorm (Ba et al. 2016, arXiv:1607.06450), in float32.
+    """Apply RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) or LayerNorm (Ba et al. 2016, arXiv:1607.06450).
 
-    x: [B, S, ...], normed over as many of its last dimensions as the scale has.
-    zero_centered: the scale is kept as its distance from 1: near it 16 bits then round less.
+    It computes in float32.
+
+    x: [B, S, ...], normalised over its last dimensions, which are those of the scale.
+    zero_centered: the parameter is scale - 1, which 16 bits round less near a scale of 1.
     """
 
     @recomputed
     def run(x: jax.Array, params: dict[str, jax.Array]) -> jax.Array:
-        wide, params = x.astype(jnp.float32), {name: each.astype(jnp.float32) for name, each in params.items()}
+        wide, params = x.astype(jnp.float32), {name: param.astype(jnp.float32) for name, param in params.items()}
         dims = tuple(range(-params["scale"].ndim, 0))
         if kind == "layer":
             wide = wide - jnp.mean(wide, dims, keepdims=True)
@@ -57,7 +63,7 @@ def norm(
         wide = wide * (1 + params["scale"] if zero_centered else params["scale"])
         return (wide + params["bias"] if kind == "layer" else wide).astype(x.dtype)
 
-    return run(x, {name: weights.materialise(each) for name, each in params.items()})
+    return run(x, {name: weights.materialise(param) for name, param in params.items()})
 
 
 # --- rotary positions
@@ -65,11 +71,13 @@ def norm(
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
+    """Rotary position embedding (RoPE; Su et al. 2021, arXiv:2104.09864).
 
-    frequencies: radians per token of each pair, float32 [K/2]; magnitude: multiplies what is turned.
-    adjacent: whether neighbours are paired, as in DeepSeek's checkpoints, in place of halves, as in Llama's. What is
-        turned has its halves paired in any case: of queries and keys alike, their products are the same.
+    frequencies: radians per token of each pair of features, float32 [K/2].
+    magnitude: factor of the result.
+    adjacent: input features are paired with their neighbours, as in DeepSeek's checkpoints, instead of the first half
+        with the second, as in Llama's. The result is in Llama's order in both cases: queries and keys are reordered in
+        the same way, so their products do not change.
     """
 
     frequencies: np.ndarray
@@ -77,15 +85,16 @@ class Rotary:
     adjacent: bool = False
 
     @classmethod
-    def of(cls, config: ModelConfig) -> "Rotary":
+    def from_config(cls, config: ModelConfig) -> "Rotary":
         yarn = config.rope_scaling == "yarn"
-        magnitude = yarn_growth(config, config.rope_mscale) / yarn_growth(config, config.rope_mscale_all_dim)
+        factors = (yarn_attention_factor(config, x) for x in (config.rope_mscale, config.rope_mscale_all_dim))
+        magnitude = next(factors) / next(factors)
         return cls(rotary_frequencies(config), magnitude if yarn else 1.0, adjacent=config.latent_rank > 0)
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """x: [B, S, H, K]; positions: int [B, S]."""
+        """Rotate x, [B, S, H, K], by its positions, int [B, S]."""
         angles = positions[..., None].astype(jnp.float32) * self.frequencies  # [B, S, K/2]
-        cos, sin = (self.magnitude * each(angles)[:, :, None] for each in (jnp.cos, jnp.sin))
+        cos, sin = (self.magnitude * function(angles)[:, :, None] for function in (jnp.cos, jnp.sin))
         wide = x.astype(jnp.float32)
         if self.adjacent:
             x1, x2 = (jax.lax.slice_in_dim(wide, first, None, stride=2, axis=-1) for first in (0, 1))
@@ -95,13 +104,16 @@ class Rotary:
 
 
 def rotary_frequencies(config: ModelConfig) -> np.ndarray:
-    """Radians per token of each pair, float32 [K/2], scaled as Llama 3.1 does (Grattafiori et al. 2024,
-    arXiv:2407.21783) or as YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2)."""
+    """Return radians per token of each pair of features, float32 [K/2].
+
+    They are scaled as in Llama 3.1 (Grattafiori et al. 2024, arXiv:2407.21783) or in YaRN (Peng et al. 2023,
+    arXiv:2309.00071, section 3.2).
+    """
     half = config.turned_dim // 2
     frequencies = config.rope_theta ** (-np.arange(half) / half)
     low, high = config.rope_low_frequency_factor, config.rope_high_frequency_factor
     if config.rope_scaling == "yarn":
-        # The pairs that turn so often in the original length, in whole numbers as all implementations have them.
+        # The pairs that make `high` and `low` turns over the original length, rounded as in all implementations.
         first, last = (
             half * math.log(config.rope_original_length / (turns * 2 * math.pi)) / math.log(config.rope_theta)
             for turns in (high, low)
@@ -110,27 +122,31 @@ def rotary_frequencies(config: ModelConfig) -> np.ndarray:
         unscaled = 1 - np.clip((np.arange(half) - first) / max(last - first, 1e-3), 0, 1)
     else:
         turns = config.rope_original_length * frequencies / (2 * math.pi)
-        unscaled = np.clip((turns - low) / (high - low), 0, 1)  # share of the frequency that stays as it is
+        unscaled = np.clip((turns - low) / (high - low), 0, 1)  # share of the frequency that is not scaled
     return (frequencies * (unscaled + (1 - unscaled) / config.rope_factor)).astype(np.float32)
 
 
-def yarn_growth(config: ModelConfig, mscale: float) -> float:
-    """What YaRN multiplies by, that attention stays as sharp over longer sequences (its section 3.4; DeepSeek's mscale
-    weighs it)."""
+def yarn_attention_factor(config: ModelConfig, mscale: float) -> float:
+    """Return YaRN's attention factor, which keeps attention as sharp over longer sequences (section 3.4).
+
+    mscale: DeepSeek's weight of it.
+    """
     return 1 + 0.1 * mscale * math.log(config.rope_factor)
 
 
 def score_scale(config: ModelConfig) -> float:
-    """What multiplies the attention scores."""
+    """Return the factor of the attention scores."""
     scale = config.attention_scale or 1 / math.sqrt(config.head_dim)
-    return scale * yarn_growth(config, config.rope_mscale_all_dim) ** 2 if config.rope_scaling == "yarn" else scale
+    if config.rope_scaling == "yarn":
+        return scale * yarn_attention_factor(config, config.rope_mscale_all_dim) ** 2
+    return scale
 
 
 # --- projections
 
 
 def with_biases(specs: dict[str, ParamSpec], *names: str) -> dict[str, ParamSpec]:
-    """The specs, and a bias for each named projection: of its output's dimensions, split as they are."""
+    """Return the specs with a bias for each named projection, which has the dimensions and axes of the output."""
 
     def bias(spec: ParamSpec) -> ParamSpec:
         dims = [dim for dim in range(len(spec.shape)) if dim not in spec.contracting]
@@ -140,7 +156,7 @@ def with_biases(specs: dict[str, ParamSpec], *names: str) -> dict[str, ParamSpec
 
 
 def project(subscripts: str, x: jax.Array, params: dict[str, Weight], name: str) -> jax.Array:
-    """The product of x and a projection, and its bias added where it has one."""
+    """Multiply x with a projection, and add its bias if it has one."""
     y = weights.einsum(subscripts, x, params[name])
     if f"{name}_bias" not in params:
         return y
@@ -152,14 +168,17 @@ def project(subscripts: str, x: jax.Array, params: dict[str, Weight], name: str)
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """The tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415), in float32: from 256 on its x² leaves float16's range,
-    and a gradient of 0 would be NaN."""
+    """Apply the tanh approximation of GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415) in float32.
+
+    In float16, x² would overflow from x = 256 on, and a gradient of 0 would become NaN.
+    """
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
-INWARD: dict[str, Intermediate] = {"gate": "mlp_gate", "up": "mlp_up"}
-# From the projections of norm(x), gate before up, to what `down` multiplies (Shazeer 2020, arXiv:2002.05202).
-HIDDEN: dict[str, Callable[..., jax.Array]] = {
+INPUT_PROJECTIONS: dict[str, Intermediate] = {"gate": "mlp_gate", "up": "mlp_up"}
+# Functions of the input projections of norm(x), gate before up; `down` multiplies the result (Shazeer 2020,
+# arXiv:2002.05202).
+ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
     "geglu": lambda gate, up: gelu(gate) * up,
     "gelu": gelu,
@@ -176,19 +195,20 @@ def mlp_specs(
 
 
 def mlp(params: dict[str, Weight], x: jax.Array, context: Context, *, norm: Function, kind: str) -> jax.Array:
-    """The MLP of norm(x). x: [B, S, D] -> [B, S, D]."""
+    """Apply the MLP to norm(x). x: [B, S, D] -> [B, S, D]."""
 
     @recomputed
-    def inward(x: jax.Array) -> list[jax.Array]:
-        x = tag(context.placement.enter(norm(x)), "mlp_input")
-        hidden = {name: project("BSD,DF->BSF", x, params, name) for name in INWARD if name in params}
+    def project_in(x: jax.Array) -> list[jax.Array]:
+        x = tag(all_gather_sequence(norm(x), context.placement), "mlp_input")
+        hidden = {name: project("BSD,DF->BSF", x, params, name) for name in INPUT_PROJECTIONS if name in params}
         return [
-            tag(context.placement.constrain(each, "batch", "sequence", "mlp"), INWARD[name])
-            for name, each in hidden.items()
+            tag(context.placement.constrain(array, "batch", "sequence", "mlp"), INPUT_PROJECTIONS[name])
+            for name, array in hidden.items()
         ]
 
     @recomputed
-    def outward(*projected: jax.Array) -> jax.Array:
-        return context.placement.leave(project("BSF,FD->BSD", HIDDEN[kind](*projected), params, "down"))
+    def project_out(*projected: jax.Array) -> jax.Array:
+        hidden = ACTIVATIONS[kind](*projected)
+        return reduce_scatter_sequence(project("BSF,FD->BSD", hidden, params, "down"), context.placement)
 
-    return tag(outward(*inward(x)), "mlp_output")
+    return tag(project_out(*project_in(x)), "mlp_output")

@@ -1,6 +1,6 @@
-"""ParamSpec: what a parameter is, before any array exists.
+"""ParamSpec: description of a parameter before any array exists.
 
-A model is a pytree of these. Initial values, shardings, checkpoint targets, counts and masks are all read off it.
+A model is a pytree of ParamSpecs. Initial values, shardings, checkpoint targets, counts and masks are derived from it.
 """
 
 import hashlib
@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxopt_llm import tree
+from jaxopt_llm.core import tree
 
-# The logical axes of a stack, always leading and never split by ZeRO. Most stacks have the last alone; a pipeline's
-# rest by stage, and the last is then the slot within the stage. Loops run over the last.
+# Logical axes of a stack of layers. They come first and ZeRO never splits them. Most stacks have only the last one. In
+# a pipeline, parameters rest by stage, and the last axis is the slot within the stage. Loops run over the last axis.
 STACK_AXES = ("virtual", "stages", "layers")
 
 FLOAT32 = np.dtype(np.float32)
@@ -24,7 +24,7 @@ Initializer = Callable[[jax.Array, tuple[int, ...], int], jax.Array]  # (key, sh
 
 
 def normal(scale: float = 1.0) -> Initializer:
-    """Normal values of standard deviation scale / sqrt(fan-in), so that a product keeps its input's variance."""
+    """Return a normal initializer with deviation scale / sqrt(fan-in), so that a matmul keeps its input's variance."""
 
     def initialize(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
         return jax.random.normal(key, shape, jnp.float32) * (scale / math.sqrt(fan_in))
@@ -42,16 +42,17 @@ def zeros(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter.
+    """Shape, dtype, axes and initial values of one parameter.
 
     shape, dtype: of the array at rest.
-    axes:         a logical name per dimension; parallel/sharding.py's table maps names to mesh axes.
-    contracting:  the dimensions that a product sums over; their sizes multiply to the fan-in.
-    init:         (key, shape, fan-in) -> float32 values, for one layer where the parameter is a stack.
-    exact:        whether it is in float32 throughout, compute copies, frozen ones and reductions among it.
-    layers:       of a stack, nested by its leading axes: the number of the layer at each place, -1 where there is none.
-    sign_rate:    of what no loss teaches: a step takes this times the sign of its gradient off it, whatever the
-                  optimizer, and the gradient is no part of the norm. None of all else.
+    axes:         a logical name per dimension; the tables of parallel/axes.py map names to mesh axes.
+    contracting:  the dimensions that a matmul sums over; their sizes multiply to the fan-in.
+    init:         (key, shape, fan-in) -> float32 values; for one layer if the parameter is a stack.
+    exact:        whether it is float32 everywhere, including compute copies, frozen parameters and reductions.
+    layers:       of a stack, nested by its leading axes: the layer's index at each place, -1 for an empty place; None
+                  for a parameter outside the segments.
+    sign_rate:    of a parameter that is not learned from the loss: a step subtracts sign_rate × sign(gradient), with
+                  any optimizer, and the gradient does not count in the gradient norm. None for all others.
     """
 
     shape: tuple[int, ...]
@@ -68,12 +69,12 @@ class ParamSpec:
 
     @property
     def leading(self) -> int:
-        """How many of the axes are a stack's."""
+        """Number of leading axes that are a stack's (STACK_AXES)."""
         return 0 if self.layers is None else np.ndim(self.layers)
 
     @property
-    def numbered(self) -> tuple[int, ...]:
-        """The dimension that numbers matrices, of which each token meets some: experts; none of what is one matrix."""
+    def expert_dims(self) -> tuple[int, ...]:
+        """Dimension of the experts, of which each token uses only some; empty for other parameters."""
         return tuple(dim for dim, axis in enumerate(self.axes) if axis == "experts")
 
     @property
@@ -81,63 +82,67 @@ class ParamSpec:
         return math.prod(self.shape[dim] for dim in self.contracting)
 
     def stack(self, layers: int | np.ndarray) -> "ParamSpec":
-        """The spec of such parameters on new leading axes: so many layers, or those of these numbers."""
-        numbers = np.arange(layers) if isinstance(layers, int) else layers
+        """Return the spec of a stack of such parameters. layers: number of layers, or an array of their indices."""
+        indices = np.arange(layers) if isinstance(layers, int) else layers
         return replace(
             self,
-            shape=(*numbers.shape, *self.shape),
-            axes=(*STACK_AXES[-numbers.ndim :], *self.axes),
-            contracting=tuple(dim + numbers.ndim for dim in self.contracting),
-            layers=_nested(numbers),
+            shape=(*indices.shape, *self.shape),
+            axes=(*STACK_AXES[-indices.ndim :], *self.axes),
+            contracting=tuple(dim + indices.ndim for dim in self.contracting),
+            layers=_to_nested_tuple(indices),
         )
 
-    def layer(self) -> "ParamSpec":
-        """The spec of one layer of a stack: the inverse of `stack`."""
-        return replace(self.without(self.leading), layers=None)
+    def unstack(self) -> "ParamSpec":
+        """Return the spec of one layer of a stack: the inverse of `stack`."""
+        return replace(self.drop_leading(self.leading), layers=None)
 
-    def stage(self) -> "ParamSpec":
-        """The spec of what one stage of a pipeline holds of a stack: its slots chunk after chunk, whichever layers
-        these are."""
-        return self.layer().stack(self.shape[0] * self.shape[2])
+    def stage_stack(self) -> "ParamSpec":
+        """Return the spec of one pipeline stage's part of a stack: its slots, chunk after chunk, for any layers."""
+        return self.unstack().stack(self.shape[0] * self.shape[2])
 
-    def without(self, leading: int) -> "ParamSpec":
-        """The spec of what is along so many leading dimensions."""
-        dims = tuple(dim - leading for dim in self.contracting)
-        return replace(self, shape=self.shape[leading:], axes=self.axes[leading:], contracting=dims)
-
-
-def _nested(numbers: np.ndarray) -> tuple[Any, ...]:
-    return tuple(int(each) if numbers.ndim == 1 else _nested(each) for each in numbers)
+    def drop_leading(self, count: int) -> "ParamSpec":
+        """Return the spec without the first `count` dimensions."""
+        dims = tuple(dim - count for dim in self.contracting)
+        return replace(self, shape=self.shape[count:], axes=self.axes[count:], contracting=dims)
 
 
-def count(specs: tree.Tree) -> int:
-    """Values of all layers; places of a stack that hold none do not count."""
-    return sum(depth(spec) * math.prod(spec.shape[spec.leading :]) for spec in jax.tree.leaves(specs))
+def _to_nested_tuple(indices: np.ndarray) -> tuple[Any, ...]:
+    return tuple(int(item) if indices.ndim == 1 else _to_nested_tuple(item) for item in indices)
 
 
-def depth(spec: ParamSpec) -> int:
-    """The layers of a stack; 1 for what is none."""
+def count_parameters(specs: tree.Tree) -> int:
+    """Count the values of all layers; empty places of a stack do not count."""
+    return sum(count_layers(spec) * math.prod(spec.shape[spec.leading :]) for spec in jax.tree.leaves(specs))
+
+
+def count_layers(spec: ParamSpec) -> int:
+    """Return the number of layers of a stack, and 1 for a parameter outside the segments."""
     return 1 if spec.layers is None else int(np.sum(np.asarray(spec.layers) >= 0))
 
 
-def layers(specs: tree.Tree) -> np.ndarray | None:
-    """The numbers of a segment's layers, int [R] or [V, stages, slots]; None for parameters outside the stacks, and for
-    a group without leaves."""
-    (numbers,) = {spec.layers for spec in jax.tree.leaves(specs)} or {None}
-    return None if numbers is None else np.asarray(numbers)
+def layer_indices(specs: tree.Tree) -> np.ndarray | None:
+    """Return the layer indices of a segment, int [repeats] or [virtual, stages, slots].
+
+    None for parameters outside the segments, and for a tree without leaves.
+    """
+    (indices,) = {spec.layers for spec in jax.tree.leaves(specs)} or {None}
+    return None if indices is None else np.asarray(indices)
 
 
 def layer_specs(specs: tree.Tree) -> tree.Tree:
-    return jax.tree.map(ParamSpec.layer, specs)
+    return jax.tree.map(ParamSpec.unstack, specs)
 
 
-def learned(specs: tree.Tree, leaves: tree.Tree) -> tree.Tree:
-    """The leaves with None for those that no loss teaches."""
+def select_learned(specs: tree.Tree, leaves: tree.Tree) -> tree.Tree:
+    """Replace the leaves that are not learned from the loss (`sign_rate`) by None."""
     return jax.tree.map(lambda spec, leaf: leaf if spec.sign_rate is None else None, specs, leaves)
 
 
 def initialize(specs: tree.Tree, seed: int) -> tree.Tree:
-    """Initial values. A leaf depends on (seed, its path, its layer) alone: not on the mesh, nor on other leaves."""
+    """Return initial values.
+
+    A leaf depends only on the seed, its path and its layer: not on the mesh, nor on other leaves.
+    """
     root = jax.random.key(seed)
 
     def leaf(path: str, spec: ParamSpec) -> jax.Array:
@@ -145,15 +150,15 @@ def initialize(specs: tree.Tree, seed: int) -> tree.Tree:
         key = jax.random.fold_in(root, int.from_bytes(digest[:4], "little"))
         if spec.layers is None:
             return spec.init(key, spec.shape, spec.fan_in).astype(spec.dtype)
-        one = spec.layer()
+        one = spec.unstack()
 
-        def layer(number: jax.Array) -> jax.Array:
-            value = one.init(jax.random.fold_in(key, jnp.maximum(number, 0)), one.shape, one.fan_in)
-            return jnp.where(number < 0, 0.0, value)
+        def initialize_layer(index: jax.Array) -> jax.Array:
+            value = one.init(jax.random.fold_in(key, jnp.maximum(index, 0)), one.shape, one.fan_in)
+            return jnp.where(index < 0, 0.0, value)
 
-        each = layer
+        initialize_stack = initialize_layer
         for _ in range(spec.leading):
-            each = jax.vmap(each)
-        return each(jnp.asarray(spec.layers)).astype(spec.dtype)
+            initialize_stack = jax.vmap(initialize_stack)
+        return initialize_stack(jnp.asarray(spec.layers)).astype(spec.dtype)
 
     return tree.map_with_path(leaf, specs)

@@ -1,4 +1,4 @@
-"""The records of metrics.jsonl once more, for TensorBoard and Weights & Biases."""
+"""Copies of the records of metrics.jsonl for TensorBoard and Weights & Biases."""
 
 import contextlib
 import hashlib
@@ -10,16 +10,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxopt_llm.errors import InputError
-from jaxopt_llm.observe.metrics import LoggingConfig
+from jaxopt_llm.config import LoggingConfig
+from jaxopt_llm.core.errors import InputError
 
 
 class Dashboards:
-    """Writes every number of a record under its name and step, those of a list each under its place in it, as in
-    expert_load/7. A context manager.
+    """Writer of every number of a record under its name and step. A context manager.
 
-    What an interrupted run wrote after the step it is resumed from TensorBoard no longer shows; Weights & Biases, which
-    forgets nothing, shows it and what comes in its place.
+    Numbers of a list are written with their index: expert_load/7.
+
+    After a resume, TensorBoard no longer shows the records that the interrupted run wrote after the resumed step.
+    Weights & Biases deletes nothing: it shows both the old records and their replacements.
     """
 
     def __init__(
@@ -30,39 +31,45 @@ class Dashboards:
         settings: dict[str, Any],
         say: Callable[[str], None],
     ) -> None:
-        """settings: the run's configuration. say: told, in a line, what could not be written. Raises InputError where a
-        package is missing."""
+        """Open the dashboards that are configured.
+
+        Args:
+            settings: the configuration of the run.
+            say: receives one line for each record that could not be written.
+
+        Raises:
+            InputError: a package is missing, or Weights & Biases reports an error.
+        """
         self._board = _Board(directory / "tensorboard", resume_step + 1, say) if config.tensorboard else None
         self._run = None
         if config.wandb_project:
-            wandb = _package("wandb", f"logging.wandb_project={config.wandb_project}", "an empty project")
-            # Of the directory, so that a resume continues it.
-            whole = directory.resolve()
-            identity = f"{whole.name}-{hashlib.sha256(str(whole).encode()).hexdigest()[:8]}"
+            setting = f"logging.wandb_project={config.wandb_project}"
+            wandb = _import_package("wandb", setting, '--logging.wandb-project ""')
+            # The id depends on the directory only, so that a resume continues the same wandb run.
+            path = directory.resolve()
+            identity = f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
             try:
                 self._run = wandb.init(
                     project=config.wandb_project,
                     id=identity,
-                    name=whole.name,
+                    name=path.name,
                     dir=directory,
                     config=settings,
                     resume="allow",
                 )
             except wandb.Error as error:
-                raise InputError(
-                    f"logging.wandb_project={config.wandb_project}: {error}; WANDB_MODE=offline needs no server"
-                ) from error
-            # By our own step: what is logged at an earlier one of its steps than the last is ignored.
+                raise InputError(f"{setting}: {error}; set WANDB_MODE=offline to log without a server") from error
+            # Use our own step: wandb ignores records whose wandb step is below the last one.
             self._run.define_metric("*", step_metric="step")
 
     def write(self, record: dict[str, Any]) -> None:
         numbers: dict[str, Any] = {}
         for name, value in record.items():
-            each = (
-                {f"{name}/{i}": number for i, number in enumerate(value)} if isinstance(value, list) else {name: value}
-            )
-            numbers |= each
-        # None stands for what is not finite.
+            if isinstance(value, list):
+                numbers |= {f"{name}/{index}": number for index, number in enumerate(value)}
+            else:
+                numbers[name] = value
+        # None stands for a number that is not finite.
         numbers = {name: value for name, value in numbers.items() if name != "step" and value is not None}
         if self._board is not None:
             self._board.write(record["step"], numbers)
@@ -78,19 +85,23 @@ class Dashboards:
 
 
 class _Board:
-    """TensorBoard's files. Not tensorboardX's SummaryWriter: a full disk ends its thread, and the run then waits for it
-    for ever."""
+    """Writer of TensorBoard's files.
+
+    It does not use the SummaryWriter of tensorboardX: a full disk ends the thread of the SummaryWriter, and the run
+    then waits for that thread for ever.
+    """
 
     def __init__(self, folder: Path, step: int, say: Callable[[str], None]) -> None:
-        """step: the first that will be written."""
-        with _without("torch"):  # which tensorboardX imports where it is installed, for seconds, and does without
-            self._package = _package("tensorboardX", "logging.tensorboard=True", "--logging.tensorboard False")
+        """Begin a file. step: first step that will be written."""
+        # tensorboardX imports torch if it is installed. This takes seconds, and tensorboardX does not need torch.
+        with _hidden_package("torch"):
+            self._package = _import_package("tensorboardX", "logging.tensorboard=True", "--logging.tensorboard False")
         self._folder, self._say = folder, say
         folder.mkdir(exist_ok=True)
         self._begin(step)
 
     def _begin(self, step: int) -> None:
-        """A new file: what others hold of this step and later ones is no longer shown."""
+        """Begin a new file. TensorBoard then hides what other files contain for this step and later ones."""
         event, writer = importlib.import_module("tensorboardX.proto.event_pb2"), self._package.event_file_writer
         self._writer = writer.EventsWriter(str(self._folder / "events"), filename_suffix=f".{step}")
         start = event.SessionLog(status=event.SessionLog.START)
@@ -107,13 +118,13 @@ class _Board:
                 self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
             self._writer.flush()
         except OSError as error:
-            self._say(f"{self._folder} could not be written at step {step} ({error}): metrics.jsonl has its record")
-            self._writer = None  # the file may end in half an event: the next begins another
+            self._say(f"{self._folder} could not be written at step {step} ({error}); metrics.jsonl has this record")
+            self._writer = None  # the file may end in the middle of an event, so the next record begins a new file
 
 
 @contextlib.contextmanager
-def _without(name: str) -> Iterator[None]:
-    """As if a package were not installed, unless it is imported already."""
+def _hidden_package(name: str) -> Iterator[None]:
+    """Make a package appear not to be installed, unless it is already imported."""
     if name in sys.modules:
         yield
         return
@@ -124,9 +135,11 @@ def _without(name: str) -> Iterator[None]:
         del sys.modules[name]
 
 
-def _package(name: str, asked: str, instead: str) -> ModuleType:
-    """Imported here alone: a training run must start quickly, and without what it does not use."""
+def _import_package(name: str, setting: str, alternative: str) -> ModuleType:
+    """Import a package only when it is used, so that other runs start quickly and do not need it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise InputError(f"{asked} wants the package {name} ({error}): pip install {name}, or {instead}") from error
+        raise InputError(
+            f"{setting} requires the package {name} ({error}); run: pip install {name}, or set {alternative}"
+        ) from error

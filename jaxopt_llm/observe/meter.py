@@ -1,4 +1,4 @@
-"""How fast a run is: what is counted and timed between two records."""
+"""Speed of a run: tokens and seconds between two records."""
 
 import time
 from typing import Any
@@ -7,28 +7,30 @@ import jax
 
 
 class Meter:
-    """Makes the records of a run.
-
-    tokens_per_step: of the whole batch.
-    utilisation: for each name under which a record has a share of the devices' peak (see model/flops.py), the share
-        that one token per second would be.
-    """
+    """Maker of the records of a run."""
 
     def __init__(self, tokens_per_step: int, utilisation: dict[str, float]) -> None:
+        """Start the clock at step 0.
+
+        Args:
+            tokens_per_step: tokens of the whole batch.
+            utilisation: for each utilisation field of a record, the share of the devices' peak at one token per second.
+                See model/flops.py.
+        """
         self._tokens, self._utilisation = tokens_per_step, utilisation
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Times what follows this step; what went before it, as an evaluation or a save, is left out."""
-        self._from, self._clock, self._waited = step, time.perf_counter(), 0.0
+        """Restart the clock after this step, so that an evaluation or a save before it does not count."""
+        self._first, self._clock, self._waited = step, time.perf_counter(), 0.0
 
-    def waited(self, seconds: float) -> None:
-        """Adds time in which the run had no batch to go on with."""
+    def add_wait(self, seconds: float) -> None:
+        """Add time in which the run waited for a batch."""
         self._waited += seconds
 
-    def record(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
-        """The record of a step that has just ended, and a restart."""
-        seconds = (time.perf_counter() - self._clock) / (step - self._from)
+    def make_record(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the record of a step that has just ended, and restart the clock."""
+        seconds = (time.perf_counter() - self._clock) / (step - self._first)
         per_second = self._tokens / seconds
         record = {
             "step": step,
@@ -36,7 +38,7 @@ class Meter:
             "tokens": step * self._tokens,
             "tokens_per_second": per_second,
             "step_seconds": seconds,
-            "data_seconds": self._waited / (step - self._from),
+            "data_seconds": self._waited / (step - self._first),
             **{name: share * per_second for name, share in self._utilisation.items()},
         }
         peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -1,71 +1,72 @@
-"""metrics.jsonl: one JSON object per logged step, the record of a run."""
+"""Writer of metrics.jsonl, the log of a run: one JSON object (a record) per logged step."""
 
 import errno
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxopt_llm.errors import InputError
-from jaxopt_llm.files import replace_durably
-
-
-@dataclass(frozen=True)
-class LoggingConfig:
-    every: int = 10
-    """steps between two logged steps"""
-    tensorboard: bool = True
-    """whether records also go to the run directory's tensorboard/"""
-    wandb_project: str = ""
-    """project of Weights & Biases that records also go to; empty is off"""
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.files import replace_durably
 
 
 class MetricsLog:
-    """Appends records to a file. Python writes floats so that they read back to the same bits."""
+    """Log that appends records to a file. Floats read back to the same bits."""
 
     def __init__(self, path: Path, resume_step: int, say: Callable[[str], None]) -> None:
-        """Cuts the file back to `resume_step` first: what an interrupted run logged after its last checkpoint is
-        about to happen again. say: told, in a line, that a record could not be written."""
+        """Open the file, and remove the records after `resume_step` from it.
+
+        An interrupted run may have logged steps after its last checkpoint. These steps will run again.
+
+        Args:
+            say: receives one line for each record that could not be written.
+
+        Raises:
+            InputError: the file has a line that is not a record.
+        """
         if path.exists():
             try:
-                kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= resume_step]
+                lines = [line for line in _read_whole_lines(path) if json.loads(line)["step"] <= resume_step]
             except (ValueError, KeyError, TypeError) as error:
-                raise InputError(f"{path} has a line that is no record ({error}); mend or move the file") from error
-            replace_durably(path, "".join(kept))
+                raise InputError(f"{path} has a line that is not a record ({error}); fix or move the file") from error
+            replace_durably(path, "".join(lines))
         self._path, self._say = path, say
         self._file = path.open("ab", buffering=0)
-        self._waiting = b""
+        self._pending = b""
 
     def write(self, record: dict[str, Any]) -> None:
-        """What a full disk does not take waits for the next record."""
-        self._waiting += (json.dumps(record, allow_nan=False) + "\n").encode()
+        """Append a record. If the disk is full, the record waits and is written together with the next one."""
+        self._pending += (json.dumps(record, allow_nan=False) + "\n").encode()
         try:
             self._append()
         except OSError as error:
-            self._say(f"{self._path} could not be written ({error}): its records wait for the next one")
+            self._say(f"{self._path} could not be written ({error}); the next record will write it again")
 
     def _append(self) -> None:
-        whole = os.fstat(self._file.fileno()).st_size
+        size = os.fstat(self._file.fileno()).st_size
         try:
-            if self._file.write(self._waiting) < len(self._waiting):
+            if self._file.write(self._pending) < len(self._pending):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            self._file.truncate(whole)  # no half lines
+            self._file.truncate(size)  # remove an incomplete line
             raise
-        self._waiting = b""
+        self._pending = b""
 
     def sync(self) -> None:
-        """Until what is written would survive a power cut: no checkpoint is to be newer than its records."""
+        """Wait until the records are on disk. Call it before a save: no checkpoint may be newer than its records."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Raises OSError where a record could not be written to the end."""
+        """Write the pending records and close the file.
+
+        Raises:
+            OSError: a record could still not be written.
+        """
         with self._file:
             self._append()
 
 
-def _whole_lines(path: Path) -> list[str]:
-    """A line without its newline was cut short by the death of its writer."""
+def _read_whole_lines(path: Path) -> list[str]:
+    """Return the lines that end with a newline. A line without one was cut short when its writer died."""
     return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the first asks the run to stop after its step, the second ends the process."""
+"""Handling of SIGTERM and SIGINT: the first signal stops the run after its step, the second ends the process."""
 
 import os
 import signal
@@ -8,9 +8,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Preemption:
-    """Whether a signal has asked the run to stop. A context manager, for the main thread; leaving it restores.
+    """Record of a signal that requests a stop. A context manager for the main thread.
 
-    Enter it after jax.distributed.initialize, which takes SIGTERM for itself.
+    On exit it restores the old handlers. Enter it after jax.distributed.initialize, which installs its own handler of
+    SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -29,8 +30,8 @@ class Preemption:
 
     def _request(self, signum: int, frame: FrameType | None) -> None:
         self._requested = True
-        # The system's own action ends the process even while Python waits for a device, where no handler would run.
+        # The default action ends the process even while Python waits for a device. A Python handler would not run then.
         for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)
         if os.isatty(2):
-            os.write(2, b"\nstopping after this step; once more to stop at once\n")  # print() is not reentrant
+            os.write(2, b"\nstopping after this step; press Ctrl-C again to stop at once\n")  # print() is not reentrant

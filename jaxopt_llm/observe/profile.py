@@ -1,39 +1,31 @@
-"""A profile of some steps, for TensorBoard, XProf or Perfetto."""
+"""Profile of some steps, for TensorBoard, XProf or Perfetto."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
-
-@dataclass(frozen=True)
-class ProfileConfig:
-    start_step: int = 0
-    """first step that is profiled, into the run directory's profile/; 0 is off. Not the first few: they compile"""
-    steps: int = 3
-    """how many steps are profiled"""
-
-    def problems(self) -> list[str]:
-        found = [f"profile.steps={self.steps}: must be at least 1"] if self.steps < 1 else []
-        return found + ([f"profile.start_step={self.start_step}: must be at least 0"] if self.start_step < 0 else [])
+from jaxopt_llm.config import ProfileConfig
 
 
 class Profiler:
-    """Profiles steps start_step to start_step + steps - 1. A context manager: what was begun is written on leaving."""
+    """Profiler of the steps start_step to start_step + steps - 1.
+
+    A context manager: on exit it writes a profile that is still running.
+    """
 
     def __init__(self, config: ProfileConfig, directory: Path) -> None:
         self._steps = range(config.start_step, config.start_step + config.steps) if config.start_step else range(0)
         self._directory = directory / "profile"
         self._running = False
 
-    def before(self, step: int) -> None:
-        """Call before every step."""
+    def before_step(self, step: int) -> None:
+        """Start the profile if this is its first step. Call before every step."""
         if step in self._steps and not self._running:
             jax.profiler.start_trace(str(self._directory))
             self._running = True
 
-    def after(self, step: int, results: object) -> None:
-        """Call after every step; of the last one that is profiled it waits for the results."""
+    def after_step(self, step: int, results: object) -> None:
+        """Wait for the results and write the profile if this is its last step. Call after every step."""
         if self._running and step + 1 not in self._steps:
             jax.block_until_ready(results)
             self.__exit__()

@@ -1,4 +1,4 @@
-"""What a person watching sees: a live line on a terminal, plain lines elsewhere."""
+"""Progress of a run for people: a live line on a terminal, plain lines elsewhere."""
 
 import contextlib
 from typing import Any
@@ -8,11 +8,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class ProgressLine:
-    """Shows steps done, the last logged numbers and the time that remains. A context manager."""
+    """Line with the number of steps done, the last logged numbers and the remaining time. A context manager."""
 
-    def __init__(self, steps: int, shown: bool = True) -> None:
-        """shown: whether this process prints anything."""
-        self._console = Console(highlight=False, soft_wrap=True, quiet=not shown)
+    def __init__(self, steps: int, visible: bool = True) -> None:
+        """Prepare the line. visible: whether this process prints anything."""
+        self._console = Console(highlight=False, soft_wrap=True, quiet=not visible)
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
         self._progress = Progress(
             *columns, TimeRemainingColumn(), console=self._console, disable=not self._console.is_terminal
@@ -27,7 +27,7 @@ class ProgressLine:
         self._progress.stop()
 
     def say(self, line: str) -> None:
-        """A full disk, or a reader who has gone, costs no run its life: what is said is in metrics.jsonl, too."""
+        """Print a line. A full disk or a closed pipe does not end the run: metrics.jsonl contains the same numbers."""
         with contextlib.suppress(OSError):
             self._console.print(line, markup=False)
 
@@ -35,7 +35,7 @@ class ProgressLine:
         self._progress.update(self._task, completed=step)
 
     def show(self, record: dict[str, Any]) -> None:
-        """One record of metrics.jsonl."""
+        """Show a record of metrics.jsonl."""
         numbers = f"loss {_decimals(record['loss'], 4)}"
         if "eval_loss" in record:
             numbers += f"  held-out {record['eval_loss']:.4f}"

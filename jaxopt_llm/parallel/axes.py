@@ -1,6 +1,6 @@
-"""The logical axes that layers name, and the mesh axes that divide each: of parameters, and of activations."""
+"""Tables of the logical axes that layers name: the mesh axes that divide each, for parameters and for activations."""
 
-from jaxopt_llm.parallel.mesh import BATCH_AXES
+from jaxopt_llm.config import BATCH_AXES
 
 PARAMETER_AXES: dict[str, tuple[str, ...]] = {
     "virtual": (),
@@ -20,8 +20,8 @@ PARAMETER_AXES: dict[str, tuple[str, ...]] = {
 ACTIVATION_AXES: dict[str, tuple[str, ...]] = {
     "batch": BATCH_AXES,
     "sequence": ("context",),
-    "residual_sequence": ("context",),  # of the residual stream and its norms
-    "sent_sequence": ("context", "tensor"),  # of the same on its way from one stage of a pipeline to another
+    "residual_sequence": ("context",),  # the sequence of the residual stream and its norms
+    "sent_sequence": ("context", "tensor"),  # the same, on its way from one pipeline stage to another
     "embed": (),
     "query_latent": (),
     "latent": (),
@@ -34,11 +34,11 @@ ACTIVATION_AXES: dict[str, tuple[str, ...]] = {
     "mlp": ("tensor",),
     "vocabulary": ("tensor",),
 }
-# Laid over that table by sharding.sequence_parallel.
-SEQUENCE_PARALLEL_AXES = {"residual_sequence": ("context", "tensor")}
-# Axes that rest replicated where they are smaller than what would split them, by intent: with fewer key-value heads
-# than `tensor`, each device computes the heads that its queries read.
+SEQUENCE_PARALLEL_AXES = {"residual_sequence": ("context", "tensor")}  # replaces entries if sharding.sequence_parallel
+# Logical axes that are replicated, by intent, where they are smaller than the number of devices that would split them:
+# with fewer key-value heads than `tensor`, each device computes the heads that its queries read.
 REPLICATED_WHEN_SMALLER = ("kv_heads",)
-# What the stages of a pipeline divide beside `tensor` where it divides so, by intent: where not, `tensor` alone does.
-STAGED_WHERE_IT_DIVIDES = ("vocabulary",)
-STORAGE_AXES = ("fsdp", "context", "expert")  # ZeRO divides storage by their product
+# Logical axes that the stages of a pipeline divide in addition to `tensor`. If stages × `tensor` does not divide the
+# size, only `tensor` does, by intent.
+SPLIT_OVER_STAGES = ("vocabulary",)
+STORAGE_AXES = ("fsdp", "context", "expert")  # ZeRO divides state by the product of their sizes

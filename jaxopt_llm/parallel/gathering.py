@@ -1,29 +1,41 @@
-"""How an array is brought to where it is used, and what it gives back: weights whole but for `tensor`, their gradients
-divided again, and the sequence of the residual stream. Where to is said by sharding.py.
+"""Gathering of weights from where they rest to where they are used, and the way back of their gradients.
+
+zero.py says where both rest. Weights are gathered whole except over `tensor`, and gradients are divided again.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 from jax.sharding import NamedSharding
 
-from jaxopt_llm.parallel.precision import Matmul
+from jaxopt_llm.config import Matmul
+from jaxopt_llm.core import tree
+from jaxopt_llm.parallel.placement import Placement, Spec
+from jaxopt_llm.parallel.stages import is_split_over_stages
+from jaxopt_llm.parallel.zero import (
+    gathered_sharding,
+    gradient_groups,
+    gradient_sharding,
+    master_sharding,
+    parameter_sharding,
+    storage_axes,
+)
 
-GATHER = "gather_weight"  # the scope under which a compiled program and a profile name it
+GATHER_SCOPE = "gather_weight"  # the named scope of `gather_array` in compiled programs and profiles
 
 
 @dataclass(frozen=True)
 class WeightShardings:
-    """How one weight is held at rest, while it is used, and as a gradient, and in which dtypes.
+    """The shardings and dtypes of one weight at rest, while it is used, and of its gradient.
 
-    matmul: in what its products are formed (see PrecisionConfig).
-    keep: whether the backward reuses the gathered weight (see Placement.place).
+    matmul: the format in which products with the weight are computed (see PrecisionConfig).
+    keep_gathered: whether the backward reuses the gathered weight (see place_weights).
     trainable: whether a gradient is formed.
-    grouped: whether a `vmap` over gradient groups is around (see Placement.group).
-    staged: whether these are one stage's rows, inside a region that is manual over `pipeline`.
+    grouped: whether a `vmap` over gradient groups is around (see zero.inside_gradient_group).
+    stage_rows: whether these are one stage's rows, inside a region that is manual over `pipeline`.
     """
 
     resting: NamedSharding
@@ -32,66 +44,122 @@ class WeightShardings:
     compute_dtype: str
     reduce_dtype: str
     matmul: Matmul
-    keep: bool
+    keep_gathered: bool
     trainable: bool
     grouped: bool
-    staged: bool
+    stage_rows: bool
 
 
 @struct.dataclass
-class Placed:
-    """A weight as it rests, and how to bring it to where it is used; only `model/weights.py` and
-    `tables.py` read it.
+class PlacedWeight:
+    """A weight as it rests, with the shardings that bring it to where it is used.
 
-    tap: zeros of the weight's shape in the reduction's dtype, which no computation reads: the weight's gradient arrives
-        as the tap's cotangent, so that it has its own dtype and placement whatever those of the weight. None where no
-        gradient is wanted: then none is formed.
+    Only `model/linear/` reads it; that package's docstring explains the perturbation.
+
+    perturbation: zeros of the weight's shape, with the dtype and sharding of its gradient, which is the perturbation's
+        cotangent. None: no gradient is formed.
     """
 
     array: jax.Array
-    tap: jax.Array | None
+    perturbation: jax.Array | None
     shardings: WeightShardings = struct.field(pytree_node=False)
 
 
-@jax.named_scope(GATHER)
-def gather(weight: Placed, dtype: Any = None) -> jax.Array:
-    """The weight in compute dtype, or in this one, whole but for `tensor`.
+def cast_masters(specs: tree.Tree, masters: tree.Tree, placement: Placement) -> tree.Tree:
+    """Return the compute copy of the masters: cast first, so that the one gather moves the compute dtype."""
 
-    Cast first: a gather of 16 bits moves half of the bytes of one of 32.
+    def cast(spec: Spec, master: jax.Array) -> jax.Array:
+        narrow = master.astype(placement.precision.for_param(spec).compute_dtype)
+        narrow = jax.lax.with_sharding_constraint(narrow, master_sharding(spec, placement))
+        return jax.lax.with_sharding_constraint(narrow, parameter_sharding(spec, placement))
+
+    return jax.tree.map(cast, specs, masters)
+
+
+def make_perturbations(specs: tree.Tree, placement: Placement) -> tree.Tree:
+    """Return the zeros by which the model is differentiated in place of these parameters (see PlacedWeight)."""
+
+    def zeros(spec: Spec) -> jax.Array:
+        perturbation = jnp.zeros(spec.shape, placement.precision.for_param(spec).reduce_dtype)
+        return jax.lax.with_sharding_constraint(perturbation, gradient_sharding(spec, placement))
+
+    return jax.tree.map(zeros, specs)
+
+
+def place_weights(
+    specs: tree.Tree,
+    weights: tree.Tree,
+    perturbations: tree.Tree,
+    placement: Placement,
+    *,
+    keep_gathered: bool,
+    matmul: Matmul = "compute_dtype",
+) -> tree.Tree:
+    """Return weights as the model takes them. They are gathered where they are used.
+
+    perturbations: `make_perturbations(specs, placement)`, or a tree with None for weights without a gradient.
+    keep_gathered: whether the backward reuses the weight that the forward gathered, or gathers it again. True within a
+        rematerialised block, where the forward is the recomputation just before. Otherwise True would keep every
+        gathered layer alive.
+    matmul: the format in which products with the weights are computed (see PrecisionConfig).
+    """
+
+    def place(spec: Spec, array: jax.Array, perturbation: jax.Array | None) -> PlacedWeight:
+        precision = placement.precision.for_param(spec)
+        shardings = WeightShardings(
+            resting=parameter_sharding(spec, placement),
+            gathered=gathered_sharding(spec, placement),
+            gradient=gradient_sharding(spec, placement),
+            compute_dtype=precision.compute_dtype,
+            reduce_dtype=precision.reduce_dtype,
+            matmul=matmul,
+            keep_gathered=keep_gathered,
+            trainable=perturbation is not None,
+            grouped=bool(placement.grouped),
+            stage_rows=placement.inside_stage and is_split_over_stages(spec),
+        )
+        return PlacedWeight(array, perturbation, shardings)
+
+    return jax.tree.map(place, specs, weights, perturbations)
+
+
+@jax.named_scope(GATHER_SCOPE)
+def gather_array(weight: PlacedWeight, dtype: Any = None) -> jax.Array:
+    """Gather a weight whole except over `tensor`, in `dtype`, by default its compute dtype.
+
+    It is cast first: a gather of 16 bits moves half of the bytes of one of 32.
     """
     array = weight.array.astype(dtype or weight.shardings.compute_dtype)
-    # With one constraint alone XLA sometimes gathers the float32 master and casts after.
+    # With only one constraint, XLA sometimes gathers the float32 master and casts afterwards.
     array = jax.lax.with_sharding_constraint(array, weight.shardings.resting)
     return jax.lax.with_sharding_constraint(array, weight.shardings.gathered)
 
 
 def reduce_gradient(gradient: jax.Array, shardings: WeightShardings) -> jax.Array:
-    """Sums a weight's gradient over devices in the reduction's dtype, leaving each its part: `gather` transposed."""
+    """Sum a weight's gradient over devices in the reduction's dtype, and leave each device its part.
+
+    It is `gather_array` transposed.
+    """
     return jax.lax.with_sharding_constraint(gradient.astype(shardings.reduce_dtype), shardings.gradient)
 
 
-# Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) in place of tensor parallelism's all-reduces: a
-# gather where a product begins and a reduce-scatter where it ends, each the other's transpose. Their backwards are
-# written out, because a constraint's own is the same constraint, which would sum first and split after. A layer's 4
-# all-reduces become 4 reduce-scatters and 6 gathers, of which the backward's last 2 bring the products' inputs back
-# for the weights' gradients; with full rematerialisation its 5 become 5 and 8.
+def reduce_groups(specs: tree.Tree, gradients: tree.Tree, placement: Placement) -> tree.Tree:
+    """Sum gradients [G, ...] over the gradient groups, and leave each device its part of the masters' division."""
+    return jax.tree.map(lambda spec, leaf: _reduce_groups(spec, leaf, placement), specs, gradients)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather_sequence(x: jax.Array, split: NamedSharding, whole: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, split), whole)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def scatter_sequence(y: jax.Array, split: NamedSharding, whole: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(y, split)
-
-
-gather_sequence.defvjp(
-    lambda x, split, whole: (gather_sequence(x, split, whole), None),
-    lambda split, whole, _, dy: (scatter_sequence(dy, split, whole),),
-)
-scatter_sequence.defvjp(
-    lambda y, split, whole: (scatter_sequence(y, split, whole), None),
-    lambda split, whole, _, dy: (gather_sequence(dy, split, whole),),
-)
+def _reduce_groups(spec: Spec, gradient: jax.Array, placement: Placement) -> jax.Array:
+    """Sum one leaf: a reduce-scatter over the axes that divide the masters, then an all-reduce over the others."""
+    groups, dims = gradient_groups(placement), placement.dims(spec, storage_axes(1, placement))
+    divides = [axis in (name for dim in dims for name in dim) for axis in groups]
+    gradient = gradient.astype(placement.precision.for_param(spec).reduce_dtype)
+    gradient = gradient.reshape(*(placement.size(axis) for axis in groups), *spec.shape)
+    others = tuple((axis,) for axis, divide in zip(groups, divides, strict=True) if not divide)
+    for phase, sharding in ((True, placement.named_sharding(others + dims)), (False, placement.named_sharding(dims))):
+        summed = tuple(i for i, divide in enumerate(divides) if divide is phase)
+        if summed:
+            # Not jnp.sum: it would widen 16-bit values to float32, and with them the bytes between devices.
+            gradient = jax.lax.reduce(gradient, jnp.zeros((), gradient.dtype), jax.lax.add, summed)
+            gradient = jax.lax.with_sharding_constraint(gradient, sharding)
+            divides = [divide for divide in divides if divide is not phase]
+    return gradient.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Which rows of a batch this process reads: those that its devices hold."""
+"""The rows of a batch that this process reads: those that its devices hold."""
 
 import functools
 from dataclasses import dataclass
@@ -8,43 +8,45 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxopt_llm import tree
+from jaxopt_llm.core import tree
 
 
 @dataclass(frozen=True)
-class OwnRows:
-    """Of batches [B, S], which rest on the devices of all processes as [M, B / M, S] by `sharding`.
+class LocalRows:
+    """The rows of this process in batches [B, S], which rest on the devices of all processes as [M, B / M, S].
 
-    A process has the rows of all its devices: of every microbatch some, and the same ones as another process where an
-    axis that does not split the batch crosses the two.
+    The process reads the rows of all its devices: some rows of every microbatch. If an axis that does not split the
+    batch crosses two processes, both read the same rows.
+
+    shape: (M, B / M, S). sharding: of arrays of this shape.
     """
 
     shape: tuple[int, ...]
     sharding: NamedSharding
 
     @functools.cached_property
-    def _of_microbatch(self) -> np.ndarray:
-        held = self.sharding.addressable_devices_indices_map(self.shape).values()
-        return np.unique([row for index in held if index for row in range(self.shape[1])[index[1]]])
+    def _in_microbatch(self) -> np.ndarray:
+        local = self.sharding.addressable_devices_indices_map(self.shape).values()
+        return np.unique([row for index in local if index for row in range(self.shape[1])[index[1]]])
 
     @property
-    def numbers(self) -> list[int]:
-        """Of the rows of the batch, in the order in which `place` takes them."""
+    def indices(self) -> list[int]:
+        """Indices of the rows in the batch, in the order in which `make_global` takes them."""
         microbatches, rows, _ = self.shape
-        return [int(first + row) for first in range(0, microbatches * rows, rows) for row in self._of_microbatch]
+        return [int(first + row) for first in range(0, microbatches * rows, rows) for row in self._in_microbatch]
 
-    def place(self, batch: tree.Tree) -> tree.Tree:
-        """Fields [own rows, S] -> [M, B / M, S], over the devices of all processes."""
+    def make_global(self, batch: tree.Tree) -> tree.Tree:
+        """Return fields [local rows, S] as [M, B / M, S], over the devices of all processes."""
         microbatches, rows, length = self.shape
 
-        def place(field: np.ndarray) -> jax.Array:
-            own = field.reshape(microbatches, -1, length)
+        def make_field(field: np.ndarray) -> jax.Array:
+            local = field.reshape(microbatches, -1, length)
 
-            def part(index: Any) -> np.ndarray:
+            def shard(index: Any) -> np.ndarray:
                 first, last, _ = index[1].indices(rows)
-                begin = np.searchsorted(self._of_microbatch, first)
-                return own[index[0], begin : begin + last - first, index[2]]
+                begin = np.searchsorted(self._in_microbatch, first)
+                return local[index[0], begin : begin + last - first, index[2]]
 
-            return jax.make_array_from_callback(self.shape, self.sharding, part)
+            return jax.make_array_from_callback(self.shape, self.sharding, shard)
 
-        return jax.tree.map(place, batch)
+        return jax.tree.map(make_field, batch)

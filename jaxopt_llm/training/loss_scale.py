@@ -1,40 +1,45 @@
-"""Dynamic loss scaling (Micikevicius et al. 2018, arXiv:1710.03740), by the rules of torch.amp.GradScaler.
+"""Dynamic loss scaling (Micikevicius et al. 2018, arXiv:1710.03740), with the rules of torch.amp.GradScaler.
 
-The loss is multiplied by a scale before it is differentiated, which brings into float16's range the gradients that it
-would round to zero, below 6e-8; they are divided by the scale, in float32, before anything reads them.
+The loss is multiplied by a scale before it is differentiated. The scale moves small gradients, which float16 would
+round to 0 below 6e-8, into its range. The gradients are divided by the scale, in float32, before anything reads them.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxopt_llm import tree
+from jaxopt_llm.config import PrecisionConfig
+from jaxopt_llm.core import tree
 from jaxopt_llm.model.param import ParamSpec
-from jaxopt_llm.parallel.precision import PrecisionConfig
 
 GROWTH, BACKOFF = 2.0, 0.5
 
 LossScale = dict[str, tree.Leaf]
 
 
-def specs(precision: PrecisionConfig) -> LossScale:
-    """scale: float32, that the next step uses. finite_steps: those in a row since the scale last changed or could not
-    grow. Empty where nothing is scaled."""
+def loss_scale_specs(precision: PrecisionConfig) -> LossScale:
+    """Return the specs of the loss scale's state; empty without loss scaling.
+
+    - `scale`: float32, the scale of the next step.
+    - `finite_steps`: number of consecutive finite steps since the scale last changed, or last could not grow.
+    """
     if not precision.scales_loss:
         return {}
     return {"scale": ParamSpec((), ()), "finite_steps": ParamSpec((), (), dtype=np.dtype(np.int32))}
 
 
-def initialize(precision: PrecisionConfig) -> LossScale:
+def initialize_loss_scale(precision: PrecisionConfig) -> LossScale:
     if not precision.scales_loss:
         return {}
     return {"scale": jnp.float32(precision.initial_loss_scale), "finite_steps": jnp.int32(0)}
 
 
-def adjust(state: LossScale, overflow: jax.Array, growth_interval: int) -> LossScale:
-    """What the step after this one uses: half the scale after an overflow, twice the scale after `growth_interval`
-    steps in a row without. Steps that were skipped for another reason, their gradients being finite, count among them,
-    as GradScaler would count them."""
+def adjust_loss_scale(state: LossScale, overflow: jax.Array, growth_interval: int) -> LossScale:
+    """Return the state for the next step.
+
+    The scale is halved after an overflow, and doubled after `growth_interval` consecutive steps without overflow. As in
+    GradScaler, a step that was skipped for another reason, with finite gradients, counts as a step without overflow.
+    """
     if not state:
         return {}
     scale, finite_steps = state["scale"], state["finite_steps"] + 1

@@ -1,90 +1,113 @@
-"""Moments that rest in 16 or 8 bits: around any optimizer, which is given a layer's in float32 and never learns it.
+"""Moments in 16 or 8 bits: a wrapper around any optimizer, which itself works in float32.
 
-Eight bits are Dettmers et al.'s (2022, arXiv:2110.02861): codes in small blocks, each relative to its block's largest
-value, on a map that is finer near zero. Theirs is a table; this one is the square of a code, which is arithmetic and
-loses less (see docs/moments.md). Means of squares are rounded at random: to the nearest, one that should shrink by a
-thousandth a step would stay, in either dtype, because half of what tells two values apart is more. Blocks lie along the
-last dimension and never straddle what two devices hold, so that codes and scales are divided as their parameter is, and
-nothing is moved between devices.
+The 8-bit format follows Dettmers et al. (2022, arXiv:2110.02861): codes in small blocks, relative to the largest value
+of their block, on a map that is finer near zero. Their map is a table. This one is the square of the code, which is
+plain arithmetic and loses less (see docs/moments.md). Means of squares are rounded stochastically: with rounding to
+nearest, a value that should shrink by a thousandth per step would not change in either dtype, because half the distance
+between two codes is larger. Blocks lie along the last dimension and never straddle two devices, so that codes and
+scales are sharded as their parameter is, and no communication is needed.
 """
 
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
 
-from jaxopt_llm import hashing, tree
+from jaxopt_llm.config import StateDtype
+from jaxopt_llm.core import hashing, tree
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.axes import PARAMETER_AXES
-from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.zero import master_sharding
 
-StateDtype = Literal["float32", "bfloat16", "int8"]
-SIGNED, SQUARES = ("mu", "trace"), ("nu",)  # in optax's states: means of gradients, and of their squares
-BLOCKS = range(128, 15, -8)  # values that share a scale, the best first: of 128 it costs 1/32 of a byte for each
-ENOUGH = 64  # values, of which it costs 1/16
-SHARES = (8, 4, 2, 1)  # of a last dimension that mesh.tensor splits: most first, while they hold blocks large enough
-SMALLEST, LARGEST = 2.0**-126, 2.0**126  # scales: what lies beyond, or its reciprocal, processors may take for zero
+SIGNED, SQUARES = ("mu", "trace"), ("nu",)  # fields of optax's states: means of gradients, and of their squares
+BLOCK_SIZES = range(128, 15, -8)  # values per scale, best first: 128 values cost 1/32 byte per value
+SUFFICIENT_BLOCK_SIZE = 64  # costs 1/16 byte per value
+DEVICE_COUNTS = (8, 4, 2, 1)  # devices that may split the last dimension, from most to fewest
+# Bounds of the scales: processors may flush values beyond them, or their reciprocals, to zero.
+MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
 
 
 @struct.dataclass
 class Codes:
-    """codes [..., N], int8 of what has a sign, uint8 of squares; scales float32 [..., N / block]: the largest magnitude
-    of each block, of squares their root's. It is kept whole: 16 bits would not follow a decay of a thousandth."""
+    """Array in 8 bits.
+
+    Attributes:
+        codes: [..., N], int8 for signed values, uint8 for squares.
+        scales: float32 [..., N / block size], the largest magnitude of each block; for squares, the root of it. It is
+            not compressed: 16 bits could not follow a decay by a thousandth.
+    """
 
     codes: tree.Leaf
     scales: tree.Leaf
 
 
-def block(spec: ParamSpec) -> int | None:
-    """How many values of this leaf of one layer share a scale; None for what stays in float32: scales and biases, which
-    are few, and matrices whose last dimension no block divides. The shape alone decides, so that a checkpoint has one
-    layout whatever the mesh."""
+def choose_block_size(spec: ParamSpec) -> int | None:
+    """Return the number of values that share a scale, or None for a leaf that stays in float32.
+
+    Norm scales and biases, which are small, and matrices whose last dimension is not a multiple of any block size stay
+    in float32. Only the shape decides, so that a checkpoint has the same layout for every mesh.
+
+    Args:
+        spec: spec of one layer.
+    """
     if not spec.contracting:
         return None
     size, axis = spec.shape[-1], spec.axes[-1]
-    shares = SHARES if axis and PARAMETER_AXES[axis] else (1,)
-    found = [values for share in shares for values in BLOCKS if size % (share * values) == 0]
-    return next((values for values in found if values >= ENOUGH), max(found, default=None))
+    device_counts = DEVICE_COUNTS if axis and PARAMETER_AXES[axis] else (1,)
+    found = [values for devices in device_counts for values in BLOCK_SIZES if size % (devices * values) == 0]
+    return next((values for values in found if values >= SUFFICIENT_BLOCK_SIZE), max(found, default=None))
 
 
-def in_no_blocks(specs: tree.Tree) -> list[str]:
-    """Paths of the matrices and tables whose moments stay in float32."""
-    wide = tree.map_with_path(lambda path, spec: path if spec.contracting and not block(spec.layer()) else None, specs)
-    return jax.tree.leaves(wide)
+def find_uncompressed(specs: tree.Tree) -> list[str]:
+    """Return the paths of the matrices and tables whose moments stay in float32 with `int8`."""
+    paths = tree.map_with_path(
+        lambda path, spec: path if spec.contracting and not choose_block_size(spec.unstack()) else None, specs
+    )
+    return jax.tree.leaves(paths)
 
 
 def problems(dtype: StateDtype, specs: tree.Tree, placement: Placement) -> list[str]:
-    """Blocks that would straddle what two devices hold. specs: of what is trained."""
+    """Find a block that would straddle two devices.
 
-    def straddles(path: str, spec: ParamSpec) -> str | None:
-        values, held = block(spec.layer()), placement.masters(spec).shard_shape(spec.shape)[-1]
-        if not values or held % values == 0:
+    Args:
+        specs: specs of the trained parameters.
+    """
+
+    def describe_straddling(path: str, spec: ParamSpec) -> str | None:
+        values = choose_block_size(spec.unstack())
+        local_size = master_sharding(spec, placement).shard_shape(spec.shape)[-1]
+        if not values or local_size % values == 0:
             return None
         return (
-            f"optimizer.state_dtype=int8: each device would hold {held} of the {spec.shape[-1]} of {path}'s last "
-            f"dimension, which are no blocks of {values}: use bfloat16, or a smaller mesh.tensor or mesh.fsdp (and a "
-            "larger mesh.data)"
+            f"optimizer.state_dtype=int8: each device would hold {local_size} of the {spec.shape[-1]} values in the "
+            f"last dimension of {path}, which is not a multiple of the block size {values}: set "
+            "--optimizer.state-dtype bfloat16, or a smaller --mesh.tensor or --mesh.fsdp (and a larger --mesh.data)"
         )
 
-    return jax.tree.leaves(tree.map_with_path(straddles, specs))[:1] if dtype == "int8" else []
+    return jax.tree.leaves(tree.map_with_path(describe_straddling, specs))[:1] if dtype == "int8" else []
 
 
 def encode(x: jax.Array, values: int, squares: bool, random: jax.Array | None = None) -> Codes:
-    """x: float32 [..., N], N a multiple of `values`, the size of a block; not negative where these are squares.
+    """Encode float32 values as 8-bit codes and scales.
 
-    random: bits to round by, uint32 of x's shape; None: to the nearest code. A magnitude a, up to 2^126, in a block
-    whose largest is s then comes back within s/L (√(a/s) + 1/L), with L codes above zero, 127 or 255; of squares their
-    root does. No square becomes zero that was not: moments are divided by its root.
+    Let s be the largest magnitude of a block and L the number of codes above zero, 127 or 255. A magnitude a, up to
+    2^126, is decoded with an error of at most s/L (√(a/s) + 1/L). For squares the bound holds for their roots. A
+    nonzero square never becomes zero, because steps are divided by its root.
+
+    Args:
+        x: float32 [..., N], N a multiple of `values`; not negative for squares.
+        values: block size.
+        random: uint32, shape of x: bits for stochastic rounding; None to round to the nearest code.
     """
     dtype = jnp.uint8 if squares else jnp.int8
     most = jnp.iinfo(dtype).max
     blocks = x.reshape(*x.shape[:-1], -1, values)  # [..., N / values, values]
-    magnitudes = jnp.minimum(jnp.sqrt(blocks) if squares else jnp.abs(blocks), LARGEST)
+    magnitudes = jnp.minimum(jnp.sqrt(blocks) if squares else jnp.abs(blocks), MAX_SCALE)
     scales = jnp.max(magnitudes, axis=-1, keepdims=True)
-    scales = jnp.where(scales < SMALLEST, 0, scales)
+    scales = jnp.where(scales < MIN_SCALE, 0, scales)
     share = jnp.where(scales > 0, magnitudes / jnp.where(scales > 0, scales, 1), 0)
     carry = 0.5 if random is None else (random >> 8).reshape(blocks.shape).astype(jnp.float32) * 2.0**-24  # in [0, 1)
     codes = jnp.minimum(jnp.floor(most * jnp.sqrt(share) + carry), most)
@@ -93,7 +116,7 @@ def encode(x: jax.Array, values: int, squares: bool, random: jax.Array | None = 
 
 
 def decode(moment: Codes) -> jax.Array:
-    """float32 [..., N]."""
+    """Return the float32 values [..., N]."""
     codes = moment.codes.reshape(*moment.scales.shape, -1).astype(jnp.float32) / jnp.iinfo(moment.codes.dtype).max
     values = moment.scales[..., None] * codes * jnp.abs(codes)
     squares = moment.codes.dtype == jnp.uint8
@@ -101,56 +124,62 @@ def decode(moment: Codes) -> jax.Array:
 
 
 def random_bits(shape: tuple[int, ...], count: jax.Array) -> jax.Array:
-    """uint32, to round this step's values by: a hash of place and step. Not of the values: those differ in their last
-    bits from one mesh to another."""
-    return hashing.mix(hashing.places(shape) ^ (count.astype(jnp.uint32) * jnp.uint32(hashing.GOLDEN)))
+    """Return uint32 bits for stochastic rounding: a hash of the index of an element and the step.
+
+    It is not a hash of the values, whose last bits differ from one mesh to another.
+    """
+    return hashing.mix_bits(hashing.linear_indices(shape) ^ (count.astype(jnp.uint32) * jnp.uint32(hashing.GOLDEN)))
 
 
-def to_bfloat16(x: jax.Array, random: jax.Array) -> jax.Array:
-    """float32, rounded up or down so that the mean over random bits, uint32, is x."""
+def round_to_bfloat16(x: jax.Array, random: jax.Array) -> jax.Array:
+    """Round float32 stochastically to bfloat16: the mean over uniformly random uint32 bits is x."""
     up = jnp.where(jnp.isfinite(x), random >> 16, 0)
     return jax.lax.bitcast_convert_type(
         (jax.lax.bitcast_convert_type(x, jnp.uint32) + up >> 16).astype(jnp.uint16), jnp.bfloat16
     )
 
 
-def stored(
+def compress_moments(
     optimizer: optax.GradientTransformation, dtype: StateDtype, specs: tree.Tree
 ) -> optax.GradientTransformation:
-    """The optimizer with its moments at rest in this dtype. specs: of the parameters of one layer."""
+    """Return the optimizer with its moments stored in `dtype`.
+
+    Args:
+        specs: specs of the parameters of one layer.
+    """
     if dtype == "float32":
         return optimizer
     blocks: dict[str, int | None] = {}
-    tree.map_with_path(lambda path, spec: blocks.update({path: block(spec)}), specs)
+    tree.map_with_path(lambda path, spec: blocks.update({path: choose_block_size(spec)}), specs)
 
-    def narrow(count: jax.Array, path: str, leaf: jax.Array) -> jax.Array | Codes:
+    def compress_leaf(count: jax.Array, path: str, leaf: jax.Array) -> jax.Array | Codes:
         for field in SIGNED + SQUARES:
             for parameter, values in blocks.items():
                 if not f"/{path}".endswith(f"/{field}/{parameter}"):
                     continue
                 random = random_bits(leaf.shape, count) if field in SQUARES else None
                 if dtype == "bfloat16":
-                    return leaf.astype(jnp.bfloat16) if random is None else to_bfloat16(leaf, random)
+                    return leaf.astype(jnp.bfloat16) if random is None else round_to_bfloat16(leaf, random)
                 return leaf if values is None else encode(leaf, values, field in SQUARES, random)
         return leaf
 
-    def wide(leaf: jax.Array | Codes) -> jax.Array:
+    def decompress_leaf(leaf: jax.Array | Codes) -> jax.Array:
         if isinstance(leaf, Codes):
             return decode(leaf)
         return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
 
-    def narrowed(state: tree.Tree) -> tree.Tree:
-        # Alike, where there are several; none with SGD, which keeps no squares.
+    def compress(state: tree.Tree) -> tree.Tree:
+        # If there are several counts, they are equal. SGD has none, because it keeps no squares.
         counts = [count for _, count in optax.tree.get_all_with_path(state, "count")]
         count = counts[0] if counts else jnp.int32(0)
-        return tree.map_with_path(functools.partial(narrow, count), state)
+        return tree.map_with_path(functools.partial(compress_leaf, count), state)
 
     def init(params: tree.Tree) -> tree.Tree:
-        return narrowed(optimizer.init(params))
+        return compress(optimizer.init(params))
 
     def update(updates: tree.Tree, state: tree.Tree, params: tree.Tree = None) -> tuple[tree.Tree, tree.Tree]:
-        moments = jax.tree.map(wide, state, is_leaf=lambda leaf: isinstance(leaf, Codes))
+        moments = jax.tree.map(decompress_leaf, state, is_leaf=lambda leaf: isinstance(leaf, Codes))
         updates, moments = optimizer.update(updates, moments, params)
-        return updates, narrowed(moments)
+        return updates, compress(moments)
 
     return optax.GradientTransformation(init, update)

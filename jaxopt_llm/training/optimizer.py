@@ -1,94 +1,39 @@
-"""The optimizers: optax, per layer (see update.py).
+"""Optimizers of one layer (see update.py), composed from optax transformations.
 
-All of them step by -rate × (direction + decay × parameter), with a direction that is the optimizer's own, so that the
-schedule, decoupled weight decay and the groups of both mean the same whichever is chosen. What no loss teaches, a
-router's bias, steps by the sign of its gradient whichever is chosen.
+Every optimizer steps by -rate × (direction + decay × parameter), and only the direction depends on the optimizer. The
+schedule, the decoupled weight decay and the groups of both therefore mean the same for all of them. The router bias,
+which has no gradient of the loss, steps by the sign of its gradient with every optimizer.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from jaxopt_llm import tree
+from jaxopt_llm.config import OptimizerConfig
+from jaxopt_llm.core import tree
 from jaxopt_llm.model import param
-from jaxopt_llm.model.experts import ROUTER
+from jaxopt_llm.model.moe.experts import ROUTER_SUFFIX
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.training import groups, moments
-from jaxopt_llm.training.moments import StateDtype
 
-FACTORED_FROM = 128  # the smaller side of a matrix from which Adafactor keeps row and column means, as in optax and T5X
-LEAST_RMS = 1e-3  # of a weight, in Adafactor's steps: the paper's epsilon 2
-MUON_RMS = 0.2  # of an entry of Muon's step: about that of Adam's, so that both take one learning rate
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    learning_rate: float = 3e-4
-    """peak of the schedule; adafactor's is relative to the RMS of each weight"""
-    beta1: float = 0.9
-    """decay of the first moment, per step, of adamw; of lion the share of it in a step"""
-    beta2: float = 0.95
-    """decay of the second moment, per step, of adamw; of lion that of its momentum"""
-    epsilon: float = 1e-8
-    """added to the root of the second moment of adamw"""
-    weight_decay: float = 0.1
-    """decoupled: a step takes this times the learning rate off a parameter; see decay_groups"""
-    clip_norm: float = 1.0
-    """largest global norm of the gradient; larger ones are scaled down to it; 0: none are"""
-    in_backward: bool = False
-    """whether a layer is updated as soon as the backward has its gradient, which is then freed: gradients never exist
-    whole (LOMO; torchtune's optimizer_in_bwd). Without clip, accumulation, loss scaling, skipped steps or a pipeline"""
-    name: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = "adamw"
-    """muon: the matrices of the blocks, adamw all else"""
-    state_dtype: StateDtype = "float32"
-    """in which the moments of matrices and tables rest, all but adafactor's: 8, 4 or 2.06 bytes per parameter of adamw;
-    int8 is codes in blocks along the last dimension, each with a scale"""
-    momentum: float = 0.95
-    """decay of the momentum, per step, of sgd and of muon's matrices"""
-    decay_groups: tuple[str, ...] = ()
-    """factors of weight_decay as PATTERN=NUMBER, as in "*norm/*=0" "*=1": globs of paths, where * also fits slashes.
-    The first that fits a path decides; together they must fit all that is trained, and each decide something. None
-    given: 1 for matrices and tables, 0 for norm scales and biases"""
-    rate_groups: tuple[str, ...] = ("*=1",)
-    """factors of the learning rate, written as decay_groups are"""
-
-    def problems(self) -> list[str]:
-        found = [
-            f"optimizer.{name}={getattr(self, name)}: must be above 0"
-            for name in ("learning_rate", "epsilon")
-            if not getattr(self, name) > 0
-        ]
-        found += [
-            f"optimizer.{name}={getattr(self, name)}: must be at least 0"
-            for name in ("clip_norm", "weight_decay")
-            if getattr(self, name) < 0
-        ]
-        found += [
-            f"optimizer.{name}={getattr(self, name)}: must lie in [0, 1)"
-            for name in ("beta1", "beta2", "momentum")
-            if not 0 <= getattr(self, name) < 1
-        ]
-        if self.name == "adafactor" and self.state_dtype != "float32":
-            found.append(
-                f"optimizer.state_dtype={self.state_dtype} is not for optimizer.name=adafactor, whose moments are few: "
-                "leave it float32"
-            )
-        if not self.rate_groups:
-            found.append("optimizer.rate_groups: must fit every parameter; *=1 does")
-        for name in ("decay_groups", "rate_groups"):
-            found += groups.syntax_problems(f"optimizer.{name}", getattr(self, name))
-        return found
+# Adafactor keeps row and column means of a matrix if its smaller side has at least this size, as in optax and T5X.
+MIN_FACTORED_SIZE = 128
+MIN_WEIGHT_RMS = 1e-3  # lower bound of a weight's RMS in Adafactor's step: the paper's epsilon 2
+MUON_RMS = 0.2  # RMS of an entry of Muon's step, about that of Adam's, so that both use the same learning rate
 
 
 def group_problems(config: OptimizerConfig, specs: tree.Tree) -> list[str]:
-    """specs: of what is trained."""
-    specs = param.learned(specs, specs)
+    """Find problems in the groups of weight decay and learning rate.
+
+    Args:
+        specs: specs of the trained parameters.
+    """
+    specs = param.select_learned(specs, specs)
     if not jax.tree.leaves(specs):
         return []
     found = groups.problems("optimizer.rate_groups", config.rate_groups, specs)
@@ -100,21 +45,24 @@ def group_problems(config: OptimizerConfig, specs: tree.Tree) -> list[str]:
 def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule, section: str, specs: tree.Tree
 ) -> optax.GradientTransformation:
-    """For the parameters of one layer of a section, or those outside the stacks.
+    """Make the optimizer of one layer of a section, or of "outer".
 
-    specs: of one layer.
+    Args:
+        specs: specs of that layer, not stacked.
     """
 
     def decay(path: str, spec: ParamSpec) -> float:
         assert not spec.leading
         if config.decay_groups:
-            return config.weight_decay * groups.number(config.decay_groups, f"{section}/{path}")
-        # Not by rank: a bias by heads has two dimensions.
-        return config.weight_decay if spec.contracting or path.endswith(ROUTER) else 0.0
+            return config.weight_decay * groups.find_group_value(config.decay_groups, f"{section}/{path}")
+        # The rank does not tell matrices: a bias per head has two dimensions.
+        return config.weight_decay if spec.contracting or path.endswith(ROUTER_SUFFIX) else 0.0
 
-    own = param.learned(specs, specs)
-    decays = tree.map_with_path(decay, own)
-    factors = tree.map_with_path(lambda path, spec: groups.number(config.rate_groups, f"{section}/{path}"), own)
+    def rate_factor(path: str, spec: ParamSpec) -> float:
+        return groups.find_group_value(config.rate_groups, f"{section}/{path}")
+
+    learned = param.select_learned(specs, specs)
+    decays, factors = tree.map_with_path(decay, learned), tree.map_with_path(rate_factor, learned)
 
     def step(direction: tree.Tree, params: tree.Tree) -> tree.Tree:
         return jax.tree.map(
@@ -125,20 +73,25 @@ def make_optimizer(
             params,
         )
 
-    direction = moments.stored(_direction(config, section, own), config.state_dtype, own)
+    direction = moments.compress_moments(_make_direction(config, section, learned), config.state_dtype, learned)
     steps = optax.chain(direction, optax.stateless(step), optax.scale_by_learning_rate(schedule))
-    return _beside_signs(steps, specs)
+    return _with_sign_updates(steps, specs)
 
 
-def _beside_signs(optimizer: optax.GradientTransformation, specs: tree.Tree) -> optax.GradientTransformation:
-    """The optimizer, which is never given what no loss teaches: that has no moments, no decay and no schedule, and to a
-    sign the clip is nothing."""
+def _with_sign_updates(optimizer: optax.GradientTransformation, specs: tree.Tree) -> optax.GradientTransformation:
+    """Return the optimizer, extended by sign updates for the parameters that have no gradient of the loss.
+
+    The optimizer itself never receives these parameters: they have no moments, no decay and no schedule, and the clip
+    does not change a sign.
+    """
 
     def init(params: tree.Tree) -> tree.Tree:
-        return optimizer.init(param.learned(specs, params))
+        return optimizer.init(param.select_learned(specs, params))
 
     def update(gradients: tree.Tree, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
-        steps, state = optimizer.update(param.learned(specs, gradients), state, param.learned(specs, params))
+        steps, state = optimizer.update(
+            param.select_learned(specs, gradients), state, param.select_learned(specs, params)
+        )
         signs = jax.tree.map(
             lambda spec, x: None if spec.sign_rate is None else -spec.sign_rate * jnp.sign(x), specs, gradients
         )
@@ -147,8 +100,8 @@ def _beside_signs(optimizer: optax.GradientTransformation, specs: tree.Tree) -> 
     return optax.GradientTransformation(init, update)
 
 
-def _direction(config: OptimizerConfig, section: str, specs: tree.Tree) -> optax.GradientTransformation:
-    # Adam of Loshchilov & Hutter 2019 (arXiv:1711.05101).
+def _make_direction(config: OptimizerConfig, section: str, specs: tree.Tree) -> optax.GradientTransformation:
+    # Adam as in Loshchilov & Hutter 2019 (arXiv:1711.05101).
     adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
     if config.name == "sgd":
         return optax.trace(config.momentum)
@@ -158,37 +111,43 @@ def _direction(config: OptimizerConfig, section: str, specs: tree.Tree) -> optax
         return _adafactor(specs)
     if config.name == "muon":
         in_blocks = section != "outer"
-        labels = jax.tree.map(lambda spec: "muon" if in_blocks and _sides(spec) else "adamw", specs)
+        labels = jax.tree.map(lambda spec: "muon" if in_blocks and _matrix_dims(spec) else "adamw", specs)
         return optax.partition({"muon": _muon(config.momentum, specs, labels), "adamw": adam}, labels)
     return adam
 
 
-def _sides(spec: ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The dimensions that a product sums over and the others, the sides of a matrix, or of each of several; None for
-    what is none."""
-    others = tuple(dim for dim in range(len(spec.shape)) if dim not in (*spec.contracting, *spec.numbered))
+def _matrix_dims(spec: ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the dimensions that a matmul contracts and the other ones, the two sides of a matrix.
+
+    Dimensions of experts belong to neither side: each expert has its own matrix. Returns None if the parameter is not a
+    matrix.
+    """
+    others = tuple(dim for dim in range(len(spec.shape)) if dim not in (*spec.contracting, *spec.expert_dims))
     return (tuple(spec.contracting), others) if spec.contracting and others else None
 
 
-def _lengths(spec: ParamSpec) -> tuple[int, int]:
-    """Of a matrix's sides."""
-    sides = _sides(spec)
-    assert sides is not None
-    rows, columns = (math.prod(spec.shape[dim] for dim in side) for side in sides)
+def _matrix_shape(spec: ParamSpec) -> tuple[int, int]:
+    """Return the sizes of the two sides of a matrix."""
+    dims = _matrix_dims(spec)
+    assert dims is not None
+    rows, columns = (math.prod(spec.shape[dim] for dim in side) for side in dims)
     return rows, columns
 
 
 def _muon(momentum: float, specs: tree.Tree, labels: tree.Tree) -> optax.GradientTransformation:
-    """Nesterov momentum, orthogonalised (Jordan et al. 2024, kellerjordan.github.io/posts/muon), with optax's bias
-    correction; scaled to Adam's size, 0.2 √(the larger side) (Liu et al. 2025, arXiv:2502.16982)."""
+    """Return Muon: orthogonalised Nesterov momentum (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-    def of_matrices(function: Callable[[ParamSpec], Any]) -> tree.Tree:
+    It has optax's bias correction. The step is scaled to the size of Adam's, by 0.2 √(the larger side) (Liu et al.
+    2025, arXiv:2502.16982).
+    """
+
+    def map_matrices(function: Callable[[ParamSpec], Any]) -> tree.Tree:
         return jax.tree.map(
             lambda spec, label: function(spec) if label == "muon" else optax.MaskedNode(), specs, labels
         )
 
-    dimensions = of_matrices(lambda spec: MuonDimensionNumbers(*_sides(spec)))  # type: ignore[misc]  # a matrix has sides
-    scales = of_matrices(lambda spec: MUON_RMS * math.sqrt(max(_lengths(spec))))
+    dimensions = map_matrices(lambda spec: MuonDimensionNumbers(*_matrix_dims(spec)))  # type: ignore[misc]  # not None
+    scales = map_matrices(lambda spec: MUON_RMS * math.sqrt(max(_matrix_shape(spec))))
     return optax.chain(
         scale_by_muon(beta=momentum, weight_dimension_numbers=dimensions),
         optax.stateless(lambda updates, params: jax.tree.map(jnp.multiply, updates, scales)),
@@ -196,51 +155,57 @@ def _muon(momentum: float, specs: tree.Tree, labels: tree.Tree) -> optax.Gradien
 
 
 def _adafactor(specs: tree.Tree) -> optax.GradientTransformation:
-    """Shazeer & Stern 2018 (arXiv:1804.04235), algorithm 4 without momentum: the second moment of a matrix is kept as
-    means of rows and of columns, and both the step's RMS and its share of the weight's own are bounded."""
+    """Return Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), algorithm 4 without momentum.
 
-    def matrix(spec: ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """(the order of dimensions, the shape) of a weight whose moment is factored. optax takes the two largest
-        dimensions for a matrix's: of more experts than that none is."""
-        sides = _sides(spec)
-        if sides is None:
+    The second moment of a matrix is stored as means of its rows and of its columns. The RMS of the step is bounded, and
+    the step is relative to the RMS of the weight, which is also bounded.
+    """
+
+    def matrix_view(spec: ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Return (order of dimensions, shape) of a weight whose moment is factored, otherwise None.
+
+        optax factors the two largest dimensions. If there are more experts than rows or columns, nothing is factored.
+        """
+        dims = _matrix_dims(spec)
+        if dims is None:
             return None
-        numbers = tuple(spec.shape[dim] for dim in spec.numbered)
-        if min(_lengths(spec)) < max((FACTORED_FROM, *numbers)):
+        experts = tuple(spec.shape[dim] for dim in spec.expert_dims)
+        if min(_matrix_shape(spec)) < max((MIN_FACTORED_SIZE, *experts)):
             return None
-        return (*spec.numbered, *sides[0], *sides[1]), (*numbers, *_lengths(spec))
+        return (*spec.expert_dims, *dims[0], *dims[1]), (*experts, *_matrix_shape(spec))
 
     def to_matrix(spec: ParamSpec, x: jax.Array) -> jax.Array:
-        view = matrix(spec)
+        view = matrix_view(spec)
         return x.transpose(view[0]).reshape(view[1]) if view else x
 
     def from_matrix(spec: ParamSpec, x: jax.Array) -> jax.Array:
-        view = matrix(spec)
+        view = matrix_view(spec)
         if not view:
             return x
         inverse = sorted(range(len(view[0])), key=view[0].__getitem__)
         return x.reshape([spec.shape[dim] for dim in view[0]]).transpose(inverse)
 
-    # optax alone would factor the two largest dimensions, of a projection [D, heads, head_dim] not those of its matrix.
-    rms = optax.scale_by_factored_rms(min_dim_size_to_factor=FACTORED_FROM)
+    # Without these views, optax would factor the two largest dimensions of a projection [D, heads, head_dim], which are
+    # not the sides of its matrix.
+    factored_rms = optax.scale_by_factored_rms(min_dim_size_to_factor=MIN_FACTORED_SIZE)
 
     def init(params: tree.Tree) -> tree.Tree:
-        return rms.init(jax.tree.map(to_matrix, specs, params))
+        return factored_rms.init(jax.tree.map(to_matrix, specs, params))
 
     def update(updates: tree.Tree, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
         matrices, parameters = (jax.tree.map(to_matrix, specs, each) for each in (updates, params))
-        matrices, state = rms.update(matrices, state, parameters)
+        matrices, state = factored_rms.update(matrices, state, parameters)
         return jax.tree.map(from_matrix, specs, matrices), state
 
     def bound(updates: tree.Tree, params: tree.Tree) -> tree.Tree:
-        def one(spec: ParamSpec, step: jax.Array, x: jax.Array) -> jax.Array:
-            dims = tuple(dim for dim in range(len(spec.shape)) if dim not in spec.numbered)
+        def bound_leaf(spec: ParamSpec, step: jax.Array, x: jax.Array) -> jax.Array:
+            dims = tuple(dim for dim in range(len(spec.shape)) if dim not in spec.expert_dims)
 
             def rms(array: jax.Array) -> jax.Array:
                 return jnp.sqrt(jnp.mean(jnp.square(array), axis=dims, keepdims=True))
 
-            return step / jnp.maximum(rms(step), 1.0) * jnp.maximum(rms(x), LEAST_RMS)
+            return step / jnp.maximum(rms(step), 1.0) * jnp.maximum(rms(x), MIN_WEIGHT_RMS)
 
-        return jax.tree.map(one, specs, updates, params)
+        return jax.tree.map(bound_leaf, specs, updates, params)
 
     return optax.chain(optax.GradientTransformation(init, update), optax.stateless(bound))

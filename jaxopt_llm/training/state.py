@@ -1,4 +1,4 @@
-"""The training state, and where it rests."""
+"""Training state, its sharding, and its conversion to and from checkpoint trees."""
 
 import functools
 import math
@@ -11,26 +11,44 @@ import numpy as np
 from flax import struct
 from jax.sharding import NamedSharding
 
-from jaxopt_llm import tree
-from jaxopt_llm.model import leaves, param
-from jaxopt_llm.model.decoder import Params
+from jaxopt_llm.config import PrecisionConfig
+from jaxopt_llm.core import tree
+from jaxopt_llm.model import param
+from jaxopt_llm.model.linear import leaves
+from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import offload
-from jaxopt_llm.parallel.precision import PrecisionConfig
-from jaxopt_llm.parallel.sharding import Placement
-from jaxopt_llm.training import guard, loss_scale, update
-from jaxopt_llm.training.guard import Guard
-from jaxopt_llm.training.loss_scale import LossScale
+from jaxopt_llm.parallel.gathering import cast_masters
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.zero import (
+    checkpoint_sharding,
+    has_compute_copy,
+    optimizer_state_sharding,
+    parameter_sharding,
+    resting_parameter_sharding,
+)
+from jaxopt_llm.training import update
+from jaxopt_llm.training.guard import Guard, guard_specs, initialize_guard
+from jaxopt_llm.training.loss_scale import LossScale, initialize_loss_scale, loss_scale_specs
 from jaxopt_llm.training.update import Optimizers
 
-MADE_AT_ONCE = 2**30  # bytes on each device, of initial values that go to the host; a leaf may be more
+# Bytes per device of initial values in host memory that one program makes. One larger leaf has a program of its own.
+HOST_BYTES_PER_PROGRAM = 2**30
 
 
 @struct.dataclass
 class TrainState:
-    """step: int32, of the batches seen; masters, moments: of the trainable parameters; compute: their compute copy
-    where one rests (ZeRO stages 1 and 2), else None; frozen: the parameters without masters or moments; guard: of the
-    steps that were skipped (see guard.py); loss_scale: see loss_scale.py, empty where there is none."""
+    """State of the training.
+
+    Attributes:
+        step: int32, number of batches read.
+        masters: master weights of the trainable parameters.
+        moments: optimizer state of the trainable parameters.
+        compute: compute copy of the trainable parameters, kept between steps with ZeRO stages 1 and 2; otherwise None.
+        frozen: parameters without master weights or moments.
+        guard: see guard.py.
+        loss_scale: see loss_scale.py; empty without loss scaling.
+    """
 
     step: tree.Leaf
     masters: Params
@@ -42,20 +60,21 @@ class TrainState:
 
     @property
     def trainable(self) -> Params:
-        """What the model reads and is differentiated by."""
+        """Parameters that the model reads and differentiates."""
         return self.masters if self.compute is None else self.compute
 
     @property
     def updatable(self) -> update.State:
-        """What the optimizer changes."""
+        """Masters, moments and compute copy, which the optimizer updates."""
         return self.masters, self.moments, self.compute
 
 
 @dataclass(frozen=True)
 class StateSpecs:
-    """A ParamSpec for every leaf of the state but `compute`, which is cast from the masters.
+    """ParamSpecs of all leaves of the state, except for `compute`, which is a cast of the masters.
 
-    keep_frozen: whether a checkpoint holds the frozen parameters. Without, they are where they came from.
+    Attributes:
+        keep_frozen: checkpoints also hold the frozen parameters. If False, a resume reads them from their source.
     """
 
     masters: Params
@@ -66,80 +85,89 @@ class StateSpecs:
     keep_frozen: bool = True
 
 
-def state_specs(
+def make_state_specs(
     specs: Params, frozen: Params, optimizers: Optimizers, precision: PrecisionConfig, keep_frozen: bool = True
 ) -> StateSpecs:
-    """specs: of the trainable parameters, frozen: of the others: the halves of a `tree.partition`."""
-    moments = update.state_specs(optimizers, specs)
-    return StateSpecs(specs, moments, frozen, guard.specs(), loss_scale.specs(precision), keep_frozen)
+    """Return the specs of the state.
+
+    Args:
+        specs, frozen: specs of the trainable and of the frozen parameters, the two halves of a `tree.partition`.
+    """
+    moments = update.moment_specs(optimizers, specs)
+    return StateSpecs(specs, moments, frozen, guard_specs(), loss_scale_specs(precision), keep_frozen)
 
 
-def shardings(specs: StateSpecs, placement: Placement) -> TrainState:
-    """Where each leaf of the state rests, as a TrainState of shardings."""
-    # Adapters, which are few, stay on the device where the base that they adapt does not.
-    trained = placement.parameters if jax.tree.leaves(specs.frozen) else placement.resting_parameters
+def state_shardings(specs: StateSpecs, placement: Placement) -> TrainState:
+    """Return the sharding of each leaf of the state between steps, as a TrainState of shardings."""
+    # Adapters are small and stay on the device even if their base is offloaded.
+    trained_sharding = parameter_sharding if jax.tree.leaves(specs.frozen) else resting_parameter_sharding
+    update_sharding = optimizer_state_sharding if has_compute_copy(placement) else trained_sharding
     return TrainState(
         step=placement.replicated,
-        masters=jax.tree.map(placement.optimizer_state if placement.compute_copy else trained, specs.masters),
-        moments=jax.tree.map(placement.optimizer_state, specs.moments),
-        compute=jax.tree.map(trained, specs.masters) if placement.compute_copy else None,
-        frozen=jax.tree.map(placement.resting_parameters, specs.frozen),
+        masters=update_sharding(specs.masters, placement),
+        moments=optimizer_state_sharding(specs.moments, placement),
+        compute=trained_sharding(specs.masters, placement) if has_compute_copy(placement) else None,
+        frozen=resting_parameter_sharding(specs.frozen, placement),
         guard=jax.tree.map(lambda spec: placement.replicated, specs.guard),
         loss_scale=jax.tree.map(lambda spec: placement.replicated, specs.loss_scale),
     )
 
 
-def abstract(specs: StateSpecs, placement: Placement) -> TrainState:
-    """The state as ShapeDtypeStructs with shardings: what to compile for, or to restore into."""
+def abstract_state(specs: StateSpecs, placement: Placement) -> TrainState:
+    """Return the state as ShapeDtypeStructs with shardings, for compilation or as the target of a restore."""
 
     def shape(spec: ParamSpec, dtype: jnp.dtype | str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(spec.shape, dtype)
 
-    def own(tree_of_specs: tree.Tree) -> tree.Tree:
-        return jax.tree.map(lambda spec: shape(spec, spec.dtype), tree_of_specs)
+    def shapes(specs: tree.Tree) -> tree.Tree:
+        return jax.tree.map(lambda spec: shape(spec, spec.dtype), specs)
 
-    shapes = TrainState(
+    state = TrainState(
         step=jax.ShapeDtypeStruct((), jnp.int32),
-        masters=own(specs.masters),
-        moments=own(specs.moments),
-        compute=jax.tree.map(lambda spec: shape(spec, placement.precision.of(spec).compute_dtype), specs.masters)
-        if placement.compute_copy
+        masters=shapes(specs.masters),
+        moments=shapes(specs.moments),
+        compute=jax.tree.map(lambda spec: shape(spec, placement.precision.for_param(spec).compute_dtype), specs.masters)
+        if has_compute_copy(placement)
         else None,
-        frozen=own(specs.frozen),
-        guard=own(specs.guard),
-        loss_scale=own(specs.loss_scale),
+        frozen=shapes(specs.frozen),
+        guard=shapes(specs.guard),
+        loss_scale=shapes(specs.loss_scale),
     )
-    # Devices of a topology have no memories, and shardings over them forget the host's. Over the abstract mesh they do
-    # not.
-    typed = shardings(specs, replace(placement, mesh=placement.mesh.abstract_mesh))
+    # Devices of a topology have no memory spaces, and a sharding over them loses the host memory kind. A sharding over
+    # the abstract mesh keeps it.
+    abstract = state_shardings(specs, replace(placement, mesh=placement.mesh.abstract_mesh))
 
-    def place(leaf: jax.ShapeDtypeStruct, resting: NamedSharding, typed: NamedSharding) -> jax.ShapeDtypeStruct:
-        sharding = typed if typed.memory_kind == offload.HOST else resting
+    def add_sharding(
+        leaf: jax.ShapeDtypeStruct, concrete: NamedSharding, abstract: NamedSharding
+    ) -> jax.ShapeDtypeStruct:
+        sharding = abstract if abstract.memory_kind == offload.HOST else concrete
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(place, shapes, shardings(specs, placement), typed)
+    return jax.tree.map(add_sharding, state, state_shardings(specs, placement), abstract)
 
 
-def compute_copies(specs: Params, masters: Params, resting: Params | None, placement: Placement) -> Params | None:
-    """The compute copy, where one rests: a leaf at a time, so that the device need not hold it twice."""
+def _make_compute_copy(specs: Params, masters: Params, shardings: Params | None, placement: Placement) -> Params | None:
+    """Cast and gather the masters into the compute copy; None if `shardings` is None.
 
-    def copy(spec: ParamSpec, resting: NamedSharding, master: jax.Array) -> jax.Array:
-        return jax.jit(lambda x: compute_copy(spec, x, placement), out_shardings=resting)(master)
+    It converts one leaf at a time, so that the device does not hold the whole copy twice.
+    """
 
-    return None if resting is None else jax.tree.map(copy, specs, resting, masters)
+    def copy(spec: ParamSpec, sharding: NamedSharding, master: jax.Array) -> jax.Array:
+        def convert(master: jax.Array) -> jax.Array:
+            return cast_masters(spec, offload.fetch_to_device(master), placement)
+
+        return jax.jit(convert, out_shardings=sharding)(master)
+
+    return None if shardings is None else jax.tree.map(copy, specs, shardings, masters)
 
 
-def compute_copy(specs: tree.Tree, masters: tree.Tree, placement: Placement) -> tree.Tree:
-    """The parameters the model reads, cast and gathered from the masters; None where it reads the masters."""
-    return placement.compute_parameters(specs, offload.fetch(masters)) if placement.compute_copy else None
-
-
-def initialize(
+def initialize_state(
     specs: StateSpecs, optimizers: Optimizers, seed: int, placement: Placement, given: Params | None = None
 ) -> TrainState:
-    """The state before the first step, each device making its own part.
+    """Return the state before the first step. Each device makes its own shards.
 
-    given: parameters that come from elsewhere, as they rest, with None for the others: these alone are drawn.
+    Args:
+        given: parameters from another source, with their final sharding, and None for those that are drawn at random.
     """
 
     def make() -> TrainState:
@@ -148,96 +176,104 @@ def initialize(
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             masters=masters,
-            moments=update.init(optimizers, specs.masters, masters),
+            moments=update.initialize_moments(optimizers, specs.masters, masters),
             compute=None,
             frozen=tree.restrict(params, specs.frozen),
-            guard=guard.initialize(),
-            loss_scale=loss_scale.initialize(placement.precision),
+            guard=initialize_guard(),
+            loss_scale=initialize_loss_scale(placement.precision),
         )
 
-    resting = shardings(specs, placement)
-    where = dict(tree.leaves_with_path(replace(resting, compute=None)))
+    shardings = state_shardings(specs, placement)
+    without_compute = replace(shardings, compute=None)
+    sharding_by_path = dict(tree.leaves_with_path(without_compute))
     halves = {"masters": specs.masters, "frozen": specs.frozen}
     state = dict(tree.leaves_with_path({name: tree.restrict(given, half) for name, half in halves.items()}))
 
-    def made(paths: Sequence[str]) -> dict[str, jax.Array]:
-        def some() -> dict[str, jax.Array]:  # XLA leaves out what only the others want
-            every = dict(tree.leaves_with_path(make()))
-            return {path: every[path] for path in paths}
+    def make_leaves(paths: Sequence[str]) -> dict[str, jax.Array]:
+        def make_selected() -> dict[str, jax.Array]:  # XLA removes what only the other leaves need
+            by_path = dict(tree.leaves_with_path(make()))
+            return {path: by_path[path] for path in paths}
 
-        return jax.jit(some, out_shardings={path: where[path] for path in paths})()
+        return jax.jit(make_selected, out_shardings={path: sharding_by_path[path] for path in paths})()
 
-    # What rests on the host is made by several programs: one has all that it makes on the device before it moves any.
-    turns: list[list[str]] = [[]]
+    # Several programs make the leaves in host memory: a program holds all its outputs on the device before it moves
+    # any.
+    batches: list[list[str]] = [[]]
     room = 0
     for path, leaf in tree.leaves_with_path(jax.eval_shape(make)):
         if path in state:
             continue
-        if where[path].memory_kind != offload.HOST:
-            turns[0].append(path)
+        if sharding_by_path[path].memory_kind != offload.HOST:
+            batches[0].append(path)
             continue
-        size = math.prod(where[path].shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        size = math.prod(sharding_by_path[path].shard_shape(leaf.shape)) * leaf.dtype.itemsize
         if size > room:
-            turns.append([])
-            room = MADE_AT_ONCE
-        turns[-1].append(path)
+            batches.append([])
+            room = HOST_BYTES_PER_PROGRAM
+        batches[-1].append(path)
         room -= size
-    for turn in turns:
-        state |= made(turn)
-    whole = jax.tree.unflatten(jax.tree.structure(replace(resting, compute=None)), [state[path] for path in where])
-    return replace(whole, compute=compute_copies(specs.masters, whole.masters, resting.compute, placement))
+    for paths in batches:
+        state |= make_leaves(paths)
+    whole = jax.tree.unflatten(jax.tree.structure(without_compute), [state[path] for path in sharding_by_path])
+    return replace(whole, compute=_make_compute_copy(specs.masters, whole.masters, shardings.compute, placement))
 
 
 def checkpoint_specs(specs: StateSpecs) -> dict[str, Params]:
-    """The trees that a checkpoint holds, in its one layout: stacks by layer, whatever the mesh."""
+    """Return the specs of the checkpoint trees. Their layout is the same for every mesh: stacks by layer."""
 
-    def by_layer(spec: ParamSpec) -> ParamSpec:
-        return spec if spec.layers is None else spec.layer().stack(param.depth(spec))
+    def stack_by_layer(spec: ParamSpec) -> ParamSpec:
+        return spec if spec.layers is None else spec.unstack().stack(param.count_layers(spec))
 
     names = ("masters", "moments", *(("frozen",) if specs.keep_frozen else ()), "guard", "loss_scale")
     trees = {name: getattr(specs, name) for name in names}
-    return {name: jax.tree.map(by_layer, each) for name, each in trees.items() if jax.tree.leaves(each)}
+    return {name: jax.tree.map(stack_by_layer, each) for name, each in trees.items() if jax.tree.leaves(each)}
 
 
-def kept(specs: StateSpecs, placement: Placement) -> Callable[[TrainState], dict[str, Params]]:
-    """The function that gives what a checkpoint holds of a state. A pipeline's comes in the host's memory, a leaf at a
-    time: a whole state would not fit twice on the devices."""
-    saved = checkpoint_specs(specs)
+def make_checkpoint_converter(specs: StateSpecs, placement: Placement) -> Callable[[TrainState], dict[str, Params]]:
+    """Return a function from a state to its checkpoint trees.
 
-    def trees(state: TrainState) -> dict[str, Params]:
-        return {name: getattr(state, name) for name in saved}
+    With a pipeline the trees are in host memory, converted one leaf at a time: the devices cannot hold the state twice.
+    """
+    saved_specs = checkpoint_specs(specs)
 
-    def by_layer(spec: ParamSpec, array: jax.Array) -> jax.Array:
+    def select(state: TrainState) -> dict[str, Params]:
+        return {name: getattr(state, name) for name in saved_specs}
+
+    def stack_by_layer(spec: ParamSpec, array: jax.Array) -> jax.Array:
         """[virtual, stages, slots, ...] -> [repeats, ...]."""
         if spec.leading < 2:
             return array
-        places = np.ravel(np.asarray(spec.layers))
-        # First off the stages: rows are then taken on each device, not sent.
-        rows = spec.layer().stack(places.size)
-        flat = jax.lax.with_sharding_constraint(array.reshape(rows.shape), placement.saved(rows))
-        return flat[np.argsort(places)[-param.depth(spec) :]]
+        layers = np.ravel(np.asarray(spec.layers))
+        # Remove the stage sharding first: each device then selects rows locally, without communication.
+        rows = spec.unstack().stack(layers.size)
+        flat = jax.lax.with_sharding_constraint(array.reshape(rows.shape), checkpoint_sharding(rows, placement))
+        return flat[np.argsort(layers)[-param.count_layers(spec) :]]
 
     @functools.cache
-    def convert(resting: ParamSpec, saved: ParamSpec) -> Callable[[jax.Array], jax.Array]:
-        return jax.jit(lambda x: by_layer(resting, offload.fetch(x)), out_shardings=placement.saved(saved))
+    def make_conversion(spec: ParamSpec, saved_spec: ParamSpec) -> Callable[[jax.Array], jax.Array]:
+        def convert(array: jax.Array) -> jax.Array:
+            return stack_by_layer(spec, offload.fetch_to_device(array))
 
-    def to_host(resting: ParamSpec, saved: ParamSpec, array: jax.Array) -> jax.Array:
-        converted = convert(_placed(resting), _placed(saved))(array)
+        return jax.jit(convert, out_shardings=checkpoint_sharding(saved_spec, placement))
+
+    def to_host(spec: ParamSpec, saved_spec: ParamSpec, array: jax.Array) -> jax.Array:
+        converted = make_conversion(_layout_only(spec), _layout_only(saved_spec))(array)
         return jax.block_until_ready(jax.device_put(converted, converted.sharding.with_memory_kind(offload.HOST)))
 
     if placement.size("pipeline") == 1:
-        return trees
+        return select
     return lambda state: {
-        name: jax.tree.map(to_host, getattr(specs, name), saved[name], arrays) for name, arrays in trees(state).items()
+        name: jax.tree.map(to_host, getattr(specs, name), saved_specs[name], arrays)
+        for name, arrays in select(state).items()
     }
 
 
-def _placed(spec: ParamSpec) -> ParamSpec:
-    """What says where it is and no more: one program serves all leaves that are alike in that."""
+def _layout_only(spec: ParamSpec) -> ParamSpec:
+    """Return the spec without the fields that do not affect its layout, so that similar leaves share one program."""
     return replace(spec, contracting=(), init=param.ones)
 
 
-def resume(
+def resume_state(
     specs: StateSpecs,
     step: int,
     placement: Placement,
@@ -247,32 +283,37 @@ def resume(
     frozen: Params | None = None,
     loss_scale: LossScale | None = None,
 ) -> TrainState:
-    """The state at a checkpoint's step, of what `kept` gave; the compute copy is made again. The arrays it is given are
-    used up as it goes: a whole state would not fit twice. frozen: may be at rest already."""
+    """Return the state after `step` from its checkpoint trees, and make the compute copy again.
 
-    def on_stages(spec: ParamSpec, array: jax.Array) -> jax.Array:
-        """[repeats, ...] -> [virtual, stages, slots, ...], zeros where a slot holds no layer."""
-        places = np.asarray(spec.layers)
-        live = np.reshape(places >= 0, places.shape + (1,) * (array.ndim - 1))
-        return jnp.where(live, array[np.maximum(places, 0)], 0)
+    It deletes the arrays that it receives one by one, because the devices cannot hold the state twice.
 
-    def move(resting: NamedSharding, array: jax.Array) -> jax.Array:
-        if array.sharding == resting:
+    Args:
+        frozen: may already have its final sharding and layout.
+    """
+
+    def stack_by_stage(spec: ParamSpec, array: jax.Array) -> jax.Array:
+        """[repeats, ...] -> [virtual, stages, slots, ...], zeros in slots without a layer."""
+        layers = np.asarray(spec.layers)
+        live = np.reshape(layers >= 0, layers.shape + (1,) * (array.ndim - 1))
+        return jnp.where(live, array[np.maximum(layers, 0)], 0)
+
+    def move(sharding: NamedSharding, array: jax.Array) -> jax.Array:
+        if array.sharding == sharding:
             return array
-        moved = jax.block_until_ready(jax.device_put(array, resting, may_alias=False))
+        moved = jax.block_until_ready(jax.device_put(array, sharding, may_alias=False))
         array.delete()
         return moved
 
     @functools.cache
-    def convert(spec: ParamSpec, resting: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-        return jax.jit(lambda x: on_stages(spec, offload.fetch(x)), out_shardings=resting)
+    def make_conversion(spec: ParamSpec, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+        return jax.jit(lambda array: stack_by_stage(spec, offload.fetch_to_device(array)), out_shardings=sharding)
 
-    def to_rest(spec: ParamSpec, resting: NamedSharding, array: jax.Array) -> jax.Array:
+    def convert(spec: ParamSpec, sharding: NamedSharding, array: jax.Array) -> jax.Array:
         if array.shape == spec.shape:
-            return move(resting, array)
-        moved = jax.block_until_ready(convert(_placed(spec), resting)(array))
+            return move(sharding, array)
+        converted = jax.block_until_ready(make_conversion(_layout_only(spec), sharding)(array))
         array.delete()
-        return moved
+        return converted
 
     def make(
         masters: Params,
@@ -284,12 +325,12 @@ def resume(
     ) -> TrainState:
         return TrainState(jnp.int32(step), masters, moments, compute, frozen, guard, loss_scale)
 
-    resting = shardings(specs, placement)
+    shardings = state_shardings(specs, placement)
     frozen = specs.frozen if frozen is None else frozen
-    given = {"masters": masters, "moments": moments, "frozen": frozen, "guard": guard, "loss_scale": loss_scale or {}}
-    moved = {
-        name: jax.tree.map(to_rest, getattr(specs, name), getattr(resting, name), arrays)
-        for name, arrays in given.items()
+    trees = {"masters": masters, "moments": moments, "frozen": frozen, "guard": guard, "loss_scale": loss_scale or {}}
+    converted = {
+        name: jax.tree.map(convert, getattr(specs, name), getattr(shardings, name), arrays)
+        for name, arrays in trees.items()
     }
-    compute = compute_copies(specs.masters, moved["masters"], resting.compute, placement)
-    return jax.jit(make, out_shardings=resting, donate_argnums=(0, 1, 2, 3, 4, 5))(compute=compute, **moved)
+    compute = _make_compute_copy(specs.masters, converted["masters"], shardings.compute, placement)
+    return jax.jit(make, out_shardings=shardings, donate_argnums=(0, 1, 2, 3, 4, 5))(compute=compute, **converted)

@@ -1,182 +1,183 @@
-"""One training step: loss and gradients from an executor, the clip, the update or none where it would do harm. Or, with
-the optimizer in the backward, all of it from an executor that takes the update with it."""
+"""One training step: loss, gradients, gradient clipping and the optimizer update.
+
+A step that would do harm changes no parameters (see guard.py). With `optimizer.in_backward` the executor also runs the
+update.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxopt_llm.config.run import Options
 from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.execution.gradients import sum_of_squares
 from jaxopt_llm.execution.in_backward import loss_and_update
-from jaxopt_llm.model import experts, param
+from jaxopt_llm.model import param
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.decoder import Params, Parts
+from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.model.moe import experts
 from jaxopt_llm.parallel import offload
-from jaxopt_llm.parallel.sharding import Placement
-from jaxopt_llm.parallel.xla_options import Options
-from jaxopt_llm.training import guard, loss_scale, update
-from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.guard import Guard
-from jaxopt_llm.training.state import StateSpecs, TrainState
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.training import update
+from jaxopt_llm.training.guard import Guard, judge_step
+from jaxopt_llm.training.loss_scale import adjust_loss_scale
+from jaxopt_llm.training.state import StateSpecs, TrainState, state_shardings
 from jaxopt_llm.training.update import Optimizers, State
-
-
-@dataclass(frozen=True)
-class TrainingConfig:
-    steps: int = 1000
-    """optimizer steps of the whole run"""
-    batch_size: int = 32
-    """sequences per step, over all devices and microbatches"""
-    sequence_length: int = 256
-    """tokens per sequence"""
-    accumulation: int = 1
-    """microbatches per step: each holds batch_size / accumulation sequences"""
-    loss_chunk: int = 1024
-    """tokens of each device whose logits exist at a time; 0: those of the whole microbatch"""
-    attention: Literal["auto", "xla", "pallas", "triton"] = "auto"
-    """what computes attention: XLA's own operations, on any device; our flash-attention kernel in Pallas, for GPUs from
-    Ampere on; that in Triton, for Hopper and Blackwell; or of those that support the model and the GPU, the one that
-    was measured to be the fastest there, xla where nothing was. What reads a cache is computed by xla"""
-    expert_products: Literal["auto", "xla", "pallas"] = "auto"
-    """what multiplies rows with their expert's matrices: XLA's own operation, which on GPUs multiplies each with those
-    of all experts; our kernel in Pallas, for GPUs from Ampere on; auto: the kernel on such GPUs, else xla"""
-    z_loss: float = 0.0
-    """times log(Z)² of each token, Z being the softmax's sum, is minimised beside the loss: keeps logits from drifting,
-    at 1e-4 or so (Chowdhery et al. 2022). The loss in the metrics is without it"""
-    skip_outliers: float = 0.0
-    """skip a step whose gradient norm is above this many times the median of those of the last 128 steps that were not
-    skipped; 0: skip only what is not finite, which is always skipped"""
-    trainable: tuple[str, ...] = ()
-    """globs of the paths of the parameters that are trained, as in */scale, where * also fits slashes; the others rest
-    in precision.compute_dtype. None given: all, or with lora.rank the adapters alone, beside which these are trained"""
-    skip_limit: int = 10
-    """skipped steps in a row that end the run, with exit code 3; overflows under loss scaling are not counted"""
-
-    def problems(self) -> list[str]:
-        found = [
-            f"training.{name}={getattr(self, name)}: must be at least 1"
-            for name in ("steps", "batch_size", "sequence_length", "accumulation", "skip_limit")
-            if getattr(self, name) < 1
-        ]
-        found += [
-            f"training.{name}={getattr(self, name)}: must be at least 0"
-            for name in ("loss_chunk", "z_loss")
-            if getattr(self, name) < 0
-        ]
-        if self.skip_outliers and not self.skip_outliers > 1:
-            found.append(f"training.skip_outliers={self.skip_outliers}: must be above 1, or 0 for none")
-        return found
-
 
 Metrics = dict[str, jax.Array]
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-# Loss, gradient norm, whether the step is an overflow of the loss scale's, what is remembered of it, the new state, and
-# the auxiliary sums.
-Advance = tuple[jax.Array, jax.Array, jax.Array, Guard, State, Auxiliary]
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """Settings of a training step.
+
+    Attributes:
+        clip_norm: largest global gradient norm; 0 for no clip.
+        skip_outliers: see guard.judge_step; 0 for no limit.
+        in_backward: update each layer during the backward, with an executor of its own. Then there is one microbatch,
+            no clip and no loss scale. A step that is not finite still updates the parameters, but counts as skipped.
+        dropout_seed: seed of dropout, whose mask is a function of the seed and the step; None for no dropout.
+        compiler_options: options of the XLA compiler.
+    """
+
+    clip_norm: float = 0.0
+    skip_outliers: float = 0.0
+    in_backward: bool = False
+    dropout_seed: int | None = None
+    compiler_options: Options | None = None
 
 
 def make_step(
-    parts: Parts,
+    model: Model,
     specs: StateSpecs,
     optimizers: Optimizers,
     schedule: optax.Schedule,
-    clip_norm: float,
-    skip_outliers: float,
     executor: Executor,
     placement: Placement,
-    in_backward: bool = False,
-    dropout_seed: int | None = None,
-    options: Options | None = None,
+    settings: StepSettings,
 ) -> Step:
-    """The jitted step; it consumes the state it is given. Batch fields: [M, B, S], M microbatches.
+    """Return the jitted step, (state, batch) -> (state, metrics). It donates the state that it receives.
 
-    clip_norm: 0 for none.
-    in_backward: whether layers are updated during the backward, by an executor of its own. There is one microbatch
-        then, no clip and no loss scale, and a step that is not finite is taken all the same, though counted as skipped.
-    dropout_seed: what dropout drops in a step follows from it, and the step's number; None: there is no dropout.
-    options: of XLA's compiler.
+    Batch fields: [M, B, S], M microbatches. Metrics are float32 scalars, except for the counts and `overflow`:
 
-    Metrics, float32 but for the counts: loss and grad_norm (neither need be finite), learning_rate, and how many steps
-    were skipped, this one included: `skipped` in all, `skipped_in_a_row` up to here, without overflows; `overflow`,
-    bool, whether this one was for the loss scale's sake, and, where there is one, the `loss_scale` of the next; what
-    experts.seen says of routers.
+    - `loss`, `grad_norm`: may be infinite or NaN.
+    - `learning_rate`: rate of this step.
+    - `skipped`: number of skipped steps so far, this one included.
+    - `skipped_in_a_row`: number of consecutive skipped steps up to this one, without overflows.
+    - `overflow`: bool; the loss scale made the gradients of this step overflow.
+    - `loss_scale`: loss scale of the next step, if the precision has one.
+    - the metrics of experts.router_metrics.
     """
-    precision = placement.precision
+    parts = _Step(model, specs, optimizers, schedule, executor, placement, settings)
+    state_sharding = state_shardings(specs, placement)
+    return jax.jit(
+        parts.step,
+        in_shardings=(state_sharding, parts.rows),
+        out_shardings=(state_sharding, placement.replicated),
+        donate_argnums=0,
+        compiler_options=settings.compiler_options,
+    )
 
-    def after_backward(state: TrainState, batch: Batch, cotangent: jax.Array) -> Advance:
-        scale = state.loss_scale.get("scale", 1.0)
-        loss, _, auxiliary, gradients = executor.loss_and_gradients(
-            parts, state.trainable, state.frozen, batch, scale * cotangent, placement
-        )
-        # The gradients are divided by the scale as they are clipped: here it would make a second copy of them.
-        loss, norm = loss * cotangent, jnp.sqrt(sum_of_squares(gradients, specs.masters)) / scale
-        overflow = precision.scales_loss & ~jnp.isfinite(norm)
-        good, remembered = guard.judge(state.guard, loss, norm, overflow, skip_outliers)
-        clip = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.float32(1)
-        updated = update.apply(optimizers, specs.masters, state.updatable, gradients, clip / scale, good, placement)
-        return loss, norm, overflow, remembered, updated, auxiliary
 
-    def during_backward(state: TrainState, batch: Batch, cotangent: jax.Array) -> Advance:
-        def read(section: State) -> Params:
-            masters, _, compute = section
-            return masters if compute is None else compute
+@dataclass(frozen=True)
+class _Outcome:
+    """Result of the loss, the backward and the update of a step. overflow: bool; guard: after the step."""
 
-        def of_layer(section: str, own: State, gradients: Params) -> State:
-            layer_specs = param.layer_specs(specs.masters[section])
-            return update.update_layer(optimizers[section], layer_specs, placement, own, gradients)
+    loss: jax.Array
+    norm: jax.Array
+    overflow: jax.Array
+    guard: Guard
+    updated: State
+    auxiliary: Auxiliary
 
-        sections = update.by_section(state.updatable)
-        loss, squares, auxiliary, sections = loss_and_update(
-            parts, sections, state.frozen, batch, cotangent, placement, read, of_layer
-        )
-        loss, norm, overflow = loss * cotangent, jnp.sqrt(squares), jnp.bool(False)
-        _, remembered = guard.judge(state.guard, loss, norm, overflow, outliers=0.0)
-        return loss, norm, overflow, remembered, update.of_all(sections), auxiliary
 
-    advance = during_backward if in_backward else after_backward
+@dataclass(frozen=True, eq=False)
+class _Step:
+    model: Model
+    specs: StateSpecs
+    optimizers: Optimizers
+    schedule: optax.Schedule
+    executor: Executor
+    placement: Placement
+    settings: StepSettings
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    @property
+    def rows(self) -> jax.sharding.NamedSharding:
+        """Sharding of the batch fields [M, B, S]."""
+        return self.placement.activation(None, "batch", "sequence")
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        # Compiled programs are named after this method: jit_step.
+        precision, dropout_seed = self.placement.precision, self.settings.dropout_seed
         if dropout_seed is not None:
             key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
             noise = jax.random.bits(key, batch.tokens.shape, jnp.uint32)
-            batch = replace(batch, noise=jax.lax.with_sharding_constraint(noise, rows))
+            batch = replace(batch, noise=jax.lax.with_sharding_constraint(noise, self.rows))
         tokens = jnp.sum(batch.loss_mask)
         # An all-masked batch has loss 0 and gradient 0, not NaN.
-        cotangent = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
-        loss, norm, overflow, remembered, (masters, moments, compute), auxiliary = advance(state, batch, cotangent)
+        loss_weight = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
+        advance = self._advance_in_backward if self.settings.in_backward else self._advance_after_backward
+        outcome = advance(state, batch, loss_weight)
+        masters, moments, compute = outcome.updated
         new_state = TrainState(
             step=state.step + 1,
             masters=masters,
             moments=moments,
             compute=compute,
-            frozen=offload.store(state.frozen, state.frozen),
-            guard=remembered,
-            loss_scale=loss_scale.adjust(state.loss_scale, overflow, precision.loss_scale_growth_interval),
+            frozen=offload.store_like(state.frozen, state.frozen),
+            guard=outcome.guard,
+            loss_scale=adjust_loss_scale(state.loss_scale, outcome.overflow, precision.loss_scale_growth_interval),
         )
         metrics = {
-            "loss": loss,
-            "grad_norm": norm,
-            "learning_rate": jnp.asarray(schedule(state.guard["updates"]), jnp.float32),
-            "skipped": new_state.step - remembered["updates"],
-            "skipped_in_a_row": remembered["skipped_in_a_row"],
-            "overflow": overflow,
-            **experts.seen(auxiliary.statistics),
+            "loss": outcome.loss,
+            "grad_norm": outcome.norm,
+            "learning_rate": jnp.asarray(self.schedule(state.guard["updates"]), jnp.float32),
+            "skipped": new_state.step - outcome.guard["updates"],
+            "skipped_in_a_row": outcome.guard["skipped_in_a_row"],
+            "overflow": outcome.overflow,
+            **experts.router_metrics(outcome.auxiliary.statistics),
         }
         if precision.scales_loss:
             metrics["loss_scale"] = new_state.loss_scale["scale"]
         return new_state, metrics
 
-    resting = training_state.shardings(specs, placement)
-    rows = placement.activation(None, "batch", "sequence")
-    return jax.jit(
-        step,
-        in_shardings=(resting, rows),
-        out_shardings=(resting, placement.replicated),
-        donate_argnums=0,
-        compiler_options=options,
-    )
+    def _advance_after_backward(self, state: TrainState, batch: Batch, loss_weight: jax.Array) -> _Outcome:
+        """Compute all gradients, then update all layers."""
+        masters, placement, clip_norm = self.specs.masters, self.placement, self.settings.clip_norm
+        scale = state.loss_scale.get("scale", 1.0)
+        loss, _, auxiliary, gradients = self.executor.loss_and_gradients(
+            self.model, state.trainable, state.frozen, batch, scale * loss_weight, placement
+        )
+        # The update divides the gradients by the scale together with the clip: to divide here would make a second copy.
+        loss, norm = loss * loss_weight, jnp.sqrt(sum_of_squares(gradients, masters)) / scale
+        overflow = placement.precision.scales_loss & ~jnp.isfinite(norm)
+        good, guard = judge_step(state.guard, loss, norm, overflow, self.settings.skip_outliers)
+        clip = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.float32(1)
+        updated = update.apply_gradients(
+            self.optimizers, masters, state.updatable, gradients, clip / scale, good, placement
+        )
+        return _Outcome(loss, norm, overflow, guard, updated, auxiliary)
+
+    def _advance_in_backward(self, state: TrainState, batch: Batch, loss_weight: jax.Array) -> _Outcome:
+        """Update each layer during the backward."""
+
+        def read_params(section_state: State) -> Params:
+            masters, _, compute = section_state
+            return masters if compute is None else compute
+
+        def update_layer(section: str, layer_state: State, gradients: Params) -> State:
+            layer_specs = param.layer_specs(self.specs.masters[section])
+            return update.update_layer(self.optimizers[section], layer_specs, self.placement, layer_state, gradients)
+
+        sections = update.split_sections(state.updatable)
+        loss, squares, auxiliary, sections = loss_and_update(
+            self.model, sections, state.frozen, batch, loss_weight, self.placement, read_params, update_layer
+        )
+        loss, norm, overflow = loss * loss_weight, jnp.sqrt(squares), jnp.bool(False)
+        _, guard = judge_step(state.guard, loss, norm, overflow, outliers=0.0)
+        return _Outcome(loss, norm, overflow, guard, update.join_sections(sections), auxiliary)

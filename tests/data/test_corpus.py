@@ -1,4 +1,4 @@
-"""The same documents in every format are the same tokens; what cannot be read is refused, or skipped and counted."""
+"""Corpora: all formats give the same tokens, and unreadable documents are rejected, or skipped and counted."""
 
 import itertools
 from collections import Counter
@@ -10,41 +10,43 @@ import numpy as np
 import pytest
 from texts import train_tokenizer, write_jsonl, write_megatron, write_parquet, write_text
 
+from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data import find, prepared, source
-from jaxopt_llm.data.config import DataConfig
-from jaxopt_llm.data.corpus import Corpus, open_corpus, open_whole
+from jaxopt_llm.data.corpus import Corpus, open_all_documents, open_corpus
 from jaxopt_llm.data.find import find_files
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
-from jaxopt_llm.data.tokens import TokenStream, fingerprint
-from jaxopt_llm.errors import InputError
+from jaxopt_llm.data.tokens import TokenStream, fingerprint_file
 
 
 def some_documents() -> list[str]:
-    """Beginnings of files of the standard library, of one line to many, with line ends and letters of all kinds."""
-    whole = [document.content.decode() for document in source.standard_library() if document.name.startswith("email/")]
+    """Return the first parts, of different lengths, of standard library files, and texts with unusual characters."""
+    whole = [
+        document.content.decode() for document in source.read_standard_library() if document.name.startswith("email/")
+    ]
     cut = [text[: 37 * i**2] for i, text in enumerate(whole, 1)]
     return [*cut, "a\r\nb\r", "naïve ∂L/∂w 🙂\0", "\n", "x"]
 
 
 def prepare(folder: Path, of: Path, config: DataConfig) -> Path:
-    """As the command does, in this process."""
+    """Prepare a corpus as the command does, in this process."""
     folder.mkdir()
     files, tokenizer = find_files(str(of), config), load_tokenizer(config)
-    looked = prepared.look_at(files, config, lambda: None)
-    plan = prepared.plan(files, [fingerprint for fingerprint, _ in looked], config, tokenizer)
-    shards = prepared.shards(files, [parts for _, parts in looked])
+    looked = prepared.inspect_files(files, config, lambda: None)
+    plan = prepared.make_plan(files, [fingerprint for fingerprint, _ in looked], config, tokenizer)
+    shards = prepared.group_into_shards(files, [parts for _, parts in looked])
     prepared.write_json(folder / find.PLAN, plan)
     for number, shard in enumerate(shards):
         prepared.write_shard(folder, number, shard, config, tokenizer)
-    collection = prepared.Collection(folder, plan["dtype"], config.content != "text")
-    collection.grow()
-    collection.finish(plan)
+    merger = prepared.ShardMerger(folder, plan["dtype"], config.content != "text")
+    merger.merge_ready()
+    merger.finish(plan)
     return folder
 
 
 def documents_of(stream: TokenStream) -> list[list[int]]:
     whole = stream.read(0, stream.size).tolist()
-    bounds = [*stream.borders(0, stream.size).tolist(), stream.size]
+    bounds = [*stream.document_starts(0, stream.size).tolist(), stream.size]
     return [whole[i:j] for i, j in itertools.pairwise(bounds)]
 
 
@@ -63,8 +65,8 @@ def every_document(path: Path, config: DataConfig) -> list[list[int]]:
 
 def expected_documents(documents: list[str], tokenizer: Tokenizer) -> list[list[int]]:
     encoded = [ids.tolist() for ids in tokenizer.encode([each.encode() for each in documents])]
-    beginning = [] if tokenizer.beginning is None else [tokenizer.beginning]
-    return [[*beginning, *ids, tokenizer.end] for ids in encoded]
+    bos = [] if tokenizer.bos is None else [tokenizer.bos]
+    return [[*bos, *ids, tokenizer.eos] for ids in encoded]
 
 
 @pytest.fixture(scope="module", params=["bytes", "bpe"])
@@ -145,8 +147,12 @@ def test_a_glob_and_a_folder_take_what_they_say(tmp_path: Path) -> None:
     assert names("**/*.parquet") == ["3.parquet parquet"]
     assert names("a/m") == names("a/m.*") == names("a/m.bin") == ["m.idx megatron"]
     assert names("a/b/notes.rst", format="text") == ["notes.rst text"]
-    for pattern, said in (("*.jsonl", "no such file"), ("nothing", "no such file"), ("a/b/notes.rst", "data.format")):
-        with pytest.raises(InputError, match=f"data.paths .*{said}"):
+    for pattern, message in (
+        ("*.jsonl", "no such file"),
+        ("nothing", "no such file"),
+        ("a/b/notes.rst", "data.format"),
+    ):
+        with pytest.raises(InputError, match=f"data.paths .*{message}"):
             names(pattern)
 
 
@@ -161,12 +167,12 @@ LINES = {
 
 
 @pytest.mark.parametrize("case", LINES)
-def test_malformed_lines_are_refused_or_counted(case: str, tmp_path: Path) -> None:
+def test_malformed_lines_are_rejected_or_counted(case: str, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\n{"text": ""}\n' + LINES[case] + b'\n{"text": "two"}\n')
     with pytest.raises(InputError, match=r"a.jsonl, byte 29: .*data.malformed"):
         read(path, DataConfig())
-    reason = "not UTF-8" if case in ("not UTF-8", "half a pair") else "cut, or without a text"
+    reason = "not UTF-8" if case in ("not UTF-8", "half a pair") else "truncated or without text"
     skipping = read(path, DataConfig(malformed="skip"))
     assert skipping.skipped == Counter({reason: 1, "empty": 1}) and f"1 {reason}" in str(skipping)
     replacing = read(path, DataConfig(malformed="replace"))
@@ -188,7 +194,7 @@ def test_malformed_text_and_parquet_are_treated_alike(tmp_path: Path) -> None:
         (tmp_path / f"{number}.txt").write_bytes(each)
     for path, where, others in (
         (tmp_path / "*.txt", "1.txt", {}),
-        (tmp_path / "a.parquet", "row 1", {"cut, or without a text": 1}),
+        (tmp_path / "a.parquet", "row 1", {"truncated or without text": 1}),
     ):
         with pytest.raises(InputError, match=f"{where}.*: not UTF-8"):
             read(path, DataConfig())
@@ -197,18 +203,18 @@ def test_malformed_text_and_parquet_are_treated_alike(tmp_path: Path) -> None:
 
 
 def test_a_missing_or_wrong_column_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"a.jsonl.*no column 'text'.*\['body', 'id'\]"):
+    with pytest.raises(InputError, match=r"a.jsonl.*no column 'text' among \['body', 'id'\].*data.text_field"):
         read(write_jsonl(tmp_path / "a.jsonl", ["x", "y"], "body"), DataConfig())
     path = write_parquet(tmp_path / "a.parquet", ["x", "y"], "body")
-    with pytest.raises(InputError, match="a.parquet: no column 'text'.* it has id, body"):
+    with pytest.raises(InputError, match="a.parquet: no column 'text' among id, body.*data.text_field"):
         read(path, DataConfig())
     with pytest.raises(InputError, match="column 'id' cannot be read as text"):
         read(path, DataConfig(text_field="id"))
     assert len(every_document(path, DataConfig(text_field="body"))) == 2
 
 
-def test_a_column_that_no_row_has_is_refused_whatever_the_policy(tmp_path: Path) -> None:
-    """A misspelt name would skip a corpus row by row; a row without it is skipped, and counted."""
+def test_a_column_that_no_row_has_is_rejected_with_any_policy(tmp_path: Path) -> None:
+    """A misspelt name would skip all rows of a corpus. Single rows without the column are skipped and counted."""
     skipping = DataConfig(malformed="skip", held_out=0.3)
     many = write_jsonl(tmp_path / "many.jsonl", [f"{i}" for i in range(200)], "body")
     few = write_jsonl(tmp_path / "few.jsonl", ["x", "y"], "body")
@@ -216,20 +222,20 @@ def test_a_column_that_no_row_has_is_refused_whatever_the_policy(tmp_path: Path)
     late.write_bytes(many.read_bytes() + b'{"text": "a"}\n')
     mixed = tmp_path / "mixed.jsonl"
     for path in (many, few, late):
-        with pytest.raises(InputError, match=rf"{path.name}.*no .*column 'text' .data.text_field"):
+        with pytest.raises(InputError, match=rf"{path.name}.*(no|before it has a) column 'text'.*data.text_field"):
             read(path, skipping)
     for path in (many, few):
         mixed.write_bytes(b'{"text": "a"}\n' + path.read_bytes() + b'{"text": "b"}\n')
-        assert read(mixed, skipping).skipped == {"cut, or without a text": 200 if path == many else 2}
+        assert read(mixed, skipping).skipped == {"truncated or without text": 200 if path == many else 2}
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert sorted(bytes(each[1:-1]) for each in every_document(path, DataConfig())) == [b"one", b"two"]
 
 
-def test_a_character_across_blocks_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_character_across_blocks_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "_BLOCK", 4)
     text = "aé∂🙂" * 5
     path = write_jsonl(tmp_path / "a.jsonl", [text, "x"])
@@ -245,8 +251,8 @@ def test_a_file_is_read_once(tmp_path: Path) -> None:
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
     for paths in (("*.jsonl",), ("[ab].jsonl", "a.jsonl"), (".", "b.jsonl"), ("a.jsonl", "./a.jsonl")):
         config = DataConfig(paths=tuple(f"{tmp_path}/{path}" for path in paths))
-        for opened in (open_corpus, open_whole):
-            with pytest.raises(InputError, match=r"both read .*/[ab]\.jsonl; every document would come twice"):
+        for opened in (open_corpus, open_all_documents):
+            with pytest.raises(InputError, match=r"both read .*/[ab]\.jsonl, so its documents would occur twice"):
                 opened(config, load_tokenizer(config))
 
 
@@ -263,35 +269,35 @@ def test_a_prepared_corpus_is_found_in_a_folder_and_by_a_glob(tmp_path: Path) ->
     assert [f.name for f in find_files(str(tmp_path / "texts"), DataConfig(format="text"))] == ["a.jsonl"]
 
 
-def test_an_index_that_lies_is_refused_where_it_is_read(tmp_path: Path) -> None:
+def test_a_wrong_index_is_rejected_when_it_is_read(tmp_path: Path) -> None:
     arrays = [np.arange(5), np.arange(7), np.arange(9), np.arange(3)]
     sequences, header = 8, 34
     pointers, boundaries = header + 4 * sequences, header + 12 * sequences
-    for name, at, change, said in (
-        ("gap", pointers + 8 * 3, 6, "do not lie end to end"),
-        ("falling", boundaries + 8 * 2, 3, "do not rise|index is damaged"),
-        ("outside", boundaries + 8 * 2, 5, "sequences that it has not"),
-        ("first", boundaries, 1, "not those of 8 sequences"),
-        ("last", boundaries + 8 * 4, 1, "not those of 8 sequences"),
+    for name, at, change, message in (
+        ("gap", pointers + 8 * 3, 6, "sequences are not contiguous"),
+        ("falling", boundaries + 8 * 2, 3, "boundaries are not in increasing order|index is damaged"),
+        ("outside", boundaries + 8 * 2, 5, "sequences that do not exist"),
+        ("first", boundaries, 1, "do not cover 8 sequences"),
+        ("last", boundaries + 8 * 4, 1, "do not cover 8 sequences"),
     ):
         index = write_megatron(tmp_path / name, arrays).with_suffix(".idx")
         content = bytearray(index.read_bytes())
         content[at] += change
         index.write_bytes(content)
-        with pytest.raises(InputError, match=f"{name}.*{said}"):
+        with pytest.raises(InputError, match=f"{name}.*{message}"):
             every_document(index, DataConfig(held_out=0.3))
 
 
-def test_ends_of_documents_that_lie_are_refused_where_they_are_read(tmp_path: Path) -> None:
+def test_wrong_document_ends_are_rejected_when_they_are_read(tmp_path: Path) -> None:
     folder = prepare(tmp_path / "prepared", write_jsonl(tmp_path / "a.jsonl", list("abcdefgh")), DataConfig())
-    file = prepared.array_file(folder, "ends")
+    file = prepared.array_path(folder, "ends")
     whole = np.fromfile(file, "<i8")
     for document in range(8):
         changed = whole.copy()
         changed[document] ^= 2**40
         changed.tofile(file)
-        said = "its index is damaged" if document < 7 else "do not end where the tokens do"
-        with pytest.raises(InputError, match=said):
+        message = "the index is damaged" if document < 7 else "the last document does not end at the last token"
+        with pytest.raises(InputError, match=message):
             every_document(folder, DataConfig())
 
 
@@ -309,29 +315,29 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:kept])
     cases = {
         "a.npy": "one-dimensional",
-        "b.npy": "no readable .npy",
-        "a.jsonl.gz": "is it whole",
-        "a.parquet": "no readable Parquet",
-        "cut": "cut.idx is cut",
-        "bin": "bin.bin is cut: it has 11 tokens of 12",
+        "b.npy": "not a readable .npy",
+        "a.jsonl.gz": "check that it is complete",
+        "a.parquet": "not a readable Parquet",
+        "cut": "cut.idx is truncated",
+        "bin": "bin.bin is truncated: it has 11 tokens of 12",
         "magic": "not an index",
-        "lonely": "lonely.bin: missing",
+        "lonely": "lonely.bin: the file is missing",
     }
-    for name, said in cases.items():
-        with pytest.raises(InputError, match=said):
+    for name, message in cases.items():
+        with pytest.raises(InputError, match=message):
             read(tmp_path / name, DataConfig())
 
 
-def test_a_prepared_corpus_that_is_not_whole_or_not_this_tokenizers_is_refused(tmp_path: Path) -> None:
+def test_an_incomplete_corpus_or_one_of_another_tokenizer_is_rejected(tmp_path: Path) -> None:
     documents = some_documents()
     file = str(train_tokenizer(tmp_path / "tokenizer.json", documents))
     folder = prepare(tmp_path / "prepared", write_jsonl(tmp_path / "a.jsonl", documents), DataConfig())
     with pytest.raises(InputError, match="prepared with another tokenizer .data.tokenizer=bytes"):
         read(folder, DataConfig(tokenizer=file))
-    for path in [prepared.array_file(folder, name) for name in ("tokens", "ends", "keys")]:
+    for path in [prepared.array_path(folder, name) for name in ("tokens", "ends", "keys")]:
         content = path.read_bytes()
         path.write_bytes(content[:-8])
-        with pytest.raises(InputError, match=f"{path.name} is cut"):
+        with pytest.raises(InputError, match=f"{path.name} is truncated"):
             read(folder, DataConfig())
         path.write_bytes(content)
     manifest = (folder / prepared.MANIFEST).read_text()
@@ -344,8 +350,8 @@ def test_a_prepared_corpus_that_is_not_whole_or_not_this_tokenizers_is_refused(t
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "npy", "megatron"])
-def test_the_hash_sees_another_token_and_not_another_place(suffix: str, tmp_path: Path) -> None:
-    """A large file of tokens is sampled, its size always seen."""
+def test_the_hash_depends_on_tokens_and_not_on_the_path(suffix: str, tmp_path: Path) -> None:
+    """Token files are hashed by samples and by their size."""
     found = []
     for number, documents in enumerate(
         (["one", "two"], ["one", "two"], ["one", "twO"], ["on", "etwo"], ["one", "two", "x"])
@@ -366,13 +372,13 @@ def test_the_hash_sees_another_token_and_not_another_place(suffix: str, tmp_path
 def test_a_large_file_is_sampled_from_its_beginning_to_its_end(tmp_path: Path) -> None:
     path, content = tmp_path / "tokens", bytearray(10**7)
     path.write_bytes(content)
-    found = [fingerprint(path)]
+    found = [fingerprint_file(path)]
     for place in (0, len(content) // 2, len(content) - 1):
         changed = content.copy()
-        # Longer than the way between two samples.
+        # Longer than the distance of two samples.
         changed[place : place + 200_000] = bytes([1]) * len(changed[place : place + 200_000])
         path.write_bytes(changed)
-        found.append(fingerprint(path))
+        found.append(fingerprint_file(path))
     assert len(set(found)) == 4
 
 
@@ -380,7 +386,7 @@ def test_weights_and_sources(tmp_path: Path) -> None:
     paths = tuple(str(write_jsonl(tmp_path / f"{name}.jsonl", [f"{name}{i}" for i in range(20)])) for name in "abc")
     config = DataConfig(paths=paths, held_out=0.2)
     tokenizer = load_tokenizer(config)
-    (whole,) = open_corpus(config, tokenizer).sources  # one corpus: an epoch reads every token once
+    (whole,) = open_corpus(config, tokenizer).sources  # one source: an epoch reads every token once
     mixed = open_corpus(replace(config, weights=(3.0, 0.0, 1.0)), tokenizer)
     assert [(each.name, each.weight) for each in mixed.sources] == [(paths[0], 3.0), (paths[2], 1.0)]
     training = documents_of(whole.training)
@@ -390,16 +396,16 @@ def test_weights_and_sources(tmp_path: Path) -> None:
     assert not any(each[1] == ord("b") for each in documents_of(mixed.held_out))
 
 
-def test_what_the_settings_may_not_be() -> None:
-    for settings, said in (
-        ({"paths": ("a", "b"), "weights": (1.0,)}, "1 values for 2"),
-        ({"paths": ("a", "b"), "weights": (1.0, -1.0)}, "negative"),
-        ({"paths": ("a", "b"), "weights": (0.0, 0.0)}, "all zero"),
-        ({"paths": ("a", "a")}, "a twice"),
+def test_invalid_settings() -> None:
+    for settings, message in (
+        ({"paths": ("a", "b"), "weights": (1.0,)}, "1 values for 2 data.paths"),
+        ({"paths": ("a", "b"), "weights": (1.0, -1.0)}, "weights must not be negative"),
+        ({"paths": ("a", "b"), "weights": (0.0, 0.0)}, "all weights are 0, so no data would be read"),
+        ({"paths": ("a", "a")}, "a more than once"),
         ({"stall_seconds": 0.0}, "data.stall_seconds=0.0"),
     ):
         (problem,) = DataConfig(**settings).problems()
-        assert said in problem
+        assert message in problem
 
 
 def test_a_separator_divides_text_files(tmp_path: Path) -> None:
@@ -411,7 +417,7 @@ def test_a_separator_divides_text_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("documents", [[], ["alone"], ["", "alone"]])
 def test_too_few_documents(documents: list[str], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="training and evaluation need one each"):
+    with pytest.raises(InputError, match="training and evaluation need at least one each"):
         read(write_jsonl(tmp_path / "a.jsonl", documents), DataConfig())
 
 

@@ -1,4 +1,4 @@
-"""Batches as a function of (seed, step), and the fixed held-out batches."""
+"""Training batches as a function of (seed, step), and the fixed held-out batches."""
 
 import threading
 import time
@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from texts import stream
 
+from jaxopt_llm.core.errors import InputError, Preempted
 from jaxopt_llm.data import loader as loading
-from jaxopt_llm.data.loader import Loader, held_out_batches, mixed, read_ahead
+from jaxopt_llm.data.loader import Loader, pick_source, read_ahead, read_held_out_batches
 from jaxopt_llm.data.packing import PackedRows
-from jaxopt_llm.data.tokens import IndexedPiece, join_whole
-from jaxopt_llm.errors import InputError, Preempted
+from jaxopt_llm.data.tokens import IndexedPiece, join_all
 from jaxopt_llm.model.batch import Batch
 
 
 def numbered_rows(count: int, first: int = 0) -> PackedRows:
-    """Rows of 4 tokens, each of which holds its own number: row i is the document [i, i] with its delimiters."""
+    """Return rows of 4 tokens that hold their number: row i is the document [i, i] with BOS and EOS."""
     return PackedRows(stream([bytes([i, i]) for i in range(first, first + count)]), 4, 258)
 
 
@@ -27,10 +27,10 @@ def make_loader(rows: int, batch_size: int, seed: int) -> Loader:
     return Loader([numbered_rows(rows)], [1.0], batch_size, seed)
 
 
-def mixture(weights: list[float], batch_size: int = 4, own: Sequence[int] | None = None) -> Loader:
-    """Of sources with rows 0 to 9, 100 to 107 and 200 to 204."""
+def mixture(weights: list[float], batch_size: int = 4, local_rows: Sequence[int] | None = None) -> Loader:
+    """Return a mixture of sources with rows 0 to 9, 100 to 107 and 200 to 204."""
     sources = [numbered_rows(10), numbered_rows(8, 100), numbered_rows(5, 200)]
-    return Loader(sources, weights, batch_size, seed=3, own=own)
+    return Loader(sources, weights, batch_size, seed=3, local_rows=local_rows)
 
 
 def numbers(batch: Batch) -> list[int]:
@@ -50,7 +50,7 @@ def assert_same(a: Batch, b: Batch) -> None:
 def test_batch_is_stacked_numpy_rows() -> None:
     rows = numbered_rows(10)
     batch = Loader([rows], [1.0], batch_size=3, seed=0).batch_at(0)
-    for field in fields(batch)[:-1]:  # no data has noise
+    for field in fields(batch)[:-1]:  # data has no noise
         array = getattr(batch, field.name)
         assert isinstance(array, np.ndarray) and array.shape == (3, 4)
         assert array.dtype == getattr(rows[0], field.name).dtype
@@ -68,7 +68,7 @@ def test_batch_at_is_pure() -> None:
 
 
 def test_the_batch_size_only_cuts_the_sequence_of_rows() -> None:
-    # 10 rows do not divide by 4 or 3: batches span epochs, and no row is dropped.
+    # 10 is not divisible by 4 or 3: batches span epochs, and no row is dropped.
     sequence = [row for epoch in range(3) for row in order(seed=7, rows=10, epoch=epoch)]
     for batch_size in (1, 3, 4, 12):
         loader = make_loader(10, batch_size, seed=7)
@@ -88,45 +88,45 @@ def test_seeds_differ_and_share_no_epoch_shifted_by_one() -> None:
 
 
 def test_the_order_of_a_seed_never_changes() -> None:
-    """A run that is resumed under another Grain must read the same rows: if this fails, runs do not resume."""
+    """A run that is resumed with another version of Grain must read the same rows; otherwise it cannot resume."""
     assert order(seed=0, rows=10, epoch=0) == [1, 2, 4, 5, 9, 7, 8, 6, 0, 3]
     assert order(seed=0, rows=10, epoch=1) == [9, 6, 1, 8, 2, 0, 3, 5, 4, 7]
 
 
 def test_held_out_batches_are_spread_over_the_split() -> None:
-    batches = held_out_batches(numbered_rows(30), batch_size=3, count=2)
+    batches = read_held_out_batches(numbered_rows(30), batch_size=3, count=2)
     assert [numbers(b) for b in batches] == [[0, 5, 10], [15, 20, 25]]
 
 
 def test_held_out_batches_are_at_most_one_pass_of_full_batches() -> None:
-    batches = held_out_batches(numbered_rows(10), batch_size=3, count=100)
+    batches = read_held_out_batches(numbered_rows(10), batch_size=3, count=100)
     assert [n for b in batches for n in numbers(b)] == list(range(9))
 
 
 def test_fewer_held_out_rows_than_one_batch_is_an_input_error_with_the_numbers() -> None:
     with pytest.raises(InputError, match="10 rows of 4 tokens.* batch of 11"):
-        held_out_batches(numbered_rows(10), batch_size=11, count=1)
+        read_held_out_batches(numbered_rows(10), batch_size=11, count=1)
 
 
 def test_a_batch_size_below_one_is_an_input_error() -> None:
-    with pytest.raises(InputError, match="batch size"):
+    with pytest.raises(InputError, match="training.batch_size=0: must be at least 1"):
         make_loader(10, batch_size=0, seed=0)
-    with pytest.raises(InputError, match="batch size"):
-        held_out_batches(numbered_rows(10), batch_size=0, count=1)
+    with pytest.raises(InputError, match="training.batch_size=0: must be at least 1"):
+        read_held_out_batches(numbered_rows(10), batch_size=0, count=1)
 
 
 def test_a_negative_seed_is_an_input_error() -> None:
-    with pytest.raises(InputError, match="run.seed"):
+    with pytest.raises(InputError, match="run.seed=-1: must be at least 0"):
         make_loader(10, batch_size=1, seed=-1)
 
 
 def test_an_epoch_reads_every_token_once() -> None:
-    """Tokens that are numbers of their own, in documents of random lengths: whatever is lost or read twice shows."""
+    """Check unique tokens in documents of random lengths, so that every lost or repeated token is found."""
     random = np.random.default_rng(0)
     for length in (1, 5, 16, 64):
         ends = np.unique(random.integers(1, 500, 60))
         of = IndexedPiece("numbers", np.arange(ends[-1]), ends, np.zeros(ends.size, np.uint64))
-        rows = PackedRows(join_whole([of]), length, vocabulary_size=int(ends[-1]))
+        rows = PackedRows(join_all([of]), length, vocabulary_size=int(ends[-1]))
         loader = Loader([rows], [1.0], batch_size=1, seed=0)
         for epoch in range(2):
             batches = [loader.batch_at(step) for step in range(epoch * len(rows), (epoch + 1) * len(rows))]
@@ -146,21 +146,21 @@ def test_a_mixture_gives_each_source_its_share_row_by_row(weights: list[float]) 
     shares = [round(weight / sum(weights) * 10**6) for weight in weights]
     given = [0] * len(weights)
     for row in range(2000):
-        source, number = mixed(row, shares)
+        source, number = pick_source(row, shares)
         assert number == given[source]
         given[source] += 1
         for count, share in zip(given, shares, strict=True):
             assert abs(count - (row + 1) * share / sum(shares)) < len(shares)
-    assert mixed(10**15, shares)[1] <= 10**15
+    assert pick_source(10**15, shares)[1] <= 10**15
 
 
 def test_each_source_of_a_mixture_has_its_own_epochs() -> None:
     loader = mixture([2.0, 1.0, 1.0])
     read = [number for step in range(40) for number in numbers(loader.batch_at(step))]
     for first, rows, share in ((0, 10, 80), (100, 8, 40), (200, 5, 40)):
-        own = [number - first for number in read if first <= number < first + 100]
-        assert len(own) == share
-        epochs = [own[i : i + rows] for i in range(0, share - rows + 1, rows)]
+        given = [number - first for number in read if first <= number < first + 100]
+        assert len(given) == share
+        epochs = [given[i : i + rows] for i in range(0, share - rows + 1, rows)]
         assert all(sorted(epoch) == list(range(rows)) for epoch in epochs)
         assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
 
@@ -172,30 +172,30 @@ def test_the_order_of_a_mixture_never_changes() -> None:
     ]
 
 
-def test_a_process_reads_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_reads_only_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     packed = PackedRows.__getitem__
     monkeypatch.setattr(PackedRows, "__getitem__", lambda rows, n: read.append(n) or packed(rows, n))
-    weights, own = [0.6, 0.3, 0.1], [3, 0]
+    weights, local_rows = [0.6, 0.3, 0.1], [3, 0]
     for step in (0, 7):
         whole = numbers(mixture(weights).batch_at(step))
         read.clear()
-        assert numbers(mixture(weights, own=own).batch_at(step)) == [whole[row] for row in own]
-        assert len(read) == len(own)
-    whole = [numbers(batch) for batch in held_out_batches(numbered_rows(30), 4, count=2)]
+        assert numbers(mixture(weights, local_rows=local_rows).batch_at(step)) == [whole[row] for row in local_rows]
+        assert len(read) == len(local_rows)
+    whole = [numbers(batch) for batch in read_held_out_batches(numbered_rows(30), 4, count=2)]
     read.clear()
-    batches = held_out_batches(numbered_rows(30), 4, count=2, own=own)
-    assert [numbers(batch) for batch in batches] == [[rows[row] for row in own] for rows in whole]
-    assert len(read) == 2 * len(own) + 1  # to see that there is something to predict
+    batches = read_held_out_batches(numbered_rows(30), 4, count=2, local_rows=local_rows)
+    assert [numbers(batch) for batch in batches] == [[rows[row] for row in local_rows] for rows in whole]
+    assert len(read) == 2 * len(local_rows) + 1  # 1 for the check that the loss counts a token
 
 
 class Slow(Loader):
-    """A loader that waits to be let on, or fails."""
+    """Loader that waits until the test releases it, or fails."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
         self.let, self.begun = threading.Semaphore(0), threading.Semaphore(0)
-        self.reading = "slow.jsonl"
+        self.current_source = "slow.jsonl"
 
     def rows_at(self, step: int) -> Iterator[Batch]:
         self.asked.append(step)
@@ -226,11 +226,11 @@ def test_two_batches_are_read_before_they_are_asked_for() -> None:
 
 
 class Clock:
-    """The time that `read_ahead` goes by, which a test moves."""
+    """Clock of `read_ahead`, which a test advances."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.looked = 0.0, threading.Event()
-        self.step = 0.0  # by which it moves whenever it is looked at
+        self.step = 0.0  # by which every reading advances it
         monkeypatch.setattr(loading, "time", SimpleNamespace(perf_counter=self.look))
 
     def look(self) -> float:
@@ -240,8 +240,8 @@ class Clock:
 
 
 def test_waiting_is_measured_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without waiting for a reader that never comes back."""
-    monkeypatch.setattr(loading, "PARTING", 0)
+    """Check the wait and the stall error, without waiting for the reading thread, which never ends."""
+    monkeypatch.setattr(loading, "JOIN_SECONDS", 0)
     clock = Clock(monkeypatch)
 
     class Taking(Slow):
@@ -259,11 +259,11 @@ def test_waiting_is_measured_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="no batch in 10 s: .*slow.jsonl stalls.*data.stall_seconds"):
         next(batches)
     loader.let.release(n=100)
-    assert clock.now == 3.0 + 4 * 4.0  # a look before it waits, and as many as 10 s take
+    assert clock.now == 3.0 + 4 * 4.0  # one reading before the wait, and as many as exceed 10 s
 
 
-def test_who_waits_for_a_batch_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "PARTING", 0)
+def test_a_wait_for_a_batch_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "JOIN_SECONDS", 0)
     stops: list[bool] = []
     batches = read_ahead(loader := Slow(), 3, 60, lambda: bool(stops))
     loader.let.release()
@@ -275,8 +275,8 @@ def test_who_waits_for_a_batch_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_reading_ends_between_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not with the batch: an interpreter that ends meanwhile aborts."""
-    monkeypatch.setattr(loading, "PARTING", 120)
+    """The thread must not read the rest of the batch, because an interpreter that shuts down meanwhile would abort."""
+    monkeypatch.setattr(loading, "JOIN_SECONDS", 120)
     clock, read = Clock(monkeypatch), []
 
     class Endless(Slow):
@@ -284,7 +284,7 @@ def test_reading_ends_between_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
             while True:
                 read.append(step)
                 clock.now += 1.0
-                time.sleep(0.001)  # a row at a time: the batch that is given up is stacked
+                time.sleep(0.001)  # few rows, because the rows of the abandoned batch are stacked
                 yield Batch(step, step, step, step, step)
 
     before = set(threading.enumerate())
@@ -294,8 +294,8 @@ def test_reading_ends_between_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read and not set(threading.enumerate()) - before
 
 
-def test_a_held_out_split_of_which_nothing_can_be_predicted_is_refused() -> None:
+def test_a_held_out_split_without_targets_is_rejected() -> None:
     of = IndexedPiece("ends", np.zeros(40, np.int64), np.arange(1, 41), np.zeros(40, np.uint64))
-    rows = PackedRows(join_whole([of]), 4, vocabulary_size=1)
-    with pytest.raises(InputError, match="nothing to predict"):
-        held_out_batches(rows, batch_size=2, count=1)
+    rows = PackedRows(join_all([of]), 4, vocabulary_size=1)
+    with pytest.raises(InputError, match="the held-out split has no token to predict.*data.held_out"):
+        read_held_out_batches(rows, batch_size=2, count=1)

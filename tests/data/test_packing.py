@@ -1,4 +1,4 @@
-"""Packed rows against an obvious, slow reading of the same documents."""
+"""Packed rows, compared with a simple, slow implementation."""
 
 import itertools
 from dataclasses import fields
@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from texts import piece, stream
 
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokenizer import ByteTokenizer
-from jaxopt_llm.data.tokens import IndexedPiece, TokenStream, join, join_whole
-from jaxopt_llm.errors import InputError
+from jaxopt_llm.data.tokens import IndexedPiece, TokenStream, join_all, join_ranges
 from jaxopt_llm.model.batch import Batch
 
-READ = [field for field in fields(Batch) if field.name != "noise"]  # which no data has
-BEGINNING, END = ByteTokenizer.beginning, ByteTokenizer.end
+READ = [field for field in fields(Batch) if field.name != "noise"]  # data has no noise
+BOS, EOS = ByteTokenizer.bos, ByteTokenizer.eos
 
 
 def random_documents(seed: int, count: int, longest: int) -> list[bytes]:
@@ -22,7 +22,7 @@ def random_documents(seed: int, count: int, longest: int) -> list[bytes]:
     return [random.bytes(int(n)) for n in random.integers(1, longest + 1, count)]
 
 
-# Documents much shorter than a row, much longer, and single bytes, of which many share a row.
+# Documents much shorter than a row, much longer documents, and single bytes, many of which share a row.
 CASES = {
     "short": (random_documents(0, 50, 10), 16),
     "long": (random_documents(1, 5, 100), 16),
@@ -35,7 +35,7 @@ CASES = {
 
 
 def slow_rows(documents: list[bytes], length: int) -> list[dict[str, list[int]]]:
-    stream = [(token, number) for number, d in enumerate(documents) for token in [BEGINNING, *d, END]]
+    stream = [(token, number) for number, d in enumerate(documents) for token in [BOS, *d, EOS]]
     rows = []
     for first in range(0, len(stream) - 1, length):
         row: dict[str, list[int]] = {field.name: [] for field in READ}
@@ -69,7 +69,7 @@ def test_rows_equal_the_slow_reading(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_token_is_a_target_once_but_the_first_of_the_stream(case: str) -> None:
+def test_every_token_except_the_first_is_a_target_once(case: str) -> None:
     documents, length = CASES[case]
     rows, tokens = read(documents, length), stream(documents).read(0, stream(documents).size)
     for name, expected in (("tokens", tokens[:-1]), ("targets", tokens[1:])):
@@ -78,33 +78,36 @@ def test_every_token_is_a_target_once_but_the_first_of_the_stream(case: str) -> 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_chosen_documents_of_several_pieces_are_one_stream(seed: int) -> None:
-    """As if they had been copied together, whatever was left out between them."""
+    """The stream must equal a copy of the chosen documents."""
     random = np.random.default_rng(seed)
     lists = [random_documents(100 * seed + i, int(random.integers(0, 9)), 12) for i in range(6)]
     masks = [random.random(len(each)) < 0.6 for each in lists]
     copied = [d for each, mask in zip(lists, masks, strict=True) for d, kept in zip(each, mask, strict=True) if kept]
     runs = [np.flatnonzero(mask)[:, None] + [0, 1] for mask in masks]
-    joined, expected = join([piece(each) for each in lists], runs), stream(copied)
+    joined, expected = join_ranges([piece(each) for each in lists], runs), stream(copied)
     assert (joined.size, joined.documents) == (expected.size, len(copied))
     for first, stop in random.integers(0, joined.size + 1, (50, 2)):
         count = max(int(stop) - int(first), 1)
         if first < joined.size:
             count = min(count, joined.size - int(first))
             assert joined.read(int(first), count).tolist() == expected.read(int(first), count).tolist()
-            assert joined.borders(int(first), count).tolist() == expected.borders(int(first), count).tolist()
+            assert (
+                joined.document_starts(int(first), count).tolist()
+                == expected.document_starts(int(first), count).tolist()
+            )
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_is_on_everything_but_beginnings_of_documents(case: str) -> None:
+def test_the_loss_counts_everything_except_first_tokens(case: str) -> None:
     for row in read(*CASES[case]):
-        assert np.array_equal(row.loss_mask, (row.targets != BEGINNING) & (row.segment_ids > 0))
+        assert np.array_equal(row.loss_mask, (row.targets != BOS) & (row.segment_ids > 0))
 
 
 def test_stream_is_the_delimited_documents() -> None:
     found = stream([b"ab", b"", b"c"])
-    assert found.read(0, 9).tolist() == [BEGINNING, 97, 98, END, BEGINNING, END, BEGINNING, 99, END]
-    assert found.borders(0, 9).tolist() == [0, 4, 6]
-    assert found.borders(1, 5).tolist() == [4]
+    assert found.read(0, 9).tolist() == [BOS, 97, 98, EOS, BOS, EOS, BOS, 99, EOS]
+    assert found.document_starts(0, 9).tolist() == [0, 4, 6]
+    assert found.document_starts(1, 5).tolist() == [4]
 
 
 def test_a_document_continued_from_the_row_before_restarts() -> None:
@@ -131,20 +134,20 @@ def test_a_row_outside_the_source_is_an_index_error() -> None:
 @pytest.mark.parametrize("documents", [[], [b"ab"]])
 def test_too_little_for_one_row_is_an_input_error_with_the_numbers(documents: list[bytes]) -> None:
     tokens = sum(len(d) + 2 for d in documents)
-    with pytest.raises(InputError, match=f"has {len(documents)} documents, {tokens} tokens.* 4 reads 5"):
+    with pytest.raises(InputError, match=f"has {len(documents)} documents, {tokens} tokens.*=4 reads 5 tokens"):
         packed(documents, 4)
 
 
 def test_a_sequence_length_below_one_is_an_input_error() -> None:
-    with pytest.raises(InputError, match="sequence_length"):
+    with pytest.raises(InputError, match="training.sequence_length=0: must be at least 1"):
         packed([b"ab"], 0)
 
 
 @pytest.mark.parametrize("wrong", [-1, 300, 2**32 + 5])
-def test_an_id_outside_the_vocabulary_is_an_input_error_that_says_where(wrong: int) -> None:
+def test_an_id_outside_the_vocabulary_is_an_input_error_with_its_position(wrong: int) -> None:
     ids = np.array([0, 1, 299, 2, wrong, 5, 6, 7], np.int64)
     of = IndexedPiece("b.npy", ids, ends=np.array([3, 5, 8]), keys=np.zeros(3, np.uint64))
-    rows = PackedRows(join_whole([of]), 2, vocabulary_size=300)
+    rows = PackedRows(join_all([of]), 2, vocabulary_size=300)
     rows[0], rows[3]
     for row in (1, 2):
         with pytest.raises(InputError, match=f"b.npy, document 1 has the token id {wrong}, outside.*=300"):
@@ -152,7 +155,7 @@ def test_an_id_outside_the_vocabulary_is_an_input_error_that_says_where(wrong: i
 
 
 def conversations(lengths: list[int], seed: int = 0) -> tuple[TokenStream, list[tuple[list[int], list[bool]]]]:
-    """Documents of these lengths, as a stream of two pieces, and as tokens with their mask."""
+    """Return documents of these lengths, as a stream of two pieces and as tokens with their mask."""
     random = np.random.default_rng(seed)
     documents = [(random.integers(0, 256, size), random.random(size) < 0.5) for size in lengths]
     half = len(documents) // 2
@@ -161,13 +164,13 @@ def conversations(lengths: list[int], seed: int = 0) -> tuple[TokenStream, list[
         tokens, mask = (np.concatenate(arrays) for arrays in zip(*each, strict=True))
         ends = np.cumsum([tokens.size for tokens, _ in each], dtype=np.int64)
         pieces.append(IndexedPiece("chats", tokens, ends, np.zeros(len(each), np.uint64), mask))
-    return join_whole(pieces), [(tokens.tolist(), mask.tolist()) for tokens, mask in documents]
+    return join_all(pieces), [(tokens.tolist(), mask.tolist()) for tokens, mask in documents]
 
 
 def slow_whole_rows(
     documents: list[tuple[list[int], list[bool]]], length: int, drop: bool
 ) -> list[dict[str, list[int]]]:
-    """Row by row, document by document."""
+    """Pack whole documents row by row, document by document."""
     groups: list[list[tuple[list[int], list[bool]]]] = [[]]
     for tokens, mask in documents:
         if len(tokens) > length + 1:
@@ -211,17 +214,17 @@ def test_rows_of_whole_documents_equal_the_slow_reading(case: str, drop: bool) -
     found = [{f.name: getattr(row, f.name).tolist() for f in READ} for row in map(rows.__getitem__, range(len(rows)))]
     assert found == slow_whole_rows(documents, 8, drop)
     long = sum(size > 9 for size in LENGTHS[case])
-    told = f"{long} of {len(documents)} documents are longer, and {'left out' if drop else 'cut'}"
-    assert (told in rows.packing) == (long > 0)
+    expected = f"{long} of {len(documents)} documents are longer than a row and {'dropped' if drop else 'cut'}"
+    assert (expected in rows.summary) == (long > 0)
 
 
-def test_long_documents_are_cut_where_there_are_conversations_and_else_split() -> None:
+def test_long_documents_are_cut_for_conversations_and_split_otherwise() -> None:
     masked, _ = conversations(LENGTHS["longer"])
     plain = stream([b"abcdefghijkl", b"mn"])
-    assert PackedRows(masked, 8, 256).packing and not PackedRows(plain, 8, 258).packing
+    assert PackedRows(masked, 8, 256).summary and not PackedRows(plain, 8, 258).summary
     split = PackedRows(masked, 8, 256, long_documents="split")
-    assert len(split) == 15 and not split.packing
-    tokens, mask = masked.read(0, masked.size), masked.mask(0, masked.size)
+    assert len(split) == 15 and not split.summary
+    tokens, mask = masked.read(0, masked.size), masked.read_mask(0, masked.size)
     for number in range(len(split)):
         row = split[number]
         for at in range(8):
@@ -234,15 +237,15 @@ def test_long_documents_are_cut_where_there_are_conversations_and_else_split() -
     ]
 
 
-def test_rows_without_anything_to_learn_are_left_out_and_told() -> None:
+def test_rows_without_targets_are_dropped_and_counted() -> None:
     masked, _ = conversations([9, 9, 9])
     (piece,) = (each for each in masked.pieces if each.documents == 2)
     assert isinstance(piece.mask, np.ndarray)
     piece.mask[:9] = False
     rows = PackedRows(masked, 8, 256)
-    assert len(rows) == 2 and "1 rows without anything to learn left out" in rows.packing
+    assert len(rows) == 2 and "1 rows without tokens that the loss counts are dropped" in rows.summary
     for each in masked.pieces:
         assert isinstance(each.mask, np.ndarray)
         each.mask[:] = False
-    with pytest.raises(InputError, match="has 3 documents, 27 tokens, but no row .* has anything to learn"):
+    with pytest.raises(InputError, match="has 3 documents, 27 tokens, but no row .* has a token that the loss counts"):
         PackedRows(masked, 8, 256)

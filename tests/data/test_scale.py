@@ -1,4 +1,4 @@
-"""What may not grow with a corpus: descriptors, memory for each document, what is read of a file."""
+"""Resources that must not grow with a corpus: file descriptors, memory per document, bytes read of a file."""
 
 import io
 import os
@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 from texts import write_jsonl, write_megatron
 
+from jaxopt_llm.config import DataConfig
 from jaxopt_llm.data import find, mapped, prepared, source, tokens
-from jaxopt_llm.data.config import DataConfig
 from jaxopt_llm.data.corpus import open_corpus
-from jaxopt_llm.data.indexed import DelimitedPiece, megatron_piece
+from jaxopt_llm.data.indexed import DelimitedPiece, open_megatron
 from jaxopt_llm.data.mapped import MappedArray
 from jaxopt_llm.data.tokenizer import ByteTokenizer
-from jaxopt_llm.data.tokens import IndexedPiece, Piece, TokenStream, join, join_whole, numbered_keys, split
+from jaxopt_llm.data.tokens import IndexedPiece, Piece, TokenStream, hash_indices, join_all, join_ranges, split_held_out
 
 
 @contextmanager
 def descriptors(most: int) -> Iterator[None]:
-    """Beside those that are open."""
+    """Limit the file descriptors to the open ones and `most` more."""
     open_now = max(int(name) for name in os.listdir("/dev/fd"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + most, hard))
@@ -51,14 +51,14 @@ def array(path: Path, values: np.ndarray) -> MappedArray:
 def test_more_files_than_descriptors(tmp_path: Path) -> None:
     for number in range(200):
         np.save(tmp_path / f"{number:03}.npy", np.array([number, number, 257], "<u2"))
-    with descriptors(mapped._MAPS + 20):
+    with descriptors(mapped._MAX_MAPS + 20):
         corpus = open_corpus(DataConfig(paths=(str(tmp_path),)), ByteTokenizer())
         for stream in (*(source.training for source in corpus.sources), corpus.held_out):
             for _ in range(2):
                 assert stream.read(0, stream.size)[2::3].tolist() == [257] * (stream.size // 3)
 
 
-def test_a_prepared_corpus_is_few_files_whatever_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prepared_corpus_with_many_shards_has_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from test_corpus import prepare
 
     monkeypatch.setattr(source, "PART_BYTES", 50)
@@ -74,17 +74,17 @@ DOCUMENTS = 2**18
 
 def indexed(folder: Path) -> Piece:
     ends = np.arange(1, DOCUMENTS + 1) * 3
-    files = (np.zeros(ends[-1], "<u2"), ends, numbered_keys(0, DOCUMENTS))
+    files = (np.zeros(ends[-1], "<u2"), ends, hash_indices(0, DOCUMENTS))
     return IndexedPiece("indexed", *(array(folder / str(number), values) for number, values in enumerate(files)))
 
 
 def megatron(folder: Path) -> Piece:
     write_megatron(folder / "a", np.split(np.zeros(DOCUMENTS * 2, np.int64), DOCUMENTS))
-    return megatron_piece("megatron", folder / "a.idx")
+    return open_megatron("megatron", folder / "a.idx")
 
 
 @pytest.mark.parametrize("make", [indexed, megatron])
-def test_opening_holds_the_held_out_alone_in_memory(
+def test_opening_needs_memory_only_for_held_out_documents(
     make: Callable[[Path], Piece], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     piece = make(tmp_path)
@@ -92,17 +92,17 @@ def test_opening_holds_the_held_out_alone_in_memory(
     streams: list[TokenStream] = []
 
     def work() -> None:
-        streams.extend(join([piece], runs) for runs in split([piece], 0.002))
+        streams.extend(join_ranges([piece], runs) for runs in split_held_out([piece], 0.002))
 
-    assert peak(work) < DOCUMENTS  # bytes: under one for each document; 16 for each that is held out
+    assert peak(work) < DOCUMENTS  # bytes: less than one per document, 16 per held-out document
     training, held_out = streams
     assert training.size + held_out.size == piece.size
     assert training.documents + held_out.documents == DOCUMENTS and 300 < held_out.documents < 800
-    assert peak(lambda: training.borders(training.size // 2, 1000)) < 2**16
+    assert peak(lambda: training.document_starts(training.size // 2, 1000)) < 2**16
 
 
 class Counting:
-    """An array that counts what is read of it."""
+    """Array that counts the elements read from it."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values, self.size, self.dtype, self.read = values, values.size, values.dtype, 0
@@ -117,22 +117,22 @@ def test_a_numpy_file_is_read_only_where_documents_are_held_out() -> None:
     values = np.ones(2**23, np.uint16)
     values[99::100] = 0
     piece = DelimitedPiece("a.npy", Counting(values), 0)  # type: ignore[arg-type]
-    training, held_out = (join([piece], runs) for runs in split([piece], 0.05))
+    training, held_out = (join_ranges([piece], runs) for runs in split_held_out([piece], 0.05))
     assert piece.tokens.read < values.size / 4  # type: ignore[union-attr]
     assert 0.03 < held_out.size / values.size < 0.07
     assert training.size + held_out.size == values.size and training.documents is None
     for stream in (training, held_out):
-        assert stream.borders(0, stream.size).tolist() == list(range(0, stream.size, 100))
+        assert stream.document_starts(0, stream.size).tolist() == list(range(0, stream.size, 100))
 
 
 def test_a_numpy_file_that_grows_keeps_its_split() -> None:
-    """Up to the next power of two."""
+    """This holds up to the next power of two."""
     values = np.arange(1, 8001) % 7
     held_out = []
     for size in (4200, 8000):
         piece = DelimitedPiece("a.npy", values[:size], 0)
-        _, runs = split([piece], 0.1)
-        held_out.append({int(begin) for begin in piece.begins(runs[0].ravel())})
+        _, runs = split_held_out([piece], 0.1)
+        held_out.append({int(begin) for begin in piece.group_starts(runs[0].ravel())})
     assert len(held_out[0]) > 50 and held_out[0] - {4200} <= held_out[1]
 
 
@@ -147,7 +147,7 @@ def test_preparing_holds_a_few_documents_in_memory(tmp_path: Path, monkeypatch: 
     found = []
     for number, (path, kind) in enumerate(((compressed, "jsonl"), (text, "text"))):
         file = source.File(path.name, path, kind)
-        (parts,) = [source.parts(file, config)]
+        (parts,) = [source.split_into_parts(file, config)]
         assert peak(lambda n=number, p=parts: prepared.write_shard(tmp_path, n, p, config, ByteTokenizer())) < 4_000_000
         found.append((tmp_path / f"shard-{number:05}.tokens").read_bytes())
     assert found[0] == found[1] and len(found[0]) == 2 * 4002 * 1000
@@ -158,7 +158,7 @@ def test_preparing_holds_a_few_documents_in_memory(tmp_path: Path, monkeypatch: 
 def test_text_is_read_whole_wherever_its_parts_are_cut(
     separator: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Separators may overlap: what counts is how they lie in the whole file."""
+    """Separators may overlap: the split must be that of the whole file."""
     random = np.random.default_rng(0)
     alphabet = ["\n", "a", "b", "x", separator, "ab", "é"]
     text = "".join(alphabet[i] for i in random.integers(0, len(alphabet), 600))
@@ -169,7 +169,11 @@ def test_text_is_read_whole_wherever_its_parts_are_cut(
     monkeypatch.setattr(source, "_BLOCK", 40)
     file = source.File("a.txt", tmp_path / "a.txt", "text")
     skipped: Counter[str] = Counter()
-    found = [d.content for part in source.parts(file, config) for d in source.read(part, config, skipped)]
+    found = [
+        d.content
+        for part in source.split_into_parts(file, config)
+        for d in source.read_documents(part, config, skipped)
+    ]
     expected = content.split(separator.encode())
     assert found == [each for each in expected if each]
     assert skipped["empty"] == sum(not each for each in expected)
@@ -197,31 +201,31 @@ def test_one_document_across_all_parts_is_read_about_once(
 
     monkeypatch.setattr(source, "PART_BYTES", 1000)
     monkeypatch.setattr(source, "_BLOCK", 100)
-    monkeypatch.setattr(source, "_open", opened)
+    monkeypatch.setattr(source, "_open_stream", opened)
     path = tmp_path / name
     path.write_text('{"text": "' + "x" * 100_000 + '"}\n{"text": "y"}\n\n\n')
     file, config = find.File(name, path, find.SUFFIXES[path.suffix]), DataConfig(separator="\n\n")
-    parts = source.parts(file, config)
+    parts = source.split_into_parts(file, config)
     assert len(parts) == 101
-    found = [d.content for part in parts for d in source.read(part, config, Counter())]
+    found = [d.content for part in parts for d in source.read_documents(part, config, Counter())]
     assert max(map(len, found)) >= 100_000
     assert read[0] < 3 * path.stat().st_size
 
 
-def test_a_document_that_no_memory_would_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "MOST_BYTES", 1000)
+def test_a_document_too_large_for_memory_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "MAX_DOCUMENT_BYTES", 1000)
     (tmp_path / "a.txt").write_text("x" * 1001)
     write_jsonl(tmp_path / "a.jsonl", ["x" * 1001])
     write_jsonl(tmp_path / "a.jsonl.gz", ["x" * 1001])
     for name, separator in (("a.txt", ""), ("a.txt", "<|end|>"), ("a.jsonl", ""), ("a.jsonl.gz", "")):
-        with pytest.raises(source.InputError, match=rf"{name}.*a document of more than.*data.separator"):
+        with pytest.raises(source.InputError, match=rf"{name}.*a document has more than.*data.separator"):
             config = DataConfig(paths=(str(tmp_path / name),), separator=separator)
             open_corpus(config, ByteTokenizer())
 
 
 def test_a_whole_stream_has_every_document() -> None:
     piece = IndexedPiece("a", np.arange(6), np.array([2, 2, 6]), np.zeros(3, np.uint64))
-    stream = join_whole([piece, piece])
+    stream = join_all([piece, piece])
     assert (stream.size, stream.documents) == (12, 6)
-    assert stream.borders(0, 12).tolist() == [0, 2, 2, 6, 8, 8]
-    assert stream.borders(3, 4).tolist() == [6] and stream.where(7) == "a, document 0"
+    assert stream.document_starts(0, 12).tolist() == [0, 2, 2, 6, 8, 8]
+    assert stream.document_starts(3, 4).tolist() == [6] and stream.describe_position(7) == "a, document 0"

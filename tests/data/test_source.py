@@ -1,19 +1,19 @@
-"""The default corpus: what it holds, and what its split and its hash depend on."""
+"""The default corpus: its contents, its split and its hash."""
 
 import sysconfig
 from pathlib import Path
 
 import pytest
 
-from jaxopt_llm.data.config import DataConfig
+from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.corpus import Corpus, open_corpus
 from jaxopt_llm.data.tokenizer import ByteTokenizer
-from jaxopt_llm.errors import InputError
 
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small standard library in place of the interpreter's."""
+    """Replace the interpreter's standard library by a small one."""
     root = tmp_path / "python"
     for i in range(40):
         write(root / f"package{i % 4}" / f"module{i}.py", f"VALUE = {i}\n")
@@ -31,9 +31,12 @@ def read(held_out: float = 0.25) -> Corpus:
 
 
 def splits(corpus: Corpus) -> tuple[list[str], list[str]]:
-    """Names of the files of both splits, in order."""
+    """Return the names of the files of both splits, in order."""
     streams = (corpus.sources[0].training, corpus.held_out)
-    return tuple([s.where(int(at)).removesuffix(", document 0") for at in s.borders(0, s.size)] for s in streams)
+    return tuple(
+        [s.describe_position(int(at)).removesuffix(", document 0") for at in s.document_starts(0, s.size)]
+        for s in streams
+    )
 
 
 def names(corpus: Corpus) -> tuple[set[str], set[str]]:

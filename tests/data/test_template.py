@@ -1,4 +1,4 @@
-"""Conversations made text by a chat template: which tokens are learnt, one by one; what a hostile one cannot do."""
+"""Chat templates: the tokens that the loss counts, and limits of untrusted templates."""
 
 import contextlib
 import json
@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from chats import CHATML, CONVERSATION, LLAMA_2, LLAMA_3, MARKED, Messages, conversation, write_chats, write_tokenizer
 
+from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data import template
-from jaxopt_llm.data.config import DataConfig
-from jaxopt_llm.data.corpus import open_whole
+from jaxopt_llm.data.corpus import open_all_documents
 from jaxopt_llm.data.source import Document
-from jaxopt_llm.data.template import Template, find_template, rendering
+from jaxopt_llm.data.template import Template, find_template, open_renderer
 from jaxopt_llm.data.tokenizer import load_tokenizer
-from jaxopt_llm.errors import InputError
 
-Pieces = list[tuple[str, bool]]  # text, and whether it is learnt
+Pieces = list[tuple[str, bool]]  # text, and whether the loss counts it
 IM_START, IM_END, HEADER = "<|im_start|>", "<|im_end|>", "<|header|>"
 
 
@@ -53,9 +53,9 @@ def config(folder: Path, **settings: Any) -> DataConfig:
 
 
 def read(path: Path, config: DataConfig) -> tuple[list[int], list[bool], Counter[str]]:
-    """The tokens of a file, whether each is learnt, and what was skipped."""
-    stream, skipped = open_whole(replace(config, paths=(str(path),)), load_tokenizer(config))
-    return stream.read(0, stream.size).tolist(), stream.mask(0, stream.size).tolist(), skipped
+    """Return the tokens of a file, whether the loss counts each, and the skipped documents."""
+    stream, skipped = open_all_documents(replace(config, paths=(str(path),)), load_tokenizer(config))
+    return stream.read(0, stream.size).tolist(), stream.read_mask(0, stream.size).tolist(), skipped
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def read(path: Path, config: DataConfig) -> tuple[list[int], list[bool], Counter
         (MARKED, chatml, "bytes"),
     ],
 )
-def test_the_assistants_tokens_are_learnt_and_no_other(
+def test_the_loss_counts_exactly_the_assistants_tokens(
     source: str, pieces: Callable[[Messages], Pieces], tokenizer: str, tmp_path: Path
 ) -> None:
-    """Token by token against pieces that are put together, and encoded, one by one."""
+    """Compare each token with pieces that are encoded one by one."""
     settings = config(write_tokenizer(tmp_path / "tokenizer", source), date="2026-01-31")
     if tokenizer == "bytes":
         (tmp_path / "chat.jinja").write_text(source)
@@ -88,8 +88,8 @@ def test_the_assistants_tokens_are_learnt_and_no_other(
     assert 0 < sum(mask) < len(mask) and not skipped
 
 
-def test_a_token_that_begins_before_the_answer_is_not_learnt(tmp_path: Path) -> None:
-    """It cannot be written after the prompt, which has a part of it; one that runs over the answer's end can."""
+def test_a_token_that_begins_before_the_answer_is_masked(tmp_path: Path) -> None:
+    """It cannot follow the prompt, which contains a part of it. A token that extends beyond the answer can."""
     source = (
         "{%- for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}{{ 'assistant:' if add_generation_prompt }}"
     )
@@ -103,8 +103,8 @@ def test_a_token_that_begins_before_the_answer_is_not_learnt(tmp_path: Path) -> 
     assert mask == [number > at for number in range(len(ids))]
 
 
-def test_blanks_belong_to_the_token_that_has_them(tmp_path: Path) -> None:
-    """Whatever a tokenizer's post-processor says of where its tokens begin: this one, as GPT-2's, leaves blanks out."""
+def test_spaces_belong_to_the_token_that_contains_them(tmp_path: Path) -> None:
+    """The post-processor must not change the offsets: this one excludes spaces, as GPT-2's does."""
     source = "{% for m in messages %}{{ 'a ' }}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}"
     folder = write_tokenizer(tmp_path / "tokenizer", source)
     settings = json.loads((folder / "tokenizer.json").read_text())
@@ -115,7 +115,7 @@ def test_blanks_belong_to_the_token_that_has_them(tmp_path: Path) -> None:
     library = load_tokenizer(config(folder))
     written = [library.decode([i]) for i in ids]
     assert "".join(written) == "a user  "
-    blank = written.index("a") + 1  # a blank, alone or with what follows: it began before the answer
+    blank = written.index("a") + 1  # a space, alone or with the text after it: it starts before the answer
     assert mask == [number > blank for number in range(len(ids) - 1)] + [False]
 
 
@@ -127,13 +127,13 @@ def test_ids_and_mask_are_those_of_transformers(source: str, tmp_path: Path) -> 
     path = write_chats(tmp_path / "a.jsonl", [CONVERSATION])
     ids, mask, _ = read(path, config(folder))
     marks = source == MARKED
-    told = theirs.apply_chat_template(CONVERSATION, return_dict=True, return_assistant_tokens_mask=marks)
-    assert ids == told["input_ids"]
+    reference = theirs.apply_chat_template(CONVERSATION, return_dict=True, return_assistant_tokens_mask=marks)
+    assert ids == reference["input_ids"]
     if marks:
-        assert [int(each) for each in mask] == told["assistant_masks"]
+        assert [int(each) for each in mask] == reference["assistant_masks"]
     asked = CONVERSATION[:4]
-    with rendering(found_template(config(folder))) as renderer:
-        prompt = renderer.prompt(asked)
+    with open_renderer(found_template(config(folder))) as renderer:
+        prompt = renderer.render_prompt(asked)
     (ids,) = load_tokenizer(config(folder)).encode([prompt.encode()])
     assert ids.tolist() == theirs.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
 
@@ -179,23 +179,23 @@ def test_where_the_template_is_found(tmp_path: Path) -> None:
     assert found_template(config(folder, chat_template=str(tmp_path / "own.jinja"))).source == "named"
     assert found.sha256 != found_template(config(folder, date="2026-01-31")).sha256
     none = write_tokenizer(tmp_path / "none", None)
-    for settings, said in (
+    for settings, message in (
         (config(none), "has no chat template.*data.chat_template"),
         (config(Path("bytes")), "has no chat template"),
-        (config(folder, chat_template=str(tmp_path / "nowhere")), "nowhere: it cannot be read"),
+        (config(folder, chat_template=str(tmp_path / "nowhere")), "nowhere: the template cannot be read"),
     ):
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             found_template(settings)
-    (folder / "chat_template.jinja").write_text("x" * (template.MOST_BYTES + 1))
-    with pytest.raises(InputError, match="too large"):
+    (folder / "chat_template.jinja").write_text("x" * (template.MAX_TEMPLATE_BYTES + 1))
+    with pytest.raises(InputError, match="larger than 1,048,576 bytes"):
         found_template(config(folder))
 
 
 def render(source: str, messages: Messages, seconds: float = 120.0, **settings: Any) -> Document | None:
     content = json.dumps({"messages": messages}).encode()
     given = Template(Path("t.jinja"), source, {}, ("<|im_end|>",), "")
-    with rendering(given, seconds) as renderer:
-        return renderer(Document("a.jsonl, byte 0", content, content), DataConfig(content="chat", **settings))
+    with open_renderer(given, seconds) as renderer:
+        return renderer.render(Document("a.jsonl, byte 0", content, content), DataConfig(content="chat", **settings))
 
 
 HOSTILE = {
@@ -205,8 +205,8 @@ HOSTILE = {
     "by an attribute's name": ("{{ [1] | map(attribute='__class__') | list }}", "'__class__' of a int"),
     "by a format": ("{{ '{0.__class__}'.format(1) }}", "'__class__' of a int"),
     "globals": ("{{ raise_exception.__globals__ }}", "'__globals__' of a function"),
-    "a namespace": ("{% set n = namespace(__class__=1) %}", "with the name '__class__'"),
-    "a namespace's name": ("{% set n = namespace() %}{% set n._x = 1 %}", "with the name '_x'"),
+    "a namespace": ("{% set n = namespace(__class__=1) %}", "sets the name '__class__' in a namespace"),
+    "a namespace's name": ("{% set n = namespace() %}{% set n._x = 1 %}", "sets the name '_x' in a namespace"),
     "changes the data": ("{{ messages.append(1) }}", "'append' of a list"),
     "a file": ("{% include '/etc/passwd' %}", "no loader"),
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
@@ -224,8 +224,8 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_template_is_stopped_with_one_line(case: str, capfd: pytest.CaptureFixture[str]) -> None:
-    source, said = HOSTILE[case]
-    with pytest.raises(InputError, match=f"t.jinja: the chat template fails, .*{said}") as error:
+    source, message = HOSTILE[case]
+    with pytest.raises(InputError, match=f"t.jinja: the chat template failed .*{message}") as error:
         render(source, CONVERSATION)
     assert "\n" not in str(error.value)
     assert capfd.readouterr() == ("", "")
@@ -239,8 +239,8 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("case", ENDLESS)
-def test_a_template_without_end_is_stopped(case: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(InputError, match="t.jinja: the chat template was stopped, .*more than 0.5 s"):
+def test_an_endless_template_is_stopped(case: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match="t.jinja: the chat template was stopped .*more than 0.5 s"):
         render(ENDLESS[case], CONVERSATION, seconds=0.5)
     assert capfd.readouterr() == ("", "")
 
@@ -255,13 +255,13 @@ def test_the_process_ends_with_the_context(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(subprocess, "Popen", Watched)
     for source in (CHATML, "{% for %}"):
-        with contextlib.suppress(InputError), rendering(Template(Path("t.jinja"), source, {}, (), "")):
+        with contextlib.suppress(InputError), open_renderer(Template(Path("t.jinja"), source, {}, (), "")):
             assert started[-1].poll() is None
         assert started[-1].poll() is not None
     assert len(started) == 2
 
 
-def test_loops_can_be_broken_off_and_dicts_made() -> None:
+def test_loop_controls_and_dicts_work() -> None:
     source = (
         "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% elif i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}"
     )
@@ -270,18 +270,18 @@ def test_loops_can_be_broken_off_and_dicts_made() -> None:
     assert made and made.content == b'013{"a": 1}' and made.spans == ((3, 11),)
 
 
-def test_what_the_template_refuses_is_malformed(tmp_path: Path) -> None:
+def test_a_rejected_conversation_is_malformed(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer", LLAMA_2)
     twice = [CONVERSATION[1], CONVERSATION[1], CONVERSATION[2]]
     path = write_chats(tmp_path / "a.jsonl", [CONVERSATION, twice, CONVERSATION])
-    with pytest.raises(InputError, match=r"a.jsonl, byte \d+: the chat template .*refuses it .roles must alternate"):
+    with pytest.raises(InputError, match=r"a.jsonl, byte \d+: the chat template .*rejects .* .roles must alternate"):
         read(path, config(folder))
     ids, _, skipped = read(path, config(folder, malformed="skip"))
-    assert skipped == {"refused by the chat template": 1}
+    assert skipped == {"rejected by the chat template": 1}
     assert ids == 2 * read(write_chats(path, [CONVERSATION]), config(folder))[0]
 
 
-# As those which leave out what the assistant thought before the last question.
+# Like templates that omit the assistant's reasoning before the last question.
 FORGETS = """\
 {%- for m in messages %}{{ m.role + ': ' + (m.content if loop.last else m.content[:2]) + '\\n' }}{% endfor %}
 {{- 'assistant: ' if add_generation_prompt }}"""
@@ -291,35 +291,35 @@ NEEDS_A_QUESTION = """\
 
 
 @pytest.mark.parametrize(
-    ("source", "messages", "said"),
+    ("source", "messages", "message"),
     [
-        (FORGETS, conversation(3), "writes earlier turns otherwise once others follow.*{% generation %}"),
-        (NEEDS_A_QUESTION, conversation(3)[1:], "refuses the first messages of a conversation alone .no question"),
-        (LLAMA_3.replace("{{- bos", "{{ bos"), CONVERSATION, "writes today's date.*data.date 2026-01-31"),
+        (FORGETS, conversation(3), "renders earlier turns differently when more turns follow.*{% generation %}"),
+        (NEEDS_A_QUESTION, conversation(3)[1:], "rejects the first part of a conversation .no question"),
+        (LLAMA_3.replace("{{- bos", "{{ bos"), CONVERSATION, "writes the current date.*data.date=2026-01-31"),
         (MARKED.replace("endgeneration", "endfor", 1), CONVERSATION, "line [0-9]+: "),
         (
             "{% set a %}{% generation %}abc{% endgeneration %}{% endset %}{{ a[:9] }}",
             CONVERSATION,
-            "does not write what each",
+            "does not write the text of each generation block exactly once",
         ),
         (
             "{% set a %}{% generation %}abc{% endgeneration %}{% endset %}{{ a | e }}",
             CONVERSATION,
-            "does not write what each",
+            "does not write the text of each generation block exactly once",
         ),
         (
             "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}",
             CONVERSATION,
-            "one generation block inside another",
+            "a generation block is inside another one",
         ),
     ],
 )
-def test_a_template_that_does_not_tell_the_assistants_turns(source: str, messages: Messages, said: str) -> None:
-    with pytest.raises(InputError, match=f"the chat template fails, .*{said}"):
+def test_templates_that_hide_the_assistants_turns_are_rejected(source: str, messages: Messages, message: str) -> None:
+    with pytest.raises(InputError, match=f"the chat template failed .*{message}"):
         render(source, messages)
 
 
-def test_a_turn_that_is_forgotten_is_told_by_a_generation_block() -> None:
+def test_generation_blocks_mark_shortened_turns() -> None:
     marked = FORGETS.replace("{{ m.role + ': ' + (", "{{ m.role + ': ' }}{% generation %}{{ (").replace(
         " + '\\n' }}{% endfor %}", " }}{% endgeneration %}{{ '\\n' }}{% endfor %}"
     )
@@ -329,7 +329,7 @@ def test_a_turn_that_is_forgotten_is_told_by_a_generation_block() -> None:
     assert [text[begin:end] for begin, end in made.spans] == ["Co", "1 ", "An", "2."]
 
 
-# ---- The prompt for an answer, as a conversation in the terminal wants it.
+# ---- The prompt for an answer in a conversation in the terminal.
 
 
 @pytest.mark.parametrize(
@@ -342,21 +342,21 @@ def test_a_turn_that_is_forgotten_is_told_by_a_generation_block() -> None:
         (FORGETS, "user: And which was 3?\nassistant: ", None),
     ],
 )
-def test_a_prompt_ends_where_the_assistant_is_to_speak(source: str, asks: str, end: str | None, tmp_path: Path) -> None:
-    """Of any template, also one that says nothing of earlier turns; and what it writes behind an answer is found."""
+def test_a_prompt_ends_at_the_assistants_turn(source: str, asks: str, end: str | None, tmp_path: Path) -> None:
+    """This holds for any template, also for one that shortens earlier turns. The token that ends an answer is found."""
     template = found_template(config(write_tokenizer(tmp_path / "tokenizer", source), date="2026-01-31"))
-    with rendering(template) as renderer:
-        assert renderer.turn_end() == end
-        text = renderer.prompt(conversation(3)[:3])
+    with open_renderer(template) as renderer:
+        assert renderer.find_turn_end() == end
+        text = renderer.render_prompt(conversation(3)[:3])
         assert "And which was 3?" in text and text.endswith(asks) and "\0" not in text
 
 
-def test_a_template_is_no_more_trusted_in_a_conversation() -> None:
-    for source, seconds, said in (
-        (HOSTILE["class"][0], 120.0, "the chat template fails, in a conversation: .*'__class__' of a str"),
-        ("{{ raise_exception('not\nnow') }}", 120.0, "t.jinja: the chat template refuses it .not"),
-        (ENDLESS["loops"], 0.5, "was stopped, in a conversation: it took more than 0.5 s"),
+def test_templates_are_not_trusted_in_a_conversation_either() -> None:
+    for source, seconds, message in (
+        (HOSTILE["class"][0], 120.0, "the chat template failed .in a conversation.: .*'__class__' of a str"),
+        ("{{ raise_exception('not\nnow') }}", 120.0, "t.jinja: the chat template rejects the conversation .not"),
+        (ENDLESS["loops"], 0.5, "was stopped .in a conversation.: it took more than 0.5 s"),
     ):
         given = Template(Path("t.jinja"), source, {}, (), "")
-        with rendering(given, seconds) as renderer, pytest.raises(InputError, match=said):
-            renderer.prompt(CONVERSATION[:2])
+        with open_renderer(given, seconds) as renderer, pytest.raises(InputError, match=message):
+            renderer.render_prompt(CONVERSATION[:2])

@@ -1,4 +1,4 @@
-"""Text to ids and back: bytes, and a tokenizer.json."""
+"""Tokenizers: bytes, and a tokenizer.json."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from texts import train_tokenizer
 
-from jaxopt_llm.data.config import DataConfig
+from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
-from jaxopt_llm.errors import InputError
 
 tokenizer = ByteTokenizer()
 TEXTS = ["def f(x):\n\treturn x\n", "naïve ∂L/∂w 🙂\0", "the cat sat on the mat " * 20]
@@ -27,7 +27,7 @@ def test_text_round_trip(text: str) -> None:
 
 
 def test_special_ids_are_the_top_of_the_vocabulary_and_are_not_text() -> None:
-    special = [tokenizer.beginning, tokenizer.end]
+    special = [tokenizer.bos, tokenizer.eos]
     assert special == [256, 257] and tokenizer.vocabulary_size == 258
     assert tokenizer.decode([special[0], 104, 105, special[1]]) == "hi"
 
@@ -55,12 +55,12 @@ def test_a_tokenizer_file_gives_its_librarys_ids(file: Path) -> None:
     assert [ids.tolist() for ids in encoded] == [library.encode(text).ids for text in TEXTS]
     assert [loaded.decode(ids) for ids in encoded] == TEXTS
     assert loaded.vocabulary_size == library.get_vocab_size()
-    # One token that declares itself for both ends of a document is put at its end alone.
-    assert (loaded.beginning, loaded.end) == (None, library.token_to_id("<|endoftext|>"))
-    assert loaded.decode([*encoded[0], loaded.end]) == TEXTS[0]
+    # A token that is declared as both BOS and EOS is used only as EOS.
+    assert (loaded.bos, loaded.eos) == (None, library.token_to_id("<|endoftext|>"))
+    assert loaded.decode([*encoded[0], loaded.eos]) == TEXTS[0]
 
 
-def test_a_tokenizer_file_that_cuts_and_pads_does_neither(file: Path, tmp_path: Path) -> None:
+def test_truncation_and_padding_of_a_tokenizer_file_are_disabled(file: Path, tmp_path: Path) -> None:
     settings = json.loads(file.read_text())
     settings["truncation"] = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
     padding = {"direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
@@ -72,7 +72,7 @@ def test_a_tokenizer_file_that_cuts_and_pads_does_neither(file: Path, tmp_path: 
 
 
 def changed(file: Path, folder: Path, special: list[str], **declared: object) -> Path:
-    """The tokenizer with other special tokens, and a tokenizer_config.json beside it."""
+    """Write the tokenizer with other special tokens, and a tokenizer_config.json next to it."""
     settings = json.loads(file.read_text())
     (old,) = settings["added_tokens"]
     settings["added_tokens"] = [{**old, "id": 500 + i, "content": name} for i, name in enumerate(special)]
@@ -94,11 +94,11 @@ LLAMA = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
         (
             LLAMA,
             {"eos_token": "<|eot_id|>"},
-            {"end": "<|end_of_text|>", "beginning": "<|eot_id|>"},
+            {"eos": "<|end_of_text|>", "bos": "<|eot_id|>"},
             ("<|eot_id|>", "<|end_of_text|>"),
         ),
         (["<|endoftext|>"], {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}, {}, (None, "<|endoftext|>")),
-        (["<|endoftext|>"], {}, {"beginning": "<|endoftext|>"}, ("<|endoftext|>", "<|endoftext|>")),
+        (["<|endoftext|>"], {}, {"bos": "<|endoftext|>"}, ("<|endoftext|>", "<|endoftext|>")),
     ],
 )
 def test_delimiters(
@@ -114,28 +114,28 @@ def test_delimiters(
     folder = changed(file, tmp_path, special, **declared)
     found = JsonTokenizer(folder, **settings)
     library = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert (found.beginning, found.end) == tuple(name and library.token_to_id(name) for name in expected)
+    assert (found.bos, found.eos) == tuple(name and library.token_to_id(name) for name in expected)
     assert found.vocabulary_size == library.get_vocab_size()
     assert found.sha256 != JsonTokenizer(file).sha256
 
 
 @pytest.mark.parametrize(
-    ("special", "settings", "said"),
+    ("special", "settings", "message"),
     [
-        (["<|sep|>"], {}, r"does not say which token ends a document.*--data.end.*<\|sep\|>"),
-        (["<|sep|>"], {"end": "</s>"}, r"data.end=</s>.*no such token.*<\|sep\|>"),
-        (["</s>"], {"beginning": "<s>"}, "data.beginning=<s>.*no such token"),
+        (["<|sep|>"], {}, r"does not declare an EOS token.*data.eos.*<\|sep\|>"),
+        (["<|sep|>"], {"eos": "</s>"}, r"data.eos=</s>.*no such token.*<\|sep\|>"),
+        (["</s>"], {"bos": "<s>"}, "data.bos=<s>.*no such token"),
     ],
 )
 def test_delimiters_that_are_missing(
-    file: Path, tmp_path: Path, special: list[str], settings: dict[str, str], said: str
+    file: Path, tmp_path: Path, special: list[str], settings: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         JsonTokenizer(changed(file, tmp_path, special), **settings)
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", "[1"])
-def test_what_is_no_tokenizer(content: str | None, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_tokenizer(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(InputError, match="data.tokenizer=.*tokenizer.json"):
@@ -143,5 +143,5 @@ def test_what_is_no_tokenizer(content: str | None, tmp_path: Path) -> None:
 
 
 def test_bytes_have_their_own_delimiters() -> None:
-    with pytest.raises(InputError, match="data.end"):
-        load_tokenizer(DataConfig(end="</s>"))
+    with pytest.raises(InputError, match="data.bos and data.eos.*data.tokenizer=bytes"):
+        load_tokenizer(DataConfig(eos="</s>"))

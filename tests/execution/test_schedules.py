@@ -1,16 +1,10 @@
-"""The tables of a pipeline's schedules: their lengths, what waits in them, and that running one is right."""
+"""The tables of a pipeline's schedules: number of ticks, buffers, and the results of running them."""
 
 import numpy as np
 import pytest
 
-from jaxopt_llm.execution.schedules import (
-    PipelineConfig,
-    Schedule,
-    Table,
-    forward_table,
-    make_table,
-    tabulate,
-)
+from jaxopt_llm.config import PipelineConfig, Schedule
+from jaxopt_llm.execution.schedules import Table, make_forward_table, make_table, tabulate
 
 pytestmark = pytest.mark.core
 
@@ -41,13 +35,16 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(ma
 
 
 def forward_ticks(stages: int, microbatches: int, chunks: int) -> int:
-    """V·M + S - 1 where S divides M; else the last turn takes as long as a whole one, but for its last chunk."""
-    whole_turns, rest = divmod(microbatches - 1, stages)
-    return chunks * stages * whole_turns + (chunks - 1) * stages + rest + stages
+    """Return V·M + S - 1 if S divides M.
+
+    Otherwise the last round takes as long as a full one, except for its last chunk.
+    """
+    full_rounds, rest = divmod(microbatches - 1, stages)
+    return chunks * stages * full_rounds + (chunks - 1) * stages + rest + stages
 
 
 def live_inputs(table: Table) -> int:
-    """The most chunks of a stage that are between the beginning of their forward and the end of their backward."""
+    """Return the most chunks of a stage that are between the start of their forward and the end of their backward."""
     most = 0
     for stage in range(table.stages):
         begun = np.cumsum(table.forward.microbatch[:, stage] >= 0)
@@ -57,34 +54,35 @@ def live_inputs(table: Table) -> int:
 
 
 def run(table: Table, weights: np.ndarray, inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The model x -> tanh(w x), w along `weights` [V·S], on `inputs` [M], as stages would run it that know the table
-    and their neighbours alone. Gives its outputs [M], and of their sum the gradients by weights and by inputs.
+    """Run the model x -> tanh(w x), w along `weights` [V·S], on `inputs` [M], by stages.
 
-    All stages run in every tick, and send what they have, also where it is of no use: what nobody wrote is NaN.
+    A stage reads only the table and what its neighbours send. All stages run and send in every tick, even without
+    work: a value that nobody wrote is NaN. Returns the outputs [M], and the gradients of their sum by weights and by
+    inputs.
     """
     stages, last = table.stages, len(weights) - 1
     activations, gradients = np.full(stages, np.nan), np.full(stages, np.nan)  # from the neighbours
-    waiting = np.full((stages, table.slots), np.nan)
+    waiting = np.full((stages, table.buffers), np.nan)
     outputs, by_weight, by_input = np.full(len(inputs), np.nan), np.zeros(len(weights)), np.full(len(inputs), np.nan)
-    for tick in range(len(table.forward.runs)):
+    for tick in range(len(table.forward.active)):
         sent, sent_back = np.full(stages, np.nan), np.full(stages, np.nan)
         for stage in range(stages):
-            microbatch, chunk, slot = (
-                each[tick, stage] for each in (table.forward.microbatch, table.forward.chunk, table.forward.slot)
+            microbatch, chunk, buffer = (
+                each[tick, stage] for each in (table.forward.microbatch, table.forward.chunk, table.forward.buffer)
             )
             number = chunk * stages + stage
             if microbatch >= 0:
-                waiting[stage, slot] = inputs[microbatch] if number == 0 else activations[stage]
-                sent[stage] = np.tanh(weights[number] * waiting[stage, slot])
+                waiting[stage, buffer] = inputs[microbatch] if number == 0 else activations[stage]
+                sent[stage] = np.tanh(weights[number] * waiting[stage, buffer])
                 if number == last:
                     outputs[microbatch] = sent[stage]
         for stage in range(stages):
-            microbatch, chunk, slot = (
-                each[tick, stage] for each in (table.backward.microbatch, table.backward.chunk, table.backward.slot)
+            microbatch, chunk, buffer = (
+                each[tick, stage] for each in (table.backward.microbatch, table.backward.chunk, table.backward.buffer)
             )
             number = chunk * stages + stage
             if microbatch >= 0:
-                x = waiting[stage, slot]
+                x = waiting[stage, buffer]
                 inner = (1.0 if number == last else gradients[stage]) * (1 - np.tanh(weights[number] * x) ** 2)
                 by_weight[number] += inner * x
                 sent_back[stage] = inner * weights[number]
@@ -95,7 +93,7 @@ def run(table: Table, weights: np.ndarray, inputs: np.ndarray) -> tuple[np.ndarr
 
 
 def expected(weights: np.ndarray, inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What `run` gives, without stages."""
+    """Return the results of `run` computed without stages."""
     x = [inputs]
     for weight in weights:
         x.append(np.tanh(weight * x[-1]))
@@ -117,16 +115,16 @@ def test_stages_that_follow_the_table_compute_the_model_and_its_gradients(case: 
 
 
 @pytest.mark.parametrize("schedule, chunks", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
-def test_a_place_less_is_too_few(schedule: Schedule, chunks: int) -> None:
+def test_one_buffer_less_is_too_few(schedule: Schedule, chunks: int) -> None:
     table = make_table(schedule, 4, 8, chunks)
     for half in (table.forward, table.backward):
-        half.slot[:] %= table.slots - 1
+        half.buffer[:] %= table.buffers - 1
     weights, inputs = np.linspace(0.5, 1.5, 4 * chunks), np.linspace(-1, 1, 8)
     assert not np.allclose(run(table, weights, inputs)[1], expected(weights, inputs)[1])
 
 
 @every_case
-def test_each_stage_runs_each_of_its_chunks_once_for_each_microbatch_each_way(case: Case) -> None:
+def test_each_chunk_runs_once_for_each_microbatch_in_each_direction(case: Case) -> None:
     _, stages, microbatches, chunks = case
     table = make_table(*case)
     assert (table.stages, table.chunks) == (stages, chunks)
@@ -134,68 +132,70 @@ def test_each_stage_runs_each_of_its_chunks_once_for_each_microbatch_each_way(ca
         assert np.sum(half.microbatch >= 0) == stages * chunks * microbatches
         for stage in range(stages):
             for chunk in range(chunks):
-                ran = half.of(stage, chunk)
-                assert ran[ran >= 0].tolist() == list(range(microbatches)), "in their order, which fixes rounding"
+                ran = half.microbatches_of(stage, chunk)
+                assert ran[ran >= 0].tolist() == list(range(microbatches)), "in order, so that rounding is the same"
 
 
 @every_case
 def test_each_microbatch_is_once_at_each_end_of_the_model(case: Case) -> None:
-    """There all stages work together, in ticks that one array says for all."""
+    """There all stages work together, in ticks that are the same for all."""
     _, stages, microbatches, chunks = case
     ends = make_table(*case).ends
-    ticks = [[int(np.flatnonzero(end == microbatch)[0]) for microbatch in range(microbatches)] for end in ends]
+    tick_of = [[int(np.flatnonzero(end == microbatch)[0]) for microbatch in range(microbatches)] for end in ends]
     assert [int(np.sum(end >= 0)) for end in ends] == [microbatches] * 4
-    enters, leaves, turns, through = np.array(ticks)
-    assert set(leaves - enters) == set(through - turns) == {stages * chunks - 1}
-    assert np.all(turns >= leaves)
+    embed, loss, loss_backward, embed_backward = np.array(tick_of)
+    assert set(loss - embed) == set(embed_backward - loss_backward) == {stages * chunks - 1}
+    assert np.all(loss_backward >= loss)
 
 
 @every_case
-def test_its_length_is_the_formulas(case: Case) -> None:
+def test_the_number_of_ticks_is_the_formulas(case: Case) -> None:
     schedule, stages, microbatches, chunks = case
     table = make_table(*case)
     one_way = forward_ticks(stages, microbatches, chunks)
     if chunks == 1 or microbatches % stages == 0:
         assert one_way == chunks * microbatches + stages - 1
-    assert np.sum(table.forward.runs) == np.sum(table.backward.runs) == one_way
+    assert np.sum(table.forward.active) == np.sum(table.backward.active) == one_way
     before_backward = one_way if schedule == "gpipe" else chunks * stages - 1
-    assert len(table.forward.runs) == len(table.backward.runs) == before_backward + one_way
-    assert not np.any(table.forward.runs[one_way:]) and not np.any(table.backward.runs[:before_backward])
+    assert len(table.forward.active) == len(table.backward.active) == before_backward + one_way
+    assert not np.any(table.forward.active[one_way:]) and not np.any(table.backward.active[:before_backward])
 
 
 @every_case
-def test_its_idle_share_is_the_formulas(case: Case) -> None:
+def test_the_idle_share_is_the_formulas(case: Case) -> None:
     _, stages, microbatches, chunks = case
     busy = chunks * microbatches
-    assert make_table(*case).idle == pytest.approx(1 - busy / forward_ticks(stages, microbatches, chunks))
+    assert make_table(*case).idle_share == pytest.approx(1 - busy / forward_ticks(stages, microbatches, chunks))
     if microbatches % stages == 0:
-        assert make_table(*case).idle == pytest.approx((stages - 1) / (busy + stages - 1))
+        assert make_table(*case).idle_share == pytest.approx((stages - 1) / (busy + stages - 1))
 
 
 @every_case
-def test_what_waits_is_the_formulas_and_no_place_is_spare(case: Case) -> None:
+def test_the_number_of_buffers_is_the_formulas_and_none_is_spare(case: Case) -> None:
     schedule, stages, microbatches, chunks = case
-    turn = min(microbatches, stages)
-    waiting = microbatches if schedule == "gpipe" else (chunks - 1) * turn + min(microbatches, 2 * stages - 1)
+    round_size = min(microbatches, stages)
+    waiting = microbatches if schedule == "gpipe" else (chunks - 1) * round_size + min(microbatches, 2 * stages - 1)
     table = make_table(*case)
-    assert table.slots == live_inputs(table) == waiting
+    assert table.buffers == live_inputs(table) == waiting
     if schedule == "interleaved":
         assert waiting <= (chunks + 1) * stages - 1
 
 
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("interleaved", 2), ("interleaved", 4)])
-def test_what_waits_does_not_grow_with_the_microbatches(schedule: Schedule, chunks: int) -> None:
-    assert {make_table(schedule, 4, microbatches, chunks).slots for microbatches in (7, 8, 64)} == {4 * chunks + 3}
+def test_buffers_do_not_grow_with_the_microbatches(schedule: Schedule, chunks: int) -> None:
+    assert {make_table(schedule, 4, microbatches, chunks).buffers for microbatches in (7, 8, 64)} == {4 * chunks + 3}
 
 
 @every_case
-def test_its_phases_are_runs_of_like_ticks(case: Case) -> None:
-    """What an executor makes a loop each of: few, whatever the microbatches."""
+def test_phases_are_consecutive_ticks_that_are_alike(case: Case) -> None:
+    """The executor makes a loop of each phase: they are few for any number of microbatches."""
     schedule, stages, _, chunks = case
     table = make_table(*case)
     phases = table.phases
-    assert [tick for phase in phases for tick in phase] == list(range(len(table.forward.runs)))
-    kinds = [{(bool(table.forward.runs[tick]), bool(table.backward.runs[tick])) for tick in phase} for phase in phases]
+    assert [tick for phase in phases for tick in phase] == list(range(len(table.forward.active)))
+    kinds = [
+        {(bool(table.forward.active[tick]), bool(table.backward.active[tick])) for tick in phase} for phase in phases
+    ]
     if schedule == "gpipe":
         assert kinds == [{(True, False)}, {(False, True)}]
     elif stages == chunks == 1:
@@ -205,55 +205,58 @@ def test_its_phases_are_runs_of_like_ticks(case: Case) -> None:
 
 
 @pytest.mark.parametrize("stages, microbatches, chunks", [(4, 8, 1), (4, 6, 2), (3, 1, 3)])
-def test_forward_alone_keeps_nothing(stages: int, microbatches: int, chunks: int) -> None:
-    alone, whole = forward_table(stages, microbatches, chunks), make_table("gpipe", stages, microbatches, chunks)
-    ticks = forward_ticks(stages, microbatches, chunks)
-    assert alone.slots == 0 and not np.any(alone.backward.runs) and alone.phases == [range(ticks)]
-    np.testing.assert_array_equal(alone.forward.microbatch, whole.forward.microbatch[:ticks])
-    np.testing.assert_array_equal(alone.forward.chunk, whole.forward.chunk[:ticks])
-    assert alone.idle == pytest.approx(1 - chunks * microbatches / ticks)
+def test_a_forward_table_needs_no_buffers(stages: int, microbatches: int, chunks: int) -> None:
+    alone, whole = make_forward_table(stages, microbatches, chunks), make_table("gpipe", stages, microbatches, chunks)
+    count = forward_ticks(stages, microbatches, chunks)
+    assert alone.buffers == 0 and not np.any(alone.backward.active) and alone.phases == [range(count)]
+    np.testing.assert_array_equal(alone.forward.microbatch, whole.forward.microbatch[:count])
+    np.testing.assert_array_equal(alone.forward.chunk, whole.forward.chunk[:count])
+    assert alone.idle_share == pytest.approx(1 - chunks * microbatches / count)
 
 
-def ticks_of(rows: list[list[list[int]]]) -> np.ndarray:
+def ticks(rows: list[list[list[int]]]) -> np.ndarray:
     return np.array(rows)
 
 
 # Two stages of one chunk, two microbatches: int [V, S, M].
-FORWARD, BACKWARD = ticks_of([[[0, 1], [1, 2]]]), ticks_of([[[2, 3], [1, 2]]])
+FORWARD, BACKWARD = ticks([[[0, 1], [1, 2]]]), ticks([[[2, 3], [1, 2]]])
 
 
 REFUSED = {
-    "late": (ticks_of([[[0, 1], [1, 3]]]), BACKWARD + 2, "does not follow"),
-    "early": (ticks_of([[[0, 1], [0, 1]]]), BACKWARD, "does not follow"),
-    "late backward": (FORWARD, ticks_of([[[3, 3], [1, 2]]]), "does not follow"),
+    "late": (ticks([[[0, 1], [1, 3]]]), BACKWARD + 2, "does not follow"),
+    "early": (ticks([[[0, 1], [0, 1]]]), BACKWARD, "does not follow"),
+    "late backward": (FORWARD, ticks([[[3, 3], [1, 2]]]), "does not follow"),
     "backward in the forward's order": (FORWARD, FORWARD + 3, "does not follow"),
-    "two microbatches in a tick": (ticks_of([[[0, 0], [1, 1]]]), BACKWARD + 1, "two chunks in a tick"),
-    "two chunks in a tick": (ticks_of([[[0, 2], [1, 3]], [[2, 4], [3, 5]]]), FORWARD, "two chunks in a tick"),
+    "two microbatches in a tick": (ticks([[[0, 0], [1, 1]]]), BACKWARD + 1, "two chunks in a tick"),
+    "two chunks in a tick": (ticks([[[0, 2], [1, 3]], [[2, 4], [3, 5]]]), FORWARD, "two chunks in a tick"),
     "backward first": (FORWARD + 1, BACKWARD, "before its forward"),
     "before the first tick": (FORWARD - 1, BACKWARD, "before the first tick"),
 }
 
 
-@pytest.mark.parametrize("forward, backward, said", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_run_is_no_table(forward: np.ndarray, backward: np.ndarray, said: str) -> None:
-    assert tabulate(FORWARD, BACKWARD).slots == 2
-    with pytest.raises(AssertionError, match=said):
+@pytest.mark.parametrize("forward, backward, message", REFUSED.values(), ids=REFUSED)
+def test_impossible_schedules_are_refused(forward: np.ndarray, backward: np.ndarray, message: str) -> None:
+    assert tabulate(FORWARD, BACKWARD).buffers == 2
+    with pytest.raises(AssertionError, match=message):
         tabulate(forward, backward)
 
 
 @pytest.mark.parametrize(
-    "config, said",
+    "config, message",
     [
         (PipelineConfig(), []),
         (PipelineConfig("gpipe", split=(2, 3)), []),
         (PipelineConfig("interleaved", 2), []),
-        (PipelineConfig("interleaved"), ["pipeline.virtual_stages=1", "set at least 2"]),
-        (PipelineConfig("1f1b", 2), ["pipeline.virtual_stages=2", "--pipeline.schedule interleaved, or 1"]),
-        (PipelineConfig("gpipe", 0), ["pipeline.virtual_stages=0", "or 1"]),
+        (PipelineConfig("interleaved"), ["pipeline.virtual_stages=1", "set --pipeline.virtual-stages to at least 2"]),
+        (
+            PipelineConfig("1f1b", 2),
+            ["pipeline.virtual_stages=2", "--pipeline.schedule interleaved, or --pipeline.virtual-stages 1"],
+        ),
+        (PipelineConfig("gpipe", 0), ["pipeline.virtual_stages=0", "or --pipeline.virtual-stages 1"]),
         (PipelineConfig(split=(4, 0)), ["pipeline.split=(4, 0)", "at least 1 layer"]),
     ],
 )
-def test_settings_that_contradict_each_other(config: PipelineConfig, said: list[str]) -> None:
+def test_settings_that_contradict_each_other(config: PipelineConfig, message: list[str]) -> None:
     problems = config.problems()
-    assert len(problems) == bool(said)
-    assert all(each in problems[0] for each in said)
+    assert len(problems) == bool(message)
+    assert all(each in problems[0] for each in message)

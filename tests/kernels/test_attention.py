@@ -1,4 +1,4 @@
-"""Blockwise attention against the float64 reference, and what its compiled program holds and reads."""
+"""Blockwise attention against the float64 reference, and memory and reads of its compiled program."""
 
 import math
 from collections.abc import Callable
@@ -11,10 +11,11 @@ import pytest
 import reference
 import toy
 
+from jaxopt_llm.compiler import hlo
 from jaxopt_llm.kernels import attention_xla as kernel
 from jaxopt_llm.kernels.attention import attend, attention
-from jaxopt_llm.kernels.spans import Form, Spans, of_documents
-from jaxopt_llm.parallel import hlo
+from jaxopt_llm.kernels.attention_mask import KeyRanges, make_document_ranges
+from jaxopt_llm.kernels.attention_types import AttentionParameters
 
 pytestmark = pytest.mark.core
 
@@ -22,7 +23,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def operands(queries: int, keys: int, heads: int, kv_heads: int, head_dim: int = 4) -> tuple[np.ndarray, ...]:
-    """q, k, v and the gradient of the output; batch 2."""
+    """Make q, k, v and the gradient of the output; batch 2."""
     random = np.random.default_rng(0)
     sizes = ((queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads))
     return tuple(random.normal(size=(2, *size, head_dim)).astype(np.float32) for size in sizes)
@@ -39,13 +40,13 @@ def one_document(length: int) -> Arrays:
 
 
 def cached(length: int, first: int) -> Arrays:
-    """Queries in the slots of a cache from `first` on; its first three are not for them."""
+    """Make queries in the slots of a cache from `first` on, which do not see its first three slots."""
     slots = np.broadcast_to(np.arange(first, length, dtype=np.int32), (2, length - first))
     return {"first": np.full_like(slots, 3), "last": slots}
 
 
 def visible(window: int | None, where: Arrays) -> np.ndarray:
-    """bool [B, S, T], by definition."""
+    """Compute the mask, bool [B, S, T], by definition."""
     if "segment_ids" in where:
         ids = where["segment_ids"]
         query, key = np.arange(ids.shape[1])[:, None], np.arange(ids.shape[1])
@@ -55,15 +56,15 @@ def visible(window: int | None, where: Arrays) -> np.ndarray:
 
 
 def output_and_gradients(
-    window: int | None, compiler_options: dict[str, Any] | None = toy.QUICK_COMPILE, **of_scores: float
+    window: int | None, compiler_options: dict[str, Any] | None = toy.QUICK_COMPILE, **score_settings: float
 ) -> Callable[..., Any]:
     def attended(q: jax.Array, k: jax.Array, v: jax.Array, where: Arrays) -> jax.Array:
         if "segment_ids" in where:
             return attention(
-                q, k, v, window=window, segment_ids=where["segment_ids"], implementation="xla", **of_scores
+                q, k, v, window=window, segment_ids=where["segment_ids"], implementation="xla", **score_settings
             )
-        form = Form(**{"scale": q.shape[-1] ** -0.5} | of_scores)
-        return attend(kernel, form, q, k, v, Spans(**where).within(window))
+        parameters = AttentionParameters(**{"scale": q.shape[-1] ** -0.5} | score_settings)
+        return attend(kernel, parameters, q, k, v, KeyRanges(**where).limit_to_window(window))
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array, where: Arrays) -> tuple[jax.Array, ...]:
         out, backward = jax.vjp(lambda q, k, v: attended(q, k, v, where), q, k, v)
@@ -98,7 +99,7 @@ def expected(
         pytest.param(4, 3, 4, cached(12, first=5), id="cache and window"),
     ],
 )
-def test_output_and_gradients_are_the_references(
+def test_output_and_gradients_match_the_reference(
     monkeypatch: pytest.MonkeyPatch, block: int, window: int | None, heads: int, where: Arrays
 ) -> None:
     monkeypatch.setattr(kernel, "QUERY_BLOCK", block)
@@ -111,25 +112,25 @@ def test_output_and_gradients_are_the_references(
 
 
 @pytest.mark.parametrize("window, where", [(None, packed_rows(10)), (6, one_document(16)), (3, cached(12, first=5))])
-def test_scaled_and_capped_scores_are_the_references(
+def test_scaled_and_capped_scores_match_the_reference(
     monkeypatch: pytest.MonkeyPatch, window: int | None, where: Arrays
 ) -> None:
     monkeypatch.setattr(kernel, "QUERY_BLOCK", 4)
     monkeypatch.setattr(kernel, "CAUSAL_ROWS", 1)
     _, queries, keys = visible(window, where).shape
-    arrays, of_scores = operands(queries, keys, heads=4, kv_heads=2), {"scale": 0.7, "softcap": 1.2}
-    actual = output_and_gradients(window, **of_scores)(*arrays, where)
-    capped, without = (expected(window, *arrays, where, **each) for each in (of_scores, {"scale": 0.7}))
-    assert toy.distance(capped, without) > 0.1
+    arrays, score_settings = operands(queries, keys, heads=4, kv_heads=2), {"scale": 0.7, "softcap": 1.2}
+    actual = output_and_gradients(window, **score_settings)(*arrays, where)
+    capped, uncapped = (expected(window, *arrays, where, **each) for each in (score_settings, {"scale": 0.7}))
+    assert toy.distance(capped, uncapped) > 0.1
     for name, got, want in zip(("out", "q", "k", "v"), actual, capped, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6, err_msg=name)
 
 
-def test_a_query_that_sees_nothing_gives_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_that_sees_nothing_gives_finite_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "QUERY_BLOCK", 4)
     where = cached(12, first=5)
     q, k, v, gradient = operands(7, 12, heads=4, kv_heads=2)
-    gradient[1] = 0  # what such a query is given: it is padding
+    gradient[1] = 0  # the gradient of a query that is padding
     nothing = where | {"first": where["first"] + np.array([[0], [20]], np.int32)}
     actual = output_and_gradients(None)(q, k, v, gradient, nothing)
     assert all(np.isfinite(array).all() for array in actual)
@@ -139,14 +140,14 @@ def test_a_query_that_sees_nothing_gives_numbers(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_spans_of_documents(causal: bool) -> None:
+def test_key_ranges_of_documents(causal: bool) -> None:
     ids = np.array([[4, 4, 4, 7, 7, 1], [3, 3, 3, 3, 3, 3]], np.int32)
-    seen = of_documents(jnp.asarray(ids), causal).visible(jnp.arange(6))
+    seen = make_document_ranges(jnp.asarray(ids), causal).make_mask(jnp.arange(6))
     same = ids[:, :, None] == ids[:, None]
     np.testing.assert_array_equal(seen, np.tril(same) if causal else same)
 
 
-def test_both_ways_within_a_document() -> None:
+def test_bidirectional_attention_within_a_document() -> None:
     where = packed_rows(10)
     q, k, v, _ = operands(10, 10, heads=4, kv_heads=2)
     ids = where["segment_ids"]
@@ -166,20 +167,20 @@ def test_both_ways_within_a_document() -> None:
 def test_queries_at_positions_among_the_keys(
     monkeypatch: pytest.MonkeyPatch, window: int | None, causal: bool, ids: list[int]
 ) -> None:
-    """Of each row others, in an order of its own; -1 and 12, where no key is, see nothing."""
+    """Check different positions for each row, in any order. Positions -1 and 12 have no key, and see nothing."""
     monkeypatch.setattr(kernel, "QUERY_BLOCK", 2)
     monkeypatch.setattr(kernel, "CAUSAL_ROWS", 1)
     positions = np.array([[7, 8, 9, 10, 11], [3, -1, 0, 6, 12]], np.int32)
-    beside = (positions < 0) | (positions > 11)
+    without_key = (positions < 0) | (positions > 11)
     q, k, v, gradient = operands(5, 12, heads=4, kv_heads=2)
     key, document = np.arange(12), np.array(ids)
     behind = positions[..., None] - key
     seen = document[np.clip(positions, 0, 11)][..., None] == document
     if causal:
         seen &= (behind >= 0) & (behind < (window or 12))
-    # The reference has no query that sees nothing: let it see all, and what comes of that not matter.
-    out, backward = reference.attend(*(x.astype(np.float64) for x in (q, k, v)), seen | beside[..., None])
-    hidden = beside[..., None, None]
+    # The reference does not support a query that sees nothing: it sees all keys there, and the result is ignored.
+    out, backward = reference.attend(*(x.astype(np.float64) for x in (q, k, v)), seen | without_key[..., None])
+    hidden = without_key[..., None, None]
     wanted = np.where(hidden, 0, out), *backward(np.where(hidden, 0, gradient).astype(np.float64))
 
     def attended(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -192,7 +193,7 @@ def test_queries_at_positions_among_the_keys(
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6, err_msg=name)
 
 
-def test_without_order_and_documents_any_number_of_queries_sees_all_keys() -> None:
+def test_without_causal_mask_and_documents_any_number_of_queries_sees_all_keys() -> None:
     q, k, v, _ = operands(3, 7, heads=4, kv_heads=2)
     want, _ = reference.attend(*(x.astype(np.float64) for x in (q, k, v)), np.ones((2, 3, 7), bool))
     np.testing.assert_allclose(attention(q, k, v, causal=False), want, rtol=1e-5, atol=2e-6)
@@ -210,30 +211,30 @@ IDS = np.zeros((2, 4), np.int32)
 
 
 @pytest.mark.parametrize(
-    "call, said",
+    "call, message",
     [
         ({"causal": False, "window": 3}, "window=3 with causal=False"),
-        ({"window": 0}, "window=0: must be at least 1"),
+        ({"window": 0}, "window=0: give at least 1"),
         ({"implementation": "cuda"}, "auto, xla, pallas, triton, cudnn"),
-        ({"q": Q[0]}, "q .4, 6, 8.: must be .batch, sequence, heads, head size"),
-        ({"q": Q[:, :, :4]}, "its 4 heads must be a multiple of the 3 of k and v"),
-        ({"q": Q[:1]}, "k .2, 4, 3, 8.: must have the batch, 1,"),
-        ({"q": Q[..., :4]}, "k .2, 4, 3, 8.: .* the head size, 4, of q"),
-        ({"k": K.astype(jnp.bfloat16)}, "k is bfloat16, q float32"),
-        ({"v": K.astype(np.float16)}, "v is float16, q float32"),
-        ({"v": K[:, :3]}, "v .2, 3, 3, 8.: must have the batch, the keys and the heads of k .2, 4, 3, 8."),
-        ({"q": Q[:, :1]}, "1 queries and 4 keys: positions, int .2, 1.*or causal=False and segment_ids=None"),
-        ({"q": Q[:, :1], "causal": False, "segment_ids": IDS}, "1 queries and 4 keys: positions"),
-        ({"segment_ids": IDS[:, :3]}, "segment_ids int32.2, 3.: must be integers .2, 4."),
-        ({"segment_ids": IDS.astype(np.float32)}, "segment_ids float32.2, 4.: must be integers .2, 4."),
-        ({"q": Q[:, :1], "positions": IDS}, "positions int32.2, 4.: must be integers .2, 1."),
-        ({"scale": 0.0}, "scale=0.0: must be finite and above 0"),
+        ({"q": Q[0]}, "q has shape .4, 6, 8.: give .batch, sequence, heads, head_dim"),
+        ({"q": Q[:, :, :4]}, "has 4 heads: give a multiple of the 3 heads of k and v"),
+        ({"q": Q[:1]}, "k has shape .2, 4, 3, 8.: give it the batch size, 1,"),
+        ({"q": Q[..., :4]}, "k has shape .2, 4, 3, 8.: .* the head size, 4, of q"),
+        ({"k": K.astype(jnp.bfloat16)}, "k is bfloat16 and q is float32: give q, k and v in one dtype"),
+        ({"v": K.astype(np.float16)}, "v is float16 and q is float32"),
+        ({"v": K[:, :3]}, "v has shape .2, 3, 3, 8.: give it the batch size, the keys and the heads of k .2, 4, 3, 8."),
+        ({"q": Q[:, :1]}, "1 queries and 4 keys: give positions, int .2, 1.*or causal=False and segment_ids=None"),
+        ({"q": Q[:, :1], "causal": False, "segment_ids": IDS}, "1 queries and 4 keys: give positions"),
+        ({"segment_ids": IDS[:, :3]}, "segment_ids is int32.2, 3.: give integers .2, 4."),
+        ({"segment_ids": IDS.astype(np.float32)}, "segment_ids is float32.2, 4.: give integers .2, 4."),
+        ({"q": Q[:, :1], "positions": IDS}, "positions is int32.2, 4.: give integers .2, 1."),
+        ({"scale": 0.0}, "scale=0.0: give a finite number above 0"),
         ({"scale": math.nan}, "scale=nan"),
-        ({"softcap": -1.0}, "softcap=-1.0: must be finite and above 0"),
+        ({"softcap": -1.0}, "softcap=-1.0: give a finite number above 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused(call: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_calls_are_rejected(call: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         attention(**{"q": Q, "k": K, "v": K} | call)
 
 
@@ -243,10 +244,13 @@ def test_what_makes_no_sense_is_refused(call: dict[str, Any], said: str) -> None
     "dtype, precision, tolerance",
     [("float32", "highest", 1e-5), ("float32", "default", 5e-3), ("bfloat16", None, 1e-2)],
 )
-def test_a_gpus_output_and_gradients_are_the_references(
+def test_output_and_gradients_on_a_gpu_match_the_reference(
     gpu: jax.Device, window: int | None, dtype: str, precision: str | None, tolerance: float
 ) -> None:
-    """Two blocks of grouped heads; each array as a whole, relative to its norm. TF32 is JAX's default for float32."""
+    """Compare each array as a whole, relative to its norm, for two blocks of grouped heads.
+
+    TF32 is JAX's default for float32.
+    """
     where = packed_rows(700)
     arrays = tuple(x.astype(jnp.dtype(dtype)) for x in operands(700, 700, heads=8, kv_heads=2, head_dim=64))
     with jax.default_matmul_precision(precision):
@@ -256,7 +260,7 @@ def test_a_gpus_output_and_gradients_are_the_references(
         assert toy.distance(got, want) < tolerance, name
 
 
-# ---- The program of 6 blocks of 8 queries.
+# ---- Compiled program of 6 blocks of 8 queries.
 
 LENGTH, BLOCK, WINDOW = 48, 8, 5
 
@@ -277,12 +281,12 @@ def texts() -> dict[str, str]:
 
 
 def test_no_array_has_a_score_for_every_query_and_key(texts: dict[str, str]) -> None:
-    largest = max(math.prod(array.shape) for array in hlo.array_shapes(texts["global"]))
-    assert largest < 2 * LENGTH * LENGTH  # of a batch of 2, one head
+    largest = max(math.prod(array.shape) for array in hlo.list_array_shapes(texts["global"]))
+    assert largest < 2 * LENGTH * LENGTH  # a batch of 2, one head
 
 
 def test_keys_that_a_block_cannot_see_are_not_read(texts: dict[str, str]) -> None:
-    # Two products forward and five backward; batch 2, 4 heads of size 4.
-    of_all_scores = 7 * 2 * (2 * 4 * LENGTH * LENGTH * 4)
-    assert hlo.dot_flops(texts["global"]) == of_all_scores * 5 / 8
-    assert hlo.dot_flops(texts["sliding"]) == of_all_scores * (BLOCK + WINDOW - 1) / LENGTH
+    # Two matmuls forward and five backward; batch 2, 4 heads of size 4.
+    flops_of_all_scores = 7 * 2 * (2 * 4 * LENGTH * LENGTH * 4)
+    assert hlo.count_dot_flops(texts["global"]) == flops_of_all_scores * 5 / 8
+    assert hlo.count_dot_flops(texts["sliding"]) == flops_of_all_scores * (BLOCK + WINDOW - 1) / LENGTH

@@ -1,6 +1,6 @@
-"""Attention by cuDNN: what it is asked for, as lowered for GPUs, and on a GPU what it computes.
+"""Attention by cuDNN: the settings of the lowered calls, and on a GPU the results.
 
-Whether cuDNN does what it is asked for, and how fast, is a GPU's to show.
+Only a GPU can show whether cuDNN follows these settings, and how fast it is.
 """
 
 import functools
@@ -26,7 +26,7 @@ LENGTH = 256
 
 
 def forward_and_backward(call: dict[str, Any], *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """arrays: q, k, v and the gradient of the result."""
+    """Compute the output and the gradients. arrays: q, k, v and the gradient of the output."""
     out, pull = jax.vjp(functools.partial(attention, implementation="cudnn", **call), *arrays[:3])
     return out, *pull(arrays[3])
 
@@ -39,25 +39,25 @@ def forward_and_backward(call: dict[str, Any], *arrays: jax.Array) -> tuple[jax.
         ({"window": 1}, "CAUSAL", 1),
         ({"causal": False}, "NO_MASK", 0),
     ],
-    ids=["causal", "window", "itself alone", "both ways"],
+    ids=["causal", "window", "own key only", "bidirectional"],
 )
-def test_what_cudnn_is_asked_for(monkeypatch: pytest.MonkeyPatch, call: dict[str, Any], mask: str, window: int) -> None:
-    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91_000)  # to lower it is not needed
-    monkeypatch.setattr(kernels, "capability_of", lambda device: (9, 0))
+def test_settings_of_the_calls(monkeypatch: pytest.MonkeyPatch, call: dict[str, Any], mask: str, window: int) -> None:
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91_000)  # lowering does not need it
+    monkeypatch.setattr(kernels, "get_compute_capability", lambda device: (9, 0))
     q, k = (jax.ShapeDtypeStruct((2, LENGTH, heads, 64), jnp.bfloat16) for heads in (8, 2))
     run = jax.jit(functools.partial(forward_and_backward, {"scale": 0.3, **call}))
     text = run.trace(q, k, k, q).lower(lowering_platforms=("cuda",)).as_text()
     calls = re.findall(r"@__cudnn\$(\w+)\((.*?)\) \{.*?backend_config = \"(.*?)\".*?: \((.*?)\) ->", text)
     assert [name for name, *_ in calls] == ["fmhaSoftmax", "fmhaSoftmaxBackward"]
     for _, _, encoded, operands in calls:
-        asked = json.loads(encoded.replace(r"\22", '"'))["cudnn_fmha_backend_config"]
-        assert (asked["mask_type"], asked["sliding_window_length"], asked["fmha_scale"]) == (mask, window, 0.3)
-        # Keys and values as they are, not repeated for the queries' heads.
+        settings = json.loads(encoded.replace(r"\22", '"'))["cudnn_fmha_backend_config"]
+        assert (settings["mask_type"], settings["sliding_window_length"], settings["fmha_scale"]) == (mask, window, 0.3)
+        # Keys and values are not repeated for the query heads.
         assert operands.split(", ")[:3] == [f"tensor<2x{LENGTH}x{heads}x64xbf16>" for heads in (8, 2, 2)]
     assert f"{LENGTH}x{LENGTH}" not in text
 
 
-def test_what_is_not_supported() -> None:
+def test_unsupported_calls() -> None:
     assert not attention_cudnn.problems(256, jnp.bfloat16, (9, 0))
     assert not attention_cudnn.problems(72, jnp.float16, (8, 0))
     (head_dim,) = attention_cudnn.problems(256, jnp.bfloat16, (8, 9))
@@ -68,15 +68,15 @@ def test_what_is_not_supported() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("call", [{}, {"window": 300}, {"causal": False}], ids=["causal", "window", "both ways"])
+@pytest.mark.parametrize("call", [{}, {"window": 300}, {"causal": False}], ids=["causal", "window", "bidirectional"])
 @pytest.mark.parametrize("dtype, tolerance", [("float16", 2e-3), ("bfloat16", 1e-2)])
-def test_a_gpus_output_and_gradients_are_the_references(
+def test_output_and_gradients_on_a_gpu_match_the_reference(
     gpu: jax.Device, dtype: str, tolerance: float, call: dict[str, Any], head_dim: int
 ) -> None:
-    """Grouped heads and a length that no block divides; each array as a whole, relative to its norm."""
-    capability = kernels.capability_of(gpu)
+    """Compare each array as a whole, relative to its norm, with grouped heads and a length that no block divides."""
+    capability = kernels.get_compute_capability(gpu)
     if capability is None or attention_cudnn.problems(head_dim, dtype, capability):
-        pytest.skip("not what cuDNN supports here")
+        pytest.skip("cuDNN does not support this here")
     random = np.random.default_rng(0)
     arrays = [random.normal(size=(2, 700, heads, head_dim)).astype(jnp.dtype(dtype)) for heads in (4, 2, 2, 4)]
     found = jax.jit(functools.partial(forward_and_backward, call))(*arrays)

@@ -1,6 +1,6 @@
-"""Both implementations against float64, Pallas's kernels in its interpreter: products, both gradients, what is refused.
+"""Grouped matmul by both implementations against float64: products, both gradients and rejected calls.
 
-tests/kernels/test_grouped_matmul_pallas.py has what is the kernels' own.
+Pallas's kernels run in its interpreter. Tests of the kernels only are in tests/kernels/test_grouped_matmul_pallas.py.
 """
 
 import functools
@@ -15,18 +15,18 @@ import toy
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxopt_llm.kernels import grouped_matmul_pallas, grouped_matmul_xla
-from jaxopt_llm.kernels.grouped_matmul import grouped_matmul, multiply
+from jaxopt_llm.kernels.grouped_matmul import grouped_matmul, multiply_groups
 from jaxopt_llm.kernels.grouped_matmul_pallas import Blocks
 
 pytestmark = pytest.mark.core
 
 NAMES = ("y", "dx", "dw")
-ROWS, INPUTS, OUTPUTS = 45, 19, 21  # no multiples of any block
+ROWS, INPUTS, OUTPUTS = 45, 19, 21  # not multiples of any block
 
 
 @dataclass(frozen=True)
 class Interpreted:
-    """The kernels, on any device."""
+    """Pallas's kernels in the interpreter, for any device."""
 
     blocks: Blocks
 
@@ -58,20 +58,20 @@ SIZES = {
 
 @functools.cache
 def run(implementation: Any, dtype: Any = None) -> Any:
-    """(x, w, dy, sizes) -> as NAMES. dtype: of the result, x's by default."""
+    """Return a function of (x, w, dy, sizes) with the results in NAMES. dtype: of the product, x's by default."""
     whole = functools.partial(forward_and_backward, implementation, dtype)
     return jax.jit(whole, compiler_options=toy.QUICK_COMPILE)
 
 
 def forward_and_backward(implementation: Any, dtype: Any, x: Any, w: Any, dy: Any, sizes: Any) -> tuple[jax.Array, ...]:
-    y, pull = jax.vjp(lambda x, w: multiply(implementation, dtype or x.dtype, x, w, sizes), x, w)
+    y, pull = jax.vjp(lambda x, w: multiply_groups(implementation, dtype or x.dtype, x, w, sizes), x, w)
     return y, *pull(dy.astype(y.dtype))
 
 
 def arrays(
     sizes: tuple[int, ...], rows: int = ROWS, inputs: int = INPUTS, outputs: int = OUTPUTS, dtype: Any = np.float32
 ) -> list[np.ndarray]:
-    """x, w, dy and sizes; NaN behind the last group."""
+    """Make x, w, dy and sizes, with NaN after the last group."""
     random = np.random.default_rng(rows)
     shapes = (rows, inputs), (len(sizes), inputs, outputs), (rows, outputs)
     x, w, dy = (random.normal(size=shape).astype(dtype) for shape in shapes)
@@ -80,12 +80,12 @@ def arrays(
 
 
 def expected(x: np.ndarray, w: np.ndarray, dy: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, ...]:
-    """As NAMES, in float64."""
+    """Compute the results in NAMES in float64."""
     x, w, dy = (each.astype(np.float64) for each in (x, w, dy))
     y, dx, dw = np.zeros((len(x), w.shape[2])), np.zeros_like(x), np.zeros_like(w)
     ends = np.cumsum(sizes)
-    for group, own in enumerate(map(slice, ends - sizes, ends)):
-        y[own], dx[own], dw[group] = x[own] @ w[group], dy[own] @ w[group].T, x[own].T @ dy[own]
+    for group, rows in enumerate(map(slice, ends - sizes, ends)):
+        y[rows], dx[rows], dw[group] = x[rows] @ w[group], dy[rows] @ w[group].T, x[rows].T @ dy[rows]
     return y, dx, dw
 
 
@@ -99,7 +99,7 @@ def assert_equal(found: Any, case: Any, tolerance: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_product_and_gradients_are_the_references(name: str, sizes: str) -> None:
+def test_product_and_gradients_match_the_reference(name: str, sizes: str) -> None:
     case = arrays(SIZES[sizes])
     assert_equal(run(IMPLEMENTATIONS[name])(*case), case)
 
@@ -133,8 +133,11 @@ def test_random_shapes(seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_rounds_no_more_than_xlas(dtype: Any) -> None:
-    """1.2 times its distance from float64, of what both begin with. Over many blocks: sums of them stay in float32."""
+def test_rounds_no_more_than_xla(dtype: Any) -> None:
+    """Allow 1.2 times xla's distance from float64, from the same operands.
+
+    There are many blocks, whose sums must stay in float32.
+    """
     case = arrays((230, 0, 66), rows=300, inputs=200, outputs=260, dtype=dtype)
     found, others = (run(each)(*case) for each in (Interpreted(Blocks(64, 128, 16, 4, 2)), grouped_matmul_xla))
     for name, got, other, want in zip(NAMES, found, others, expected(*case), strict=True):
@@ -143,8 +146,8 @@ def test_rounds_no_more_than_xlas(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_a_wider_result_is_not_rounded_on_its_way(name: str) -> None:
-    """Nor is a weight's gradient that is asked for in the reduction's dtype."""
+def test_a_wider_result_is_not_rounded_before(name: str) -> None:
+    """Check the product, and a weight gradient in the dtype of the gradient reduction."""
     case = x, _, dy, sizes = arrays(SIZES["cut blocks"], inputs=100, dtype=jnp.bfloat16)
     y, dx, dw = run(IMPLEMENTATIONS[name], jnp.float32)(*case)
     wide = IMPLEMENTATIONS[name].weight_gradient(*map(jnp.asarray, (x, dy, sizes)), jnp.float32)
@@ -153,8 +156,8 @@ def test_a_wider_result_is_not_rounded_on_its_way(name: str) -> None:
     assert toy.distance(y, want) < 1e-6 and toy.distance(wide, want_wide) < 1e-6
 
 
-def test_what_xla_leaves_open_behind_the_last_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of its product may be anything, and rows that it sums over may count."""
+def test_rows_after_the_last_group_may_be_undefined_in_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulate an XLA that leaves these rows of the product undefined, and sums over them."""
     product = grouped_matmul_xla.lax.ragged_dot_general
 
     def other(x: Any, y: Any, sizes: Any, *rest: Any, **more: Any) -> Any:
@@ -169,8 +172,8 @@ def test_what_xla_leaves_open_behind_the_last_group(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_devices_that_keep_gradients_of_their_own(name: str) -> None:
-    """Several sorted batches, each of its own sizes, and one set of matrices, inside a region of the mesh."""
+def test_devices_that_keep_their_own_gradients(name: str) -> None:
+    """Multiply several sorted batches, each with its own sizes, by one set of matrices, inside a shard_map."""
     cases = [
         arrays((*SIZES[each], 0)[:4]) for each in ("cut blocks", "all rows in one", "none", "two empty ones between")
     ]
@@ -200,7 +203,7 @@ def test_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes, said",
+    "changes, message",
     [
         ({"implementation": "mosaic"}, "implementation='mosaic': choose one of xla, pallas"),
         ({"w": np.zeros((3, INPUTS + 1, OUTPUTS), np.float32)}, "x (45, 19), w (3, 20, 21) and sizes (3,)"),
@@ -209,13 +212,14 @@ def test_by_name() -> None:
         ({"sizes": np.zeros(3, np.int16)}, "sizes int16"),
         (
             {"x": np.zeros((45, 19), np.int8), "w": np.zeros((3, 19, 21), np.int8), "implementation": "pallas"},
-            "implementation='pallas': dtype=int8: the pallas kernel takes bfloat16, float16 or float32, xla any",
+            "implementation='pallas': dtype=int8: the pallas kernel supports bfloat16, float16 or float32, "
+            "xla supports any",
         ),
     ],
     ids=["no such one", "depths differ", "sizes of others", "two dtypes", "short sizes", "integers"],
 )
-def test_what_does_not_go_together(changes: Any, said: str) -> None:
+def test_invalid_calls_are_rejected(changes: Any, message: str) -> None:
     x, w, _, sizes = arrays(SIZES["cut blocks"])
     with pytest.raises(ValueError) as error:
         grouped_matmul(**{"x": x, "w": w, "sizes": sizes, **changes})
-    assert said in str(error.value)
+    assert message in str(error.value)

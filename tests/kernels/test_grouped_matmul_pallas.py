@@ -1,7 +1,7 @@
-"""What is the Pallas kernels' own: where their programs work, what they read and write, and their programs for GPUs.
+"""Pallas kernels of grouped matmul: the tiles of their programs, reads and writes, and their programs for GPUs.
 
-test_grouped_matmul.py has their results, in the interpreter: it runs the kernels' Python, masks and loops, not Triton.
-Rounding on tensor cores, registers and speed are a GPU's to show.
+Their results in the interpreter are in test_grouped_matmul.py. The interpreter runs the kernels' Python, masks and
+loops, not Triton. Only a GPU can show rounding on tensor cores, registers and speed.
 """
 
 import functools
@@ -18,21 +18,21 @@ import toy
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxopt_llm.compiler import hlo, topology
+from jaxopt_llm.compiler.topology import gpu_topology
 from jaxopt_llm.kernels import grouped_matmul_pallas as kernel
 from jaxopt_llm.kernels.grouped_matmul_pallas import BLOCKS, Blocks
-from jaxopt_llm.parallel import hlo, topology
-from jaxopt_llm.parallel.topology import gpu_topology
 
 pytestmark = pytest.mark.core
 
 
 @pytest.mark.parametrize("length, groups, block", [(7, 3, 2), (8, 3, 4), (1, 3, 4), (8, 3, 1)])
-def test_tiles_have_every_row_of_a_group_once(length: int, groups: int, block: int) -> None:
-    """Of all sizes that there are."""
+def test_tiles_cover_every_row_of_a_group_once(length: int, groups: int, block: int) -> None:
+    """Check all possible sizes."""
     every = [each for each in itertools.product(range(length + 1), repeat=groups) if sum(each) <= length]
-    of_all = jax.jit(jax.vmap(lambda sizes: kernel._tiles(sizes, length, block)))(np.array(every, np.int32))
+    all_tiles = jax.jit(jax.vmap(lambda sizes: kernel._tiles(sizes, length, block)))(np.array(every, np.int32))
     most = 0
-    for sizes, tiles in zip(every, np.asarray(of_all), strict=True):
+    for sizes, tiles in zip(every, np.asarray(all_tiles), strict=True):
         group_of_row = np.repeat(np.arange(groups + 1), (*sizes, length - sum(sizes)))
         found = np.full(length, -1)
         for group, begin, end in tiles:
@@ -41,13 +41,14 @@ def test_tiles_have_every_row_of_a_group_once(length: int, groups: int, block: i
             found[rows] = group
         assert (found == group_of_row).all()
         most = max(most, int((tiles[:, 1] < tiles[:, 2]).sum()))
-    assert most == len(tiles)  # none more than the worst sizes want
+    assert most == len(tiles)  # no more than the worst sizes need
 
 
 @pytest.mark.parametrize("rows, columns", [(1, 1), (3, 5), (8, 3), (19, 4)])
 def test_programs_take_every_tile_once_and_rows_of_a_band_together(rows: int, columns: int) -> None:
     row, column = (
-        np.asarray(each) for each in jax.vmap(lambda i: kernel._place(i, rows, columns))(jnp.arange(rows * columns))
+        np.asarray(each)
+        for each in jax.vmap(lambda i: kernel._locate_tile(i, rows, columns))(jnp.arange(rows * columns))
     )
     assert set(zip(row.tolist(), column.tolist(), strict=True)) == set(itertools.product(range(rows), range(columns)))
     band = row // kernel.BAND
@@ -56,7 +57,7 @@ def test_programs_take_every_tile_once_and_rows_of_a_band_together(rows: int, co
 
 
 def test_sizes_of_more_rows_than_there_are() -> None:
-    """Nothing is read or written behind the last row."""
+    """Check that nothing after the last row is read or written."""
     sizes = np.array([3, 9, 4], np.int32)
     tiles, bounds = np.asarray(kernel._tiles(sizes, 8, 4)), np.stack(kernel._bounds(sizes, 8))
     assert tiles[:, 2].max() == bounds.max() == 8
@@ -64,17 +65,17 @@ def test_sizes_of_more_rows_than_there_are() -> None:
 
 
 def test_programs_run_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes them from the first to the last, where each would mend what the one before it overwrote."""
-    place = kernel._place
-    monkeypatch.setattr(kernel, "_place", lambda i, rows, columns: place(rows * columns - 1 - i, rows, columns))
+    """Run the programs in reverse: in order, each program would repair what the previous one overwrote."""
+    locate = kernel._locate_tile
+    monkeypatch.setattr(kernel, "_locate_tile", lambda i, rows, columns: locate(rows * columns - 1 - i, rows, columns))
     for sizes in ("cut blocks", "one row left"):
         case = products.arrays(products.SIZES[sizes])
         implementation = products.Interpreted(Blocks(8, 16, 8, 4, 2))
         products.assert_equal(products.run.__wrapped__(implementation)(*case), case)
 
 
-def test_what_is_masked() -> None:
-    """The interpreter drops what a GPU would write behind the last row, and pads what it would read there."""
+def test_loads_and_stores_are_masked() -> None:
+    """Check the masks, as the interpreter drops writes and pads reads after the last row, but a GPU does not."""
     case = products.arrays(products.SIZES["cut blocks"])
     implementation = products.Interpreted(Blocks(8, 16, 8, 4, 2))
     whole = functools.partial(products.forward_and_backward, implementation, None)
@@ -89,7 +90,7 @@ def test_what_is_masked() -> None:
 
 
 def equations(jaxpr: Any, name: str) -> list[Any]:
-    """Of this primitive, inside others too, but for kernels."""
+    """List the equations of this primitive, also inside other equations, except kernels."""
     found = []
     for each in jaxpr.eqns:
         if each.primitive.name == name:
@@ -99,7 +100,7 @@ def equations(jaxpr: Any, name: str) -> list[Any]:
     return found
 
 
-def test_what_is_not_supported() -> None:
+def test_unsupported_calls() -> None:
     assert not kernel.problems(jnp.bfloat16, (8, 0))
     dtype, capability = kernel.problems(jnp.float64, (7, 5))
     assert "float64" in dtype and "xla" in dtype and "(7, 5)" in capability
@@ -110,10 +111,10 @@ def test_what_is_not_supported() -> None:
     "dtype, precision, tolerance",
     [("float32", "highest", 1e-5), ("float32", "default", 5e-3), ("float16", None, 2e-3), ("bfloat16", None, 1e-2)],
 )
-def test_a_gpus_products_are_the_references(
+def test_results_on_a_gpu_match_the_reference(
     gpu: jax.Device, dtype: str, precision: str | None, tolerance: float
 ) -> None:
-    """Each array as a whole, relative to its norm; sizes that no block divides, and odd ones."""
+    """Compare each array as a whole, relative to its norm, for sizes that no block divides, and odd sizes."""
     implementation = products.Interpreted(BLOCKS[jnp.dtype(dtype).itemsize]) if gpu.platform == "cpu" else kernel
     for sizes, rows, inputs, outputs in (
         ((150, 0, 129, 1, 20), 310, 136, 264),
@@ -130,7 +131,7 @@ def test_a_gpus_products_are_the_references(
             assert name == "dw" or not got[left].any()
 
 
-# ---- Programs for GPUs, compiled and not run.
+# ---- Programs for GPUs, compiled but not run.
 
 
 def program(
@@ -143,7 +144,7 @@ def program(
     groups: int = 8,
     options: dict[str, Any] | None = None,
 ) -> jax.stages.Compiled:
-    """Forward and backward. options: XLA's, for a program with machine code, by NVIDIA's assembler."""
+    """Compile forward and backward. options: XLA's, to compile also to machine code, by NVIDIA's assembler."""
     mesh = Mesh(np.array(gpu_topology(chip, gpus_per_host=1)), ("data",), axis_types=(AxisType.Auto,))
 
     def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
@@ -158,7 +159,7 @@ def program(
     )
     operands = array(rows, inputs), array(groups, inputs, outputs), array(rows, outputs), array(groups, dtype=jnp.int32)
     lowered = jax.jit(mapped).trace(*operands).lower(lowering_platforms=("cuda",))
-    return topology.compile(lowered) if options is None else topology.run_xla(lowered, options)
+    return topology.compile_without_gpu(lowered) if options is None else topology.run_xla(lowered, options)
 
 
 @pytest.mark.parametrize("chip", ["a100", "4090", "h100", "b200"])
@@ -166,23 +167,25 @@ def program(
     "dtype, precision", [(jnp.bfloat16, None), (jnp.float16, None), (jnp.float32, "default"), (jnp.float32, "highest")]
 )
 def test_blocks_fit_into_shared_memory(chip: str, dtype: Any, precision: str | None) -> None:
-    """Or XLA would not compile."""
+    """Otherwise XLA would not compile."""
     with jax.default_matmul_precision(precision):
         text = str(program(chip, dtype).as_text())
     assert text.count("__gpu$xla.gpu.triton") == 3
 
 
-def test_the_program_holds_nothing_of_every_group_and_every_row() -> None:
-    """Nor a copy of the matrices, transposed or not, be it in what becomes a result: only arguments and the kernels'
-    results, and what tells programs where they work."""
+def test_the_program_holds_no_array_of_every_group_and_every_row() -> None:
+    """Check that there is no copy of the matrices either, transposed or not, even in the buffer of a result.
+
+    There are only arguments, the kernels' results, and the small arrays that tell programs where to work.
+    """
     compiled = program("h200", rows=16384, inputs=4096, outputs=14336)
-    arrays = hlo.array_shapes(str(compiled.as_text()))
+    arrays = hlo.list_array_shapes(str(compiled.as_text()))
     assert {each.opcode for each in arrays if each.bytes > 16384} == {"parameter", "custom-call", "tuple"}
-    assert hlo.memory(compiled).temporaries < 16384
+    assert hlo.read_memory(compiled).temporaries < 16384
 
 
 def test_calls_are_known_by_name() -> None:
-    """By what counts their FLOPs: 2 × rows × the matrix of a group each."""
+    """Check the names by which the FLOP counter knows the calls: 2 × rows × the matrix of a group each."""
     text = str(program("h200").as_text())
     assert [text.count(f'name = "{name}"') for name in ("_grouped_matmul", "_grouped_matmul_weight_gradient")] == [2, 1]
 
@@ -191,10 +194,10 @@ def test_calls_are_known_by_name() -> None:
 @pytest.mark.parametrize("chip", ["a100", "4090", "h100", "b200"])
 @pytest.mark.parametrize("dtype, precision", [(jnp.bfloat16, None), (jnp.float32, "default"), (jnp.float32, "highest")])
 def test_no_register_is_spilled(chip: str, dtype: Any, precision: str | None) -> None:
-    """Of 128 matrices of a real size, whose bytes take addresses of 64 bits."""
+    """Compile for 128 matrices of a real size, whose bytes need 64-bit addresses."""
     options = {
         "xla_gpu_fail_ptx_compilation_on_register_spilling": True,
-        "xla_backend_optimization_level": 3,  # and the next: what the tests go without
+        "xla_backend_optimization_level": 3,  # this and the next option are off in other tests
         "xla_llvm_disable_expensive_passes": False,
     }
     with jax.default_matmul_precision(precision):

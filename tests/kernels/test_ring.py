@@ -1,4 +1,4 @@
-"""Attention of a sequence over simulated devices is what one device makes of all keys, of any spans."""
+"""Attention over a sequence split over simulated devices, compared with attention to all keys on one device."""
 
 import functools
 from types import SimpleNamespace
@@ -13,60 +13,64 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxopt_llm.kernels import attention_pallas, attention_xla
 from jaxopt_llm.kernels.all_to_all import AllToAll
+from jaxopt_llm.kernels.attention_mask import KeyRanges, make_document_ranges
 from jaxopt_llm.kernels.attention_pallas_kernels import Tile
-from jaxopt_llm.kernels.ring import Ring, deal
-from jaxopt_llm.kernels.spans import Form, Spans, of_documents
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
+from jaxopt_llm.kernels.ring import Ring, to_zigzag
 
 pytestmark = pytest.mark.core
 
-DEVICES, LENGTH, FORM = 4, 24, Form(0.5)
+DEVICES, LENGTH, PARAMETERS = 4, 24, AttentionParameters(0.5)
 
 
-def assert_is_the_whole(exchange: Any, kernel: Any, spans: Spans) -> list[jax.Array]:
-    """What `exchange` makes with the kernel of random arrays is what xla makes of them on one device. Returns the
-    results: out, log_sum and gradients."""
+def assert_matches_one_device(exchange: Any, kernel: Any, key_ranges: KeyRanges) -> list[jax.Array]:
+    """Compare `exchange` with the kernel, on random arrays, with xla on one device.
+
+    Returns out, log_sum and the gradients.
+    """
     random = np.random.default_rng(0)
     q, k, v, gradient = (random.normal(size=(2, LENGTH, heads, 4)).astype(np.float32) for heads in (8, 4, 4, 8))
 
     def both(kernel: Any, *arrays: Any) -> tuple[jax.Array, ...]:
-        q, k, v, gradient, spans = arrays
-        out, log_sum = kernel.forward(FORM, q, k, v, spans)
-        mean = jnp.einsum("BSHK,BSHK->BHS", gradient, out)
-        return out, log_sum, *kernel.backward(FORM, q, k, v, spans, log_sum, mean, gradient)
+        q, k, v, gradient, key_ranges = arrays
+        out, log_sum = kernel.forward(PARAMETERS, q, k, v, key_ranges)
+        delta = jnp.einsum("BSHK,BSHK->BHS", gradient, out)
+        residuals = AttentionResiduals(q, k, v, key_ranges, log_sum, delta)
+        return out, log_sum, *kernel.backward(PARAMETERS, residuals, gradient)
 
-    dealt = deal(jnp.arange(LENGTH)[None], DEVICES)[0] if exchange is Ring else jnp.arange(LENGTH)
-    arrays = q, k, v, gradient, spans
+    order = to_zigzag(jnp.arange(LENGTH)[None], DEVICES)[0] if exchange is Ring else jnp.arange(LENGTH)
+    arrays = q, k, v, gradient, key_ranges
     mesh = jax.make_mesh((DEVICES,), ("context",), (AxisType.Auto,), devices=jax.devices("cpu")[:DEVICES])
     rows, sums = PartitionSpec(None, "context"), PartitionSpec(None, None, "context")
-    around = jax.shard_map(
+    on_devices = jax.shard_map(
         functools.partial(both, exchange(kernel, "context")),
         mesh=mesh,
         in_specs=rows,
         out_specs=(rows, sums, rows, rows, rows),
         check_vma=False,
     )
-    found = jax.jit(around)(*jax.tree.map(lambda x: x[:, dealt], arrays))
-    natural = jnp.argsort(dealt)
-    found = [x[:, :, natural] if number == 1 else x[:, natural] for number, x in enumerate(found)]
+    found = jax.jit(on_devices)(*jax.tree.map(lambda x: x[:, order], arrays))
+    natural = jnp.argsort(order)
+    found = [x[:, :, natural] if index == 1 else x[:, natural] for index, x in enumerate(found)]
     for got, want in zip(found, both(attention_xla, *arrays), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6)
     return found
 
 
 @pytest.mark.parametrize("exchange", [Ring, AllToAll])
-def test_it_is_the_whole_and_what_sees_nothing_is_zero(exchange: Any) -> None:
+def test_any_key_ranges_match_one_device_and_empty_ones_give_zero(exchange: Any) -> None:
     random = np.random.default_rng(0)
     first = random.integers(-3, LENGTH, (2, LENGTH)).astype(np.int32)
-    spans = Spans(first, first + random.integers(-4, 12, first.shape).astype(np.int32))
-    blind = ~np.asarray(spans.visible(jnp.arange(LENGTH))).any(axis=-1)
+    key_ranges = KeyRanges(first, first + random.integers(-4, 12, first.shape).astype(np.int32))
+    blind = ~np.asarray(key_ranges.make_mask(jnp.arange(LENGTH))).any(axis=-1)
     assert 3 < blind.sum() < LENGTH
-    found = assert_is_the_whole(exchange, attention_xla, spans)
+    found = assert_matches_one_device(exchange, attention_xla, key_ranges)
     assert not found[0][blind].any() and np.isinf(np.swapaxes(found[1], 1, 2)[blind]).all()
 
 
 @pytest.mark.parametrize("exchange", [Ring, AllToAll])
 def test_a_flash_kernel_on_each_device(exchange: Any) -> None:
-    """Pallas's, interpreted, over packed documents and a window that begins and ends within a device's part."""
+    """Run Pallas's kernel, interpreted, on packed documents and a window that begins and ends within a part."""
     tile = Tile(4, 4, 4, 2)
     settings: Any = {"blocks": attention_pallas.Blocks(tile, tile, tile), "interpret": True}
     kernel = SimpleNamespace(
@@ -75,19 +79,19 @@ def test_a_flash_kernel_on_each_device(exchange: Any) -> None:
     )
     ids = toy.packed(rows=2, length=LENGTH).segment_ids
     assert (ids[:, -1] > 1).all()
-    assert_is_the_whole(exchange, kernel, of_documents(jnp.asarray(ids)).within(7))
+    assert_matches_one_device(exchange, kernel, make_document_ranges(jnp.asarray(ids)).limit_to_window(7))
 
 
-def test_each_device_of_a_ring_has_the_same_to_do_at_every_step() -> None:
-    """Under the causal order: queries times keys that they see, of its own part and of every other."""
+def test_each_device_of_a_ring_has_the_same_work_at_every_step() -> None:
+    """Count visible pairs of queries and keys under the causal mask, for the device's own part and every other."""
     row = jnp.arange(LENGTH, dtype=jnp.int32)[None]
-    rows = deal(row, DEVICES).reshape(DEVICES, 1, -1)
+    rows = to_zigzag(row, DEVICES).reshape(DEVICES, 1, -1)
     parts = [rows[owner] for owner in range(DEVICES)]
 
-    def seen(device: int, owner: int) -> int:
+    def count_visible(device: int, owner: int) -> int:
         return int((parts[owner][:, None, :] <= parts[device][:, :, None]).sum())
 
-    own = {seen(device, device) for device in range(DEVICES)}
-    others = {seen(a, b) for a in range(DEVICES) for b in range(DEVICES) if a != b}
-    assert len(own) == len(others) == 1
-    assert others == {(LENGTH // DEVICES) ** 2 // 2}
+    own_parts = {count_visible(device, device) for device in range(DEVICES)}
+    other_parts = {count_visible(a, b) for a in range(DEVICES) for b in range(DEVICES) if a != b}
+    assert len(own_parts) == len(other_parts) == 1
+    assert other_parts == {(LENGTH // DEVICES) ** 2 // 2}

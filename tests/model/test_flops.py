@@ -1,4 +1,4 @@
-"""What a model needs is what its compiled step does, less what is recomputed."""
+"""Counted FLOPs against those of the compiled step, without recomputation."""
 
 import dataclasses
 from typing import Any
@@ -7,20 +7,24 @@ import numpy as np
 import pytest
 import toy
 
-from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.model import flops, leaves
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.model.decoder import make_parts, param_specs
-from jaxopt_llm.parallel import hlo
-from jaxopt_llm.parallel.precision import PrecisionConfig
-from jaxopt_llm.training.lora import LoraConfig, adapt
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.program import make_program
-from jaxopt_llm.training.schedule import ScheduleConfig
-from jaxopt_llm.training.step import TrainingConfig
+from jaxopt_llm.compiler import hlo
+from jaxopt_llm.config import (
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RematConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+from jaxopt_llm.model import flops
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.decoder_specs import param_specs
+from jaxopt_llm.model.linear import leaves
+from jaxopt_llm.training.lora import adapt_model
 
 ROWS, SEQUENCE = 2, 8
-# A vocabulary without padding: padded rows are computed and not needed.
+# A vocabulary without padding, because the step also computes padded rows.
 CONFIG = dataclasses.replace(toy.CONFIG, vocabulary_size=256, pattern=("global",))
 
 
@@ -39,24 +43,24 @@ LATENT = {"kv_heads": 4, "head_dim": 6, "latent_rank": 12, "rotary_head_dim": 4,
         (LATENT | {"query_rank": 10}, LoraConfig()),
     ],
 )
-def test_the_compiled_step_does_as_many(switches: dict[str, Any], lora: LoraConfig) -> None:
+def test_compiled_step_has_the_counted_flops(switches: dict[str, Any], lora: LoraConfig) -> None:
     config = dataclasses.replace(CONFIG, **switches)
     training = TrainingConfig(batch_size=ROWS, sequence_length=SEQUENCE)
-    program = make_program(
+    program = toy.make_program(
         config, training, OptimizerConfig(), ScheduleConfig(), RematConfig("none"), lora, toy.placement()
     )
     compiled = program.step.lower(program.state, program.batch).compile(toy.QUICK_COMPILE)
-    needed = flops.per_token(config, program.specs.masters, program.specs.frozen, SEQUENCE)
-    # Attention's backward forms the scores again: seven products, of which six are needed.
+    needed = flops.count_per_token(config, program.specs.masters, program.specs.frozen, SEQUENCE)
+    # Attention's backward computes the scores again: seven matmuls, of which six are counted.
     scores = 2 * SEQUENCE * config.heads * config.head_dim * config.layers
     recomputed = ROWS * SEQUENCE * scores
     if lora.rank:
-        # The first product of an adapter inside `recomputed`, of all but the output projection's.
+        # `@recomputed` functions compute the product with A again, for all adapters but the output projection's.
         recomputed += ROWS * SEQUENCE * 2 * lora.rank * config.layers * (5 * config.width + config.mlp_width)
-    assert hlo.dot_flops(compiled.as_text()) == ROWS * SEQUENCE * needed.full + recomputed
+    assert hlo.count_dot_flops(compiled.as_text()) == ROWS * SEQUENCE * needed.full + recomputed
 
 
-# ---- Experts: what a token meets of them.
+# ---- Experts: FLOPs and parameters that a token uses.
 
 EXPERTS = dataclasses.replace(
     CONFIG,
@@ -68,56 +72,57 @@ EXPERTS = dataclasses.replace(
     dense_layers=1,
     expert_every=2,
 )
-MIXED = 3  # of its layers: the second, fourth and sixth
+MOE_LAYERS = 3  # the second, fourth and sixth of the layers
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_experts_need_what_a_token_meets_of_them(rank: int) -> None:
-    """Beyond a model whose layers are all dense."""
+def test_flops_count_only_the_experts_that_a_token_uses(rank: int) -> None:
+    """Compares with a model whose layers are all dense."""
 
-    def needed(config: ModelConfig) -> flops.ModelFlops:
-        _, trained, frozen = adapt(make_parts(config), LoraConfig(rank=rank, targets=("*/mlp/up",)), PrecisionConfig())
-        return flops.per_token(config, trained, frozen, SEQUENCE)
+    def count(config: ModelConfig) -> flops.ModelFlops:
+        _, trained, frozen = adapt_model(
+            Decoder(config), LoraConfig(rank=rank, targets=("*/mlp/up",)), PrecisionConfig()
+        )
+        return flops.count_per_token(config, trained, frozen, SEQUENCE)
 
-    mixed, dense = needed(EXPERTS), needed(dataclasses.replace(CONFIG, layers=6))
+    moe, dense = count(EXPERTS), count(dataclasses.replace(CONFIG, layers=6))
     width, inner = EXPERTS.width, 3 * EXPERTS.expert_width
     weights = 3 * width * (inner + EXPERTS.shared_expert_width - CONFIG.mlp_width) + width * EXPERTS.experts
     factors = rank * (3 * width + inner) - rank * (width + CONFIG.mlp_width)
-    beyond = MIXED * ((4 if rank else 6) * weights + 6 * factors)
-    assert (mixed.causal - dense.causal, mixed.full - dense.full) == pytest.approx((beyond, beyond), rel=1e-12)
+    expected = MOE_LAYERS * ((4 if rank else 6) * weights + 6 * factors)
+    assert (moe.causal - dense.causal, moe.full - dense.full) == pytest.approx((expected, expected), rel=1e-12)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_active_parameters_are_those_that_a_token_meets(rank: int) -> None:
-    """And of the adapters of experts."""
+def test_active_parameters_are_those_that_a_token_uses(rank: int) -> None:
+    """Includes the adapters of experts."""
     lora = LoraConfig(rank=rank, targets=("*/mlp/up",), base="int8" if rank else "float")
-    specs = adapt(make_parts(EXPERTS), lora, PrecisionConfig())[0].specs
-    idle = MIXED * (EXPERTS.experts - EXPERTS.experts_per_token)
-    of_expert = 3 * EXPERTS.width * EXPERTS.expert_width + rank * (EXPERTS.width + EXPERTS.expert_width)
-    assert leaves.count(specs) - flops.active(EXPERTS, specs) == idle * of_expert
-    assert flops.in_words(10, 10) == "10 parameters"
-    assert flops.in_words(1000, 10) == "1,000 parameters (10 active)"
+    specs = adapt_model(Decoder(EXPERTS), lora, PrecisionConfig())[0].specs
+    idle = MOE_LAYERS * (EXPERTS.experts - EXPERTS.experts_per_token)
+    per_expert = 3 * EXPERTS.width * EXPERTS.expert_width + rank * (EXPERTS.width + EXPERTS.expert_width)
+    assert leaves.count_parameters(specs) - flops.count_active_parameters(EXPERTS, specs) == idle * per_expert
+    assert flops.describe_parameters(10, 10) == "10 parameters"
+    assert flops.describe_parameters(1000, 10) == "1,000 parameters (10 active)"
 
 
-def test_operations_between_codes_are_those_of_layers_without_experts() -> None:
-    """But for what all layers have."""
+def test_quantised_flops_exclude_experts() -> None:
     specs = param_specs(EXPERTS)
-    of_attention = 4 * EXPERTS.width * EXPERTS.head_dim * (EXPERTS.heads + EXPERTS.kv_heads) // 2
-    of_shared, of_mlp = 3 * EXPERTS.width * EXPERTS.shared_expert_width, 3 * EXPERTS.width * EXPERTS.mlp_width
-    for exempt, mixed, plain in ((0, 3, 3), (1, 2, 2), (2, 1, 1)):
+    attention = 4 * EXPERTS.width * EXPERTS.head_dim * (EXPERTS.heads + EXPERTS.kv_heads) // 2
+    shared, mlp = 3 * EXPERTS.width * EXPERTS.shared_expert_width, 3 * EXPERTS.width * EXPERTS.mlp_width
+    for exempt, moe, dense in ((0, 3, 3), (1, 2, 2), (2, 1, 1)):
         precision = PrecisionConfig(matmul="int8", compute_dtype_layers=exempt)
-        found = flops.quantised_per_token(EXPERTS, specs, precision)
-        assert found == 2 * (mixed * (of_attention + of_shared) + plain * (of_attention + of_mlp))
+        found = flops.count_quantised_per_token(EXPERTS, specs, precision)
+        assert found == 2 * (moe * (attention + shared) + dense * (attention + mlp))
 
 
-def test_causal_attention_is_counted_by_the_keys_that_a_query_sees() -> None:
+def test_causal_attention_counts_the_keys_that_a_query_sees() -> None:
     def attention(config: ModelConfig) -> tuple[float, float]:
-        nothing = flops.per_token(config, {}, {}, SEQUENCE)
+        without_weights = flops.count_per_token(config, {}, {}, SEQUENCE)
         unit = 12 * config.heads * config.head_dim * config.layers
-        return nothing.causal / unit, nothing.full / unit
+        return without_weights.causal / unit, without_weights.full / unit
 
     distance = np.subtract.outer(np.arange(SEQUENCE), np.arange(SEQUENCE))
-    seen = distance >= 0
-    assert attention(CONFIG) == (np.mean(seen.sum(1)), SEQUENCE)
+    visible = distance >= 0
+    assert attention(CONFIG) == (np.mean(visible.sum(1)), SEQUENCE)
     sliding = dataclasses.replace(CONFIG, pattern=("sliding",), window=3)
-    assert attention(sliding) == (np.mean((seen & (distance < 3)).sum(1)), 3)
+    assert attention(sliding) == (np.mean((visible & (distance < 3)).sum(1)), 3)

@@ -1,4 +1,4 @@
-"""What the small layers keep for the backward."""
+"""Arrays that norms, MLPs and attention keep for the backward."""
 
 import jax
 import jax.numpy as jnp
@@ -6,61 +6,65 @@ import numpy as np
 import pytest
 import toy
 
-from jaxopt_llm.kernels.spans import of_documents
-from jaxopt_llm.model.attention import attention_specs, self_attention
-from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.kernels.attention_mask import make_document_ranges
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.layers import Rotary, gelu, mlp, mlp_specs, norm, norm_specs
+from jaxopt_llm.model.self_attention import AttentionOptions, attention_specs, self_attention
+from jaxopt_llm.parallel.gathering import make_perturbations, place_weights
 
 pytestmark = pytest.mark.core
 
 ROWS, WIDTH, MLP_WIDTH = (2, 3), 4, 5
 POSITIONS = jnp.broadcast_to(jnp.arange(3), ROWS)
-CONTEXT = Context(POSITIONS, of_documents(jnp.zeros_like(POSITIONS)), toy.placement())
+CONTEXT = Context(POSITIONS, make_document_ranges(jnp.zeros_like(POSITIONS)), toy.placement())
 
 
-def kept(layer, specs, width: int) -> int:  # type: ignore[no-untyped-def]
-    """Arrays [2, 3, width] that the backward of a layer holds."""
+def count_residuals(layer, specs, width: int) -> int:  # type: ignore[no-untyped-def]
+    """Count the arrays [2, 3, width] that the backward of a layer holds."""
     placement = toy.placement()
 
-    def run(x: jax.Array, taps: dict) -> jax.Array:
-        return layer(placement.place(specs, toy.params(specs), taps, keep=False), x)
+    def run(x: jax.Array, perturbations: dict) -> jax.Array:
+        return layer(place_weights(specs, toy.params(specs), perturbations, placement, keep_gathered=False), x)
 
-    _, backward = jax.vjp(run, jnp.ones((*ROWS, WIDTH)), placement.taps(specs))
+    _, backward = jax.vjp(run, jnp.ones((*ROWS, WIDTH)), make_perturbations(specs, placement))
     return sum(np.shape(leaf) == (*ROWS, width) for leaf in jax.tree.leaves(backward))
 
 
 @pytest.mark.parametrize("kind, projections", [("swiglu", 2), ("geglu", 2), ("gelu", 1)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_an_mlp_keeps_its_input_and_projections(kind: str, projections: int, biased: bool) -> None:
+def test_an_mlp_keeps_only_its_input_and_projections(kind: str, projections: int, biased: bool) -> None:
     specs = mlp_specs(kind, WIDTH, MLP_WIDTH, 1.0, biased)  # type: ignore[arg-type]
 
     def layer(params: dict, x: jax.Array) -> jax.Array:
         return mlp(params, x, CONTEXT, norm=jnp.tanh, kind=kind)
 
-    assert kept(layer, specs, MLP_WIDTH) == projections
-    assert kept(layer, specs, WIDTH) == 1
+    assert count_residuals(layer, specs, MLP_WIDTH) == projections
+    assert count_residuals(layer, specs, WIDTH) == 1
 
 
 @pytest.mark.parametrize("biases", ["none", "all"])
-def test_attention_keeps_its_input_and_not_the_norm_of_it(biases: str) -> None:
+def test_attention_keeps_its_input_but_not_the_normed_input(biases: str) -> None:
     config = ModelConfig(width=WIDTH, heads=2, kv_heads=1, head_dim=6, biases=biases)  # type: ignore[arg-type]
-    none = {"scale": 1.0, "implementation": "xla"} | dict.fromkeys(("window", "softcap", "cache"))
     rotary = Rotary(np.ones(3, np.float32))
+    options = AttentionOptions(rotary, window=None, scale=1.0, softcap=None, implementation="xla")
 
     def layer(params: dict, x: jax.Array) -> jax.Array:
         norms = {"norm": jnp.tanh, "query_norm": lambda q: q, "key_norm": lambda k: k}
-        return self_attention(params, x, CONTEXT, **norms, rotary=rotary, **none)[0]
+        return self_attention(params, x, CONTEXT, **norms, options=options, cache=None)[0]
 
-    assert kept(layer, attention_specs(config, 1.0), WIDTH) == 1
+    assert count_residuals(layer, attention_specs(config, 1.0), WIDTH) == 1
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_a_norm_keeps_its_input(kind: str) -> None:
+def test_a_norm_keeps_only_its_input(kind: str) -> None:
     specs = norm_specs(kind, False, (WIDTH,), ("embed",))  # type: ignore[arg-type]
-    assert kept(lambda params, x: norm(params, x, kind=kind, epsilon=1e-5, zero_centered=False), specs, WIDTH) == 1
+    assert (
+        count_residuals(lambda params, x: norm(params, x, kind=kind, epsilon=1e-5, zero_centered=False), specs, WIDTH)
+        == 1
+    )
 
 
-def test_gelus_gradient_is_finite_wherever_float16_is() -> None:
+def test_gelu_has_a_finite_gradient_over_all_of_float16() -> None:
     far = jnp.float16([-60000, -300, 0, 300, 60000])
     np.testing.assert_array_equal(jax.vmap(jax.grad(gelu))(far), [0, 0, 0.5, 1, 1])

@@ -1,15 +1,16 @@
-"""What a parameter's initial value depends on, and what it does not."""
+"""Initial values of parameters: what they depend on, and what they do not."""
 
 import jax
 import numpy as np
 import pytest
 import toy
 
+from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.core.tree import Tree
 from jaxopt_llm.model import param
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.model.decoder import param_specs
+from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.model.param import ParamSpec, normal
-from jaxopt_llm.tree import Tree
+from jaxopt_llm.parallel.zero import master_sharding
 
 pytestmark = pytest.mark.core
 
@@ -37,7 +38,7 @@ def test_values_depend_on_seed_path_and_layer() -> None:
     assert_trees_equal(param.initialize(twice, seed=0), first)
 
 
-def test_a_layer_does_not_depend_on_the_height_of_its_stack() -> None:
+def test_a_layer_does_not_depend_on_the_depth_of_its_stack() -> None:
     low, high = (param.initialize({"up": UP.stack(repeats)}, seed=0)["up"] for repeats in (3, 5))
     np.testing.assert_array_equal(low, high[:3])
 
@@ -56,27 +57,27 @@ def test_padding_a_table_keeps_its_other_rows() -> None:
 def test_the_standard_deviation_is_scale_over_the_root_of_fan_in(spec: ParamSpec, deviation: float) -> None:
     for each in (spec, spec.stack(3)):
         values = np.asarray(param.initialize({"leaf": each}, seed=0)["leaf"])
-        # Of 1,024 normal values or more, the sample's deviation is off by 2 % (one sigma).
+        # The sample deviation of 1,024 or more normal values is off by 2% (one sigma).
         assert np.std(values) == pytest.approx(deviation, rel=0.1)
         assert abs(np.mean(values)) < 0.1 * deviation
 
 
 @pytest.mark.parametrize("spec", [UP, OUTPUT, TABLE, SCALE])
-def test_a_layer_of_a_stack_is_what_was_stacked(spec: ParamSpec) -> None:
+def test_unstack_is_the_inverse_of_stack(spec: ParamSpec) -> None:
     stack = spec.stack(3)
     assert stack.leading == 1 and stack.shape == (3, *spec.shape) and stack.fan_in == spec.fan_in
-    assert stack.layer() == spec
+    assert stack.unstack() == spec
 
 
-def test_layers_are_a_segments_numbers_and_count_is_of_all_values() -> None:
-    np.testing.assert_array_equal(param.layers(SPECS["segment_0"]), range(3))
-    assert param.layers(SPECS["outer"]) is None
-    assert param.count(SPECS) == 128 * 32 + 32 + 3 * (32 * 64 + 4 * 8 * 32)
+def test_layer_indices_and_parameter_count() -> None:
+    np.testing.assert_array_equal(param.layer_indices(SPECS["segment_0"]), range(3))
+    assert param.layer_indices(SPECS["outer"]) is None
+    assert param.count_parameters(SPECS) == 128 * 32 + 32 + 3 * (32 * 64 + 4 * 8 * 32)
 
 
 def test_values_are_the_same_to_the_bit_on_eight_devices() -> None:
     def values(placement: toy.Placement) -> Tree:
-        shardings = jax.tree.map(placement.masters, SPECS)
+        shardings = master_sharding(SPECS, placement)
         return jax.jit(lambda: param.initialize(SPECS, seed=0), out_shardings=shardings)()
 
     divided = values(toy.placement(zero_stage=3, fsdp=4, tensor=2))
@@ -86,6 +87,6 @@ def test_values_are_the_same_to_the_bit_on_eight_devices() -> None:
 
 @pytest.mark.parametrize("ids, rows", [(1, 128), (128, 128), (129, 256), (258, 384)])
 def test_tables_have_the_next_multiple_of_128_rows(ids: int, rows: int) -> None:
-    """On every mesh: the model is made before there is one."""
+    # Independent of the mesh: the model is made before it.
     outer = param_specs(ModelConfig(vocabulary_size=ids, tied_head=False))["outer"]
     assert outer["embedding"]["table"].shape[0] == outer["head"]["table"].shape[0] == rows

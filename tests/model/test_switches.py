@@ -1,4 +1,4 @@
-"""Every switch of the decoder against the float64 reference, in models that have many of them on."""
+"""Every switch of the decoder against the float64 reference, in models with many switches on."""
 
 import dataclasses
 import functools
@@ -13,17 +13,17 @@ import toy
 from test_experts import EXPERTS
 from test_reference import assert_finite_differences
 
-from jaxopt_llm import tree
+from jaxopt_llm.config import LoraConfig, ModelConfig, OptimizerConfig, RematConfig
+from jaxopt_llm.core import tree
 from jaxopt_llm.execution import scan
-from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.kernels.spans import Spans
-from jaxopt_llm.model import leaves
-from jaxopt_llm.model.config import ModelConfig
+from jaxopt_llm.kernels.attention_mask import KeyRanges
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.decoder import Params, make_parts, param_specs
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.decoder_specs import param_specs
+from jaxopt_llm.model.linear import leaves
+from jaxopt_llm.model.model import Params
 from jaxopt_llm.training import lora
-from jaxopt_llm.training.lora import LoraConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig, make_optimizer
+from jaxopt_llm.training.optimizer import make_optimizer
 
 pytestmark = pytest.mark.core
 
@@ -31,8 +31,8 @@ PLACEMENT = toy.placement()
 BATCH = toy.packed(rows=2, length=16)
 TOKENS = int(np.sum(BATCH.loss_mask))
 
-# Between them every switch. The values are such that each shows: caps near what they bound, frequencies of all three
-# kinds among the four of a head.
+# Together they have every switch. Each value has a visible effect: caps are near the values that they bound, and the
+# four frequencies of a head are of all three kinds.
 SWITCHES: dict[str, dict[str, Any]] = {
     "gpt": {
         "norm": "layer",
@@ -40,7 +40,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "max_positions": 16,
         "biases": "all",
         "mlp": "gelu",
-        "attention_softcap": 1.5,  # without it a key's bias, which moves all of a query's scores alike, does nothing
+        "attention_softcap": 1.5,  # without it the keys' bias, which shifts all scores of a query, has no effect
     },
     "gemma": {
         "norm_placement": "both",
@@ -87,7 +87,7 @@ def paths(specs: tree.Tree) -> set[str]:
     return set(jax.tree.leaves(tree.map_with_path(lambda path, spec: path, specs)))
 
 
-def test_every_switch_is_on_somewhere() -> None:
+def test_every_switch_is_on_in_some_model() -> None:
     sizes = {"vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width"}
     sizes |= {"rotary_head_dim", "value_head_dim"}
     elsewhere = {
@@ -105,12 +105,12 @@ def test_every_switch_is_on_somewhere() -> None:
 
 
 @pytest.mark.parametrize("name, policy", [("gpt", "none"), ("gemma", "full"), ("olmo", "none"), ("deepseek", "none")])
-def test_loss_and_gradients_are_the_references(name: str, policy: str) -> None:
-    parts, batch, remat = make_parts(MODELS[name]), toy.microbatches(BATCH, 1), RematConfig(policy)  # type: ignore[arg-type]
+def test_loss_and_gradients_match_the_reference(name: str, policy: str) -> None:
+    model, batch, remat = Decoder(MODELS[name]), toy.microbatches(BATCH, 1), RematConfig(policy)  # type: ignore[arg-type]
 
     def loss_and_gradients(params: Params) -> Any:
         nothing = jax.tree.map(lambda leaf: None, params)
-        return scan.loss_and_gradients(parts, params, nothing, batch, 1 / jnp.float32(TOKENS), PLACEMENT, remat)
+        return scan.loss_and_gradients(model, params, nothing, batch, 1 / jnp.float32(TOKENS), PLACEMENT, remat)
 
     run = jax.jit(loss_and_gradients, compiler_options=toy.QUICK_COMPILE)
     loss, _, _, gradients = run(params(name))
@@ -125,7 +125,7 @@ def test_loss_and_gradients_are_the_references(name: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_references_gradients_are_finite_differences(name: str) -> None:
+def test_gradients_of_the_reference_match_finite_differences(name: str) -> None:
     where = BATCH.loss_mask, BATCH.segment_ids, BATCH.positions
     wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), params(name))
     assert_finite_differences(wide, toy.reference_config(MODELS[name]), (BATCH.tokens, BATCH.targets, *where))
@@ -140,20 +140,20 @@ def test_each_switch_changes_the_reference(name: str, switch: str) -> None:
         on, without = (reference.logits(params(name), toy.reference_config(model), *where) for model in models)
         assert switch == "max_positions" or toy.distance(on, without) > 1e-3
     else:
-        assert switch in ("mlp", "norm_placement", "latent_rank", "query_rank")  # which then lacks parameters
+        assert switch in ("mlp", "norm_placement", "latent_rank", "query_rank")  # switches that need other parameters
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_cached_logits_are_the_uncached(name: str) -> None:
-    parts, tokens = make_parts(MODELS[name]), BATCH.tokens[:, :8]
+def test_cached_logits_match_uncached_logits(name: str) -> None:
+    model, tokens = Decoder(MODELS[name]), BATCH.tokens[:, :8]
     positions, ones = np.broadcast_to(np.arange(8), tokens.shape), np.ones_like(tokens)
-    forward = jax.jit(functools.partial(scan.forward, parts), compiler_options=toy.QUICK_COMPILE)
-    caches, pieces = scan.make_caches(parts, *tokens.shape, jnp.float32, PLACEMENT), []
+    forward = jax.jit(functools.partial(scan.forward, model), compiler_options=toy.QUICK_COMPILE)
+    caches, pieces = scan.make_caches(model, *tokens.shape, jnp.float32, PLACEMENT), []
     for first in (0, 4):
         part = slice(first, first + 4)
         context = Context(
             positions[:, part],
-            Spans(jnp.zeros((len(tokens), 4), jnp.int32), positions[:, part]),
+            KeyRanges(jnp.zeros((len(tokens), 4), jnp.int32), positions[:, part]),
             PLACEMENT,
             jnp.int32(first),
         )
@@ -163,14 +163,14 @@ def test_cached_logits_are_the_uncached(name: str) -> None:
     np.testing.assert_allclose(np.concatenate(pieces, axis=1), expected, rtol=1e-5, atol=2e-5)
 
 
-# ---- Norms and biases are neither adapted nor decayed; they start as if they were not there.
+# ---- Norms and biases are neither adapted nor decayed; initially they are the identity.
 
 
 def is_vector(path: str) -> bool:
     return "_norm/" in path or path.endswith("_bias")
 
 
-def test_initial_norms_and_biases_change_nothing() -> None:
+def test_initial_norms_and_biases_are_the_identity() -> None:
     for name, model in MODELS.items():
         values = leaves.initialize(param_specs(model), seed=0)
         one = 0 if model.norm_zero_centered else 1
@@ -186,17 +186,17 @@ def test_initial_norms_and_biases_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_matrices_and_tables_alone_decay_and_have_adapters(name: str) -> None:
-    parts = make_parts(MODELS[name])
-    block = jax.tree.map(lambda spec: spec.layer(), parts.specs["segment_0"]["block_0"])
-    for section, specs in (("outer", parts.specs["outer"]), ("segment_0", block)):
+def test_only_matrices_and_tables_decay_and_have_adapters(name: str) -> None:
+    model = Decoder(MODELS[name])
+    block = jax.tree.map(lambda spec: spec.unstack(), model.specs["segment_0"]["block_0"])
+    for section, specs in (("outer", model.specs["outer"]), ("segment_0", block)):
         optimizer = make_optimizer(OptimizerConfig(), lambda step: 1.0, section, specs)
         ones = jax.tree.map(lambda spec: jnp.ones(spec.shape), specs)
         updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, ones), optimizer.init(ones), ones)
         decayed = tree.map_with_path(lambda path, update: path if jnp.any(update) else None, updates)
         assert set(jax.tree.leaves(decayed)) == {path for path in paths(specs) if not is_vector(path)}
     everything = LoraConfig(rank=2, targets=("*",))
-    _, adapted, _ = lora.adapt(parts, everything, PLACEMENT.precision)
+    _, adapted, _ = lora.adapt_model(model, everything, PLACEMENT.precision)
     assert {path.rsplit("/", 1)[0] for path in paths(adapted)} == {
-        path for path in paths(parts.specs) if not is_vector(path)
+        path for path in paths(model.specs) if not is_vector(path)
     }

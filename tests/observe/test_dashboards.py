@@ -1,4 +1,4 @@
-"""TensorBoard shows what metrics.jsonl holds."""
+"""Records of metrics.jsonl in TensorBoard and Weights & Biases."""
 
 import os
 import subprocess
@@ -12,12 +12,12 @@ from boards import events, events_of
 from disks import files_no_larger_than
 from tensorboardX.proto.event_pb2 import SessionLog
 
-from jaxopt_llm.errors import InputError
+from jaxopt_llm.config import LoggingConfig
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.observe.dashboards import Dashboards
-from jaxopt_llm.observe.metrics import LoggingConfig
 
 
-def test_a_record_is_one_scalar_a_number(tmp_path: Path) -> None:
+def test_each_number_of_a_record_is_a_scalar(tmp_path: Path) -> None:
     with Dashboards(LoggingConfig(), tmp_path, resume_step=0, settings={}, say=print) as dashboards:
         dashboards.write({"step": 7, "loss": 0.5, "tokens": 1000, "expert_load": [1.5, None, 0.25]})
     shown = [(event.step, value.tag, value.simple_value) for event in events(tmp_path) for value in event.summary.value]
@@ -25,38 +25,38 @@ def test_a_record_is_one_scalar_a_number(tmp_path: Path) -> None:
     assert shown == [(7, "loss", 0.5), (7, "tokens", 1000.0), *loads]
 
 
-def test_a_resume_hides_what_was_shown_after_its_step(tmp_path: Path) -> None:
+def test_a_resume_hides_records_after_its_step(tmp_path: Path) -> None:
     with Dashboards(LoggingConfig(), tmp_path, resume_step=5, settings={}, say=print):
         pass
     restarts = [event.step for event in events(tmp_path) if event.session_log.status == SessionLog.START]
     assert restarts == [6]
 
 
-# tensorboardX flushes a file before it closes it: where the disk is full, a writer cannot be closed, only dropped.
+# tensorboardX flushes a file before it closes it, so on a full disk a writer cannot be closed, only dropped.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_full_disk_costs_the_records_that_it_lasts(tmp_path: Path) -> None:
-    said: list[str] = []
-    with Dashboards(LoggingConfig(), tmp_path, resume_step=0, settings={}, say=said.append) as dashboards:
+def test_a_full_disk_loses_only_the_records_written_meanwhile(tmp_path: Path) -> None:
+    messages: list[str] = []
+    with Dashboards(LoggingConfig(), tmp_path, resume_step=0, settings={}, say=messages.append) as dashboards:
         dashboards.write({"step": 1, "loss": 0.5})
         with files_no_larger_than(64):
             dashboards.write({"step": 2, "loss": 0.25})
         dashboards.write({"step": 3, "loss": 0.125})
-    assert len(said) == 1 and "step 2" in said[0]
+    assert len(messages) == 1 and "step 2" in messages[0]
     (last,) = (tmp_path / "tensorboard").glob("*.3")
     assert [(event.step, value.simple_value) for event in events_of(last) for value in event.summary.value] == [
         (3, 0.125)
     ]
 
 
-def test_nothing_is_written_where_it_is_off(tmp_path: Path) -> None:
+def test_nothing_is_written_if_dashboards_are_off(tmp_path: Path) -> None:
     with Dashboards(LoggingConfig(tensorboard=False), tmp_path, resume_step=0, settings={}, say=print) as dashboards:
         dashboards.write({"step": 1, "loss": 0.5})
     assert not list(tmp_path.iterdir())
 
 
-def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match="logging.wandb_project=mine wants the package wandb"):
+    with pytest.raises(InputError, match="logging.wandb_project=mine requires the package wandb .*pip install wandb"):
         Dashboards(WANDB, tmp_path, resume_step=0, settings={}, say=print)
 
 
@@ -64,7 +64,7 @@ WANDB = LoggingConfig(tensorboard=False, wandb_project="mine")
 
 
 class FakeWandb(ModuleType):
-    """What is called of the package."""
+    """Recorder of the calls into the package."""
 
     class Error(Exception):
         pass
@@ -84,20 +84,20 @@ class FakeWandb(ModuleType):
 def test_weights_and_biases_has_every_record_at_its_own_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    for step in (7, 5):  # resumed before what was logged
+    for step in (7, 5):  # the second run resumes before the logged step
         with Dashboards(WANDB, tmp_path, resume_step=4, settings={"seed": 1}, say=print) as dashboards:
             dashboards.write({"step": step, "loss": 0.5, "grad_norm": None})
     runs = [options for name, (*_, options) in fake.calls if name == "init"]
     assert [run["config"] for run in runs] == [{"seed": 1}] * 2
     assert runs[0]["id"] == runs[1]["id"] and runs[1]["resume"] == "allow"
-    assert [told for name, told in fake.calls if name == "log"] == [
+    assert [arguments for name, arguments in fake.calls if name == "log"] == [
         ({"step": step, "loss": 0.5}, {}) for step in (7, 5)
     ]
     assert fake.calls[1] == ("define_metric", ("*", {"step_metric": "step"}))
     assert fake.calls[-1][0] == "finish"
 
 
-def test_a_server_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandb()
 
     def init(**_: Any) -> None:
@@ -105,17 +105,17 @@ def test_a_server_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setattr(fake, "init", init, raising=False)
-    with pytest.raises(InputError, match="no route; WANDB_MODE=offline"):
+    with pytest.raises(InputError, match="no route; set WANDB_MODE=offline"):
         Dashboards(WANDB, tmp_path, resume_step=0, settings={}, say=print)
 
 
-def test_torch_is_not_imported_for_the_board(tmp_path: Path) -> None:
-    """It would be, for seconds of every start, wherever it is installed."""
+def test_tensorboard_does_not_import_torch(tmp_path: Path) -> None:
+    """Check this with a fake torch: where torch is installed, its import would take seconds of every start."""
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     program = """
 from pathlib import Path
 from jaxopt_llm.observe.dashboards import Dashboards
-from jaxopt_llm.observe.metrics import LoggingConfig
+from jaxopt_llm.config import LoggingConfig
 with Dashboards(LoggingConfig(), Path.cwd(), 0, {}, print) as boards:
     boards.write({"step": 1, "loss": 2.0})
 """

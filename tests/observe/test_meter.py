@@ -1,4 +1,4 @@
-"""What a record says of speed."""
+"""Speed in the records of a run."""
 
 import time
 
@@ -14,12 +14,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_a_record_has_the_means_of_the_steps_since_the_last(clock: list[float]) -> None:
+def test_a_record_has_the_means_since_the_last_record(clock: list[float]) -> None:
     meter = Meter(tokens_per_step=60, utilisation={"mfu": 0.01})
     meter.restart(4)
     clock[0] += 6.0
-    meter.waited(3.0)
-    record = meter.record(6, {"loss": 1.5})
+    meter.add_wait(3.0)
+    record = meter.make_record(6, {"loss": 1.5})
     assert record == {
         "step": 6,
         "loss": 1.5,
@@ -30,15 +30,15 @@ def test_a_record_has_the_means_of_the_steps_since_the_last(clock: list[float]) 
         "mfu": 0.2,
     }
     clock[0] += 1.0
-    record = meter.record(7, {})
+    record = meter.make_record(7, {})
     assert (record["step_seconds"], record["data_seconds"]) == (1.0, 0.0)
 
 
-def test_what_goes_before_a_restart_is_left_out(clock: list[float]) -> None:
+def test_time_before_a_restart_does_not_count(clock: list[float]) -> None:
     meter = Meter(tokens_per_step=60, utilisation={})
     clock[0] += 1000.0
-    meter.waited(1000.0)
+    meter.add_wait(1000.0)
     meter.restart(1)
     clock[0] += 2.0
-    record = meter.record(2, {})
+    record = meter.make_record(2, {})
     assert (record["step_seconds"], record["data_seconds"]) == (2.0, 0.0)

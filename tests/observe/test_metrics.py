@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "metrics.jsonl"
 
 
-def test_a_resume_cuts_back_to_its_step_and_goes_on(path: Path) -> None:
+def test_a_resume_removes_later_records_and_goes_on(path: Path) -> None:
     write(path, 1, 2, 3, 4)
     write(path, 3, 4, 5, resume_step=2)
     assert read(path) == [(1, 0), (2, 0), (3, 2), (4, 2), (5, 2)]
@@ -58,14 +58,14 @@ def test_a_record_is_in_the_file_before_the_next_is_written(path: Path) -> None:
     log.close()
 
 
-def test_what_a_full_disk_does_not_take_waits_for_the_next_record(path: Path) -> None:
-    said: list[str] = []
-    log = MetricsLog(path, 0, said.append)
+def test_a_record_that_a_full_disk_rejects_waits_for_the_next(path: Path) -> None:
+    messages: list[str] = []
+    log = MetricsLog(path, 0, messages.append)
     log.write({"step": 1, "resumed_at": 0})
     with files_no_larger_than(path.stat().st_size + 5):
         log.write({"step": 2, "resumed_at": 0})
         assert read(path) == [(1, 0)]  # and not five bytes more
-    assert len(said) == 1 and str(path) in said[0]
+    assert len(messages) == 1 and str(path) in messages[0]
     log.write({"step": 3, "resumed_at": 0})
     assert read(path) == [(1, 0), (2, 0), (3, 0)]
     with files_no_larger_than(path.stat().st_size):

@@ -1,4 +1,4 @@
-"""What a signal does, without a process to send it to."""
+"""Effects of signals, tested within this process."""
 
 import signal
 
@@ -10,7 +10,7 @@ BOTH = (signal.SIGTERM, signal.SIGINT)
 
 
 @pytest.mark.parametrize("sent", BOTH, ids=lambda sent: sent.name)
-def test_the_first_signal_is_noted_and_the_second_ends_the_process(sent: signal.Signals) -> None:
+def test_the_first_signal_is_recorded_and_the_second_ends_the_process(sent: signal.Signals) -> None:
     before = {each: signal.getsignal(each) for each in BOTH}
     with Preemption() as preemption:
         assert signal.getsignal(sent) is not before[sent]

@@ -1,4 +1,4 @@
-"""The mesh is over exactly the devices that there are."""
+"""The mesh is over exactly the visible devices."""
 
 from pathlib import Path
 
@@ -6,9 +6,10 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxopt_llm.errors import InputError
+from jaxopt_llm.config import AXES, MeshConfig
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.parallel import mesh
-from jaxopt_llm.parallel.mesh import AXES, MeshConfig, make_mesh, restore_no_programs
+from jaxopt_llm.parallel.mesh import disable_compilation_cache, make_mesh
 
 pytestmark = pytest.mark.core
 
@@ -17,7 +18,7 @@ MINIMUM = "jax_persistent_cache_min_compile_time_secs"
 
 
 @pytest.mark.parametrize("fsdp", [3, 16])
-def test_another_number_of_devices_is_refused_with_both_numbers(fsdp: int) -> None:
+def test_a_wrong_number_of_devices_is_refused_with_both_numbers(fsdp: int) -> None:
     with pytest.raises(InputError, match=rf"fsdp {fsdp} needs {fsdp} .* 8 cpu device"):
         make_mesh(MeshConfig(fsdp=fsdp), jax.devices("cpu"))
 
@@ -44,13 +45,13 @@ def test_programs_for_several_cpu_devices_are_never_restored(
 ) -> None:
     called = []
     devices = jax.devices("cpu")[:count]
-    monkeypatch.setattr(mesh, "restore_no_programs", lambda: called.append(True))
+    monkeypatch.setattr(mesh, "disable_compilation_cache", lambda: called.append(True))
     monkeypatch.setattr(jax, "devices", lambda: devices)
     mesh.visible_devices()
     assert len(called) == calls
 
 
-def test_without_the_cache_no_program_is_kept(tmp_path: Path) -> None:
+def test_with_the_cache_disabled_no_program_is_kept(tmp_path: Path) -> None:
     values = jax.config.values
     before = {name: values[name] for name in (CACHE, "jax_compilation_cache_dir", MINIMUM)}
     try:
@@ -59,7 +60,7 @@ def test_without_the_cache_no_program_is_kept(tmp_path: Path) -> None:
         compilation_cache.reset_cache()
         jax.jit(lambda x: x * 2)(1.0)
         assert (kept := set(tmp_path.iterdir()))
-        restore_no_programs()
+        disable_compilation_cache()
         jax.jit(lambda x: x * 3)(1.0)
         assert set(tmp_path.iterdir()) == kept
     finally:

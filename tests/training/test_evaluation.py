@@ -1,4 +1,4 @@
-"""The held-out loss: over tokens, not over batches."""
+"""Tests of the held-out loss: a mean over tokens, not over batches."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Groups of weight decay and learning rate by patterns of paths."""
+"""Tests of the parameter groups of weight decay and learning rate."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,28 +8,30 @@ import numpy as np
 import pytest
 import toy
 
-from jaxopt_llm import tree
-from jaxopt_llm.model.decoder import Params, make_parts
+from jaxopt_llm.config import OptimizerConfig
+from jaxopt_llm.core import tree
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.training import update
-from jaxopt_llm.training.optimizer import OptimizerConfig, group_problems, make_optimizer
+from jaxopt_llm.training.optimizer import group_problems, make_optimizer
 
 pytestmark = pytest.mark.core
 
-SPECS = make_parts(toy.CONFIG).specs
+SPECS = Decoder(toy.CONFIG).specs
 
 
 def changes(**fields: Any) -> dict[str, set[float]]:
-    """By path, the share of its value that a parameter loses in a step of rate 1 without a gradient."""
+    """Return by path the shares of its values that a parameter loses in a step of rate 1 without a gradient."""
     config = OptimizerConfig(name="sgd", weight_decay=0.5, **fields)
     optimizers = update.make_optimizers(lambda *of: make_optimizer(config, lambda count: 1.0, *of), SPECS)
     masters = jax.tree.map(lambda spec: np.ones(spec.shape, np.float32), SPECS)
-    state = (masters, update.init(optimizers, SPECS, masters), None)
+    state = (masters, update.initialize_moments(optimizers, SPECS, masters), None)
     gradients = jax.tree.map(np.zeros_like, masters)
 
     @jax.jit
     def step(state: Any, gradients: Params) -> Params:
-        return update.apply(optimizers, SPECS, state, gradients, 1.0, True, toy.placement())[0]
+        return update.apply_gradients(optimizers, SPECS, state, gradients, 1.0, True, toy.placement())[0]
 
     found: dict[str, set[float]] = {}
     tree.map_with_path(
@@ -44,8 +46,8 @@ def test_by_default_matrices_and_tables_decay_and_scales_do_not() -> None:
 
 
 def test_a_bias_by_heads_is_no_matrix() -> None:
-    specs = make_parts(replace(toy.UNIFORM, biases="qkv")).specs["segment_0"]["block_0"]
-    specs = jax.tree.map(ParamSpec.layer, specs)
+    specs = Decoder(replace(toy.UNIFORM, biases="qkv")).specs["segment_0"]["block_0"]
+    specs = jax.tree.map(ParamSpec.unstack, specs)
     ones, zeros = (jax.tree.map(lambda spec, x=x: np.full(spec.shape, x, np.float32), specs) for x in (1, 0))
     config = OptimizerConfig(name="sgd", weight_decay=0.5)
     optimizer = make_optimizer(config, lambda count: 1.0, "segment_0", {"block_0": specs})
@@ -73,18 +75,21 @@ def test_the_factor_of_the_rate_is_of_the_gradients_step_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "told"),
+    ("groups", "message"),
     [
-        (("*/attention/*=1", "*/mlp/*=1"), "no pattern fits outer/embedding/table; end with *=1"),
-        (("*/mpl/*=0", "*=1"), "*/mpl/* fits no parameter"),
-        (("*/mlp/*=0", "*/up=2", "*=1"), "*/up comes after patterns that fit all that it fits"),
-        (("*=0", "*=1"), "* comes after patterns that fit all that it fits"),
+        (("*/attention/*=1", "*/mlp/*=1"), "no pattern matches outer/embedding/table; end with *=1"),
+        (("*/mpl/*=0", "*=1"), "*/mpl/* matches no parameter; correct or remove it"),
+        (
+            ("*/mlp/*=0", "*/up=2", "*=1"),
+            "*/up has no effect, because earlier patterns match all its parameters; move it",
+        ),
+        (("*=0", "*=1"), "* has no effect, because earlier patterns match all its parameters; move it"),
     ],
 )
-def test_parameters_uncovered_and_patterns_idle_are_named(groups: tuple[str, ...], told: str) -> None:
+def test_parameters_uncovered_and_patterns_idle_are_named(groups: tuple[str, ...], message: str) -> None:
     for name in ("decay_groups", "rate_groups"):
         (problem,) = group_problems(OptimizerConfig(**{name: groups}), SPECS)  # type: ignore[arg-type]
-        assert problem.startswith(f"optimizer.{name}: {told}") and "outer/embedding/table" in problem
+        assert problem.startswith(f"optimizer.{name}: {message}") and "outer/embedding/table" in problem
     assert group_problems(OptimizerConfig(), SPECS) == []
 
 

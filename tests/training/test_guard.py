@@ -1,4 +1,4 @@
-"""Steps that are skipped change nothing, and which they are."""
+"""Tests of skipped steps: which steps are skipped, and that they change nothing."""
 
 import functools
 from collections.abc import Iterator
@@ -11,24 +11,24 @@ import numpy as np
 import pytest
 import toy
 
-from jaxopt_llm import tree
+from jaxopt_llm.config import OptimizerConfig, RematConfig
+from jaxopt_llm.core import tree
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.executor import Executor
-from jaxopt_llm.execution.stacks import RematConfig
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.decoder import make_parts
+from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.training import guard, update
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.guard import HISTORY
-from jaxopt_llm.training.optimizer import OptimizerConfig, make_optimizer
+from jaxopt_llm.training.optimizer import make_optimizer
 from jaxopt_llm.training.state import TrainState
-from jaxopt_llm.training.step import make_step
+from jaxopt_llm.training.step import StepSettings, make_step
 
 pytestmark = pytest.mark.core
 
-# What is put into a batch's first position, and what comes of it.
+# Fault of a step -> the value of the batch's first position that causes it.
 POISON = {"gradient": -1, "loss": -2, "large gradient": -3}
-SLOPE = 0.001  # of the learning rate: every step has its own
+SLOPE = 0.001  # slope of the learning rate: every step has another rate
 
 
 def schedule(count: jax.Array) -> jax.Array:
@@ -36,7 +36,7 @@ def schedule(count: jax.Array) -> jax.Array:
 
 
 def poisoned(executor: Executor) -> Executor:
-    """Goes wrong where the batch says so: in one value of one leaf's gradient, in the loss, or by size alone."""
+    """Return an executor with the fault of the batch: a NaN in one gradient, an infinite loss, or large gradients."""
 
     def loss_and_gradients(parts: Any, trainable: Any, frozen: Any, batch: Batch, *rest: Any) -> Any:
         mark = batch.positions[0, 0, 0]
@@ -53,15 +53,18 @@ def poisoned(executor: Executor) -> Executor:
 
 @functools.cache
 def program() -> tuple[Any, TrainState, TrainState]:
-    """Step, initial state on the host, and where it rests: with a compute copy, and Muon has what others have."""
-    parts, placement = make_parts(toy.UNIFORM), toy.placement(1, compute_dtype="bfloat16", fsdp=2)
+    """Return the step, the initial state on the host, and its shardings, with a compute copy and with Muon."""
+    parts, placement = Decoder(toy.UNIFORM), toy.placement(1, compute_dtype="bfloat16", fsdp=2)
     config = OptimizerConfig(name="muon")
     optimizers = update.make_optimizers(functools.partial(make_optimizer, config, schedule), parts.specs)
-    specs = training_state.state_specs(*tree.partition(parts.specs, lambda path: True), optimizers, placement.precision)
+    specs = training_state.make_state_specs(
+        *tree.partition(parts.specs, lambda path: True), optimizers, placement.precision
+    )
     executor = poisoned(scan.make_executor(RematConfig("none")))
-    step = make_step(parts, specs, optimizers, schedule, 1.0, 10.0, executor, placement)
-    initial = training_state.initialize(specs, optimizers, 0, placement)
-    return step, jax.tree.map(np.asarray, initial), training_state.shardings(specs, placement)
+    settings = StepSettings(clip_norm=1.0, skip_outliers=10.0)
+    step = make_step(parts, specs, optimizers, schedule, executor, placement, settings)
+    initial = training_state.initialize_state(specs, optimizers, 0, placement)
+    return step, jax.tree.map(np.asarray, initial), training_state.state_shardings(specs, placement)
 
 
 def batch(seed: int, poison: str | None = None) -> Batch:
@@ -72,7 +75,7 @@ def batch(seed: int, poison: str | None = None) -> Batch:
 
 
 def run(*batches: Batch, remembered: dict[str, Any] | None = None) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """State on the host and metrics after each step."""
+    """Yield the state on the host and the metrics after each step."""
     step, initial, resting = program()
     begin = initial if remembered is None else replace(initial, step=remembered["updates"], guard=remembered)
     state = jax.device_put(begin, resting)
@@ -82,7 +85,7 @@ def run(*batches: Batch, remembered: dict[str, Any] | None = None) -> Iterator[t
 
 
 def assert_same_but_for(found: TrainState, expected: TrainState, **fields: int) -> None:
-    """To the bit, but for the batches seen and what is named of the guard."""
+    """Assert bitwise equality, except for the step count and the given fields of the guard."""
     assert found.step == expected.step + fields.pop("step")
     changed = replace(expected, step=found.step, guard={**expected.guard, **fields})
     jax.tree.map(np.testing.assert_array_equal, found, changed)
@@ -100,11 +103,11 @@ def test_a_step_that_is_not_finite_changes_nothing_to_the_bit(poison: str) -> No
 
 def test_the_schedule_goes_on_where_it_was() -> None:
     *_, (whole, _) = run(batch(0), batch(2))
-    told = list(run(batch(0), batch(1, "gradient"), batch(2)))
-    assert_same_but_for(told[-1][0], whole, step=1, skipped_in_a_row=0)
-    np.testing.assert_allclose([metrics["learning_rate"] for _, metrics in told], SLOPE * np.array([1, 2, 2]))
-    assert [int(metrics["skipped"]) for _, metrics in told] == [0, 1, 1]
-    assert [int(metrics["skipped_in_a_row"]) for _, metrics in told] == [0, 1, 0]
+    steps = list(run(batch(0), batch(1, "gradient"), batch(2)))
+    assert_same_but_for(steps[-1][0], whole, step=1, skipped_in_a_row=0)
+    np.testing.assert_allclose([metrics["learning_rate"] for _, metrics in steps], SLOPE * np.array([1, 2, 2]))
+    assert [int(metrics["skipped"]) for _, metrics in steps] == [0, 1, 1]
+    assert [int(metrics["skipped_in_a_row"]) for _, metrics in steps] == [0, 1, 0]
 
 
 def test_a_gradient_far_above_the_usual_is_skipped_once_there_is_a_history() -> None:
@@ -118,15 +121,15 @@ def test_a_gradient_far_above_the_usual_is_skipped_once_there_is_a_history() -> 
 
 
 def test_an_outlier_is_told_by_the_median_of_the_last_good_steps() -> None:
-    """Against a plain list, through a rise that the rule follows, with outliers and what is not finite."""
+    """Compare with a plain list. The norms rise, which the rule follows, and include outliers, NaN and infinity."""
     random = np.random.default_rng(0)
     norms = np.exp(random.normal(scale=0.3, size=600)) * np.linspace(1, 30, 600)
     norms[random.choice(600, 60, replace=False)] *= 50
     norms[random.choice(600, 20, replace=False)] = np.nan
     norms[random.choice(600, 20, replace=False)] = np.inf
-    norms[5] = 1e6  # too early to tell, and no mean would stand it
-    judge = jax.jit(functools.partial(guard.judge, outliers=4.0))
-    remembered, history, in_a_row = guard.initialize(), [], 0
+    norms[5] = 1e6  # before there is a history; it would dominate a mean
+    judge = jax.jit(functools.partial(guard.judge_step, outliers=4.0))
+    remembered, history, in_a_row = guard.initialize_guard(), [], 0
     for norm in norms.astype(np.float32):
         good, remembered = judge(remembered, jnp.float32(1), norm, jnp.bool(False))
         usual = np.median(history[-HISTORY:]) if len(history) >= HISTORY else np.inf
@@ -139,5 +142,5 @@ def test_an_outlier_is_told_by_the_median_of_the_last_good_steps() -> None:
 
 
 def test_without_a_rule_any_finite_norm_is_good() -> None:
-    known = {**guard.initialize(), "updates": jnp.int32(HISTORY), "norms": jnp.ones(HISTORY)}
-    assert guard.judge(known, jnp.float32(1), jnp.float32(1e30), jnp.bool(False), 0.0)[0]
+    known = {**guard.initialize_guard(), "updates": jnp.int32(HISTORY), "norms": jnp.ones(HISTORY)}
+    assert guard.judge_step(known, jnp.float32(1), jnp.float32(1e30), jnp.bool(False), 0.0)[0]

@@ -1,4 +1,4 @@
-"""The optimizer in the backward against the ordinary step: the same masters, moments and gradient norm."""
+"""Tests of the optimizer in the backward: the ordinary step has the same masters, moments and gradient norm."""
 
 import functools
 from dataclasses import replace
@@ -9,16 +9,10 @@ import numpy as np
 import pytest
 import toy
 
-from jaxopt_llm import tree
-from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.parallel.offload import OffloadConfig
-from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.config import LoraConfig, OffloadConfig, OptimizerConfig, RematConfig, ScheduleConfig, TrainingConfig
+from jaxopt_llm.core import tree
+from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.lora import LoraConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.program import make_program
-from jaxopt_llm.training.schedule import ScheduleConfig
-from jaxopt_llm.training.step import TrainingConfig
 
 MODELS = {
     "tied": replace(toy.CONFIG, pattern=("global",), layers=2),
@@ -27,11 +21,11 @@ MODELS = {
 }
 ADAPT = {
     "": LoraConfig(),
-    # Nothing of the second segment, nor outside the stacks.
+    # Trains nothing in the second segment and in "outer".
     "lora": LoraConfig(rank=4, targets=("segment_0/*/attention/*",), base="nf4", dora=True, dropout=0.1),
 }
 ROWS, LENGTH, STEPS = 8, 16, 3
-# An epsilon under which rounding noise of a zero gradient does not become a full step.
+# With this epsilon, rounding noise of a zero gradient does not become a full step.
 ADAMW = OptimizerConfig(
     learning_rate=1e-2,
     epsilon=1e-3,
@@ -43,18 +37,18 @@ ADAMW = OptimizerConfig(
 
 
 def train(placement: Placement, optimizer: OptimizerConfig, model: str, adapt: str) -> tuple[Any, list[float]]:
-    """What a checkpoint holds after three steps, and the losses and gradient norms of these."""
+    """Return the checkpoint trees after three steps, and the losses and gradient norms of the steps."""
     training = TrainingConfig(batch_size=ROWS, sequence_length=LENGTH, loss_chunk=7, z_loss=1e-2)
     of = (MODELS[model], training, optimizer, ScheduleConfig(1, 10), RematConfig("full"), ADAPT[adapt])
-    program = make_program(*of, placement)
-    state = training_state.initialize(program.specs, program.optimizers, 0, placement)
-    told = []
+    program = toy.make_program(*of, placement)
+    state = training_state.initialize_state(program.specs, program.optimizers, 0, placement)
+    values = []
     for step in range(STEPS):
         batch = jax.device_put(toy.microbatches(toy.packed(ROWS, LENGTH, seed=step), 1), program.rows)
         state, metrics = program.step(state, batch)
-        told += [float(metrics[name]) for name in ("loss", "grad_norm", "router_entropy") if name in metrics]
+        values += [float(metrics[name]) for name in ("loss", "grad_norm", "router_entropy") if name in metrics]
     assert metrics["skipped"] == 0
-    return jax.tree.map(np.asarray, program.kept(state)), told
+    return jax.tree.map(np.asarray, program.to_checkpoint(state)), values
 
 
 @functools.cache
@@ -89,12 +83,12 @@ def test_a_step_is_that_of_the_ordinary_executor(
     offload = OffloadConfig(optimizer=settings.pop("offload", False))
     config = replace(ADAMW, **settings)
     placement = replace(toy.placement(stage, **axes), offload=offload)
-    found, told = train(placement, replace(config, in_backward=True), model, adapt)
-    expected, expected_told = ordinary(config, model, adapt)
-    np.testing.assert_allclose(told, expected_told, rtol=2e-6)
+    found, values = train(placement, replace(config, in_backward=True), model, adapt)
+    expected, expected_values = ordinary(config, model, adapt)
+    np.testing.assert_allclose(values, expected_values, rtol=2e-6)
 
     def check(path: str, a: np.ndarray, b: np.ndarray) -> None:
-        share = 3e-5 if b.dtype == np.float32 else 1e-3  # of few bits, a value may have been rounded to the next
+        share = 3e-5 if b.dtype == np.float32 else 1e-3  # in few bits, a value may be rounded to its neighbour
         a, b = (np.asarray(each, np.float64) for each in (a, b))
         assert np.linalg.norm(a - b) <= share * np.linalg.norm(b), path
 

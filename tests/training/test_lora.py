@@ -1,4 +1,4 @@
-"""What trains: what the patterns select, of adapters and of whole parameters, and that nothing else changes."""
+"""Tests of the trained parameters: the patterns select adapters and whole parameters, and nothing else changes."""
 
 import functools
 from dataclasses import replace
@@ -10,22 +10,16 @@ import optax
 import pytest
 import toy
 
-from jaxopt_llm import tree
-from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.config import LoraConfig, OptimizerConfig, PrecisionConfig, RematConfig, ScheduleConfig, TrainingConfig
+from jaxopt_llm.core import tree
 from jaxopt_llm.model import param
-from jaxopt_llm.model.decoder import make_parts
-from jaxopt_llm.parallel.precision import PrecisionConfig
+from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.training import lora
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.lora import LoraConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.program import make_program
-from jaxopt_llm.training.schedule import ScheduleConfig
-from jaxopt_llm.training.step import TrainingConfig
 
 pytestmark = pytest.mark.core
 
-PARTS = make_parts(toy.CONFIG)
+PARTS = Decoder(toy.CONFIG)
 MATRICES = {"query", "key", "value", "output", "gate", "up", "down"}
 
 
@@ -34,12 +28,12 @@ def paths(leaves: tree.Tree) -> set[str]:
 
 
 def adapted(config: LoraConfig) -> set[str]:
-    """Paths of the weights that get adapters."""
-    _, trained, _ = lora.adapt(PARTS, config, PrecisionConfig())
+    """Return the paths of the weights that have adapters."""
+    _, trained, _ = lora.adapt_model(PARTS, config, PrecisionConfig())
     return {path.rsplit("/", 1)[0] for path in paths(trained)}
 
 
-# ---- What the patterns select.
+# ---- Selection by patterns.
 
 
 def test_by_default_every_matrix_of_the_blocks_is_adapted_and_nothing_else() -> None:
@@ -61,10 +55,13 @@ def test_all_linear_is_a_target_beside_others() -> None:
 @pytest.mark.parametrize(
     "targets, problem",
     [
-        (("*/mlp/*", "*/mpl/*"), "*/mpl/* fits no parameter (there are outer/embedding/table, segment_0/block_0/"),
-        (("*norm/scale", "*"), "*norm/scale fits no matrix, only outer/final_norm/scale"),
-        (("*/mlp/*", "*/up"), "*/up comes after patterns that fit all that it fits"),
-        (("all-linear", "*/up"), "*/up comes after patterns that fit all that it fits"),
+        (
+            ("*/mlp/*", "*/mpl/*"),
+            "*/mpl/* matches no parameter; correct or remove it (examples: outer/embedding/table, segment_0/block_0/",
+        ),
+        (("*norm/scale", "*"), "*norm/scale matches no matrix, only outer/final_norm/scale"),
+        (("*/mlp/*", "*/up"), "*/up has no effect, because earlier patterns match all its parameters; correct or"),
+        (("all-linear", "*/up"), "*/up has no effect, because earlier patterns match all its parameters; correct or"),
     ],
 )
 def test_a_pattern_that_decides_no_weight_is_named(targets: tuple[str, ...], problem: str) -> None:
@@ -74,9 +71,9 @@ def test_a_pattern_that_decides_no_weight_is_named(targets: tuple[str, ...], pro
 
 
 def test_a_head_of_its_own_is_among_what_exists() -> None:
-    specs = make_parts(replace(toy.CONFIG, tied_head=False)).specs
+    specs = Decoder(replace(toy.CONFIG, tied_head=False)).specs
     (found,) = lora.problems(specs, LoraConfig(rank=2, targets=("*/mpl/*",)))
-    assert "(there are outer/embedding/table, outer/head/table, segment_0/block_0/attention/key, " in found
+    assert "(examples: outer/embedding/table, outer/head/table, segment_0/block_0/attention/key, " in found
 
 
 def test_what_a_configuration_gets_wrong_by_itself() -> None:
@@ -84,13 +81,16 @@ def test_what_a_configuration_gets_wrong_by_itself() -> None:
     for wrong, problem in (
         (LoraConfig(rank=-1), "lora.rank=-1"),
         (LoraConfig(rank=2, alpha=0.0), "lora.alpha=0.0"),
-        (LoraConfig(alpha=8.0), "lora.alpha=8.0 is of adapters"),
+        (LoraConfig(alpha=8.0), "lora.alpha=8.0 has no effect with lora.rank=0"),
         (LoraConfig(rank=2, targets=()), "lora.targets"),
-        (LoraConfig(base="int8"), "lora.base=int8 is of adapters, and lora.rank=0 trains"),
-        (LoraConfig(dora=True), "lora.dora=True is of adapters"),
-        (LoraConfig(rslora=True), "lora.rslora=True is of adapters"),
-        (LoraConfig(dropout=0.1), "lora.dropout=0.1 is of adapters"),
-        (LoraConfig(targets=("*/mlp/*",)), "lora.targets=('*/mlp/*',) is of adapters"),
+        (
+            LoraConfig(base="int8"),
+            "lora.base=int8 has no effect with lora.rank=0, which trains no adapters: set --lora.rank",
+        ),
+        (LoraConfig(dora=True), "lora.dora=True has no effect with lora.rank=0"),
+        (LoraConfig(rslora=True), "lora.rslora=True has no effect with lora.rank=0"),
+        (LoraConfig(dropout=0.1), "lora.dropout=0.1 has no effect with lora.rank=0"),
+        (LoraConfig(targets=("*/mlp/*",)), "lora.targets=('*/mlp/*',) has no effect with lora.rank=0"),
         (LoraConfig(rank=2, dropout=1.0), "lora.dropout=1.0"),
         (LoraConfig(rank=2, base="int8", double_quantisation=True), "lora.base=int8: set --lora.base nf4"),
     ):
@@ -104,16 +104,20 @@ def test_what_a_configuration_gets_wrong_by_itself() -> None:
         (
             LoraConfig(),
             ("*/scale", "*/bais"),
-            "training.trainable: */bais fits no parameter (there are outer/embedding",
+            "training.trainable: */bais matches no parameter; correct or remove it (examples: outer/embedding",
         ),
         (
             LoraConfig(rank=2),
             ("*/mlp/up",),
-            "mlp/up is trained whole by training.trainable and adapted by lora.targets",
+            "mlp/up is selected by training.trainable, which trains it whole, and by lora.targets, which adapts it",
         ),
-        (LoraConfig(rank=2, dora=True, targets=("*",)), (), "lora.dora is for the matrices of the blocks"),
-        (LoraConfig(rank=2, dropout=0.1, targets=("outer/*",)), (), "lora.targets select outer/embedding/table alone"),
-        (LoraConfig(rank=17), (), "lora.rank=17 is above 8"),
+        (LoraConfig(rank=2, dora=True, targets=("*",)), (), "lora.dora=True supports only the matrices of the blocks"),
+        (
+            LoraConfig(rank=2, dropout=0.1, targets=("outer/*",)),
+            (),
+            "lora.dropout=0.1 applies only to the inputs of the blocks, but lora.targets select only outer/embedding",
+        ),
+        (LoraConfig(rank=17), (), "lora.rank=17 is above 8, the largest possible rank of segment_"),
     ],
 )
 def test_settings_that_do_not_go_together(config: LoraConfig, trainable: tuple[str, ...], problem: str) -> None:
@@ -122,34 +126,34 @@ def test_settings_that_do_not_go_together(config: LoraConfig, trainable: tuple[s
 
 
 def test_blocks_of_4_bits_divide_the_width() -> None:
-    specs = make_parts(replace(toy.CONFIG, width=24)).specs
+    specs = Decoder(replace(toy.CONFIG, width=24)).specs
     (found,) = lora.problems(specs, LoraConfig(rank=2, base="nf4"))
-    assert "model.width=24 is no multiple of 16" in found
+    assert "model.width=24 is not a multiple of 16" in found
     assert not lora.problems(specs, LoraConfig(rank=2, base="int8"))
 
 
 def test_an_adapters_product_counts_by_its_rank() -> None:
     assert LoraConfig(rank=16, alpha=8).scale == 0.5 and LoraConfig(rank=16, alpha=8, rslora=True).scale == 2.0
-    parts, _, _ = lora.adapt(PARTS, LoraConfig(rank=4, alpha=8, rslora=True), PrecisionConfig())
+    parts, _, _ = lora.adapt_model(PARTS, LoraConfig(rank=4, alpha=8, rslora=True), PrecisionConfig())
     assert parts.specs["segment_0"]["block_0"]["mlp"]["up"].scale == 4.0
 
 
-# ---- How what is frozen rests.
+# ---- Dtypes of the frozen parameters.
 
 
 def test_without_adapters_everything_is_trained() -> None:
-    parts, trained, frozen = lora.adapt(PARTS, LoraConfig(), PrecisionConfig())
+    parts, trained, frozen = lora.adapt_model(PARTS, LoraConfig(), PrecisionConfig())
     assert parts.specs == trained == PARTS.specs and not jax.tree.leaves(frozen)
 
 
 @pytest.mark.parametrize("base", ["float", "int8", "nf4"])
 def test_the_base_rests_in_the_compute_dtype_or_as_codes(base: Any) -> None:
     config = LoraConfig(rank=2, targets=("*/attention/*", "outer/*"), base=base)
-    _, trained, frozen = lora.adapt(PARTS, config, PrecisionConfig(compute_dtype="bfloat16"))
+    _, trained, frozen = lora.adapt_model(PARTS, config, PrecisionConfig(compute_dtype="bfloat16"))
     assert {spec.dtype.name for spec in jax.tree.leaves(trained)} == {"float32"}
 
     def check(path: str, spec: param.ParamSpec) -> None:
-        # Whether targeted or not: the MLPs have no adapters here.
+        # The MLPs have no adapters here, but their weights are quantised too.
         in_codes = base != "float" and MATRICES & set(path.split("/"))
         codes = {"int8": "int8", "nf4": "uint8"}.get(base)
         expected = {"codes": codes, "scales": "float32"}[path.rsplit("/", 1)[-1]] if in_codes else "bfloat16"
@@ -158,33 +162,33 @@ def test_the_base_rests_in_the_compute_dtype_or_as_codes(base: Any) -> None:
     tree.map_with_path(check, frozen)
 
 
-# ---- Nothing but adapters trains.
+# ---- Only adapters train.
 
 
 @functools.cache
 def run(adapters: LoraConfig, trainable: tuple[str, ...] = ()) -> tuple[list[Any], list[Any]]:
-    """States on the host before and after each of two steps, and the steps' metrics."""
+    """Return the states on the host before and after each of two steps, and the metrics of the steps."""
     training, schedule = TrainingConfig(batch_size=4, sequence_length=16, trainable=trainable), ScheduleConfig(1, 10)
     optimizer = OptimizerConfig(clip_norm=1e3, weight_decay=0)  # only a gradient changes a value
     placement = toy.placement(2, fsdp=2)
-    program = make_program(toy.UNIFORM, training, optimizer, schedule, RematConfig("none"), adapters, placement)
-    state = training_state.initialize(program.specs, program.optimizers, 0, placement)
-    states, told = [jax.tree.map(np.asarray, state)], []
+    program = toy.make_program(toy.UNIFORM, training, optimizer, schedule, RematConfig("none"), adapters, placement)
+    state = training_state.initialize_state(program.specs, program.optimizers, 0, placement)
+    states, recorded = [jax.tree.map(np.asarray, state)], []
     for seed in range(2):
         state, metrics = program.step(state, jax.device_put(toy.microbatches(toy.packed(4, 16, seed), 1), program.rows))
         states.append(jax.tree.map(np.asarray, state))
-        told.append(metrics)
-    return states, told
+        recorded.append(metrics)
+    return states, recorded
 
 
 @pytest.mark.parametrize("base, dora", [("float", False), ("nf4", True)])
 def test_steps_change_the_adapters_alone(base: Any, dora: bool) -> None:
     (before, first, second), metrics = run(LoraConfig(rank=2, base=base, dora=dora))
     jax.tree.map(np.testing.assert_array_equal, second.frozen, before.frozen)
-    # B is zero at first: A's gradient comes with the second step.
+    # B is zero at first, so A has no gradient before the second step.
     changed = tree.map_with_path(lambda path, a, b: path if np.any(a != b) else None, before.masters, second.masters)
     assert paths(second.masters) == set(jax.tree.leaves(changed))
-    # Moments are the adapters' alone, and so is the norm.
+    # Only the adapters have moments and count in the norm.
     for moment in ("mu", "nu"):
         by_group = {group: optax.tree.get(state, moment) for group, state in first.moments.items()}
         assert paths(by_group) == paths(before.masters)

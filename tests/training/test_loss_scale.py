@@ -1,4 +1,4 @@
-"""Loss scaling: torch's rules through the jitted step, what an overflow leaves, and that the scale is worth it."""
+"""Tests of loss scaling: the rules of torch in the jitted step, and the state after an overflow."""
 
 import functools
 import random
@@ -13,20 +13,19 @@ import pytest
 import toy
 from test_guard import batch, poisoned, schedule
 
-from jaxopt_llm import tree
-from jaxopt_llm.checkpoint.native import Checkpoints
-from jaxopt_llm.checkpoint.policy import CheckpointConfig
+from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.config import CheckpointConfig, OptimizerConfig, PrecisionConfig, RematConfig
+from jaxopt_llm.core import tree
 from jaxopt_llm.execution import scan
-from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.model.decoder import make_parts
-from jaxopt_llm.parallel.precision import PrecisionConfig
-from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.zero import abstract_checkpoint
 from jaxopt_llm.training import loss_scale, update
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.guard import HISTORY
-from jaxopt_llm.training.optimizer import OptimizerConfig, make_optimizer
+from jaxopt_llm.training.optimizer import make_optimizer
 from jaxopt_llm.training.state import StateSpecs, TrainState
-from jaxopt_llm.training.step import Step, make_step
+from jaxopt_llm.training.step import Step, StepSettings, make_step
 
 pytestmark = pytest.mark.core
 
@@ -35,14 +34,15 @@ PRECISION = PrecisionConfig("float32", "float16", "float16", "dynamic", 8.0, los
 
 @functools.cache
 def program() -> tuple[Step, TrainState, StateSpecs, Placement]:
-    """Step and initial state on the host, with a history by which to tell an outlier."""
+    """Return the step, the initial state on the host with a history of norms, its specs and its placement."""
     placement = replace(toy.placement(3, fsdp=2), precision=PRECISION)
-    parts = make_parts(replace(toy.CONFIG, layers=1, pattern=("global",)))
+    parts = Decoder(replace(toy.CONFIG, layers=1, pattern=("global",)))
     optimizers = update.make_optimizers(functools.partial(make_optimizer, OptimizerConfig(), schedule), parts.specs)
-    specs = training_state.state_specs(*tree.partition(parts.specs, lambda path: True), optimizers, PRECISION)
+    specs = training_state.make_state_specs(*tree.partition(parts.specs, lambda path: True), optimizers, PRECISION)
     executor = poisoned(scan.make_executor(RematConfig("none")))
-    step = make_step(parts, specs, optimizers, schedule, 1.0, 10.0, executor, placement)
-    initial = jax.tree.map(np.asarray, training_state.initialize(specs, optimizers, 0, placement))
+    settings = StepSettings(clip_norm=1.0, skip_outliers=10.0)
+    step = make_step(parts, specs, optimizers, schedule, executor, placement, settings)
+    initial = jax.tree.map(np.asarray, training_state.initialize_state(specs, optimizers, 0, placement))
     known = {**initial.guard, "updates": np.int32(HISTORY), "norms": np.ones(HISTORY, np.float32)}
     return step, replace(initial, step=np.int32(HISTORY), guard=known), specs, placement
 
@@ -50,11 +50,10 @@ def program() -> tuple[Step, TrainState, StateSpecs, Placement]:
 def begin(scale: float, finite_steps: int = 0) -> TrainState:
     _, initial, specs, placement = program()
     state = replace(initial, loss_scale={"scale": np.float32(scale), "finite_steps": np.int32(finite_steps)})
-    return jax.device_put(state, training_state.shardings(specs, placement))
+    return jax.device_put(state, training_state.state_shardings(specs, placement))
 
 
-# What is wrong with a step's gradients, and what torch's GradScaler(init_scale=8, growth_interval=3) then holds: its
-# scale and its growth tracker.
+# Fault of a step, and the scale and growth tracker of torch's GradScaler(init_scale=8, growth_interval=3) after it.
 TABLE: list[tuple[str | None, float, int]] = [
     (None, 8, 1),
     (None, 8, 2),
@@ -63,11 +62,11 @@ TABLE: list[tuple[str | None, float, int]] = [
     ("gradient", 8, 0),
     ("gradient", 4, 0),
     (None, 4, 1),
-    ("large gradient", 4, 2),  # an outlier, which the guard skips: its gradients are finite
-    ("loss", 8, 0),  # likewise
+    ("large gradient", 4, 2),  # an outlier: the guard skips it, but its gradients are finite
+    ("loss", 8, 0),  # finite gradients, too
     (None, 8, 1),
     (None, 8, 2),
-    ("gradient", 4, 0),  # in what would have been the third step
+    ("gradient", 4, 0),  # otherwise this would have been the third finite step
     (None, 4, 1),
 ]
 
@@ -83,7 +82,7 @@ def test_the_step_does_what_torchs_table_says_and_an_overflow_leaves_all_else_to
         assert after.loss_scale == {"scale": scale, "finite_steps": finite_steps}, number
         assert metrics["loss_scale"] == scale
         assert bool(metrics["overflow"]) == (poison == "gradient") == (not np.isfinite(metrics["grad_norm"]))
-        # An overflow neither counts towards the guard's limit nor begins its count again.
+        # An overflow does not change the count of the guard's limit.
         in_a_row = 0 if poison is None else in_a_row + (poison != "gradient")
         assert metrics["skipped_in_a_row"] == in_a_row
         if poison is None:
@@ -96,7 +95,7 @@ def test_the_step_does_what_torchs_table_says_and_an_overflow_leaves_all_else_to
 
 
 def test_a_scale_too_large_for_float16_is_halved_until_it_fits_and_changes_no_bit_of_the_step() -> None:
-    """Real overflows: the scale is in what the backward works on, and no longer in what the update is given."""
+    """Check real overflows: the backward sees scaled gradients, and the update unscaled ones."""
     step, *_ = program()
     state, overflow = begin(2.0**40), True
     while overflow:
@@ -114,14 +113,14 @@ def test_a_scale_too_large_for_float16_is_halved_until_it_fits_and_changes_no_bi
 
 def test_it_is_in_the_checkpoint_and_goes_on_equal_to_the_bit(tmp_path: Path) -> None:
     step, _, specs, placement = program()
-    kept = training_state.kept(specs, placement)
+    to_checkpoint = training_state.make_checkpoint_converter(specs, placement)
     state, _ = step(begin(2.0**7, finite_steps=1), batch(0))
     with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
-        checkpoints.save(1, kept(state), {})
+        checkpoints.save(1, to_checkpoint(state), {})
     whole, _ = step(state, batch(1))
     with Checkpoints(tmp_path) as checkpoints:
-        restored = checkpoints.restore(1, **placement.abstract(training_state.checkpoint_specs(specs)))
-    resumed = training_state.resume(specs, HISTORY + 1, placement, **restored)
+        restored = checkpoints.restore(1, **abstract_checkpoint(training_state.checkpoint_specs(specs), placement))
+    resumed = training_state.resume_state(specs, HISTORY + 1, placement, **restored)
     assert jax.tree.map(float, resumed.loss_scale) == {"scale": 128, "finite_steps": 2}
     resumed, _ = step(resumed, batch(1))
     assert float(resumed.loss_scale["scale"]) == 256
@@ -129,8 +128,8 @@ def test_it_is_in_the_checkpoint_and_goes_on_equal_to_the_bit(tmp_path: Path) ->
 
 
 def test_where_nothing_is_scaled_the_state_holds_nothing() -> None:
-    assert loss_scale.specs(PrecisionConfig()) == loss_scale.initialize(PrecisionConfig()) == {}
-    assert loss_scale.adjust({}, jnp.bool(False), 1) == {}
+    assert loss_scale.loss_scale_specs(PrecisionConfig()) == loss_scale.initialize_loss_scale(PrecisionConfig()) == {}
+    assert loss_scale.adjust_loss_scale({}, jnp.bool(False), 1) == {}
     _, _, specs, _ = program()
     without = replace(specs, loss_scale={})
     assert "loss_scale" in training_state.checkpoint_specs(specs)
@@ -138,14 +137,14 @@ def test_where_nothing_is_scaled_the_state_holds_nothing() -> None:
 
 
 def test_it_is_torchs_grad_scaler() -> None:
-    """Step for step over random overflows, and up to where float32 has no larger scale."""
+    """Compare step by step over random overflows, up to the largest scale of float32."""
     torch = pytest.importorskip("torch")
     settings: list[dict[str, Any]] = [
         {"init_scale": 2.0**16, "growth_interval": 5},
         {"init_scale": 1000.0, "growth_interval": 2},
         {"init_scale": 2.0**125, "growth_interval": 1},
     ]
-    adjust = jax.jit(loss_scale.adjust, static_argnums=2)
+    adjust = jax.jit(loss_scale.adjust_loss_scale, static_argnums=2)
     draw = random.Random(0)
     for each in settings:
         scaler = torch.amp.GradScaler("cpu", **each)

@@ -1,4 +1,4 @@
-"""Parameters that rest in host memory: the same training to the bit."""
+"""Tests of parameters in host memory: bitwise the same training as on the device."""
 
 import functools
 from dataclasses import replace
@@ -10,20 +10,24 @@ import numpy as np
 import pytest
 import toy
 
-from jaxopt_llm.checkpoint.native import Checkpoints
-from jaxopt_llm.checkpoint.policy import CheckpointConfig
-from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.model.decoder import Params
-from jaxopt_llm.parallel.offload import HOST, OffloadConfig
-from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.config import (
+    CheckpointConfig,
+    LoraConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    RematConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.parallel.offload import HOST
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.zero import abstract_checkpoint
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.evaluation import evaluate, make_held_out
-from jaxopt_llm.training.lora import LoraConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.program import Program, make_program
-from jaxopt_llm.training.schedule import ScheduleConfig
+from jaxopt_llm.training.evaluation import evaluate, make_held_out_loss
+from jaxopt_llm.training.program import Program
 from jaxopt_llm.training.state import TrainState
-from jaxopt_llm.training.step import TrainingConfig
 
 MODEL = replace(toy.CONFIG, layers=2, pattern=("global",))
 PLACED: dict[str, dict[str, Any]] = {
@@ -45,7 +49,7 @@ def program(trained: str, placed: str, offload: OffloadConfig, accumulation: int
     placement = replace(toy.placement(**PLACED[placed]), offload=offload)
     training = TrainingConfig(batch_size=8, sequence_length=16, accumulation=accumulation)
     arguments = (OptimizerConfig(name="sgd"), ScheduleConfig(1, 10), RematConfig(), TRAINED[trained], placement)
-    return make_program(MODEL, training, *arguments), placement
+    return toy.make_program(MODEL, training, *arguments), placement
 
 
 def batch(of: Program, seed: int) -> Any:
@@ -53,11 +57,11 @@ def batch(of: Program, seed: int) -> Any:
 
 
 def begin(of: Program, placement: Placement) -> TrainState:
-    return training_state.initialize(of.specs, of.optimizers, 0, placement)
+    return training_state.initialize_state(of.specs, of.optimizers, 0, placement)
 
 
 def memories(leaves: Params) -> dict[str, set[str]]:
-    """Of what lies outside the stacks, and of the stacks."""
+    """Return the memory kinds of the parameters in "outer", and of the stacks."""
     kinds: dict[str, set[str]] = {"outer": set(), "stacks": set()}
     for section, each in leaves.items():
         found = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(each)}
@@ -96,39 +100,39 @@ def test_on_the_host_they_train_the_same_to_the_bit_and_resume(
         return state
 
     start = begin(*offloaded)
-    on_device_too = training_state.shardings(on_device[0].specs, on_device[1])
-    wanted = after(on_device[0], jax.device_put(start, on_device_too, may_alias=False), 0, 1)
+    on_device_shardings = training_state.state_shardings(on_device[0].specs, on_device[1])
+    wanted = after(on_device[0], jax.device_put(start, on_device_shardings, may_alias=False), 0, 1)
     first = after(offloaded[0], start, 0)
     base = first.trainable if trained == "parameters" else first.frozen
     assert memories(base) == {"outer": {"device"}, "stacks": {HOST}}
     if trained != "parameters":
         assert memories(first.trainable)["stacks"] == {"device"}, "adapters"
     with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
-        checkpoints.save(1, offloaded[0].kept(first), {})
-    found = offloaded[0].kept(after(offloaded[0], first, 1))
-    wanted = on_device[0].kept(wanted)
+        checkpoints.save(1, offloaded[0].to_checkpoint(first), {})
+    found = offloaded[0].to_checkpoint(after(offloaded[0], first, 1))
+    wanted = on_device[0].to_checkpoint(wanted)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
     of, placement = offloaded
     with Checkpoints(tmp_path) as checkpoints:
-        restored = checkpoints.restore(1, **placement.abstract(training_state.checkpoint_specs(of.specs)))
-    state = training_state.resume(of.specs, 1, placement, **restored)
+        restored = checkpoints.restore(1, **abstract_checkpoint(training_state.checkpoint_specs(of.specs), placement))
+    state = training_state.resume_state(of.specs, 1, placement, **restored)
     assert memories(state.trainable if trained == "parameters" else state.frozen)["stacks"] == {HOST}
-    resumed = of.kept(after(of, state, 1))
+    resumed = of.to_checkpoint(after(of, state, 1))
     jax.tree.map(np.testing.assert_array_equal, resumed, wanted)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("made_at_once", [2**30, 1000])
+@pytest.mark.parametrize("bytes_per_program", [2**30, 1000])
 def test_initial_values_and_the_held_out_loss_are_the_same_to_the_bit(
-    made_at_once: int, monkeypatch: pytest.MonkeyPatch
+    bytes_per_program: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many programs make what goes to the host."""
-    monkeypatch.setattr(training_state, "MADE_AT_ONCE", made_at_once)
+    """Check one program and several programs for the leaves in host memory."""
+    monkeypatch.setattr(training_state, "HOST_BYTES_PER_PROGRAM", bytes_per_program)
     losses, states = [], []
     for parameters in (False, True):
         of, placement = program("adapters over int8", "zero3", OffloadConfig(parameters=parameters))
         states.append(begin(of, placement))
-        losses.append(evaluate(make_held_out(of.parts, of.executor, placement), states[-1], [batch(of, 0)]))
+        losses.append(evaluate(make_held_out_loss(of.model, of.executor, placement), states[-1], [batch(of, 0)]))
     jax.tree.map(np.testing.assert_array_equal, *states)
     assert losses[0] == losses[1]

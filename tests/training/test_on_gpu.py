@@ -1,4 +1,4 @@
-"""The step on a real GPU: what it takes of its memory, and that it learns."""
+"""Tests of the step on a real GPU: its memory use, and that it learns."""
 
 import functools
 from typing import Any
@@ -9,25 +9,29 @@ import pytest
 import toy
 from jax.sharding import SingleDeviceSharding
 
-from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.compiler import hlo
+from jaxopt_llm.config import (
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RematConfig,
+    ScheduleConfig,
+    ShardingConfig,
+    TrainingConfig,
+)
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.parallel import hlo
-from jaxopt_llm.parallel.mesh import MeshConfig, make_mesh
-from jaxopt_llm.parallel.precision import PrecisionConfig
-from jaxopt_llm.parallel.sharding import Placement, ShardingConfig
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.lora import LoraConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.program import Program, make_program
-from jaxopt_llm.training.schedule import ScheduleConfig
+from jaxopt_llm.training.program import Program
 from jaxopt_llm.training.state import TrainState
-from jaxopt_llm.training.step import TrainingConfig
 
 pytestmark = pytest.mark.gpu
 
 ROWS, LENGTH = 8, 512
-# Large enough that what the runtime takes for itself is small beside it.
+# Large compared with the memory that the runtime needs itself.
 MODEL = ModelConfig(width=512, layers=4, heads=8, kv_heads=4, head_dim=64, mlp_width=1536, vocabulary_size=8192)
 
 
@@ -37,35 +41,35 @@ def placement(device: jax.Device) -> Placement:
 
 @functools.cache
 def compiled(device: jax.Device) -> tuple[Program, Any]:
-    """The program and its step's executable."""
+    """Return the program and the executable of its step."""
     training, optimizer = TrainingConfig(batch_size=ROWS, sequence_length=LENGTH), OptimizerConfig(learning_rate=1e-3)
-    program = make_program(
+    program = toy.make_program(
         MODEL, training, optimizer, ScheduleConfig(1, 100), RematConfig("full"), LoraConfig(), placement(device)
     )
     return program, program.step.lower(program.state, program.batch).compile()
 
 
 def start(device: jax.Device) -> tuple[Any, TrainState, Batch]:
-    """The executable and its two arguments."""
+    """Return the executable and its two arguments."""
     program, step = compiled(device)
-    state = training_state.initialize(program.specs, program.optimizers, 0, placement(device))
+    state = training_state.initialize_state(program.specs, program.optimizers, 0, placement(device))
     return step, state, jax.device_put(toy.microbatches(toy.packed(ROWS, LENGTH), 1), program.rows)
 
 
 def memory(device: jax.Device) -> dict[str, int]:
-    """What the device's allocator has counted, in bytes."""
+    """Return the counters of the device's allocator, in bytes."""
     counts = device.memory_stats()
     if counts is None:
-        pytest.skip(f"JAX counts no memory of a {device.platform}")
+        pytest.skip(f"JAX does not count the memory of a {device.platform} device")
     return counts
 
 
 def test_the_measured_peak_is_the_planned_one(gpu: jax.Device) -> None:
-    planned = hlo.memory(compiled(gpu)[1]).peak
+    planned = hlo.read_memory(compiled(gpu)[1]).peak
     before = memory(gpu)
     step, state, batch = start(gpu)
     jax.block_until_ready(step(state, batch))
-    assert before["peak_bytes_in_use"] < planned, "a test before this one took more: run it alone"
+    assert before["peak_bytes_in_use"] < planned, "an earlier test used more memory; run this test alone"
     assert memory(gpu)["peak_bytes_in_use"] - before["bytes_in_use"] == pytest.approx(planned, rel=0.1)
 
 
@@ -92,7 +96,7 @@ def test_twenty_steps_lower_the_loss(gpu: jax.Device) -> None:
 
 
 def test_the_gpus_program_has_the_matmuls_of_the_cpus(gpu: jax.Device) -> None:
-    on_gpu, on_cpu = (hlo.dot_flops(compiled(device)[1].as_text()) for device in (gpu, jax.devices("cpu")[0]))
+    on_gpu, on_cpu = (hlo.count_dot_flops(compiled(device)[1].as_text()) for device in (gpu, jax.devices("cpu")[0]))
     assert on_gpu == pytest.approx(on_cpu, rel=0.02)
 
 

@@ -1,4 +1,4 @@
-"""Every optimizer against its paper's formula in NumPy, placed in every way, and resumed."""
+"""Tests of every optimizer: against the formula of its paper in NumPy, with several placements, and resumed."""
 
 import functools
 from collections.abc import Callable
@@ -12,82 +12,90 @@ import numpy as np
 import pytest
 import toy
 
-from jaxopt_llm import tree
-from jaxopt_llm.checkpoint.native import Checkpoints
-from jaxopt_llm.checkpoint.policy import CheckpointConfig
-from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.model.decoder import Params, make_parts
+from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.config import (
+    CheckpointConfig,
+    LoraConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    RematConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+from jaxopt_llm.core import tree
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec, normal
-from jaxopt_llm.parallel.offload import HOST, OffloadConfig
-from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.offload import HOST
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.zero import abstract_checkpoint
 from jaxopt_llm.training import optimizer as optimizer_module
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training import update
-from jaxopt_llm.training.lora import LoraConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig, make_optimizer
-from jaxopt_llm.training.program import Program, make_program
-from jaxopt_llm.training.schedule import ScheduleConfig
+from jaxopt_llm.training.optimizer import make_optimizer
+from jaxopt_llm.training.program import Program
 from jaxopt_llm.training.state import TrainState
-from jaxopt_llm.training.step import TrainingConfig
 
-SPECS = make_parts(toy.CONFIG).specs
+SPECS = Decoder(toy.CONFIG).specs
 NAMES = ("adamw", "sgd", "lion", "adafactor", "muon")
 RATE, DECAY, STEPS = 0.01, 0.3, 4
-FACTORED_FROM = 16  # so that of the toy's matrices some are factored and some are not
+MIN_FACTORED_SIZE = 16  # with it, some matrices of the toy model are factored and some are not
 
 
 @pytest.fixture(autouse=True)
 def factor_small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_module, "FACTORED_FROM", FACTORED_FROM)
+    monkeypatch.setattr(optimizer_module, "MIN_FACTORED_SIZE", MIN_FACTORED_SIZE)
 
 
 def config(name: str) -> OptimizerConfig:
-    # An epsilon under which rounding noise of a zero gradient does not become a full step.
+    # With this epsilon, rounding noise of a zero gradient does not become a full step.
     return OptimizerConfig(
         learning_rate=RATE, weight_decay=DECAY, epsilon=1e-3, momentum=0.8, clip_norm=0.5, name=name  # type: ignore[arg-type]
     )  # fmt: skip
 
 
-# ---- The papers' formulas: from the gradient g of a step t, counted from 1, to the direction; `kept` between steps.
+# ---- The papers' formulas: from the gradient g of step t, counted from 1, to the direction. `memory` is the state.
 
 
-def adamw(x: np.ndarray, g: np.ndarray, t: int, kept: dict[str, Any], sides: Any) -> np.ndarray:
-    kept["m"] = 0.9 * kept.get("m", 0) + 0.1 * g
-    kept["v"] = 0.95 * kept.get("v", 0) + 0.05 * g**2
-    return kept["m"] / (1 - 0.9**t) / (np.sqrt(kept["v"] / (1 - 0.95**t)) + 1e-3)
+def adamw(x: np.ndarray, g: np.ndarray, t: int, memory: dict[str, Any], sides: Any) -> np.ndarray:
+    memory["m"] = 0.9 * memory.get("m", 0) + 0.1 * g
+    memory["v"] = 0.95 * memory.get("v", 0) + 0.05 * g**2
+    return memory["m"] / (1 - 0.9**t) / (np.sqrt(memory["v"] / (1 - 0.95**t)) + 1e-3)
 
 
-def sgd(x: np.ndarray, g: np.ndarray, t: int, kept: dict[str, Any], sides: Any) -> np.ndarray:
-    kept["m"] = 0.8 * kept.get("m", 0) + g
-    return kept["m"]
+def sgd(x: np.ndarray, g: np.ndarray, t: int, memory: dict[str, Any], sides: Any) -> np.ndarray:
+    memory["m"] = 0.8 * memory.get("m", 0) + g
+    return memory["m"]
 
 
-def lion(x: np.ndarray, g: np.ndarray, t: int, kept: dict[str, Any], sides: Any) -> np.ndarray:
-    momentum = kept.get("m", np.zeros_like(g))
-    kept["m"] = 0.95 * momentum + 0.05 * g
+def lion(x: np.ndarray, g: np.ndarray, t: int, memory: dict[str, Any], sides: Any) -> np.ndarray:
+    momentum = memory.get("m", np.zeros_like(g))
+    memory["m"] = 0.95 * momentum + 0.05 * g
     return np.sign(0.9 * momentum + 0.1 * g)
 
 
-def adafactor(x: np.ndarray, g: np.ndarray, t: int, kept: dict[str, Any], sides: Any) -> np.ndarray:
+def adafactor(x: np.ndarray, g: np.ndarray, t: int, memory: dict[str, Any], sides: Any) -> np.ndarray:
     """Algorithm 4, with ρ the learning rate, ε1 = 1e-30, ε2 = 1e-3, d = 1 and β2 = 1 - t^-0.8."""
     beta = 1 - t**-0.8
-    if sides and min(sides) >= FACTORED_FROM:
+    if sides and min(sides) >= MIN_FACTORED_SIZE:
         squares = g.reshape(sides) ** 2 + 1e-30
-        kept["rows"] = beta * kept.get("rows", 0) + (1 - beta) * squares.sum(axis=1)
-        kept["columns"] = beta * kept.get("columns", 0) + (1 - beta) * squares.sum(axis=0)
-        v = (np.outer(kept["rows"], kept["columns"]) / kept["rows"].sum()).reshape(g.shape)
+        memory["rows"] = beta * memory.get("rows", 0) + (1 - beta) * squares.sum(axis=1)
+        memory["columns"] = beta * memory.get("columns", 0) + (1 - beta) * squares.sum(axis=0)
+        v = (np.outer(memory["rows"], memory["columns"]) / memory["rows"].sum()).reshape(g.shape)
     else:
-        v = kept["v"] = beta * kept.get("v", 0) + (1 - beta) * (g**2 + 1e-30)
+        v = memory["v"] = beta * memory.get("v", 0) + (1 - beta) * (g**2 + 1e-30)
     u = g / np.sqrt(v)
     rms = lambda array: np.sqrt(np.mean(array**2))  # noqa: E731
     return max(1e-3, rms(x)) * u / max(1, rms(u))
 
 
-def muon(x: np.ndarray, g: np.ndarray, t: int, kept: dict[str, Any], sides: Any) -> np.ndarray:
-    """Jordan's Newton-Schulz iteration of a Nesterov momentum, corrected for its bias as in NAdam (Dozat 2016), at the
-    size of Liu et al. 2025."""
-    kept["m"] = 0.8 * kept.get("m", 0) + 0.2 * g
-    matrix = (0.8 * kept["m"] / (1 - 0.8 ** (t + 1)) + 0.2 * g / (1 - 0.8**t)).reshape(sides)
+def muon(x: np.ndarray, g: np.ndarray, t: int, memory: dict[str, Any], sides: Any) -> np.ndarray:
+    """Orthogonalise a Nesterov momentum by Jordan's Newton-Schulz iteration.
+
+    The bias correction is that of NAdam (Dozat 2016), the scale that of Liu et al. 2025.
+    """
+    memory["m"] = 0.8 * memory.get("m", 0) + 0.2 * g
+    matrix = (0.8 * memory["m"] / (1 - 0.8 ** (t + 1)) + 0.2 * g / (1 - 0.8**t)).reshape(sides)
     matrix = matrix / np.linalg.norm(matrix)
     for _ in range(5):
         square = matrix @ matrix.T
@@ -102,7 +110,7 @@ FORMULAS: dict[str, Callable[..., np.ndarray]] = {
     "adafactor": adafactor,
     "muon": muon,
 }
-# Rows and columns of what is a matrix; a table's rows are its words.
+# Rows and columns of the matrices; the rows of a table are its tokens.
 SIDES = {
     **dict.fromkeys(("query",), (16, 16)),
     **dict.fromkeys(("key", "value"), (16, 8)),
@@ -120,9 +128,9 @@ def expected(name: str, path: str, spec: ParamSpec, start: np.ndarray, gradients
     decay = DECAY if sides else 0.0
 
     def layer(x: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
-        kept: dict[str, Any] = {}
+        memory: dict[str, Any] = {}
         for t, g in enumerate(gradients, 1):
-            x = x - RATE * t * (formula(x, g, t, kept, sides) + decay * x)
+            x = x - RATE * t * (formula(x, g, t, memory, sides) + decay * x)
         return x
 
     if not in_blocks:
@@ -141,9 +149,9 @@ def test_steps_are_those_of_the_formula(name: str) -> None:
         return RATE * (count + 1)
 
     optimizers = update.make_optimizers(functools.partial(make_optimizer, config(name), rate), SPECS)
-    apply = jax.jit(functools.partial(update.apply, optimizers, SPECS, placement=toy.placement()))
+    apply = jax.jit(functools.partial(update.apply_gradients, optimizers, SPECS, placement=toy.placement()))
     start = toy.params(SPECS)
-    state: Any = (start, update.init(optimizers, SPECS, start), None)
+    state: Any = (start, update.initialize_moments(optimizers, SPECS, start), None)
     gradients = [random_gradients(step) for step in range(STEPS)]
     for each in gradients:
         state = apply(state, jax.tree.map(jnp.float32, each), 1.0, True)
@@ -159,8 +167,8 @@ def test_steps_are_those_of_the_formula(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_state_specs_are_those_of_the_state(name: str) -> None:
     optimizers = update.make_optimizers(functools.partial(make_optimizer, config(name), lambda count: RATE), SPECS)
-    specs = update.state_specs(optimizers, SPECS)
-    state = jax.eval_shape(lambda masters: update.init(optimizers, SPECS, masters), toy.params(SPECS))
+    specs = update.moment_specs(optimizers, SPECS)
+    state = jax.eval_shape(lambda masters: update.initialize_moments(optimizers, SPECS, masters), toy.params(SPECS))
     assert jax.tree.structure(specs) == jax.tree.structure(state)
     moments = 0
     for (path, spec), leaf in zip(items(specs), jax.tree.leaves(state), strict=True):
@@ -171,12 +179,12 @@ def test_state_specs_are_those_of_the_state(name: str) -> None:
     small, matrices, all_of = (
         sum(wanted(path, spec) for path, spec in items(SPECS))
         for wanted in (
-            lambda path, spec: min(SIDES.get(path.rsplit("/", 1)[-1], (0,))) < FACTORED_FROM,
+            lambda path, spec: min(SIDES.get(path.rsplit("/", 1)[-1], (0,))) < MIN_FACTORED_SIZE,
             lambda path, spec: spec.leading and not path.endswith("scale"),
             lambda path, spec: True,
         )
     )
-    # What has a parameter's shape: all but Adafactor's rows and columns.
+    # Moments with the shape of a parameter: all except Adafactor's row and column means.
     expected = {"adamw": 2 * all_of, "sgd": all_of, "lion": all_of, "muon": 2 * all_of - matrices, "adafactor": small}
     assert moments == expected[name]
 
@@ -185,9 +193,9 @@ def items(specs: Any) -> list[tuple[str, ParamSpec]]:
     return [(tree.path_string(path), spec) for path, spec in jax.tree_util.tree_leaves_with_path(specs)]
 
 
-# ---- Through the real step.
+# ---- The real step.
 
-MODEL = replace(toy.CONFIG, layers=3, pattern=("global",))  # a pipeline of two has a slot without a layer
+MODEL = replace(toy.CONFIG, layers=3, pattern=("global",))  # a pipeline of two stages has a slot without a layer
 PLACED: dict[str, dict[str, Any]] = {
     "one device": {},
     "zero1": {"zero_stage": 1, "fsdp": 2},
@@ -203,7 +211,7 @@ def program(name: str, placed: str) -> tuple[Program, Placement]:
     accumulation = 2 if where == "pipeline" else 1
     training = TrainingConfig(batch_size=8, sequence_length=16, accumulation=accumulation)
     arguments = (RematConfig("none"), LoraConfig(), placement)
-    return make_program(MODEL, training, config(name), ScheduleConfig(1, 10), *arguments), placement
+    return toy.make_program(MODEL, training, config(name), ScheduleConfig(1, 10), *arguments), placement
 
 
 def run(name: str, placed: str, state: TrainState, *seeds: int) -> TrainState:
@@ -216,13 +224,14 @@ def run(name: str, placed: str, state: TrainState, *seeds: int) -> TrainState:
 
 def begin(name: str, placed: str) -> TrainState:
     of, placement = program(name, placed)
-    return training_state.initialize(of.specs, of.optimizers, 0, placement)
+    return training_state.initialize_state(of.specs, of.optimizers, 0, placement)
 
 
 @functools.cache
 def trained(name: str, placed: str) -> Any:
-    """What a checkpoint after two steps holds."""
-    return jax.tree.map(np.asarray, program(name, placed)[0].kept(run(name, placed, begin(name, placed), 0, 1)))
+    """Return the checkpoint trees after two steps."""
+    state = run(name, placed, begin(name, placed), 0, 1)
+    return jax.tree.map(np.asarray, program(name, placed)[0].to_checkpoint(state))
 
 
 @pytest.mark.parametrize(
@@ -249,7 +258,7 @@ def test_placement_changes_no_step(name: str, placed: str) -> None:
 @pytest.mark.core
 @pytest.mark.parametrize("placed", ["zero3", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_on_the_host_the_optimizers_state_is_the_same_to_the_bit(placed: str) -> None:
-    """In stage 1 with the masters, which the update alone reads."""
+    """With ZeRO stage 1 the masters are in host memory, too, because only the update reads them."""
     offloaded = f"{placed} offloaded"
     jax.tree.map(np.testing.assert_array_equal, trained("adamw", offloaded), trained("adamw", placed))
     state = run("adamw", offloaded, begin("adamw", offloaded), 0)
@@ -271,19 +280,19 @@ def test_resumed_it_goes_on_equal_to_the_bit(name: str, placed: str, tmp_path: P
     of, placement = program(name, placed)
     state = run(name, placed, begin(name, placed), 0, 1)
     with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
-        checkpoints.save(2, of.kept(state), {})
-    whole = of.kept(run(name, placed, state, 2))
+        checkpoints.save(2, of.to_checkpoint(state), {})
+    whole = of.to_checkpoint(run(name, placed, state, 2))
     with Checkpoints(tmp_path) as checkpoints:
-        saved = placement.abstract(training_state.checkpoint_specs(of.specs))
+        saved = abstract_checkpoint(training_state.checkpoint_specs(of.specs), placement)
         restored = checkpoints.restore(2, **saved)
-    resumed = run(name, placed, training_state.resume(of.specs, 2, placement, **restored), 2)
+    resumed = run(name, placed, training_state.resume_state(of.specs, 2, placement, **restored), 2)
     assert resumed.step == 3
-    jax.tree.map(np.testing.assert_array_equal, of.kept(resumed), whole)
+    jax.tree.map(np.testing.assert_array_equal, of.to_checkpoint(resumed), whole)
 
 
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_each_expert_is_a_matrix_of_its_own(name: Any) -> None:
-    """Of its own size, too, where a step depends on that."""
+    """The experts have weights of different sizes, on which the step of Adafactor depends."""
     random, (experts, width, inner) = np.random.default_rng(0), (3, 128, 160)
     start, gradient = (random.normal(size=(experts, width, inner)).astype(np.float32) for _ in range(2))
     start *= np.array([1, 0.1, 0.01], np.float32)[:, None, None]
@@ -300,8 +309,8 @@ def test_each_expert_is_a_matrix_of_its_own(name: Any) -> None:
 
 
 def test_a_router_decays_as_a_matrix() -> None:
-    specs = make_parts(replace(toy.UNIFORM, experts=2, expert_width=8)).specs["segment_0"]["block_0"]
-    specs = jax.tree.map(ParamSpec.layer, specs)
+    specs = Decoder(replace(toy.UNIFORM, experts=2, expert_width=8)).specs["segment_0"]["block_0"]
+    specs = jax.tree.map(ParamSpec.unstack, specs)
     params, nothing = (jax.tree.map(lambda spec, x=x: np.full(spec.shape, x, np.float32), specs) for x in (1, 0))
     optimizer = make_optimizer(OptimizerConfig(weight_decay=DECAY), lambda count: RATE, "segment_0", {"block_0": specs})
     state = optimizer.init({"block_0": params})

@@ -1,4 +1,4 @@
-"""A router's bias takes the paper's steps (Wang et al. 2024, arXiv:2408.15664, algorithm 1), however a step is run."""
+"""Tests of the router bias: it follows Wang et al. 2024 (arXiv:2408.15664, algorithm 1) with all executors."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -11,23 +11,30 @@ import numpy as np
 import pytest
 import toy
 
-from jaxopt_llm.checkpoint.native import Checkpoints
-from jaxopt_llm.checkpoint.policy import CheckpointConfig
+from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.config import (
+    CheckpointConfig,
+    LoraConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RematConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 from jaxopt_llm.execution import scan
-from jaxopt_llm.execution.stacks import RematConfig, no_taps
-from jaxopt_llm.model import router
-from jaxopt_llm.model.decoder import Params, make_parts
+from jaxopt_llm.execution.segments import no_perturbations
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.moe import router
 from jaxopt_llm.model.param import ParamSpec, normal, zeros
-from jaxopt_llm.parallel.precision import PrecisionConfig
+from jaxopt_llm.parallel.zero import abstract_checkpoint, master_sharding
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.lora import LoraConfig, adapt
-from jaxopt_llm.training.optimizer import OptimizerConfig, group_problems, make_optimizer
-from jaxopt_llm.training.program import Program, make_program
-from jaxopt_llm.training.schedule import ScheduleConfig
+from jaxopt_llm.training.lora import adapt_model
+from jaxopt_llm.training.optimizer import group_problems, make_optimizer
+from jaxopt_llm.training.program import Program
 from jaxopt_llm.training.state import TrainState
-from jaxopt_llm.training.step import TrainingConfig
 
-# One layer with experts, whose loads are those in the metrics.
+# Only one layer has experts, so that its loads are the ones in the metrics.
 MODEL = replace(
     toy.UNIFORM,
     layers=2,
@@ -49,7 +56,7 @@ IN_BACKWARD = OptimizerConfig(in_backward=True, clip_norm=0, state_dtype="int8")
 
 @dataclass(frozen=True)
 class Case:
-    """zero, axes: of the placement."""
+    """Case of a test. zero: ZeRO stage; axes: sizes of the mesh axes."""
 
     zero: int = 0
     axes: tuple[tuple[str, int], ...] = ()
@@ -69,12 +76,12 @@ def program(case: Case, biased: bool = True) -> tuple[Program, Any]:
     training = TrainingConfig(batch_size=ROWS, sequence_length=LENGTH, accumulation=case.accumulation)
     model = replace(MODEL, router_bias=biased)
     of = (model, training, case.optimizer, ScheduleConfig(1, 100), RematConfig("full"), LoraConfig())
-    return make_program(*of, placement), placement
+    return toy.make_program(*of, placement), placement
 
 
 def begin(case: Case, biased: bool = True, given: Any = None) -> TrainState:
     of, placement = program(case, biased)
-    return training_state.initialize(of.specs, of.optimizers, 0, placement, given)
+    return training_state.initialize_state(of.specs, of.optimizers, 0, placement, given)
 
 
 def step(case: Case, state: TrainState, seed: int, biased: bool = True) -> tuple[TrainState, dict[str, Any]]:
@@ -85,8 +92,8 @@ def step(case: Case, state: TrainState, seed: int, biased: bool = True) -> tuple
 
 
 def bias(case: Case, state: TrainState) -> np.ndarray:
-    """[E]."""
-    masters = program(case)[0].kept(state)["masters"]
+    """Return the bias, [E]."""
+    masters = program(case)[0].to_checkpoint(state)["masters"]
     return np.asarray(masters["segment_1"]["block_0"]["mlp"]["router_bias"])[0]
 
 
@@ -124,7 +131,7 @@ def test_it_steps_by_the_sign_of_what_its_expert_lacks(case: Case) -> None:
     for seed in range(STEPS):
         state, metrics = step(case, state, seed)
         assert np.ptp(metrics["expert_load"]) > 0.1, f"seed {seed}"
-        if seed == 0:  # of which the bias, whose gradient is in hundreds, is no part
+        if seed == 0:  # the norm excludes the bias, whose gradient is in the hundreds
             share = 1e-5 if case.precision.compute_dtype == "float32" else 2e-2
             assert metrics["grad_norm"] == pytest.approx(norm_without(), rel=share)
         found, before = bias(case, state), rule(before, metrics)
@@ -146,26 +153,26 @@ def test_a_step_that_overflows_leaves_it() -> None:
 
 
 def test_it_is_read_in_float32_from_a_compute_copy_in_16_bits() -> None:
-    """Of equal scores the last two, by less than bfloat16 tells from 1."""
+    """Two experts have the largest bias, by a difference to 1 that bfloat16 cannot represent; the scores are equal."""
     case = Case(2, (("expert", 2), ("fsdp", 2)), 4, BFLOAT16, OptimizerConfig(name="muon"))
     of, placement = program(case)
 
     def given(path: Any, spec: ParamSpec) -> jax.Array | None:
         name = jax.tree_util.keystr(path, simple=True, separator="/").rsplit("/", 1)[-1]
         values = {"router": np.zeros(spec.shape), "router_bias": 1 + 1e-3 * np.arange(MODEL.experts)[None]}.get(name)
-        return None if values is None else jax.device_put(values.astype(np.float32), placement.masters(spec))
+        return None if values is None else jax.device_put(values.astype(np.float32), master_sharding(spec, placement))
 
     _, metrics = step(case, begin(case, given=jax.tree_util.tree_map_with_path(given, of.specs.masters)), 0)
     np.testing.assert_array_equal(metrics["expert_load"], [0, 0, 0, 0, 0, 0, 4, 4])
 
 
 def test_its_gradient_is_whole_counts_in_reductions_of_16_bits() -> None:
-    """Of which bfloat16 has not all from 257 on."""
-    parts, batch = make_parts(MODEL), toy.microbatches(toy.packed(ROWS, LENGTH), 1)
+    """Check counts above 256, which bfloat16 cannot all represent."""
+    parts, batch = Decoder(MODEL), toy.microbatches(toy.packed(ROWS, LENGTH), 1)
     placement = replace(toy.placement(data=2, expert=2), precision=replace(FLOAT32, reduce_dtype="bfloat16"))
 
     def of(params: Params) -> Any:
-        cotangent, frozen = jnp.float32(1 / 7), no_taps(parts.specs)
+        cotangent, frozen = jnp.float32(1 / 7), no_perturbations(parts.specs)
         return scan.loss_and_gradients(parts, params, frozen, batch, cotangent, placement, RematConfig("none"))
 
     _, _, auxiliary, gradients = jax.jit(of)(toy.params(parts.specs))
@@ -176,7 +183,7 @@ def test_its_gradient_is_whole_counts_in_reductions_of_16_bits() -> None:
 
 
 def test_it_rests_in_float32_where_it_is_frozen() -> None:
-    _, trained, frozen = adapt(make_parts(MODEL), LoraConfig(rank=4), BFLOAT16)
+    _, trained, frozen = adapt_model(Decoder(MODEL), LoraConfig(rank=4), BFLOAT16)
     of = frozen["segment_1"]["block_0"]["mlp"]
     assert [of[name].dtype for name in ("router_bias", "router")] == [jnp.float32] * 2
     assert trained["segment_1"]["block_0"]["mlp"]["router_bias"] is None
@@ -186,7 +193,7 @@ def test_it_rests_in_float32_where_it_is_frozen() -> None:
 def test_a_load_that_is_even_in_uneven_parts_leaves_it() -> None:
     parts = np.array([[3, 0, 4, 1, 5, 2], [1, 9, 0, 4, 2, 7], [6, 1, 6, 5, 3, 1]], np.float32)
     assert np.ptp(parts.sum(axis=0)) == 0
-    each = [jax.grad(lambda bias, load: router.follow(bias, load) / 7)(jnp.zeros(6), load) for load in parts]
+    each = [jax.grad(lambda bias, load: router.bias_update_loss(bias, load) / 7)(jnp.zeros(6), load) for load in parts]
     np.testing.assert_array_equal(sum(each), 0)
     np.testing.assert_array_equal(each[0], 6 * parts[0] - 15)
 
@@ -205,11 +212,11 @@ def test_resumed_it_goes_on_equal_to_the_bit(tmp_path: Path) -> None:
     of, placement = program(case)
     state, _ = step(case, begin(case), 0)
     with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
-        checkpoints.save(1, of.kept(state), {})
+        checkpoints.save(1, of.to_checkpoint(state), {})
     whole = bias(case, step(case, state, 1)[0])
     with Checkpoints(tmp_path) as checkpoints:
-        restored = checkpoints.restore(1, **placement.abstract(training_state.checkpoint_specs(of.specs)))
-    resumed = step(case, training_state.resume(of.specs, 1, placement, **restored), 1)[0]
+        restored = checkpoints.restore(1, **abstract_checkpoint(training_state.checkpoint_specs(of.specs), placement))
+    resumed = step(case, training_state.resume_state(of.specs, 1, placement, **restored), 1)[0]
     assert np.any(whole)
     np.testing.assert_array_equal(bias(case, resumed), whole)
 
@@ -230,7 +237,7 @@ def test_no_optimizer_sees_it(name: Any, state_dtype: Any) -> None:
     config = OptimizerConfig(name=name, state_dtype=state_dtype, rate_groups=("*/up=1",), decay_groups=("*/up=1",))
     assert group_problems(config, {"segment_0": specs}) == []
     (problem,) = group_problems(replace(config, decay_groups=("*bias=1", "*=1")), {"segment_0": specs})
-    assert "*bias fits no parameter" in problem
+    assert "*bias matches no parameter" in problem
     assert group_problems(OptimizerConfig(), {"segment_0": {"router_bias": specs["router_bias"]}}) == []
     optimizer = make_optimizer(config, lambda count: 0.0, "segment_0", specs)
     params = {"up": jnp.ones((16, 128)), "router_bias": jnp.full(4, 100.0)}

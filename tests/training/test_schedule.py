@@ -1,4 +1,4 @@
-"""Which learning rate each step has, against formulas of Python's own."""
+"""Tests of the learning rate of each step, against formulas in plain Python."""
 
 import math
 from collections.abc import Callable
@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxopt_llm.training.schedule import ScheduleConfig, make_schedule
+from jaxopt_llm.config import ScheduleConfig
+from jaxopt_llm.training.schedule import make_schedule
 
 PEAK = 2.0
 SCHEDULE = ScheduleConfig(warmup_steps=4, decay_steps=20, final_share=0.1, cooldown_steps=5)
-# The share of the peak at steps after the warm-up, counted from 1.
+# Share of the peak after the warm-up, as a function of the step, counted from 1.
 SHARES: dict[str, Callable[[int], float]] = {
     "cosine": lambda step: 0.1 + 0.9 * (1 + math.cos(math.pi * min((step - 4) / 16, 1))) / 2,
     "linear": lambda step: 0.1 + 0.9 * (1 - min((step - 4) / 16, 1)),
@@ -22,7 +23,7 @@ SHARES: dict[str, Callable[[int], float]] = {
 
 
 def rates(config: ScheduleConfig, steps: int) -> np.ndarray:
-    """Of the first steps; a step's count is of those done before it."""
+    """Return the rates of the first steps. The argument of a schedule is the number of finished steps."""
     return np.asarray(make_schedule(PEAK, config)(np.arange(steps)))
 
 
@@ -52,5 +53,5 @@ def test_without_warm_up_the_rate_falls_from_the_peak_to_its_end() -> None:
 def test_a_schedule_that_cannot_be_is_named(config: ScheduleConfig, named: str) -> None:
     (problem,) = config.problems()
     assert named in problem
-    # Without an end the warm-up may be longer than any other kind's.
+    # Kinds without an end allow a longer warm-up.
     assert SCHEDULE.problems() == ScheduleConfig(kind="constant", warmup_steps=5000).problems() == []

@@ -1,4 +1,4 @@
-"""What does not divide over the mesh, and whether the sizes that are offered instead do."""
+"""Tests of sizes that are not divisible by the mesh, and of the suggested sizes."""
 
 import re
 from dataclasses import replace
@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import toy
 
+from jaxopt_llm.config import MeshConfig, ShardingConfig, TrainingConfig
 from jaxopt_llm.parallel.axes import ACTIVATION_AXES, PARAMETER_AXES, SEQUENCE_PARALLEL_AXES
-from jaxopt_llm.parallel.mesh import MeshConfig
-from jaxopt_llm.parallel.sharding import ShardingConfig
 from jaxopt_llm.training import shapes
-from jaxopt_llm.training.step import TrainingConfig
 
 pytestmark = pytest.mark.core
 
@@ -20,7 +18,7 @@ TRAINING = TrainingConfig(batch_size=24, sequence_length=32)
 
 
 def problems(tensor: int, sequence_parallel: bool = True, **sizes: int) -> list[str]:
-    """Of the sizes above but for these."""
+    """Return the problems of the sizes above, with some of them replaced."""
     of: dict[str, Any] = {"model": MODEL, "training": TRAINING}
     for section, config in of.items():
         of[section] = replace(config, **{name: size for name, size in sizes.items() if hasattr(config, name)})
@@ -34,7 +32,7 @@ def problems(tensor: int, sequence_parallel: bool = True, **sizes: int) -> list[
         (4, "batch_size", 10, [8, 12]),
         (4, "batch_size", 3, [4]),
         (8, "heads", 12, [8, 16]),
-        (4, "heads", 6, [4, 8]),  # multiples of the four key-value heads, too
+        (4, "heads", 6, [4, 8]),  # also multiples of the four key-value heads
         (2, "kv_heads", 1, []),
         (8, "kv_heads", 4, []),
         (4, "mlp_width", 30, [28, 32]),
@@ -46,23 +44,23 @@ def test_a_size_is_named_with_the_nearest_that_work(tensor: int, name: str, size
     if not nearest:
         assert not found
         return
-    assert re.search(rf"\.{name}={size}\b.* does not divide by .*mesh\.(tensor={tensor}|data=2 × )", found[0])
-    assert found[0].endswith(f"(nearest that do: {' and '.join(map(str, nearest))})")
+    assert re.search(rf"\.{name}={size}\b.* is not divisible by .*mesh\.(tensor={tensor}|data=2 × )", found[0])
+    assert found[0].endswith(f"(nearest that are: {' and '.join(map(str, nearest))})")
     for near in nearest:
         assert not problems(tensor, **{name: near})
 
 
 def test_key_value_heads_are_a_divisor_of_the_heads_and_fewer_than_tensor_or_a_multiple() -> None:
     (found, other) = problems(4, heads=24, kv_heads=6)
-    assert found == "model.kv_heads=6 does not divide by mesh.tensor=4 (nearest that do: 4 and 8)"
-    assert other == "or mesh.tensor=2, which divides them as they are"
+    assert found == "model.kv_heads=6 is not divisible by mesh.tensor=4 (nearest that are: 4 and 8)"
+    assert other == "or set mesh.tensor=2, which divides all of these sizes"
     assert not problems(4, heads=24, kv_heads=3)
 
 
 def test_a_vocabulary_is_padded_first() -> None:
     found, _ = problems(3, heads=12, kv_heads=3, mlp_width=30, sequence_length=30)
-    assert found.startswith("model.vocabulary_size=500, padded to 512, does not divide by mesh.tensor=3 (nearest that")
-    assert found.endswith("do: 384 and 768)")
+    assert found.startswith("model.vocabulary_size=500, padded to 512, is not divisible by mesh.tensor=3 (nearest")
+    assert found.endswith("that are: 384 and 768)")
 
 
 def test_a_sequence_need_not_divide_unless_it_is_split() -> None:
@@ -75,7 +73,7 @@ def test_all_is_said_at_once_about_every_axis_that_the_tables_lay_over_tensor() 
     assert [re.match(r"\w+\.(\w+)=", each)[1] for each in found[:-1]] == fields  # type: ignore[index]
     tables = (PARAMETER_AXES, ACTIVATION_AXES, SEQUENCE_PARALLEL_AXES)
     split = {name for table in tables for name, axes in table.items() if "tensor" in axes}
-    where_it_divides = {"sent_sequence"}  # and else not: nothing to say
+    where_it_divides = {"sent_sequence"}  # it is only split where it is divisible, so it has no message
     assert split - where_it_divides == {"heads", "mlp", "expert_mlp", "vocabulary", "kv_heads", "residual_sequence"}
 
 

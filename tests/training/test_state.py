@@ -1,4 +1,4 @@
-"""State goes from one stage to a pipeline's stages and back, whatever the schedule and the split, to the bit."""
+"""Tests of the state: it moves from one stage to pipeline stages and back bitwise, for every schedule and split."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,20 +8,23 @@ import numpy as np
 import pytest
 import toy
 
-from jaxopt_llm import tree
-from jaxopt_llm.execution.schedules import PipelineConfig
-from jaxopt_llm.execution.stacks import RematConfig
+from jaxopt_llm.config import (
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    RematConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+from jaxopt_llm.core import tree
 from jaxopt_llm.model import param
-from jaxopt_llm.model.config import ModelConfig
 from jaxopt_llm.model.param import ParamSpec
-from jaxopt_llm.parallel.sharding import Placement
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.zero import abstract_checkpoint
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.lora import LoraConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.program import Program, make_program
-from jaxopt_llm.training.schedule import ScheduleConfig
+from jaxopt_llm.training.program import Program
 from jaxopt_llm.training.state import TrainState
-from jaxopt_llm.training.step import TrainingConfig
 
 UNEVEN = replace(toy.CONFIG, layers=13, pattern=("global",))
 
@@ -30,30 +33,30 @@ def program(model: ModelConfig, pipelined: PipelineConfig, **axes: Any) -> tuple
     placement, training = toy.placement(**axes), TrainingConfig(batch_size=8, sequence_length=16, accumulation=2)
     optimizer = OptimizerConfig(state_dtype="bfloat16")
     arguments = (optimizer, ScheduleConfig(1, 10), RematConfig(), LoraConfig(), placement)
-    return make_program(model, training, *arguments, pipelined=pipelined), placement
+    return toy.make_program(model, training, *arguments, pipelined=pipelined), placement
 
 
-def kept(program: Program, state: TrainState) -> Any:
-    return jax.tree.map(np.asarray, program.kept(state))
+def to_checkpoint(program: Program, state: TrainState) -> Any:
+    return jax.tree.map(np.asarray, program.to_checkpoint(state))
 
 
 def resumed(program: Program, placement: Placement, saved: Any) -> TrainState:
-    specs = placement.abstract(training_state.checkpoint_specs(program.specs))
+    specs = abstract_checkpoint(training_state.checkpoint_specs(program.specs), placement)
     assert jax.tree.map(np.shape, saved) == jax.tree.map(np.shape, specs)
     arrays = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, spec.sharding), saved, specs)
-    return training_state.resume(program.specs, 2, placement, **arrays)
+    return training_state.resume_state(program.specs, 2, placement, **arrays)
 
 
 @pytest.mark.parametrize(
     ("model", "stages", "pipeline"),
     [
-        pytest.param(UNEVEN, 4, PipelineConfig("interleaved", 2), id="interleaved, of unequal runs"),
+        pytest.param(UNEVEN, 4, PipelineConfig("interleaved", 2), id="interleaved, unequal chunks"),
         pytest.param(UNEVEN, 2, PipelineConfig("interleaved", 3, (1, 4, 2, 3, 1, 2)), id="interleaved and split"),
         pytest.param(toy.CONFIG, 2, PipelineConfig(split=(4, 1)), id="split, of two segments"),
     ],
 )
 def test_what_stages_hold_is_everyones(model: ModelConfig, stages: int, pipeline: PipelineConfig) -> None:
-    whole, one_device = program(model, pipeline)  # without effect there
+    whole, one_device = program(model, pipeline)  # the pipeline settings have no effect there
     staged, on_stages = program(model, pipeline, zero_stage=1, pipeline=stages, fsdp=2)
     random = np.random.default_rng(0)
 
@@ -67,13 +70,14 @@ def test_what_stages_hold_is_everyones(model: ModelConfig, stages: int, pipeline
         if spec.layers is None:
             return
         places = np.asarray(spec.layers)
-        assert places.shape[:2] == (pipeline.virtual_stages, stages) and param.depth(spec) == len(leaf)
+        assert places.shape[:2] == (pipeline.virtual_stages, stages) and param.count_layers(spec) == len(leaf)
         for (chunk, stage, slot), layer in np.ndenumerate(places):
             expected = leaf[layer] if layer >= 0 else np.zeros_like(leaf[0])
             np.testing.assert_array_equal(rests[chunk, stage, slot], expected, path)
 
     masters = jax.tree.map(np.asarray, state.masters)
     tree.map_with_path(holds_its_layers, staged.specs.masters, masters, saved["masters"])
-    back = kept(staged, state)
+    back = to_checkpoint(staged, state)
     jax.tree.map(np.testing.assert_array_equal, back, saved)
-    jax.tree.map(np.testing.assert_array_equal, kept(whole, resumed(whole, one_device, back)), saved)
+    on_one_device = to_checkpoint(whole, resumed(whole, one_device, back))
+    jax.tree.map(np.testing.assert_array_equal, on_one_device, saved)

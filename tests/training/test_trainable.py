@@ -1,4 +1,4 @@
-"""Parameters that train whole beside frozen ones, and what dropout drops."""
+"""Tests of parameters that train whole next to frozen ones, and of dropout."""
 
 from dataclasses import replace
 
@@ -8,27 +8,29 @@ import pytest
 import toy
 from test_lora import paths, run
 
-from jaxopt_llm import tree
+from jaxopt_llm.config import (
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RematConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+from jaxopt_llm.core import tree
 from jaxopt_llm.execution import scan
-from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.model import dropout
-from jaxopt_llm.model.config import ModelConfig
-from jaxopt_llm.model.decoder import layout, make_parts
-from jaxopt_llm.model.leaves import LoraWeight
-from jaxopt_llm.parallel.precision import PrecisionConfig
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.decoder_specs import list_segments
+from jaxopt_llm.model.linear import dropout
+from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.training import lora
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.lora import LoraConfig
-from jaxopt_llm.training.optimizer import OptimizerConfig
-from jaxopt_llm.training.program import make_program
-from jaxopt_llm.training.schedule import ScheduleConfig
-from jaxopt_llm.training.step import TrainingConfig
 
-PARTS = make_parts(toy.CONFIG)
+PARTS = Decoder(toy.CONFIG)
 
 
 def selected(model: ModelConfig, config: LoraConfig, *trainable: str) -> set[str]:
-    return paths(lora.adapt(make_parts(model), config, PrecisionConfig(), trainable)[1])
+    return paths(lora.adapt_model(Decoder(model), config, PrecisionConfig(), trainable)[1])
 
 
 def test_patterns_choose_what_trains() -> None:
@@ -36,7 +38,7 @@ def test_patterns_choose_what_trains() -> None:
     assert selected(toy.CONFIG, LoraConfig(), "*/scale") == scales
     adapters = selected(toy.CONFIG, LoraConfig(rank=2))
     assert selected(toy.CONFIG, LoraConfig(rank=2, base="nf4"), "*/scale") == scales | adapters
-    # By its own path, not by those of what stands in its place: codes have scales, too.
+    # The pattern applies to the path of the parameter, not to those of its codes, which have scales, too.
     assert not {path for path in adapters if path.endswith(("scales", "base"))}
     assert selected(toy.CONFIG, LoraConfig(rank=2, base="nf4"), "*/final_norm/*", "*/base") == adapters | {
         "outer/final_norm/scale"
@@ -44,20 +46,20 @@ def test_patterns_choose_what_trains() -> None:
 
 
 def test_the_last_layers_are_a_stack_of_their_own() -> None:
-    """Of 5 layers, sliding and global in turn, the last 3 begin with a sliding one."""
+    """Check 5 layers, alternately sliding and global, of which the last 3 start with a sliding one."""
     model = replace(toy.CONFIG, last_layers=3)
-    found = [(each.kinds, each.repeats, each.per_layer["index"].ravel().tolist()) for each in layout(model)]
+    found = [(each.kinds, each.repeats, each.per_layer["index"].ravel().tolist()) for each in list_segments(model)]
     assert found == [
         (("sliding", "global"), 1, [0, 1]),
         (("sliding", "global"), 1, [2, 3]),
         (("sliding",), 1, [4]),
     ]
-    assert [each.repeats for each in layout(replace(toy.UNIFORM, last_layers=2))] == [1, 2]
+    assert [each.repeats for each in list_segments(replace(toy.UNIFORM, last_layers=2))] == [1, 2]
 
 
 def test_the_same_model_is_computed_of_its_stacks_in_two() -> None:
     whole, parted = toy.UNIFORM, replace(toy.UNIFORM, last_layers=1)
-    values = toy.params(make_parts(whole).specs)
+    values = toy.params(Decoder(whole).specs)
     of_parts = {
         "outer": values["outer"],
         "segment_0": jax.tree.map(lambda x: x[:2], values["segment_0"]),
@@ -65,21 +67,21 @@ def test_the_same_model_is_computed_of_its_stacks_in_two() -> None:
     }
     placement, batch = toy.placement(), toy.microbatches(toy.packed(2, 16), 1)
     losses = [
-        float(scan.make_executor(RematConfig("none")).loss(make_parts(model), params, batch, placement)[0])
+        float(scan.make_executor(RematConfig("none")).loss(Decoder(model), params, batch, placement)[0])
         for model, params in ((whole, values), (parted, of_parts))
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_no_backward_runs_below_what_trains() -> None:
-    """A layer's forward is half of its backward, of which frozen weights want half, and nothing below the last."""
+    """A forward costs half of a backward. Frozen weights need half of it, and none below the last trained layer."""
 
     def operations(layers: int, trainable: tuple[str, ...]) -> float:
         training = TrainingConfig(batch_size=2, sequence_length=16, trainable=trainable)
         model = replace(toy.UNIFORM, layers=layers, last_layers=1, width=64, mlp_width=256)
         rest = (OptimizerConfig(), ScheduleConfig(1, 10), RematConfig("none"), LoraConfig(), toy.placement())
-        program = make_program(model, training, *rest)
-        # The compiler counts a loop's body once: the difference is of loops unrolled, one layer each.
+        program = toy.make_program(model, training, *rest)
+        # The compiler counts the body of a loop once. Loops over one layer are unrolled, and counted completely.
         return program.step.lower(program.state, program.batch).compile().cost_analysis()["flops"]
 
     of_last, of_all = operations(2, ("segment_1/*",)), operations(2, ())
@@ -99,9 +101,9 @@ def test_steps_change_what_the_patterns_choose_alone() -> None:
 
 def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
     noise = jax.random.bits(jax.random.key(0), (64, 64), np.uint32)
-    dropped = np.asarray(dropout.drop(np.ones((64, 64, 4, 8), np.float32), noise, 0.25))
+    dropped = np.asarray(dropout.apply_dropout(np.ones((64, 64, 4, 8), np.float32), noise, 0.25))
     assert set(np.unique(dropped)) == {0.0, np.float32(1 / 0.75)}
-    for axes in ((0, 1), (2, 3)):  # of every feature, and of every token
+    for axes in ((0, 1), (2, 3)):  # for every feature, and for every token
         share = (dropped == 0).mean(axis=axes)
         assert share.mean() == pytest.approx(0.25, abs=0.005) and np.abs(share - 0.25).max() < 0.3
     flat = (dropped == 0).reshape(64 * 64, 32)
@@ -109,8 +111,8 @@ def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
 
 
 def test_each_adapter_layer_and_step_drops_something_else() -> None:
-    """And a frozen weight, or an evaluation, nothing."""
-    specs = lora.adapt(PARTS, LoraConfig(rank=2, dropout=0.5), PrecisionConfig())[0].specs["segment_0"]["block_0"]
+    """Check also that nothing is dropped in an evaluation."""
+    specs = lora.adapt_model(PARTS, LoraConfig(rank=2, dropout=0.5), PrecisionConfig())[0].specs["segment_0"]["block_0"]
     steps = [jax.random.bits(jax.random.key(step), (2, 8), np.uint32) for step in range(2)]
     drawn = [
         leaf.noise
@@ -129,7 +131,7 @@ def test_steps_drop_and_evaluations_do_not() -> None:
     with_dropout, without = (run(LoraConfig(rank=2, dropout=rate)) for rate in (0.5, 0.0))
     assert with_dropout[1][0]["loss"] == without[1][0]["loss"]  # B is still zero
     assert with_dropout[1][0]["grad_norm"] != pytest.approx(float(without[1][0]["grad_norm"]), rel=0.05)
-    parts = lora.adapt(make_parts(toy.UNIFORM), LoraConfig(rank=2, dropout=0.5), PrecisionConfig())[0]
+    parts = lora.adapt_model(Decoder(toy.UNIFORM), LoraConfig(rank=2, dropout=0.5), PrecisionConfig())[0]
     state, placement = with_dropout[0][-1], toy.placement()
     batch = toy.microbatches(toy.packed(2, 16), 1)
     noise = jax.random.bits(jax.random.key(0), batch.tokens.shape, np.uint32)
@@ -145,9 +147,9 @@ def test_what_is_dropped_is_a_function_of_seed_and_step() -> None:
     model, placement = replace(toy.UNIFORM, layers=1), toy.placement()
 
     def norms(seed: int, *steps: int) -> list[float]:
-        program = make_program(model, *arguments, LoraConfig(rank=2, dropout=0.5), placement, seed)
+        program = toy.make_program(model, *arguments, LoraConfig(rank=2, dropout=0.5), placement, seed)
         batch = jax.device_put(toy.microbatches(toy.packed(2, 16), 1), program.rows)
-        states = (training_state.initialize(program.specs, program.optimizers, 0, placement) for _ in steps)
+        states = (training_state.initialize_state(program.specs, program.optimizers, 0, placement) for _ in steps)
         return [
             float(program.step(replace(state, step=np.int32(step)), batch)[1]["grad_norm"])
             for state, step in zip(states, steps, strict=True)

@@ -1,4 +1,4 @@
-"""The layer-wise update against optax on the whole tree, and the clip of the step."""
+"""Tests of the layer-wise update against optax on the whole tree, and of the clip."""
 
 import functools
 from typing import Any
@@ -10,21 +10,22 @@ import optax
 import pytest
 import toy
 
-from jaxopt_llm import tree
+from jaxopt_llm.config import OptimizerConfig, RematConfig
+from jaxopt_llm.core import tree
 from jaxopt_llm.execution.scan import make_executor
-from jaxopt_llm.execution.stacks import RematConfig
-from jaxopt_llm.model.decoder import Params, make_parts
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.model import Params
 from jaxopt_llm.training import guard, update
-from jaxopt_llm.training.optimizer import OptimizerConfig, make_optimizer
-from jaxopt_llm.training.state import TrainState, state_specs
-from jaxopt_llm.training.step import make_step
+from jaxopt_llm.training.optimizer import make_optimizer
+from jaxopt_llm.training.state import TrainState, make_state_specs
+from jaxopt_llm.training.step import StepSettings, make_step
 
 pytestmark = pytest.mark.core
 
-PARTS = make_parts(toy.CONFIG)
+PARTS = Decoder(toy.CONFIG)
 SPECS = PARTS.specs
 CONFIG = OptimizerConfig(epsilon=1e-3, weight_decay=0.3)
-PLACEMENT = toy.placement(zero_stage=1, compute_dtype="bfloat16")  # a compute copy rests beside the masters
+PLACEMENT = toy.placement(zero_stage=1, compute_dtype="bfloat16")  # there is a compute copy in addition to the masters
 STEPS = 3
 
 jit = functools.partial(jax.jit, compiler_options=toy.QUICK_COMPILE)
@@ -35,7 +36,7 @@ def schedule(count: jax.Array) -> jax.Array:
 
 
 OPTIMIZERS = update.make_optimizers(functools.partial(make_optimizer, CONFIG, schedule), SPECS)
-apply = jit(functools.partial(update.apply, OPTIMIZERS, SPECS, placement=PLACEMENT))
+apply = jit(functools.partial(update.apply_gradients, OPTIMIZERS, SPECS, placement=PLACEMENT))
 
 
 def random_gradients(step: int) -> Params:
@@ -45,9 +46,9 @@ def random_gradients(step: int) -> Params:
 
 @functools.cache
 def initial() -> tuple[Params, Params, Params]:
-    """Masters, moments and compute copy."""
+    """Return masters, moments and compute copy."""
     masters = toy.params(SPECS)
-    moments = jit(lambda masters: update.init(OPTIMIZERS, SPECS, masters))(masters)
+    moments = jit(lambda masters: update.initialize_moments(OPTIMIZERS, SPECS, masters))(masters)
     return masters, moments, jax.tree.map(lambda master: master.astype(jnp.bfloat16), masters)
 
 
@@ -72,8 +73,8 @@ def test_the_update_is_that_of_optax_on_the_whole_tree() -> None:
 
     expected = initial()[0]
     moments = whole.init(expected)
-    for number in range(STEPS):
-        expected, moments = step(expected, moments, random_gradients(number))
+    for index in range(STEPS):
+        expected, moments = step(expected, moments, random_gradients(index))
     masters, layer_moments, compute = updated()
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
     jax.tree.map(close, masters, expected)
@@ -88,12 +89,12 @@ def test_the_update_is_that_of_optax_on_the_whole_tree() -> None:
 def test_every_layer_counts_its_steps() -> None:
     for group, repeats in (("outer", ()), ("segment_0", (2,)), ("segment_1", (1,))):
         counts = [count for _, count in optax.tree.get_all_with_path(updated()[1][group], "count")]
-        assert len(counts) == 2  # Adam's and the schedule's
+        assert len(counts) == 2  # those of Adam and of the schedule
         for count in counts:
             np.testing.assert_array_equal(count, np.full(repeats, STEPS))
 
 
-# [virtual, stages, slots] of both segments, of two and of one period.
+# Layers [virtual, stages, slots] of two segments, with two periods and with one.
 PLACES = {
     "one chunk": {"segment_0": [[[0, -1], [1, -1]]], "segment_1": [[[-1], [0]]]},
     "two chunks": {"segment_0": [[[-1, 0], [-1, -1]], [[-1, -1], [1, -1]]], "segment_1": [[[-1], [-1]], [[-1], [0]]]},
@@ -102,19 +103,19 @@ PLACES = {
 
 @pytest.mark.parametrize("chunks", PLACES)
 def test_stages_update_their_slots_as_layers_are_updated(chunks: str) -> None:
-    """Matrices stay matrices to the optimizer, and a slot without a layer stays zero."""
+    """The optimizer sees matrices as on one stage, and a slot without a layer stays zero."""
     places = {section: np.array(each) for section, each in PLACES[chunks].items()}
     staged = {"outer": SPECS["outer"]} | {
-        section: jax.tree.map(lambda spec, section=section: spec.layer().stack(places[section]), SPECS[section])
+        section: jax.tree.map(lambda spec, section=section: spec.unstack().stack(places[section]), SPECS[section])
         for section in places
     }
     placement = toy.placement(zero_stage=1, compute_dtype="bfloat16", pipeline=2)
     optimizers = update.make_optimizers(functools.partial(make_optimizer, CONFIG, schedule), staged)
     masters = toy.on_stages(staged, initial()[0])
-    state = (masters, update.init(optimizers, staged, masters), toy.on_stages(staged, initial()[2]))
-    step = jit(functools.partial(update.apply, optimizers, staged, placement=placement))
-    for number in range(STEPS):
-        state = step(state, toy.on_stages(staged, random_gradients(number)), 0.5, True)
+    state = (masters, update.initialize_moments(optimizers, staged, masters), toy.on_stages(staged, initial()[2]))
+    step = jit(functools.partial(update.apply_gradients, optimizers, staged, placement=placement))
+    for index in range(STEPS):
+        state = step(state, toy.on_stages(staged, random_gradients(index)), 0.5, True)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
     jax.tree.map(close, state[0], toy.on_stages(staged, updated()[0]))
     counts = [count for _, count in optax.tree.get_all_with_path(state[1]["segment_0"], "count")]
@@ -124,16 +125,17 @@ def test_stages_update_their_slots_as_layers_are_updated(chunks: str) -> None:
 
 @pytest.mark.parametrize("clip_norm", [0.1, 100.0])
 def test_the_step_clips_by_the_norm_over_all_leaves(clip_norm: float) -> None:
-    """And leaves a gradient alone that is no longer than that."""
+    """Check also that a gradient with a smaller norm does not change."""
     rate = 10.0
     batch, before = toy.packed(rows=2, length=16), toy.params(SPECS)
     # Plain SGD shows the clipped gradient as the difference of the masters.
     optimizers = update.make_optimizers(lambda section, specs: optax.sgd(rate), SPECS)
     placement = toy.placement()
-    specs = state_specs(*tree.partition(SPECS, lambda path: True), optimizers, placement.precision)
-    step = make_step(PARTS, specs, optimizers, schedule, clip_norm, 0.0, make_executor(RematConfig("none")), placement)
-    moments = update.init(optimizers, SPECS, before)
-    state = TrainState(jnp.int32(0), before, moments, None, specs.frozen, guard.initialize(), loss_scale={})
+    specs = make_state_specs(*tree.partition(SPECS, lambda path: True), optimizers, placement.precision)
+    executor, settings = make_executor(RematConfig("none")), StepSettings(clip_norm)
+    step = make_step(PARTS, specs, optimizers, schedule, executor, placement, settings)
+    moments = update.initialize_moments(optimizers, SPECS, before)
+    state = TrainState(jnp.int32(0), before, moments, None, specs.frozen, guard.initialize_guard(), loss_scale={})
     microbatches = toy.microbatches(batch, 1)
     after, metrics = step.lower(state, microbatches).compile(toy.QUICK_COMPILE)(state, microbatches)
 

@@ -1,0 +1,200 @@
+"""Codecs between fields of config.json and fields of ModelConfig.
+
+A codec is a pair of functions, one for each direction. It raises Unsupported for a value that the family's classes in
+transformers read and that our model does not compute.
+"""
+
+import math
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.config.model import MAX_LAYERS
+
+Settings = dict[str, Any]  # content of a Hugging Face config.json
+FIELD_TYPES = typing.get_type_hints(ModelConfig)
+TYPE_NAMES = {int: "a whole number below 2**31", float: "a finite number", bool: "true or false"}
+
+
+class Unsupported(Exception):
+    """A config.json without an equivalent ModelConfig, or the reverse. The message names the field."""
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Pair of conversions of some fields: `read` from config.json, `write` to config.json."""
+
+    read: Callable[[Settings], dict[str, Any]]
+    write: Callable[[ModelConfig], Settings]
+
+
+def read_value(settings: Settings, name: str, kind: Any, default: Any = None) -> Any:
+    """Return the value of a field.
+
+    Args:
+        settings: content of config.json.
+        name: name of the field.
+        kind: type of the field: int, float, bool or str.
+        default: value for a field that is null or missing; without a default such a field is an error.
+
+    Raises:
+        Unsupported: the field has another type, is out of range, or is missing.
+    """
+    value = settings.get(name)
+    if value is None:
+        if default is None:
+            raise Unsupported(f"{name} is missing")
+        return default
+    if kind is float and type(value) is int and abs(value) < 2**53:
+        value = float(value)
+    if type(value) is not kind or (kind is not bool and not abs(value) < (2**31 if kind is int else math.inf)):
+        raise Unsupported(f"{name}={value!r}: must be {TYPE_NAMES[kind]}")
+    return value
+
+
+def read_layer_count(settings: Settings) -> int:
+    count = read_value(settings, "num_hidden_layers", int)
+    if count > MAX_LAYERS:
+        raise Unsupported(f"num_hidden_layers={count}: must be at most {MAX_LAYERS:,}")
+    return count
+
+
+def copy_fields(**names: str) -> Codec:
+    """Return a codec for fields with the same value under two names, given as ours="theirs"."""
+    return Codec(
+        lambda settings: {ours: read_value(settings, theirs, FIELD_TYPES[ours]) for ours, theirs in names.items()},
+        lambda config: {theirs: getattr(config, ours) for ours, theirs in names.items()},
+    )
+
+
+def copy_optional_fields(**names: str) -> Codec:
+    """Return a codec for fields, given as ours="theirs", that are 0 in our config and null in config.json."""
+    return Codec(
+        lambda settings: {ours: read_value(settings, theirs, float, 0.0) for ours, theirs in names.items()},
+        lambda config: {theirs: getattr(config, ours) or None for ours, theirs in names.items()},
+    )
+
+
+def set_fields(**fields: Any) -> Codec:
+    """Return a codec for our fields that are the same in the whole family and have no field in config.json."""
+    return Codec(lambda settings: fields, lambda config: {})
+
+
+def require_values(**values: Any) -> Codec:
+    """Return a codec for fields of config.json that support one value only.
+
+    A tuple lists several spellings of this value; the first one is written.
+    """
+    choices = {name: value if isinstance(value, tuple) else (value,) for name, value in values.items()}
+
+    def read(settings: Settings) -> dict[str, Any]:
+        for name, allowed in choices.items():
+            if settings.get(name) not in (None, *allowed):
+                raise Unsupported(f"{name}={settings[name]!r}: only {allowed[0]!r} is supported")
+        return {}
+
+    return Codec(read, lambda config: {name: allowed[0] for name, allowed in choices.items()})
+
+
+def require_absent(*names: str) -> Codec:
+    """Return a codec for fields of config.json that must be null or missing."""
+
+    def read(settings: Settings) -> dict[str, Any]:
+        for name in names:
+            if settings.get(name) is not None:
+                raise Unsupported(f"{name}={settings[name]!r}: only null is supported")
+        return {}
+
+    return Codec(read, lambda config: {})
+
+
+def read_heads(settings: Settings) -> dict[str, Any]:
+    heads = read_value(settings, "num_attention_heads", int)
+    head_dim = read_value(settings, "hidden_size", int) // max(heads, 1)
+    return {
+        "kv_heads": read_value(settings, "num_key_value_heads", int, heads),
+        "head_dim": read_value(settings, "head_dim", int, head_dim),
+    }
+
+
+GPT_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+
+
+def _read_gpt(settings: Settings) -> dict[str, Any]:
+    for alias, name in GPT_ALIASES.items():
+        if settings.get(alias) not in (None, settings.get(name)):
+            raise Unsupported(
+                f"{alias}={settings[alias]!r}: it is another name of {name}, which is {settings.get(name)!r}"
+            )
+    heads, width = read_value(settings, "n_head", int), read_value(settings, "n_embd", int)
+    if heads < 1 or width % heads:
+        raise Unsupported(f"n_embd={width}: must be a multiple of n_head={heads}")
+    return {
+        "kv_heads": heads,
+        "head_dim": width // heads,
+        "mlp_width": read_value(settings, "n_inner", int, 4 * width),
+    }
+
+
+def _check_divisible(settings: Settings) -> dict[str, Any]:
+    """Check a restriction of the classes of Llama and Gemma 2, which holds regardless of head_dim."""
+    heads, width = read_value(settings, "num_attention_heads", int), read_value(settings, "hidden_size", int)
+    if heads > 0 and width % heads:
+        raise Unsupported(f"hidden_size={width}: must be a multiple of num_attention_heads={heads}")
+    return {}
+
+
+def _check_projection_norms(settings: Settings) -> dict[str, Any]:
+    """Check a restriction of OLMoE's class, whose query and key norms have hidden_size, regardless of head_dim."""
+    heads, head_dim = read_value(settings, "num_attention_heads", int), read_heads(settings)["head_dim"]
+    if heads * head_dim != settings["hidden_size"]:
+        raise Unsupported(
+            f"head_dim={head_dim}: times num_attention_heads={heads} it must be hidden_size={settings['hidden_size']}"
+        )
+    return {}
+
+
+def _write_query_scalar(config: ModelConfig) -> Settings:
+    return {"query_pre_attn_scalar": round((config.attention_scale or config.head_dim**-0.5) ** -2)}
+
+
+def _read_query_scalar(settings: Settings) -> dict[str, Any]:
+    scalar = read_value(settings, "query_pre_attn_scalar", int)
+    if scalar < 1:
+        raise Unsupported(f"query_pre_attn_scalar={scalar}: must be at least 1")
+    return {"attention_scale": scalar**-0.5}
+
+
+SIZES = copy_fields(
+    vocabulary_size="vocab_size",
+    width="hidden_size",
+    layers="num_hidden_layers",
+    heads="num_attention_heads",
+    norm_epsilon="rms_norm_eps",
+    tied_head="tie_word_embeddings",
+)
+MLP_SIZE = copy_fields(mlp_width="intermediate_size")
+HEADS = Codec(read_heads, lambda config: {"num_key_value_heads": config.kv_heads, "head_dim": config.head_dim})
+DIVISIBLE = Codec(_check_divisible, lambda config: {})
+PROJECTION_NORMS = Codec(_check_projection_norms, lambda config: {})
+QUERY_SCALAR = Codec(_read_query_scalar, _write_query_scalar)
+SWIGLU = require_values(hidden_act=("silu", "swish"))
+NO_BIASES = require_values(attention_bias=False, mlp_bias=False)
+GPT_SIZES = copy_fields(
+    vocabulary_size="vocab_size",
+    width="n_embd",
+    layers="n_layer",
+    heads="n_head",
+    max_positions="n_positions",
+    norm_epsilon="layer_norm_epsilon",
+    tied_head="tie_word_embeddings",
+)
+GPT_HEADS = Codec(_read_gpt, lambda config: {"n_inner": config.mlp_width})
+SOFTCAPS = copy_optional_fields(attention_softcap="attn_logit_softcapping", logit_softcap="final_logit_softcapping")

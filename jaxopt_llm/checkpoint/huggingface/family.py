@@ -1,0 +1,121 @@
+"""Family of Hugging Face models: the mapping between its tensors and config.json fields and ours."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxopt_llm.checkpoint.huggingface.codecs import FIELD_TYPES, Codec, Settings, Unsupported
+from jaxopt_llm.checkpoint.huggingface.codecs_moe import find_expert_layers
+from jaxopt_llm.checkpoint.huggingface.codecs_windows import find_shortest_period
+from jaxopt_llm.config import ModelConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Mapping between a family's folders and our models.
+
+    Attributes:
+        model_type: value of the config.json field.
+        architecture: name of the class in transformers.
+        names: tensor name -> path of our leaf, inside a block or outside the stacks. In the name, the first {} stands
+            for the layer number and the second {} for the expert number. Several paths, separated by blanks, lie next
+            to each other along the output dimension; paths separated by `names.BY_HEAD` lie next to each other within
+            each head.
+        codecs: codecs for the fields of config.json.
+        defaults: values of fields that config.json may omit.
+        input_first: whether matrices in blocks are [in, out] instead of [out, in] as in torch.nn.Linear.
+        base_prefix: name prefix that is missing in a file of the model without its head.
+        ignored: glob patterns of tensor names that hold no parameters.
+        mtp_prefix: name prefix, with {} for the layer number, of the multi-token prediction (MTP) layer after the last
+            layer. Such a layer has a tensor eh_proj. It is ignored, as in transformers.
+        in_memory_names: names under which the classes of transformers 5 and later hold a layer's parameters, and write
+            them on request -> the names in `names` of the tensors that these consist of. Several tensors are
+            concatenated, and those of all experts are stacked.
+    """
+
+    model_type: str
+    architecture: str
+    names: dict[str, str]
+    codecs: tuple[Codec, ...]
+    defaults: Settings = field(default_factory=dict)
+    input_first: bool = False
+    base_prefix: str = "model."
+    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    mtp_prefix: str = ""
+    in_memory_names: dict[str, str] = field(default_factory=dict)
+
+    def read(self, settings: Settings) -> ModelConfig:
+        """Convert the content of a config.json to a model configuration. Raise Unsupported if that is not possible."""
+        settings = self.defaults | settings
+        fields: dict[str, Any] = {}
+        for codec in self.codecs:
+            fields |= codec.read(settings)
+        config = ModelConfig(**fields)
+        found = config.problems()
+        if found:
+            raise Unsupported("; ".join(found))
+        return config
+
+    def write(self, config: ModelConfig) -> Settings:
+        """Convert a model configuration to the content of a config.json."""
+        settings: Settings = {"architectures": [self.architecture], "model_type": self.model_type}
+        for codec in self.codecs:
+            settings |= codec.write(config)
+        return settings
+
+    def find_differences(self, config: ModelConfig) -> list[str]:
+        """Return the fields of a model that the family's config.json cannot express."""
+        try:
+            restored, expected = canonicalise(self.read(self.write(config))), canonicalise(config)
+        except Unsupported as error:
+            return [str(error)]
+        return [
+            f"model.{name}={getattr(expected, name)}"
+            for name in FIELD_TYPES
+            if getattr(expected, name) != getattr(restored, name)
+        ]
+
+
+def canonicalise(config: ModelConfig) -> ModelConfig:
+    """Return the same model with defaults in the fields that it does not read, so that equal models compare equal."""
+    # The last three fields affect training only. config.json has no fields for them: transformers drops no tokens.
+    unread = ["pretrained", "last_layers", "router_z_loss", "router_bias_rate", "expert_capacity"]
+    changed: dict[str, Any] = {}
+    has_experts = [config.has_experts(layer) for layer in range(config.layers)]
+    if expert_layers := find_expert_layers(has_experts):
+        changed = dict(zip(("dense_layers", "expert_every"), expert_layers, strict=True))
+        unread += ["mlp_width"] if all(has_experts) else []
+    else:
+        unread += EXPERT_FIELDS
+    if "sliding" not in config.pattern:
+        unread.append("window")
+    if config.positions == "learned":
+        unread += ["rope_theta"]
+    else:
+        unread += ["max_positions"]
+    if config.positions == "learned" or config.rope_factor == 1:
+        unread += ROPE_SCALING_FIELDS
+    elif config.rope_scaling == "llama3":
+        unread += YARN_FIELDS
+    unread += [] if config.latent_rank else LATENT_FIELDS
+    return replace(
+        config,
+        **{name: getattr(ModelConfig, name) for name in unread},
+        **changed,
+        pattern=find_shortest_period([config.pattern[i % len(config.pattern)] for i in range(config.layers)]),
+        attention_scale=config.attention_scale or config.head_dim**-0.5,
+    )
+
+
+# Fields that a model without experts does not read.
+EXPERT_FIELDS = (
+    *("experts", "experts_per_token", "expert_width", "shared_expert_width", "dense_layers", "expert_every"),
+    *("router", "router_renormalises", "router_scale", "router_groups", "router_groups_per_token", "router_bias"),
+    "balance_loss",
+)
+# Fields that only MLA reads.
+LATENT_FIELDS = ("query_rank", "rotary_head_dim", "value_head_dim")
+YARN_FIELDS = ("rope_mscale", "rope_mscale_all_dim")
+ROPE_SCALING_FIELDS = (
+    *("rope_scaling", "rope_low_frequency_factor", "rope_high_frequency_factor", "rope_original_length"),
+    *YARN_FIELDS,
+)

@@ -1,0 +1,277 @@
+"""Hugging Face model folders, config.json and safetensors, read directly into sharded arrays.
+
+Each device's shard of a parameter is filled from slices of the memory-mapped tensors, layer by layer. In addition to
+the shards of this process's devices, the host holds at most one tensor.
+"""
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxopt_llm.checkpoint.huggingface import families, safetensors
+from jaxopt_llm.checkpoint.huggingface.codecs import Settings, Unsupported
+from jaxopt_llm.checkpoint.huggingface.family import Family
+from jaxopt_llm.checkpoint.huggingface.safetensors import StoredTensor
+from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorLayout, TensorPiece, list_tensor_layouts
+from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.model.param import ParamSpec
+
+CONFIG_FILE = "config.json"
+DIGEST_BYTES_PER_TENSOR = 2**18  # sampled to distinguish a tensor from others; at least one row
+MAX_DIGEST_BYTES = 2**29  # of all tensors; with many tensors, fewer bytes of each are sampled
+
+
+def read_settings(path: Path) -> Settings:
+    """Read the config.json of a folder. Raise InputError if the folder or the file is missing or invalid."""
+    file = path / CONFIG_FILE
+    if not path.is_dir():
+        raise InputError(f"{path}: no such folder; download the model first: hf download NAME --local-dir DIR")
+    if not file.is_file():
+        raise InputError(f"{path}: not a Hugging Face model folder: it has no {CONFIG_FILE}; choose another folder")
+    return safetensors.parse_json(file.read_bytes(), file)
+
+
+def read_config(path: Path) -> tuple[Family, ModelConfig]:
+    """Read the family and the model configuration of a folder.
+
+    Code that the config.json names is never run.
+
+    Raises:
+        InputError: the config.json describes a model that is not supported.
+    """
+    settings = read_settings(path)
+    try:
+        family = families.find_by_settings(settings)
+        return family, family.read(settings)
+    except Unsupported as error:
+        raise InputError(f"{path / CONFIG_FILE}: {error}") from error
+
+
+def choose_family(config: ModelConfig, source: Path | None = None) -> Family:
+    """Return a family that fits a model.
+
+    Args:
+        config: the model.
+        source: the folder that the model came from; its family is preferred.
+
+    Raises:
+        InputError: no family fits the model.
+    """
+    preferred = None if source is None else read_settings(source).get("model_type")
+    try:
+        return families.find_by_model(config, preferred)
+    except Unsupported as error:
+        raise InputError(str(error)) from error
+
+
+def build_leaf(
+    spec: ParamSpec, sharding: NamedSharding, fill: Callable[[np.ndarray, int | None, tuple[slice, ...]], None]
+) -> jax.Array:
+    """Build a sharded leaf, which is 0 where `fill` writes nothing.
+
+    Args:
+        spec: shape and dtype of the leaf.
+        sharding: sharding of the leaf.
+        fill: called as `fill(zeros, layer, index)`; writes the slices `index` of one layer into `zeros`. `layer` is the
+            index of the layer in the stack; None for a leaf that is not stacked.
+    """
+    shards: dict[str, np.ndarray] = {}  # devices with the same shard share one array
+
+    def get_shard(index: Any) -> np.ndarray:  # index: a slice for each dimension
+        if (key := str(index)) not in shards:
+            shards[key] = build_shard(index)
+        return shards[key]
+
+    def build_shard(index: tuple[slice, ...]) -> np.ndarray:
+        ranges = [range(size)[each] for size, each in zip(spec.shape, index, strict=True)]
+        out = np.zeros([len(each) for each in ranges], spec.dtype)
+        stack = np.zeros((), np.int64) if spec.layers is None else np.asarray(spec.layers)
+        layers = stack[index[: spec.leading]]
+        for row in np.ndindex(layers.shape):
+            if layers[row] >= 0:
+                layer = None if spec.layers is None else int(layers[row])
+                fill(out[row], layer, index[spec.leading :])
+        return out
+
+    return jax.make_array_from_callback(spec.shape, sharding, get_shard)
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """Folder with verified headers: each tensor of the model is present once, in its shape, and there are no others."""
+
+    path: Path
+    family: Family
+    config: ModelConfig
+    stored: Mapping[str, StoredTensor]
+
+    @functools.cached_property
+    def _locations(self) -> dict[tuple[str, int | None], list[tuple[str, TensorLayout, TensorPiece]]]:
+        """Leaf path and index in its stack -> the tensor that holds it, or one tensor for each expert."""
+        locations: dict[tuple[str, int | None], list[tuple[str, TensorLayout, TensorPiece]]] = {}
+        for name, layout in list_tensor_layouts(self.family, self.config).items():
+            for piece in layout.pieces:
+                locations.setdefault((piece.path, piece.layer), []).append((name, layout, piece))
+        return locations
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Hash that distinguishes these weights from others.
+
+        It covers each tensor's name, dtype and shape, and rows sampled evenly from it. To hash all rows would take as
+        long as to read the folder.
+        """
+        digest, limit = hashlib.sha256(), min(DIGEST_BYTES_PER_TENSOR, MAX_DIGEST_BYTES // len(self.stored))
+        for name, stored in sorted(self.stored.items()):
+            stride = max(1, stored.array.nbytes // limit)
+            digest.update(f"{name} {stored.array.dtype} {stored.array.shape} ".encode())
+            digest.update(np.ascontiguousarray(stored.array[::stride]).view(np.uint8).data)
+            stored.release()
+        return digest.hexdigest()
+
+    def dtype(self, path: str) -> np.dtype:
+        """Return the dtype of a leaf's stored values; the widest one if its tensors differ."""
+        names = [name for (leaf, _), locations in self._locations.items() if leaf == path for name, *_ in locations]
+        dtypes = {self.stored[name].array.dtype for name in names}
+        return jnp.dtype(jnp.result_type(*dtypes))
+
+    def read(self, path: str, spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
+        """Read a leaf in the shape and dtype of its spec.
+
+        Padding rows of a table, and stack rows that hold no layer, are 0.
+
+        Raises:
+            InputError: a value is not finite in the dtype of the spec.
+        """
+        return build_leaf(spec, sharding, functools.partial(self.fill, path))
+
+    def fill(self, path: str, out: np.ndarray, layer: int | None, index: tuple[slice, ...]) -> None:
+        """Write the slices `index` of one layer of a leaf into `out`: see `build_leaf`."""
+        locations = self._locations[path, layer]
+        if locations[0][2].expert is None:
+            self._fill(*locations[0], out, index)
+        else:
+            for location, expert_out in zip(locations[index[0]], out, strict=True):
+                self._fill(*location, expert_out, index[1:])
+
+    def _fill(
+        self, name: str, layout: TensorLayout, piece: TensorPiece, out: np.ndarray, index: tuple[slice, ...]
+    ) -> None:
+        stored = self.stored[name]
+        source = layout.view(stored.array, piece)[index]
+        out = out[tuple(slice(size) for size in source.shape)]  # without our padding rows
+        with np.errstate(over="ignore"):  # an overflow is reported below
+            out[...] = source
+        if not np.isfinite(out).all():
+            raise InputError(f"{stored.file}: tensor {name!r} has values that are not finite in {out.dtype}")
+        stored.release()
+
+
+def open_model_folder(path: Path) -> ModelFolder:
+    """Open a folder and check the headers of its files.
+
+    Raises:
+        InputError: the folder is not a complete folder of a supported family.
+    """
+    family, config = read_config(path)
+    stored = dict(safetensors.open_folder(path))
+    layouts = list_tensor_layouts(family, config)
+    if not any(name.startswith(family.base_prefix) for name in stored):
+        # The model without its head, as in the first published folder of GPT-2.
+        stored = {name if name in layouts else family.base_prefix + name: each for name, each in stored.items()}
+    mtp_prefix = family.mtp_prefix.format(config.layers)
+    has_mtp = f"{mtp_prefix}eh_proj.weight" in stored
+    ignored = (*family.ignored, f"{mtp_prefix}*") if has_mtp else family.ignored
+    stored = {name: each for name, each in stored.items() if not any(fnmatchcase(name, p) for p in ignored)}
+    stored = _use_published_names(family, config, stored, layouts)
+    for name, layout in layouts.items():
+        if name not in stored:
+            raise InputError(f"{path}: tensor {name!r} is missing; download the folder again")
+        tensor = stored[name]
+        if tensor.array.dtype not in safetensors.FLOAT_DTYPES.values():
+            raise safetensors.dtype_error(tensor.file, name, str(tensor.array.dtype))
+        _check_shape(name, tensor, layout.shape)
+    if config.tied_head:
+        _remove_tied_head(family, stored)
+    for name, tensor in stored.items():
+        if name not in layouts:
+            raise InputError(
+                f"{tensor.file}: tensor {name!r} does not belong to a {family.architecture} as {CONFIG_FILE} describes "
+                "it; use the config.json of these weights"
+            )
+    return ModelFolder(path, family, config, stored)
+
+
+def _use_published_names(
+    family: Family, config: ModelConfig, stored: Mapping[str, StoredTensor], layouts: Mapping[str, TensorLayout]
+) -> dict[str, StoredTensor]:
+    """Return the tensors under published names; tensors as transformers holds them in memory are split into views."""
+    tensors = dict(stored)
+    for layer in range(config.layers):
+        for in_memory_name, published in family.in_memory_names.items():
+            name, parts = in_memory_name.format(layer), published.split()
+            first = layouts.get(parts[0].format(layer, 0))
+            if name not in tensors or first is None:
+                continue
+            tensor = tensors.pop(name)
+            if not first.is_expert:
+                views = {parts[0].format(layer): tensor.array}
+            else:
+                rows, columns = first.shape
+                _check_shape(name, tensor, (config.experts, len(parts) * rows, columns))
+                views = {
+                    part.format(layer, expert): view
+                    for expert, expert_array in enumerate(tensor.array)
+                    for part, view in zip(parts, np.split(expert_array, len(parts)), strict=True)
+                }
+            if duplicates := views.keys() & tensors.keys():
+                raise InputError(
+                    f"{tensor.file}: tensor {min(duplicates)!r} appears twice, once within {name!r}; remove one of them"
+                )
+            tensors |= {part: tensor._replace(array=view) for part, view in views.items()}
+    return tensors
+
+
+def _check_shape(name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
+    if tensor.array.shape != shape:
+        raise InputError(
+            f"{tensor.file}: tensor {name!r} has shape {list(tensor.array.shape)}, but {CONFIG_FILE} requires "
+            f"{list(shape)}; use the config.json of these weights"
+        )
+
+
+def _remove_tied_head(family: Family, stored: dict[str, StoredTensor]) -> None:
+    """Remove the head of a model whose embedding table is the head, too. Raise InputError if the two differ."""
+    head = "lm_head.weight"
+    table = next(name for name, leaves in family.names.items() if leaves == "outer/embedding/table")
+    if head not in stored:
+        return
+    head_tensor, table_tensor = stored.pop(head), stored[table]
+    if not have_equal_values(head_tensor, table_tensor):
+        raise InputError(
+            f"{head_tensor.file}: tensor {head!r} differs from {table!r}, but {CONFIG_FILE} ties them; if the head has "
+            "its own weights, set tie_word_embeddings to false there"
+        )
+
+
+def have_equal_values(first: StoredTensor, second: StoredTensor) -> bool:
+    """Return whether two tensors have the same shape and values; only some rows are compared at once."""
+    rows = 1 + 2**24 // max(1, math.prod(first.array.shape[1:]))
+    equal = first.array.shape == second.array.shape and all(
+        np.array_equal(first.array[begin : begin + rows], second.array[begin : begin + rows])
+        for begin in range(0, len(first.array), rows)
+    )
+    for tensor in (first, second):
+        tensor.release()
+    return equal

@@ -1,0 +1,173 @@
+"""Writing of Hugging Face model folders, one tensor at a time."""
+
+import functools
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxopt_llm.checkpoint.huggingface import safetensors
+from jaxopt_llm.checkpoint.huggingface.codecs import Settings
+from jaxopt_llm.checkpoint.huggingface.model_folder import CONFIG_FILE, choose_family, read_settings
+from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder, TensorSpec
+from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorLayout, TensorPiece, list_tensor_layouts
+from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.core import tree
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.model.linear import leaves
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.parallel import offload
+
+# What an export copies from the folder that the weights came from: nothing that names code, people or places.
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+COPIED_SETTINGS = (*TOKEN_IDS, "max_position_embeddings", "initializer_range")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def write_model_folder(
+    path: Path,
+    params: Params,
+    config: ModelConfig,
+    source: Path | None = None,
+    tokenizer: Path | None = None,
+    dtype: Any = None,
+    max_file_bytes: int = safetensors.MAX_FILE_BYTES,
+    settings: Settings | None = None,
+) -> None:
+    """Write a new folder of a model's parameters that transformers can load.
+
+    Quantised weights are dequantised and adapters are merged, in float32, before they are rounded to the tensors'
+    dtype.
+
+    Args:
+        path: the folder to create.
+        params: the parameters, possibly quantised or with adapters.
+        config: the model.
+        source: the folder that the parameters came from; its token ids are kept.
+        tokenizer: the folder of the tokenizer, whose files are copied.
+        dtype: dtype of the tensors instead of the parameters' dtype. Parameters that are updated by steps of a fixed
+            size (`ParamSpec.sign_rate`) keep their dtype.
+        max_file_bytes: largest number of tensor bytes in one file.
+        settings: further fields of config.json; those of `source` take precedence.
+
+    Raises:
+        InputError: no family fits the model, the path already exists, or a value is not finite in the dtype.
+    """
+    source_settings = {} if source is None else read_settings(source)
+    family = choose_family(config, source)
+    values = collect_leaves(params)
+    layouts = list_tensor_layouts(family, config)
+    fixed = {name for name, layout in layouts.items() if layout.pieces[0].spec.sign_rate is not None}
+
+    def choose_dtype(name: str) -> np.dtype:
+        """Return the dtype of a tensor; all of its pieces have the same one."""
+        own_dtype = leaves.weight_dtype(values[layouts[name].pieces[0].path])
+        return own_dtype if dtype is None or name in fixed else jnp.dtype(dtype)
+
+    dtypes = {name: choose_dtype(name) for name in layouts}
+    # The widest dtypes come first, so that each tensor is aligned in its file.
+    widest_first = sorted(layouts, key=lambda name: -dtypes[name].itemsize)
+    specs = {name: TensorSpec(dtypes[name], layouts[name].shape) for name in widest_first}
+    with NewFolder(path) as folder:
+        safetensors.write_folder(folder, specs, _tensor_getter(path, layouts, specs, values), max_file_bytes)
+        content = {
+            **dict.fromkeys(TOKEN_IDS),  # null, because transformers has defaults that may be outside the vocabulary
+            **(settings or {}),
+            **{name: source_settings[name] for name in COPIED_SETTINGS if name in source_settings},
+            **family.write(config),
+            "torch_dtype": str(next(dtypes[name] for name in widest_first if name not in fixed)),
+        }
+        (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
+        for name in TOKENIZER_FILES:
+            if tokenizer is not None and (tokenizer / name).is_file():
+                shutil.copyfile(tokenizer / name, folder / name)
+
+
+def _tensor_getter(
+    path: Path,
+    layouts: Mapping[str, TensorLayout],
+    specs: Mapping[str, TensorSpec],
+    values: Mapping[str, tree.Leaf],
+) -> Callable[[str], np.ndarray]:
+    """Return a function that fetches a tensor by its name. values: the leaves by path."""
+
+    @functools.lru_cache(maxsize=1)  # experts of a layer are requested one after the other and are fetched together
+    def fetch_experts(path: str, layer: int, contracting: tuple[int, ...]) -> np.ndarray:
+        return fetch_layer(values[path], layer, (), contracting)
+
+    def get_piece(piece: TensorPiece) -> np.ndarray:
+        if piece.expert is None:
+            return fetch_layer(values[piece.path], piece.layer, piece.spec.shape, piece.spec.contracting)
+        assert piece.layer is not None
+        experts = fetch_experts(piece.path, piece.layer, tuple(dim + 1 for dim in piece.spec.contracting))
+        return experts[piece.expert]
+
+    def get_tensor(name: str) -> np.ndarray:
+        layout = layouts[name]
+        arrays = [get_piece(piece) for piece in layout.pieces]
+        with np.errstate(over="ignore"):  # an overflow is reported below
+            joined = layout.join(arrays).astype(specs[name].dtype, copy=False)
+        if not np.isfinite(joined).all():
+            raise InputError(
+                f"{path}: tensor {name!r} has values that are not finite in {joined.dtype}; choose a wider dtype"
+            )
+        return joined
+
+    return get_tensor
+
+
+def collect_leaves(params: Params) -> dict[str, tree.Leaf]:
+    """Return path -> leaf, where quantised weights and weights with adapters are single leaves."""
+    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=leaves.is_wrapped)
+    return {tree.path_string(path): leaf for path, leaf in found}
+
+
+def fetch_layer(
+    leaf: tree.Leaf, layer: int | None, sizes: tuple[int, ...], contracting: tuple[int, ...] = ()
+) -> np.ndarray:
+    """Fetch one layer of a leaf to the host, dequantised and with its adapter merged.
+
+    Args:
+        leaf: the leaf, on any devices.
+        layer: index in the stack; None for a leaf that is not stacked.
+        sizes: sizes of the dimensions without padding; empty: keep all.
+        contracting: the dimensions that a product with the layer sums over.
+    """
+    stack = jax.tree.map(lambda array: array[None], leaf) if layer is None else leaf
+    sharding = jax.tree.leaves(leaf)[0].sharding
+    assert isinstance(sharding, NamedSharding)
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    array = np.asarray(_compile_fetch(replicated)(stack, layer or 0, contracting))
+    return array[tuple(slice(size) for size in sizes)]
+
+
+@functools.cache
+def _compile_fetch(replicated: NamedSharding) -> Callable[[tree.Leaf, int, tuple[int, ...]], jax.Array]:
+    """Return a jitted function that merges one row of a stack on every device.
+
+    If the stack is in host memory, only that row is copied to the devices.
+    """
+
+    def take(stack: tree.Leaf, row: jax.Array, contracting: tuple[int, ...]) -> jax.Array:
+        def take_row(array: jax.Array) -> jax.Array:
+            return offload.fetch_to_device(jax.lax.dynamic_index_in_dim(array, row, keepdims=False))
+
+        return leaves.merge_to_array(jax.tree.map(take_row, stack), contracting)
+
+    return jax.jit(take, static_argnums=2, out_shardings=replicated)

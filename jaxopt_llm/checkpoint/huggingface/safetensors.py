@@ -1,0 +1,308 @@
+"""Folders of safetensors files, read in slices from a memory map and written one tensor at a time.
+
+Headers are checked before anything is used. Tensor names are keys and never paths, and an index can name only files of
+its own folder. Pickles are never opened.
+"""
+
+import json
+import math
+import mmap
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.files import sync_directory
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+FLOAT_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
+# Older GPT-2 folders contain masks in addition to the parameters.
+MASK_DTYPES = {"BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8)}
+MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
+MAX_FILE_BYTES = 5_000_000_000  # default limit for the tensors of one written file; a larger tensor has its own file
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+class StoredTensor(NamedTuple):
+    """Tensor in a file: a view of the memory map. Only slices that are accessed are read from disk."""
+
+    file: Path
+    array: np.ndarray
+    map: mmap.mmap
+
+    def release(self) -> None:
+        """Remove the pages of the file that were read from this process's memory; later accesses read them again."""
+        self.map.madvise(mmap.MADV_DONTNEED)
+
+
+class TensorSpec(NamedTuple):
+    """Dtype and shape of a tensor to write."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+# --- reading
+
+
+def open_folder(folder: Path) -> dict[str, StoredTensor]:
+    """Open the tensors of a folder, by name.
+
+    Raises:
+        InputError: the folder is missing or incomplete, or has no safetensors files.
+    """
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; download the model first: hf download NAME --local-dir DIR")
+    index = folder / INDEX
+    if index.is_file():
+        return _open_shards(folder, _read_index(index))
+    if (folder / SINGLE).is_file():
+        return open_file(folder / SINGLE)
+    names = sorted(path.name for path in folder.iterdir())
+    if any(name.endswith(".safetensors") for name in names):
+        raise InputError(
+            f"{folder}: it has neither {SINGLE} nor {INDEX}, only parts of them; download the folder again"
+        )
+    if any(name.endswith(PICKLE_SUFFIXES) for name in names):
+        code = (
+            "import sys; from transformers import AutoModelForCausalLM as M; "
+            "M.from_pretrained(sys.argv[1], dtype='auto').save_pretrained(sys.argv[2])"
+        )
+        paths = f"{shlex.quote(str(folder))} {shlex.quote(f'{folder}-safetensors')}"
+        raise InputError(
+            f"{folder}: its weights are pickles, which can run code and are not opened; if you trust them, convert "
+            f'them to safetensors: python -c "{code}" {paths}'
+        )
+    raise InputError(f"{folder}: it has no weights, neither {SINGLE} nor {INDEX}; download the model again")
+
+
+def open_file(file: Path) -> dict[str, StoredTensor]:
+    """Open the tensors of one file, by name.
+
+    Raises:
+        InputError: the file cannot be read, or its header is damaged.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+                raise InputError(
+                    f"{file}: damaged: header of {length:,} bytes in a file of {size:,} bytes; download it again"
+                )
+            header = parse_json(stream.read(length), file)
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror})") from error
+    data = np.frombuffer(mapped, np.uint8)[8 + length :]
+    header.pop("__metadata__", None)
+    tensors, ranges = {}, []
+    for name, entry in header.items():
+        dtype, shape, begin, end = _parse_entry(file, name, entry)
+        if end > data.size:
+            raise InputError(
+                f"{file}: truncated: tensor {name!r} ends at byte {end:,} of {data.size:,}; download the file again"
+            )
+        ranges.append((begin, end, name))
+        try:
+            array = data[begin:end].view(dtype).reshape(shape)
+        except (
+            ValueError
+        ) as error:  # more dimensions than NumPy supports, or a 0 next to sizes with an overflowing product
+            raise InputError(
+                f"{file}: damaged: tensor {name!r} has an impossible shape; download the file again"
+            ) from error
+        tensors[name] = StoredTensor(file, array, mapped)
+    expected_begin = 0
+    for begin, end, name in sorted(ranges):
+        if begin != expected_begin:
+            raise InputError(
+                f"{file}: damaged: tensor {name!r} begins at byte {begin:,} instead of {expected_begin:,}; download "
+                "the file again"
+            )
+        expected_begin = end
+    if expected_begin != data.size:
+        extra = data.size - expected_begin
+        raise InputError(f"{file}: damaged: {extra:,} bytes after the last tensor; download the file again")
+    return tensors
+
+
+def _parse_entry(file: Path, name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
+    """Return the dtype, the shape, the first byte and the byte after the last one."""
+
+    def is_size_list(value: Any) -> bool:
+        return isinstance(value, list) and all(type(each) is int and 0 <= each < 2**63 for each in value)
+
+    valid = isinstance(entry, dict) and is_size_list(entry.get("shape")) and is_size_list(entry.get("data_offsets"))
+    if not valid or len(entry["data_offsets"]) != 2 or not isinstance(entry.get("dtype"), str):
+        raise InputError(f"{file}: damaged: invalid header entry for tensor {name!r}; download the file again")
+    dtype = (FLOAT_DTYPES | MASK_DTYPES).get(entry["dtype"])
+    if dtype is None:
+        raise dtype_error(file, name, entry["dtype"])
+    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise InputError(
+            f"{file}: damaged: tensor {name!r} of shape {list(shape)} has {end - begin:,} bytes; download it again"
+        )
+    return dtype, shape, begin, end
+
+
+def dtype_error(file: Path, name: str, dtype: str) -> InputError:
+    """Return the error for a parameter that is not stored as floating-point numbers."""
+    supported = ", ".join(FLOAT_DTYPES)
+    return InputError(f"{file}: tensor {name!r} is {dtype}, not one of {supported}; use the unquantised model")
+
+
+def _open_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    for shard in sorted(set(weight_map.values())):
+        for name, stored in open_file(folder / shard).items():
+            if name in tensors:
+                raise InputError(
+                    f"{stored.file}: tensor {name!r} is also in {tensors[name].file.name}; download the folder again"
+                )
+            tensors[name] = stored
+    for name, shard in weight_map.items():
+        if name not in tensors or tensors[name].file.name != shard:
+            raise InputError(
+                f"{folder / shard}: tensor {name!r} is missing, but {INDEX} lists it; download the folder again"
+            )
+    for name in tensors.keys() - weight_map.keys():
+        raise InputError(f"{tensors[name].file}: tensor {name!r} is not in {INDEX}; download the folder again")
+    return tensors
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    weight_map = parse_json(index.read_bytes(), index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{index}: it has no weight_map; download the file again")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not re.fullmatch(r"[\w.-]+\.safetensors", shard):
+            raise InputError(f"{index}: tensor {name!r} is in {shard!r}, which is not a plain *.safetensors file name")
+    return weight_map
+
+
+def parse_json(content: bytes, file: Path) -> dict[str, Any]:
+    """Parse a JSON object without duplicate keys.
+
+    Raises:
+        InputError: the content is something else; the message names the file.
+    """
+
+    def build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise InputError(f"{file}: {next(name for name in names if names.count(name) > 1)!r} appears twice")
+        return result
+
+    try:
+        value = json.loads(content, object_pairs_hook=build_object)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file}: invalid JSON ({type(error).__name__}: {error})") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{file}: the JSON is not an object")
+    return value
+
+
+# --- writing
+
+
+def write_folder(
+    folder: Path,
+    specs: Mapping[str, TensorSpec],
+    get_tensor: Callable[[str], np.ndarray],
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write tensors into an existing folder, one after the other.
+
+    Args:
+        folder: the folder.
+        specs: the tensors to write, by name.
+        get_tensor: returns the tensor with a name.
+        max_file_bytes: largest number of tensor bytes in one file; a larger tensor has its own file.
+    """
+    shards: list[dict[str, TensorSpec]] = [{}]
+    free_bytes = max_file_bytes
+    for name, spec in specs.items():
+        if spec.nbytes > free_bytes and shards[-1]:
+            shards.append({})
+            free_bytes = max_file_bytes
+        shards[-1][name] = spec
+        free_bytes -= spec.nbytes
+    if len(shards) == 1:
+        write_file(folder / SINGLE, shards[0], get_tensor)
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write_file(folder / file, shard, get_tensor)
+        weight_map |= dict.fromkeys(shard, file)
+    total = sum(spec.nbytes for spec in specs.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_file(file: Path, specs: Mapping[str, TensorSpec], get_tensor: Callable[[str], np.ndarray]) -> None:
+    """Write tensors into one file, one after the other."""
+    codes = {dtype: name for name, dtype in (FLOAT_DTYPES | MASK_DTYPES).items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, spec in specs.items():
+        end = begin + spec.nbytes
+        header[name] = {"dtype": codes[spec.dtype], "shape": spec.shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name, spec in specs.items():
+            array = np.asarray(get_tensor(name), order="C")
+            assert (array.dtype, array.shape) == spec, (name, array.dtype, array.shape, spec)
+            stream.write(array.reshape(-1).view(np.uint8).data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def check_path_is_free(path: Path) -> None:
+    """Raise InputError if the path exists and is not an empty folder."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise InputError(f"{path} already exists; choose a folder that does not exist yet")
+
+
+class NewFolder:
+    """New folder that appears at its path complete or not at all.
+
+    A context manager: it returns a working folder to write into, and renames it to the path on success.
+    """
+
+    def __init__(self, path: Path) -> None:
+        check_path_is_free(path)
+        self.path = path.resolve()  # a link stays in place and keeps its target: no folder can replace a link
+        self._working = self.path.with_name(f".{self.path.name}.partial")
+
+    def __enter__(self) -> Path:
+        shutil.rmtree(self._working, ignore_errors=True)  # left by a writer that was killed
+        self._working.mkdir(parents=True)
+        return self._working
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None:
+            sync_directory(self._working)
+            self._working.replace(self.path)  # replaces an empty folder
+            sync_directory(self.path.parent)
+        else:
+            shutil.rmtree(self._working, ignore_errors=True)

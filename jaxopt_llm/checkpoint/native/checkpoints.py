@@ -1,0 +1,337 @@
+"""Checkpoints in the run directory, written by Orbax.
+
+The layout on disk does not depend on the mesh that writes or reads it.
+"""
+
+import asyncio
+import datetime
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jaxopt_llm.checkpoint.native import integrity, orbax_logging, retention, step_directories
+from jaxopt_llm.checkpoint.native.integrity import FileEntries
+from jaxopt_llm.config import CheckpointConfig
+from jaxopt_llm.core import tree
+from jaxopt_llm.core.errors import CheckpointError
+from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Channel, Processes
+
+# Exceptions of Orbax and TensorStore for a disk that is full, read-only or gone.
+STORAGE_ERRORS = (OSError, ValueError, RuntimeError)
+
+
+def _print_to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+class Checkpoints:
+    """Checkpoints of one run.
+
+    A checkpoint consists of named trees. A reader may restore some of them only: text generation does not read the
+    optimizer state. Used as a context manager, the object waits on exit until the last save is on disk.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: CheckpointConfig | None = None,
+        report: Callable[[str], None] = _print_to_stderr,
+        processes: Processes = SINGLE_PROCESS,
+    ) -> None:
+        """Open the checkpoint directory; a writer creates it and deletes leftovers of dead processes.
+
+        Args:
+            directory: the directory `checkpoints` of the run.
+            config: settings of a writer; None for a reader, which changes nothing on disk.
+            report: receives one line for each checkpoint that is damaged or was not saved.
+            processes: the processes that save and restore together, each its own devices' shards.
+        """
+        self.directory = directory.absolute()
+        self.last_save_failed = False
+        self._last_step = 0  # step of the last save
+        self._failure = ""
+        self._config = config
+        self._report = report
+        self._is_first, self._share = processes.first, (processes.index, processes.count)
+        names = f"{directory}", f"{directory} in the background"
+        self._channel, self._background_channel = map(processes.channel, names)
+        orbax_logging.silence_failed_saves()
+        if config is not None and processes.first:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            step_directories.delete_leftovers(self.directory)
+        # If one process fails, Orbax's barriers block the others for minutes. `_run_on_all` replaces them.
+        only_this_process = ocp.options.MultiprocessingOptions(active_processes={processes.index})
+        self._handler = ocp.StandardCheckpointHandler(multiprocessing_options=only_this_process)
+        self._background = ThreadPoolExecutor(1, "checkpoint")
+        self._pending_save: Future[None] | None = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._wait_for_save()
+        finally:
+            self._background.shutdown()
+            self._handler.close()
+
+    def latest_verified_step(self) -> int | None:
+        """Return the step of the newest intact checkpoint; None: there is no checkpoint yet.
+
+        Every file of a checkpoint is read before it counts as intact. Newer checkpoints that are damaged are reported;
+        a writer also sets them aside.
+
+        Raises:
+            CheckpointError: there are, or were, checkpoints, but none is intact.
+        """
+        any_damaged = False
+        steps = self._channel.exchange(json.dumps(sorted(step_directories.find_checkpoints(self.directory))))[0]
+        for step in reversed(json.loads(steps)):
+            path = self.directory / str(step)
+            found = self._channel.exchange(step_directories.find_damage(path, self._share) or "")
+            damage = next(filter(None, found), None)
+            if damage is None:
+                if any_damaged:
+                    self._report(f"checkpoint {path} is intact and is used instead")
+                return step
+            if self._config is None and not os.path.lexists(path):  # deleted in the meantime by the running training
+                return self.latest_verified_step()
+            aside = ""
+            if self._config is not None and self._is_first:
+                aside = f"; set aside as {step_directories.set_aside(path).name}"
+            self._report(f"checkpoint {path} is damaged: {damage}{aside}")
+            any_damaged = True
+        if any_damaged or step_directories.find_set_aside(self.directory):
+            raise CheckpointError(
+                f"{self.directory} has no intact checkpoint left; restore one from a backup, or start again with "
+                "another --run.directory"
+            )
+        return None
+
+    def latest_saved_step(self) -> int | None:
+        """Return the step of the newest checkpoint; None: there is none.
+
+        Waits until the last save is on disk. Unlike `latest_verified_step`, it reads no file of the checkpoint.
+        """
+        self._wait_for_save()
+        return max(step_directories.find_checkpoints(self.directory), default=None)
+
+    def is_due(self, step: int, failed: bool) -> bool:
+        """Return whether a checkpoint follows this step.
+
+        Args:
+            step: the step that just ended.
+            failed: whether the last save failed on any process.
+        """
+        return self._config is not None and self._config.is_due(step, self._last_step if failed else None)
+
+    def save(self, step: int, trees: Mapping[str, tree.Tree], record: Mapping[str, Any]) -> float:
+        """Copy the trees off the devices, and write them in the background once the previous save is done.
+
+        A save that fails is reported, its files are deleted, and `last_save_failed` is set. No other checkpoint is
+        deleted before the new one is complete.
+
+        Args:
+            step: the step of the checkpoint.
+            trees: the trees to save, by name.
+            record: further values to keep, as JSON.
+
+        Returns:
+            The seconds for which the call blocked.
+        """
+        began = time.perf_counter()
+        self._wait_for_save()
+        self.last_save_failed, self._last_step = False, step
+        contents = {
+            "step": step,
+            **record,
+            "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "arrays": {name: _describe_leaves(each) for name, each in trees.items()},
+        }
+        path = step_directories.working_path(self.directory, step)
+        writes: list[Any] = []
+        failure, _ = self._run_on_all(self._channel, lambda: self._create_directories(path, trees))
+        if not failure:
+            failure, _ = self._run_on_all(self._channel, lambda: writes.extend(self._start_writes(path, trees)))
+        if failure:
+            self._give_up(step, failure)
+        else:
+            self._pending_save = self._background.submit(self._finish, path, contents, writes)
+        return time.perf_counter() - began
+
+    def save_last(self, step: int, trees: Mapping[str, tree.Tree], record: Mapping[str, Any]) -> float:
+        """Save like `save`, and wait until the checkpoint is on disk; skip a step that is already saved.
+
+        Raises:
+            CheckpointError: the save failed twice.
+        """
+        began = time.perf_counter()
+        self._wait_for_save()
+        for _ in range(2):
+            if self._last_step != step or self.last_save_failed:
+                self.save(step, trees, record)
+                self._wait_for_save()
+            if not self.last_save_failed:
+                return time.perf_counter() - began
+        latest = self.latest_saved_step()
+        raise CheckpointError(
+            f"step {step} could not be saved to {self.directory} ({self._failure}); "
+            + ("there is no checkpoint" if latest is None else f"the last checkpoint is step {latest}")
+            + "; free disk space there, then run again to continue"
+        )
+
+    def restore(
+        self, step: int, dtypes: Mapping[str, tree.Tree] | None = None, **abstract: tree.Tree
+    ) -> dict[str, tree.Tree]:
+        """Restore named trees, in the given shapes, dtypes and shardings.
+
+        Args:
+            step: the step of the checkpoint.
+            dtypes: by name, trees of dtypes to cast to during the read, so that no device ever holds more.
+            **abstract: by name, trees of `jax.ShapeDtypeStruct`.
+
+        Raises:
+            CheckpointError: the checkpoint has other leaves, shapes or dtypes, or it cannot be read.
+        """
+        path = self.directory / str(step)
+        cast = jax.tree.map(lambda x, dtype: x.update(dtype=dtype), abstract, dtypes) if dtypes else abstract
+        try:
+            _check_leaves(path, abstract)
+            return {
+                name: self._handler.restore(epath.Path(path / name), args=ocp.args.StandardRestore(each))
+                for name, each in cast.items()
+            }
+        except STORAGE_ERRORS as error:
+            raise CheckpointError(
+                f"checkpoint {path} cannot be read: {_first_line(error)}; check the disk, or restore it from a backup"
+            ) from error
+
+    def _create_directories(self, path: Path, trees: Mapping[str, tree.Tree]) -> None:
+        if self._is_first:
+            # Threads of a failed save may have written files after the cleanup.
+            step_directories.delete_leftovers(self.directory)
+            for name in trees:
+                (path / name).mkdir(parents=True)
+
+    def _start_writes(self, path: Path, trees: Mapping[str, tree.Tree]) -> list[Any]:
+        """Copy this process's shards off its devices and return the writes, which go on in the background."""
+
+        async def copy() -> list[Any]:
+            saves = [
+                self._handler.async_save(epath.Path(path / name), args=ocp.args.StandardSave(trees[name]))
+                for name in trees
+            ]
+            return [write for writes in await asyncio.gather(*saves) for write in writes]
+
+        return asyncio.run(copy())
+
+    def _finish(self, path: Path, contents: dict[str, Any], writes: list[Any]) -> None:
+        """Complete a save; runs in the background thread."""
+
+        def write() -> FileEntries:
+            for each in writes:
+                each.result()
+            return integrity.sync_and_hash(path, f"*/ocdbt.process_{self._share[0]}")
+
+        failure, entries = self._run_on_all(self._background_channel, write)
+        if not failure:
+            failure, _ = self._run_on_all(self._background_channel, lambda: self._commit(path, contents, entries))
+        if failure:
+            self._give_up(contents["step"], failure)
+        elif self._is_first:
+            self._delete_old()
+
+    def _commit(self, path: Path, contents: dict[str, Any], entries: list[FileEntries]) -> None:
+        """Write record and manifest, and rename the directory. entries: of the files that each process wrote."""
+        if self._is_first:
+            for name in contents["arrays"]:
+                self._handler.finalize(epath.Path(path / name))
+            (path / step_directories.RECORD).write_text(json.dumps(contents))
+            integrity.write_manifest(path, {name: entry for part in entries for name, entry in part.items()})
+            step_directories.commit(path)
+
+    def _run_on_all(self, channel: Channel, action: Callable[[], Any]) -> tuple[str, list[Any]]:
+        """Run an action on every process, and wait for all processes.
+
+        Returns:
+            The failure of the first process that failed, or an empty string; and the results of all processes.
+        """
+        try:
+            outcome = "", action()
+        except jax.errors.JaxRuntimeError:
+            raise  # a failure of the device, not of the disk
+        except STORAGE_ERRORS as error:
+            outcome = _first_line(error), None
+        outcomes = [json.loads(each) for each in channel.exchange(json.dumps(outcome))]
+        return next((failure for failure, _ in outcomes if failure), ""), [result for _, result in outcomes]
+
+    def _give_up(self, step: int, failure: str) -> None:
+        self.last_save_failed, self._failure = True, failure
+        cleanup = ""
+        # Several times, because writes of other leaves that are still running create their directories again.
+        for _ in range(5 if self._is_first else 0):
+            try:
+                step_directories.delete_leftovers(self.directory)
+                cleanup = "; its partial files are deleted"
+            except OSError as error:
+                cleanup = f"; its partial files could not be deleted: {_first_line(error)}"
+            time.sleep(0.1)
+        self._report(f"checkpoint {self.directory / str(step)} could not be saved: {failure}{cleanup}")
+
+    def _delete_old(self) -> None:
+        assert self._config is not None
+        paths = step_directories.find_checkpoints(self.directory)
+        losses = {step: step_directories.read_summary(path)[0] for step, path in paths.items()}
+        for step, reasons in retention.list_reasons_to_keep(losses, self._config).items():
+            if not reasons:
+                try:
+                    step_directories.delete(paths[step])
+                except OSError as error:
+                    self._report(f"checkpoint {paths[step]} could not be deleted: {_first_line(error)}")
+
+    def _wait_for_save(self) -> None:
+        """Wait until the previous save is on disk or has failed."""
+        pending, self._pending_save = self._pending_save, None
+        if pending is not None:
+            pending.result()
+
+
+def _describe_leaves(arrays: tree.Tree) -> dict[str, str]:
+    """Return leaf path -> dtype and shape, as in float32[2,3]."""
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    return {tree.path_string(path): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for path, leaf in leaves}
+
+
+def _check_leaves(path: Path, trees: Mapping[str, tree.Tree]) -> None:
+    """Raise CheckpointError unless the checkpoint has exactly these leaves; Orbax would cast a dtype silently."""
+    recorded = step_directories.read_record(path)["arrays"]
+    differences = []
+    for name, each in trees.items():
+        saved, expected = recorded.get(name, {}), _describe_leaves(each)
+        for leaf in sorted(saved.keys() | expected.keys()):
+            if saved.get(leaf) != expected.get(leaf):
+                differences.append(
+                    f"{name}/{leaf} is {saved.get(leaf, 'absent')} in the checkpoint and "
+                    f"{expected.get(leaf, 'absent')} in the model"
+                )
+    if differences:
+        more = f" (and {len(differences) - 1} more leaves differ)" if len(differences) > 1 else ""
+        raise CheckpointError(
+            f"checkpoint {path} belongs to another model: {differences[0]}{more}; use the configuration that wrote "
+            "it, or choose another directory"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    """Return the type and the cause of an error, without TensorStore's location prefix and list of settings."""
+    cause = (str(error).splitlines() or [""])[0].split(" [")[0].rsplit('": ', 1)[-1]
+    return f"{type(error).__name__}: {cause}"

@@ -1,0 +1,91 @@
+"""Directories of a run's `checkpoints/` directory.
+
+- `N`: the checkpoint of step N, which was complete when it got this name.
+- `N.writing`: a checkpoint that is being written.
+- `N.deleting`: a checkpoint that is being deleted.
+- `N.damaged.K`: a damaged checkpoint that was set aside.
+"""
+
+import itertools
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from jaxopt_llm.checkpoint.native import integrity
+from jaxopt_llm.core.files import sync_directory
+
+RECORD = "checkpoint.json"  # next to the arrays: describes them, and holds everything else that a resume needs
+
+
+def find_checkpoints(directory: Path) -> dict[int, Path]:
+    """Return step -> path of the directories that are named like a step, oldest first, damaged ones included."""
+    entries = directory.iterdir() if directory.is_dir() else ()
+    return dict(sorted((int(path.name), path) for path in entries if re.fullmatch("0|[1-9][0-9]*", path.name)))
+
+
+def find_set_aside(directory: Path) -> list[Path]:
+    """Return the paths of the damaged checkpoints that were set aside."""
+    return sorted(directory.glob("*.damaged.*"))
+
+
+def find_damage(path: Path, share: tuple[int, int] = (0, 1)) -> str | None:
+    """Return a description of the damage to a checkpoint; None: it is intact. See `integrity.find_damage`."""
+    found = integrity.find_damage(path, share)
+    if found is None and read_record(path)["step"] != int(path.name):
+        return f"it belongs to step {read_record(path)['step']}"
+    return found
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Read the record of an intact checkpoint."""
+    record: dict[str, Any] = json.loads((path / RECORD).read_text())
+    return record
+
+
+def read_summary(path: Path) -> tuple[float | None, str | None]:
+    """Return the held-out loss and the save time of a checkpoint that nobody has verified; None: not recorded."""
+    try:
+        record = read_record(path)
+        loss, saved = record.get("eval_loss"), record.get("saved")
+    except (OSError, ValueError, AttributeError):
+        return None, None
+    return loss if isinstance(loss, float) else None, saved if isinstance(saved, str) else None
+
+
+def working_path(directory: Path, step: int) -> Path:
+    """Return the path under which the checkpoint of a step is written."""
+    return directory / f"{step}.writing"
+
+
+def commit(path: Path) -> None:
+    """Rename a complete working directory to its step."""
+    path.rename(path.with_suffix(""))
+    sync_directory(path.parent)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint and return its new path."""
+    candidates = (path.with_name(f"{path.name}.damaged.{number}") for number in itertools.count(1))
+    new_path = path.rename(next(candidate for candidate in candidates if not candidate.exists()))
+    sync_directory(path.parent)
+    return new_path
+
+
+def delete(path: Path) -> None:
+    """Delete a checkpoint.
+
+    It is renamed first. If the process dies during the deletion, nothing remains that looks like a damaged checkpoint.
+    """
+    shutil.rmtree(path.rename(path.with_name(path.name + ".deleting")))
+
+
+def delete_leftovers(directory: Path) -> None:
+    """Delete what a dead process or a failed save left half written or half deleted."""
+    for pattern in ("*.writing*", "*.deleting"):
+        for path in directory.glob(pattern):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()

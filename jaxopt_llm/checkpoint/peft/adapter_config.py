@@ -1,0 +1,213 @@
+"""Reading and writing of adapter_config.json, PEFT's description of a folder of adapters.
+
+PEFT selects modules, such as model.layers.0.self_attn.q_proj, by the ends of their names or by regular expressions.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from jaxopt_llm.checkpoint.huggingface import safetensors
+from jaxopt_llm.core.errors import InputError
+
+FILE = "adapter_config.json"
+# Fields that do not affect what a saved adapter computes.
+IGNORED_FIELDS = (
+    *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "lora_dropout"),
+    *("fan_in_fan_out", "megatron_core", "qalora_group_size", "runtime_config"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # for initialisation: see init_lora_weights
+)
+# Fields with a fixed set of supported values.
+SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": (None, "CAUSAL_LM"),
+    "bias": (None, "none"),
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),  # others also change the base
+}
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """Fields that determine what an adapter computes, with PEFT's names."""
+
+    r: int
+    lora_alpha: float
+    target_modules: list[str] | str
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    use_rslora: bool = False
+    use_dora: bool = False
+    ensure_weight_tying: bool = False
+
+    def rank(self, module: str) -> int:
+        return _first_match(self.rank_pattern, module, self.r)
+
+    def alpha(self, module: str) -> float:
+        return _first_match(self.alpha_pattern, module, self.lora_alpha)
+
+    def scale(self, module: str) -> float:
+        """Return the factor of A·B: alpha / rank, or alpha / sqrt(rank) with rank stabilisation (rsLoRA)."""
+        rank = self.rank(module)
+        return self.alpha(module) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def selects(self, module: str, in_block: bool) -> bool:
+        """Return whether a module has an adapter. in_block: whether it is in a block, as all-linear requires."""
+
+        def matches_end(names: Collection[str]) -> bool:
+            return any(f".{module}".endswith(f".{name}") for name in names)
+
+        targets, excluded, layers = self.target_modules, self.exclude_modules, self.layers_to_transform
+        if excluded and (re.fullmatch(excluded, module) if isinstance(excluded, str) else matches_end(excluded)):
+            return False
+        if isinstance(targets, str):
+            return in_block if targets.lower() == ALL_LINEAR else re.fullmatch(targets, module) is not None
+        if module in targets or not matches_end(targets) or layers is None or layers == []:
+            return matches_end(targets)
+        names = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
+        patterns = [_layer_pattern(each) for each in names or ()] or [r".*?\.[^.]*\.(?P<layer>\d+)\."]
+        match = next((match for each in patterns if (match := re.match(each, module))), None)
+        return match is not None and int(match["layer"]) in ([layers] if isinstance(layers, int) else layers)
+
+
+def _first_match(patterns: dict[str, Any], module: str, default: Any) -> Any:
+    return next((value for key, value in patterns.items() if re.match(_end_pattern(key), module)), default)
+
+
+def _end_pattern(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"
+
+
+def _layer_pattern(pattern: str) -> str:
+    return rf"(?:^|.*?\.){pattern}\.(?P<layer>\d+)\."
+
+
+def find_endings(selected: Collection[str], names: Collection[str], separator: str = ".") -> list[str]:
+    """Return the shortest name ends, in whole words, that together match exactly the selected ones among all names."""
+    endings: dict[str, None] = {}
+    for name in selected:
+        words = name.split(separator)
+        candidates = (separator.join(words[-count:]) for count in range(1, len(words) + 1))
+        endings[next(each for each in candidates if _names_with_ending(names, each, separator) <= set(selected))] = None
+    return list(endings)
+
+
+def _names_with_ending(names: Collection[str], ending: str, separator: str) -> set[str]:
+    return {name for name in names if f"{separator}{name}".endswith(separator + ending)}
+
+
+# --- reading
+
+
+def _is_list_of(kind: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) is list and all(type(each) is kind for each in value)
+
+
+def _is_pattern(value: Any, expand: Callable[[str], str] = str) -> bool:
+    try:
+        return isinstance(value, str) and bool(re.compile(expand(value)))
+    except (re.error, RecursionError):
+        return False
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_alpha(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _is_pattern_dict(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: (
+        type(value) is dict and all(_is_pattern(key, _end_pattern) and is_valid(each) for key, each in value.items())
+    )
+
+
+# Description of the valid values of each field, and a function that checks a value.
+FIELD_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "r": ("a whole number of at least 1", _is_rank),
+    "lora_alpha": ("a number above 0", _is_alpha),
+    "rank_pattern": ("a map from patterns to whole numbers of at least 1", _is_pattern_dict(_is_rank)),
+    "alpha_pattern": ("a map from patterns to numbers above 0", _is_pattern_dict(_is_alpha)),
+    "target_modules": ("a list of names or a pattern", lambda value: _is_pattern(value) or _is_list_of(str)(value)),
+    "exclude_modules": ("a list of names or a pattern", lambda value: _is_pattern(value) or _is_list_of(str)(value)),
+    "layers_to_transform": (
+        "a whole number or a list of them",
+        lambda value: type(value) is int or _is_list_of(int)(value),
+    ),
+    "layers_pattern": (
+        "a pattern or a list of them",
+        lambda value: all(_is_pattern(each, _layer_pattern) for each in (value if type(value) is list else [value])),
+    ),
+    **dict.fromkeys(
+        ("use_rslora", "use_dora", "ensure_weight_tying"), ("true or false", lambda value: type(value) is bool)
+    ),
+}
+
+
+def read_peft_config(folder: Path) -> PeftConfig:
+    """Read the adapter_config.json of a folder.
+
+    Raises:
+        InputError: the folder has no LoRA adapter, or a field has a value that is not supported.
+    """
+    file = folder / FILE
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; download the adapter first: hf download NAME --local-dir DIR")
+    if not file.is_file():
+        raise InputError(f"{folder}: not a PEFT adapter folder: it has no {FILE}; choose another folder")
+    settings = safetensors.parse_json(file.read_bytes(), file)
+    for name, values in SUPPORTED_VALUES.items():
+        value = settings.get(name)
+        if not any(type(value) is type(each) and value == each for each in values):
+            supported = ", ".join(repr(each) for each in values if each is not None)
+            remedy = "; it changes the base: save with path_initial_model_for_weight_conversion, which undoes that"
+            more = remedy if name == "init_lora_weights" else ""
+            raise InputError(f"{file}: {name}={value!r}: only {supported} is supported{more}")
+    given = {name: value for name, value in settings.items() if value is not None and name not in SUPPORTED_VALUES}
+    for name, value in given.items():
+        if name not in (*FIELD_CHECKS, *IGNORED_FIELDS) and value not in (False, [], {}, ""):
+            raise InputError(f"{file}: {name}={value!r}: not supported; an adapter must be plain LoRA or DoRA")
+    for each in fields(PeftConfig):
+        name = each.name
+        description, is_valid = FIELD_CHECKS[name]
+        if name in given and not is_valid(given[name]):
+            raise InputError(f"{file}: {name}={given[name]!r}: must be {description}")
+        if name not in given and name in ("r", "lora_alpha", "target_modules"):
+            raise InputError(f"{file}: {name} is missing")
+    return PeftConfig(**{name: value for name, value in given.items() if name in FIELD_CHECKS})
+
+
+# --- writing
+
+
+def write_peft_config(folder: Path, config: PeftConfig, input_first: bool, base: str) -> None:
+    """Write the adapter_config.json of a folder.
+
+    Args:
+        folder: an existing folder.
+        config: the fields that determine what the adapter computes.
+        input_first: whether the model's matrices are [in, out].
+        base: the path or name under which PEFT finds the base model; empty: none.
+    """
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or None,
+        "inference_mode": True,
+        "bias": "none",
+        "fan_in_fan_out": input_first,
+        "init_lora_weights": True,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        **asdict(config),
+    }
+    (folder / FILE).write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,356 @@
+"""PEFT folders of LoRA adapters, adapter_config.json and safetensors, read into our leaves.
+
+adapter_writer.py writes such folders.
+
+A PEFT adapter belongs to a module. It has A [rank, in] and B [out, rank], whatever the layout of the module's weight. A
+fused module has one adapter for all parameters that lie next to each other in it. On reading, each of our parameters
+gets this A and its own rows of B. On writing, the A of the parameters are stacked along the rank, and their B are
+blocks on a diagonal: the same adapter with a higher rank. An embedding table that is also the head has the same adapter
+in both modules.
+"""
+
+import functools
+import math
+import shlex
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
+from jaxopt_llm.checkpoint.huggingface import safetensors
+from jaxopt_llm.checkpoint.huggingface.family import Family
+from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder
+from jaxopt_llm.checkpoint.huggingface.safetensors import StoredTensor
+from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorLayout, TensorPiece, list_tensor_layouts
+from jaxopt_llm.checkpoint.peft import adapter_config
+from jaxopt_llm.checkpoint.peft.adapter_config import PeftConfig, find_endings, read_peft_config
+from jaxopt_llm.checkpoint.peft.modules import (
+    BASE,
+    EMBEDDING,
+    EMBEDDING_FACTORS,
+    HEAD,
+    KINDS,
+    LINEAR_FACTORS,
+    MAGNITUDE,
+    MLP,
+    PREFIX,
+    PeftModule,
+    find_modules,
+)
+from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.core import tree
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.model.linear import leaves
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.param import ParamSpec
+
+WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+
+
+class LoraFactors(NamedTuple):
+    """Adapter of a module. a: [in, rank]; b: [out, rank]; magnitude: [out], with DoRA; scale: factor of A·B."""
+
+    module: str
+    a: np.ndarray
+    b: np.ndarray
+    magnitude: np.ndarray | None
+    alpha: float
+    scale: float
+
+
+class AdapterPart(NamedTuple):
+    """Part of a module's adapter that belongs to one of our parameters. columns: its range of the rank."""
+
+    factors: LoraFactors
+    piece: TensorPiece
+    columns: slice
+
+    @property
+    def rank(self) -> int:
+        return self.columns.stop - self.columns.start
+
+    def view(self, kind: str) -> np.ndarray:
+        """Return lora_a, lora_b or magnitude as a view in the shape of our leaf, without reading the data."""
+        shape, contracting = self.piece.spec.shape, sorted(self.piece.spec.contracting)
+        others = [size for dim, size in enumerate(shape) if dim not in contracting]
+        outputs = self.piece.output_index
+        if kind == "lora_a":
+            return self.factors.a[:, self.columns].reshape(*(shape[dim] for dim in contracting), self.rank)
+        if kind == "lora_b":
+            return self.factors.b[outputs, self.columns].reshape(*others, self.rank)
+        assert kind == "magnitude" and self.factors.magnitude is not None
+        return self.factors.magnitude[outputs].reshape(others)
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """PEFT folder with verified headers: each selected module has its tensors, and there are no others.
+
+    Attributes:
+        path: the folder.
+        lora: the LoraConfig fields that the folder sets.
+        scale: factor of A·B that these fields give.
+        parts: (path of our parameter, index in its stack) -> its part; some layers of a stack may have none.
+        file: the first tensor of the weights file.
+        base: tables of the base model that PEFT saved with the adapters, by module.
+    """
+
+    path: Path
+    lora: dict[str, Any]
+    scale: float
+    parts: Mapping[tuple[str, int | None], AdapterPart]
+    file: StoredTensor
+    base: Mapping[str, StoredTensor]
+
+    def add_to_specs(self, specs: Params) -> Params:
+        """Return the specs of a bare model with these adapters."""
+        weights = {weight for weight, _ in self.parts}
+
+        def wrap(path: str, spec: ParamSpec) -> tree.Leaf:
+            rank, dora = self.lora["rank"], self.lora["dora"]
+            return leaves.lora_specs(spec, rank, self.scale, dora) if path in weights else spec
+
+        return tree.map_with_path(wrap, specs)
+
+    def read(self, path: str, spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
+        """Read an adapter's leaf, such as */attention/query/lora_a, in the shape and dtype of its spec.
+
+        The leaf is 0 in layers without an adapter, and in the columns beyond the rank of an adapter whose rank is lower
+        than the spec's. If a module's scale differs from `scale`, its B is multiplied by the ratio.
+
+        Raises:
+            InputError: a value is not finite in the dtype of the spec.
+        """
+        weight, _, kind = path.rpartition("/")
+        leaf = huggingface.build_leaf(spec, sharding, functools.partial(self._fill, weight, kind))
+        self.file.release()
+        return leaf
+
+    def _fill(self, weight: str, kind: str, out: np.ndarray, layer: int | None, index: tuple[slice, ...]) -> None:
+        part = self.parts.get((weight, layer))
+        if part is None:
+            return
+        source = part.view(kind)[index]
+        ratio = np.float32(part.factors.scale / self.scale)
+        if kind == "lora_b" and ratio != 1:
+            source = source.astype(np.float32) * ratio
+        out = out[tuple(slice(size) for size in source.shape)]  # without our padding
+        with np.errstate(over="ignore"):  # an overflow is reported below
+            out[...] = source
+        if not np.isfinite(out).all():
+            module = part.factors.module
+            raise InputError(f"{self.file.file}: adapter of {module} has values that are not finite in {out.dtype}")
+
+    def check_base(self, folder: ModelFolder | None) -> None:
+        """Check the tables of the base model that PEFT saved with the adapters.
+
+        Args:
+            folder: the folder of the model's weights; None if the weights come from no folder.
+
+        Raises:
+            InputError: a table differs from the one in the model's folder.
+        """
+        for module, stored in self.base.items():
+            if folder is None:
+                raise InputError(
+                    f"{stored.file}: it contains base weights of {module}; set --model.pretrained to the base model"
+                )
+            table = next(name for name, path in folder.family.names.items() if path == EMBEDDING)
+            name = table if module == HEAD and folder.config.tied_head else f"{module}.weight"
+            if not huggingface.have_equal_values(stored, folder.stored[name]):
+                raise InputError(
+                    f"{stored.file}: the base weights of {module} differ from those in {folder.path}; use the base "
+                    "model that the adapter was trained with, or save the adapter with save_embedding_layers=False"
+                )
+
+
+def open_adapter_folder(path: Path, family: Family, config: ModelConfig) -> AdapterFolder:
+    """Open a PEFT folder of LoRA adapters of a model, and check its headers.
+
+    Raises:
+        InputError: the folder is not a complete folder of adapters of the model, or our model cannot express them.
+    """
+    peft_config = read_peft_config(path)
+    modules = find_modules(family, config)
+    selected = {name for name, module in modules.items() if peft_config.selects(name, module.in_block)}
+    if peft_config.ensure_weight_tying and any(modules[name].layout is modules[HEAD].layout for name in selected):
+        selected.add(HEAD)  # PEFT copies the table's adapter to the head
+    if not selected:
+        raise InputError(
+            f"{path / adapter_config.FILE}: target_modules={peft_config.target_modules!r}, with layers_to_transform="
+            f"{peft_config.layers_to_transform}, selects no module of the model; check that the adapter belongs to it"
+        )
+    stored = _read_tensors(path, modules, list_tensor_layouts(family, config))
+    base = {name: tensors.pop(BASE) for name, tensors in stored.items() if BASE in tensors}
+    for name, tensors in stored.items():
+        if name not in selected and tensors:
+            raise InputError(
+                f"{path / WEIGHTS}: {name} has an adapter, but {adapter_config.FILE} does not select it; use the "
+                f"{adapter_config.FILE} of these weights"
+            )
+    factors = {
+        name: _make_factors(path, peft_config, module, stored.get(name, {}))
+        for name, module in modules.items()
+        if name in selected
+    }
+    if config.tied_head:
+        _check_tied(path, modules, factors)
+    parts = {
+        (part.piece.path, part.piece.layer): part
+        for name, each in factors.items()
+        if not (name == HEAD and config.tied_head)
+        for part in _split_factors(each, modules[name])
+    }
+    locations = {(piece.path, piece.layer) for module in modules.values() for piece in module.layout.pieces}
+    lora, scale = _lora_fields(path, peft_config, parts, locations)
+    file = next(iter(stored[next(iter(factors))].values()))
+    return AdapterFolder(path, lora, scale, parts, file, base)
+
+
+def _lora_fields(
+    path: Path,
+    peft_config: PeftConfig,
+    parts: Mapping[tuple[str, int | None], AdapterPart],
+    locations: Collection[tuple[str, int | None]],
+) -> tuple[dict[str, Any], float]:
+    """Return the LoraConfig fields of the adapters, and the factor of A·B.
+
+    locations: (path, index in the stack) of all parameters that can have an adapter.
+    """
+    adapted_paths = dict.fromkeys(weight for weight, _ in parts)
+    partial = [weight for weight, layer in locations if weight in adapted_paths and (weight, layer) not in parts]
+    if peft_config.use_dora and partial:
+        raise InputError(
+            f"{path / adapter_config.FILE}: use_dora on some layers only of {min(partial)} is not supported; use it on "
+            "all layers, or on the last ones, which --model.last-layers stacks separately"
+        )
+    endings = find_endings(adapted_paths, {weight for weight, _ in locations}, "/")
+    widest = max(parts.values(), key=lambda part: part.rank)
+    blocks = widest.factors.a.shape[1] / widest.rank  # above 1 for a fused module that adapter_writer.py wrote
+    lora = {
+        "rank": widest.rank,
+        "alpha": float(widest.factors.alpha / (math.sqrt(blocks) if peft_config.use_rslora else blocks)),
+        "targets": tuple(ending if ending in adapted_paths else f"*/{ending}" for ending in endings),
+        "rslora": peft_config.use_rslora,
+        "dora": peft_config.use_dora,
+    }
+    return lora, widest.factors.scale
+
+
+def _read_tensors(
+    path: Path, modules: Collection[str], layouts: Mapping[str, TensorLayout]
+) -> dict[str, dict[str, StoredTensor]]:
+    """Return the tensors of a folder by module and kind. layouts: of the model's tensors."""
+    file = path / WEIGHTS
+    if not file.is_file() and (path / PICKLE).is_file():
+        code = (
+            "import sys, torch; from safetensors.torch import save_file; "
+            "save_file(torch.load(sys.argv[1], weights_only=True), sys.argv[2])"
+        )
+        paths = f"{shlex.quote(str(path / PICKLE))} {shlex.quote(str(file))}"
+        raise InputError(
+            f"{path}: its weights are a pickle, which can run code and is not opened; if you trust it, convert it to "
+            f'safetensors: python -c "{code}" {paths}'
+        )
+    if not file.is_file():
+        raise InputError(f"{path}: it has no adapter weights, {WEIGHTS}; download the folder again")
+    tensors: dict[str, dict[str, StoredTensor]] = {}
+    for name, stored in safetensors.open_file(file).items():
+        kind = next((kind for kind in KINDS if name.endswith(f".{kind}")), "")
+        module = name.removeprefix(PREFIX).removesuffix(f".{kind}")
+        layout = layouts.get(f"{module}.weight")
+        if layout is not None and module not in modules and MLP in layout.pieces[0].path:
+            raise InputError(
+                f"{file}: tensor {name!r}: adapters of experts, and of MLPs in a model with experts, are not supported"
+            )
+        if not (kind and name.startswith(PREFIX) and module in modules):
+            raise InputError(
+                f"{file}: tensor {name!r} belongs to no adapter of the model's matrices; check that the adapter "
+                "belongs to the model"
+            )
+        if stored.array.dtype not in safetensors.FLOAT_DTYPES.values():
+            raise safetensors.dtype_error(file, name, str(stored.array.dtype))
+        tensors.setdefault(module, {})[kind] = stored
+    return tensors
+
+
+def _make_factors(
+    path: Path, peft_config: PeftConfig, module: PeftModule, stored: Mapping[str, StoredTensor]
+) -> LoraFactors:
+    if peft_config.use_dora and not module.in_block:
+        raise InputError(
+            f"{path / adapter_config.FILE}: use_dora on {module.name} is not supported; use it on matrices of the "
+            "blocks only"
+        )
+    shapes = module.shapes(peft_config.rank(module.name), peft_config.use_dora)
+    file, name = path / WEIGHTS, f"{PREFIX}{module.name}"
+    for kind, shape in shapes.items():
+        if kind not in stored:
+            raise InputError(f"{file}: tensor '{name}.{kind}' is missing; download the folder again")
+        if stored[kind].array.shape != shape:
+            raise InputError(
+                f"{file}: tensor '{name}.{kind}' has shape {list(stored[kind].array.shape)}, but {adapter_config.FILE} "
+                f"and the model require {list(shape)}; check that the adapter belongs to the model"
+            )
+    for kind in stored.keys() - shapes.keys():
+        raise InputError(
+            f"{file}: tensor '{name}.{kind}' does not belong to an adapter as {adapter_config.FILE} describes it; use "
+            f"the {adapter_config.FILE} of these weights"
+        )
+    arrays = {kind: each.array for kind, each in stored.items()}
+    return LoraFactors(
+        module.name,
+        a=arrays[EMBEDDING_FACTORS[0]] if module.is_embedding else arrays[LINEAR_FACTORS[0]].T,
+        b=arrays[EMBEDDING_FACTORS[1]].T if module.is_embedding else arrays[LINEAR_FACTORS[1]],
+        magnitude=arrays.get(MAGNITUDE),
+        alpha=peft_config.alpha(module.name),
+        scale=peft_config.scale(module.name),
+    )
+
+
+def _check_tied(path: Path, modules: Mapping[str, PeftModule], factors: Mapping[str, LoraFactors]) -> None:
+    """Raise InputError unless the table and the head, which share their weights, have the same adapter or none."""
+    names = [name for name, module in modules.items() if module.layout is modules[HEAD].layout]
+    table, head = (factors.get(name) for name in names)
+    if table is head:  # both None
+        return
+    if (
+        table
+        and head
+        and table.scale == head.scale
+        and np.array_equal(table.a, head.a)
+        and np.array_equal(table.b, head.b)
+    ):
+        return
+    raise InputError(
+        f"{path}: the model's head is its embedding table, but {' and '.join(names)} do not have the same adapter; "
+        "train the adapter with both in target_modules and ensure_weight_tying=True, or with neither"
+    )
+
+
+def _split_factors(factors: LoraFactors, module: PeftModule) -> list[AdapterPart]:
+    """Split a module's adapter into the parts of our parameters.
+
+    If B consists of blocks on a diagonal, as adapter_writer.py writes it for several parameters, each part has only the
+    columns of its block, and a parameter whose rows of B are all zero has no adapter.
+    """
+    rank = factors.a.shape[1]
+    whole = [AdapterPart(factors, piece, slice(0, rank)) for piece in module.layout.pieces]
+    if len(whole) == 1:
+        return whole
+    used_columns = [np.flatnonzero(np.any(factors.b[p.output_index] != 0, axis=0)) for p in module.layout.pieces]
+    nonzero = [(part, columns) for part, columns in zip(whole, used_columns, strict=True) if columns.size]
+    if not nonzero or rank % len(nonzero):
+        return whole
+    width = rank // len(nonzero)
+    blocks = [part._replace(columns=slice(n * width, (n + 1) * width)) for n, (part, _) in enumerate(nonzero)]
+    is_diagonal = all(
+        block.columns.start <= columns[0] and columns[-1] < block.columns.stop
+        for block, (_, columns) in zip(blocks, nonzero, strict=True)
+    )
+    return blocks if is_diagonal and (factors.magnitude is None or len(blocks) == len(whole)) else whole

@@ -1,0 +1,154 @@
+"""Writing of PEFT folders of LoRA adapters: see adapter_folder.py for how PEFT's modules hold our parameters."""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxopt_llm.checkpoint.huggingface import safetensors
+from jaxopt_llm.checkpoint.huggingface.family import Family
+from jaxopt_llm.checkpoint.huggingface.model_writer import collect_leaves, fetch_layer
+from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder, TensorSpec
+from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorPiece
+from jaxopt_llm.checkpoint.peft.adapter_config import PeftConfig, find_endings, write_peft_config
+from jaxopt_llm.checkpoint.peft.adapter_folder import WEIGHTS
+from jaxopt_llm.checkpoint.peft.modules import (
+    EMBEDDING_FACTORS,
+    HEAD,
+    KINDS,
+    LINEAR_FACTORS,
+    MAGNITUDE,
+    PREFIX,
+    PeftModule,
+    find_modules,
+)
+from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.model.linear.leaves import LoraWeight
+from jaxopt_llm.model.model import Params
+
+Adapted = Mapping[str, list[tuple[TensorPiece, LoraWeight]]]  # module name -> its pieces with adapters
+
+
+def write_adapter_folder(
+    path: Path,
+    params: Params,
+    family: Family,
+    config: ModelConfig,
+    alpha: float,
+    rslora: bool = False,
+    base: str = "",
+    dtype: Any = None,
+) -> None:
+    """Write a new folder of the adapters among a model's parameters, which PEFT can load on top of the base model.
+
+    Args:
+        path: the folder to create.
+        params: the parameters with adapters.
+        family: the family whose tensor names are used.
+        config: the model.
+        alpha: `lora.alpha`.
+        rslora: `lora.rslora`.
+        base: the path or name under which PEFT finds the base model.
+        dtype: dtype of the tensors instead of the adapters' dtype.
+
+    Raises:
+        InputError: PEFT cannot express the adapters, the path already exists, or a value is not finite in the dtype.
+    """
+    weights = {name: leaf for name, leaf in collect_leaves(params).items() if isinstance(leaf, LoraWeight)}
+    first = next(iter(weights.values()))
+    rank, dora = first.lora_a.shape[-1], first.magnitude is not None
+    modules = find_modules(family, config)
+    adapted = _group_by_module(path, weights, modules)
+    specs: dict[str, TensorSpec] = {}
+    for name, pieces in adapted.items():
+        module = modules[name]
+        if dora and len(pieces) < len(module.layout.pieces):
+            with_adapter = [piece for piece, _ in pieces]
+            without = next(piece.path for piece in module.layout.pieces if piece not in with_adapter)
+            raise InputError(
+                f"{path}: DoRA of {with_adapter[0].path} without {without}: both are in PEFT's module {name}; use "
+                "`convert merge` instead"
+            )
+        tensor_dtype = jnp.dtype(dtype or pieces[0][1].lora_a.dtype)
+        shapes = module.shapes(rank * len(pieces), dora)
+        specs |= {f"{PREFIX}{name}.{kind}": TensorSpec(tensor_dtype, shape) for kind, shape in shapes.items()}
+    counts = {name: len(pieces) for name, pieces in adapted.items()}
+    patterns = {
+        re.escape(ending): count
+        for count in sorted({*counts.values()} - {1})
+        for ending in find_endings([name for name in counts if counts[name] == count], modules)
+    }
+    peft_config = PeftConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=find_endings(adapted, modules),
+        rank_pattern={pattern: rank * count for pattern, count in patterns.items()},
+        alpha_pattern={pattern: alpha * (math.sqrt(count) if rslora else count) for pattern, count in patterns.items()},
+        use_rslora=rslora,
+        use_dora=dora,
+        ensure_weight_tying=config.tied_head and HEAD in adapted,
+    )
+    with NewFolder(path) as folder:
+        safetensors.write_file(folder / WEIGHTS, specs, _tensor_getter(path, adapted, modules, specs))
+        write_peft_config(folder, peft_config, family.input_first, base)
+
+
+def _group_by_module(path: Path, weights: Mapping[str, LoraWeight], modules: Mapping[str, PeftModule]) -> Adapted:
+    """Group the adapters by module. Raise InputError for an adapter of a parameter that is in no PEFT module."""
+    pieces = {name: [p for p in module.layout.pieces if p.path in weights] for name, module in modules.items()}
+    adapted = {name: [(p, weights[p.path]) for p in several] for name, several in pieces.items() if several}
+    if missing := weights.keys() - {piece.path for several in adapted.values() for piece, _ in several}:
+        raise InputError(
+            f"{path}: adapters of {min(missing)}: PEFT has no modules for experts, nor for the MLPs of a model with "
+            "experts; use `convert merge`, which merges them into the model"
+        )
+    return adapted
+
+
+def _tensor_getter(
+    path: Path, adapted: Adapted, modules: Mapping[str, PeftModule], specs: Mapping[str, TensorSpec]
+) -> Callable[[str], np.ndarray]:
+    """Return a function that builds a tensor of the folder by its name."""
+
+    def join(name: str, kind: str) -> np.ndarray:
+        pieces = adapted[name]
+        if kind == MAGNITUDE:
+            magnitude = np.zeros(modules[name].outputs, np.float32)
+            for piece, weight in pieces:
+                magnitude[piece.output_index] = _fetch_factor(weight.magnitude, piece, outputs=True)[:, 0]
+            return magnitude
+        if kind in (LINEAR_FACTORS[0], EMBEDDING_FACTORS[0]):
+            a = np.concatenate([_fetch_factor(weight.lora_a, piece, outputs=False) for piece, weight in pieces], axis=1)
+            return a if kind == EMBEDDING_FACTORS[0] else a.T
+        rank = pieces[0][1].lora_a.shape[-1]
+        b = np.zeros((modules[name].outputs, rank * len(pieces)), np.float32)
+        for block, (piece, weight) in enumerate(pieces):
+            columns = slice(block * rank, (block + 1) * rank)
+            b[piece.output_index, columns] = _fetch_factor(weight.lora_b, piece, outputs=True)
+        return b.T if kind == EMBEDDING_FACTORS[1] else b
+
+    def get_tensor(tensor: str) -> np.ndarray:
+        kind = next(kind for kind in KINDS if tensor.endswith(f".{kind}"))
+        joined = join(tensor.removeprefix(PREFIX).removesuffix(f".{kind}"), kind)
+        with np.errstate(over="ignore"):  # an overflow is reported below
+            joined = joined.astype(specs[tensor].dtype, copy=False)
+        if not np.isfinite(joined).all():
+            raise InputError(
+                f"{path}: tensor {tensor!r} has values that are not finite in {joined.dtype}; choose a wider --dtype"
+            )
+        return joined
+
+    return get_tensor
+
+
+def _fetch_factor(factor: jax.Array, piece: TensorPiece, outputs: bool) -> np.ndarray:
+    """Fetch one layer of a factor, [in, rank] or [out, rank], or of a magnitude, [out, 1], without padding."""
+    spec = piece.spec
+    sizes = [size for dim, size in enumerate(spec.shape) if (dim in spec.contracting) != outputs]
+    return fetch_layer(factor, piece.layer, tuple(sizes)).reshape(math.prod(sizes), -1)

@@ -1,0 +1,97 @@
+"""Configuration fields that a pretrained model or adapter sets: `model.pretrained` and `lora.pretrained`."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
+from jaxopt_llm.checkpoint.peft import adapter_folder
+from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
+from jaxopt_llm.checkpoint.run_weights import is_run_directory
+from jaxopt_llm.config import Config, ModelConfig, cli, fields
+from jaxopt_llm.core.errors import InputError
+
+
+def resolve_pretrained(config: Config) -> Config:
+    """Return the configuration with the fields that `model.pretrained` and `lora.pretrained` set.
+
+    Raises:
+        InputError: a source cannot be used, or the configuration sets one of these fields to another value.
+    """
+    if config.model.pretrained:
+        # Absolute, because commands that read this run's directory may start in another directory.
+        path = Path(os.path.abspath(config.model.pretrained))
+        model = read_model_config(path)
+        stored = {
+            each.name: getattr(model, each.name)
+            for each in dataclasses.fields(model)
+            if fields.METADATA[f"model.{each.name}"].in_pretrained
+        }
+        resolved = _set_fields("model", config.model, stored)
+        config = dataclasses.replace(config, model=dataclasses.replace(resolved, pretrained=str(path)))
+    if config.lora.pretrained and not config.model.problems():
+        lora = dataclasses.replace(config.lora, pretrained=os.path.abspath(config.lora.pretrained))
+        config = dataclasses.replace(config, lora=lora)
+        config = dataclasses.replace(config, lora=_set_fields("lora", lora, open_pretrained_adapter(config).lora))
+    return config
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """Read the model configuration of a Hugging Face folder or of one of our run directories.
+
+    Raises:
+        InputError: the path is neither, or the run trains adapters.
+    """
+    if not is_run_directory(path):
+        return huggingface.read_config(path)[1]
+    config = cli.load_run_config(path, "model.pretrained=")
+    if config.lora.rank:
+        raise InputError(
+            f"model.pretrained={path}: this run trained adapters; merge them into their base model first: python -m "
+            f"jaxopt_llm.convert merge --checkpoint {path} --to FOLDER"
+        )
+    return config.model
+
+
+def _set_fields(name: str, section: Any, stored: dict[str, Any]) -> Any:
+    """Return a section with the stored fields. Raise InputError if the section sets one of them to another value."""
+    conflicts = [
+        f"{name}.{field_name}={value} (the stored value is {stored_value})"
+        for field_name, stored_value in stored.items()
+        if (value := getattr(section, field_name)) not in (getattr(type(section), field_name), stored_value)
+    ]
+    if conflicts:
+        owner = "model's" if name == "model" else "adapter's"
+        raise InputError(
+            f"{name}.pretrained={section.pretrained} sets the {owner} fields itself; leave out {', '.join(conflicts)}"
+        )
+    return dataclasses.replace(section, **stored)
+
+
+def find_source_folder(config: Config) -> Path | None:
+    """Return the Hugging Face folder that a model came from, possibly through other runs.
+
+    None: the model came from no folder, or the folder no longer exists.
+    """
+    path, visited = config.model.pretrained, set[str]()
+    while path and is_run_directory(Path(path)) and path not in visited:
+        visited.add(path)
+        path = cli.load_run_config(Path(path), "model.pretrained=").model.pretrained
+    return Path(path) if path and Path(path).is_dir() else None
+
+
+def open_pretrained_adapter(config: Config) -> AdapterFolder:
+    """Open the PEFT folder that `lora.pretrained` names.
+
+    Raises:
+        InputError: the path is a run directory, or not a complete folder of LoRA adapters of the model.
+    """
+    path = Path(config.lora.pretrained)
+    if is_run_directory(path):
+        raise InputError(
+            f"lora.pretrained={path}: this is a run directory; export its adapters first: python -m jaxopt_llm.convert "
+            f"export --checkpoint {path} --to FOLDER"
+        )
+    family = huggingface.choose_family(config.model, find_source_folder(config))
+    return adapter_folder.open_adapter_folder(path, family, config.model)

@@ -1,0 +1,124 @@
+"""Parameters of one of our own checkpoints, read in slices into any mesh and any grouping of the same layers."""
+
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore
+from jax.sharding import NamedSharding
+
+from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, build_leaf
+from jaxopt_llm.checkpoint.native import step_directories
+from jaxopt_llm.checkpoint.native.checkpoints import STORAGE_ERRORS
+from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.core.errors import CheckpointError, InputError
+from jaxopt_llm.model import decoder_specs
+from jaxopt_llm.model.param import ParamSpec
+
+PARAMETER_TREES = ("masters", "frozen")  # the trees of a checkpoint that hold parameters
+
+
+def is_run_directory(path: Path) -> bool:
+    """Return whether a path is one of our run directories, in contrast to a Hugging Face folder."""
+    return (path / "checkpoints").is_dir()
+
+
+@dataclass(frozen=True)
+class RunWeights:
+    """Parameters of a verified checkpoint of a run.
+
+    Attributes:
+        path: the run directory.
+        checkpoint: the directory of the verified step.
+        run_config: the model as the run has it.
+        config: the model to read into. It has the same layers, possibly grouped into other stacks.
+        base: the folder that the parameters missing from the checkpoint came from, opened for `config`; None if the
+            checkpoint has all parameters.
+    """
+
+    path: Path
+    checkpoint: Path
+    run_config: ModelConfig
+    config: ModelConfig
+    base: ModelFolder | None = None
+    # Slices of the last leaf that was read, as this process's devices hold it. A stack may be one chunk of its file.
+    _cache: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @functools.cached_property
+    def _run_positions(self) -> dict[tuple[str, int], tuple[str, int]]:
+        """Path prefix and stack row of each layer in `config` -> those in the run."""
+        run_positions = {layer: (prefix, row) for prefix, row, layer in decoder_specs.locate_layers(self.run_config)}
+        return {(prefix, row): run_positions[layer] for prefix, row, layer in decoder_specs.locate_layers(self.config)}
+
+    @functools.cached_property
+    def _run_leaves(self) -> dict[str, tuple[str, np.dtype]]:
+        """Leaf path in the run -> its checkpoint tree and its dtype."""
+        arrays = step_directories.read_record(self.checkpoint)["arrays"]
+        return {
+            path: (name, jnp.dtype(description.split("[")[0]))
+            for name in PARAMETER_TREES
+            for path, description in arrays.get(name, {}).items()
+        }
+
+    def dtype(self, path: str) -> np.dtype:
+        """Return the dtype of a leaf's stored values; the widest one if the run's dtypes differ."""
+        prefix, name = _split_path(path)
+        positions = self._run_positions.items()
+        run_paths = {run_prefix + name for (ours, _), (run_prefix, _) in positions if ours == prefix} or {path}
+        found = [self._run_leaves[each][1] for each in run_paths if each in self._run_leaves]
+        return jnp.dtype(jnp.result_type(*found, *([self._base.dtype(path)] if len(found) < len(run_paths) else [])))
+
+    def read(self, path: str, spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
+        """Read a leaf in the shape and dtype of its spec; stack rows that hold no layer are 0.
+
+        Raises:
+            InputError: a value is not finite in the dtype of the spec.
+        """
+        return build_leaf(spec, sharding, functools.partial(self._fill, path))
+
+    def _fill(self, path: str, out: np.ndarray, layer: int | None, index: tuple[slice, ...]) -> None:
+        prefix, name = _split_path(path)
+        run_prefix, row = (prefix, None) if layer is None else self._run_positions[prefix, layer]
+        if run_prefix + name not in self._run_leaves:
+            self._base.fill(path, out, layer, index)
+            return
+        source = self._read_slice(run_prefix + name, row, index)
+        with np.errstate(over="ignore"):  # an overflow is reported below
+            out[...] = source
+        if not np.isfinite(out).all():
+            raise InputError(
+                f"{self.checkpoint}: {path} has values that are not finite in {out.dtype}; use a wider dtype"
+            )
+
+    @property
+    def _base(self) -> ModelFolder:
+        if self.base is None:
+            raise CheckpointError(
+                f"checkpoint {self.checkpoint} belongs to another model: it lacks parameters of this one; use the "
+                "model configuration of its run"
+            )
+        return self.base
+
+    def _read_slice(self, path: str, row: int | None, index: tuple[slice, ...]) -> np.ndarray:
+        """Read a slice of the run's leaf; of a stack, return one row, but read and cache all rows at once."""
+        key, whole = f"{path} {index}", index if row is None else (slice(None), *index)
+        if key not in self._cache:
+            if not any(other.startswith(f"{path} ") for other in self._cache):
+                self._cache.clear()
+            directory = self.checkpoint / self._run_leaves[path][0]
+            kvstore = {"driver": "ocdbt", "base": f"file://{directory}", "path": path.replace("/", ".") + "/"}
+            try:
+                store = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True).result()
+                self._cache[key] = store[whole].read().result()
+            except STORAGE_ERRORS as error:
+                raise CheckpointError(f"checkpoint {self.checkpoint} cannot be read: {path}: {error}") from error
+        return self._cache[key] if row is None else self._cache[key][row]
+
+
+def _split_path(path: str) -> tuple[str, str]:
+    """Split a leaf path into the prefix of its block and its name there; a leaf outside the stacks has no prefix."""
+    parts = path.split("/")
+    return ("", path) if parts[0] == "outer" else ("/".join(parts[:2]) + "/", "/".join(parts[2:]))

@@ -1,0 +1,85 @@
+"""Choice of kernels for a device, and checks that the device supports the configured ones.
+
+A device can be real or one of a topology of the same kind: both give the same result.
+"""
+
+from typing import Any
+
+from jaxopt_llm.config import Matmul
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.kernels import grouped_matmul_pallas
+from jaxopt_llm.kernels.attention import find_unsupported, get_compute_capability
+from jaxopt_llm.kernels.attention_auto import AttentionChoice, choose_fastest
+
+FLOAT8_CAPABILITY = (8, 9)
+
+
+def check_matmul(device: Any, matmul: Matmul) -> None:
+    """Raise InputError for fp8 on a GPU without fp8 tensor cores.
+
+    Such a GPU would multiply in 16 bits: fp8 would only cost accuracy. CPUs emulate fp8.
+    """
+    capability = get_compute_capability(device)
+    if matmul == "fp8" and capability is not None and capability < FLOAT8_CAPABILITY:
+        raise InputError(
+            f"precision.matmul=fp8: {device.device_kind} has no fp8 tensor cores (H100, H200, B200 and other GPUs of "
+            "compute capability 8.9 and above have them); set --precision.matmul int8, or compute_dtype with "
+            "--precision.compute-dtype bfloat16"
+        )
+
+
+def choose_attention(device: Any, requested: str, head_dim: int, dtype: str, keys: int) -> AttentionChoice:
+    """Return the requested implementation of attention, or the fastest one for "auto".
+
+    Args:
+        requested: value of training.attention.
+        keys: number of keys of each call.
+
+    Raises:
+        InputError: the requested implementation does not support the device, the head size or the dtype.
+    """
+    capability = get_compute_capability(device)
+    problems = find_unsupported(head_dim, dtype, capability)
+    if requested == "auto":
+        return choose_fastest(head_dim, dtype, keys, capability, problems)
+    supported = " or ".join(name for name, found in problems.items() if not found)
+    remedy = f"set --training.attention auto or {supported}"
+    if problems[requested] and capability is None:
+        raise InputError(f"training.attention={requested} runs on GPUs only, not on {device.device_kind}; {remedy}")
+    if problems[requested]:
+        raise InputError(f"training.attention={requested}: {'; '.join(problems[requested])}; {remedy}")
+    return AttentionChoice(requested)
+
+
+def check_expert_exchange(device: Any, exchange: str) -> None:
+    """Raise InputError if the device does not support this exchange of the experts' tokens."""
+    if exchange == "ragged" and get_compute_capability(device) is None:
+        raise InputError(
+            f"sharding.expert_exchange=ragged runs on GPUs only, not on {device.device_kind}; set "
+            "--sharding.expert-exchange auto, or all_to_all, which also sends the empty rows of its buffers"
+        )
+
+
+def choose_expert_products(device: Any, requested: str, dtype: str) -> str:
+    """Return the requested implementation of the experts' matmuls. "auto" is the kernel if it is supported.
+
+    Args:
+        requested: value of training.expert_products.
+
+    Raises:
+        InputError: the requested implementation does not support the device or the dtype.
+    """
+    capability = get_compute_capability(device)
+    if requested == "auto":
+        return "xla" if capability is None or grouped_matmul_pallas.problems(dtype, capability) else "pallas"
+    if requested == "pallas":
+        found = (
+            [f"it runs on GPUs only, not on {device.device_kind}"]
+            if capability is None
+            else grouped_matmul_pallas.problems(dtype, capability)
+        )
+        if found:
+            raise InputError(
+                f"training.expert_products=pallas: {'; '.join(found)}; set --training.expert-products auto"
+            )
+    return requested

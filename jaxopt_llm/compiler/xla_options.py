@@ -1,0 +1,140 @@
+"""Options of XLA's compiler for training programs by jax version, with their benefits and costs.
+
+The options are compiler options of `jax.jit`, which reports an unknown name as an error. In XLA_FLAGS an unknown name
+ends the process. Options of the user are added last.
+
+Options that were tried and are not set. The program was 4 layers of 10B compiled for 8 H200s (jax 0.10.2 and 0.11.2),
+in which all but 1% of the gathered and reduced bytes overlap with other kernels:
+- Combining collectives up to 1 GiB: 0.5 GiB more memory; with 0.11.2, 44% of the gathers and 77% of the reductions are
+  then exposed.
+- Pipelined all-reduce: 1.6 GiB more memory.
+- Double buffering of loops: twice the program for the same overlap.
+- Several collectives at a time without a ring: 0.2 GiB more memory.
+Two options cannot be judged from a compiled program, only on a GPU: command buffers, which are on by default, and the
+choice between Triton and cuBLAS, which XLA makes by timing.
+
+An option for users: xla_gpu_memory_limit_slop_factor=150. If a program needs 79% of a GPU's memory or more, XLA adds
+rematerialization of its own, which may save nothing (8B, two rows of 8192 tokens on one H200, remat none: 1168 TFLOP
+instead of 896, with a peak of 125.3 GiB in both cases). With this option XLA does not add it, and no longer reduces
+programs that do not fit.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.errors import JaxRuntimeError
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxopt_llm.compiler.topology import without_cache
+from jaxopt_llm.config import Matmul, XlaConfig
+from jaxopt_llm.config.run import Options
+from jaxopt_llm.core.errors import InputError
+
+NO_USER_OPTIONS = XlaConfig()
+
+# Overlap of communication and computation on GPUs: XLA schedules collectives around computation by their estimated
+# time. XLA 0.10.2 does this by default on several GPUs. In 0.11.2, without the option, a quarter of the gathers and
+# three quarters of the reductions are exposed.
+LATENCY_HIDING: Options = {"xla_gpu_enable_latency_hiding_scheduler": True}
+# Gather the weights of a layer while the previous layer computes. Cost: one more layer of gathered weights and, seen in
+# XLA 0.10.2, constants for the attention masks, which XLA then keeps (10B, 4 rows per GPU: 2.9 GiB).
+# XLA applies this to every loop and every gather:
+# - A loop over microbatches would keep copies of gradients (10B, 4 microbatches: 27.2 -> 35.7 GiB).
+# - Under sequence parallelism, XLA adds one more sum over `tensor` that nothing reads.
+# - With experts, a backward that runs a layer again also exchanges the tokens again. To exchange them early, it would
+#   run all of attention once more.
+# From jax 0.11 on the option has another name (xla_gpu_pipeline_all_gather) and is harmful: all gathers of the backward
+# come after its last matmul (10B, 8 GPUs: 48% of the gathered bytes overlap with matmuls). Without it 77% overlap, all
+# except those of the attention weights.
+PIPELINED_ALL_GATHER: Options = {"xla_gpu_enable_pipelined_all_gather": True} if jax.__version_info__ < (0, 11) else {}
+# By default XLA overlaps one collective at a time with computation, and the others wait. A ring sends keys, values and
+# the gradients of both at the same time; experts exchange tokens and their counts at the same time.
+PARALLEL_COLLECTIVES: Options = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+# XLA passes that change the result of a program without an error:
+# - all-gather-to-collective-permute-simplifier replaces a gather that is sliced again with a permute. It leaves out
+#   devices that keep their own slice, and these devices get zeros (seen in 0.10.2: gradients between the stages of a
+#   pipeline). Without the pass the gather stays.
+# - dynamic-slice-annotator: if a loop counts down and slices an array in host memory, jax 0.10.2 copies from the wrong
+#   end (openxla/xla#46231). A backward would get the activations, or the weights, of other layers. Without the pass a
+#   kernel slices, and it reads the right ones. 0.11.2 copies them correctly.
+WRONG_PASSES = ["all-gather-to-collective-permute-simplifier"] + (
+    ["dynamic-slice-annotator"] if jax.__version_info__ < (0, 11, 2) else []
+)
+DISABLE_PASSES = "xla_disable_hlo_passes"
+NO_WRONG_PASSES: Options = {DISABLE_PASSES: ",".join(WRONG_PASSES)}
+# If Triton's matmuls are enabled, XLA uses them first, with operands widened to 16 bits. It calls cuBLASLt in fp8 only
+# for the remaining matmuls.
+NO_TRITON_MATMULS: Options = {"xla_gpu_enable_triton_gemm": False}
+# XLA 0.11.2 lets cuBLAS matmuls and jax-triton kernels write directly into the stack of residuals for the backward. It
+# runs such a matmul or kernel twice if something else also reads its result (8B on one H200, remat none: 518 TFLOP
+# instead of 448; with our Triton kernel, also the forward of attention). This option avoids the second run. Its price:
+# 62% of the gathered bytes overlap with matmuls instead of 81% (10B on 8 GPUs, remat none; with remat full, 84% instead
+# of 79%).
+NO_DYNAMIC_SLICE_FUSION: Options = (
+    {"xla_gpu_enable_dynamic_slice_fusion": False} if jax.__version_info__ >= (0, 11) else {}
+)
+# On CPUs, the pass that widens 16-bit sums over devices aborts in a region that is manual over `pipeline` only.
+NO_WIDER_SUMS: Options = {DISABLE_PASSES: "all-reduce-promotion"}
+
+
+def compiler_options(
+    mesh: Mesh | AbstractMesh,
+    microbatches: int = 1,
+    matmul: Matmul = "compute_dtype",
+    user: XlaConfig = NO_USER_OPTIONS,
+) -> Options:
+    """Return the compiler options for programs over the mesh.
+
+    Args:
+        microbatches: number of microbatches in a step.
+        matmul: value of precision.matmul.
+        user: options of the user, which override those of this module. Passes that the user disables are disabled in
+            addition to WRONG_PASSES, which would compute wrong results.
+    """
+    ours, theirs = _default_options(mesh, microbatches, matmul), user.parse_options()
+    if DISABLE_PASSES in ours and DISABLE_PASSES in theirs:
+        theirs[DISABLE_PASSES] = f"{ours[DISABLE_PASSES]},{theirs[DISABLE_PASSES]}"
+    return ours | theirs
+
+
+def _default_options(mesh: Mesh | AbstractMesh, microbatches: int, matmul: Matmul) -> Options:
+    if not isinstance(mesh, Mesh):
+        return {}
+    if mesh.devices.flat[0].platform == "cpu":
+        return NO_WIDER_SUMS if mesh.shape["pipeline"] > 1 else {}
+    single = NO_WRONG_PASSES | NO_DYNAMIC_SLICE_FUSION | (NO_TRITON_MATMULS if matmul == "fp8" else {})
+    if mesh.size == 1:
+        return single
+    gathers = PIPELINED_ALL_GATHER if pipelines_all_gather(mesh.shape, microbatches) else {}
+    has_parallel_collectives = max(mesh.shape["context"], mesh.shape["expert"]) > 1
+    return single | LATENCY_HIDING | gathers | (PARALLEL_COLLECTIVES if has_parallel_collectives else {})
+
+
+def pipelines_all_gather(axis_sizes: Mapping[str, int], microbatches: int) -> bool:
+    """Return whether GPUs gather the weights of a layer while the previous layer computes.
+
+    They do not in a loop over microbatches, or under `pipeline`, `tensor` or `expert`. See PIPELINED_ALL_GATHER.
+    """
+    product = microbatches * axis_sizes["pipeline"] * axis_sizes["tensor"] * axis_sizes["expert"]
+    return bool(PIPELINED_ALL_GATHER) and product == 1
+
+
+def check_options(user: XlaConfig, mesh: Mesh) -> None:
+    """Compile an empty program with each of the user's options.
+
+    Raises:
+        InputError: the installed XLA does not know an option or does not accept its value.
+    """
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    found = []
+    for option in user.options:
+        empty = jax.jit(lambda x: None, compiler_options=XlaConfig((option,)).parse_options())
+        try:
+            with without_cache():
+                empty.lower(scalar).compile()
+        except JaxRuntimeError as error:
+            message = str(error).splitlines()[0]
+            found.append(f"xla.options: {option}: XLA of jax {jax.__version__} rejects it: {message}")
+    if found:
+        raise InputError("; ".join(found))

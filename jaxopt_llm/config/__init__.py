@@ -1,0 +1,61 @@
+"""All settings of the program: frozen dataclasses, their checks and their metadata. Imports no JAX.
+
+A recipe imports the sections that it sets from here:
+
+    from jaxopt_llm.config import Config, MeshConfig, ModelConfig, TrainingConfig
+"""
+
+from jaxopt_llm.config.checkpoint import CheckpointConfig
+from jaxopt_llm.config.data import DataConfig
+from jaxopt_llm.config.memory import Intermediate, OffloadConfig, RematConfig
+from jaxopt_llm.config.model import Kind, ModelConfig
+from jaxopt_llm.config.parallel import (
+    AXES,
+    BATCH_AXES,
+    DistributedConfig,
+    MeshConfig,
+    PipelineConfig,
+    Schedule,
+    ShardingConfig,
+)
+from jaxopt_llm.config.precision import Float, Matmul, PrecisionConfig
+from jaxopt_llm.config.run import Config, LoggingConfig, ProfileConfig, RunConfig, XlaConfig
+from jaxopt_llm.config.training import (
+    EvaluationConfig,
+    LoraConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    StateDtype,
+    TrainingConfig,
+)
+
+__all__ = [
+    "AXES",
+    "BATCH_AXES",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "DistributedConfig",
+    "EvaluationConfig",
+    "Float",
+    "Intermediate",
+    "Kind",
+    "LoggingConfig",
+    "LoraConfig",
+    "Matmul",
+    "MeshConfig",
+    "ModelConfig",
+    "OffloadConfig",
+    "OptimizerConfig",
+    "PipelineConfig",
+    "PrecisionConfig",
+    "ProfileConfig",
+    "RematConfig",
+    "RunConfig",
+    "Schedule",
+    "ScheduleConfig",
+    "ShardingConfig",
+    "StateDtype",
+    "TrainingConfig",
+    "XlaConfig",
+]

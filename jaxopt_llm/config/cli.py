@@ -1,0 +1,152 @@
+"""Command line of a configuration: `--config FILE [--section.field VALUE ...]`.
+
+FILE is a Python file that defines `get_config() -> Config`, or the config.json of a run. Every setting has a flag.
+"""
+
+import contextlib
+import difflib
+import io
+import re
+import runpy
+from pathlib import Path
+
+from jaxopt_llm.config import fields
+from jaxopt_llm.config.run import Config
+from jaxopt_llm.core.errors import InputError
+
+RECIPES = Path(__file__).parent.parent.parent / "configs"
+
+
+def load_recipe(path: str) -> Config:
+    """Load a recipe by its path, or by its name in configs/.
+
+    Raises:
+        InputError: the file does not exist, fails to run, or does not return a valid Config.
+    """
+    file = next((candidate for candidate in (Path(path), RECIPES / path) if candidate.is_file()), None)
+    if file is None:
+        names = sorted(recipe.name for recipe in RECIPES.glob("*.py"))
+        raise InputError(f"--config {path}: no such file, here or in configs/ (which has {', '.join(names)})")
+    try:
+        if file.suffix == ".json":  # --print-config writes this format, and every run directory has such a file
+            return fields.from_json(file.read_text())
+        get_config = runpy.run_path(str(file)).get("get_config")
+        if get_config is None:
+            raise InputError(f"--config {file}: must define get_config() -> Config")
+        config = get_config()
+    except (Exception, SystemExit) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"--config {file}: {type(error).__name__}: {error}") from error
+    if not isinstance(config, Config):
+        raise InputError(f"--config {file}: get_config() returned {type(config).__name__}, not Config")
+    wrong = fields.wrong_types(config)
+    if wrong:
+        raise InputError(f"--config {file}: {'; '.join(wrong)}")
+    return config
+
+
+def parse_config(arguments: list[str], program: str) -> Config:
+    """Return the configuration of a command line: `--config FILE [--section.field VALUE ...]`.
+
+    Prints the help and exits with 0 for --help.
+
+    Raises:
+        InputError: the command line is invalid. The message is one line.
+    """
+    path, overrides = _split_config(arguments)
+    if path is None and not asks_for_help(arguments):
+        raise InputError(f"no recipe is given; try: {program} --config quickstart.py")
+    return override_config(Config() if path is None else load_recipe(path), overrides, program)
+
+
+def asks_for_help(arguments: list[str]) -> bool:
+    """Return whether a command line has --help or -h."""
+    return "--help" in arguments or "-h" in arguments
+
+
+def print_help(arguments: list[str], program: str) -> int:
+    """Print every flag, with the values of the recipe of `--config` as defaults."""
+    with contextlib.suppress(SystemExit):  # the parser's own end after it has printed the help
+        parse_config(arguments, program)
+    return 0
+
+
+def load_run_config(directory: Path, prefix: str) -> Config:
+    """Load the configuration that a run directory was trained with.
+
+    prefix: text before the path in the error message, such as "--checkpoint " or "model.pretrained=".
+
+    Raises:
+        InputError: the directory is not a run directory.
+    """
+    try:
+        return fields.from_json((directory / "config.json").read_text())
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{prefix}{directory}: not a run directory ({error})") from error
+
+
+def override_config(config: Config, overrides: list[str], program: str) -> Config:
+    """Return the configuration with the fields `--section.field VALUE ...` replaced.
+
+    Prints the help and exits with 0 for --help.
+
+    Raises:
+        InputError: a flag or a value is invalid. The message is one line.
+    """
+    _refuse_unknown(overrides)
+    if not overrides:
+        return config
+    import tyro  # imported here, because loading a recipe does not need it: see scripts/gpu_check
+
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return tyro.cli(
+                Config,
+                args=overrides,
+                default=config,
+                prog=program,
+                description=f"{program} --config FILE [--section.field VALUE ...]\n\n"
+                "FILE is a path, or the name of a recipe in configs/. Its values are the defaults below. With "
+                "--print-config, the command checks the whole configuration, prints it as JSON and stops.",
+                config=(tyro.conf.FlagConversionOff,),
+            )
+    except SystemExit as stop:
+        if stop.code == 0:
+            raise
+        hint = "; separate the values of one field by spaces" * any("," in argument for argument in overrides)
+        raise InputError(_first_paragraph(errors.getvalue()) + hint) from stop
+
+
+def _split_config(arguments: list[str]) -> tuple[str | None, list[str]]:
+    path, rest = None, []
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument == "--config":
+            path = next(remaining, None)
+            if path is None:
+                raise InputError("--config: give the path of a recipe after it")
+        elif argument.startswith("--config="):
+            path = argument.removeprefix("--config=")
+        else:
+            rest.append(argument)
+    return path, rest
+
+
+def _refuse_unknown(overrides: list[str]) -> None:
+    known = [f"--{name}" for name in fields.FIELDS]
+    for argument in overrides:
+        name = argument.split("=")[0].replace("-", "_").replace("__", "--", 1)
+        if argument.startswith("--") and argument != "--help" and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else "--help lists all fields"
+            raise InputError(f"{argument.split('=')[0]}: no such field; {hint}")
+
+
+def _first_paragraph(box: str) -> str:
+    """Return tyro's message without its title, box, rulers and advice, drawn in Unicode or in ASCII."""
+    lines = [line.strip("│╭╮╰╯ \n") for line in box.splitlines()[1:]]
+    paragraphs = re.split(r"^(?:─+|-{3,})$", "\n".join(lines), flags=re.MULTILINE)
+    first = next(paragraph for paragraph in paragraphs if paragraph.strip())
+    return " ".join(line for line in first.splitlines() if line)

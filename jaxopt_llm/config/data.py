@@ -1,0 +1,91 @@
+"""Settings of the training data and of the tokenizer."""
+
+from dataclasses import dataclass
+from datetime import date
+from typing import Literal
+
+from jaxopt_llm.config.metadata import setting
+
+Format = Literal["auto", "text", "jsonl", "parquet", "prepared", "megatron", "numpy"]
+Content = Literal["text", "chat", "messages", "pairs", "sharegpt"]
+LongDocuments = Literal["auto", "split", "cut", "drop"]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    paths: tuple[str, ...] = setting((), resume="freely")
+    """files, folders or globs; each is one source (default: the source code of Python's standard library)"""
+    weights: tuple[float, ...] = ()
+    """share of the rows that each of data.paths gives, relative to their sum; without weights an epoch reads every
+    token once"""
+    format: Format = "auto"
+    """format of the files: auto goes by suffix; prepared is the output of jaxopt_llm.prepare, megatron a .bin/.idx
+    pair, numpy a one-dimensional .npy of token ids"""
+    separator: str = ""
+    """text between two documents of a text file, for example <|endoftext|>; empty: each file is one document. A
+    document may have up to 1 GiB"""
+    text_field: str = "text"
+    """column of JSONL and Parquet files that holds the text"""
+    content: Content = "text"
+    """content of a row of a JSONL or Parquet file: text, or a conversation. The chat template renders a conversation as
+    text, and the loss counts only the assistant's tokens. messages: a list of role and content; pairs: prompt and
+    completion; sharegpt: a list of from and value; chat: detect the form from the fields of each file"""
+    chat_template: str = ""
+    """file with a chat template in Jinja; empty: the template that comes with data.tokenizer"""
+    date: str = ""
+    """current date for chat templates that write it, for example 2026-01-31"""
+    long_documents: LongDocuments = "auto"
+    """documents longer than a row. split: documents continue in the next row, and each row treats its part as a
+    separate document; cut: rows hold whole documents, and only the first part of a longer document is kept; drop: rows
+    hold whole documents, and longer documents are dropped; auto: cut for conversations, split otherwise"""
+    tokenizer: str = "bytes"
+    """bytes (256 bytes plus BOS and EOS), or the path of a Hugging Face tokenizer.json"""
+    bos: str = ""
+    """token before each document; empty: the tokenizer's BOS token, if it has one"""
+    eos: str = ""
+    """token after each document; empty: the tokenizer's EOS token"""
+    malformed: Literal["error", "skip", "replace"] = "error"
+    """documents that are not UTF-8 or are truncated. error: stop the command; skip: skip and count them; replace:
+    replace invalid UTF-8 by U+FFFD (and skip rows that are not valid JSON)"""
+    held_out: float = 0.05
+    """share of the documents that is held out of training for evaluation, above 0 and below 1"""
+    stall_seconds: float = setting(600.0, resume="freely")
+    """longest wait for one batch, in seconds; after that the run ends with an error"""
+
+    def problems(self) -> list[str]:
+        found = []
+        if not 0 < self.held_out < 1:
+            found.append(f"data.held_out={self.held_out}: must be above 0 and below 1")
+        if self.content == "text" and (self.chat_template or self.date):
+            found.append("data.chat_template and data.date apply only to conversations: also set data.content=chat")
+        if self.content != "text" and not self.paths:
+            found.append(f"data.content={self.content}: there are no files to read; name them with data.paths")
+        if self.date and not _is_date(self.date):
+            found.append(f"data.date={self.date}: not a date; write it as in 2026-01-31")
+        if self.stall_seconds <= 0:
+            found.append(f"data.stall_seconds={self.stall_seconds}: must be above 0")
+        if self.weights and len(self.weights) != len(self.paths):
+            found.append(
+                f"data.weights has {len(self.weights)} values for {len(self.paths)} data.paths: give one weight for "
+                "each path"
+            )
+        repeated = {path for path in self.paths if self.paths.count(path) > 1}
+        if repeated:
+            found.append(
+                f"data.paths names {', '.join(sorted(repeated))} more than once: name each path once, and "
+                "give it a larger weight with data.weights"
+            )
+        if any(weight < 0 for weight in self.weights):
+            found.append(f"data.weights={self.weights}: weights must not be negative")
+        elif self.weights and not any(self.weights):
+            found.append(
+                "data.weights: all weights are 0, so no data would be read; give at least one source a positive weight"
+            )
+        return found
+
+
+def _is_date(day: str) -> bool:
+    try:
+        return date.fromisoformat(day).isoformat() == day
+    except ValueError:
+        return False

@@ -1,0 +1,152 @@
+"""Access to settings by dotted name, such as `training.steps`: values, metadata, type checks, comparison and JSON."""
+
+import dataclasses
+import functools
+import json
+import types
+import typing
+from typing import Any, Literal
+
+from jaxopt_llm.config.metadata import Metadata
+from jaxopt_llm.config.run import Config
+
+UNIONS = (typing.Union, types.UnionType)  # `A | B` has either of these origins in Python up to 3.13
+
+
+def _collect_metadata(config_type: Any, inherited: dict[str, Any], prefix: str = "") -> dict[str, Metadata]:
+    hints = typing.get_type_hints(config_type)
+    found: dict[str, Metadata] = {}
+    for field in dataclasses.fields(config_type):
+        hint, name, metadata = hints[field.name], f"{prefix}{field.name}", inherited | dict(field.metadata)
+        if dataclasses.is_dataclass(hint):
+            found |= _collect_metadata(hint, metadata, f"{name}.")
+        else:
+            found[name] = Metadata(**metadata)
+    return found
+
+
+METADATA = _collect_metadata(Config, {})  # by dotted name, in the order of `Config`
+FIELDS = list(METADATA)
+# The settings that `plan --search` may try if `--allow` names them, with their values from wide to narrow.
+SEARCHED = {name: metadata.search for name, metadata in METADATA.items() if metadata.search}
+# The values that `optimizer.in_backward` requires: any other value of these settings needs all gradients at once.
+WITH_IN_BACKWARD = {
+    name: metadata.in_backward for name, metadata in METADATA.items() if metadata.in_backward is not None
+}
+
+
+def get_field(config: Config, name: str) -> Any:
+    """Return the value of a setting, by its dotted name."""
+    return functools.reduce(getattr, name.split("."), config)
+
+
+def replace_fields(config: Config, values: dict[str, Any]) -> Config:
+    """Return the configuration with the values of some settings replaced, by dotted name."""
+    for name, value in values.items():
+        config = _replace(config, name.split("."), value)
+    return config
+
+
+def _replace(section: Any, path: list[str], value: Any) -> Any:
+    first, *rest = path
+    return dataclasses.replace(section, **{first: _replace(getattr(section, first), rest, value) if rest else value})
+
+
+def shared_fields(config: Config) -> dict[str, Any]:
+    """Return the settings that must be equal in all processes of a job: all except `distributed.process_id`."""
+    return {name: get_field(config, name) for name in FIELDS if name != "distributed.process_id"}
+
+
+def forbidden_changes(old: Config, new: Config) -> list[str]:
+    """List the changes between two configurations that a resumed run must not make."""
+    allowed = normalize_names(new.run.allow_change)
+    return [
+        f"{name} was {get_field(old, name)} and is {get_field(new, name)}"
+        for name, metadata in METADATA.items()
+        if metadata.resume != "freely" and name not in allowed and get_field(old, name) != get_field(new, name)
+    ]
+
+
+def normalize_names(names: tuple[str, ...]) -> list[str]:
+    """Return names of settings, which may be spelt with dashes like flags, with underscores."""
+    return [name.replace("-", "_") for name in names]
+
+
+def to_json(config: Config) -> str:
+    """Return the configuration as JSON."""
+    return json.dumps(dataclasses.asdict(config), indent=2)
+
+
+def from_json(text: str) -> Config:
+    """Return the configuration that `to_json` wrote.
+
+    Raises:
+        TypeError: the JSON is not a configuration of this version.
+    """
+
+    def build(config_type: Any, values: Any) -> Any:
+        hints = typing.get_type_hints(config_type)
+        if not isinstance(values, dict):
+            raise TypeError(f"{values!r} is not a {config_type.__name__}")
+        return config_type(
+            **{
+                name: build(hints[name], value)
+                if dataclasses.is_dataclass(hints.get(name))
+                else tuple(value)
+                if isinstance(value, list)
+                else value
+                for name, value in values.items()
+            }
+        )
+
+    config: Config = build(Config, json.loads(text))
+    wrong = wrong_types(config)
+    if wrong:
+        raise TypeError("; ".join(wrong))
+    return config
+
+
+def wrong_types(config: Any, prefix: str = "") -> list[str]:
+    """List the settings whose value does not have the declared type. Python does not check the types of a recipe."""
+    found = []
+    for name, hint in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(hint):
+            is_section = isinstance(value, hint)  # type: ignore[arg-type]
+            found += (
+                wrong_types(value, f"{prefix}{name}.")
+                if is_section
+                else [f"{prefix}{name}={value!r}: must be a {hint.__name__}"]  # type: ignore[union-attr]
+            )
+        elif not _has_type(value, hint):
+            found.append(f"{prefix}{name}={value!r}: must be {_describe(hint)}")
+    return found
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    if typing.get_origin(hint) in UNIONS:
+        return any(_has_type(value, option) for option in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_has_type(item, typing.get_args(hint)[0]) for item in value)
+    if hint is int:
+        return type(value) is int and abs(value) < 2**31  # device programs use int32
+    if hint is float:  # 0 or a normal number of float32: a device program would read 1e-320 as 0
+        return type(value) in (int, float) and (value == 0 or 2.0**-126 <= abs(value) < 2.0**128)
+    return type(value) is hint
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) in UNIONS:
+        return ", or ".join(map(_describe, typing.get_args(hint)))
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
+    if typing.get_origin(hint) is tuple:
+        return f"a tuple, each {_describe(typing.get_args(hint)[0])}"
+    return {
+        int: "a whole number below 2**31",
+        float: "0 or a normal float32 number",
+        bool: "True or False",
+        str: "text",
+    }[hint]

@@ -1,0 +1,84 @@
+"""Settings that save device memory: rematerialisation and offload to host memory."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxopt_llm.config.metadata import setting
+
+Intermediate = Literal[
+    "block_input",  # [B, S, D], the residual stream at the input of the block
+    "attention_input",  # [B, S, D], the norm of block_input, which the projections read
+    "query_latent",  # [B, S, model.query_rank], the latent of the queries before its norm; absent if query_rank is 0
+    "latent",  # [B, S, model.latent_rank], the latent of keys and values before its norm; absent if latent_rank is 0
+    "rotary_key",  # [B, S, model.rotary_head_dim], the key that all heads share, before RoPE; only with latent_rank
+    "query",  # [B, S, H, K], as projected: before norms and RoPE
+    "key",  # [B, S, G, K], as projected; with latent_rank without rotary_key
+    "value",  # [B, S, G, V]
+    "attention",  # [B, S, H, V], the result of attention, and its log-sum-exp: see kernels/attention.py
+    "attention_output",  # [B, S, D], the projection of that result, which is added to the residual stream
+    "mlp_input",  # [B, S, D], the norm of that sum, which the MLP reads
+    "mlp_gate",  # [B, S, F], before the activation function; absent with mlp=gelu
+    "mlp_up",  # [B, S, F], as projected
+    "mlp_output",  # [B, S, D], which is added to the residual stream; the backward reads it only for a norm after it
+]
+
+
+Policy = Literal["none", "full", "dots", "save_attention", "save_qkv"]
+
+
+@dataclass(frozen=True)
+class RematConfig:
+    policy: Policy | tuple[Intermediate, ...] = setting("full", in_backward="full")
+    """Activations of each block that are kept for the backward pass in addition to the block's input; the others are
+    recomputed (activation checkpointing). none: keep all except elementwise results; dots: keep all products with
+    weights, but not attention; save_qkv: keep queries, keys, values and the result of attention; save_attention: keep
+    only the result of attention; full: keep nothing; or a list of names from model/intermediates.py."""
+    every: int = setting(1, in_backward=1)
+    """Number of consecutive layers that the backward pass recomputes together from the input of the first one; the
+    forward pass keeps nothing of the layers in between (Megatron-LM: recompute-method uniform). During this
+    recomputation, remat.policy applies. 1 = remat.policy only."""
+    offload: tuple[Intermediate, ...] = setting((), in_backward=())
+    """Activations that stay in pinned host memory between the forward and the backward pass, even if remat.policy does
+    not keep them (activation offloading). Empty = none."""
+
+    @property
+    def enabled(self) -> bool:
+        """Use of `jax.checkpoint` for the blocks. Without it, JAX itself keeps the activations of policy `none`."""
+        return self.policy != "none" or bool(self.offload)
+
+    def problems(self) -> list[str]:
+        found = []
+        if not self.policy:
+            found.append(
+                "remat.policy is empty: give a policy or at least one intermediate; full keeps only the input of each "
+                "block"
+            )
+        if self.every < 1:
+            found.append(f"remat.every={self.every}: must be at least 1")
+        if self.every > 1 and self.offload:
+            found.append(
+                f"remat.every={self.every} keeps no activations that remat.offload could move: set --remat.every 1, or "
+                "leave out --remat.offload"
+            )
+        return found
+
+    def group_size(self, kinds: int, repeats: int) -> int:
+        """Return the number of periods that the backward pass recomputes together.
+
+        kinds: layers of a period. repeats: periods in the stack.
+        """
+        return min(max(self.every // kinds, 1), repeats)
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    optimizer: bool = False
+    """Keep the optimizer state in pinned host memory; the update transfers one layer at a time (ZeRO-Offload, Ren et
+    al. 2021; DeepSpeed: offload_optimizer). This covers the moments and, in ZeRO stages 1 and 2, where the model reads
+    a compute copy, the master weights."""
+    parameters: bool = False
+    """Keep the parameters of the blocks in pinned host memory; forward, backward and update transfer one layer at a
+    time (ZeRO-Infinity, Rajbhandari et al. 2021; DeepSpeed: offload_param). With lora.rank, only the frozen base."""
+
+    def problems(self) -> list[str]:
+        return []

@@ -1,0 +1,112 @@
+"""Settings of mixed precision: dtypes, quantised matmuls, and the loss scaling that float16 needs."""
+
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from jaxopt_llm.config.metadata import setting
+
+Float = Literal["float32", "bfloat16", "float16"]
+
+
+Matmul = Literal["compute_dtype", "fp8", "int8", "int8_qat", "int4_qat"]
+
+
+class Exactness(Protocol):
+    """Interface to a parameter (ParamSpec of model/param.py), as far as this module reads it."""
+
+    @property
+    def exact(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    param_dtype: Literal["float32"] = "float32"
+    """Dtype of the master weights. optimizer.state_dtype sets the dtype of the moments."""
+    compute_dtype: Float = setting("bfloat16", search=("float32", "bfloat16"))
+    """Dtype of the activations and of the weights that multiply them; norms, softmax and loss stay in float32. On GPUs,
+    JAX multiplies float32 matrices in TF32 unless JAX_DEFAULT_MATMUL_PRECISION=highest is set in the environment."""
+    reduce_dtype: Float = setting("float32", search=("float32", "bfloat16"))
+    """Dtype in which gradients are computed and summed over devices (PyTorch FSDP: reduce_dtype). Sums over
+    microbatches are in float32."""
+    loss_scaling: Literal["none", "dynamic"] = setting("none", resume="never", in_backward="none")
+    """Loss scaling, for float16. none: off; dynamic: multiply the loss by a scale that keeps gradients within the range
+    of float16; a step that still overflows is skipped and halves the scale (Micikevicius et al. 2018; PyTorch:
+    GradScaler)."""
+    initial_loss_scale: float = 65536.0
+    """Loss scale of the first step. A power of two adds no rounding error."""
+    loss_scale_growth_interval: int = 2000
+    """Number of consecutive steps without overflow after which the loss scale doubles (GradScaler: growth_interval)."""
+    min_loss_scale: float = 1.0
+    """Minimum loss scale. If overflows bring the scale below it, the run ends with exit code 3."""
+    matmul: Matmul = "compute_dtype"
+    """Precision of the matmuls between activations and weights of the blocks, forward and backward; see
+    docs/precision.md. fp8: e4m3, incoming gradients e5m2, one scale per tensor from its own maximum. int8: forward
+    only, one scale per token and per output channel. int8_qat and int4_qat: compute_dtype, with weights rounded to
+    codes (quantisation-aware training)."""
+    compute_dtype_layers: int = setting(0, in_backward=0)
+    """Number of layers at the start of the model, and the same number at its end, whose matmuls stay in compute_dtype
+    for every value of precision.matmul. The matmuls of embedding and head always do. 0 = none."""
+
+    @property
+    def scales_loss(self) -> bool:
+        return self.loss_scaling == "dynamic"
+
+    @property
+    def quantises(self) -> bool:
+        return self.matmul != "compute_dtype"
+
+    def for_param(self, spec: Exactness) -> "PrecisionConfig":
+        """Return the precision of one parameter and its gradient: float32 for an exact parameter."""
+        return replace(self, compute_dtype="float32", reduce_dtype="float32") if spec.exact else self
+
+    def for_evaluation(self) -> "PrecisionConfig":
+        """Return the precision for evaluation and generation.
+
+        fp8 and int8 only make training faster, so evaluation does not use them. The codes of quantisation-aware
+        training are the trained model, so evaluation uses them.
+        """
+        training_only = self.matmul in ("fp8", "int8")
+        return replace(self, matmul="compute_dtype", compute_dtype_layers=0) if training_only else self
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.reduce_dtype not in ("float32", self.compute_dtype) and "float16" in (
+            self.compute_dtype,
+            self.reduce_dtype,
+        ):
+            # cuBLAS has no matmul with operands of one of these dtypes and a result of the other.
+            found.append(
+                f"precision.reduce_dtype={self.reduce_dtype} is not supported with "
+                f"precision.compute_dtype={self.compute_dtype}: set --precision.reduce-dtype float32"
+            )
+        if self.matmul == "fp8" and self.compute_dtype == "float16":
+            # A scale is 1/448 of the largest value of a tensor, which can be outside the range of float16.
+            found.append(
+                "precision.matmul=fp8 is not supported with precision.compute_dtype=float16: set "
+                "--precision.compute-dtype bfloat16"
+            )
+        if self.compute_dtype_layers < 0:
+            found.append(f"precision.compute_dtype_layers={self.compute_dtype_layers}: must be at least 0")
+        if self.compute_dtype_layers and not self.quantises:
+            found.append(
+                f"precision.compute_dtype_layers={self.compute_dtype_layers} has no effect, because "
+                f"precision.matmul={self.matmul} quantises none: set --precision.matmul, or "
+                "--precision.compute-dtype-layers 0"
+            )
+        if self.scales_loss and self.compute_dtype != "float16":
+            found.append(
+                "precision.loss_scaling=dynamic has no use with the range of bfloat16 and float32: set "
+                "--precision.loss-scaling none, or --precision.compute-dtype float16"
+            )
+        for name in ("initial_loss_scale", "loss_scale_growth_interval", "min_loss_scale"):
+            value = getattr(self, name)
+            if not self.scales_loss and value != getattr(PrecisionConfig, name):
+                found.append(f"precision.{name}={value} has no effect without --precision.loss-scaling dynamic")
+            if value <= 0:
+                found.append(f"precision.{name}={value}: must be above 0")
+        if self.initial_loss_scale < self.min_loss_scale:
+            found.append(
+                f"precision.initial_loss_scale={self.initial_loss_scale}: must be at least "
+                f"precision.min_loss_scale={self.min_loss_scale}"
+            )
+        return found

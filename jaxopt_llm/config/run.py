@@ -1,0 +1,142 @@
+"""Configuration of a run, composed of the sections of this package."""
+
+from dataclasses import dataclass, fields
+
+from jaxopt_llm.config.checkpoint import CheckpointConfig
+from jaxopt_llm.config.data import DataConfig
+from jaxopt_llm.config.memory import OffloadConfig, RematConfig
+from jaxopt_llm.config.metadata import find_below_one, section, setting
+from jaxopt_llm.config.model import ModelConfig
+from jaxopt_llm.config.parallel import DistributedConfig, MeshConfig, PipelineConfig, ShardingConfig
+from jaxopt_llm.config.precision import PrecisionConfig
+from jaxopt_llm.config.training import (
+    EvaluationConfig,
+    LoraConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    directory: str = setting("runs/default", resume="freely")
+    """Run directory, for config.json, metrics.jsonl and checkpoints/. The same command started again resumes from its
+    last checkpoint (Hugging Face: output_dir)."""
+    seed: int = 0
+    """Seed of the initial parameters and of the order of the data."""
+    allow_change: tuple[str, ...] = setting((), resume="freely")
+    """Fields that this resume may change although they change what the model learns, such as optimizer.learning_rate.
+    Empty = none."""
+    deterministic: bool = setting(False, resume="freely")
+    """On GPUs, produce the same bits in every run, at some cost in speed. The results of autotuning are kept in the run
+    directory."""
+
+    def problems(self) -> list[str]:
+        found = [] if self.directory else ["run.directory is empty: set --run.directory"]
+        return found + ([f"run.seed={self.seed}: must be at least 0"] if self.seed < 0 else [])
+
+
+Options = dict[str, str | bool | int]
+
+
+@dataclass(frozen=True)
+class XlaConfig:
+    options: tuple[str, ...] = ()
+    """XLA compiler options for the training step and the held-out loss, each NAME=VALUE, such as
+    xla_gpu_autotune_level=0. They override and extend the defaults in compiler/xla_options.py. Names are those of the
+    installed jaxlib."""
+
+    def problems(self) -> list[str]:
+        found = [
+            f"xla.options: {option!r}: must be NAME=VALUE with a NAME that begins with xla_"
+            for option in self.options
+            if not option.startswith("xla_") or "=" not in option
+        ]
+        names = [option.partition("=")[0] for option in self.options]
+        return found + [
+            f"xla.options: {name} is given twice; give it once"
+            for name in dict.fromkeys(names)
+            if names.count(name) > 1
+        ]
+
+    def parse_options(self) -> Options:
+        """Return the options by name, with booleans parsed. XLA itself parses numbers and enumerations from text."""
+        pairs = (option.partition("=") for option in self.options)
+        return {name: {"true": True, "false": False}.get(value.lower(), value) for name, _, value in pairs}
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    every: int = 10
+    """Steps between two logged steps."""
+    tensorboard: bool = True
+    """Also write the records to tensorboard/ in the run directory."""
+    wandb_project: str = ""
+    """Weights & Biases project to which the records are also sent. Empty = off."""
+
+    def problems(self) -> list[str]:
+        return find_below_one("logging", self, "every")
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    start_step: int = 0
+    """First step to profile; the trace is written to profile/ in the run directory. 0 = off. Choose a
+    later step than the first few, which compile."""
+    steps: int = 3
+    """Number of steps to profile."""
+
+    def problems(self) -> list[str]:
+        found = [f"profile.steps={self.steps}: must be at least 1"] if self.steps < 1 else []
+        return found + ([f"profile.start_step={self.start_step}: must be at least 0"] if self.start_step < 0 else [])
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig = section(RunConfig)
+    model: ModelConfig = section(ModelConfig)
+    data: DataConfig = section(DataConfig)
+    training: TrainingConfig = section(TrainingConfig)
+    lora: LoraConfig = section(LoraConfig)
+    optimizer: OptimizerConfig = section(OptimizerConfig)
+    schedule: ScheduleConfig = section(ScheduleConfig)
+    precision: PrecisionConfig = section(PrecisionConfig)
+    mesh: MeshConfig = section(MeshConfig, resume="freely")
+    distributed: DistributedConfig = section(DistributedConfig, resume="freely")
+    sharding: ShardingConfig = section(ShardingConfig, resume="freely")
+    pipeline: PipelineConfig = section(PipelineConfig, resume="freely")
+    remat: RematConfig = section(RematConfig, resume="freely")
+    offload: OffloadConfig = section(OffloadConfig, resume="freely")
+    xla: XlaConfig = section(XlaConfig, resume="freely")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, resume="freely")
+    evaluation: EvaluationConfig = section(EvaluationConfig, resume="freely")
+    logging: LoggingConfig = section(LoggingConfig, resume="freely")
+    profile: ProfileConfig = section(ProfileConfig, resume="freely")
+
+    def problems(self) -> list[str]:
+        """List the errors in each section, and those between sections that need neither the model nor JAX to check."""
+        sections = [getattr(self, field.name) for field in fields(self) if field.name != "pipeline"]
+        if self.mesh.pipeline > 1:
+            sections.append(self.pipeline)
+        found = [problem for section in sections for problem in section.problems()]
+        every, best = self.checkpoint.every, self.checkpoint.keep_best
+        if best and self.evaluation.every > 0 and every % self.evaluation.every:
+            found.append(
+                f"checkpoint.keep_best={best} compares only steps that are evaluated: make checkpoint.every={every} a "
+                f"multiple of evaluation.every={self.evaluation.every}"
+            )
+        if self.profile.start_step > self.training.steps:
+            found.append(
+                f"profile.start_step={self.profile.start_step}: must be at most training.steps={self.training.steps}"
+            )
+        model, length = self.model, self.training.sequence_length
+        if model.positions == "learned" and length > model.max_positions:
+            remedy = f"set --model.max-positions to at least {length}"
+            if model.pretrained:  # the pretrained model determines the size of the table
+                remedy = f"set --training.sequence-length to at most {model.max_positions}"
+            found.append(
+                f"training.sequence_length={length} exceeds model.max_positions={model.max_positions}, the size of the "
+                f"table of learned positions: {remedy}"
+            )
+        return found

@@ -1,0 +1,238 @@
+"""Settings of training: batches, optimizer, learning rate schedule, adapters and evaluation."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxopt_llm.config import groups
+from jaxopt_llm.config.metadata import find_below_one, setting
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    steps: int = setting(1000, resume="freely")
+    """Number of optimizer steps of the whole run (Hugging Face: max_steps)."""
+    batch_size: int = 32
+    """Sequences per step, over all devices and microbatches (global batch size)."""
+    sequence_length: int = 256
+    """Tokens per sequence."""
+    accumulation: int = setting(1, resume="freely", in_backward=1)
+    """Microbatches per step, each of batch_size / accumulation sequences (gradient accumulation; DeepSpeed and Hugging
+    Face: gradient_accumulation_steps)."""
+    loss_chunk: int = setting(1024, resume="freely")
+    """Tokens of each device whose logits exist at the same time (chunked cross-entropy). 0 = all tokens of the
+    microbatch."""
+    attention: Literal["auto", "xla", "pallas", "triton"] = setting(
+        "auto", resume="freely", search=("pallas", "triton")
+    )
+    """Implementation of attention. xla: XLA's operations, on any device. pallas: our flash attention kernel in Pallas,
+    for GPUs from Ampere on. triton: our flash attention kernel in Triton, for Hopper and Blackwell. auto: of those that
+    support the model and the GPU, the fastest as measured on this GPU, or xla without a measurement. Attention that
+    reads a KV cache always uses xla."""
+    expert_products: Literal["auto", "xla", "pallas"] = setting("auto", resume="freely")
+    """Implementation of the experts' grouped matmul. xla: XLA's operation, which on GPUs multiplies each row with the
+    matrices of all experts. pallas: our kernel in Pallas, for GPUs from Ampere on. auto: pallas on such GPUs, otherwise
+    xla."""
+    z_loss: float = 0.0
+    """Weight of the z-loss: log(Z)² per token, where Z is the denominator of the softmax over the vocabulary. It keeps
+    logits from drifting (PaLM, Chowdhery et al. 2022, uses 1e-4). The loss in the metrics excludes it. 0 = off."""
+    skip_outliers: float = setting(0.0, in_backward=0)
+    """Skip a step whose gradient norm is above this many times the median of the last 128 steps that were not skipped.
+    0 = off. Steps that are not finite are always skipped."""
+    trainable: tuple[str, ...] = setting((), resume="never")
+    """Globs of the paths of the parameters to train, such as */scale, where * also matches slashes; the others are
+    frozen, in precision.compute_dtype. With lora.rank, these parameters train in addition to the adapters (PEFT:
+    modules_to_save). Empty = all parameters, or with lora.rank only the adapters."""
+    skip_limit: int = setting(10, resume="freely", in_backward=1)
+    """Number of consecutive skipped steps that end the run, with exit code 3. Overflows under loss scaling do not
+    count."""
+
+    def problems(self) -> list[str]:
+        found = [
+            f"training.{name}={getattr(self, name)}: must be at least 1"
+            for name in ("steps", "batch_size", "sequence_length", "accumulation", "skip_limit")
+            if getattr(self, name) < 1
+        ]
+        found += [
+            f"training.{name}={getattr(self, name)}: must be at least 0"
+            for name in ("loss_chunk", "z_loss")
+            if getattr(self, name) < 0
+        ]
+        if self.skip_outliers and not self.skip_outliers > 1:
+            found.append(f"training.skip_outliers={self.skip_outliers}: must be above 1, or 0 to skip no outliers")
+        return found
+
+
+StateDtype = Literal["float32", "bfloat16", "int8"]
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    learning_rate: float = 3e-4
+    """Peak learning rate of the schedule. With adafactor it is relative to the RMS of each weight."""
+    beta1: float = 0.9
+    """adamw: decay of the first moment per step. lion: share of the momentum in the direction of a step."""
+    beta2: float = 0.95
+    """adamw: decay of the second moment per step. lion: decay of the momentum per step."""
+    epsilon: float = 1e-8
+    """adamw: value added to the square root of the second moment (eps)."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay: each step subtracts learning rate × this × the parameter (AdamW, Loshchilov & Hutter
+    2019). decay_groups selects the parameters."""
+    clip_norm: float = setting(1.0, in_backward=0)
+    """Maximum global norm of the gradient; a gradient with a larger norm is scaled down to it (max_grad_norm). 0 =
+    off."""
+    in_backward: bool = setting(False, resume="freely", search=(False, True))
+    """Update each layer as soon as the backward pass has its gradient, then free the gradient, so that all gradients
+    never exist at once (LOMO; torchtune: optimizer_in_bwd). Not available with clipping, accumulation, loss scaling,
+    skipped steps or a pipeline."""
+    name: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = setting("adamw", resume="never")
+    """Optimizer. With muon, only the matrices of the blocks use it; the other parameters use adamw."""
+    state_dtype: StateDtype = setting("float32", resume="never", search=("float32", "bfloat16", "int8"))
+    """Dtype of the stored moments of matrices and tables, for all optimizers except adafactor: 8, 4 or 2.06 bytes per
+    parameter for adamw. int8 stores codes in blocks along the last dimension, each with a scale (8-bit optimizer)."""
+    momentum: float = 0.95
+    """sgd, and muon for its matrices: decay of the momentum per step."""
+    decay_groups: tuple[str, ...] = ()
+    """Factors of weight_decay by parameter, each PATTERN=NUMBER, such as "*norm/*=0" "*=1". Patterns are globs of
+    paths, where * also matches slashes, and the first match applies. Every trained parameter must match a pattern, and
+    every pattern must apply to a parameter. Empty = 1 for matrices and tables, 0 for norm scales and biases."""
+    rate_groups: tuple[str, ...] = ("*=1",)
+    """Factors of the learning rate by parameter, in the syntax of decay_groups."""
+
+    def problems(self) -> list[str]:
+        found = [
+            f"optimizer.{name}={getattr(self, name)}: must be above 0"
+            for name in ("learning_rate", "epsilon")
+            if not getattr(self, name) > 0
+        ]
+        found += [
+            f"optimizer.{name}={getattr(self, name)}: must be at least 0"
+            for name in ("clip_norm", "weight_decay")
+            if getattr(self, name) < 0
+        ]
+        found += [
+            f"optimizer.{name}={getattr(self, name)}: must lie in [0, 1)"
+            for name in ("beta1", "beta2", "momentum")
+            if not 0 <= getattr(self, name) < 1
+        ]
+        if self.name == "adafactor" and self.state_dtype != "float32":
+            found.append(
+                f"optimizer.state_dtype={self.state_dtype} is not supported with optimizer.name=adafactor, whose "
+                "moments are small: set --optimizer.state-dtype float32"
+            )
+        if not self.rate_groups:
+            found.append('optimizer.rate_groups is empty: give at least "*=1"')
+        for name in ("decay_groups", "rate_groups"):
+            found += groups.syntax_problems(f"optimizer.{name}", getattr(self, name))
+        return found
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    warmup_steps: int = 100
+    """Steps over which the learning rate rises linearly from 0 to the peak."""
+    decay_steps: int = 1000
+    """Step at which cosine, linear and wsd reach their final learning rate. It is separate from training.steps, so that
+    a run can be extended."""
+    final_share: float = 0.1
+    """Final learning rate as a share of the peak. inverse_sqrt does not fall below it; constant does not use it."""
+    kind: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
+    """Shape of the schedule after the warm-up (Hugging Face: lr_scheduler_type). wsd stays at the peak and falls
+    linearly in the last cooldown_steps (warmup-stable-decay, Hu et al. 2024)."""
+    cooldown_steps: int = 100
+    """wsd: number of steps of the final fall, which ends at decay_steps."""
+
+    @property
+    def end_step(self) -> int | None:
+        """First step with the final learning rate; None if the schedule has no end."""
+        return self.decay_steps if self.kind in ("cosine", "linear", "wsd") else None
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.warmup_steps < 0 or (self.end_step is not None and self.warmup_steps >= self.decay_steps):
+            found.append(
+                f"schedule.warmup_steps={self.warmup_steps} must be at least 0 and below "
+                f"schedule.decay_steps={self.decay_steps}"
+            )
+        elif self.kind == "wsd" and not 1 <= self.cooldown_steps <= self.decay_steps - self.warmup_steps:
+            found.append(
+                f"schedule.cooldown_steps={self.cooldown_steps} must lie between 1 and the "
+                f"{self.decay_steps - self.warmup_steps} steps from schedule.warmup_steps to schedule.decay_steps"
+            )
+        if not 0 <= self.final_share <= 1:
+            found.append(f"schedule.final_share={self.final_share} must lie between 0 and 1")
+        return found
+
+
+ALL_LINEAR = "all-linear"  # a target that is not a glob: PEFT's name for all matrices of the blocks
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    pretrained: str = setting("", resume="freely")
+    """Folder of a PEFT adapter of this model, from which the adapters start. It also sets rank, alpha, targets, rslora
+    and dora. Empty = new adapters."""
+    rank: int = setting(0, resume="never")
+    """Rank of the LoRA adapters; only they are trained (Hu et al. 2021; PEFT: r). 0 = no adapters: train the parameters
+    themselves."""
+    alpha: float = 16.0
+    """The product of an adapter is multiplied by alpha / rank (PEFT: lora_alpha)."""
+    targets: tuple[str, ...] = setting((ALL_LINEAR,), resume="never")
+    """Weights that get adapters (PEFT: target_modules): all-linear for the matrices of the blocks, or globs of paths
+    such as */attention/query, where * also matches slashes. The first match applies, and every pattern must apply to a
+    weight."""
+    base: Literal["float", "int8", "nf4"] = setting("float", resume="never")
+    """Storage of the frozen base. float: precision.compute_dtype. int8: the matrices of the blocks as int8 codes. nf4:
+    the matrices of the blocks as 4-bit NormalFloat (QLoRA, Dettmers et al. 2023)."""
+    double_quantisation: bool = setting(False, resume="never")
+    """With base=nf4: quantise the scales of the blocks to 8 bits too, which takes 4.1 bits per weight instead of 4.5
+    (bitsandbytes: bnb_4bit_use_double_quant)."""
+    rslora: bool = False
+    """Multiply the product of an adapter by alpha / √rank instead, so that its size does not depend on the rank
+    (rsLoRA, Kalajdzievski 2023; PEFT: use_rslora)."""
+    dora: bool = setting(False, resume="never")
+    """Train the norm of each output channel of a weight separately from its direction (DoRA, Liu et al. 2024; PEFT:
+    use_dora)."""
+    dropout: float = 0.0
+    """Dropout rate of the input of each adapter in the blocks (PEFT: lora_dropout). 0 = off."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of an adapter."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.rank < 0:
+            found.append(f"lora.rank={self.rank}: must be at least 0")
+        if not self.alpha > 0:
+            found.append(f"lora.alpha={self.alpha}: must be above 0")
+        if not 0 <= self.dropout < 1:
+            found.append(f"lora.dropout={self.dropout}: must lie in [0, 1)")
+        if self.rank > 0 and not self.targets:
+            found.append(f"lora.targets is empty: give {ALL_LINEAR} or at least one pattern")
+        if self.rank == 0 and not self.pretrained:
+            found += [
+                f"lora.{name}={getattr(self, name)} has no effect with lora.rank=0, which trains no adapters: set "
+                f"--lora.rank, or leave out --lora.{name}"
+                for name in ("alpha", "targets", "base", "rslora", "dora", "dropout")
+                if getattr(self, name) != getattr(LoraConfig, name)
+            ]
+        if self.double_quantisation and self.base != "nf4":
+            found.append(
+                f"lora.double_quantisation=True has no effect with lora.base={self.base}: set --lora.base nf4, or "
+                "leave it out"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    every: int = 200
+    """Steps between two evaluations of the held-out loss (eval_steps). The last step is always evaluated."""
+    batches: int = 16
+    """Number of held-out batches per evaluation, each of training.batch_size sequences."""
+
+    def problems(self) -> list[str]:
+        return find_below_one("evaluation", self, "every", "batches")

@@ -1,0 +1,122 @@
+"""Errors that end a command with a one-line message and an exit code instead of a traceback."""
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+
+class CommandError(Exception):
+    """Base class of the errors that end a command.
+
+    The message is one line. It says what happened, where, and how to fix it.
+    """
+
+    exit_code: int
+    label = "error: "
+
+
+class InputError(CommandError):
+    """Error in the user's configuration or input."""
+
+    exit_code = 2
+
+
+class OutOfMemory(InputError):
+    """Error for a configuration that needs more memory than is available.
+
+    details: lines that are printed below the message.
+    """
+
+    def __init__(self, message: str, details: Sequence[str]) -> None:
+        super().__init__(message)
+        self.details = tuple(details)
+
+
+class TrainingDiverged(CommandError):
+    """Error for a run that diverged.
+
+    The loss is not finite, too many steps in a row were skipped, or the loss scale fell below its minimum.
+    """
+
+    exit_code = 3
+
+
+class CheckpointError(CommandError):
+    """Error for a checkpoint that is missing, unreadable or does not match the model."""
+
+    exit_code = 4
+
+
+class ProcessLost(CommandError):
+    """Error for a job in which another process died or does not answer.
+
+    The same command continues from the last checkpoint.
+    """
+
+    exit_code = 5
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; run again to continue from the last checkpoint")
+
+
+class Preempted(CommandError):
+    """End of a run that a signal stopped.
+
+    This is not a failure: the run has saved its state, and the same command continues it.
+    """
+
+    exit_code = 75
+    label = ""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"preempted at step {step}; run again to continue")
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Argument parser that raises InputError instead of printing its usage and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message)
+
+
+def run_command(main: Callable[[], int]) -> NoReturn:
+    """Run a command and exit with its exit code. Print errors that the user can fix as one line on standard error."""
+    try:
+        code = main()
+    except (CommandError, OSError, KeyboardInterrupt) as error:
+        code = report_error(error)
+    try:
+        sys.stdout.flush()
+    except OSError:  # without this, the flush at interpreter exit would fail too and change the exit code
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def report_error(error: BaseException) -> int:
+    """Print an error on standard error and return the exit code.
+
+    An error that the user can fix becomes one line. A bug of this program keeps its traceback.
+    """
+    if isinstance(error, CommandError):
+        details = error.details if isinstance(error, OutOfMemory) else ()
+        print("\n".join((error.label + one_line(error), *details)), file=sys.stderr, flush=True)
+        return error.exit_code
+    if isinstance(error, BrokenPipeError):
+        return 128 + signal.SIGPIPE  # the code of a program that SIGPIPE ends: the reader of the output has closed it
+    if isinstance(error, OSError):
+        print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+        return InputError.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
+    traceback.print_exception(error)
+    return 1
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of an error on one line."""
+    return " ".join(str(error).split())

@@ -1,0 +1,211 @@
+"""Several processes as one job: their start, their messages, and their common end."""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.distributed import global_state  # its key-value store has no public name
+from jax.errors import JaxRuntimeError
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxopt_llm.config import DistributedConfig
+from jaxopt_llm.core.errors import InputError, Preempted
+from jaxopt_llm.distributed import rendezvous
+from jaxopt_llm.distributed.launchers import Job
+from jaxopt_llm.distributed.rendezvous import Watch
+
+_DEATH_NOTICE_SECONDS = 5  # maximum until the watch knows that a process has died
+_DAY_MILLISECONDS = 24 * 3600 * 1000  # a slow process is waited for; a lost process ends the job through the watch
+
+
+def check_devices_divide(devices: int, job: Job) -> None:
+    """Raise InputError if the mesh's devices do not divide evenly over the processes."""
+    if devices % job.processes:
+        raise InputError(
+            f"mesh: {devices} device(s) do not divide over {job.processes} processes, one per host; change --mesh.* or "
+            "--distributed.processes"
+        )
+
+
+def _initialize(job: Job, coordinator: str, timeout_seconds: int) -> None:
+    """Start JAX's distributed service. Must run before JAX uses a backend."""
+    jax.config.update("jax_enable_preemption_service", False)  # it would replace our SIGTERM handler
+    # On CPUs two programs would run at the same time, and Gloo would mix up their messages.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    jax.distributed.initialize(
+        coordinator,
+        job.processes,
+        job.index,
+        # With detection, JAX would give a process of SLURM or Open MPI only one device of its host.
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=coordinator,  # by default it listens on all interfaces
+        initialization_timeout=timeout_seconds,
+        heartbeat_timeout_seconds=2 * timeout_seconds,  # JAX would abort, so the watch must come first
+        shutdown_timeout_seconds=timeout_seconds,
+    )
+
+
+@contextlib.contextmanager
+def join_job(job: Job, config: DistributedConfig, facts: Mapping[str, Any]) -> Iterator["Processes"]:
+    """Connect this process to the other processes of the job, and leave the context together with them.
+
+    Must be entered before JAX opens a device. After the start, an error of one process ends all of them.
+
+    Args:
+        facts: values that must be equal in all processes, by name.
+
+    Raises:
+        InputError: the processes do not connect, or their facts differ.
+    """
+    if job.processes == 1:
+        yield SINGLE_PROCESS
+        return
+    coordinator, peers = rendezvous.connect_processes(job, {**facts, **_read_versions()}, config.timeout_seconds)
+    watch = Watch(job, peers, config.timeout_seconds)
+    if job.index:  # only process 0 prints; Gloo would print in every process
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    try:
+        _initialize(job, coordinator, config.timeout_seconds)
+        yield Processes(job)
+    except Preempted as preempted:
+        stopped: Preempted | None = preempted
+    except JaxRuntimeError as error:
+        time.sleep(_DEATH_NOTICE_SECONDS)  # if another process has died, the watch reports it and ends this one here
+        watch.fail(error)
+    except BaseException as error:
+        watch.fail(error)
+    else:
+        stopped = None
+    jax.distributed.shutdown()  # waits for all
+    watch.leave()
+    if stopped:
+        if job.index:
+            sys.exit(stopped.exit_code)  # process 0 prints the message
+        raise stopped
+
+
+def _read_versions() -> dict[str, str]:
+    """Return the versions of everything that decides how a step compiles: the steps of all processes must match."""
+    package = Path(__file__).parent.parent
+    sources = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        sources.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    libraries = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "grain", "orbax-checkpoint")}
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {**libraries, "XLA_FLAGS": flags, "hash of the jaxopt_llm sources": sources.hexdigest()[:16]}
+
+
+class Processes:
+    """Processes of a job, and the communication between them.
+
+    All processes must make the same calls in the same order.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.index, self.count = job.index, job.processes
+
+    def __str__(self) -> str:
+        return f" of {self.count} processes" if self.count > 1 else ""
+
+    @property
+    def first(self) -> bool:
+        """True for process 0, which prints and writes everything that is not sharded."""
+        return self.index == 0
+
+    def channel(self, name: str) -> "Channel":
+        return Channel(name, self.index, self.count)
+
+    def check_same(self, name: str, value: str, remedy: str = "all processes must read the same files") -> None:
+        """Raise InputError if a process has another value than process 0."""
+        values = self.channel(name).exchange(value)
+        other = next((index for index, each in enumerate(values) if each != values[0]), None)
+        if other is not None:
+            raise InputError(f"{name} differs between process 0 and process {other}; {remedy}")
+
+    def check_shared(self, directory: Path) -> None:
+        """Raise InputError if a process does not see a file that process 0 writes into the directory."""
+        if self.count == 1:
+            return
+        channel = self.channel("shared")
+        probe = f".seen-by-all-{time.time_ns()}"
+        if self.first:
+            (directory / probe).touch()
+        is_visible = channel.exchange(probe)[0] in (os.listdir(directory) if directory.is_dir() else ())
+        blind = [index for index, answer in enumerate(channel.exchange(str(is_visible))) if answer != "True"]
+        if self.first:
+            (directory / probe).unlink()
+        if blind:
+            raise InputError(
+                f"run.directory={directory} is not shared: process {blind[0]} does not see the files of process 0; set "
+                "--run.directory to a directory that all hosts share"
+            )
+
+    def vote(self) -> "Vote":
+        return Vote(self.count)
+
+
+SINGLE_PROCESS = Processes(Job("", 1, 0))
+
+
+class Channel:
+    """Messages between the processes. In each process only one thread may use a channel."""
+
+    def __init__(self, name: str, index: int, count: int) -> None:
+        self._name, self._index, self._count = f"jaxopt_llm/{name}", index, count
+        self._calls = itertools.count()
+
+    def exchange(self, message: str) -> list[str]:
+        """Return the messages of all processes, in the order of their indices."""
+        if self._count == 1:
+            return [message]
+        store, call = global_state.client, next(self._calls)
+        assert store is not None
+        store.key_value_set(f"{self._name}/{call}/{self._index}", message)
+        keys = [f"{self._name}/{call}/{index}" for index in range(self._count)]
+        messages = [store.blocking_key_value_get(key, _DAY_MILLISECONDS) for key in keys]
+        if call:  # all processes have read the message of the call before
+            store.key_value_delete(f"{self._name}/{call - 1}/{self._index}")
+        return messages
+
+
+class Vote:
+    """Vote of all processes at each step on two questions: was a stop requested, and did the last save fail?"""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        if count == 1:
+            return
+        # Use all devices: XLA runs programs of several devices in order, but on CPUs a program of a single device could
+        # overtake a step.
+        mesh = Mesh(np.array(jax.devices()), ("devices",), axis_types=(AxisType.Auto,))
+        self._sharding = NamedSharding(mesh, PartitionSpec("devices"))
+        self._any = jax.jit(lambda votes: jnp.any(votes, axis=0), out_shardings=NamedSharding(mesh, PartitionSpec()))
+        self._answers = self._start(False, False)
+
+    def cast_and_wait(self, stop: bool) -> bool:
+        """Return whether any process requests a stop. Waits for all processes."""
+        return stop if self._count == 1 else bool(np.asarray(self._start(stop, False))[0])
+
+    def cast(self, stop: bool, failed: bool) -> tuple[bool, bool]:
+        """Cast this step's votes, and return whether any process voted yes at the call before.
+
+        The answers are one call late, so that no device is waited for. With a single process they are not late.
+        """
+        if self._count == 1:
+            return stop, failed
+        answers, self._answers = np.asarray(self._answers), self._start(stop, failed)
+        return bool(answers[0]), bool(answers[1])
+
+    def _start(self, stop: bool, failed: bool) -> jax.Array:
+        votes = np.array([[stop, failed]])
+        return self._any(jax.make_array_from_callback((jax.device_count(), 2), self._sharding, lambda _: votes))

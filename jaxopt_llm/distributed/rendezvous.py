@@ -1,0 +1,343 @@
+"""Connections between the processes of a job, which compare them before JAX starts and detect lost ones later.
+
+JAX crashes or hangs if two processes have the same index, if the port is in use, or if the coordinator does not answer.
+It aborts if a process is lost. So all processes first connect to process 0, which compares them. The connections then
+stay open: a process that is silent for too long, or that closes its connection without a message, ends the job with a
+one-line error and exit code 5.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import selectors
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from jaxopt_llm.core import errors
+from jaxopt_llm.core.errors import InputError, ProcessLost
+from jaxopt_llm.distributed.launchers import Job
+
+_MAX_MESSAGE_BYTES = 2**20
+START_SPREAD_SECONDS = 5  # time in which the processes of a job start one after another
+HELLO_SECONDS = 5  # time that a new connection has for its first message
+EXIT_SECONDS = 1  # time that other processes have to end after the message that the job ends
+
+
+class Peer:
+    """Connection that carries lines of JSON. An empty line means that the sender is alive."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.last_heard = time.monotonic()
+        self._received = b""
+
+    def send(self, message: Any = None) -> None:
+        """Send a message, or an empty line. Connection errors are ignored here: the receiving side finds them."""
+        with contextlib.suppress(OSError):
+            self.connection.sendall(b"\n" if message is None else json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """Wait for some bytes, and return the messages that are complete, or None at the end of the connection.
+
+        Raises:
+            ValueError: the bytes are not messages.
+            TimeoutError: no bytes came within the timeout of the connection.
+        """
+        try:
+            data = self.connection.recv(65536)
+        except TimeoutError:
+            raise
+        except OSError:
+            return None
+        if not data:
+            return None
+        self.last_heard = time.monotonic()
+        *lines, self._received = (self._received + data).split(b"\n")
+        messages = [json.loads(line) for line in lines if line]
+        if len(self._received) > _MAX_MESSAGE_BYTES or not all(isinstance(message, dict) for message in messages):
+            raise ValueError("not a message")
+        return messages
+
+    def receive_one(self, deadline: float) -> dict[str, Any] | None:
+        """Return one message as `receive` does. deadline: a time of `time.monotonic()`."""
+        messages: list[dict[str, Any]] | None = []
+        while messages == []:
+            self.connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+            messages = self.receive()
+        return messages[0] if messages else None
+
+
+def connect_processes(job: Job, facts: Mapping[str, Any], timeout_seconds: float) -> tuple[str, dict[int, Peer]]:
+    """Wait until all processes of a job are connected and have equal facts.
+
+    Args:
+        facts: values that must be equal in all processes, by name.
+
+    Returns:
+        The address host:port at which JAX's own coordinator must listen, and the connections by process index: those of
+        process 0 to all others, and those of the others to process 0.
+
+    Raises:
+        InputError: a process is missing, or the processes do not match.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    if job.index:
+        return _join(job, facts, deadline)
+    host, port = _parse_address(job)
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family, backlog=job.processes)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            # Perhaps another process 0 uses the port. It then answers with the error.
+            with contextlib.suppress(_NotCoordinatorError):
+                _join(job, facts, min(deadline, time.monotonic() + HELLO_SECONDS))
+            problem = "the port is in use by another program; set --distributed.coordinator to another port"
+        else:
+            problem = f"process 0 cannot listen there ({error}); set --distributed.coordinator to its own address"
+        raise InputError(f"distributed.coordinator={job.coordinator}: {problem}") from error
+    with listener:
+        peers = _accept_all(listener, job, facts, deadline)
+    with socket.create_server((host, 0), family=family) as free:  # its port is free for JAX's coordinator
+        address = f"{job.coordinator.rsplit(':', 1)[0]}:{free.getsockname()[1]}"
+    for peer in peers.values():
+        peer.send({"start": address})
+    return address, peers
+
+
+class _NotCoordinatorError(InputError):
+    """Nothing listens at the coordinator's address, or another program does."""
+
+
+def _join(job: Job, facts: Mapping[str, Any], deadline: float) -> tuple[str, dict[int, Peer]]:
+    reason, seconds = "nothing listens there", max(deadline - time.monotonic(), 0)
+    while time.monotonic() < deadline:
+        try:
+            connection = socket.create_connection(_parse_address(job), timeout=max(deadline - time.monotonic(), 1e-3))
+        except OSError as error:
+            reason = str(error)
+            time.sleep(0.2)
+            continue
+        if connection.getsockname() == connection.getpeername():
+            # If nothing listens on a port of the same host, TCP may give the connection that same port as its source:
+            # it then answers itself. Reset it instead of closing it. After a close, process 0 could not use the port
+            # for a minute.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+            continue
+        with contextlib.ExitStack() as unless_joined:
+            unless_joined.enter_context(connection)
+            peer = Peer(connection)
+            peer.send(
+                {"index": job.index, "processes": job.processes, "host": socket.gethostname(), "facts": {**facts}}
+            )
+            try:
+                answer = peer.receive_one(deadline)
+                if answer is None:
+                    reason = "the connection was closed"
+                    time.sleep(0.2)
+                    continue
+                if "end" in answer:
+                    raise InputError(answer["end"])
+                start = answer["start"]
+            except (TimeoutError, ValueError, KeyError) as error:
+                problem = (
+                    "it does not answer" if isinstance(error, TimeoutError) else "it is not a coordinator of jaxopt_llm"
+                )
+                raise _NotCoordinatorError(
+                    f"distributed.coordinator={job.coordinator}: {problem}; check the address and process 0"
+                ) from error
+            unless_joined.pop_all()
+            return start, {0: peer}
+    raise _NotCoordinatorError(
+        f"distributed.coordinator={job.coordinator} was not reached in {seconds:.0f} s ({reason}); check process 0 and "
+        "the network, or raise --distributed.timeout-seconds"
+    )
+
+
+def _accept_all(listener: socket.socket, job: Job, facts: Mapping[str, Any], deadline: float) -> dict[int, Peer]:
+    """Return the connections of all other processes by index.
+
+    Raises:
+        InputError: a process is missing, or the processes do not match. Those that are connected get the message too.
+    """
+    began = time.monotonic()
+    peers: dict[int, Peer] = {}
+    hosts = {0: socket.gethostname()}
+    refused: list[Peer] = []
+    problem = ""
+    while len(peers) < job.processes - 1 and not problem:
+        listener.settimeout(max(deadline - time.monotonic(), 1e-3))
+        try:
+            arrival = _accept(listener, deadline)
+        except TimeoutError:
+            missing = [str(index) for index in range(1, job.processes) if index not in peers]
+            if time.monotonic() >= deadline:
+                problem = (
+                    f"process(es) {', '.join(missing)} of {job.processes} did not connect in "
+                    f"{time.monotonic() - began:.0f} s; start them, one per host, or lower --distributed.processes"
+                )
+            continue
+        if arrival is None:
+            continue
+        peer, index, host, count, theirs = arrival
+        if count != job.processes:
+            problem = (
+                f"process {index} ({host}) has distributed.processes={count}, process 0 has {job.processes}; set the "
+                "same --distributed.processes for all"
+            )
+        elif index in hosts:
+            problem = (
+                f"two processes have index {index}, on {hosts[index]} and {host}; give each its own "
+                "--distributed.process-id"
+            )
+        else:
+            problem = _describe_differences(index, theirs, facts)
+        hosts[index] = host
+        if problem:
+            refused.append(peer)
+        else:
+            peers[index] = peer
+    if problem:
+        until = min(deadline, time.monotonic() + START_SPREAD_SECONDS)
+        _refuse(listener, [*peers.values(), *refused], job.processes - 1, problem, until)
+        raise InputError(problem)
+    return peers
+
+
+def _accept(listener: socket.socket, deadline: float) -> tuple[Peer, int, str, int, dict[str, Any]] | None:
+    """Return the next connection with the index, host, job size and facts that its process sends.
+
+    If another program connected, its connection is closed and the result is None.
+
+    Raises:
+        TimeoutError: no connection came within the listener's timeout, or one came and sent nothing for HELLO_SECONDS
+            or until `deadline`, a time of `time.monotonic()`.
+    """
+    connection, _ = listener.accept()
+    with contextlib.ExitStack() as unless_accepted:
+        unless_accepted.enter_context(connection)
+        peer = Peer(connection)
+        try:
+            hello = peer.receive_one(min(deadline, time.monotonic() + HELLO_SECONDS))
+            index, host = int(hello["index"]), str(hello["host"])  # type: ignore[index]
+            count, facts = int(hello["processes"]), dict(hello["facts"])  # type: ignore[index]
+        except (ValueError, KeyError, TypeError):
+            return None
+        unless_accepted.pop_all()
+        return peer, index, host, count, facts
+
+
+def _refuse(listener: socket.socket, peers: list[Peer], expected: int, problem: str, deadline: float) -> None:
+    """Send the problem to all processes, also to those that connect until the deadline."""
+    for peer in peers:
+        peer.send({"end": problem})
+    with contextlib.suppress(TimeoutError, ValueError):
+        while len(peers) < expected:
+            listener.settimeout(max(deadline - time.monotonic(), 1e-3))
+            peer = Peer(listener.accept()[0])
+            peer.receive_one(deadline)
+            peer.send({"end": problem})
+            peers.append(peer)
+
+
+def _describe_differences(index: int, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    ours = json.loads(json.dumps(dict(ours)))  # as their values arrived: for example lists for tuples
+    found = [
+        f"{name} is {theirs.get(name)} on process {index} and {ours.get(name)} on process 0"
+        for name in sorted(ours.keys() | theirs.keys())
+        if theirs.get(name) != ours.get(name)
+    ]
+    return f"the settings and software of all processes must be equal: {'; '.join(found)}" if found else ""
+
+
+def _parse_address(job: Job) -> tuple[str, int]:
+    host, port = job.coordinator.rsplit(":", 1)
+    return host.strip("[]"), int(port)
+
+
+class Watch:
+    """Thread that listens to the other processes, and ends this process if one of them fails or is lost."""
+
+    def __init__(self, job: Job, peers: dict[int, Peer], timeout_seconds: float) -> None:
+        self._job, self._peers, self._timeout = job, peers, timeout_seconds
+        self._ending = threading.Lock()  # the thread that holds it ends the process
+        self._leaving = False
+        for peer in peers.values():
+            peer.connection.settimeout(1)
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def leave(self) -> None:
+        """End the watch after all other processes have left too."""
+        self._leaving = True
+        for peer in list(self._peers.values()):
+            peer.send({"bye": True})
+        self._thread.join(self._timeout)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """End all processes because of an error in this one."""
+        self._ending.acquire()
+        code = errors.report_error(error)
+        self._end_peers(f"process {self._job.index}: {errors.one_line(error) or type(error).__name__}", code)
+        os._exit(code)
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for index, peer in self._peers.items():
+                selector.register(peer.connection, selectors.EVENT_READ, index)
+            pause, sent = min(self._timeout / 5, 5), 0.0
+            while self._peers:
+                for key, _ in selector.select(min(pause, 0.5)):
+                    if not self._handle_messages(key.data):
+                        selector.unregister(key.fileobj)
+                if not self._leaving and time.monotonic() > sent + pause:
+                    sent = time.monotonic()
+                    for index, peer in list(self._peers.items()):
+                        peer.send()
+                        if sent - peer.last_heard > self._timeout:
+                            self._end_lost(index, f"has not answered for {self._timeout:g} s")
+
+    def _handle_messages(self, index: int) -> bool:
+        """Handle the messages of a process, and return whether more can come from it."""
+        messages = self._peers[index].receive()
+        if messages is None and not self._leaving:
+            self._end_lost(index, "has died")
+        for message in messages or []:
+            if "end" in message:
+                self._end(message["end"], message["code"])
+        if messages is None or any("bye" in message for message in messages):
+            del self._peers[index]
+            return False
+        return True
+
+    def _end_lost(self, index: int, symptom: str) -> NoReturn:
+        lost = ProcessLost(f"process {index} of {self._job.processes} {symptom}")
+        self._end(errors.one_line(lost), lost.exit_code)
+
+    def _end(self, message: str, code: int) -> NoReturn:
+        self._ending.acquire()
+        sys.stderr.write(f"error: {message}\n")  # one write: with print() another thread's line could come in between
+        sys.stderr.flush()
+        self._end_peers(message, code)
+        os._exit(code)
+
+    def _end_peers(self, message: str, code: int) -> None:
+        """Send the end to all other processes, and wait up to EXIT_SECONDS for each of them to end.
+
+        If the process with JAX's coordinator ended first, JAX would abort the others.
+        """
+        peers = list(self._peers.values())
+        for peer in peers:
+            peer.send({"end": message, "code": code})
+        for peer in peers:
+            peer.connection.settimeout(EXIT_SECONDS)
+            with contextlib.suppress(OSError):
+                while peer.connection.recv(65536):
+                    pass

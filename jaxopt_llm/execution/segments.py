@@ -1,0 +1,230 @@
+"""Runs the layers of a model, or of one stage of a pipeline: one `lax.scan` for each segment.
+
+Words of this package:
+
+segment: consecutive layers whose parameters are stacked: a period, repeated R times (see model.Segment).
+period:  the blocks that repeat, such as one with a window and one without. Row r of a segment's leaves [R, ...] is its
+         r-th period.
+chunk:   consecutive periods that a stage of a pipeline runs as one unit (see schedules.py).
+slot:    a row of a chunk's leaves. It holds a period, or it is empty in chunks that are shorter than the longest one
+         (see stage_layout.py).
+
+Letters: R periods of a segment, B batch, S sequence, D width.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxopt_llm.config import Kind, Matmul, RematConfig
+from jaxopt_llm.core import tree
+from jaxopt_llm.execution import layer_groups
+from jaxopt_llm.execution.layer_groups import PrecisionSpan, select_period
+from jaxopt_llm.execution.remat import SAVED_BY_POLICY, checkpoint, checkpoint_policy
+from jaxopt_llm.model import param
+from jaxopt_llm.model.auxiliary import Auxiliary
+from jaxopt_llm.model.context import Context
+from jaxopt_llm.model.intermediates import tag
+from jaxopt_llm.model.linear.dropout import with_noise
+from jaxopt_llm.model.model import Model, Params, Segment
+from jaxopt_llm.parallel import offload
+from jaxopt_llm.parallel.gathering import place_weights
+
+Carry = tuple[jax.Array, Auxiliary, tree.Tree]  # x, the auxiliary sums, and the segment's caches
+
+
+@dataclass(frozen=True)
+class LocalSegment:
+    """The periods of a segment that one loop runs: all of them, or those of one chunk of a stage.
+
+    specs: of the leaves, [R, ...].
+    per_layer: constants that are scanned with the weights, each [R, period, ...].
+    occupied: bool [R], False for an empty slot, which returns its input; None if no slot is empty.
+    rows: int [R], the rows of these periods in weights that also hold others; None if the weights hold no others.
+    """
+
+    kinds: tuple[Kind, ...]
+    specs: Params
+    per_layer: Mapping[str, Any]
+    occupied: jax.Array | None = None
+    rows: jax.Array | None = None
+
+    @property
+    def periods(self) -> int:
+        return int(jax.tree.leaves(self.specs)[0].shape[0])
+
+
+def run_segments(
+    model: Model,
+    segments: Mapping[str, LocalSegment],
+    params: Params,
+    perturbations: Params,
+    x: jax.Array,
+    context: Context,
+    remat: RematConfig,
+    caches: tree.Tree = None,
+) -> tuple[jax.Array, tree.Tree, Auxiliary]:
+    """Run x [B, S, D] through every segment. Return x, the caches with what was written, and the auxiliary sums."""
+    auxiliary, new_caches = model.zero_auxiliary(), {}
+    for name, segment in segments.items():
+        # Caches are carried, and each layer writes to its place in them. What a loop takes and returns layer by layer,
+        # it holds twice.
+        carry = (x, auxiliary, caches[name] if caches else None)
+        carry = _run_segment(model, segment, params[name], perturbations[name], carry, context, remat)
+        x, auxiliary, new_caches[name] = carry
+    return x, new_caches, auxiliary
+
+
+def _run_segment(
+    model: Model,
+    segment: LocalSegment,
+    weights: Params,
+    perturbations: Params,
+    carry: Carry,
+    context: Context,
+    remat: RematConfig,
+) -> Carry:
+    """Scan over the periods of a segment.
+
+    Usually the weights are scanned, so that each step gets those of its period. In the other cases the step selects
+    them by their row in the whole weights.
+    """
+    spans = _precision_spans(model, segment, context)
+    selects_periods = len(spans) > 1 or segment.rows is not None
+    if not remat.enabled and (selects_periods or offload.any_on_host(weights)):
+        # JAX itself would keep a copy of each period that was selected, and keep on the device each period that came
+        # from the host.
+        remat = replace(remat, policy=SAVED_BY_POLICY["none"])
+    rows = jnp.arange(segment.periods) if segment.rows is None else segment.rows
+    others = (segment.per_layer, segment.occupied, rows if carry[2] else None)
+    runner = functools.partial(PeriodRunner, model, segment, context, remat)
+    if not selects_periods and remat.every == 1:
+        step = runner(None, spans[0].quantised).step
+        return jax.lax.scan(step, carry, (weights, perturbations, *others))[0]
+    step, scanned = runner(weights, spans[0].quantised).step, (rows, perturbations, *others)
+    if remat.every > 1:
+        group_size = remat.group_size(len(segment.kinds), segment.periods)
+        return layer_groups.scan_groups(step, group_size, carry, scanned)
+    if len(spans) > 1:
+        return layer_groups.scan_spans(
+            lambda quantised: runner(weights, quantised).step, spans, carry, perturbations, others
+        )
+    return jax.lax.scan(step, carry, scanned)[0]
+
+
+def _precision_spans(model: Model, segment: LocalSegment, context: Context) -> list[PrecisionSpan]:
+    exempt = context.placement.precision.compute_dtype_layers
+    if not exempt:
+        return [PrecisionSpan(0, segment.periods, (True,) * len(segment.kinds))]
+    layers = sum(each.repeats * len(each.kinds) for each in model.layout)
+    layer_index = np.asarray(segment.per_layer["index"])  # not a tracer: validation exempts no layer in a pipeline
+    return layer_groups.find_precision_spans(layer_index, exempt, layers)
+
+
+@dataclass(frozen=True, eq=False)
+class PeriodRunner:
+    """Runs one period of a segment.
+
+    stacked: the weights of the whole segment if each period's are selected by their row; otherwise None.
+    quantised: for each block, whether its products are computed as `precision.matmul` says, or in the compute dtype;
+        None: all are.
+    """
+
+    model: Model
+    segment: LocalSegment
+    context: Context
+    remat: RematConfig
+    stacked: Params | None = None
+    quantised: tuple[bool, ...] | None = None
+
+    def step(self, carry: Carry, scanned: Any) -> tuple[Carry, None]:
+        """Run a period as the body of a scan.
+
+        scanned: the period's weights (or their row in `stacked`), perturbations, constants, whether its slot is
+            occupied, and its row in the caches.
+        """
+        weights, perturbations, per_layer, occupied, cache_row = scanned
+        x, auxiliary, caches = carry
+        context = replace(self.context, cache_layer=cache_row)
+        if occupied is not None and context.token_mask is not None:
+            # The router of an empty slot is all zeros and would send every token to the first experts.
+            context = replace(context, token_mask=context.token_mask & occupied)
+        runner = replace(self, context=context)
+        x, caches, added = runner.run(weights, perturbations, per_layer, x, caches)
+        auxiliary = auxiliary + added
+        if occupied is not None:
+            x, auxiliary = jax.tree.map(lambda new, old: jnp.where(occupied, new, old), (x, auxiliary), carry[:2])
+        return (x, auxiliary, caches), None
+
+    def run(
+        self,
+        weights: Any,
+        perturbations: Params,
+        per_layer: Mapping[str, Any],
+        x: jax.Array,
+        caches: tree.Tree = None,
+    ) -> tuple[jax.Array, tree.Tree, Auxiliary]:
+        """Run x [B, S, D] through a period. Return x, the caches and the auxiliary sums.
+
+        weights: the period's, or its row in `stacked`. perturbations, per_layer: the period's.
+        caches: the segment's; `context.cache_layer` is the period's row in them. They are returned whole.
+        """
+        auxiliary, written = self.model.zero_auxiliary(), {}
+        for position in range(len(self.segment.kinds)):
+            block = f"block_{position}"
+            run_block = self._make_block(position, per_layer)
+            if self.remat.enabled:
+                run_block = checkpoint(run_block, policy=checkpoint_policy(self.remat))
+            block_weights = weights[block] if self.stacked is None else weights
+            cache = caches[block] if caches else None
+            x, written[block], added = run_block(x, block_weights, perturbations[block], cache)
+            auxiliary = auxiliary + added
+        return x, written if caches else None, auxiliary
+
+    def _make_block(self, position: int, per_layer: Mapping[str, Any]) -> Callable[..., Any]:
+        """Return the function that runs the block at this position of the period."""
+        block, context = f"block_{position}", self.context
+        is_quantised = self.quantised is None or self.quantised[position]
+        matmul: Matmul = context.placement.precision.matmul if is_quantised else "compute_dtype"
+        specs = param.layer_specs(self.segment.specs[block])
+
+        # The copies of the weights from the host and from other devices are inside the checkpoint, so that they are
+        # made again and not kept. So is the name of the input: an input that got its name outside would be kept
+        # whether or not the policy keeps the name.
+        def run(x: Any, weights: Any, perturbations: Any, cache: Any) -> Any:
+            x = tag(x, "block_input")
+            if self.stacked is not None:
+                weights = select_period(self.stacked[block], weights)
+            # Only this reads the slice. From a slice with other readers, XLA would make a computation on the host.
+            weights = offload.fetch_to_device(weights)
+            placed = place_weights(
+                specs, weights, perturbations, context.placement, keep_gathered=self.remat.enabled, matmul=matmul
+            )
+            constants = {name: values[position] for name, values in per_layer.items()}
+            placed = with_noise(placed, context.noise, constants["index"])
+            return self.model.block(self.segment.kinds[position], placed, x, context, constants, cache)
+
+        return run
+
+
+def model_segments(model: Model) -> dict[str, LocalSegment]:
+    """Return all segments of a model, by their names in its parameters."""
+    return {
+        name: LocalSegment(segment.kinds, model.specs[name], segment.per_layer)
+        for name, segment in name_segments(model).items()
+    }
+
+
+def name_segments(model: Model) -> dict[str, Segment]:
+    """Return the segments of `model.layout` by their names in its parameters."""
+    return {f"segment_{index}": segment for index, segment in enumerate(model.layout)}
+
+
+def no_perturbations(specs: Params) -> Params:
+    """Return the perturbations where no gradient is formed: None for every parameter."""
+    return jax.tree.map(lambda spec: None, specs)

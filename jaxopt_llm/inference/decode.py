@@ -1,0 +1,180 @@
+"""Token-by-token generation with a key/value cache, with the same blocks as training.
+
+Letters: B prompts, S tokens per call, V vocabulary.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxopt_llm.compiler.xla_options import compiler_options
+from jaxopt_llm.config import BATCH_AXES
+from jaxopt_llm.core import tree
+from jaxopt_llm.execution import scan
+from jaxopt_llm.kernels.attention_mask import KeyRanges
+from jaxopt_llm.model.context import Context
+from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.parallel.placement import Placement
+
+PADDING_ID = -1  # marks padded slots
+MIN_PREFILL = 16  # minimum length of a prompt's computation; fewer tokens would not be cheaper
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of sampling.
+
+    Attributes:
+        temperature: divides the logits; 0 selects the most likely token.
+        top_k: sample only from the k most likely tokens; 0 means all.
+        top_p: sample only from the most likely tokens whose probabilities sum to at least this value (nucleus sampling,
+            Holtzman et al. 2020, arXiv:1904.09751).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """Return logits float32 [B, V], divided by the temperature; -inf for tokens outside top-k or top-p.
+
+    Tokens with the same logit as the least likely remaining token remain too.
+    """
+    scaled = logits / sampling.temperature
+    if 0 < sampling.top_k < scaled.shape[-1]:
+        least = jax.lax.top_k(scaled, sampling.top_k)[0][:, -1:]
+        scaled = jnp.where(scaled < least, -jnp.inf, scaled)
+    if sampling.top_p < 1:
+        ordered = jnp.sort(scaled, axis=-1, descending=True)
+        probability = jax.nn.softmax(ordered, axis=-1)
+        before = jnp.cumsum(probability, axis=-1) - probability
+        least = jnp.min(jnp.where(before < sampling.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
+        scaled = jnp.where(scaled < least, -jnp.inf, scaled)
+    return scaled
+
+
+def sample_tokens(logits: jax.Array, sampling: Sampling, seed: jax.Array, index: jax.Array) -> jax.Array:
+    """Return the next token of each row, int32 [B].
+
+    The random numbers depend only on (seed, row, index), not on the other rows of the batch.
+    """
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    key = jax.random.fold_in(jax.random.key(seed), index)
+    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(logits.shape[0]))
+    return jax.vmap(jax.random.categorical)(keys, filter_logits(logits, sampling)).astype(jnp.int32)
+
+
+def make_step(
+    model: Model, placement: Placement, vocabulary_size: int, sampling: Sampling, caches: tree.Tree
+) -> Callable[..., tuple[jax.Array, tree.Tree]]:
+    """Return the compiled function of one generation step.
+
+    step(params, caches, tokens [B, S], padding [B], first, last, seed, index) -> (tokens [B], caches)
+
+    It writes the keys and values of tokens to the cache slots from `first`, and returns the token after position `last`
+    of `tokens`. `padding` is the number of unused slots at the start of each row. The input caches are donated; the
+    output caches have the same shardings as `caches`.
+    """
+
+    def step(
+        params: Params, caches: Any, tokens: jax.Array, padding: Any, first: Any, last: Any, seed: Any, index: Any
+    ) -> tuple[jax.Array, Any]:
+        slots = first + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        positions = slots - padding[:, None]
+        key_ranges = KeyRanges(*jnp.broadcast_arrays(padding[:, None], slots))
+        context = Context(positions, key_ranges, placement, cache_index=first)
+        logits, caches = scan.forward(model, params, tokens, context, caches, only=last)
+        return sample_tokens(logits[:, 0, :vocabulary_size], sampling, seed, index), caches
+
+    # Fixed output shardings: an output whose sharding differs from the input's would cause a recompilation.
+    results = placement.activation("batch"), jax.tree.map(lambda x: x.sharding, caches)
+    options = compiler_options(placement.mesh)
+    return jax.jit(step, donate_argnums=1, out_shardings=results, compiler_options=options)
+
+
+class TokenGenerator:
+    """Generator of tokens after prompts.
+
+    The keys and values of prompts and generated tokens stay in the cache between calls. If the next prompts start with
+    the same tokens, only the rest is computed.
+
+    Args:
+        model: the model.
+        params: its parameters.
+        placement: shardings of parameters and cache.
+        vocabulary_size: V, without padding.
+        sampling: settings of sampling.
+        seed: seed of sampling.
+        rows: prompts per call.
+        length: slots of the cache, enough for the longest prompt and the tokens generated after it.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        params: Params,
+        placement: Placement,
+        vocabulary_size: int,
+        sampling: Sampling,
+        seed: int,
+        rows: int,
+        length: int,
+    ) -> None:
+        self._rows, self._length = rows + -rows % placement.size(*BATCH_AXES), length  # the batch is split over devices
+        self._params, self._seed, self._sampled = params, jnp.uint32(seed), 0
+        # Ids in the slots of the cache, [B, slots]. Rows are padded on the left. Two rows with different padding differ
+        # at the slot where the first of them starts, because padded slots hold PADDING_ID.
+        self._cached_ids = np.empty((self._rows, 0), np.int32)
+        dtype = placement.precision.compute_dtype
+        self._caches = jax.jit(lambda: scan.make_caches(model, self._rows, length, dtype, placement))()
+        self._step = make_step(model, placement, vocabulary_size, sampling, self._caches)
+
+    def __call__(self, prompts: Sequence[NDArray[np.int32]], count: int) -> Iterator[NDArray[np.int32]]:
+        """Yield the next token of every prompt, int32 [B], `count` times. The step after it runs asynchronously.
+
+        prompts: ids of each prompt, at least one. Shorter prompts are padded on the left, and padding is masked.
+        """
+        given, longest = len(prompts), max(prompt.size for prompt in prompts)
+        assert given <= self._rows and longest + count <= self._length
+        prompts = [*prompts, *[prompts[-1]] * (self._rows - given)]
+        padding = np.array([longest - prompt.size for prompt in prompts], np.int32)
+        ids = np.stack([np.pad(prompt, (longest - prompt.size, 0), constant_values=PADDING_ID) for prompt in prompts])
+        begin = min(_common_prefix(self._cached_ids, ids), longest - 1)
+        # Each length needs its own compiled program, so lengths are powers of two. The slots after the last token of
+        # the prompt are overwritten before a query attends to them. If the computation would extend beyond the cache,
+        # it starts earlier.
+        size = min(max(MIN_PREFILL, 1 << (longest - begin - 1).bit_length()), self._length)
+        begin = min(begin, self._length - size)
+        rest = np.pad(np.maximum(ids[:, begin:], 0), ((0, 0), (0, size - (longest - begin))))
+        self._cached_ids = ids
+        tokens = self._advance(rest, padding, begin, longest - 1 - begin)
+        for slot in range(longest, longest + count - 1):
+            previous = tokens
+            tokens = self._advance(previous[:, None], padding, slot, 0)
+            self._cached_ids = np.concatenate([self._cached_ids, np.asarray(previous)[:, None]], axis=1)
+            yield self._cached_ids[:given, -1]
+        yield np.asarray(tokens)[:given]
+
+    def _advance(self, tokens: Any, padding: NDArray[np.int32], first: int, last: int) -> jax.Array:
+        """Write tokens [B, S] to the slots from `first`, and return the token after position `last` of them, [B]."""
+        index, self._sampled = self._sampled, self._sampled + 1
+        bounds = map(jnp.int32, (first, last))
+        sampled, self._caches = self._step(
+            self._params, self._caches, tokens, padding, *bounds, self._seed, jnp.int32(index)
+        )
+        return sampled
+
+
+def _common_prefix(cached: NDArray[np.int32], ids: NDArray[np.int32]) -> int:
+    """Return the number of first slots that are equal in all rows of two arrays [B, slots]."""
+    shorter = min(cached.shape[1], ids.shape[1])
+    same = (cached[:, :shorter] == ids[:, :shorter]).all(axis=0)
+    return shorter if same.all() else int(same.argmin())

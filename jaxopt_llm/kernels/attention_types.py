@@ -1,0 +1,50 @@
+"""Parameters and residuals that every implementation of attention takes.
+
+Letters: B batch, S queries, T keys, H heads, G key-value heads, K head size, V head size of the values.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+
+from jaxopt_llm.kernels.attention_mask import KeyRanges
+
+
+@dataclass(frozen=True)
+class AttentionParameters:
+    """Scale, soft-cap and static bounds of a call, known when it is compiled.
+
+    scale: factor of the scores.
+    softcap: bound of the scaled scores, applied as softcap × tanh(score / softcap); None does not bound them.
+    keys_before, keys_after: static bounds of the key ranges, for kernels that need them at compile time. The query in
+        row r sees no key before row r - keys_before and none after row r + keys_after. None sets no bound.
+    window: size of the sliding window, the maximum number of keys that a query sees, at any position. Kernels include
+        it in their names. Otherwise XLA would merge two loops with the same body, such as the loops of a ring in two
+        layers, and the FLOP counter could not tell them apart.
+    """
+
+    scale: float
+    softcap: float | None = None
+    keys_before: int | None = None
+    keys_after: int | None = None
+    window: int | None = None
+
+    def kernel_name(self, kernel: str) -> str:
+        return kernel if self.window is None else f"{kernel}_within_{self.window}"
+
+
+class AttentionResiduals(NamedTuple):
+    """Arrays that the backward of attention reads, in addition to the gradient of the output.
+
+    log_sum: log of each query's softmax sum over all its keys, float32 [B, H, S]; the keys here may be a part of them.
+    delta: for each query and head, the sum over V of output gradient × output, float32 [B, H, S]. It is the mean of
+        the gradients of the softmax weights, under the softmax (D in Dao 2023, arXiv:2307.08691).
+    """
+
+    q: jax.Array  # [B, S, H, K]
+    k: jax.Array  # [B, T, G, K]
+    v: jax.Array  # [B, T, G, V]
+    key_ranges: KeyRanges
+    log_sum: jax.Array
+    delta: jax.Array

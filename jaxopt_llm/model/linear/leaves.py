@@ -1,0 +1,261 @@
+"""Leaf classes: weights that consist of several arrays.
+
+Each class has two constructors, spec -> tree of specs and array -> leaf, so that its leaves are sharded, scanned,
+checkpointed and counted like any other array. The fields hold whatever the tree holds: specs, arrays, shardings,
+`PlacedWeight`s or None.
+
+A "bare" parameter is the plain array that a leaf class stands for, at the path without the leaf's own fields.
+"""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxopt_llm.core import tree
+from jaxopt_llm.model import param
+from jaxopt_llm.model.linear import nf4
+from jaxopt_llm.model.param import FLOAT32, Initializer, ParamSpec, normal, ones, zeros
+
+INT8, UINT8 = np.dtype(np.int8), np.dtype(np.uint8)
+FACTORS = ("/lora_a", "/lora_b")
+ADAPTERS = (*FACTORS, "/magnitude")  # ends of the paths of parameters that train next to a frozen base
+
+
+@struct.dataclass
+class Int8Weight:
+    """Weight as codes × scales.
+
+    codes: int8, of the weight's shape.
+    scales: float32, one per output channel; size 1 along contracting dimensions. The rounding error of a value is at
+        most 1/254 of the largest value of its channel.
+    """
+
+    codes: tree.Leaf
+    scales: tree.Leaf
+
+
+@struct.dataclass
+class Nf4Weight:
+    """Weight as 4-bit codes with one scale per block; with double quantisation the scales are codes as well (nf4.py).
+
+    dim: the dimension along which blocks lie, counted from the end. It is the model's width or the rank of a latent:
+        every matrix of a block has exactly one of these, and `tensor` never splits it.
+    """
+
+    codes: tree.Leaf
+    scales: tree.Leaf
+    tops: tree.Leaf
+    dim: int = struct.field(pytree_node=False)
+
+
+QuantisedWeight = Int8Weight | Nf4Weight
+QUANTISED = (Int8Weight, Nf4Weight)
+
+
+@struct.dataclass
+class LoraWeight:
+    """Weight as base + scale × A·B (Hu et al. 2021, arXiv:2106.09685).
+
+    With a magnitude, each output channel of that sum is scaled to the magnitude's length (DoRA: Liu et al. 2024,
+    arXiv:2402.09353).
+
+    base: an array or a quantised weight.
+    lora_a: [contracting dimensions, rank]; lora_b: [other dimensions, rank]. For experts both have the expert as first
+        dimension. The rank comes last, because XLA would transpose a stack that is divided along its minor dimension
+        around the loop over it.
+    magnitude: [other dimensions], or None.
+    noise: uint32 [B, S], random bits for dropout of A's input, at rate `dropout`; None disables it.
+    """
+
+    base: tree.Leaf
+    lora_a: tree.Leaf
+    lora_b: tree.Leaf
+    scale: float = struct.field(pytree_node=False)
+    magnitude: tree.Leaf = None
+    noise: tree.Leaf = None
+    dropout: float = struct.field(pytree_node=False, default=0.0)
+
+
+def is_adapter(path: str) -> bool:
+    return path.endswith(ADAPTERS)
+
+
+# --- spec -> specs
+
+
+def quantised_specs(spec: ParamSpec, base: Literal["int8", "nf4"], double: bool) -> QuantisedWeight:
+    return int8_specs(spec) if base == "int8" else nf4_specs(spec, double)
+
+
+def int8_specs(spec: ParamSpec) -> Int8Weight:
+    contracting = [dim in spec.contracting for dim in range(len(spec.shape))]
+    scales = ParamSpec(
+        shape=tuple(1 if summed else size for summed, size in zip(contracting, spec.shape, strict=True)),
+        axes=tuple(None if summed else axis for summed, axis in zip(contracting, spec.axes, strict=True)),
+        layers=spec.layers,
+    )
+    return Int8Weight(codes=replace(spec, dtype=INT8), scales=scales)
+
+
+def nf4_specs(spec: ParamSpec, double: bool) -> Nf4Weight:
+    """Return the specs of a weight in NF4.
+
+    double: whether the scales are codes too. A block size must divide the dimension `nf4_dim(spec)`.
+    """
+    dim = nf4_dim(spec)
+    size, values = spec.shape[dim], nf4.block_size(spec.shape[dim])
+    assert values is not None
+
+    def with_length(length: int, dtype: Any) -> ParamSpec:
+        shape = (*spec.shape[:dim], length, *spec.shape[dim + 1 :])
+        return ParamSpec(shape, spec.axes, dtype=dtype, layers=spec.layers)
+
+    return Nf4Weight(
+        codes=replace(with_length(size // 2, UINT8), contracting=spec.contracting, init=spec.init),
+        scales=with_length(size // values, UINT8 if double else FLOAT32),
+        tops=with_length(1, FLOAT32) if double else None,
+        dim=dim - len(spec.shape),
+    )
+
+
+def nf4_dim(spec: ParamSpec) -> int:
+    """Return the dimension along which the blocks of NF4 lie."""
+    return next(dim for dim, axis in enumerate(spec.axes) if axis in ("embed", "latent"))
+
+
+def lora_specs(spec: ParamSpec, rank: int, scale: float, dora: bool = False, dropout: float = 0.0) -> LoraWeight:
+    """Return the specs of a weight with an adapter.
+
+    A is initialised randomly, B with zeros and the magnitude with the base's norms, so that at first the weight equals
+    its base.
+    """
+    stack = (*range(spec.leading), *spec.expert_dims)
+    others = tuple(dim for dim in range(len(spec.shape)) if dim not in (*stack, *spec.contracting))
+
+    def make_spec(dims: tuple[int, ...], contracting: tuple[int, ...], init: Initializer, *rank: int) -> ParamSpec:
+        shape = *(spec.shape[dim] for dim in (*stack, *dims)), *rank
+        axes = *(spec.axes[dim] for dim in (*stack, *dims)), *(None for _ in rank)
+        return ParamSpec(shape, axes, tuple(len(stack) + dim for dim in contracting), init, layers=spec.layers)
+
+    summed = tuple(sorted(spec.contracting))
+    return LoraWeight(
+        base=spec,
+        lora_a=make_spec(summed, tuple(range(len(summed))), normal(), rank),
+        lora_b=make_spec(others, (len(others),), zeros, rank),
+        scale=scale,
+        magnitude=make_spec(others, (), ones) if dora else None,
+        dropout=dropout,
+    )
+
+
+def unwrap_specs(specs: tree.Tree) -> tree.Tree:
+    """Return the specs of the bare parameters: without adapters, and in float32 where they are quantised."""
+
+    def leaf(spec: ParamSpec | QuantisedWeight | LoraWeight) -> ParamSpec:
+        if isinstance(spec, LoraWeight):
+            return leaf(spec.base)
+        if isinstance(spec, ParamSpec):
+            return spec
+        codes = replace(spec.codes, dtype=FLOAT32)
+        if isinstance(spec, Int8Weight):
+            return codes
+        sizes = list(codes.shape)
+        sizes[spec.dim] *= 2
+        return replace(codes, shape=tuple(sizes))
+
+    return jax.tree.map(leaf, specs, is_leaf=is_wrapped)
+
+
+def count_parameters(specs: tree.Tree) -> int:
+    """Count the bare parameters and those of adapters. Scales of quantised weights do not count."""
+    return param.count_parameters(unwrap_specs(specs)) + param.count_parameters(tree.partition(specs, is_adapter)[0])
+
+
+# --- array -> leaf
+
+
+def quantise(array: jax.Array, specs: QuantisedWeight) -> QuantisedWeight:
+    """Round each value of a bare array to the nearest code of the format of `specs`."""
+    if isinstance(specs, Nf4Weight):
+        codes, scales, tops = nf4.encode(array, specs.dim, double=specs.tops is not None)
+        return Nf4Weight(codes, scales, tops, specs.dim)
+    # Symmetric: the largest magnitude of a channel has code ±127.
+    array = array.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(array), axis=specs.codes.contracting, keepdims=True) / 127
+    codes = jnp.round(array / jnp.where(scales > 0, scales, 1))
+    return Int8Weight(codes.astype(jnp.int8), scales)
+
+
+def dequantise(weight: QuantisedWeight) -> jax.Array:
+    """Return the bare array, float32."""
+    if isinstance(weight, Nf4Weight):
+        return nf4.decode(weight.codes, weight.scales, weight.tops, weight.dim)
+    return weight.codes.astype(jnp.float32) * weight.scales
+
+
+def channel_norms(base: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+    """Return the L2 norm of each output channel, float32: a magnitude before training. dims: contracting dimensions."""
+    return jnp.sqrt(jnp.sum(jnp.square(base.astype(jnp.float32)), axis=dims))
+
+
+def initialize(specs: tree.Tree, seed: int) -> tree.Tree:
+    """Return initial values. A base has those of its bare path, with or without adapters and quantisation."""
+    return wrap_arrays(specs, param.initialize(unwrap_specs(specs), seed), seed)
+
+
+def wrap_arrays(specs: tree.Tree, arrays: tree.Tree, seed: int) -> tree.Tree:
+    """Return the leaves of `specs` with the given arrays of `unwrap_specs(specs)` as bases, and with new adapters."""
+    factors, _ = tree.partition(specs, lambda path: path.endswith(FACTORS))
+    return tree.merge(param.initialize(factors, seed), jax.tree.map(make_leaf, specs, arrays, is_leaf=is_wrapped))
+
+
+def make_leaf(spec: ParamSpec | QuantisedWeight | LoraWeight, array: jax.Array) -> tree.Leaf:
+    """Return the leaf of `spec` over its bare array, with None for the factors of an adapter."""
+    if isinstance(spec, LoraWeight):
+        base = make_leaf(spec.base, array)
+        magnitude = spec.magnitude and initial_magnitude(spec, base)
+        return replace(spec, base=base, lora_a=None, lora_b=None, magnitude=magnitude)
+    return array.astype(spec.dtype) if isinstance(spec, ParamSpec) else quantise(array, spec)
+
+
+def initial_magnitude(spec: LoraWeight, base: tree.Leaf) -> jax.Array:
+    """Return an adapter's initial magnitude, float32: the norms of the base at rest, so that products do not change."""
+    array = dequantise(base) if isinstance(base, QUANTISED) else base
+    return channel_norms(array, unwrap_specs(spec.base).contracting)
+
+
+def is_wrapped(leaf: tree.Leaf) -> bool:
+    """Return whether this is a leaf class, which has several arrays for one bare parameter."""
+    return isinstance(leaf, (*QUANTISED, LoraWeight))
+
+
+def weight_dtype(weight: tree.Leaf) -> np.dtype:
+    """Return the dtype of the bare parameter: the base's, and float32 for a quantised base."""
+    if isinstance(weight, LoraWeight):
+        return weight_dtype(weight.base)
+    return FLOAT32 if isinstance(weight, QUANTISED) else np.dtype(weight.dtype)
+
+
+def merge_to_array(weight: tree.Leaf, contracting: tuple[int, ...]) -> jax.Array:
+    """Return one layer's weight as one array, with codes dequantised and adapters merged in float32.
+
+    contracting: the dimensions that a product sums over.
+    """
+    if not isinstance(weight, LoraWeight):
+        return dequantise(weight) if isinstance(weight, QUANTISED) else weight
+    base = merge_to_array(weight.base, contracting).astype(jnp.float32)
+    dims = list(range(base.ndim))
+    others = [dim for dim in dims if dim not in contracting]
+    a, b = (factor.astype(jnp.float32) for factor in (weight.lora_a, weight.lora_b))
+    rank, experts = base.ndim, others[: a.ndim - len(contracting) - 1]
+    dims_of_a = [*experts, *sorted(contracting), rank]
+    product = jnp.einsum(a, dims_of_a, b, [*others, rank], dims, precision="highest")
+    merged = base + weight.scale * product
+    if weight.magnitude is None:
+        return merged
+    norms = jnp.expand_dims(channel_norms(merged, contracting), contracting)
+    return merged * jnp.expand_dims(weight.magnitude, contracting) / jnp.where(norms > 0, norms, 1)

@@ -1,0 +1,165 @@
+"""Quantised operands and products of them: the arithmetic of `precision.matmul`.
+
+fp8: one scale per tensor, from its current largest magnitude (current scaling); e4m3 for weights and inputs, e5m2 for
+    incoming gradients, which need range (Micikevicius et al. 2022, arXiv:2209.05433).
+int8: one scale per token of the inputs and per output channel of the weights, in the forward only (LLM.int8(),
+    Dettmers et al. 2022, arXiv:2208.07339, without its outliers); the backward treats rounding as the identity.
+int8_qat, int4_qat: only weights are rounded, with scales per output channel or per group of contracted values. Products
+    use the dequantised weights in the compute dtype; the gradient passes straight through (Jacob et al. 2018,
+    arXiv:1712.05877).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxopt_llm.config import Matmul
+from jaxopt_llm.core import tree
+from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.zero import GROUP_AXIS, gathered_sharding
+
+E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+INT4_GROUP = 32  # values that share a scale
+MAX_CODES = {"int8": 127, "int8_qat": 127, "int4_qat": 7}  # code of the largest magnitude: symmetric, with a code for 0
+SMALLEST = 2.0**-100  # lower bound of a tensor's largest magnitude, so that a tensor of zeros gets zeros as codes
+
+
+@struct.dataclass
+class Quantised:
+    """Operand of a product as codes × scales.
+
+    scales: float32. Either a scalar, or of the codes' rank, with size 1 for a scale per whole dimension and a divisor
+        of the dimension's size for a scale per group.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+
+
+Operand = jax.Array | Quantised
+
+
+def quantise_weight(matmul: Matmul, array: jax.Array, summed: tuple[int, ...]) -> Quantised:
+    """Quantise a weight. summed: the dimensions that the product sums over."""
+    if matmul == "fp8":
+        return to_float8(array, E4M3)
+    if matmul == "int4_qat":
+        return to_grouped_integers(array, summed[-1], MAX_CODES[matmul])
+    return to_integers(array, summed, MAX_CODES[matmul])
+
+
+def quantise_inputs(matmul: Matmul, x: jax.Array, summed: tuple[int, ...], grouped: bool) -> Operand:
+    """Quantise the input of a product, where `matmul` does so.
+
+    grouped: whether a `vmap` over gradient groups surrounds the call, so that x is a part of the tensor.
+    """
+    if matmul == "fp8":
+        return to_float8(x, E4M3, grouped)
+    return to_integers(x, summed, MAX_CODES[matmul]) if matmul == "int8" else x
+
+
+def quantise_gradient(matmul: Matmul, dy: jax.Array, grouped: bool) -> Operand:
+    """Quantise the gradient of a product's result, where `matmul` does so."""
+    return to_float8(dy, E5M2, grouped) if matmul == "fp8" else dy
+
+
+def to_float8(array: jax.Array, dtype: jnp.dtype, grouped: bool = False) -> Quantised:
+    largest = jnp.max(jnp.abs(array.astype(jnp.float32)))
+    if grouped:
+        largest = jax.lax.pmax(largest, GROUP_AXIS)
+    scale = jnp.maximum(largest, SMALLEST) / float(jnp.finfo(dtype).max)
+    # Rounded to bfloat16: `dequantise` multiplies by the scale in the compute dtype, the form in which XLA recognises
+    # cuBLASLt's fp8 matmul.
+    scale = jax.lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=7)
+    return Quantised((array.astype(jnp.float32) / scale).astype(dtype), scale)
+
+
+def to_integers(array: jax.Array, dims: int | tuple[int, ...], max_code: int) -> Quantised:
+    """Round to the nearest int8 code. Values along `dims` share a scale; the largest magnitude has code ±max_code."""
+    array = array.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(array), axis=dims, keepdims=True) / max_code
+    codes = jnp.round(array / jnp.where(scales > 0, scales, 1))
+    return Quantised(codes.astype(jnp.int8), scales)
+
+
+def to_grouped_integers(array: jax.Array, dim: int, max_code: int) -> Quantised:
+    """Round to integers, with one scale per INT4_GROUP values along `dim`."""
+    shape = array.shape
+    grouped = array.reshape(*shape[:dim], -1, INT4_GROUP, *shape[dim + 1 :])
+    quantised = to_integers(grouped, dim + 1, max_code)
+    return Quantised(quantised.codes.reshape(shape), jnp.squeeze(quantised.scales, dim + 1))
+
+
+def dequantise(operand: Operand, dtype: str) -> jax.Array:
+    """Return codes × scales in `dtype`. An array is returned unchanged."""
+    if not isinstance(operand, Quantised):
+        return operand
+    codes, scales = operand.codes, operand.scales
+    if codes.dtype in (E4M3, E5M2):
+        return codes.astype(dtype) * scales.astype(dtype)
+    for dim, (size, count) in enumerate(zip(codes.shape, scales.shape, strict=True)):
+        if count not in (1, size):
+            scales = jnp.repeat(scales, size // count, axis=dim)
+    return (codes.astype(jnp.float32) * scales).astype(dtype)
+
+
+def einsum(
+    subscripts: str, x: Operand, y: Operand, compute_dtype: str, dtype: Any, split: tuple[str, int] | None = None
+) -> jax.Array:
+    """Compute `jnp.einsum` with result `dtype`.
+
+    Two int8 operands are multiplied as integers, all others in the compute dtype. On GPUs that support it, XLA turns a
+    product of dequantised fp8 operands into one call of cuBLASLt.
+
+    split: the contracted axis that devices divide, and the number of parts. With integers, each device sums its part
+        and rounds it to `dtype`, as it does in 16 bits; otherwise XLA would send the 32-bit integers between devices.
+    """
+    if isinstance(x, Quantised) and isinstance(y, Quantised) and x.codes.dtype == y.codes.dtype == jnp.int8:
+        operands, result = subscripts.split("->")
+        operand_axes = operands.split(",")
+        scales = (_along_result(q.scales, axes, result) for q, axes in zip((x, y), operand_axes, strict=True))
+        codes = [x.codes, y.codes]
+        if split is not None:
+            axis, parts = split
+            codes = [_split_dim(c, axes.index(axis), parts) for c, axes in zip(codes, operand_axes, strict=True)]
+            subscripts = ",".join(axes.replace(axis, f"Z{axis}") for axes in operand_axes) + f"->Z{result}"
+        summed = jnp.einsum(subscripts, *codes, preferred_element_type=jnp.int32)
+        y = (summed.astype(jnp.float32) * next(scales) * next(scales)).astype(dtype)
+        # Not jnp.sum: it would widen 16-bit values to float32, and so the bytes between devices.
+        return y if split is None else jax.lax.reduce(y, jnp.zeros((), y.dtype), jax.lax.add, (0,))
+    return jnp.einsum(
+        subscripts, dequantise(x, compute_dtype), dequantise(y, compute_dtype), preferred_element_type=dtype
+    )
+
+
+def problems(matmul: Matmul, specs: tree.Tree, placement: Placement) -> list[str]:
+    """Return an error message if groups of INT4_GROUP do not divide the segments' weights on each `tensor` device."""
+    if matmul != "int4_qat":
+        return []
+
+    def find_remainder(path: str, spec: ParamSpec) -> tuple[str, int] | None:
+        if not (spec.leading and spec.contracting):
+            return None
+        size = gathered_sharding(spec, placement).shard_shape(spec.shape)[spec.contracting[-1]]
+        return (path, size) if size % INT4_GROUP else None
+
+    found = jax.tree.leaves(tree.map_with_path(find_remainder, specs), is_leaf=lambda leaf: isinstance(leaf, tuple))
+    return [
+        f"precision.matmul=int4_qat: {path} sums over {size} values on each device, which is not a multiple of "
+        f"{INT4_GROUP}: set --precision.matmul int8_qat, or change the model or --mesh.tensor"
+        for path, size in found[:1]
+    ]
+
+
+def _split_dim(array: jax.Array, dim: int, parts: int) -> jax.Array:
+    return array.reshape(*array.shape[:dim], parts, -1, *array.shape[dim + 1 :])
+
+
+def _along_result(scales: jax.Array, axes: str, result: str) -> jax.Array:
+    """Return an operand's scales, size 1 where the product sums, in a shape that broadcasts with the result."""
+    kept = "".join(axis for axis in result if axis in axes)
+    missing = tuple(dim for dim, axis in enumerate(result) if axis not in axes)
+    return jnp.expand_dims(jnp.einsum(f"{axes}->{kept}", scales), missing)

@@ -1,0 +1,262 @@
+"""Operations on tables of the vocabulary: embedding look-up, and the head with its cross-entropy loss.
+
+`tensor` divides the rows of these tables (vocabulary parallelism), and so do the stages of a pipeline. The package
+docstring explains the design.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxopt_llm.kernels import cross_entropy as kernel
+from jaxopt_llm.kernels.cross_entropy import Classifier, Losses, Tokens
+from jaxopt_llm.model.linear.leaves import LoraWeight
+from jaxopt_llm.model.linear.weights import (
+    GRADIENT,
+    BaseWeight,
+    Weight,
+    einsum,
+    gather_weight,
+    shardings_of,
+    split_perturbation,
+)
+from jaxopt_llm.parallel.gathering import reduce_gradient
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.stages import sent_sharding
+
+
+def look_up(table: Weight, ids: jax.Array, placement: Placement) -> jax.Array:
+    """Return the rows of a table with these ids. table: [V, D]; ids: [...] -> [..., D].
+
+    Ids must be below V; the host checks them.
+    """
+    if isinstance(table, LoraWeight):
+        assert table.magnitude is None, "only weights of blocks have magnitudes: lora.problems refuses others"
+        axes = "XYZ"[: ids.ndim]
+        low = table.scale * look_up(table.lora_b, ids, placement)
+        return look_up(table.base, ids, placement) + einsum(f"{axes}r,Dr->{axes}D", low, table.lora_a)
+    if shardings_of(table).stage_rows:
+        return _look_up_staged(placement, *split_perturbation(table), ids)
+    return _look_up(*split_perturbation(table), ids)
+
+
+def cross_entropy(
+    x: jax.Array, table: Weight, tokens: Tokens, loss_weight: jax.Array, classifier: Classifier, placement: Placement
+) -> Losses:
+    """Return loss_weight × objective, and the cross-entropy, both summed over the tokens that count.
+
+    The logits are x · tableᵀ. Only the objective has gradients, by x and by the table. The table is gathered once, and
+    its gradient reduced once (see kernels/cross_entropy.py).
+
+    x: [B, S, D], with all positions of the device's sequence; table: [V, D].
+    loss_weight: float32 scalar. It is an argument because the forward computes the gradients in 16 bits: scaled only
+        afterwards, small gradients would underflow in float16, and scaling would need a second array of the table's
+        size.
+
+    In a pipeline, `table` has the rows of one stage. x is the same on all stages, and so are the losses. The gradients
+    are those of the stage's rows, and the part of x's gradient that these rows contribute.
+    """
+    xs, tables = zip(*_list_terms(x, table), strict=True)
+    tables, perturbations = zip(*map(split_perturbation, tables), strict=True)
+    loss_weight = jax.lax.stop_gradient(jnp.asarray(loss_weight, jnp.float32))
+    objective, loss = _cross_entropy(classifier, placement, xs, tables, perturbations, tokens, loss_weight)
+    return objective, jax.lax.stop_gradient(loss)
+
+
+def _list_terms(x: jax.Array, table: Weight) -> list[tuple[jax.Array, BaseWeight]]:
+    """Return the terms of x · tableᵀ: pairs of an input and the matrix that it multiplies."""
+    if not isinstance(table, LoraWeight):
+        return [(x, table)]
+    assert table.magnitude is None, "only weights of blocks have magnitudes: lora.problems refuses others"
+    low = table.scale * einsum("BSD,Dr->BSr", x, table.lora_a)
+    return [*_list_terms(x, table.base), (low, table.lora_b)]
+
+
+# In each operation the table itself has no cotangent (None): its gradient is that of the perturbation.
+
+
+@jax.custom_vjp
+def _look_up(table, perturbation, ids):
+    return gather_weight(table)[ids]
+
+
+def _look_up_forward(table, perturbation, ids):
+    return _look_up(table, perturbation, ids), (table, ids)
+
+
+def _look_up_backward(residuals, dy):
+    table, ids = residuals
+    shardings = shardings_of(table)
+    if not shardings.trainable:
+        return None, None, None
+    # In float32: a frequent token's row sums over thousands of positions.
+    with jax.named_scope(GRADIENT):
+        gradient = jnp.zeros(table.array.shape, jnp.float32).at[ids].add(dy.astype(jnp.float32))
+    # Constrained to whole rows first: with divided rows XLA gathers every device's positions instead of reducing rows.
+    gradient = jax.lax.with_sharding_constraint(gradient, shardings.gathered)
+    return None, reduce_gradient(gradient, shardings), None
+
+
+_look_up.defvjp(_look_up_forward, _look_up_backward)
+
+
+# In a pipeline, stages and `tensor` divide a table's rows. Each device looks up its own rows, and the sums are written
+# out: XLA's partitioner aborts on look-ups, and on their gradients, in a region that is manual over `pipeline`.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _look_up_staged(placement, table, perturbation, ids):
+    """Look up rows of the whole table; every stage gets them, in the sharding of `stages.constrain_sent`."""
+    specs, sent = _TableSpecs.make(placement, (table,)), sent_sharding(ids.shape[1], placement)
+
+    def on_device(table, ids):
+        row, is_local = _local_rows(ids, table.shape[0], specs.vocabulary)
+        found = jnp.where(is_local[..., None], table[jnp.where(is_local, row, 0)], 0)
+        if not _divides_sequence(sent):
+            return jax.lax.psum(found, specs.vocabulary)
+        return jax.lax.psum(jax.lax.psum_scatter(found, "tensor", scatter_dimension=1, tiled=True), "pipeline")
+
+    return placement.shard_map(on_device, (specs.tables[0], specs.tokens), sent.spec)(gather_weight(table), ids)
+
+
+def _look_up_staged_forward(placement, table, perturbation, ids):
+    return _look_up_staged(placement, table, perturbation, ids), (table, ids)
+
+
+def _look_up_staged_backward(placement, residuals, dy):
+    table, ids = residuals
+    shardings = shardings_of(table)
+    if not shardings.trainable:
+        return None, None, None
+    specs, sent = _TableSpecs.make(placement, (table,)), sent_sharding(ids.shape[1], placement)
+    count = table.array.shape[0] // placement.size("tensor")
+
+    def on_device(dy, ids):
+        row, is_local = _local_rows(ids, count, specs.vocabulary)
+        dy = jax.lax.psum(dy, "pipeline")
+        dy = jax.lax.all_gather(dy, "tensor", axis=1, tiled=True) if _divides_sequence(sent) else dy
+        # In float32: a frequent token's row sums over thousands of positions.
+        rows = jnp.zeros((count, dy.shape[-1]), jnp.float32)
+        return rows.at[jnp.where(is_local, row, count)].add(dy.astype(jnp.float32), mode="drop")[None]
+
+    with jax.named_scope(GRADIENT):
+        parts = PartitionSpec(specs.rows, *specs.tables[0])
+        gradient = placement.shard_map(on_device, (sent.spec, specs.tokens), parts)(dy, ids)
+        gradient = _sum_parts(gradient, jnp.float32(1), shardings.reduce_dtype)
+    return None, reduce_gradient(gradient, shardings), None
+
+
+_look_up_staged.defvjp(_look_up_staged_forward, _look_up_staged_backward)
+
+
+def _local_rows(ids: jax.Array, count: int, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """Return the index of each id in this device's `count` rows, and whether the device has that row."""
+    row = ids - jax.lax.axis_index(axes) * count
+    return row, (row >= 0) & (row < count)
+
+
+def _divides_sequence(sent: NamedSharding) -> bool:
+    return "tensor" in jax.tree.leaves(sent.spec[1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _cross_entropy(classifier, placement, xs, tables, perturbations, tokens, loss_weight):
+    specs = _TableSpecs.make(placement, tables)
+    run = placement.shard_map(
+        functools.partial(kernel.compute_losses, classifier, axes=specs.vocabulary),
+        (specs.xs, specs.tables, specs.tokens),
+        specs.tokens,
+    )
+    return _sum_losses(run(xs, tuple(map(gather_weight, tables)), tokens), loss_weight)
+
+
+def _cross_entropy_forward(classifier, placement, xs, tables, perturbations, tokens, loss_weight):
+    specs = _TableSpecs.make(placement, tables)
+    trainable = tuple(shardings_of(table).trainable for table in tables)
+
+    def on_device(xs, tables, tokens, loss_weight):
+        losses, *gradients = kernel.compute_losses_and_gradients(
+            classifier, xs, tables, trainable, tokens, loss_weight, specs.vocabulary
+        )
+        return losses, *jax.tree.map(lambda part: part[None], gradients)
+
+    # Gradients leave the manual region as each device's partial sums: outside, XLA reduces them to their shardings.
+    run = placement.shard_map(
+        on_device,
+        (specs.xs, specs.tables, specs.tokens, PartitionSpec()),
+        (
+            specs.tokens,
+            PartitionSpec(specs.tensor, *specs.xs),
+            tuple(PartitionSpec(specs.rows, *spec) for spec in specs.tables),
+        ),
+    )
+    losses, d_xs, d_tables = run(xs, tuple(map(gather_weight, tables)), tokens, loss_weight)
+    return _sum_losses(losses, loss_weight), (d_xs, d_tables, tables)
+
+
+def _cross_entropy_backward(classifier, placement, residuals, cotangents):
+    d_xs, d_tables, tables = residuals
+    scale = cotangents[0]  # 1 if the executor differentiates nothing else: XLA then removes the multiplication
+    d_xs = tuple(_sum_parts(parts, scale, parts.dtype) for parts in d_xs)
+
+    @jax.named_scope(GRADIENT)
+    def perturbation_gradient(table, gradient):
+        shardings = shardings_of(table)
+        if not shardings.trainable:
+            return None
+        return reduce_gradient(_sum_parts(gradient, scale, shardings.reduce_dtype), shardings)
+
+    return d_xs, None, tuple(map(perturbation_gradient, tables, d_tables)), None, None
+
+
+_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+def _sum_losses(losses: Losses, loss_weight: jax.Array) -> Losses:
+    objective, loss = map(jnp.sum, losses)
+    return loss_weight * objective, loss
+
+
+def _sum_parts(parts: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """Return the sum over devices, times scale: [devices, ...] -> [...]."""
+    scaled = (parts.astype(jnp.float32) * scale).astype(dtype)
+    # Not jnp.sum: it would widen 16-bit values to float32, and so the bytes between devices.
+    return jax.lax.reduce(scaled, jnp.zeros((), dtype), jax.lax.add, (0,))
+
+
+@dataclass(frozen=True)
+class _TableSpecs:
+    """PartitionSpecs of the operands of a look-up or a cross-entropy."""
+
+    xs: PartitionSpec
+    tokens: PartitionSpec
+    tables: tuple[PartitionSpec, ...]
+    staged: bool
+
+    @classmethod
+    def make(cls, placement: Placement, tables: tuple[BaseWeight, ...]) -> "_TableSpecs":
+        return cls(
+            xs=placement.activation("batch", "sequence", "embed").spec,
+            tokens=placement.activation("batch", "sequence").spec,
+            tables=tuple(shardings_of(table).gathered.spec for table in tables),
+            staged=shardings_of(tables[0]).stage_rows,
+        )
+
+    @property
+    def tensor(self) -> str | None:
+        """Mesh axis that divides the tables' rows within a stage, if any."""
+        return self.tables[0][0]
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """Mesh axes that divide the tables' rows."""
+        return ("pipeline",) * self.staged + ((self.tensor,) if self.tensor else ())
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Mesh axes that divide batch and sequence."""
+        return tuple(jax.tree.leaves(tuple(self.tokens)))

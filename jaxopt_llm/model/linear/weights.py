@@ -1,0 +1,361 @@
+"""Operations on weights: `einsum`, `grouped_matmul` and `materialise`. The package docstring explains the design."""
+
+import functools
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxopt_llm.core import tree
+from jaxopt_llm.kernels.grouped_matmul import Implementation
+from jaxopt_llm.model.linear import dropout, quantised
+from jaxopt_llm.model.linear.leaves import (
+    QUANTISED,
+    LoraWeight,
+    QuantisedWeight,
+    channel_norms,
+    dequantise,
+    merge_to_array,
+)
+from jaxopt_llm.model.linear.quantised import Operand, Quantised
+from jaxopt_llm.parallel.gathering import PlacedWeight, WeightShardings, gather_array, reduce_gradient
+from jaxopt_llm.parallel.placement import Placement
+
+BaseWeight = PlacedWeight | QuantisedWeight  # a weight without an adapter: one matrix to compute with
+Weight = BaseWeight | LoraWeight
+GRADIENT = "weight_gradient"  # named scope of weight gradients in compiled programs and profiles
+SMALLEST = 2.0**-100  # lower bound of a squared norm, so that a channel of zeros stays zeros
+GATHERED_NAME = "gathered weight"  # jax.checkpoint's name for a gathered weight that the backward reuses
+
+
+def einsum(subscripts: str, x: jax.Array, weight: Weight, dtype: jnp.dtype | None = None) -> jax.Array:
+    """Compute `jnp.einsum(subscripts, x, weight)` in the weight's compute dtype, or as `precision.matmul` sets.
+
+    subscripts: "axes of x,axes of weight->axes of the result"; every axis appears in at least two of the three.
+    dtype: of the result, x's by default; the product accumulates in float32 in any case.
+    """
+    dtype = dtype or x.dtype
+    if isinstance(weight, LoraWeight):
+        down, up = _low_rank_subscripts(subscripts)
+        low = weight.scale * einsum(down, _apply_dropout(x, weight), weight.lora_a)
+        y = einsum(subscripts, x, weight.base, dtype) + einsum(up, low, weight.lora_b, dtype)
+        return y if weight.magnitude is None else _scale_to_magnitude(subscripts, y, weight)
+    return _einsum(subscripts, dtype, x, *split_perturbation(weight))
+
+
+def grouped_matmul(
+    rows: jax.Array,
+    weight: Weight,
+    sizes: jax.Array,
+    kernel: Implementation,
+    placement: Placement,
+    transposed: bool = False,
+) -> jax.Array:
+    """Multiply each device's rows by its local matrices, each row by the matrix of its group.
+
+    rows: [N, R, D], or [N, R, F] if transposed: the local rows of N devices, sorted by group.
+    weight: [groups, D, F]. If `tensor` divides the contracted dimension, each device returns its partial sum.
+    sizes: int32 [N, E], the number of rows in each of a device's E groups. Rows after them give 0.
+
+    Returns:
+        [N, R, F], or [N, R, D] if transposed, in the dtype of rows.
+    """
+    if isinstance(weight, LoraWeight):
+        assert weight.magnitude is None and weight.noise is None and not transposed, "lora.problems refuses others"
+        low = weight.scale * grouped_matmul(rows, weight.lora_a, sizes, kernel, placement)
+        up = grouped_matmul(low, weight.lora_b, sizes, kernel, placement, transposed=True)
+        return grouped_matmul(rows, weight.base, sizes, kernel, placement) + up
+    return _grouped_matmul(kernel, placement, transposed, rows, *split_perturbation(weight), sizes)
+
+
+def materialise(weight: Weight, dtype: jnp.dtype | None = None) -> jax.Array:
+    """Return the gathered weight in `dtype`, by default its compute dtype.
+
+    For elementwise use (norm scales, biases) and for routers.
+    """
+    assert isinstance(weight, PlacedWeight), "only weights with contracting dimensions have adapters or are quantised"
+    return _materialise(dtype, *split_perturbation(weight))
+
+
+def gather_merged(weight: Weight, contracting: tuple[int, ...]) -> jax.Array:
+    """Return the gathered weight as one array in compute dtype, with its adapter merged. It has no gradient.
+
+    Generation uses it for products that `einsum` does not support.
+
+    contracting: the dimensions that the weight's usual product sums over.
+    """
+    if not isinstance(weight, LoraWeight):
+        return quantised.dequantise(_gather_operand(weight, contracting), shardings_of(weight).compute_dtype)
+    arrays = jax.tree.map(gather_weight, weight, is_leaf=lambda leaf: isinstance(leaf, (PlacedWeight, *QUANTISED)))
+    return merge_to_array(arrays, contracting).astype(shardings_of(weight.base).compute_dtype)
+
+
+def _apply_dropout(x: jax.Array, weight: LoraWeight) -> jax.Array:
+    return x if weight.noise is None else dropout.apply_dropout(x, weight.noise, weight.dropout)
+
+
+def _scale_to_magnitude(subscripts: str, y: jax.Array, weight: LoraWeight) -> jax.Array:
+    """Scale each output channel of y, a product with base + scale × A·B, by magnitude / norm of the channel's weights.
+
+    The norm is a constant for the gradient, as in the paper (arXiv:2402.09353, section 4.3).
+    """
+    _, axes, result = _split_subscripts(subscripts)
+    summed, others = ("".join(axis for axis in axes if (axis in result) is kept) for kept in (False, True))
+    base, a, b = (gather_weight(part) for part in (weight.base, weight.lora_a, weight.lora_b))
+
+    def product(subscripts: str, *operands: jax.Array) -> jax.Array:
+        return jnp.einsum(subscripts, *operands, preferred_element_type=jnp.float32)
+
+    # |W + sAB|² of each channel, expanded so that A·B is never formed.
+    cross = jnp.sum(product(f"{axes},{summed}r->{others}r", base, a) * b, axis=-1)
+    square = product(f"{others}r,rt,{others}t->{others}", b, product(f"{summed}r,{summed}t->rt", a, a), b)
+    base_square = jnp.square(channel_norms(base, _contracted_dims(axes, result)))
+    squares = base_square + weight.scale * (2 * cross + weight.scale * square)
+    scale = materialise(weight.magnitude, jnp.dtype(jnp.float32)) * jax.lax.rsqrt(jnp.maximum(squares, SMALLEST))
+    return (y.astype(jnp.float32) * jnp.einsum(f"{others}->{result[-len(others) :]}", scale)).astype(y.dtype)
+
+
+def _split_subscripts(subscripts: str) -> tuple[str, str, str]:
+    """Return the axes of x, of the weight and of the result."""
+    operands, result = subscripts.split("->")
+    left, right = operands.split(",")
+    return left, right, result
+
+
+def _contracted_dims(axes: str, result: str) -> tuple[int, ...]:
+    """Return the dimensions of an operand that the product sums over."""
+    return tuple(dim for dim, axis in enumerate(axes) if axis not in result)
+
+
+def _find_split_axis(gathered: NamedSharding, axes: str, result: str) -> tuple[str, int] | None:
+    """Return the contracted axis of a weight that devices divide, and the number of parts; None if there is none."""
+    for axis, by in zip(axes, gathered.spec, strict=True):
+        if by and axis not in result:
+            return axis, math.prod(gathered.mesh.shape[name] for name in jax.tree.leaves(by))
+    return None
+
+
+def _low_rank_subscripts(subscripts: str) -> tuple[str, str]:
+    """Return the products with A and with B: "BSD,DHK->BSHK" -> ("BSD,Dr->BSr", "BSr,HKr->BSHK")."""
+    left, right, result = _split_subscripts(subscripts)
+    summed = "".join(axis for axis in right if axis not in result)
+    others = "".join(axis for axis in right if axis in result)
+    low = "".join(axis for axis in left if axis not in summed) + "r"
+    return f"{left},{summed}r->{low}", f"{low},{others}r->{result}"
+
+
+def split_perturbation(weight: BaseWeight) -> tuple[BaseWeight, jax.Array | None]:
+    """Return the weight without its perturbation, which no backward needs to keep, and the perturbation."""
+    return (
+        (replace(weight, perturbation=None), weight.perturbation)
+        if isinstance(weight, PlacedWeight)
+        else (weight, None)
+    )
+
+
+def split_perturbations(weights: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
+    """Return the weights without their perturbations, and the perturbations, None for frozen weights."""
+    resting = jax.tree.map(lambda leaf: replace(leaf, perturbation=None), weights, is_leaf=_is_placed)
+    return resting, jax.tree.map(lambda leaf: leaf.perturbation, weights, is_leaf=_is_placed)
+
+
+def with_perturbations(resting: tree.Tree, perturbations: tree.Tree) -> tree.Tree:
+    """Invert `split_perturbations`."""
+    return jax.tree.map(
+        lambda leaf, perturbation: replace(leaf, perturbation=perturbation), resting, perturbations, is_leaf=_is_placed
+    )
+
+
+def _is_placed(leaf: tree.Leaf) -> bool:
+    return isinstance(leaf, PlacedWeight)
+
+
+def shardings_of(weight: BaseWeight) -> WeightShardings:
+    return weight.codes.shardings if isinstance(weight, QUANTISED) else weight.shardings
+
+
+def gather_weight(weight: BaseWeight) -> jax.Array:
+    """Return the weight in compute dtype, gathered over all mesh axes but `tensor`.
+
+    Codes are gathered as codes and dequantised afterwards.
+    """
+    if isinstance(weight, QUANTISED):
+        gathered = jax.tree.map(lambda x: gather_array(x, x.array.dtype), weight, is_leaf=_is_placed)
+        return dequantise(gathered).astype(shardings_of(weight).compute_dtype)
+    return gather_array(weight)
+
+
+def _gather_operand(weight: BaseWeight, summed: tuple[int, ...]) -> Operand:
+    """Return the gathered weight as its products take it. Quantised operands are gathered as codes, 1 byte per value.
+
+    summed: the dimensions that the products sum over.
+    """
+    shardings = shardings_of(weight)
+    if isinstance(weight, QUANTISED) or shardings.matmul == "compute_dtype":
+        return gather_weight(weight)
+    if shardings.matmul == "int4_qat":  # gathered first: a device's shard may not consist of whole groups
+        return quantised.quantise_weight(shardings.matmul, gather_weight(weight), summed)
+    operand = quantised.quantise_weight(shardings.matmul, weight.array, summed)
+    return Quantised(
+        gather_array(replace(weight, array=operand.codes), operand.codes.dtype),
+        gather_array(
+            PlacedWeight(operand.scales, None, _scale_shardings(shardings, operand.scales.shape)), jnp.float32
+        ),
+    )
+
+
+def _scale_shardings(shardings: WeightShardings, shape: tuple[int, ...]) -> WeightShardings:
+    """Return the shardings of scales: divided like the weight along the dimensions where there is more than one."""
+
+    def make_sharding(weight_sharding: NamedSharding) -> NamedSharding:
+        spec = (by if size > 1 else None for by, size in zip(weight_sharding.spec, shape, strict=bool(shape)))
+        return NamedSharding(weight_sharding.mesh, PartitionSpec(*spec))
+
+    return replace(shardings, resting=make_sharding(shardings.resting), gathered=make_sharding(shardings.gathered))
+
+
+# In each operation the weight itself has no cotangent (None): its gradient is that of the perturbation.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _einsum(subscripts, dtype, x, weight, perturbation):
+    return _einsum_forward(subscripts, dtype, x, weight, perturbation)[0]
+
+
+def _einsum_forward(subscripts, dtype, x, weight, perturbation):
+    shardings = shardings_of(weight)
+    left, right, result = _split_subscripts(subscripts)
+    gathered = _gather_operand(weight, _contracted_dims(right, result))
+    operand = quantised.quantise_inputs(shardings.matmul, x, _contracted_dims(left, result), shardings.grouped)
+    split = _find_split_axis(shardings.gathered, right, result)
+    y = quantised.einsum(subscripts, operand, gathered, shardings.compute_dtype, dtype, split)
+    return y, (operand, weight, _keep_gathered(gathered, shardings))
+
+
+def _einsum_backward(subscripts, dtype, residuals, dy):
+    x, weight, gathered = residuals
+    shardings = shardings_of(weight)
+    left, right, result = _split_subscripts(subscripts)
+    gathered = _gather_operand(weight, _contracted_dims(right, result)) if gathered is None else gathered
+    x_dtype = shardings.compute_dtype if isinstance(x, Quantised) else x.dtype
+    dy = quantised.quantise_gradient(shardings.matmul, dy.astype(x_dtype), shardings.grouped)
+    dx = quantised.einsum(f"{result},{right}->{left}", dy, gathered, shardings.compute_dtype, x_dtype)
+    if not shardings.trainable:
+        return dx, None, None
+    x, dy = (quantised.dequantise(operand, shardings.compute_dtype) for operand in (x, dy))
+    dw = _weight_gradient(left, result, right, x, dy, shardings)
+    return dx, None, reduce_gradient(dw, shardings)
+
+
+def _keep_gathered(gathered: Operand, shardings: WeightShardings) -> Operand | None:
+    """Return the gathered weight as a residual, named for jax.checkpoint; None if the backward gathers again."""
+    return (
+        jax.tree.map(lambda array: checkpoint_name(array, GATHERED_NAME), gathered) if shardings.keep_gathered else None
+    )
+
+
+@jax.named_scope(GRADIENT)
+def _weight_gradient(left: str, result: str, right: str, x: jax.Array, dy: jax.Array, shardings: WeightShardings):
+    rows = "".join(axis for axis in left if axis not in right)  # contracted: batch and sequence
+    inputs, outputs = left.removeprefix(rows), result.removeprefix(rows)
+    # A split sequence cannot be merged with the batch, nor head sizes that ZeRO splits with their heads: XLA would sum
+    # whole gradients on every device.
+    whole_rows = shardings.resting.mesh.shape["context"] == 1
+    split = {axis for axis, by in zip(right, shardings.gradient.spec, strict=True) if by}
+    mergeable = whole_rows and split <= {*inputs[:1], *outputs[:1]}
+    if mergeable and right in (inputs + outputs, outputs + inputs):
+        # As a matmul of two matrices: with more dimensions XLA for CPUs transposes a copy of x or dy.
+        shape = [dict(zip(left + result, x.shape + dy.shape, strict=True))[axis] for axis in right]
+        x, dy = (array.reshape(math.prod(array.shape[: len(rows)]), -1) for array in (x, dy))
+        product = "RI,RO->IO" if right == inputs + outputs else "RI,RO->OI"
+        return jnp.einsum(product, x, dy, preferred_element_type=shardings.reduce_dtype).reshape(shape)
+    return jnp.einsum(f"{left},{result}->{right}", x, dy, preferred_element_type=shardings.reduce_dtype)
+
+
+_einsum.defvjp(_einsum_forward, _einsum_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _materialise(dtype, weight, perturbation):
+    return gather_array(weight, dtype)
+
+
+def _materialise_forward(dtype, weight, perturbation):
+    return gather_array(weight, dtype), replace(weight, array=None)
+
+
+def _materialise_backward(dtype, weight, dy):
+    return None, reduce_gradient(dy, weight.shardings) if weight.shardings.trainable else None
+
+
+_materialise.defvjp(_materialise_forward, _materialise_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _grouped_matmul(kernel, placement, transposed, rows, weight, perturbation, sizes):
+    return _grouped_matmul_forward(kernel, placement, transposed, rows, weight, perturbation, sizes)[0]
+
+
+def _grouped_matmul_forward(kernel, placement, transposed, rows, weight, perturbation, sizes):
+    shardings = shardings_of(weight)
+    gathered = _gather_operand(weight, (2,) if transposed else (1,))
+    operand = _quantise_rows(placement, transposed, rows, shardings)
+    kept = _keep_gathered(gathered, shardings)
+    y = _multiply_rows(kernel, placement, transposed, operand, gathered, shardings, sizes, rows.dtype)
+    return y, (operand, weight, kept, sizes)
+
+
+def _quantise_rows(placement, transposed, rows, shardings):
+    """Quantise rows with one scale per whole row, also where `tensor` divides the row."""
+    parts = placement.size("tensor") if shardings.gathered.spec[2 if transposed else 1] else 1
+    whole = rows.reshape(-1, parts, *rows.shape[1:])  # [N / parts, parts, R, D]
+    operand = quantised.quantise_inputs(shardings.matmul, whole, (1, 3), shardings.grouped)
+    if not isinstance(operand, Quantised):
+        return rows
+    scales = operand.scales
+    if scales.ndim:
+        scales = jnp.broadcast_to(scales, (*whole.shape[:3], 1)).reshape(*rows.shape[:2], 1)
+    return Quantised(operand.codes.reshape(rows.shape), scales)
+
+
+def _multiply_rows(kernel, placement, transposed, rows, gathered, shardings, sizes, dtype):
+    """Multiply in the compute dtype, with quantised operands dequantised first."""
+    rows, matrices = (quantised.dequantise(operand, shardings.compute_dtype) for operand in (rows, gathered))
+
+    def on_device(rows, matrices, sizes):
+        return kernel.forward(rows[0], matrices, sizes[0], dtype, transposed=transposed)[None]
+
+    local = PartitionSpec(placement.device_axes)
+    return placement.shard_map(on_device, (local, shardings.gathered.spec, local), local)(rows, matrices, sizes)
+
+
+def _grouped_matmul_backward(kernel, placement, transposed, residuals, dy):
+    rows, weight, gathered, sizes = residuals
+    shardings = shardings_of(weight)
+    gathered = _gather_operand(weight, (2,) if transposed else (1,)) if gathered is None else gathered
+    dtype = shardings.compute_dtype if isinstance(rows, Quantised) else rows.dtype
+    dy = quantised.quantise_gradient(shardings.matmul, dy.astype(dtype), shardings.grouped)
+    d_rows = _multiply_rows(kernel, placement, not transposed, dy, gathered, shardings, sizes, dtype)
+    if not shardings.trainable:
+        return d_rows, None, None, None
+    rows, dy = (quantised.dequantise(operand, shardings.compute_dtype) for operand in (rows, dy))
+
+    def on_device(rows, dy, sizes):
+        x, y = (dy, rows) if transposed else (rows, dy)
+        return kernel.weight_gradient(x[0], y[0], sizes[0], shardings.reduce_dtype)[None]
+
+    # Each device's partial sum leaves the manual region: outside, XLA reduces it to the gradient's sharding.
+    spec, local = shardings.gathered.spec, PartitionSpec(placement.device_axes)
+    weight_axes = jax.tree.leaves(tuple(spec))
+    others = tuple(axis for axis in placement.device_axes if axis not in weight_axes)
+    with jax.named_scope(GRADIENT):
+        parts = placement.shard_map(on_device, (local, local, local), PartitionSpec(others, *spec))(rows, dy, sizes)
+        # Not jnp.sum: it would widen 16-bit values to float32, and so the bytes between devices.
+        gradient = jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, (0,))
+    return d_rows, None, reduce_gradient(gradient, shardings), None
+
+
+_grouped_matmul.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)

@@ -1,0 +1,83 @@
+"""A model as the executors, the state, the update, the checkpoints and the planner see it.
+
+A model is written for one device: it knows neither the mesh nor the loop that runs it. Decoder (decoder.py) is one.
+Letters: B batch, S sequence, D width, V vocabulary (padded).
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxopt_llm.config import Kind
+from jaxopt_llm.model.auxiliary import Auxiliary
+from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.context import Context
+from jaxopt_llm.parallel.placement import Placement
+
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Period of block kinds, repeated. Its leaves are stacked [repeats, ...].
+
+    per_layer: constants that are scanned with the weights, each [repeats, period, ...]; `index` is the layer's index in
+        the model.
+    experts: for each block of the period, whether it is an MoE layer.
+    """
+
+    kinds: tuple[Kind, ...]
+    repeats: int
+    per_layer: dict[str, np.ndarray]
+    experts: tuple[bool, ...]
+
+
+class Model(Protocol):
+    """Methods that compute parts of the forward pass; an executor decides how they are combined.
+
+    specs: {"outer": parameters outside the segments, "segment_0": stacked parameters by block, ...}, a ParamSpec each.
+    layout: the segments, in order.
+    """
+
+    @property
+    def specs(self) -> Params: ...
+
+    @property
+    def layout(self) -> tuple[Segment, ...]: ...
+
+    def with_specs(self, specs: Params) -> "Model":
+        """Return the same model over other parameters: adapted, quantised or stacked by pipeline stage."""
+
+    def make_context(self, batch: Batch, placement: Placement) -> Context:
+        """Return the context of the tokens of one microbatch, which every block reads; its fields are [B, S]."""
+
+    def embed(self, outer: Params, tokens: jax.Array, context: Context) -> jax.Array:
+        """Return the residual stream [B, S, D] of tokens, int32 [B, S]."""
+
+    def block(
+        self, kind: Kind, params: Params, x: jax.Array, context: Context, layer: dict[str, jax.Array], cache: Any
+    ) -> tuple[jax.Array, Any, Auxiliary]:
+        """Run one block on x [B, S, D]. Return its output, its cache (None without one) and its auxiliary sums.
+
+        layer: the segment's `per_layer` constants of this layer.
+        """
+
+    def logits(self, outer: Params, x: jax.Array, context: Context) -> jax.Array:
+        """Return the logits, float32 [B, S, V], of the last block's output x [B, S, D]."""
+
+    def loss(
+        self, outer: Params, x: jax.Array, batch: Batch, context: Context, loss_weight: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return (objective, loss), float32 sums over the tokens that count.
+
+        The loss is the cross-entropy, which is only reported. The objective is differentiated: it includes the z-loss
+        and is multiplied by loss_weight, float32 scalar.
+        """
+
+    def make_cache(self, kind: Kind, repeats: int, batch: int, length: int, dtype: Any, placement: Placement) -> Any:
+        """Return the empty caches of `repeats` layers of a kind, stacked, for `batch` sequences of `length` tokens."""
+
+    def zero_auxiliary(self) -> Auxiliary:
+        """Return the auxiliary sums of a block that adds nothing to them."""

@@ -1,0 +1,216 @@
+"""Grouped-query self-attention with its projections and its KV cache.
+
+Letters: B batch, S sequence, T cache length, L layers, D width, H heads, G key-value heads, K head size.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import PartitionSpec
+
+from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.kernels import attention_xla
+from jaxopt_llm.kernels.all_to_all import AllToAll
+from jaxopt_llm.kernels.attention import IMPLEMENTATIONS, Implementation, attend
+from jaxopt_llm.kernels.attention_mask import KeyRanges
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
+from jaxopt_llm.kernels.padded import Padded, common_size
+from jaxopt_llm.kernels.ring import Ring
+from jaxopt_llm.model.context import Context
+from jaxopt_llm.model.intermediates import tag
+from jaxopt_llm.model.layers import Function, Rotary, project, recomputed, with_biases
+from jaxopt_llm.model.linear.weights import Weight
+from jaxopt_llm.model.param import ParamSpec, normal
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.sequence import all_gather_sequence, count_head_shards, reduce_scatter_sequence
+
+CONTEXT_EXCHANGES: dict[str, Callable[[Implementation, str], Implementation]] = {"ring": Ring, "all_to_all": AllToAll}
+BIASED_PROJECTIONS = {"none": (), "qkv": ("query", "key", "value"), "all": ("query", "key", "value", "output")}
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Settings of an attention sublayer.
+
+    rotary: rotary position embedding; None: no positions. window, scale, softcap: see AttentionParameters.
+    implementation: name in kernels/attention.py.
+    """
+
+    rotary: Rotary | None
+    window: int | None
+    scale: float
+    softcap: float | None
+    implementation: str
+
+
+@struct.dataclass
+class Cache:
+    """Keys and values of the tokens so far in the layers of a segment, [L, B, G, T, K], one slot per token.
+
+    The order of dimensions is the one in which attention reads. In another order XLA would transpose the whole cache,
+    twice for every token.
+    """
+
+    key: jax.Array
+    value: jax.Array
+
+
+def attention_specs(config: ModelConfig, residual_scale: float) -> dict[str, ParamSpec]:
+    width, heads, kv_heads, head_dim = config.width, config.heads, config.kv_heads, config.head_dim
+    kv = ParamSpec((width, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), (0,), normal())
+    specs = {
+        "query": ParamSpec((width, heads, head_dim), ("embed", "heads", "head_dim"), (0,), normal()),
+        "key": kv,
+        "value": kv,
+        "output": ParamSpec(
+            (heads, head_dim, width), ("heads", "head_dim", "embed"), (0, 1), normal(residual_scale)
+        ),
+    }  # fmt: skip
+    return with_biases(specs, *BIASED_PROJECTIONS[config.biases])
+
+
+def self_attention(
+    params: dict[str, Weight],
+    x: jax.Array,
+    context: Context,
+    *,
+    norm: Function,
+    query_norm: Function,
+    key_norm: Function,
+    options: AttentionOptions,
+    cache: Cache | None,
+) -> tuple[jax.Array, Cache | None]:
+    """Attend to norm(x). x: [B, S, D] -> [B, S, D].
+
+    Returns:
+        The output, and the cache with the keys and values of this call written at `context.cache_index`.
+    """
+    by_head = functools.partial(constrain_heads, context.placement)
+
+    @recomputed
+    def project_in(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        x = tag(all_gather_sequence(norm(x), context.placement), "attention_input")
+        return (
+            by_head(project("BSD,DHK->BSHK", x, params, "query"), "heads"),
+            by_head(project("BSD,DGK->BSGK", x, params, "key"), "kv_heads"),
+            by_head(project("BSD,DGK->BSGK", x, params, "value"), "kv_heads"),
+        )
+
+    q, k, v = project_in(x)
+    q, k, v = tag(q, "query"), tag(k, "key"), tag(v, "value")
+    q, k = query_norm(q), key_norm(k)
+    if options.rotary is not None:
+        q, k = options.rotary(q, context.positions), options.rotary(k, context.positions)
+    if cache is not None:
+        cache = Cache(write_cache(cache.key, k, context), write_cache(cache.value, v, context))
+        k, v = read_cache(cache.key, context), read_cache(cache.value, context)
+    copies = math.lcm(k.shape[2], count_head_shards(context.placement)) // k.shape[2]
+    if copies > 1:
+        # More devices than key-value heads: a device holds whole heads, so several devices share one. Also constrained
+        # before the copies, so that their gradients are summed in 16 bits and not in the dtype of earlier operations.
+        k, v = (by_head(x, "kv_heads") for x in (k, v))
+        k, v = (by_head(jnp.repeat(x, copies, axis=2), "kv_heads") for x in (k, v))
+    attend_to = attend_to_sequence if cache is None else attend_to_cache
+    out = attend_to(q, k, v, context, options)
+    out = reduce_scatter_sequence(project("BSHK,HKD->BSD", by_head(out, "heads"), params, "output"), context.placement)
+    return tag(out, "attention_output"), cache
+
+
+def constrain_heads(placement: Placement, x: jax.Array, heads: str) -> jax.Array:
+    """Split [B, S, H, K] over devices by head. heads: logical axis of the heads."""
+    return placement.constrain(x, "batch", "sequence", heads, "head_dim")
+
+
+def attend_to_sequence(
+    q: jax.Array, k: jax.Array, v: jax.Array, context: Context, options: AttentionOptions
+) -> jax.Array:
+    # No token sees a key after its own row. These bounds are the part of the window that is known at compile time.
+    window = options.window
+    parameters = AttentionParameters(
+        options.scale,
+        options.softcap,
+        keys_before=None if window is None else window - 1,
+        keys_after=0,
+        window=window,
+    )
+    kernel = _select_implementation(options.implementation, context.placement, q.shape[-1], v.shape[-1])
+    return attend(kernel, parameters, q, k, v, context.key_ranges.limit_to_window(window))
+
+
+def attend_to_cache(q: jax.Array, k: jax.Array, v: jax.Array, context: Context, options: AttentionOptions) -> jax.Array:
+    # Few queries read a cache: attention is bound by memory, and XLA partitions its own operations over any mesh.
+    parameters = AttentionParameters(options.scale, options.softcap)
+    return attend(attention_xla, parameters, q, k, v, context.key_ranges.limit_to_window(options.window))
+
+
+def kernel_head_dim(config: ModelConfig) -> int:
+    """Return the head size with which a kernel of one head size is called."""
+    return common_size(config.head_dim, config.value_dim)
+
+
+def _select_implementation(name: str, placement: Placement, head_dim: int, value_dim: int) -> Implementation:
+    kernel = IMPLEMENTATIONS[name]
+    if name != "xla" and head_dim != value_dim:
+        kernel = Padded(kernel, common_size(head_dim, value_dim))
+    if placement.size("context") > 1:
+        return _PerDevice(CONTEXT_EXCHANGES[placement.sharding.context_exchange](kernel, "context"), placement)
+    return kernel if name == "xla" else _PerDevice(kernel, placement)
+
+
+@dataclass(frozen=True)
+class _PerDevice:
+    """Kernel in a region that is manual over the mesh: each device calls it with its own rows and heads.
+
+    XLA cannot partition a kernel, and would gather its operands instead.
+    """
+
+    kernel: Implementation
+    placement: Placement
+
+    def forward(
+        self, parameters: AttentionParameters, q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: KeyRanges
+    ) -> tuple[jax.Array, jax.Array]:
+        heads, kv_heads, rows, sums = self._specs()
+        run = self.placement.shard_map(
+            functools.partial(self.kernel.forward, parameters), (heads, kv_heads, kv_heads, rows), (heads, sums)
+        )
+        return run(q, k, v, key_ranges)
+
+    def backward(
+        self, parameters: AttentionParameters, residuals: AttentionResiduals, gradient: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        heads, kv_heads, rows, sums = self._specs()
+        residual_specs: tuple[Any, ...] = heads, kv_heads, kv_heads, rows, sums, sums
+        run = self.placement.shard_map(
+            functools.partial(self.kernel.backward, parameters),
+            (AttentionResiduals(*residual_specs), heads),
+            (heads, kv_heads, kv_heads),
+        )
+        return run(residuals, gradient)
+
+    def _specs(self) -> tuple[PartitionSpec, ...]:
+        """Return the specs of q, of k and v, of the key ranges, and of arrays with one value per query and head."""
+        spec = self.placement.activation
+        return (
+            spec("batch", "sequence", "heads", None).spec,
+            spec("batch", "sequence", "kv_heads", None).spec,
+            spec("batch", "sequence").spec,
+            spec("batch", "heads", "sequence").spec,
+        )
+
+
+def write_cache(cache: jax.Array, new: jax.Array, context: Context) -> jax.Array:
+    """Write [B, S, G, K] into the layer's slots of [L, B, G, T, K], from `context.cache_index` on."""
+    by_head = jnp.swapaxes(new, 1, 2)[None].astype(cache.dtype)
+    return jax.lax.dynamic_update_slice(cache, by_head, (context.cache_layer, 0, 0, context.cache_index, 0))
+
+
+def read_cache(cache: jax.Array, context: Context) -> jax.Array:
+    """Return the layer's part of a cache, [B, T, G, K]."""
+    return jnp.swapaxes(jax.lax.dynamic_index_in_dim(cache, context.cache_layer, keepdims=False), 1, 2)

@@ -1,0 +1,165 @@
+"""Placement: the mesh, and the rules by which arrays are divided over it.
+
+Layers name only logical axes. One table (axes.py) maps them to mesh axes for parameters, another one for activations.
+Functions of a placement add ZeRO (zero.py), sequence and context parallelism (sequence.py) and pipeline stages
+(stages.py). The placement is an explicit argument, never ambient, because a jitted function must not remember a stale
+one.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxopt_llm.config import AXES, OffloadConfig, PrecisionConfig, ShardingConfig
+from jaxopt_llm.config.precision import Exactness
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.parallel.axes import (
+    ACTIVATION_AXES,
+    PARAMETER_AXES,
+    REPLICATED_WHEN_SMALLER,
+    SEQUENCE_PARALLEL_AXES,
+    SPLIT_OVER_STAGES,
+)
+from jaxopt_llm.parallel.offload import NO_OFFLOAD
+
+Dims = tuple[tuple[str, ...], ...]  # the mesh axes of each dimension
+
+
+class Spec(Exactness, Protocol):
+    """The attributes of a parameter (model/param.py's ParamSpec) that the placement reads."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def axes(self) -> tuple[str | None, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def leading(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The mesh, the settings of what is divided over it, the dtypes, and what rests in host memory.
+
+    grouped: the batch axes that a surrounding `vmap` over gradient groups stands for (zero.py).
+    """
+
+    mesh: Mesh | AbstractMesh
+    sharding: ShardingConfig
+    precision: PrecisionConfig
+    offload: OffloadConfig = NO_OFFLOAD
+    grouped: tuple[str, ...] = ()
+
+    def for_evaluation(self) -> "Placement":
+        return replace(self, precision=self.precision.for_evaluation())
+
+    def size(self, *axes: str) -> int:
+        """Return the number of devices along these mesh axes together."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    # --- regions that are manual over mesh axes (`jax.shard_map`)
+
+    @property
+    def inside_stage(self) -> bool:
+        """True within the region that is manual over `pipeline`: arrays there are those of one stage."""
+        return "pipeline" not in self._automatic_axes
+
+    @property
+    def device_axes(self) -> tuple[str, ...]:
+        """The mesh axes that divide a dimension with one entry for each device."""
+        return tuple(axis for axis in AXES if axis in self._automatic_axes and axis not in self.grouped)
+
+    def shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """Return `function` mapped over devices: it gets the device's shards and writes its collectives out.
+
+        It is manual over all axes of the mesh. If it were manual over only some of them, XLA would gather what the
+        others divide.
+        """
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=self._automatic_axes,
+            check_vma=False,
+        )
+
+    @property
+    def _automatic_axes(self) -> set[str]:
+        kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        return {axis for axis, kind in kinds if kind is not AxisType.Manual}
+
+    # --- activations
+
+    def activation(self, *axes: str | None) -> NamedSharding:
+        """Return the sharding of an activation, given one logical axis for each of its dimensions."""
+        unused = {axis for axis in AXES if self.size(axis) == 1 or axis in self.grouped}
+        table = ACTIVATION_AXES | SEQUENCE_PARALLEL_AXES if self.sharding.sequence_parallel else ACTIVATION_AXES
+        dims = (table[axis] if axis else () for axis in axes)
+        return self.named_sharding(tuple(tuple(axis for axis in dim if axis not in unused) for dim in dims))
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Pin the sharding of an activation, given one logical axis for each of its dimensions."""
+        split = (
+            None if axis and self.replicates(axis, size) else axis for axis, size in zip(axes, x.shape, strict=True)
+        )
+        return jax.lax.with_sharding_constraint(x, self.activation(*split))
+
+    def replicate(self, x: jax.Array) -> jax.Array:
+        """Pin an array that every device of a gradient group holds whole."""
+        return jax.lax.with_sharding_constraint(x, self.replicated)
+
+    # --- parameters
+
+    def parameter(self, spec: Spec, *overlays: tuple[str, ...]) -> NamedSharding:
+        """Return the sharding of a parameter; see `dims`."""
+        return self.named_sharding(self.dims(spec, *overlays))
+
+    def dims(self, spec: Spec, *overlays: tuple[str, ...]) -> Dims:
+        """Return the mesh axes of each dimension: the parameters' table with the overlays on top of it, in order.
+
+        An overlay is a group of mesh axes. It goes to the first dimension (of one layer) that still divides by the
+        group after the axes that it already has. The first one, because XLA transposes a whole stack around the loop
+        if its minor dimension is split, and because a gather along the leading dimension is a plain concatenation.
+        """
+        dims: list[tuple[str, ...]] = []
+        for axis, size in zip(spec.axes, spec.shape, strict=True):
+            table = tuple(a for a in PARAMETER_AXES[axis] if self.size(a) > 1) if axis else ()
+            if self.inside_stage or (axis in SPLIT_OVER_STAGES and size % self.size(*table)):
+                table = tuple(a for a in table if a != "pipeline")
+            dims.append(() if axis and self.replicates(axis, size) else table)
+        for overlay in overlays:
+            used = {axis for dim in dims for axis in dim}
+            storage = tuple(axis for axis in overlay if axis not in used and self.size(axis) > 1)
+            for i in range(spec.leading, len(dims)):
+                if storage and spec.shape[i] % self.size(*dims[i], *storage) == 0:
+                    dims[i] += storage
+                    break
+        return tuple(dims)
+
+    def replicates(self, axis: str, size: int) -> bool:
+        """Return whether a logical axis of this size is replicated although the table splits it."""
+        return axis in REPLICATED_WHEN_SMALLER and size < self.size(*PARAMETER_AXES[axis])
+
+    def named_sharding(self, dims: Dims) -> NamedSharding:
+        """Return the sharding with these mesh axes of each dimension.
+
+        Raises InputError if two dimensions are on the same mesh axis.
+        """
+        used = [axis for dim in dims for axis in dim]
+        if len(used) != len(set(used)):
+            raise InputError(
+                f"sharding: two dimensions of one array are on the same mesh axis: {dims}; give each mesh axis to one "
+                "dimension in parallel/axes.py"
+            )
+        entries = [dim if len(dim) > 1 else dim[0] if dim else None for dim in dims]
+        return NamedSharding(self.mesh, PartitionSpec(*entries))

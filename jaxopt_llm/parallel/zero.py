@@ -1,0 +1,137 @@
+"""ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): where parameters, gradients and optimizer state rest.
+
+It is four shardings on top of the parameters' table (Placement.dims). The storage axes (`fsdp`, `context` and `expert`
+together) divide master weights and moments from stage 1 on, gradients from stage 2 on, and compute parameters in
+stage 3.
+
+A function `..._sharding` takes a ParamSpec and returns a NamedSharding, or takes a pytree of ParamSpecs and returns a
+pytree of NamedShardings.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxopt_llm.core import tree
+from jaxopt_llm.parallel.axes import STORAGE_AXES
+from jaxopt_llm.parallel.offload import HOST
+from jaxopt_llm.parallel.placement import Placement, Spec
+
+GROUP_AXIS = "gradient_groups"  # axis name of the `vmap` over gradient groups, for collectives over all groups
+
+
+def has_compute_copy(placement: Placement) -> bool:
+    """Return whether compute parameters rest next to the masters. In stages 0 and 3 each block casts the masters."""
+    return placement.sharding.zero_stage in (1, 2)
+
+
+def divides_masters(placement: Placement) -> bool:
+    return placement.sharding.zero_stage >= 1
+
+
+def gradient_groups(placement: Placement) -> tuple[str, ...]:
+    """Return the batch axes along which each device forms whole gradients, summed only once, after the microbatches.
+
+    The devices along these axes are the gradient groups. `expert` is never one of them: the devices of a group exchange
+    tokens over it.
+    """
+    axes = ("data", "fsdp") if placement.sharding.zero_stage < 2 else ("data",)
+    return tuple(axis for axis in axes if placement.size(axis) > 1)
+
+
+def inside_gradient_group(placement: Placement) -> Placement:
+    """Return the placement inside a `vmap` over the gradient groups, where no activation is split over them."""
+    return replace(placement, grouped=gradient_groups(placement))
+
+
+# --- the shardings
+
+
+def master_sharding(specs: Any, placement: Placement) -> Any:
+    """Return the sharding of master parameters and of their moments."""
+    return jax.tree.map(lambda spec: placement.parameter(spec, storage_axes(1, placement)), specs)
+
+
+def gradient_sharding(specs: Any, placement: Placement) -> Any:
+    """Return the sharding of gradients within one gradient group."""
+    return jax.tree.map(lambda spec: placement.parameter(spec, storage_axes(2, placement)), specs)
+
+
+def parameter_sharding(specs: Any, placement: Placement) -> Any:
+    """Return the sharding of the parameters that the model reads: the compute copy, or the masters without one."""
+    return jax.tree.map(lambda spec: placement.parameter(spec, storage_axes(3, placement)), specs)
+
+
+def gathered_sharding(specs: Any, placement: Placement) -> Any:
+    """Return the sharding of parameters while they are used and of gradients before they are reduced.
+
+    Only `tensor` divides them.
+    """
+    return jax.tree.map(placement.parameter, specs)
+
+
+def resting_parameter_sharding(specs: Any, placement: Placement) -> Any:
+    """Return `parameter_sharding` in the memory where they rest; parameters outside the segments stay on the device."""
+    on_host = placement.offload.parameters
+    return jax.tree.map(
+        lambda spec: _in_memory(parameter_sharding(spec, placement), on_host and spec.leading > 0), specs
+    )
+
+
+def optimizer_state_sharding(specs: Any, placement: Placement) -> Any:
+    """Return the sharding of arrays that only the update reads: moments, and masters if there is a compute copy.
+
+    Counts stay on the device.
+    """
+
+    def sharding(spec: Spec) -> NamedSharding:
+        on_host = placement.offload.optimizer and len(spec.shape) > spec.leading
+        return _in_memory(master_sharding(spec, placement), on_host)
+
+    return jax.tree.map(sharding, specs)
+
+
+def checkpoint_sharding(specs: Any, placement: Placement) -> Any:
+    """Return the sharding of the arrays of a checkpoint, when they are saved and when they are restored.
+
+    A segment is whole in a checkpoint, not split over stages. `pipeline` therefore divides as fsdp does, so that no
+    device holds more than at rest.
+    """
+    return jax.tree.map(lambda spec: placement.parameter(spec, storage_axes(1, placement), ("pipeline",)), specs)
+
+
+def abstract_checkpoint(specs: tree.Tree, placement: Placement) -> tree.Tree:
+    """Return the arrays of a checkpoint as ShapeDtypeStructs with shardings, to restore into.
+
+    They are on the host if a part of them rests there, because the devices may be too small for them.
+    """
+    on_host = placement.offload.optimizer or placement.offload.parameters
+
+    def abstract(spec: Spec) -> jax.ShapeDtypeStruct:
+        sharding = _in_memory(checkpoint_sharding(spec, placement), on_host)
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
+
+    return jax.tree.map(abstract, specs)
+
+
+def find_undivided(specs: tree.Tree, placement: Placement) -> list[str]:
+    """Return the paths of the parameters that ZeRO leaves whole because none of their dimensions divides."""
+    storage = {axis for axis in STORAGE_AXES if placement.size(axis) > 1}
+
+    def whole(path: str, spec: Spec) -> str | None:
+        table = placement.dims(spec)
+        used = {axis for dim in table for axis in dim}
+        return path if storage - used and placement.dims(spec, STORAGE_AXES) == table else None
+
+    return jax.tree.leaves(tree.map_with_path(whole, specs)) if divides_masters(placement) else []
+
+
+def storage_axes(stage: int, placement: Placement) -> tuple[str, ...]:
+    """Return the axes that divide an array that ZeRO divides from this stage on."""
+    return STORAGE_AXES if placement.sharding.zero_stage >= stage else ()
+
+
+def _in_memory(sharding: NamedSharding, on_host: bool) -> NamedSharding:
+    return sharding.with_memory_kind(HOST) if on_host else sharding

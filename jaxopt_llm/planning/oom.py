@@ -1,0 +1,163 @@
+"""Explanation of out-of-memory errors.
+
+It tells what ran out and by how much, what the program holds, and which settings would save most.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.errors import JaxRuntimeError
+
+from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.compiler import hlo
+from jaxopt_llm.compiler.buffers import compile_and_list_temporaries
+from jaxopt_llm.config import Config
+from jaxopt_llm.core.errors import InputError, OutOfMemory
+from jaxopt_llm.kernels.attention import get_compute_capability
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.planning.activations import Activations
+from jaxopt_llm.planning.advice import advise, format_advice
+from jaxopt_llm.planning.memory import GIB, KnownShapes, find_largest, format_kinds, format_largest, sum_by_kind
+from jaxopt_llm.planning.search.attention_cost import resolve_attention
+from jaxopt_llm.planning.search.passes import Passes
+from jaxopt_llm.training.program import Program
+
+EXHAUSTED = "RESOURCE_EXHAUSTED"  # prefix of XLA's error
+DEFAULT_LACKING = GIB  # bytes that are assumed to be lacking if XLA's error does not say how many
+# Two forms of XLA's error: for a single buffer, and for all buffers of a program.
+_REQUESTED = re.compile(r"to allocate (?:request for )?([\d.]+) ?(bytes|[KMGT]iB)")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+# Programs by their names in a sentence, for example "the step".
+Programs = Mapping[str, tuple[jax.stages.Lowered, jax.stages.Compiled]]
+
+
+@dataclass(frozen=True)
+class OomExplainer:
+    """Explanation of a run's out-of-memory errors."""
+
+    config: Config
+    program: Program
+    placement: Placement
+    checkpoints: Checkpoints
+
+    def check_fits(self, programs: Programs) -> None:
+        """Check before anything is allocated that every program fits.
+
+        Simulated devices share the host's memory, and the system would hand it out until it kills the process. A GPU
+        would fail in the middle of the first step.
+
+        Raises:
+            OutOfMemory: a program needs more device memory than there is.
+            InputError: a program needs more host memory than there is, because of offloading.
+        """
+        needs = {name: hlo.read_memory(compiled) for name, (_, compiled) in programs.items()}
+        name = max(needs, key=lambda name: needs[name].peak)
+        peak, on_host = needs[name].peak, max(memory.host for memory in needs.values())
+        devices, host_memory = jax.local_device_count(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if jax.default_backend() == "cpu":
+            needed, limit = (on_host + peak) * devices, host_memory
+            where = "on the simulated devices together, but this host has only"
+            lacking = -(-(needed - limit) // devices)
+        elif on_host * devices > host_memory:
+            raise InputError(
+                f"{name} needs {on_host * devices / GIB:,.1f} GiB of host memory for --offload.* and --remat.offload, "
+                f"but this host has only {host_memory / GIB:,.1f} GiB; offload less"
+            )
+        else:
+            needed, limit = peak, _memory_stats().get("bytes_limit", peak)
+            where = "per device, but XLA may use only"
+            lacking = needed - limit
+        if lacking > 0:
+            message = f"{name} needs {needed / GIB:,.1f} GiB {where} {limit / GIB:,.1f} GiB"
+            message += f": {(needed - limit) / GIB:,.1f} GiB too much"
+            raise self._make_error(message, lacking, programs[name][0])
+
+    @contextlib.contextmanager
+    def explain_oom(self, describe_action: Callable[[], str], step: jax.stages.Lowered) -> Iterator[None]:
+        """Replace XLA's out-of-memory error by OutOfMemory with an explanation.
+
+        Args:
+            describe_action: returns what was being done, for example "compiling"; called only after a failure.
+            step: lowered training step.
+        """
+        try:
+            yield
+        except JaxRuntimeError as error:
+            if EXHAUSTED not in str(error):
+                raise
+            text = str(error)
+            lacking = _parse_requested(text) or DEFAULT_LACKING
+            raise self._make_error(_describe_error(text, describe_action()), lacking, step) from error
+
+    def _make_error(self, message: str, lacking: int, lowered: jax.stages.Lowered) -> OutOfMemory:
+        newest = self.checkpoints.latest_saved_step()
+        if newest is not None:
+            message += f"; the run can resume from checkpoint {newest} in {self.checkpoints.directory}"
+        simulated = jax.default_backend() == "cpu"
+        resolved = resolve_attention(self.config, get_compute_capability(jax.devices()[0]))
+        advice = advise(resolved, lacking, newest is not None, simulated)
+        return OutOfMemory(message, (*self._list_memory(lowered), *format_advice(advice)))
+
+    def _list_memory(self, lowered: jax.stages.Lowered) -> list[str]:
+        """Return the lines of the tables of memory by kind and of the largest arrays."""
+        try:
+            compiled, temporaries = compile_and_list_temporaries(lowered, _compile_without_autotuning)
+        except (JaxRuntimeError, ValueError) as error:  # no room on the GPU for the program, or XLA dumped nothing
+            return [f"the arrays in memory cannot be listed: {' '.join(str(error).split())[:200]}"]
+        activations = Activations(self.config.model, self.config.training, self.placement)
+        waiting_inputs = Passes.from_config(self.config).waiting_inputs
+        known = KnownShapes.from_program(self.program, activations, self.config.remat, waiting_inputs)
+        memory = sum_by_kind(self.program, known, hlo.read_memory(compiled), temporaries)
+        return [*format_kinds(memory), *format_largest(find_largest(self.program, known, temporaries))]
+
+
+@contextlib.contextmanager
+def explain_oom(action: str, remedy: str) -> Iterator[None]:
+    """Replace XLA's out-of-memory error by a one-line OutOfMemory with a remedy.
+
+    For commands that only use weights; `train` uses OomExplainer.
+
+    Args:
+        action: what is being done, for example "evaluating".
+        remedy: what to change.
+    """
+    try:
+        yield
+    except JaxRuntimeError as error:
+        if EXHAUSTED not in str(error):
+            raise
+        raise OutOfMemory(f"{_describe_error(str(error), action)}: {remedy}", ()) from error
+
+
+def _describe_error(error: str, action: str) -> str:
+    """Return XLA's error as a sentence."""
+    requested, statistics = _parse_requested(error), _memory_stats()
+    message = f"out of memory {action}: XLA could not allocate "
+    message += f"{requested / GIB:,.2f} GiB more" if requested else "more memory"
+    if statistics:
+        used, limit = (statistics[name] / GIB for name in ("bytes_in_use", "bytes_limit"))
+        message += f", with {used:,.1f} of {limit:,.1f} GiB in use"
+    return message
+
+
+def _compile_without_autotuning(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.stages.Compiled:
+    """Compile without autotuning, which would run kernels on a GPU that is full and takes most of the time."""
+    all_options: dict[str, Any] = {**options, "xla_gpu_autotune_level": 0}
+    return lowered.compile(compiler_options=all_options)
+
+
+def _memory_stats() -> Mapping[str, int]:
+    """Return statistics of the first device's memory; empty if the device has no memory of its own."""
+    return jax.local_devices()[0].memory_stats() or {}
+
+
+def _parse_requested(message: str) -> int | None:
+    """Return the bytes of the allocation that failed, or None if XLA's error does not say."""
+    found = _REQUESTED.search(message)
+    return int(float(found[1]) * _UNITS[found[2]]) if found else None

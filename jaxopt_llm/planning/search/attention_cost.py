@@ -1,0 +1,105 @@
+"""Attention in the arithmetic of memory and time, for one layer on one device.
+
+The cost depends on the implementation, and on what devices exchange if they divide a sequence.
+"""
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from jaxopt_llm.config import Config, Kind, ModelConfig
+from jaxopt_llm.kernels.attention import KERNELS, find_unsupported
+from jaxopt_llm.kernels.attention_auto import choose_fastest
+from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS, CAUSAL_ROWS, QUERY_BLOCK
+from jaxopt_llm.model import flops
+from jaxopt_llm.model.self_attention import kernel_head_dim
+
+AUTO = "auto"
+RING: Final = "ring"
+ALL_TO_ALL: Final = "all_to_all"
+
+
+def resolve_attention(config: Config, capability: tuple[int, int] | None) -> Config:
+    """Replace `training.attention=auto` by the implementation that `make_program` would use.
+
+    Args:
+        capability: compute capability of the GPU, or None without a GPU.
+    """
+    training, mesh = config.training, config.mesh
+    if training.attention != AUTO:
+        return config
+    keys = training.sequence_length // (mesh.context if config.sharding.context_exchange == RING else 1)
+    name = _find_fastest(kernel_head_dim(config.model), config.precision.compute_dtype, keys, capability)
+    return replace(config, training=replace(training, attention=name))
+
+
+@functools.cache
+def _find_fastest(head_dim: int, dtype: str, keys: int, capability: tuple[int, int] | None) -> Any:
+    return choose_fastest(head_dim, dtype, keys, capability, find_unsupported(head_dim, dtype, capability)).name
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """Sizes of attention in one layer on one device.
+
+    flash: whether scores stay on the chip. `auto` counts as no flash attention until `resolve_attention` replaces it.
+    sequence_shards: devices that divide a sequence.
+    exchange: what these devices exchange, a value of `sharding.context_exchange`; "" for a single device.
+    heads, kv_heads: heads of a device, before heads are exchanged.
+    """
+
+    model: ModelConfig
+    flash: bool
+    sequence: int
+    sequence_shards: int
+    exchange: str
+    heads: float
+    kv_heads: float
+
+    @classmethod
+    def from_config(cls, config: Config) -> "AttentionCost":
+        model, mesh = config.model, config.mesh
+        exchange = config.sharding.context_exchange if mesh.context > 1 else ""
+        shards = mesh.tensor * (mesh.context if exchange == ALL_TO_ALL else 1)
+        return cls(
+            model=model,
+            flash=config.training.attention in KERNELS,
+            sequence=config.training.sequence_length,
+            sequence_shards=mesh.context,
+            exchange=exchange,
+            heads=model.heads / mesh.tensor,
+            kv_heads=math.lcm(model.kv_heads, shards) / mesh.tensor,  # repeated for devices that share a head
+        )
+
+    def count_scored_keys(self, kind: Kind) -> float:
+        """Return the mean number of keys for which a query's scores are computed.
+
+        A kernel computes only the scores of keys that the query sees. `xla` also computes masked scores: those of all
+        keys in a ring, otherwise those of the query's part or block (kernels/attention_xla.py).
+        """
+        model, sequence = self.model, self.sequence
+        if self.flash:
+            window = model.window if kind == "sliding" else sequence
+            return flops.mean_visible_keys(sequence, min(window, sequence), causal=True)
+        if self.exchange == RING:
+            return float(sequence)
+        if kind == "sliding":
+            return float(min(QUERY_BLOCK + model.window - 1, sequence))
+        parts = min(CAUSAL_PARTS, -(-sequence // CAUSAL_ROWS))
+        return sequence * (parts + 1) / (2 * parts)
+
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Sizes of a head's keys and values as the implementation reads them; kernels read padded heads."""
+        padded = kernel_head_dim(self.model)
+        return (padded, padded) if self.flash else (self.model.head_dim, self.model.value_dim)
+
+    @property
+    def live_scores(self) -> float:
+        """Scores of a row that are in memory at the same time."""
+        if self.flash:
+            return 0.0
+        keys = self.sequence / (self.sequence_shards if self.exchange == RING else 1)
+        heads = self.heads / (self.sequence_shards if self.exchange == ALL_TO_ALL else 1)
+        return heads * min(QUERY_BLOCK, keys) * keys

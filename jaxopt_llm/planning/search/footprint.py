@@ -1,0 +1,202 @@
+"""Memory of a step on each GPU by arithmetic: the train state exactly, and the temporaries that dominate.
+
+The compiler's figure is the truth. This estimate decides which settings are worth compiling, and which are advised if
+memory runs out (docs/plan.md and docs/out_of_memory.md give its accuracy).
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import jax
+
+from jaxopt_llm.compiler import xla_options
+from jaxopt_llm.config import Config
+from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS
+from jaxopt_llm.parallel.axes import STORAGE_AXES
+from jaxopt_llm.planning.search.attention_cost import RING, AttentionCost
+from jaxopt_llm.planning.search.block_cost import BlockCost, list_saved
+from jaxopt_llm.planning.search.microbatch import BYTES, accumulates_gradients, count_table_rows, count_tokens
+from jaxopt_llm.planning.search.moe_cost import MoECost
+from jaxopt_llm.planning.search.passes import Passes
+from jaxopt_llm.planning.search.state_sizes import StateSizes
+
+# XLA of jax 0.11 brings offloaded state outside the stacks to the device long before the update. Offloaded state in the
+# stacks it brings one layer at a time.
+FETCHES_OUTER_EARLY = jax.__version_info__ >= (0, 11)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of a step on each GPU.
+
+    working: temporaries of the layer whose backward runs, and what waits from the loss.
+    loss: additional bytes while the loss is computed.
+    reduction: additional bytes while gradients are summed over devices.
+    host: bytes of host memory.
+    """
+
+    parameters: float
+    optimizer: float
+    gradients: float
+    activations: float
+    working: float
+    loss: float
+    reduction: float
+    host: float
+
+    @property
+    def peak(self) -> float:
+        in_layer = self.gradients + self.activations + self.working
+        at_loss, in_reduction = self.activations + self.loss, self.gradients + self.reduction
+        return self.parameters + self.optimizer + max(in_layer, at_loss, in_reduction)
+
+
+def compute_footprint(config: Config, state: StateSizes) -> Footprint:
+    """Return the memory of a step. Call `resolve_attention` first."""
+    block = BlockCost.from_config(config)
+    compute, reduced = BYTES[config.precision.compute_dtype], BYTES[config.precision.reduce_dtype]
+    passes, tokens = Passes.from_config(config), count_tokens(config)
+    on_host = passes.layers * tokens * compute * sum(block.elements[name] for name in config.remat.offload)
+    return Footprint(
+        parameters=state.parameters,
+        optimizer=state.optimizer + FETCHES_OUTER_EARLY * state.outer_host,
+        gradients=_gradients(config, state, passes, reduced),
+        activations=tokens * compute * _saved_elements(config, block, passes),
+        working=_working(config, state, tokens, passes),
+        loss=_loss(config, state, tokens, block, passes),
+        reduction=4 * (state.layers.masters + state.outer.masters) if config.sharding.zero_stage == 1 else 0,
+        host=state.host + on_host,
+    )
+
+
+def _gradients(config: Config, state: StateSizes, passes: Passes, reduced: int) -> float:
+    """Return the bytes of one microbatch's gradients, and of their sum over microbatches in float32.
+
+    In a pipeline one microbatch's gradients are those of one chunk.
+    """
+    if config.optimizer.in_backward:  # gradients of one layer, whole and divided
+        one = (state.layers.trained + state.layers.gradients) / config.model.layers
+        return reduced * (one + state.outer.gradients)
+    summed = state.layers.gradients + state.outer.gradients
+    one = state.layers.gradients / passes.chunks + state.outer.gradients
+    return one * reduced + summed * 4 * (accumulates_gradients(config) + passes.unrolled)
+
+
+def _saved_elements(config: Config, block: BlockCost, passes: Passes) -> float:
+    """Return the elements that wait for the backward, per token of a microbatch.
+
+    They are the activations of all layers, and in a pipeline, whose backward runs a chunk of layers again, also the
+    inputs of chunks.
+    """
+    names = list_saved(config.remat, config.model)
+    per_layer = sum(block.elements[name] for name in names)
+    if "attention" in names:
+        per_layer += 2 * config.model.heads / config.mesh.tensor  # the log-sum-exp of the softmax, in float32
+    every, tensor = config.remat.every, config.mesh.tensor
+    layers = passes.layers * per_layer
+    if every > 1:
+        layers = passes.layers / every * block.residual + every * per_layer
+    chunk_input = config.model.width / (tensor if config.training.sequence_length % tensor == 0 else 1)
+    return layers + passes.waiting_inputs * chunk_input
+
+
+def _loss(config: Config, state: StateSizes, tokens: int, block: BlockCost, passes: Passes) -> float:
+    """Return the bytes that are alive while the loss is computed, in addition to the saved activations.
+
+    They are: logits in float32, or the head's gradient, which is formed after the logits are gone; the logits'
+    gradients in compute dtype; the head, unless it is stored in the form that matmuls read; the sum of the head's
+    gradient; the sum of gradients over microbatches.
+    """
+    model, compute = config.model, BYTES[config.precision.compute_dtype]
+    rows, gradient = count_table_rows(config), _head_gradient(config, state)
+    chunk = min(config.training.loss_chunk or tokens, tokens)
+    summed = 4 * (state.layers.gradients + state.outer.gradients) if accumulates_gradients(config) else 0
+    logits = 4 * rows * chunk + gradient if tokens > chunk else max(4 * rows * chunk, gradient)
+    # XLA allocates the zeros that the layers' gradients are written into from the beginning.
+    reduced = 0 if config.optimizer.in_backward else BYTES[config.precision.reduce_dtype]
+    zeros = reduced * state.layers.gradients / passes.chunks
+    ahead = 0.0
+    if _gathers_ahead(config):
+        # Weights of the backward's first layer. The forward's last layer is then outside of the loop.
+        last = tokens * compute * _saved_elements(config, block, passes) / passes.layers
+        ahead = last + compute * state.layers.weights / (passes.layers * passes.chunks)
+    if _gathers_weights(config):
+        head = 1.0
+    else:  # a copy of the master weights; in stages 1 and 2 the copy is part of the train state
+        head = state.outer.trained / state.outer.weights * (config.sharding.zero_stage in (0, 3))
+    return summed + zeros + ahead + logits + rows * compute * (chunk + head * model.width)
+
+
+def _head_gradient(config: Config, state: StateSizes) -> float:
+    """Return the bytes of the head's gradient, whole and in float32, which waits for its reduction."""
+    return 4 * count_table_rows(config) * config.model.width * state.outer.trained / state.outer.weights
+
+
+def _working(config: Config, state: StateSizes, tokens: int, passes: Passes) -> float:
+    """Return the bytes that are alive while the backward is in the attention of a layer, or in its experts.
+
+    This follows XLA's schedule.
+    """
+    model, compute = config.model, BYTES[config.precision.compute_dtype]
+    cost = AttentionCost.from_config(config)
+    scores = _count_rows(config, tokens) * cost.live_scores
+    # Scores and their gradient, each in float32 and in compute dtype.
+    attention = scores * (2 * 4 + 2 * compute)
+    if cost.exchange == RING:  # keys and values of two parts, and their gradients in float32
+        attention += 2 * tokens * cost.kv_heads * model.head_dim * 2 * (compute + 4)
+    # Without scores XLA holds the arrays before attention and those of the MLP at the same time.
+    residual = compute * tokens * (9 if cost.flash else 5) * model.width
+    weights = compute * state.layers.weights / (passes.layers * passes.chunks)
+    # Within attention its masks, after attention the next layer's weights.
+    ahead = max(scores * 4 * _mask_copies(cost), weights) if _gathers_ahead(config) else 0
+    waiting, running = (compute * tokens * elements for elements in _mlp_elements(config))
+    matmuls = max(attention + ahead + waiting, running) + residual + weights
+    # After all matmuls of a layer, its gradients are whole and wait for their reduction.
+    whole = BYTES[config.precision.reduce_dtype] * state.layers.trained / (passes.layers * passes.chunks)
+    layer_end = (config.sharding.zero_stage >= 2) * whole + _gathers_ahead(config) * weights
+    return max(matmuls, layer_end) + _head_gradient(config, state)
+
+
+def _mlp_elements(config: Config) -> tuple[float, float]:
+    """Return the elements of MLP and experts per token, while attention's backward runs and while the experts' runs.
+
+    The layer that has most counts. An MLP has its two projections and their gradients. Experts have what the gradients
+    of their weights read: their rows, the gradients of their results, the hidden rows, and the gradients of both
+    projections. While those gradients are formed, there are also both gradients of the rows, or one of them and a
+    projection, and what is exchanged.
+    """
+    model, moe, tensor = config.model, MoECost.from_config(config), config.mesh.tensor
+    dense = 4 * (model.mlp_width if moe.share < 1 else model.shared_expert_width) / tensor
+    if not moe.share:
+        return dense, 0.0
+    hidden, width, shared = model.expert_width / tensor, model.width, 4 * model.shared_expert_width / tensor
+    waiting = moe.rows * (3 * hidden + 2 * width)
+    running = moe.rows * (3 * hidden + 3 * width + max(hidden, width)) + moe.exchanged * width
+    return max(dense, waiting + shared), running + shared
+
+
+def _count_rows(config: Config, tokens: int) -> float:
+    return tokens * config.mesh.context / config.training.sequence_length
+
+
+def _mask_copies(cost: AttentionCost) -> float:
+    """Return the size of attention's masks, relative to the scores of all keys.
+
+    The four parts of attention see 1/4, 2/4, 3/4 and all of the keys. In a ring there are no parts.
+    """
+    return 1.0 if cost.exchange == RING else (CAUSAL_PARTS + 1) / 2
+
+
+def _gathers_ahead(config: Config) -> bool:
+    """Return whether XLA gathers the next layer's weights early.
+
+    It then also keeps the masks that attention adds (compiler/xla_options.py).
+    """
+    ahead = xla_options.pipelines_all_gather(dataclasses.asdict(config.mesh), config.training.accumulation)
+    return _gathers_weights(config) and ahead
+
+
+def _gathers_weights(config: Config) -> bool:
+    """Return whether weights are gathered before each use."""
+    return config.sharding.zero_stage == 3 and math.prod(getattr(config.mesh, axis) for axis in STORAGE_AXES) > 1

@@ -1,0 +1,26 @@
+"""Sizes of a microbatch in the arithmetic of memory and time."""
+
+from jaxopt_llm.config import Config
+from jaxopt_llm.model.decoder_specs import pad_vocabulary_size
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def count_tokens(config: Config) -> int:
+    """Return the tokens of a microbatch on one device."""
+    training = config.training
+    rows = training.batch_size // (training.accumulation * config.mesh.batch_shards)
+    return rows * training.sequence_length // config.mesh.context
+
+
+def count_table_rows(config: Config) -> int:
+    """Return the rows of embedding and head that a device looks up in and computes logits of.
+
+    Pipeline stages divide these tables, too.
+    """
+    return -(-pad_vocabulary_size(config.model.vocabulary_size) // (config.mesh.tensor * config.mesh.pipeline))
+
+
+def accumulates_gradients(config: Config) -> bool:
+    """Return whether gradients are summed over microbatches in separate float32 arrays."""
+    return config.training.accumulation > 1 or config.mesh.pipeline > 1

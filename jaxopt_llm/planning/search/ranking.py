@@ -1,0 +1,242 @@
+"""Search for the fastest settings: estimate all, compile the best, and rank them by the time of a step.
+
+Arithmetic discards the settings that cannot fit. The others are compiled in the order of their estimated time, until
+the next one cannot beat the best that fits, or MAX_COMPILED have been compiled. They are then ranked by the same
+roofline with the compiler's own figures.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from jaxopt_llm.config import Config, MeshConfig
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.kernels.attention import KERNELS
+from jaxopt_llm.model.self_attention import kernel_head_dim
+from jaxopt_llm.planning.search.attention_cost import resolve_attention
+from jaxopt_llm.planning.search.footprint import Footprint, compute_footprint
+from jaxopt_llm.planning.search.roofline import Cluster, StepTime, Transfer, Work, compute_step_time
+from jaxopt_llm.planning.search.setting_space import enumerate_meshes, enumerate_settings, list_mesh_problems
+from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_state_sizes
+from jaxopt_llm.planning.search.workload import estimate_work
+from jaxopt_llm.training.validation import validate
+
+MAX_COMPILED = 12  # settings
+# Errors that the arithmetic may make. A setting is compiled if it would fit with MEMORY_SLACK less memory, and if it
+# would win with TIME_SLACK less time.
+MEMORY_SLACK, TIME_SLACK = 0.05, 0.03
+# Share of a GPU's memory above which XLA rematerialises on its own, at a cost that only compiling shows; such a program
+# also takes twice as long to compile. Settings above it are used only if there are no others.
+XLA_REMAT_SHARE = 0.76
+
+
+class CompiledPlan(Protocol):
+    """Figures of a compiled program that the search reads (plan.Plan)."""
+
+    @property
+    def spare(self) -> int: ...
+    @property
+    def flops(self) -> int: ...
+    @property
+    def collectives(self) -> Sequence[Transfer]: ...
+    @property
+    def pcie_bytes(self) -> int: ...
+    @property
+    def memory(self) -> Any: ...
+    @property
+    def model_flops(self) -> float: ...
+
+
+CompileAll = Callable[[Sequence[Config]], Iterable[CompiledPlan]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Setting with its estimated memory, work and time."""
+
+    config: Config
+    footprint: Footprint
+    work: Work
+    time: StepTime
+
+
+@dataclass(frozen=True)
+class CompiledCandidate:
+    """Candidate that was compiled, with the time by the compiler's figures."""
+
+    candidate: Candidate
+    plan: CompiledPlan
+    time: StepTime
+
+    @property
+    def config(self) -> Config:
+        return self.candidate.config
+
+    @property
+    def fits(self) -> bool:
+        return self.plan.spare >= 0
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Result of a search.
+
+    limit: bytes of each GPU up to which the arithmetic takes a setting.
+    illegal: meshes of these GPUs without any legal setting, with the reasons.
+    candidates: all legal settings, fastest first.
+    compiled: the candidates that were compiled. Those that fit come first; both groups are ordered by time.
+    """
+
+    recipe: Config
+    cluster: Cluster
+    limit: int
+    illegal: dict[MeshConfig, list[str]]
+    candidates: tuple[Candidate, ...]
+    compiled: tuple[CompiledCandidate, ...]
+
+    @property
+    def winner(self) -> CompiledCandidate | None:
+        return next((candidate for candidate in self.compiled if candidate.fits), None)
+
+    def may_fit(self, candidate: Candidate) -> bool:
+        return candidate.footprint.peak <= self.limit
+
+
+def estimate(config: Config, cluster: Cluster, state: StateSizes) -> Candidate:
+    """Estimate memory, work and time of a setting."""
+    resolved = resolve_attention(config, cluster.chip.compute_capability)
+    work = estimate_work(resolved, state, cluster)
+    time = compute_step_time(work, cluster.chip, config.precision.compute_dtype)
+    return Candidate(config, compute_footprint(resolved, state), work, time)
+
+
+def estimate_all(
+    config: Config, cluster: Cluster, allowed: tuple[str, ...], lean: bool = False
+) -> tuple[Candidate, ...]:
+    """Estimate the settings of all meshes, and the recipe itself if it is for as many GPUs; fastest first."""
+    states: dict[Any, StateSizes | None] = {}
+    found: dict[Config, Candidate] = {}
+
+    def add(setting: Config) -> None:
+        kinds = (setting.optimizer, setting.precision.compute_dtype)
+        key = (setting.mesh, setting.pipeline, setting.sharding.zero_stage, setting.offload, *kinds)
+        if key not in states:
+            states[key] = compute_state_sizes(setting)
+        if state := states[key]:
+            found[setting] = estimate(setting, cluster, state)
+
+    for mesh in enumerate_meshes(config, cluster):
+        for setting in enumerate_settings(config, mesh, allowed, lean):
+            if setting.training.attention == config.training.attention or _has_kernel(setting, cluster):
+                add(setting)
+    if config.mesh.devices == cluster.devices and config not in found:
+        add(config)
+    return tuple(sorted(found.values(), key=lambda candidate: (candidate.time.total, candidate.footprint.peak)))
+
+
+def _has_kernel(config: Config, cluster: Cluster) -> bool:
+    """Return whether the setting's attention kernel supports these GPUs."""
+    kernel = KERNELS[config.training.attention]
+    dtype, capability = config.precision.compute_dtype, cluster.chip.compute_capability
+    return not kernel.problems(kernel_head_dim(config.model), dtype, capability)
+
+
+def search_settings(
+    config: Config,
+    cluster: Cluster,
+    limit: int,
+    allowed: tuple[str, ...],
+    compile_all: CompileAll,
+    at_once: int = 1,
+) -> SearchResult:
+    """Find the fastest settings of a recipe's model, data and global batch that fit these GPUs.
+
+    Args:
+        limit: bytes of each GPU that XLA may use.
+        allowed: fields that may also change (`fields.SEARCHED`).
+        compile_all: compiles up to `at_once` settings in parallel.
+
+    Raises:
+        InputError: no setting is legal.
+    """
+    illegal = {mesh: found for mesh in enumerate_meshes(config, cluster) if (found := list_mesh_problems(config, mesh))}
+    candidates = estimate_all(config, cluster, allowed)
+    if not candidates:
+        raise InputError(
+            f"no mesh of {cluster.hosts} × {cluster.gpus_per_host} GPUs is legal for this recipe, for example "
+            f"{next(iter(illegal.values()))[0]}"
+        )
+    roomy = int(XLA_REMAT_SHARE * cluster.chip.memory_bytes)
+    if any(candidate.footprint.peak <= roomy for candidate in candidates):
+        limit = min(limit, roomy)
+    compiled = _compile_best(config, candidates, cluster, limit, compile_all, at_once)
+    ranked = sorted(compiled, key=lambda candidate: (not candidate.fits, candidate.time.total))
+    return SearchResult(config, cluster, limit, illegal, candidates, tuple(ranked))
+
+
+def _compile_best(
+    recipe: Config,
+    candidates: Sequence[Candidate],
+    cluster: Cluster,
+    limit: int,
+    compile_all: CompileAll,
+    at_once: int,
+) -> list[CompiledCandidate]:
+    compiled: list[CompiledCandidate] = []
+
+    def is_hopeless(candidate: Candidate) -> bool:
+        """Return whether a similar setting, estimated to need no more memory, did not fit."""
+        return any(
+            not other.fits
+            and (other.config.mesh, other.config.sharding) == (candidate.config.mesh, candidate.config.sharding)
+            and other.candidate.footprint.peak <= candidate.footprint.peak
+            for other in compiled
+        )
+
+    def list_promising() -> Iterator[Candidate]:
+        """Yield the recipe for comparison, then the candidates that may win by what has been compiled so far."""
+        yield from (candidate for candidate in candidates if candidate.config == recipe)
+        for candidate in candidates:
+            best = min((other.time.total for other in compiled if other.fits), default=float("inf"))
+            if candidate.time.total * (1 - TIME_SLACK) > best:
+                return
+            fits = candidate.footprint.peak <= limit * (1 + MEMORY_SLACK)
+            if fits and candidate.config != recipe and not is_hopeless(candidate) and _is_valid(candidate.config):
+                yield candidate
+
+    def compile_some(some: Sequence[Candidate]) -> None:
+        plans = compile_all([candidate.config for candidate in some])
+        compiled.extend(_measure(candidate, cluster, plan) for candidate, plan in zip(some, plans, strict=True))
+
+    promising = list_promising()
+    while some := [*itertools.islice(promising, min(at_once, MAX_COMPILED - len(compiled)))]:
+        compile_some(some)
+    if not any(candidate.fits for candidate in compiled):
+        by_memory = sorted(candidates, key=lambda candidate: candidate.footprint.peak)
+        least = next(candidate for candidate in by_memory if _is_valid(candidate.config))
+        if all(other.candidate is not least for other in compiled):
+            compile_some([least])
+    return compiled
+
+
+def _is_valid(config: Config) -> bool:
+    """Return whether `train` accepts a setting; `enumerate_settings` does not check everything."""
+    try:
+        validate(config)
+    except InputError:
+        return False
+    return True
+
+
+def _measure(candidate: Candidate, cluster: Cluster, plan: CompiledPlan) -> CompiledCandidate:
+    """Replace the estimated FLOPs, collectives and copies by those of the compiled program."""
+    work = replace(
+        candidate.work,
+        flops=max(plan.flops - candidate.work.attention_flops, 0.0),
+        transfers=tuple(plan.collectives),
+        pcie_bytes=plan.pcie_bytes,
+        pcie_overlapped_bytes=min(candidate.work.pcie_overlapped_bytes, plan.pcie_bytes),
+    )
+    time = compute_step_time(work, cluster.chip, candidate.config.precision.compute_dtype)
+    return CompiledCandidate(candidate, plan, time)

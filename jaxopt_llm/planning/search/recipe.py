@@ -1,0 +1,78 @@
+"""Recipe files: writing a configuration as the Python file that `--config` reads."""
+
+import dataclasses
+import json
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from jaxopt_llm.config import Config
+
+LINE_WIDTH = 120
+
+
+def format_recipe(config: Config, docstring: str) -> str:
+    """Return the text of a recipe file with the fields that differ from the defaults, section by section."""
+    sections = list(_list_changes(config))
+    classes: set[type] = {Config, *(type(getattr(config, name)) for name in sections)}
+    lines = [
+        *_format_docstring(docstring),
+        "",
+        _format_import(sorted(each.__name__ for each in classes)),
+        "",
+        "",
+        "def get_config() -> Config:",
+        *textwrap.indent("return " + _format_value(config, indent=4, prefix=len("return ")), "    ").splitlines(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _format_import(names: list[str]) -> str:
+    one_line = f"from jaxopt_llm.config import {', '.join(names)}"
+    if len(one_line) <= LINE_WIDTH:
+        return one_line
+    return "from jaxopt_llm.config import (\n" + "".join(f"    {name},\n" for name in names) + ")"
+
+
+def _format_docstring(text: str) -> Iterator[str]:
+    escaped = text.strip().replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
+    yield from f'"""{escaped}\n"""'.splitlines()
+
+
+def _list_changes(section: Any) -> dict[str, Any]:
+    """Return the fields that differ from their defaults, by name."""
+    default = type(section)()
+    values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+    return {name: value for name, value in values.items() if value != getattr(default, name)}
+
+
+def _format_literal(value: Any) -> str:
+    match value:
+        case str():
+            return json.dumps(value, ensure_ascii=False)
+        case bool() | float():
+            return repr(value)
+        case int():
+            return f"{value:_}" if abs(value) >= 10_000 else str(value)
+        case _:
+            return f"({', '.join(map(_format_literal, value))}{',' if len(value) == 1 else ''})"
+
+
+def _format_value(value: Any, indent: int, prefix: int) -> str:
+    """Return a Python expression for the value, on one line if it fits.
+
+    Args:
+        indent: indentation of the line that it starts on.
+        prefix: number of characters before it on that line.
+    """
+    if not dataclasses.is_dataclass(value):
+        return _format_literal(value)
+    name = type(value).__name__
+    changes = _list_changes(value)
+    arguments = {field: _format_value(each, indent + 4, len(field) + 1) for field, each in changes.items()}
+    one_line = f"{name}({', '.join(f'{field}={each}' for field, each in arguments.items())})"
+    nested = any(dataclasses.is_dataclass(each) for each in changes.values())
+    if not nested and indent + prefix + len(one_line) < LINE_WIDTH:
+        return one_line
+    inner = "".join(f"{field}={each},\n" for field, each in arguments.items())
+    return f"{name}(\n{textwrap.indent(inner, '    ')})"

@@ -1,0 +1,75 @@
+"""Changes to suggest if nothing fits, cheapest first. Arithmetic confirms that each of them fits."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from jaxopt_llm.compiler.chips import CHIPS
+from jaxopt_llm.config import Config
+from jaxopt_llm.config.fields import SEARCHED
+from jaxopt_llm.planning.memory import GIB
+from jaxopt_llm.planning.search.ranking import Candidate, SearchResult, estimate_all
+from jaxopt_llm.planning.search.report import format_flags
+from jaxopt_llm.planning.search.roofline import Cluster
+
+ADAPTER_RANK = 16  # rank of the adapters that are suggested
+MAX_REMEDIES = 3
+MAX_HOST_FACTOR = 64  # the most hosts that are tried, as a multiple of the given hosts
+
+
+def find_remedies(result: SearchResult, allowed: tuple[str, ...], fraction: float) -> list[str]:
+    """Return up to MAX_REMEDIES changes that make a setting fit.
+
+    Args:
+        allowed: fields that the search was allowed to change.
+        fraction: share of a GPU's memory that XLA may use.
+    """
+    found = itertools.chain(
+        _try_narrower(result, allowed), _try_larger_gpus(result, allowed, fraction), _try_more_hosts(result, allowed)
+    )
+    most = MAX_HOST_FACTOR * result.cluster.hosts
+    none = f"shorten --training.sequence-length, because up to {most} hosts do not help"
+    return [*itertools.islice(found, MAX_REMEDIES)] or [none]
+
+
+def _try_narrower(result: SearchResult, allowed: tuple[str, ...]) -> Iterator[str]:
+    """Try each field that the user has not allowed, and then training only adapters."""
+    recipe = result.recipe
+    for name in SEARCHED:
+        if name not in allowed and (found := _find_fitting(recipe, result.cluster, result.limit, (*allowed, name))):
+            yield f"--allow {name}: {_describe(found, recipe)}"
+    if recipe.lora.rank == 0:
+        adapted = replace(recipe, lora=replace(recipe.lora, rank=ADAPTER_RANK))
+        if found := _find_fitting(adapted, result.cluster, result.limit, allowed):
+            yield f"train only adapters: {_describe(found, recipe)}"
+
+
+def _try_larger_gpus(result: SearchResult, allowed: tuple[str, ...], fraction: float) -> Iterator[str]:
+    memory = result.cluster.chip.memory_bytes
+    for name, chip in sorted(CHIPS.items(), key=lambda item: item[1].memory_bytes):
+        limit = int(fraction * chip.memory_bytes)
+        cluster = replace(result.cluster, gpu=name)
+        if chip.memory_bytes > memory and (found := _find_fitting(result.recipe, cluster, limit, allowed)):
+            yield f"--gpu {name}: {_describe(found, result.recipe)}"
+            return
+
+
+def _try_more_hosts(result: SearchResult, allowed: tuple[str, ...]) -> Iterator[str]:
+    cluster, factor = result.cluster, 2
+    while factor <= MAX_HOST_FACTOR:
+        larger = replace(cluster, hosts=factor * cluster.hosts)
+        if found := _find_fitting(result.recipe, larger, result.limit, allowed):
+            yield f"--hosts {larger.hosts}: {_describe(found, result.recipe)}"
+            return
+        factor *= 2
+
+
+def _find_fitting(config: Config, cluster: Cluster, limit: int, allowed: tuple[str, ...]) -> Candidate | None:
+    """Return the fastest setting that fits by arithmetic, of those that need least memory."""
+    candidates = estimate_all(config, cluster, allowed, lean=True)
+    return next((candidate for candidate in candidates if candidate.footprint.peak <= limit), None)
+
+
+def _describe(found: Candidate, recipe: Config) -> str:
+    figures = f"about {found.footprint.peak / GIB:.1f} GiB and {found.time.total:.2f} s per step"
+    return f"{figures} with {format_flags(found.config, recipe) or 'the recipe without changes'}"

@@ -1,0 +1,136 @@
+"""Report of a search: settings in words, the table of the compiled settings, and the same as JSON."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxopt_llm.config import AXES, Config, MeshConfig, PipelineConfig, RematConfig, fields
+from jaxopt_llm.config.fields import FIELDS, SEARCHED
+from jaxopt_llm.planning.memory import GIB
+from jaxopt_llm.planning.search.ranking import CompiledCandidate, SearchResult
+
+
+def describe_mesh(mesh: MeshConfig) -> str:
+    return " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1) or "one GPU"
+
+
+def describe_sharding(config: Config) -> list[str]:
+    sharding, mesh = config.sharding, config.mesh
+    return [
+        f"ZeRO-{sharding.zero_stage}",
+        *(["sequence parallel"] if sharding.sequence_parallel and mesh.tensor > 1 else []),
+        *([sharding.context_exchange.replace("_", "-")] if mesh.context > 1 else []),
+    ]
+
+
+def describe_pipeline(pipeline: PipelineConfig) -> str:
+    text = pipeline.schedule + (f" by {pipeline.virtual_stages}" if pipeline.virtual_stages > 1 else "")
+    return text + (f" of {' '.join(map(str, pipeline.split))} layers" if pipeline.split else "")
+
+
+def describe_remat(remat: RematConfig) -> str:
+    text = remat.policy if isinstance(remat.policy, str) else " ".join(remat.policy)
+    text += f" every {remat.every}" if remat.every > 1 else ""
+    return text + (f", on the host {' '.join(remat.offload)}" if remat.offload else "")
+
+
+def describe_setting(config: Config, recipe: Config) -> str:
+    """Return a setting in one line, including other fields that differ from the recipe's."""
+    parts = [
+        describe_mesh(config.mesh),
+        *([describe_pipeline(config.pipeline)] if config.mesh.pipeline > 1 else []),
+        *describe_sharding(config),
+        f"remat {describe_remat(config.remat)}",
+        *([f"accumulation {config.training.accumulation}"] if config.training.accumulation > 1 else []),
+        *(["optimizer on the host"] if config.offload.optimizer else []),
+        *(
+            f"{name} {fields.get_field(config, name)}"
+            for name in SEARCHED
+            if fields.get_field(config, name) != fields.get_field(recipe, name)
+        ),
+    ]
+    return ", ".join(parts)
+
+
+def list_changes(config: Config, recipe: Config) -> dict[str, Any]:
+    """Return the fields that differ from the recipe's, with their values."""
+    values = {name: fields.get_field(config, name) for name in FIELDS}
+    return {name: value for name, value in values.items() if value != fields.get_field(recipe, name)}
+
+
+def format_flags(config: Config, recipe: Config) -> str:
+    """Return the flags that turn the recipe into this setting."""
+    changes = list_changes(config, recipe).items()
+    return " ".join(
+        f"--{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}" for name, value in changes
+    )
+
+
+COLUMNS = ("params", "grads", "optim", "activ", "gather", "other", "peak", "spare")
+
+
+def format_table(result: SearchResult, seconds: float) -> str:
+    """Return the table of the compiled settings.
+
+    Args:
+        seconds: duration of the search.
+    """
+    recipe, cluster = result.recipe, result.cluster
+    may_fit = sum(map(result.may_fit, result.candidates))
+    lines = [
+        f"{len(result.candidates):,} settings on {cluster.hosts} × {cluster.gpus_per_host} {cluster.chip.name}: "
+        f"{may_fit:,} fit by arithmetic, {len(result.compiled)} compiled, in {seconds:.0f} s",
+        "",
+        f"{'':5}s/step  MFU  {'bottleneck':16}  {' '.join(f'{name:>6}' for name in COLUMNS)}  (GiB of each GPU)",
+    ]
+    for rank, candidate in enumerate(result.compiled, 1):
+        memory, time = candidate.plan.memory, candidate.time
+        kinds = [getattr(memory, field.name) for field in dataclasses.fields(memory)]
+        sizes = " ".join(f"{size / GIB:6.2f}" for size in (*kinds, memory.peak, candidate.plan.spare))
+        mark = " (the recipe)" if candidate.config == recipe else ""
+        lines += [
+            f"{rank:3} {time.total:7.3f} {compute_mfu(candidate, result):4.0%}  {time.bottleneck:16}  {sizes}",
+            f"{'':4}{describe_setting(candidate.config, recipe)}{mark}{'' if candidate.fits else ': DOES NOT FIT'}",
+        ]
+    if result.winner:
+        flags = format_flags(result.winner.config, recipe) or "the recipe without changes"
+        lines += ["", f"fastest that fits: {flags}"]
+    return "\n".join(lines)
+
+
+def compute_mfu(candidate: CompiledCandidate, result: SearchResult) -> float:
+    """Return the model FLOPs divided by the chip's peak FLOPs in the step's time."""
+    peak = result.cluster.chip.peak_flops[candidate.config.precision.compute_dtype]
+    return candidate.plan.model_flops / (peak * candidate.time.total)
+
+
+def to_json(result: SearchResult, seconds: float, plan_json: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return the report as JSON values.
+
+    Args:
+        seconds: duration of the search.
+        plan_json: converts a compiled plan to the values of `plan --json`.
+    """
+    return {
+        "gpu": result.cluster.chip.name,
+        "hosts": result.cluster.hosts,
+        "gpus_per_host": result.cluster.gpus_per_host,
+        "settings": len(result.candidates),
+        "fit_by_arithmetic": sum(map(result.may_fit, result.candidates)),
+        "seconds": seconds,
+        "ranked": [
+            {
+                "settings": list_changes(candidate.config, result.recipe),
+                "is_recipe": candidate.config == result.recipe,
+                "step_seconds": candidate.time.total,
+                "binds": candidate.time.bottleneck,
+                "time": dataclasses.asdict(candidate.time),
+                "estimated": {
+                    "step_seconds": candidate.candidate.time.total,
+                    "peak": round(candidate.candidate.footprint.peak),
+                },
+                "plan": plan_json(candidate.plan),
+            }
+            for candidate in result.compiled
+        ],
+    }

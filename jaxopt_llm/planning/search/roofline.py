@@ -1,0 +1,179 @@
+"""Time of a step by a roofline model, and all assumptions about the hardware (docs/plan.md explains them).
+
+For every kind of work the time is its amount divided by the rate that programs attain. Kernels run one after another,
+so times for matmuls and for memory add up. Transfers that overlap with kernels cost only the time by which they take
+longer than the kernels.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxopt_llm.compiler.chips import CHIPS, Chip
+
+# Shares of the chip's figures that programs attain.
+# Matmuls: the best shapes reach 80% (H100, H200), 86% (A100) and 78% (B200) in bf16 (Bekman, Machine Learning
+# Engineering, "Maximum Achievable Matmul FLOPS"). The shapes of a model are not the best.
+MATMUL_EFFICIENCY = 0.7
+# Memory: copies reach about 90% of the datasheet's bandwidth.
+MEMORY_EFFICIENCY = 0.85
+# Flash attention: FlashAttention-2, the method of our kernels, reaches 35% on H100 (Shah et al. 2024, arXiv:2407.08608)
+# and 50 to 73% on A100 (Dao 2023, arXiv:2307.08691). Our kernels have not been measured on any GPU.
+FLASH_EFFICIENCY = 0.35
+# Rings on 8 GPUs, by the bus bandwidth of nccl-tests: 230 to 240 of 300 GB/s (A100), 360 to 370 of 450 (H100).
+NVLINK_EFFICIENCY = 0.8
+NETWORK_EFFICIENCY = 0.8
+# 55 of 64 GB/s into or out of pinned memory.
+PCIE_EFFICIENCY = 0.85
+
+# Share of the time of offloaded activations' copies that kernels hide. XLA schedules these copies next to kernels. The
+# share has not been measured; all GPUs of a host share its memory.
+COPY_OVERLAP = 0.5
+# Axes whose transfers the next matmul waits for, because it reads their result: XLA may schedule a kernel next to such
+# a transfer, but none that takes long. The same holds for the heads that an all-to-all brings, and for transfers over
+# only `expert`: tokens on the way to their experts and back.
+BLOCKING_AXES = {"tensor", "pipeline"}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts with the same number of GPUs each."""
+
+    gpu: str
+    hosts: int
+    gpus_per_host: int
+
+    @property
+    def chip(self) -> Chip:
+        return CHIPS[self.gpu]
+
+    @property
+    def devices(self) -> int:
+        return self.hosts * self.gpus_per_host
+
+
+class Transfer(Protocol):
+    """Collectives of one kind in a step, as one GPU sees them.
+
+    seconds: time at the full rate of the link.
+    overlapped: share of the transfer next to which other kernels are scheduled.
+    """
+
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+    @property
+    def link(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def overlapped(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of one GPU in one step.
+
+    flops: FLOPs of matmuls with weights.
+    attention_flops, attention_bytes: FLOPs and bytes of attention's scores. The slower of the two takes the time.
+    flash: whether a flash attention kernel runs, which keeps the scores on the chip.
+    repeated_flops: the part of both kinds of FLOPs that repeats forwards.
+    bytes: bytes that everything other than matmuls reads and writes.
+    transfers: collectives.
+    pcie_bytes: bytes to the host and back.
+    pcie_overlapped_bytes: the part of pcie_bytes that is scheduled next to kernels.
+    idle: share of the step in which a pipeline stage does no useful computation.
+    """
+
+    flops: float
+    attention_flops: float
+    attention_bytes: float
+    flash: bool
+    repeated_flops: float
+    bytes: float
+    transfers: tuple[Transfer, ...]
+    pcie_bytes: float
+    pcie_overlapped_bytes: float
+    idle: float
+
+
+LABELS = {
+    "compute": "compute",
+    "memory": "memory bandwidth",
+    "links": "links",
+    "pcie": "PCIe",
+    "idle": "idle pipeline",
+}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by cause; they add up to the step's time.
+
+    links and pcie count only the time that no kernel hides.
+    """
+
+    compute: float
+    memory: float
+    links: float
+    pcie: float
+    idle: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.memory + self.links + self.pcie + self.idle
+
+    @property
+    def bottleneck(self) -> str:
+        """Label of the cause that takes most of the step."""
+        return LABELS[max(LABELS, key=lambda name: getattr(self, name))]
+
+
+def compute_step_time(work: Work, chip: Chip, compute_dtype: str) -> StepTime:
+    """Return the time of a step.
+
+    Raises:
+        KeyError: the chip has no matmuls in this dtype.
+    """
+    matmul_rate = MATMUL_EFFICIENCY * chip.peak_flops[compute_dtype]
+    memory_rate = MEMORY_EFFICIENCY * chip.memory_bytes_per_second
+    compute, streaming = work.flops / matmul_rate, work.bytes / memory_rate
+    efficiency = FLASH_EFFICIENCY if work.flash else MATMUL_EFFICIENCY
+    attention_compute = work.attention_flops / (efficiency * chip.peak_flops[compute_dtype])
+    attention_streaming = work.attention_bytes / memory_rate
+    if attention_compute > attention_streaming:
+        compute += attention_compute
+    else:
+        streaming += attention_streaming
+    efficiencies = {"nvlink": NVLINK_EFFICIENCY, "network": NETWORK_EFFICIENCY}
+    transfers = [(each, each.seconds / efficiencies[each.link]) for each in work.transfers]
+    hidden = sum(seconds * _hidden_share(each) for each, seconds in transfers)
+    exposed = sum(seconds * (1 - _hidden_share(each)) for each, seconds in transfers)
+    in_ring = sum(seconds * _hidden_share(each) for each, seconds in transfers if _is_ring_attention(each))
+    pcie = work.pcie_bytes / (PCIE_EFFICIENCY * chip.pcie_bytes_per_second)
+    pcie_hidden = pcie * COPY_OVERLAP * work.pcie_overlapped_bytes / max(work.pcie_bytes, 1)
+    kernels = compute + streaming
+    # Kernels, links and PCIe run at the same time, and the slowest takes the time. The time of the others is subtracted
+    # from it.
+    attention = max(attention_compute, attention_streaming)
+    links_longer = max(0.0, hidden - kernels, in_ring - attention)
+    pcie_longer = max(0.0, pcie_hidden - max(hidden, kernels))
+    busy = 1 - work.idle
+    return StepTime(
+        compute=busy * compute,
+        memory=busy * streaming,
+        links=exposed + links_longer,
+        pcie=pcie - pcie_hidden + pcie_longer,
+        idle=work.idle * kernels,
+    )
+
+
+def _hidden_share(transfer: Transfer) -> float:
+    """Return the share of a transfer that kernels hide."""
+    waited_for = BLOCKING_AXES & {*transfer.axes} or transfer.axes == ("expert",) or transfer.kind == "all-to-all"
+    return 0.0 if waited_for else transfer.overlapped
+
+
+def _is_ring_attention(transfer: Transfer) -> bool:
+    """Return whether a transfer is a ring's keys and values, which only attention hides."""
+    return transfer.axes == ("context",) and transfer.kind == "collective-permute"

@@ -1,0 +1,188 @@
+"""Settings that a search goes through: all legal combinations of mesh, sharding, pipeline, remat and accumulation."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, RematConfig, ShardingConfig, fields
+from jaxopt_llm.execution import stage_layout
+from jaxopt_llm.model.decoder_specs import list_segments
+from jaxopt_llm.parallel.axes import STORAGE_AXES
+from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING
+from jaxopt_llm.planning.search.roofline import Cluster
+from jaxopt_llm.training import shapes
+
+# Ordered from the one that saves most activations on the device to the one that saves fewest.
+REMATS = (
+    RematConfig("none"),
+    RematConfig("none", offload=("query", "mlp_gate", "mlp_up")),
+    RematConfig(("query", "key", "attention", "mlp_gate", "mlp_up")),
+    RematConfig(("attention", "mlp_gate", "mlp_up")),
+    RematConfig("save_qkv"),
+    RematConfig("save_attention"),
+    RematConfig("full"),
+    RematConfig("full", offload=("block_input",)),
+)
+# Smallest number of tokens of a sequence on a device. Keys and values of fewer tokens take longer to go around the ring
+# than a kernel takes to attend to them: by the rates of roofline.py on an H100, over NVLink, with as many key-value
+# heads as heads.
+MIN_CONTEXT_TOKENS = 2048
+
+ZeroStage = Literal[0, 1, 2, 3]
+
+
+def enumerate_settings(
+    config: Config, mesh: MeshConfig, allowed: tuple[str, ...] = (), lean: bool = False
+) -> Iterator[Config]:
+    """Yield every legal setting of the recipe's model, data and global batch on this mesh.
+
+    Nothing is yielded if `list_mesh_problems` finds a problem.
+
+    Args:
+        allowed: fields that may also change (`fields.SEARCHED`).
+        lean: yield only the settings that need least memory: no replicas, the most chunks per stage, only the input of
+            each layer saved, the smallest microbatch.
+    """
+    if list_mesh_problems(config, mesh) or (lean and mesh.data > 1):
+        return
+    # A pipeline stage runs its layers again immediately before their backward, so there is nothing to move to the host
+    # in between.
+    remats = [remat for remat in REMATS if not (remat.offload and mesh.pipeline > 1)]
+    accumulations = list_divisors(config.training.batch_size // mesh.batch_shards)
+    pipelines = list_pipelines(config, mesh)
+    if lean:
+        remats, accumulations, pipelines = remats[-1:], accumulations[-1:], pipelines[-1:]
+    for variant in list_variants(config, allowed):
+        choices = itertools.product(remats, accumulations)
+        if variant.optimizer.in_backward:  # requires full recomputation, one microbatch and no pipeline
+            choices = itertools.product([RematConfig("full")], [1] * (mesh.pipeline == 1))
+        shardings = [
+            (sharding, offloads)
+            for offloads in (False, True)
+            for sharding in _enumerate_shardings(config, mesh, offloads)
+        ]
+        for (sharding, offloads), pipeline, (remat, accumulation) in itertools.product(
+            shardings, pipelines, [*choices]
+        ):
+            if not _is_context_useful(config, mesh, accumulation):
+                continue
+            yield replace(
+                variant,
+                mesh=mesh,
+                sharding=sharding,
+                pipeline=pipeline,
+                remat=remat,
+                offload=replace(config.offload, optimizer=offloads),
+                training=replace(variant.training, accumulation=accumulation),
+            )
+
+
+def _is_context_useful(config: Config, mesh: MeshConfig, accumulation: int) -> bool:
+    """Return False if a larger `fsdp` could replace a part of `context`.
+
+    This is the case if the rows of a microbatch and `context` have a common divisor. A larger `fsdp` then leaves each
+    device as many tokens, and less is exchanged.
+    """
+    return math.gcd(config.training.batch_size // (mesh.batch_shards * accumulation), mesh.context) == 1
+
+
+def enumerate_meshes(config: Config, cluster: Cluster) -> Iterator[MeshConfig]:
+    """Yield the meshes that use all GPUs.
+
+    `tensor` stays within a host, because it exchanges activations in every layer.
+    """
+    experts = config.model.experts
+    for tensor in list_divisors(cluster.gpus_per_host):
+        for context in list_divisors(cluster.devices // tensor):
+            if context > 1 and config.training.sequence_length < context * MIN_CONTEXT_TOKENS:
+                break
+            for expert in list_divisors(math.gcd(experts, cluster.devices // (tensor * context)) if experts else 1):
+                for fsdp in list_divisors(cluster.devices // (tensor * context * expert)):
+                    for data in list_divisors(cluster.devices // (tensor * context * expert * fsdp)):
+                        stages = cluster.devices // (tensor * context * expert * fsdp * data)
+                        yield MeshConfig(stages, data, fsdp, expert, context, tensor)
+
+
+def list_mesh_problems(config: Config, mesh: MeshConfig) -> list[str]:
+    """Return the reasons why no setting on this mesh is legal."""
+    training = replace(config.training, accumulation=1)
+    shardings = [ShardingConfig(context_exchange=exchange) for exchange in _list_exchanges(config, mesh)]
+    found = min((shapes.problems(config.model, training, mesh, sharding) for sharding in shardings), key=len)
+    found += stage_layout.split_problems(list_segments(config.model), mesh.pipeline, PipelineConfig())
+    if mesh.pipeline > 1 and config.optimizer.in_backward:
+        found.append(f"mesh.pipeline={mesh.pipeline} cannot be combined with optimizer.in_backward")
+    return found
+
+
+def list_pipelines(config: Config, mesh: MeshConfig) -> list[PipelineConfig]:
+    """Return the pipeline schedules to try on this mesh.
+
+    The first is the recipe's schedule and split, or 1f1b if the layers cannot be split like this over these stages. The
+    others are interleaved schedules with the fewest and with the most chunks per stage that its layers divide into. On
+    a single stage, which has no schedule, only the recipe's is returned.
+    """
+    if mesh.pipeline == 1:
+        return [config.pipeline]
+
+    def fits(pipeline: PipelineConfig) -> bool:
+        return not stage_layout.split_problems(list_segments(config.model), mesh.pipeline, pipeline)
+
+    first = config.pipeline if fits(config.pipeline) else PipelineConfig()
+    periods = sum(segment.repeats for segment in list_segments(config.model))
+    interleaved = (PipelineConfig("interleaved", chunks) for chunks in range(2, periods // mesh.pipeline + 1))
+    others = [pipeline for pipeline in interleaved if fits(pipeline)]
+    return list(dict.fromkeys([first, *others[:1], *others[-1:]]))
+
+
+def list_variants(config: Config, allowed: tuple[str, ...]) -> list[Config]:
+    """Return the configuration with each legal combination of the allowed fields' values, its own or narrower."""
+    found = [config]
+    for name in allowed:
+        found = [
+            fields.replace_fields(variant, {name: value})
+            for variant in found
+            for value in _list_narrower(variant, name)
+        ]
+    found = [
+        fields.replace_fields(variant, fields.WITH_IN_BACKWARD) if variant.optimizer.in_backward else variant
+        for variant in found
+    ]
+    return [variant for variant in found if not variant.precision.problems() + variant.optimizer.problems()]
+
+
+def _list_narrower(config: Config, name: str) -> tuple[Any, ...]:
+    """Return a field's current value and those after it; attention kernels have no order, so all of them."""
+    current, values = fields.get_field(config, name), fields.SEARCHED[name]
+    if name == "training.attention":
+        return tuple(dict.fromkeys((current, *values)))
+    return values[values.index(current) :] if current in values else (current,)
+
+
+def _enumerate_shardings(config: Config, mesh: MeshConfig, offloads: bool) -> Iterator[ShardingConfig]:
+    """Yield the legal shardings, without ZeRO stages that gain nothing.
+
+    With `fsdp` or `expert`, stage 0 is the same as `data`. With `context`, stages 0 and 1 sum whole gradients in every
+    layer without any benefit. With none of these axes there is nothing to divide, but stage 1 has master weights in
+    addition to the compute copy that the blocks read, and the master weights can be offloaded to the host.
+    """
+    zero_stages: tuple[ZeroStage, ...] = (0, 1) if offloads else (0,)
+    if any(getattr(mesh, axis) > 1 for axis in STORAGE_AXES):
+        zero_stages = (2, 3) if mesh.context > 1 else (1, 2, 3)
+    stage: ZeroStage
+    for stage, exchange in itertools.product(zero_stages, _list_exchanges(config, mesh)):
+        for sequence_parallel in (False, True) if mesh.tensor > 1 else (False,):
+            sharding = replace(
+                config.sharding, zero_stage=stage, sequence_parallel=sequence_parallel, context_exchange=exchange
+            )
+            if not shapes.problems(config.model, replace(config.training, accumulation=1), mesh, sharding):
+                yield sharding
+
+
+def _list_exchanges(config: Config, mesh: MeshConfig) -> Sequence[Literal["ring", "all_to_all"]]:
+    return (RING, ALL_TO_ALL) if mesh.context > 1 else (config.sharding.context_exchange,)
+
+
+def list_divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

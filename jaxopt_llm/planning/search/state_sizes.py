@@ -1,0 +1,145 @@
+"""Size of the train state on each device, from the shardings only: exact, and nothing is compiled."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import AbstractMesh, NamedSharding
+
+from jaxopt_llm.config import AXES, Config, LoraConfig, ModelConfig, OptimizerConfig, PipelineConfig, PrecisionConfig
+from jaxopt_llm.core import tree
+from jaxopt_llm.execution.stage_layout import stack_by_stage
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.parallel.offload import HOST, count_resting_bytes
+from jaxopt_llm.parallel.placement import Placement, Spec
+from jaxopt_llm.parallel.zero import gathered_sharding, gradient_sharding, master_sharding
+from jaxopt_llm.training import moments, state, update
+from jaxopt_llm.training.lora import adapt_model
+from jaxopt_llm.training.optimizer import make_optimizer
+from jaxopt_llm.training.state import StateSpecs
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Numbers of parameters on one device.
+
+    weights: weights as the model uses them, whole except for `tensor`.
+    trained: those of the weights that are trained.
+    gradients, masters: gradients and master weights, divided as ZeRO does.
+    """
+
+    weights: int
+    trained: int
+    gradients: int
+    masters: int
+
+    def __add__(self, other: "ParameterCounts") -> "ParameterCounts":
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return ParameterCounts(*(sum(pair) for pair in pairs))
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """Size of the train state on each device, between steps.
+
+    parameters: bytes of parameters, master weights and compute copy together.
+    optimizer: bytes of the moments.
+    host: bytes of both that are on the host.
+    outer_host: the part of `host` that is outside the stacks.
+    blocks: parameters in the stacks of this device's stage that all tokens pass.
+    experts: parameters of this device's experts.
+    outer: parameters outside the stacks.
+    """
+
+    parameters: int
+    optimizer: int
+    host: int
+    outer_host: int
+    blocks: ParameterCounts
+    experts: ParameterCounts
+    outer: ParameterCounts
+
+    @property
+    def layers(self) -> ParameterCounts:
+        return self.blocks + self.experts
+
+
+def compute_state_sizes(config: Config) -> StateSizes | None:
+    """Return the size of the train state.
+
+    Returns None if blocks of 8-bit moments would straddle two devices, which `train` refuses.
+    """
+    specs = _state_specs(
+        config.model,
+        config.lora,
+        config.training.trainable,
+        config.optimizer,
+        config.precision,
+        config.mesh.pipeline,
+        config.pipeline,
+    )
+    mesh = AbstractMesh(dataclasses.astuple(config.mesh), AXES)
+    placement = Placement(mesh, config.sharding, config.precision, config.offload)
+    if moments.problems(config.optimizer.state_dtype, specs.masters, placement):
+        return None
+    stored = state.abstract_state(specs, placement)
+    everything = tree.merge(specs.masters, specs.frozen)
+    count = functools.partial(_count_parameters, specs.masters, everything, placement)
+    stacks = [name for name in specs.masters if name != "outer"]
+    outer = [part["outer"] for part in (stored.masters, stored.moments, stored.compute) if part and "outer" in part]
+    return StateSizes(
+        parameters=count_resting_bytes((stored.masters, stored.compute, stored.frozen)),
+        optimizer=count_resting_bytes(stored.moments),
+        host=count_resting_bytes(stored, HOST),
+        outer_host=count_resting_bytes(outer, HOST),
+        blocks=count(stacks),
+        experts=count(stacks, of_experts=True),
+        outer=count(["outer"]),
+    )
+
+
+def _count_parameters(
+    trained: Params, everything: Params, placement: Placement, sections: list[str], of_experts: bool = False
+) -> ParameterCounts:
+    """Count the parameters of these sections, either those of experts or all others.
+
+    Args:
+        trained: specs of the trained parameters.
+        everything: specs of the trained and the frozen parameters.
+    """
+
+    def count(specs: Params, sharding: Callable[[Spec, Placement], NamedSharding]) -> int:
+        leaves = jax.tree.leaves([specs[name] for name in sections if name in specs])
+        chosen = (spec for spec in leaves if bool(spec.expert_dims) is of_experts)
+        return sum(math.prod(sharding(spec, placement).shard_shape(spec.shape)) for spec in chosen)
+
+    return ParameterCounts(
+        weights=count(everything, gathered_sharding),
+        trained=count(trained, gathered_sharding),
+        gradients=count(trained, gradient_sharding),
+        masters=count(trained, master_sharding),
+    )
+
+
+@functools.cache
+def _state_specs(
+    model: ModelConfig,
+    lora: LoraConfig,
+    trainable: tuple[str, ...],
+    optimizer: OptimizerConfig,
+    precision: PrecisionConfig,
+    stages: int,
+    pipeline: PipelineConfig,
+) -> StateSpecs:
+    parts: Model = Decoder(model)
+    if stages > 1:
+        parts = stack_by_stage(parts, stages, pipeline)
+    _, trained, frozen = adapt_model(parts, lora, precision, trainable)
+    optimizers = update.make_optimizers(
+        functools.partial(make_optimizer, optimizer, lambda step: optimizer.learning_rate), trained
+    )
+    return state.make_state_specs(trained, frozen, optimizers, precision)

@@ -1,0 +1,238 @@
+"""Collectives of a step by arithmetic: bytes that each GPU sends, and the time that they take."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+
+from jax.sharding import AbstractMesh
+
+from jaxopt_llm.compiler.chips import CHIPS
+from jaxopt_llm.config import AXES, Config, MeshConfig
+from jaxopt_llm.parallel.axes import STORAGE_AXES
+from jaxopt_llm.planning import links
+from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING, AttentionCost
+from jaxopt_llm.planning.search.block_cost import BlockCost, Result, list_recomputed
+from jaxopt_llm.planning.search.microbatch import BYTES, count_tokens
+from jaxopt_llm.planning.search.moe_cost import MoECost
+from jaxopt_llm.planning.search.passes import Passes
+from jaxopt_llm.planning.search.roofline import Cluster
+from jaxopt_llm.planning.search.state_sizes import ParameterCounts, StateSizes
+
+# Share of a transfer next to which other kernels are scheduled in compiled programs: all of what is gathered or reduced
+# in every layer, nothing of what is reduced once per step after the microbatches.
+OVERLAP_IN_LAYERS, OVERLAP_AT_END = 1.0, 0.0
+
+
+@dataclass(frozen=True)
+class EstimatedTransfer:
+    """Collectives of one kind in a step, as one GPU sees them (roofline.Transfer).
+
+    bytes: bytes that the GPU sends on a ring.
+    """
+
+    axes: tuple[str, ...]
+    link: str
+    kind: str
+    bytes: float
+    seconds: float
+    overlapped: float
+
+
+def estimate_transfers(
+    config: Config, state: StateSizes, cluster: Cluster, block: BlockCost, passes: Passes
+) -> Iterator[EstimatedTransfer]:
+    """Yield the collectives of a step."""
+    step = _Step(config, cluster, block, passes)
+    # `expert` divides experts. For parameters that all tokens pass it divides rows and storage, as `fsdp` does.
+    yield from step.transfer_weights(state.blocks, state.outer, ("expert",))
+    yield from step.transfer_weights(state.experts, ParameterCounts(0, 0, 0, 0), ())
+    yield from step.transfer_tokens()
+    yield from step.transfer_over_tensor()
+    yield from step.transfer_over_pipeline()
+    yield from step.transfer_over_context()
+
+
+@dataclass(frozen=True)
+class _Step:
+    config: Config
+    cluster: Cluster
+    block: BlockCost
+    passes: Passes
+
+    @property
+    def compute_bytes(self) -> int:
+        return BYTES[self.config.precision.compute_dtype]
+
+    @property
+    def on_stages(self) -> bool:
+        return self.config.mesh.pipeline > 1
+
+    @functools.cached_property
+    def residual(self) -> int:
+        """Bytes of the residual stream of a microbatch."""
+        return self.compute_bytes * count_tokens(self.config) * self.config.model.width
+
+    @functools.cached_property
+    def recomputed(self) -> Set[Result]:
+        return list_recomputed(self.config.remat, self.config.model)
+
+    @functools.cached_property
+    def moe(self) -> MoECost:
+        return MoECost.from_config(self.config)
+
+    @property
+    def dispatches(self) -> int:
+        """Number of times that an MoE layer sends rows to the experts.
+
+        Tokens go there in each forward, and again if rows are recomputed. The gradients of results go there in each
+        backward.
+        """
+        return self.passes.forwards + (1 + ("expert_rows" in self.recomputed)) * self.passes.backwards
+
+    @property
+    def combines(self) -> int:
+        """Number of times that an MoE layer brings rows back from the experts.
+
+        Results come back in each forward, gradients of rows in each backward.
+        """
+        return self.passes.forwards + (1 + ("mlp_output" in self.recomputed)) * self.passes.backwards
+
+    def transfer(
+        self,
+        axes: tuple[str, ...],
+        kind: str,
+        array_bytes: float,
+        rounds: int = 1,
+        overlapped: float = OVERLAP_IN_LAYERS,
+    ) -> Iterator[EstimatedTransfer]:
+        """Yield a transfer, unless a single device or no bytes take part.
+
+        Args:
+            rounds: times that a ring moves the array: 2 for an all-reduce, which reduces and gathers.
+        """
+        mesh = self.config.mesh
+        axes = tuple(axis for axis in axes if getattr(mesh, axis) > 1)
+        if not axes or not array_bytes:
+            return
+        group = math.prod(getattr(mesh, axis) for axis in axes)
+        moved = rounds * array_bytes * (1 if kind == "collective-permute" else (group - 1) / group)
+        link, rate = _find_link(axes, kind, mesh, self.cluster.gpu, self.cluster.gpus_per_host)
+        yield EstimatedTransfer(axes, link, kind, moved, moved / rate, overlapped)
+
+    def transfer_weights(
+        self, layers: ParameterCounts, outer: ParameterCounts, expert: tuple[str, ...]
+    ) -> Iterator[EstimatedTransfer]:
+        """Yield gathers of weights and reductions of gradients.
+
+        Args:
+            expert: ("expert",) if that axis divides the storage of these parameters, otherwise ().
+        """
+        config, passes, mesh = self.config, self.passes, self.config.mesh
+        stage, reduced = config.sharding.zero_stage, BYTES[config.precision.reduce_dtype]
+        storage = tuple(axis for axis in STORAGE_AXES if axis != "expert" or expert)
+        # Number of times that parameters outside the stacks are read, and their gradients formed. On stages a table
+        # that is both embedding and head is used in two places.
+        outer_uses = passes.microbatches * (1 + config.model.tied_head) if self.on_stages else passes.backwards
+        if stage < 2:
+            # Gradients are whole. Devices that share a sequence, or lie along `expert`, sum theirs in each layer.
+            summed = layers.trained / passes.chunks * passes.backwards + outer.trained
+            yield from self.transfer((*expert, "context"), "all-reduce", reduced * summed, 2)
+        if stage == 0:
+            whole = reduced * (layers.trained + outer.trained)
+            yield from self.transfer(("data", "fsdp"), "all-reduce", whole, 2, OVERLAP_AT_END)
+            return
+        formed: float = layers.trained + outer.trained
+        read: float = layers.weights + outer.weights
+        overlapped = OVERLAP_IN_LAYERS if stage >= 2 else OVERLAP_AT_END
+        if stage >= 2:
+            formed = layers.trained / passes.chunks * passes.backwards + outer.trained * outer_uses
+        if stage == 3:
+            outer_uses *= 1 if self.on_stages else 2  # gathered within the loop over layers, and again around it
+            read = layers.weights / passes.chunks * (passes.forwards + passes.backwards) + outer.weights * outer_uses
+        if stage == 1:  # XLA does not scatter gradients that it has already summed over other axes
+            summed_before = any(getattr(mesh, axis) > 1 for axis in (*expert, "context"))
+            kind, rounds = ("all-reduce", 2) if summed_before else ("reduce-scatter", 1)
+            yield from self.transfer(("fsdp",), kind, reduced * formed, rounds, overlapped)
+        else:
+            yield from self.transfer(storage, "reduce-scatter", reduced * formed, 1, overlapped)
+        masters = reduced * (layers.masters + outer.masters)
+        yield from self.transfer(("data",), "all-reduce", masters, 2, OVERLAP_AT_END)
+        yield from self.transfer(storage, "all-gather", self.compute_bytes * read, 1, overlapped)
+
+    def transfer_tokens(self) -> Iterator[EstimatedTransfer]:
+        """Yield the transfers of tokens to their experts and back."""
+        moved = self.passes.layers * self.moe.share * self.residual * self.moe.exchanged
+        yield from self.transfer(("expert",), self.moe.dispatch, moved * self.dispatches)
+        yield from self.transfer(("expert",), self.moe.combine, moved * self.combines)
+
+    def transfer_over_tensor(self) -> Iterator[EstimatedTransfer]:
+        """Yield the transfers of tensor parallelism."""
+        config, passes, block, moe = self.config, self.passes, self.block, self.moe
+        layers, residual, axes = passes.layers, self.residual, ("tensor",)
+        # Attention and an MLP each have one sum over `tensor` per forward and one per backward, and one more if the
+        # result is recomputed. What comes back from experts is summed, too.
+        sums: float = passes.forwards + (1 + ("attention_output" in self.recomputed)) * passes.backwards
+        sums += block.dense * (passes.forwards + (1 + ("mlp_output" in self.recomputed)) * passes.backwards)
+        sums += moe.share * self.combines
+        ends = 2 * passes.microbatches  # loss and embedding, each once per microbatch
+        if config.sharding.sequence_parallel:
+            inputs = ({"query", "key", "value"}, {"mlp_gate", "mlp_up"})
+            attention, mlp = (
+                passes.forwards + (2 + bool(self.recomputed & names)) * passes.backwards for names in inputs
+            )
+            gathers = attention + block.dense * mlp + moe.share * self.dispatches
+            yield from self.transfer(axes, "all-gather", residual * (layers * gathers + ends))
+            yield from self.transfer(axes, "reduce-scatter", residual * (layers * sums + ends))
+        elif self._stage_split > 1:  # a chunk gathers its input; so do the head and the embedding's gradient
+            gathers = passes.forwards + passes.backwards + ends
+            yield from self.transfer(axes, "all-reduce", residual * (layers * sums + passes.microbatches), 2)
+            yield from self.transfer(axes, "all-gather", residual * gathers)
+            yield from self.transfer(axes, "reduce-scatter", residual * passes.microbatches)
+        else:
+            yield from self.transfer(axes, "all-reduce", residual * (layers * sums + ends), 2)
+
+    @property
+    def _stage_split(self) -> int:
+        """Model into which `tensor` divides the activations between pipeline stages, if it can."""
+        tensor = self.config.mesh.tensor
+        return tensor if self.on_stages and self.config.training.sequence_length % tensor == 0 else 1
+
+    def transfer_over_pipeline(self) -> Iterator[EstimatedTransfer]:
+        """Yield the transfers between pipeline stages.
+
+        Each chunk's activation and its gradient go to a neighbour. The embedding's result and the head's input are
+        sums over the stages, in forward and backward.
+        """
+        passes, activation = self.passes, self.residual / self._stage_split
+        ticks = passes.first_forwards + passes.backwards
+        yield from self.transfer(("pipeline",), "collective-permute", activation * ticks)
+        yield from self.transfer(("pipeline",), "all-reduce", activation * 4 * passes.microbatches, 2)
+
+    def transfer_over_context(self) -> Iterator[EstimatedTransfer]:
+        """Yield the transfers of attention over a divided sequence."""
+        config, passes, compute = self.config, self.passes, self.compute_bytes
+        attention = AttentionCost.from_config(config)
+        per_head = passes.layers * count_tokens(config) * config.model.head_dim
+        queries, keys = per_head * attention.heads, per_head * attention.kv_heads
+        reruns = passes.backwards if "attention" in self.recomputed else 0
+        if attention.exchange == RING:
+            # Keys and values; a forward that runs again takes the first part from its backward. Their gradients are
+            # float32, except on the last way home and if there is only one neighbour.
+            others = config.mesh.context - 1
+            parts = others * (passes.forwards + passes.backwards) + (others - 1) * reruns
+            narrow = 1 if others > 1 else 2
+            gradients = (narrow * compute + (config.mesh.context - narrow) * 4) * passes.backwards
+            yield from self.transfer(("context",), "collective-permute", 2 * keys * (compute * parts + gradients))
+        elif attention.exchange == ALL_TO_ALL:
+            # Forward: queries, keys, values and the result, which the weights of the output need again if it is
+            # recomputed. Backward: all of those and their gradients.
+            of_queries = queries * (2 * passes.forwards + reruns + 3 * passes.backwards)
+            of_keys = 2 * keys * (passes.forwards + 2 * passes.backwards)
+            yield from self.transfer(("context",), "all-to-all", compute * (of_queries + of_keys))
+
+
+@functools.cache
+def _find_link(axes: tuple[str, ...], kind: str, mesh: MeshConfig, gpu: str, gpus_per_host: int) -> tuple[str, float]:
+    return links.find_link(axes, kind, AbstractMesh(dataclasses.astuple(mesh), AXES), CHIPS[gpu], gpus_per_host)

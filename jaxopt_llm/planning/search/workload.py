@@ -1,0 +1,104 @@
+"""Work of a step by arithmetic: FLOPs, bytes and transfers of each GPU, without compiling anything."""
+
+from jaxopt_llm.config import Config
+from jaxopt_llm.planning.search.attention_cost import RING, AttentionCost
+from jaxopt_llm.planning.search.block_cost import BlockCost, list_recomputed
+from jaxopt_llm.planning.search.microbatch import BYTES, accumulates_gradients, count_table_rows, count_tokens
+from jaxopt_llm.planning.search.passes import Passes
+from jaxopt_llm.planning.search.roofline import Cluster, Work
+from jaxopt_llm.planning.search.state_sizes import StateSizes
+from jaxopt_llm.planning.search.transfers import estimate_transfers
+
+# Bytes that `xla`'s attention reads and writes for each score, counted in a compiled program (jax 0.10.2). Forward:
+# scores in float32 are written, read and written masked, and read for the softmax; the softmax in 16 bits is written,
+# and read by the matmul with the values. Backward: scores and the softmax's gradient are written and read in float32,
+# the results of both are written in 16 bits, and three matmuls read them.
+SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 20, 26
+# Elements that the kernels between a block's matmuls read and write per token, as multiples of the residual stream
+# (norms, residual sums), of queries and keys (rotary positions), of the MLP's width (activation function) and of the
+# expert rows (selection of tokens and rows).
+STREAMED_FORWARD = {"residual": 10, "heads": 2, "mlp": 3, "rows": 3}
+STREAMED_BACKWARD = {"residual": 22, "heads": 4, "mlp": 9, "rows": 7}  # elementwise results are first recomputed
+MERGE_BYTES = 12  # bytes per element to add the results or gradients of a ring's part to the others', in float32
+LOGIT_BYTES = 22  # bytes read and written per logit, from the matmul that makes it to the matmuls of its gradient
+
+
+def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
+    """Return the work of one GPU in a step. Call `resolve_attention` first."""
+    model, block, passes = config.model, BlockCost.from_config(config), Passes.from_config(config)
+    tokens, recomputed = count_tokens(config), list_recomputed(config.remat, model)
+    layers, compute = passes.layers, BYTES[config.precision.compute_dtype]
+
+    weights = sum(block.weights.values())
+    trained = state.layers.trained / state.layers.weights
+    repeated = passes.repeated_forwards * weights
+    repeated += passes.backwards * sum(block.weights.get(name, 0.0) for name in recomputed)
+    matmuls = weights * passes.first_forwards + repeated + weights * passes.backwards * (1 + trained)
+
+    attention = AttentionCost.from_config(config)
+    scored_keys = sum(number * attention.count_scored_keys(kind) for kind, number in passes.kinds)
+    scores = tokens * scored_keys * attention.heads
+    attention_reruns = passes.repeated_forwards + ("attention" in recomputed) * passes.backwards
+    attention_forwards = passes.first_forwards + attention_reruns
+    keys, values = attention.head_sizes
+    # Matmuls of the backward with heads of the size of keys: scores, and the gradients of queries and keys. With heads
+    # of the size of values: the gradients of the softmax and of values. A kernel computes scores and the softmax's
+    # gradient twice.
+    backward = 4 * keys + 3 * values if attention.flash else 3 * keys + 2 * values
+    score_bytes = SCORE_BYTES_FORWARD * attention_forwards + SCORE_BYTES_BACKWARD * passes.backwards
+
+    logits = passes.microbatches * tokens * count_table_rows(config)
+    offloaded = layers * tokens * compute * sum(block.elements[name] for name in config.remat.offload)
+    copied = 2 * passes.backwards * offloaded
+    return Work(
+        flops=2 * layers * tokens * matmuls + 6 * logits * model.width,
+        attention_flops=2 * scores * ((keys + values) * attention_forwards + backward * passes.backwards),
+        attention_bytes=0 if attention.flash else scores * score_bytes,
+        flash=attention.flash,
+        repeated_flops=2 * layers * tokens * repeated + 2 * (keys + values) * scores * attention_reruns,
+        bytes=_streamed_bytes(config, state, block, passes, attention_forwards),
+        transfers=tuple(estimate_transfers(config, state, cluster, block, passes)),
+        pcie_bytes=2 * state.host + copied,
+        pcie_overlapped_bytes=copied,
+        idle=passes.idle,
+    )
+
+
+def _streamed_bytes(
+    config: Config, state: StateSizes, block: BlockCost, passes: Passes, attention_forwards: int
+) -> float:
+    """Return the bytes that everything other than matmuls and attention's scores reads and writes."""
+    model, tokens, layers = config.model, count_tokens(config), passes.layers
+    compute, reduced = BYTES[config.precision.compute_dtype], BYTES[config.precision.reduce_dtype]
+    attention = AttentionCost.from_config(config)
+
+    def between_matmuls(multiples: dict[str, int]) -> float:
+        """Return the bytes that the kernels between a block's matmuls move per token."""
+        elements = {
+            "residual": block.residual,
+            "heads": block.elements["query"] + block.elements["key"],
+            "mlp": block.elements["mlp_up"],
+            "rows": block.elements["expert_rows"],
+        }
+        return compute * sum(multiples[name] * elements[name] for name in elements)
+
+    forward, backward = between_matmuls(STREAMED_FORWARD), between_matmuls(STREAMED_BACKWARD)
+    streamed = layers * tokens * (passes.forwards * forward + passes.backwards * backward)
+    # Weights are cast and written whole in each pass. Gradients are written, and read for their reduction.
+    streamed += state.layers.weights / passes.chunks * 2 * compute * (passes.forwards + passes.backwards)
+    streamed += state.layers.trained / passes.chunks * 2 * reduced * passes.backwards
+    if accumulates_gradients(config):
+        streamed += 12 * state.layers.gradients / passes.chunks * passes.backwards
+        streamed += 12 * state.outer.gradients * passes.microbatches
+    if attention.exchange == RING:
+        queries, keys = (tokens * model.head_dim * heads for heads in (attention.heads, attention.kv_heads))
+        merged = queries * (attention_forwards + passes.backwards) + 2 * keys * passes.backwards
+        streamed += layers * (config.mesh.context - 1) * MERGE_BYTES * merged
+    rows = count_table_rows(config)
+    chunks = -(-tokens // config.training.loss_chunk) if config.training.loss_chunk else 1
+    streamed += LOGIT_BYTES * passes.microbatches * tokens * rows
+    streamed += passes.microbatches * chunks * 8 * rows * model.width
+    # The update reads and writes the train state, and reads the gradients twice: first for their norm.
+    streamed += 2 * (state.parameters + state.optimizer + state.host)
+    streamed += 8 * (state.layers.masters + state.outer.masters)
+    return streamed

@@ -1,0 +1,126 @@
+"""Initial weights that a run's own checkpoints do not hold: a pretrained model, an adapter, or a frozen base."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+
+from jaxopt_llm.checkpoint import pretrained
+from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
+from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder
+from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
+from jaxopt_llm.checkpoint.run_weights import RunWeights, is_run_directory
+from jaxopt_llm.config import Config, cli
+from jaxopt_llm.core.errors import CheckpointError, InputError
+from jaxopt_llm.distributed.process_group import Processes
+from jaxopt_llm.training.program import Program
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """Weights that a run reads in addition to its own checkpoints.
+
+    Attributes:
+        weights: for a new run, the pretrained model; for a resumed run, the frozen base that its checkpoints do not
+            hold; None if there are none.
+        adapter: adapter of `lora.pretrained`, for a new run.
+        base_sha256: digest of the Hugging Face folder that the run started from; None if it started from no folder.
+    """
+
+    weights: ModelFolder | RunWeights | None
+    adapter: AdapterFolder | None
+    base_sha256: str | None
+
+
+def open_initial_weights(
+    config: Config, program: Program, start: int, say: Callable[[str], None], processes: Processes
+) -> InitialWeights:
+    """Open the weights that a run needs in addition to its own checkpoint of step `start` (0: no checkpoint).
+
+    Args:
+        say: receives one line for each damaged checkpoint of the run that `model.pretrained` names.
+
+    Raises:
+        InputError, CheckpointError: the weights cannot be used.
+    """
+    directory = Path(config.run.directory)
+    if start:
+        needs_base = jax.tree.leaves(program.specs.frozen) and not program.specs.keep_frozen
+        return InitialWeights(
+            open_frozen_base(directory, config) if needs_base else None, None, read_base_digest(directory)
+        )
+    weights = open_pretrained(config, say, processes) if config.model.pretrained else None
+    base = weights if isinstance(weights, ModelFolder) else None
+    adapter = pretrained.open_pretrained_adapter(config) if config.lora.pretrained else None
+    if adapter is not None:
+        adapter.check_base(base)
+    return InitialWeights(weights, adapter, base.sha256 if base else None)
+
+
+def open_pretrained(config: Config, say: Callable[[str], None], processes: Processes) -> ModelFolder | RunWeights:
+    """Open the weights that `model.pretrained` names: a Hugging Face folder, or a run, whose last checkpoint is used.
+
+    Args:
+        say: receives one line for each damaged checkpoint of that run.
+
+    Raises:
+        CheckpointError: the run has no usable checkpoint.
+    """
+    path = Path(config.model.pretrained)
+    if not is_run_directory(path):
+        return replace(huggingface.open_model_folder(path), config=config.model)
+    with Checkpoints(path / "checkpoints", None, say, processes) as checkpoints:
+        step = checkpoints.latest_verified_step()
+    if step is None:
+        raise CheckpointError(
+            f"model.pretrained={path}: the run has no checkpoint yet; train it first, or name another model"
+        )
+    run_config = cli.load_run_config(path, "model.pretrained=")
+    base = open_frozen_base(path, run_config) if run_config.training.trainable else None
+    base = base and replace(base, config=config.model)
+    return RunWeights(path, path / "checkpoints" / str(step), run_config.model, config.model, base)
+
+
+def stores_frozen_weights(config: Config) -> bool:
+    """Return whether checkpoints also hold frozen parameters. Those of a Hugging Face folder are not copied."""
+    return not config.model.pretrained or is_run_directory(Path(config.model.pretrained))
+
+
+def read_base_digest(directory: Path) -> str | None:
+    """Return the digest of the Hugging Face folder that a run started from, or None if there is no folder."""
+    try:
+        digest: str | None = json.loads((directory / "corpus.json").read_text())["base_sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{directory}: corpus.json does not record the base model ({error!r}); restore the file"
+        ) from error
+    return digest
+
+
+def open_frozen_base(directory: Path, config: Config) -> ModelFolder | None:
+    """Open the folder with the frozen weights that a run's checkpoints do not hold.
+
+    Returns None if the checkpoints hold all weights.
+
+    Raises:
+        InputError: the folder is missing, or its weights differ from those that the run started from.
+    """
+    expected = read_base_digest(directory)
+    if expected is None:
+        return None
+    path = Path(config.model.pretrained)
+    if not path.is_dir():
+        raise InputError(
+            f"model.pretrained={path}: the folder does not exist, but the checkpoints of {directory} do not hold its "
+            f"frozen weights: restore it, or set model.pretrained in {directory / 'config.json'} to its new location"
+        )
+    folder = huggingface.open_model_folder(path)
+    if folder.sha256 != expected:
+        raise InputError(
+            f"model.pretrained={config.model.pretrained}: its weights differ from those that {directory} started from, "
+            "and the checkpoints of that run hold only adapters: restore the original weights"
+        )
+    return replace(folder, config=config.model)

@@ -1,0 +1,271 @@
+"""Loop over the steps of a run: it reads batches ahead, records metrics one step late, and writes checkpoints."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.config import Config, ProfileConfig
+from jaxopt_llm.core.errors import InputError, Preempted, TrainingDiverged
+from jaxopt_llm.data.loader import read_ahead
+from jaxopt_llm.observe.dashboards import Dashboards
+from jaxopt_llm.observe.meter import Meter
+from jaxopt_llm.observe.metrics import MetricsLog
+from jaxopt_llm.observe.preemption import Preemption
+from jaxopt_llm.observe.profile import Profiler
+from jaxopt_llm.observe.progress import ProgressLine
+from jaxopt_llm.parallel.zero import abstract_checkpoint
+from jaxopt_llm.training import pretrained_weights
+from jaxopt_llm.training import state as training_state
+from jaxopt_llm.training.compile import Programs
+from jaxopt_llm.training.evaluation import evaluate
+from jaxopt_llm.training.initial_weights import InitialWeights
+from jaxopt_llm.training.setup import Setup, set_aside_log, write_run_files
+from jaxopt_llm.training.state import TrainState
+from jaxopt_llm.training.step import Metrics
+from jaxopt_llm.training.utilisation import utilisation_per_token
+
+NOT_RECORDED = {"skipped", "skipped_in_a_row", "overflow"}
+
+
+@dataclass
+class FinishedStep:
+    """The step that ran last.
+
+    Attributes:
+        summary: entries for its checkpoint; None until its metrics have been read, which waits for the device.
+    """
+
+    step: int
+    metrics: Metrics
+    summary: dict[str, float] | None = None
+
+
+class Loop:
+    """Loop over the steps of a run. As a context manager it closes files and threads.
+
+    Metrics are read one step late, when the device already runs the next step, so that the device never waits for
+    Python. They are read immediately only before an evaluation or a checkpoint, which waits for the device anyway.
+
+    Attributes:
+        current: the step that was started last.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        programs: Programs,
+        checkpoints: Checkpoints,
+        progress: ProgressLine,
+        preemption: Preemption,
+    ) -> None:
+        self.current = 0
+        self._setup: Setup = setup
+        self._programs, self._checkpoints = programs, checkpoints
+        self._progress, self._preemption = progress, preemption
+        self._tokens = setup.config.training.batch_size * setup.config.training.sequence_length
+        self._meter = Meter(self._tokens, utilisation_per_token(setup.config, setup.program, setup.placement))
+        self._scope = contextlib.ExitStack()
+        self._log: MetricsLog | None = None
+        self._recorders: list[Callable[[dict[str, Any]], None]] = []
+        self._finished: FinishedStep | None = None
+        self._postponed = False  # a checkpoint was due after a skipped step
+
+    def __enter__(self) -> "Loop":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._scope.close()
+        if kind is None and self._log is not None:
+            self._log.close()
+
+    def restore(self, start: int, initial: InitialWeights) -> None:
+        """Load the state of step `start` onto the devices: from its checkpoint, or for step 0 from initial values."""
+        specs, placement = self._setup.program.specs, self._setup.placement
+        if start:
+            saved = abstract_checkpoint(training_state.checkpoint_specs(specs), placement)
+            restored = self._checkpoints.restore(start, **saved)
+            if initial.weights is not None:
+                restored["frozen"] = pretrained_weights.read_frozen(initial.weights, specs.frozen, placement)
+            self._state = training_state.resume_state(specs, start, placement, **restored)
+            self._progress.say(f"continues from step {start}")
+            return
+        given = None
+        if initial.weights is not None:
+            given = pretrained_weights.read_parameters(initial.weights, specs, placement)
+            self._progress.say(f"starts from the weights of {initial.weights.path}")
+        if initial.adapter is not None:
+            given = pretrained_weights.add_adapter(given, initial.adapter, specs, placement)
+            self._progress.say(f"starts from the adapters of {initial.adapter.path}")
+        optimizers, seed = self._setup.program.optimizers, self._setup.config.run.seed
+        self._state = training_state.initialize_state(specs, optimizers, seed, placement, given)
+
+    def start(self, start: int, initial: InitialWeights) -> None:
+        """Open the records of the run and start to read batches.
+
+        Raises:
+            Preempted: a stop was requested.
+        """
+        config, directory, processes = self._setup.config, self._setup.directory, self._setup.processes
+        if processes.first:
+            if not start:
+                set_aside_log(directory / "metrics.jsonl")
+            self._log = MetricsLog(directory / "metrics.jsonl", start, self._progress.say)
+            write_run_files(self._setup, initial.base_sha256)
+            settings = dataclasses.asdict(config)
+            dashboards = Dashboards(config.logging, directory, start, settings, self._progress.say)
+            self._scope.enter_context(dashboards)
+            self._recorders = [self._log.write, dashboards.write, self._progress.show]
+        profile = config.profile if processes.first else ProfileConfig()
+        self._profiler = self._scope.enter_context(Profiler(profile, directory))
+        self._vote = processes.vote()
+        if self._vote.cast_and_wait(self._preemption.requested()):
+            raise Preempted(start)
+        self._meter.restart(start)
+        batches = read_ahead(self._setup.loader, start, config.data.stall_seconds, self._preemption.requested)
+        self._batches = self._scope.enter_context(contextlib.closing(batches))
+        self.current = start
+
+    def step(self, step: int) -> None:
+        """Run a step on the next batch, and record the previous step.
+
+        Raises:
+            InputError, Preempted: there is no next batch. The checkpoint of the previous step has been written.
+        """
+        self.current = step
+        self._profiler.before_step(step)
+        try:
+            batch, waited = next(self._batches)
+        except (InputError, Preempted):
+            self._save_before_leaving()
+            raise
+        self._meter.add_wait(waited)
+        self._state, metrics = self._programs.step(self._state, self._setup.local_rows.make_global(batch))
+        self._profiler.after_step(step, metrics)
+        self._progress.advance(step)
+        if self._finished and self._finished.summary is None:
+            self._record_step(self._finished)
+        self._finished = FinishedStep(step, metrics)
+
+    def poll(self, step: int) -> tuple[bool, bool]:
+        """Return whether any process received a request to stop, and whether a checkpoint is due."""
+        stop, failed = self._vote.cast(self._preemption.requested(), self._checkpoints.last_save_failed)
+        return stop, self._checkpoints.is_due(step, failed) or self._postponed
+
+    def record(self, evaluates: bool) -> None:
+        """Read and record the metrics of the step that ran last.
+
+        Args:
+            evaluates: also measure the held-out loss.
+        """
+        assert self._finished is not None
+        self._record_step(self._finished, self._state if evaluates else None)
+        if self._log is not None:
+            self._log.sync()
+
+    def save(self, due: bool, leaves: bool, last: bool) -> None:
+        """Write the checkpoint of the step that ran last.
+
+        After a skipped step the checkpoint is postponed to the next step: its parameters may be the reason why the loss
+        was not finite, and must not replace older ones.
+
+        Args:
+            due: a checkpoint is due.
+            leaves: the run stops here and waits until the checkpoint is complete.
+            last: this is the last step of the run.
+        """
+        assert self._finished is not None and self._finished.summary is not None
+        step, updated = self._finished.step, made_update(self._finished.metrics)
+        self._postponed = due and not updated
+        if last or (leaves and updated):
+            self._checkpoints.save_last(step, self._setup.program.to_checkpoint(self._state), self._finished.summary)
+        elif due and not self._postponed:
+            self._checkpoints.save(step, self._setup.program.to_checkpoint(self._state), self._finished.summary)
+            self._meter.restart(step)
+
+    def _save_before_leaving(self) -> None:
+        if self._finished is None or self._setup.processes.count > 1:  # other processes already run the next step
+            return
+        if self._finished.summary is None:
+            self._record_step(self._finished)
+        if self._log is not None:
+            self._log.sync()
+        self.save(due=False, leaves=True, last=False)
+
+    def _record_step(self, finished: FinishedStep, measured: TrainState | None = None) -> None:
+        """Read the metrics of a step, which waits for it, and record them if they are due.
+
+        Args:
+            measured: the state after the step, if its held-out loss is due.
+        """
+        config, step, metrics = self._setup.config, finished.step, finished.metrics
+        check_skips(step, metrics, config, self._progress.say)
+        finished.summary = {"tokens": step * self._tokens}
+        if measured is None and step % config.logging.every:
+            return
+        values = {name: to_json_number(value) for name, value in metrics.items() if name not in NOT_RECORDED}
+        entry = self._meter.make_record(step, {**values, "skipped": int(metrics["skipped"])})
+        if measured is not None:
+            batches = map(self._setup.local_rows.make_global, self._setup.held_out)
+            loss = evaluate(self._programs.held_out, measured, batches)
+            entry["eval_loss"] = finished.summary["eval_loss"] = loss
+            check_finite(self._setup.directory, step, held_out_loss=loss)
+            self._meter.restart(step)
+        for write in self._recorders:
+            write(entry)
+
+
+def made_update(metrics: Metrics) -> bool:
+    """Return whether a step updated the parameters: it was not skipped, and its gradients did not overflow."""
+    return not int(metrics["skipped_in_a_row"]) and not int(metrics["overflow"])
+
+
+def to_json_number(value: jax.Array) -> Any:
+    """Return a scalar as a number, or a vector as a list of numbers, with None for values that are not finite."""
+    if value.ndim:
+        return [to_json_number(element) for element in jax.device_get(value)]
+    return float(value) if math.isfinite(value) else None
+
+
+def check_skips(step: int, metrics: Metrics, config: Config, say: Callable[[str], None]) -> None:
+    """Report a skipped step.
+
+    Raises:
+        TrainingDiverged: training.skip_limit steps in a row were skipped, or overflows reduced the loss scale below
+            precision.min_loss_scale.
+    """
+    if made_update(metrics):
+        return
+    numbers = f"loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm'])}"
+    remedy = (
+        f"{config.run.directory} keeps the earlier checkpoints; try a lower --optimizer.learning-rate or a longer "
+        "--schedule.warmup-steps"
+    )
+    if int(metrics["overflow"]):
+        scale = float(metrics["loss_scale"])
+        numbers += f", loss scale now {scale:g}"
+        if scale < config.precision.min_loss_scale:
+            raise TrainingDiverged(
+                f"step {step}: {numbers}, below precision.min_loss_scale={config.precision.min_loss_scale:g}: "
+                f"no loss scale prevents the overflows; {remedy}, or --precision.compute-dtype bfloat16"
+            )
+    elif (in_a_row := int(metrics["skipped_in_a_row"])) >= config.training.skip_limit:
+        skipped = f"{in_a_row} steps in a row were skipped; " if in_a_row > 1 else ""
+        raise TrainingDiverged(f"step {step}: {numbers}; {skipped}{remedy}")
+    say(f"step {step:>6}  skipped: {numbers}")
+
+
+def check_finite(directory: Path, step: int, **values: float) -> None:
+    """Raise TrainingDiverged if one of the values is not finite."""
+    if not all(map(math.isfinite, values.values())):
+        described = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
+        raise TrainingDiverged(
+            f"step {step}: {described}; {directory} keeps the earlier checkpoints; try a lower "
+            "--optimizer.learning-rate or a longer --schedule.warmup-steps"
+        )

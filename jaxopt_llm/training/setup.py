@@ -1,0 +1,169 @@
+"""Setup of a run: data, devices and program, checked before anything is compiled or allocated."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxopt_llm.config import Config, fields
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.files import replace_durably
+from jaxopt_llm.data.corpus import Corpus, open_corpus
+from jaxopt_llm.data.loader import Loader, read_held_out_batches
+from jaxopt_llm.data.packing import PackedRows
+from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
+from jaxopt_llm.data.tokens import TokenStream
+from jaxopt_llm.distributed.process_group import Processes
+from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.rows import LocalRows
+from jaxopt_llm.training.initial_weights import read_base_digest, stores_frozen_weights
+from jaxopt_llm.training.program import Program, make_program
+
+
+@dataclass(frozen=True)
+class Data:
+    """Data of a run.
+
+    Attributes:
+        corpus: the documents that `data.*` names.
+        training: rows of the training split, one entry for each source.
+        held_out: rows of the held-out split.
+    """
+
+    tokenizer: Tokenizer
+    corpus: Corpus
+    training: tuple[PackedRows, ...]
+    held_out: PackedRows
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that a run needs before it compiles.
+
+    Attributes:
+        local_rows: rows of each batch that this process reads.
+        loader: batches of the training split.
+        held_out: batches of an evaluation.
+    """
+
+    config: Config
+    processes: Processes
+    data: Data
+    placement: Placement
+    program: Program
+    local_rows: LocalRows
+    loader: Loader
+    held_out: Sequence[Batch]
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.config.run.directory)
+
+
+def prepare_run(config: Config, processes: Processes) -> Setup:
+    """Open the data, and make the mesh and the program.
+
+    Raises:
+        InputError: the data cannot be read, the run directory holds another run, or processes differ in something that
+            must be equal.
+    """
+    processes.check_shared(Path(config.run.directory))
+    data = open_data(config, processes)
+    check_run_directory(config, data.corpus)
+    placement = Placement(make_mesh(config.mesh), config.sharding, config.precision, config.offload)
+    program = make_program(config, placement, stores_frozen_weights(config))
+    processes.check_same(
+        "training.attention",
+        program.attention.name,
+        "install the same packages on all hosts, or set --training.attention to one implementation",
+    )
+    local_rows, size = LocalRows(program.batch.tokens.shape, program.rows), config.training.batch_size
+    weights = [source.weight for source in data.corpus.sources]
+    loader = Loader(data.training, weights, size, config.run.seed, local_rows.indices)
+    held_out = read_held_out_batches(data.held_out, size, config.evaluation.batches, local_rows.indices)
+    return Setup(config, processes, data, placement, program, local_rows, loader, held_out)
+
+
+def open_data(config: Config, processes: Processes) -> Data:
+    """Open the corpus and the tokenizer, and check that all processes read the same data.
+
+    Raises:
+        InputError: the data cannot be read, differs between processes, or has more tokens than the model's vocabulary.
+    """
+    tokenizer = load_tokenizer(config.data)
+    if tokenizer.vocabulary_size > config.model.vocabulary_size:
+        raise InputError(
+            f"model.vocabulary_size={config.model.vocabulary_size}: the tokenizer {config.data.tokenizer} has "
+            f"{tokenizer.vocabulary_size} tokens; set --model.vocabulary-size {tokenizer.vocabulary_size}"
+        )
+    corpus = open_corpus(config.data, tokenizer)
+    processes.check_same("data.paths", corpus.sha256)
+
+    def pack(stream: TokenStream, name: str) -> PackedRows:
+        length = config.training.sequence_length
+        return PackedRows(stream, length, config.model.vocabulary_size, name, config.data.long_documents)
+
+    training = tuple(pack(source.training, source.name) for source in corpus.sources)
+    return Data(tokenizer, corpus, training, pack(corpus.held_out, "the held-out split"))
+
+
+def check_run_directory(config: Config, corpus: Corpus) -> None:
+    """Raise InputError if the run directory holds another run, which this configuration does not continue."""
+    directory = Path(config.run.directory)
+    if config.model.pretrained and directory.absolute() == Path(config.model.pretrained):
+        raise InputError(
+            f"model.pretrained={config.model.pretrained} is also run.directory, and a run cannot start from itself: "
+            "set another --run.directory, or continue the run with its original --model.pretrained"
+        )
+    checkpoints = directory / "checkpoints"
+    if not checkpoints.exists() or not any(checkpoints.iterdir()):
+        return  # nothing to continue: an earlier run here left only its log
+    try:
+        old = fields.from_json((directory / "config.json").read_text())
+        old_corpus = json.loads((directory / "corpus.json").read_text())["sha256"]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise InputError(
+            f"run.directory={directory} does not hold a run that can be continued ({error}); "
+            "set another --run.directory"
+        ) from error
+    found = fields.forbidden_changes(old, config)
+    if found:
+        fixed = any(fields.METADATA[change.split()[0]].resume == "never" for change in found)
+        allow = "" if fixed else ", or allow the change of a field with --run.allow-change NAME"
+        raise InputError(
+            f"run.directory={directory} holds another run: {'; '.join(found)}; set another --run.directory{allow}"
+        )
+    if (read_base_digest(directory) is None) != stores_frozen_weights(config):
+        raise InputError(
+            f"the run in {directory} {'started' if stores_frozen_weights(config) else 'did not start'} from a Hugging "
+            "Face folder: set --model.pretrained to what it started from"
+        )
+    if old_corpus != corpus.sha256:
+        raise InputError(
+            f"the run in {directory} was trained on another version of the corpus {corpus.name}: restore that version "
+            "(the standard library is that of the Python that started the run), or set another --run.directory"
+        )
+
+
+def set_aside_log(log: Path) -> None:
+    """Rename the log of a run that left no checkpoint to continue from."""
+    if log.exists():
+        candidates = (log.with_name(f"metrics.{index}.jsonl") for index in itertools.count(1))
+        log.rename(next(path for path in candidates if not path.exists()))
+
+
+def write_run_files(setup: Setup, base_sha256: str | None) -> None:
+    """Write config.json and corpus.json, which identify the run before it has a checkpoint."""
+    corpus = setup.data.corpus
+    description = {
+        "name": corpus.name,
+        "summary": str(corpus),
+        "sha256": corpus.sha256,
+        "tokenizer_sha256": setup.data.tokenizer.sha256,
+        "base_sha256": base_sha256,
+    }
+    replace_durably(setup.directory / "corpus.json", json.dumps(description))
+    replace_durably(setup.directory / "config.json", fields.to_json(setup.config))

@@ -1,0 +1,78 @@
+"""Report of a run before its first step: the trained parameters, the devices, and the settings without effect."""
+
+import sys
+from collections.abc import Callable, Iterator
+
+import jax
+
+from jaxopt_llm.execution import stage_layout
+from jaxopt_llm.model import flops, param
+from jaxopt_llm.model.linear import leaves
+from jaxopt_llm.model.moe import exchange
+from jaxopt_llm.parallel.zero import find_undivided
+from jaxopt_llm.training import moments
+from jaxopt_llm.training.setup import Setup
+
+
+def print_report(setup: Setup, say: Callable[[str], None]) -> None:
+    """Print the report with `say`, and warnings to stderr."""
+    for line in describe_run(setup):
+        say(line)
+    if setup.processes.first:
+        for line in list_warnings(setup):
+            print(f"warning: {line}", file=sys.stderr)
+
+
+def describe_run(setup: Setup) -> Iterator[str]:
+    """Yield the lines of the report in order."""
+    config, program, placement, data = setup.config, setup.program, setup.placement, setup.data
+    specs, frozen = program.model.specs, jax.tree.leaves(program.specs.frozen)
+    active = flops.count_active_parameters(config.model, specs)
+    parameters = flops.describe_parameters(leaves.count_parameters(specs), active)
+    trained = f", of which {param.count_parameters(program.specs.masters):,} are trained," if frozen else ""
+    yield (
+        f"{parameters}{trained} on {placement.mesh.size} {jax.devices()[0].device_kind} "
+        f"device(s){setup.processes}, run directory {setup.directory}"
+    )
+    if program.attention.reason:
+        yield f"attention: {program.attention}"
+    if experts := exchange.describe_exchange(config.model, placement):
+        yield f"experts' tokens: {experts}"
+    yield f"data: {data.corpus}"
+    yield from (rows.summary for rows in (*data.training, data.held_out) if rows.summary)
+    if 1 < config.mesh.pipeline <= config.training.accumulation:
+        yield f"pipeline: {_describe_idle_share(setup)}"
+    yield from _list_unused_settings(setup)
+
+
+def list_warnings(setup: Setup) -> Iterator[str]:
+    """Yield a line for each setting that is allowed but is probably a mistake."""
+    config = setup.config
+    if config.precision.compute_dtype == "float16" and not config.precision.scales_loss:
+        yield "float16 without loss scaling rounds small gradients to zero; set --precision.loss-scaling dynamic"
+    if config.mesh.pipeline > config.training.accumulation:
+        yield f"fewer microbatches than stages: {_describe_idle_share(setup)}"
+
+
+def _describe_idle_share(setup: Setup) -> str:
+    config = setup.config
+    layout, microbatches = setup.program.model.layout, config.training.accumulation
+    return stage_layout.describe_waste(layout, config.mesh.pipeline, microbatches, config.pipeline)
+
+
+def _list_unused_settings(setup: Setup) -> Iterator[str]:
+    """Yield a line for each setting that has no effect on a part of what it applies to."""
+    config, program = setup.config, setup.program
+    sharded = program.model.specs if config.sharding.zero_stage == 3 else program.specs.masters
+    for path in find_undivided(sharded, setup.placement):
+        yield f"ZeRO does not shard {path}: none of its dimensions is divisible"
+    uncompressed = moments.find_uncompressed(program.specs.masters) if config.optimizer.state_dtype == "int8" else []
+    if uncompressed:
+        yield (
+            f"optimizer.state_dtype: the moments of {len(uncompressed)} matrices stay in 32 bits, the first one is "
+            f"{uncompressed[0]}: no block of {moments.BLOCK_SIZES[-1]} to {moments.BLOCK_SIZES[0]} values divides "
+            "their last dimension"
+        )
+    end = config.schedule.end_step
+    if end is not None and end < config.training.steps:
+        yield f"the learning rate has its final value from step {end} on: see --schedule.decay-steps"

@@ -1,0 +1,437 @@
+"""Published config.json files as our models, checked against the published numbers of parameters."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jaxopt_llm.checkpoint.huggingface import codecs_moe, families
+from jaxopt_llm.checkpoint.huggingface.codecs import Unsupported
+from jaxopt_llm.checkpoint.huggingface.family import canonicalise
+from jaxopt_llm.checkpoint.huggingface.tensor_layout import list_tensor_layouts
+from jaxopt_llm.config import ModelConfig
+
+pytestmark = pytest.mark.core
+
+
+def sizes(vocabulary: int, width: int, mlp: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        **more,
+    }
+
+
+LLAMA3_ROPE = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+YARN_ROPE = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
+}
+# As published, in the older form and without the fields that each omits: config.json, number of parameters, and some
+# of our fields.
+PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "llama": (
+        sizes(32000, 4096, 11008, 32, 32, 32, tie_word_embeddings=False, rope_scaling=None, pretraining_tp=1),
+        6_738_415_616,
+        {"rope_theta": 10_000.0, "head_dim": 128, "tied_head": False},
+    ),
+    "llama 3.1": (
+        sizes(128256, 4096, 14336, 32, 32, 8, rope_theta=500000.0, rope_scaling=LLAMA3_ROPE, mlp_bias=False),
+        8_030_261_248,
+        {"rope_factor": 8.0, "rope_theta": 500_000.0, "rope_original_length": 8192},
+    ),
+    "mistral": (
+        sizes(32000, 4096, 14336, 32, 32, 8, sliding_window=4096, rope_theta=10000.0, tie_word_embeddings=False),
+        7_241_732_096,
+        {"pattern": ("sliding",), "window": 4096},
+    ),
+    "qwen2": (
+        sizes(
+            152064, 3584, 18944, 28, 28, 4, use_sliding_window=False, sliding_window=131072, max_window_layers=28,
+            rope_theta=1000000.0, tie_word_embeddings=False,
+        ),
+        7_615_616_512,
+        {"pattern": ("global",), "biases": "qkv", "head_dim": 128},
+    ),
+    "qwen3": (
+        sizes(
+            151936, 4096, 12288, 36, 32, 8, head_dim=128, attention_bias=False, use_sliding_window=False,
+            sliding_window=None, max_window_layers=36, rope_theta=1000000, tie_word_embeddings=False,
+        ),
+        8_190_735_360,
+        {"qk_norm": "head", "rope_theta": 1_000_000.0},
+    ),
+    "gemma2": (
+        sizes(
+            256000, 3584, 14336, 42, 16, 8, hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh",
+            head_dim=256, query_pre_attn_scalar=256, sliding_window=4096, sliding_window_size=4096,
+            attn_logit_softcapping=50.0, final_logit_softcapping=30.0, rope_theta=10000.0,
+        ),
+        9_241_705_984,
+        {"pattern": ("sliding", "global"), "tied_head": True, "attention_scale": 0.0625, "mlp": "geglu"},
+    ),
+    "phi3": (
+        sizes(
+            32064, 3072, 8192, 32, 32, 32, sliding_window=2047, rope_theta=10000.0, tie_word_embeddings=False,
+            auto_map={"AutoConfig": "configuration_phi3.Phi3Config"},
+        ),
+        3_821_079_552,
+        {"pattern": ("sliding",), "window": 2047, "head_dim": 96},
+    ),
+    "olmo2": (
+        sizes(100352, 4096, 11008, 32, 32, 32, rope_theta=500000, attention_bias=False, tie_word_embeddings=False),
+        7_298_617_344,
+        {"norm_placement": "post", "qk_norm": "projection"},
+    ),
+    "smollm3": (
+        sizes(
+            128256, 2048, 11008, 36, 16, 4, no_rope_layers=[1, 1, 1, 0] * 9, no_rope_layer_interval=4,
+            layer_types=["full_attention"] * 36, use_sliding_window=False, rope_theta=5000000.0,
+        ),
+        3_075_098_624,
+        {"pattern": ("global", "global", "global", "global_nope"), "tied_head": True},
+    ),
+    "mixtral": (
+        sizes(
+            32000, 4096, 14336, 32, 32, 8, sliding_window=None, rope_theta=1000000.0, tie_word_embeddings=False,
+            num_local_experts=8, num_experts_per_tok=2, router_aux_loss_coef=0.02, output_router_logits=False,
+        ),
+        46_702_792_704,
+        {"experts": 8, "experts_per_token": 2, "expert_width": 14336, "balance_loss": 0.02},
+    ),
+    "qwen3_moe": (
+        sizes(
+            151936, 2048, 6144, 48, 32, 4, head_dim=128, attention_bias=False, use_sliding_window=False,
+            sliding_window=None, max_window_layers=48, rope_theta=1000000.0, tie_word_embeddings=False,
+            decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True, num_experts=128,
+            num_experts_per_tok=8, router_aux_loss_coef=0.001, output_router_logits=False,
+        ),
+        30_532_122_624,
+        {"experts": 128, "experts_per_token": 8, "expert_width": 768, "qk_norm": "head", "pattern": ("global",)},
+    ),
+    "olmoe": (
+        sizes(
+            50304, 2048, 1024, 16, 16, 16, attention_bias=False, clip_qkv=None, rope_theta=10000.0, rope_scaling=None,
+            tie_word_embeddings=False, norm_topk_prob=False, num_experts=64, num_experts_per_tok=8,
+            router_aux_loss_coef=0.01, output_router_logits=False,
+        ),
+        6_919_161_856,
+        {"experts": 64, "expert_width": 1024, "qk_norm": "projection", "router_renormalises": False},
+    ),
+    "deepseek_v2 lite": (
+        sizes(
+            102400, 2048, 10944, 27, 16, 16, rms_norm_eps=1e-6, attention_bias=False, aux_loss_alpha=0.001,
+            first_k_dense_replace=1, kv_lora_rank=512, moe_intermediate_size=1408, moe_layer_freq=1, n_group=1,
+            n_routed_experts=64, n_shared_experts=2, norm_topk_prob=False, num_experts_per_tok=6, pretraining_tp=1,
+            q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, rope_scaling=YARN_ROPE, rope_theta=10000,
+            routed_scaling_factor=1.0, scoring_func="softmax", seq_aux=True, tie_word_embeddings=False, topk_group=1,
+            topk_method="greedy", v_head_dim=128, max_position_embeddings=163840,
+        ),
+        15_706_484_224,
+        {"latent_rank": 512, "query_rank": 0, "head_dim": 192, "rope_factor": 40.0, "shared_expert_width": 2816},
+    ),
+    "deepseek_v2": (
+        sizes(
+            102400, 5120, 12288, 60, 128, 128, rms_norm_eps=1e-6, attention_bias=False, aux_loss_alpha=0.001,
+            first_k_dense_replace=1, kv_lora_rank=512, moe_intermediate_size=1536, moe_layer_freq=1, n_group=8,
+            n_routed_experts=160, n_shared_experts=2, norm_topk_prob=False, num_experts_per_tok=6, q_lora_rank=1536,
+            qk_nope_head_dim=128, qk_rope_head_dim=64, rope_scaling=YARN_ROPE, rope_theta=10000, topk_group=3,
+            routed_scaling_factor=16.0, scoring_func="softmax", tie_word_embeddings=False, v_head_dim=128,
+            topk_method="group_limited_greedy", max_position_embeddings=163840,
+        ),
+        235_741_434_880,
+        {"query_rank": 1536, "router_groups": 8, "router_groups_per_token": 3, "router_scale": 16.0},
+    ),
+    "deepseek_v3": (
+        sizes(
+            129280, 7168, 18432, 61, 128, 128, rms_norm_eps=1e-6, attention_bias=False, aux_loss_alpha=0.001,
+            first_k_dense_replace=3, kv_lora_rank=512, moe_intermediate_size=2048, moe_layer_freq=1, n_group=8,
+            n_routed_experts=256, n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=8, q_lora_rank=1536,
+            qk_nope_head_dim=128, qk_rope_head_dim=64, rope_theta=10000, routed_scaling_factor=2.5,
+            rope_scaling=YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}, scoring_func="sigmoid", topk_group=4,
+            topk_method="noaux_tc", num_nextn_predict_layers=1, tie_word_embeddings=False, v_head_dim=128,
+        ),
+        671_026_419_200,
+        {"router": "sigmoid", "router_bias": True, "dense_layers": 3, "rope_mscale_all_dim": 1.0},
+    ),
+    "gpt2": (
+        {
+            "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "n_ctx": 1024,
+            "layer_norm_epsilon": 1e-05, "activation_function": "gelu_new",
+        },
+        124_439_808,
+        {"positions": "learned", "max_positions": 1024, "mlp_width": 3072, "biases": "all", "tied_head": True},
+    ),
+}  # fmt: skip
+
+
+DEEPSEEK: dict[str, Any] = {
+    "kv_heads": 4,
+    "latent_rank": 8,
+    "experts": 4,
+    "expert_width": 8,
+    "shared_expert_width": 16,
+    "router_renormalises": False,
+}
+
+
+def published(name: str) -> dict[str, Any]:
+    return {"model_type": name.split()[0], **PUBLISHED[name][0]}
+
+
+def read(settings: dict[str, Any]) -> ModelConfig:
+    return families.find_by_settings(settings).read(settings)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_sizes(name: str) -> None:
+    settings, (_, parameters, fields) = published(name), PUBLISHED[name]
+    family, config = families.find_by_settings(settings), read(settings)
+    assert {key: getattr(config, key) for key in fields} == fields
+    shapes = [layout.shape for layout in list_tensor_layouts(family, config).values()]
+    assert sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes) == parameters
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_written_config_reads_back_as_the_same_model(name: str) -> None:
+    config = read(published(name))
+    family = families.find_by_model(config, published(name)["model_type"])
+    assert family.model_type == published(name)["model_type"]
+    assert canonicalise(read(family.write(config))) == canonicalise(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "pattern"),
+    [
+        ("mistral", {"sliding_window": None}, ("global",)),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "max_window_layers": 3, "num_hidden_layers": 5},
+            ("global", "global", "global", "sliding", "sliding"),
+        ),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, ("sliding",)),
+        ("gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 21}, ("global", "sliding")),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}, ("global", "global_nope")),
+        ("gemma2", {"layer_types": None}, ("sliding", "global")),
+    ],
+)
+def test_layer_kinds(name: str, changes: dict[str, Any], pattern: tuple[str, ...]) -> None:
+    config = read(published(name) | changes)
+    assert config.pattern == pattern
+    family = families.find_by_settings(published(name))
+    assert read(family.write(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"mlp_only_layers": [0, 1]}, {"dense_layers": 2, "expert_every": 1}),
+        ({"decoder_sparse_step": 3}, {"dense_layers": 0, "expert_every": 3}),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 1, 3]}, {"dense_layers": 5, "expert_every": 2}),
+        ({"mlp_only_layers": list(range(0, 48, 2))}, {"dense_layers": 0, "expert_every": 2}),
+        ({"mlp_only_layers": list(range(46)), "num_hidden_layers": 47}, {"dense_layers": 46, "expert_every": 1}),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+            {"pattern": ("sliding",), "window": 8},
+        ),
+        ({"num_experts": None, "num_local_experts": 16}, {"experts": 16}),
+        ({"num_experts": None}, {"experts": 128}),
+    ],
+)
+def test_expert_layers_and_windows(changes: dict[str, Any], fields: dict[str, Any]) -> None:
+    config = read(published("qwen3_moe") | changes)
+    assert {name: getattr(config, name) for name in fields} == fields
+    family = families.find_by_settings(published("qwen3_moe"))
+    written = family.write(config)
+    assert read(written) == config
+    # The rule of the class in transformers, for each layer.
+    original = published("qwen3_moe") | changes
+    for settings in (original, written):
+        sparse = [
+            layer not in settings["mlp_only_layers"] and (layer + 1) % settings["decoder_sparse_step"] == 0
+            for layer in range(config.layers)
+        ]
+        assert sparse == [config.has_experts(layer) for layer in range(config.layers)]
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_expert_layers_have_the_smallest_description(count: int) -> None:
+    """Compare with an exhaustive search over the two fields; some sets of layers have no description."""
+    pairs = [(every, dense) for every in range(1, count + 1) for dense in range(count)]
+    expected: dict[tuple[bool, ...], tuple[int, int]] = {}
+    for every, dense in pairs:
+        expected.setdefault(
+            tuple(layer >= dense and (layer + 1) % every == 0 for layer in range(count)), (dense, every)
+        )
+    for layers in itertools.product((False, True), repeat=count):
+        found = codecs_moe.find_expert_layers([*layers])
+        assert (found is not None) == (any(layers) and layers in expected), layers
+        if found is not None:
+            dense, every = found
+            assert layers == tuple(layer >= dense and (layer + 1) % every == 0 for layer in range(count))
+            assert every == expected[layers][1]
+
+
+def test_rope_fields_have_the_precedence_of_transformers() -> None:
+    both = published("llama") | {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+    config = read(both | {"rope_scaling": LLAMA3_ROPE, "original_max_position_embeddings": 4096})
+    assert (config.rope_factor, config.rope_theta, config.rope_original_length) == (8.0, 10_000.0, 4096)
+
+
+@pytest.mark.parametrize(
+    ("config", "family"),
+    [
+        (ModelConfig(), "llama"),
+        (ModelConfig(pattern=("sliding",) * 3), "mistral"),
+        (ModelConfig(width=36, heads=5, kv_heads=5, head_dim=8), "mistral"),  # Llama's class refuses this width
+        (ModelConfig(pattern=("global", "sliding"), biases="qkv"), "qwen2"),
+        (ModelConfig(pattern=("global", "sliding"), qk_norm="head"), "qwen3"),
+        (ModelConfig(pattern=("global_nope", "global")), "smollm3"),
+        (ModelConfig(experts=4, mlp_width=7), "mixtral"),  # no layer reads mlp_width
+        (ModelConfig(experts=4, dense_layers=1, qk_norm="head"), "qwen3_moe"),
+        (ModelConfig(experts=4, expert_every=5, experts_per_token=3), "llama"),  # none of the 4 layers has experts
+        # These fields do not change logits, except for the capacity, which generation does not use.
+        (ModelConfig(experts=4, router_z_loss=0.1, router_bias_rate=0.1, expert_capacity=1.5), "mixtral"),
+        (ModelConfig(experts=4, qk_norm="projection", head_dim=32, width=128), "olmoe"),
+        (ModelConfig(balance_loss=0.5), "llama"),
+        (ModelConfig(rope_scaling="yarn", rope_factor=2.0), "llama"),
+        (ModelConfig(**DEEPSEEK), "deepseek_v2"),
+        (ModelConfig(**DEEPSEEK, router_bias=True, router="sigmoid", router_bias_rate=0.0), "deepseek_v3"),
+        (ModelConfig(rope_scaling="yarn", rope_mscale=2.0, query_rank=7), "llama"),  # no layer reads these fields
+    ],
+)
+def test_find_by_model(config: ModelConfig, family: str) -> None:
+    assert families.find_by_model(config).model_type == family
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({"logit_softcap": 3.0}, "model.logit_softcap=3.0"),
+        ({"norm_zero_centered": True}, "model.norm_zero_centered=True"),
+        ({"pattern": ("sliding", "global")}, "model.pattern="),
+        ({"experts": 4, "router": "sigmoid"}, "model.router=sigmoid"),
+        ({"experts": 4, "router_bias": True}, "model.router_bias=True"),
+        ({"experts": 4, "router_groups": 2}, "model.router_groups=2"),
+        ({"experts": 4, "router_scale": 2.0}, "model.router_scale=2.0"),
+        ({"experts": 4, "shared_expert_width": 8}, "model.shared_expert_width=8"),
+        ({"experts": 4, "dense_layers": 1}, "model.dense_layers=1"),
+        ({"kv_heads": 4, "latent_rank": 8}, "model.latent_rank=8"),
+        ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_mscale": 2.0}, "model.rope_mscale=2.0"),
+        (
+            DEEPSEEK | {"shared_expert_width": 9},
+            "model.shared_expert_width=9: must be a multiple of model.expert_width=8",
+        ),
+        ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_mscale_all_dim": 0.5}, "model.rope_mscale_all_dim=0.5"),
+        (DEEPSEEK | {"expert_every": 2}, "model.expert_every=2"),
+        (DEEPSEEK | {"router": "sigmoid"}, "model.router=sigmoid"),
+    ],
+)
+def test_model_that_fits_no_family_is_refused(changes: dict[str, Any], missing: str) -> None:
+    with pytest.raises(
+        Unsupported, match="no Hugging Face family fits the model; the nearest, .*, does not support .*" + missing
+    ):
+        families.find_by_model(replace(ModelConfig(), **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"model_type": "bert"}, "model_type='bert': not a supported family"),
+        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised weights are not supported"),
+        ("llama", {"hidden_size": None}, "hidden_size is missing"),
+        ("llama", {"hidden_size": "4096"}, "hidden_size='4096': must be a whole number"),
+        ("llama", {"hidden_size": 2**40}, "must be a whole number below"),
+        ("llama", {"num_attention_heads": 0}, "model.heads=0: must be at least 1"),
+        ("llama", {"rms_norm_eps": float("inf")}, "rms_norm_eps=inf: must be a finite number"),
+        ("llama", {"attention_bias": True}, "attention_bias=True: only False"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act='relu': only 'silu'"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "factor is missing"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope'"),
+        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75"),
+        (
+            "qwen2",
+            {"layer_types": ["sliding_attention"] * 28},
+            "layer_types: sliding_attention requires use_sliding_window=true",
+        ),
+        ("gemma2", {"layer_types": ["linear_attention"] * 42}, "layer_types: 'linear_attention'"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "a value for each of the 42 layers"),
+        ("smollm3", {"no_rope_layers": [2] * 36}, "no_rope_layers: must contain only 0 and 1"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval=0"),
+        ("qwen2", {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers=2147483647: must be at most 10,000"),
+        ("llama", {"rope_theta": 10**400}, "must be a finite number"),
+        ("smollm3", {"use_sliding_window": True}, "windows together with layers without positions"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        ("gpt2", {"n_head": 7}, "n_embd=768: must be a multiple of n_head=7"),
+        ("gpt2", {"num_attention_heads": 6}, "num_attention_heads=6: it is another name of n_head, which is 12"),
+        ("llama", {"is_causal": False}, "is_causal=False: only True"),
+        ("qwen2", {"per_layer_config": {"2": {"rms_norm_eps": 1.0}}}, "per_layer_config"),
+        ("mistral", {"layer_types": ["full_attention"] * 32}, "layer_types: transformers loads a mistral with it"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: only 0.0"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts=0: must be at least 1"),
+        ("mixtral", {"num_experts": 4}, "num_experts=4: it is another name of num_local_experts, which is 8"),
+        ("mixtral", {"num_experts_per_tok": 9}, "experts_per_token=9: must be at most model.experts=8"),
+        ("mixtral", {"layer_types": ["full_attention"] * 32}, "layer_types=.*: only null"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("qwen3_moe", {"mlp_only_layers": [3]}, "mlp_only_layers=\\[3\\], decoder_sparse_step=1: from some layer on"),
+        ("qwen3_moe", {"mlp_only_layers": list(range(48))}, "every n-th layer must have experts"),
+        ("qwen3_moe", {"mlp_only_layers": [True]}, "mlp_only_layers=\\[True\\]: must be a list of layers"),
+        (
+            "qwen3_moe",
+            {"num_experts": 2**31 - 1},
+            "model.experts=2147483647 × model.layers=48: must be at most 200,000",
+        ),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0: must be at least 1"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias=True"),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "max_window_layers=48: only 0 is supported"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0: only null"),
+        ("olmoe", {"sliding_window": 8}, "sliding_window=8: only null"),
+        ("olmoe", {"head_dim": 64}, "head_dim=64: times num_attention_heads=16 it must be hidden_size=2048"),
+        ("deepseek_v2", {"num_key_value_heads": 8}, "num_key_value_heads=8: only num_attention_heads=128"),
+        ("deepseek_v2", {"kv_lora_rank": 0}, "kv_lora_rank=0: must be at least 1"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True: only False"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc': only 'greedy' and"),
+        ("deepseek_v2", {"n_group": None}, "n_group is missing"),
+        ("deepseek_v2", {"n_shared_experts": 0}, "n_shared_experts=0: must be at least 1"),
+        ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq=2: only 1"),
+        ("deepseek_v2", {"first_k_dense_replace": 60}, "model.dense_layers=60: must be at least 0, and below"),
+        ("deepseek_v2", {"rope_scaling": LLAMA3_ROPE}, "rope_type='llama3': only 'default' and 'yarn'"),
+        (
+            "deepseek_v2",
+            {"rope_scaling": YARN_ROPE | {"mscale": None}},
+            "mscale_all_dim=0.707: not supported without mscale",
+        ),
+        ("deepseek_v2", {"rope_scaling": YARN_ROPE | {"attention_factor": 1.5}}, "attention_factor=1.5: only None"),
+        ("deepseek_v2", {"rope_scaling": YARN_ROPE | {"truncate": False}}, "truncate=False: only True"),
+        ("deepseek_v2", {"rope_scaling": YARN_ROPE | {"factor": None}}, "factor is missing"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False: only True"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax': only 'sigmoid'"),
+        ("deepseek_v3", {"n_group": 7}, "model.experts=256: must be a multiple of model.router_groups=7"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not supported"),
+        ("llama", {"rope_scaling": YARN_ROPE}, "mscale_all_dim=0.707: not supported in this family"),
+        ("gemma2", {"num_attention_heads": 15}, "hidden_size=3584: must be a multiple of num_attention_heads=15"),
+    ],
+)
+def test_unsupported_config_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
+        read(published(name) | changes)

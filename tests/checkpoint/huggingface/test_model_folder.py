@@ -1,0 +1,239 @@
+"""Model folders are read into any mesh with little host memory, and refused if they are incomplete."""
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import folders
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from jaxopt_llm import load_pretrained
+from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
+from jaxopt_llm.checkpoint.huggingface import safetensors
+from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
+from jaxopt_llm.checkpoint.huggingface.safetensors import TensorSpec
+from jaxopt_llm.core import tree
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.execution.stage_layout import stack_by_stage
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.parallel.zero import parameter_sharding
+
+pytestmark = pytest.mark.core
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "one device": {},
+    "divided and split": {"zero_stage": 3, "fsdp": 2, "tensor": 2},
+    "replicas, more than key-value heads": {"data": 2, "tensor": 4},
+    "stages": {"pipeline": 2, "zero_stage": 3, "fsdp": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folders.folder(tmp_path_factory.mktemp("model") / "folder")
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_leaves_are_read_into_any_mesh(name: str, folder: Path) -> None:
+    placement = toy.placement(**PLACEMENTS[name])
+    parts, expected = Decoder(folders.CONFIG), folders.params()
+    if stages := PLACEMENTS[name].get("pipeline"):
+        parts = stack_by_stage(parts, stages)
+        expected = toy.on_stages(parts.specs, expected)
+    opened = huggingface.open_model_folder(folder)
+    assert opened.config == replace(folders.CONFIG, rope_original_length=opened.config.rope_original_length)
+
+    def check(path: str, spec: Any, values: np.ndarray) -> None:
+        sharding = parameter_sharding(spec, placement)
+        leaf = opened.read(path, spec, sharding)
+        assert (leaf.sharding, leaf.dtype) == (sharding, spec.dtype)
+        np.testing.assert_array_equal(leaf, values)
+
+    tree.map_with_path(check, parts.specs, expected)
+
+
+def resident_file_bytes() -> int:
+    """Return the bytes of mapped files that are in this process's memory."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssFile"))
+
+
+def test_host_holds_one_tensor_in_addition_to_the_shards(tmp_path: Path) -> None:
+    """Check 16 layers of 16-bit tensors that are read into float32."""
+    config = replace(folders.CONFIG, width=256, mlp_width=2048, layers=16, pattern=("global",))
+    opened = huggingface.open_model_folder(folders.folder(tmp_path / "folder", config, jnp.bfloat16, most=10**9))
+    specs = Decoder(config).specs
+    placement = toy.placement(zero_stage=3, fsdp=4)
+    path, spec = "segment_0/block_0/mlp/up", specs["segment_0"]["block_0"]["mlp"]["up"]
+    down = specs["segment_0"]["block_0"]["mlp"]["down"]
+    opened.read(
+        path.replace("up", "down"), down, parameter_sharding(down, placement)
+    )  # the first read also imports modules
+    mapped = resident_file_bytes()
+    tracemalloc.start()
+    leaf = opened.read(path, spec, parameter_sharding(spec, placement))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    one = 4 * 256 * 2048
+    assert leaf.nbytes == 16 * one
+    assert 16 * one <= peak < 17 * one
+    assert resident_file_bytes() - mapped < 2 * one  # the whole file has 16 / 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_round_trip_is_equal_to_the_bit(dtype: str, tmp_path: Path) -> None:
+    source = folders.folder(tmp_path / "one", dtype=jnp.dtype(dtype))
+    (source / "tokenizer.json").write_text("{}")
+    (source / "secret.txt").write_text("mine")
+    settings = json.loads((source / "config.json").read_text())
+    settings |= {"eos_token_id": [1, 7], "auto_map": {"AutoModel": "evil.Model"}, "_name_or_path": "/home/me/model"}
+    (source / "config.json").write_text(json.dumps(settings))
+    model = load_pretrained(source)
+    assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype(dtype)}
+    model.save_pretrained(tmp_path / "two")
+    one, two = (safetensors.open_folder(tmp_path / name) for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name in one:
+        assert one[name].array.dtype == two[name].array.dtype == jnp.dtype(dtype)
+        assert one[name].array.tobytes() == two[name].array.tobytes()
+    settings = json.loads((tmp_path / "two" / "config.json").read_text())
+    assert (settings["eos_token_id"], settings["torch_dtype"]) == ([1, 7], dtype)
+    assert not {"auto_map", "_name_or_path"} & settings.keys()
+    assert (tmp_path / "two" / "tokenizer.json").exists() and not (tmp_path / "two" / "secret.txt").exists()
+    with pytest.raises(InputError, match="already exists"):
+        model.save_pretrained(tmp_path / "two")
+
+
+def test_logits_refuse_invalid_tokens(folder: Path) -> None:
+    model = load_pretrained(folder)
+    assert model.logits([[1, 2, 3]]).shape == (1, 3, folders.CONFIG.vocabulary_size)
+    for tokens in ([1, 2], [[0.5]], [[-1]], [[folders.CONFIG.vocabulary_size]], [[]]):
+        with pytest.raises(InputError, match="tokens: "):
+            model.logits(tokens)
+
+
+# --- Errors.
+
+UP = "model.layers.3.mlp.up_proj.weight"
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> None:
+    """Change the tensors of a folder, and write them into one file."""
+    arrays = {name: np.array(stored.array) for name, stored in safetensors.open_folder(folder).items()}
+    change(arrays)
+    for file in [*folder.glob("*.safetensors"), folder / safetensors.INDEX]:
+        file.unlink(missing_ok=True)
+    specs = {name: TensorSpec(array.dtype, array.shape) for name, array in arrays.items()}
+    safetensors.write_folder(folder, specs, arrays.__getitem__)
+
+
+def set_value(arrays: dict[str, np.ndarray], value: float) -> None:
+    arrays[UP][5, 7] = value
+
+
+def transpose(arrays: dict[str, np.ndarray]) -> None:
+    arrays[UP] = arrays[UP].T
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda arrays: arrays.pop(UP), f"tensor '{UP}' is missing"),
+        (lambda arrays: arrays.update({"model.layers.5.mlp.up_proj.weight": arrays[UP]}), "layers.5.* does not belong"),
+        (
+            lambda arrays: arrays.update({"../../etc": arrays[UP]}),
+            r"tensor '../../etc' does not belong to a Qwen2ForCausalLM",
+        ),
+        (transpose, rf"model.safetensors: tensor '{UP}' has shape \[32, 24\], but config.json requires \[24, 32\]"),
+        (lambda arrays: arrays.update({UP: arrays[UP] > 0}), f"tensor '{UP}' is bool, not one of F32, F16, BF16"),
+        (lambda arrays: set_value(arrays, np.nan), f"model.safetensors: tensor '{UP}' has values that are not finite"),
+        (lambda arrays: set_value(arrays, np.inf), f"tensor '{UP}' has values that are not finite"),
+    ],
+)
+def test_invalid_tensors_are_refused(change: Any, message: str, tmp_path: Path) -> None:
+    folder = folders.folder(tmp_path / "folder")
+    rewrite(folder, change)
+    with pytest.raises(InputError, match=message):
+        load_pretrained(folder)
+
+
+def test_values_that_overflow_on_reading_are_refused(tmp_path: Path) -> None:
+    folder = folders.folder(tmp_path / "folder")
+    rewrite(folder, lambda arrays: set_value(arrays, 1e6))
+    opened, spec = (
+        huggingface.open_model_folder(folder),
+        Decoder(folders.CONFIG).specs["segment_0"]["block_1"]["mlp"]["up"],
+    )
+    narrow = replace(spec, dtype=np.dtype(np.float16))
+    with pytest.raises(InputError, match=f"'{UP}' has values that are not finite in float16"):
+        opened.read("segment_0/block_1/mlp/up", narrow, toy.placement().replicated)
+
+
+def test_values_that_overflow_on_writing_are_refused(tmp_path: Path) -> None:
+    folder = folders.folder(tmp_path / "folder")
+    rewrite(folder, lambda arrays: set_value(arrays, 1e6))
+    model = load_pretrained(folder)
+    with pytest.raises(InputError, match=f"'{UP}' has values that are not finite in float16"):
+        write_model_folder(tmp_path / "narrow", model.params, model.config, dtype="float16")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_stored_tied_head_must_equal_the_table(tmp_path: Path) -> None:
+    config = replace(folders.CONFIG, tied_head=True)
+    folder = folders.folder(tmp_path / "folder", config)
+    table = "model.embed_tokens.weight"
+    rewrite(folder, lambda arrays: arrays.update({"lm_head.weight": arrays[table].copy()}))
+    expected = folders.params(config)
+    jax.tree.map(np.testing.assert_array_equal, load_pretrained(folder).params, expected)
+    rewrite(folder, lambda arrays: arrays["lm_head.weight"].__setitem__((3, 4), 9))
+    with pytest.raises(InputError, match="'lm_head.weight' differs from 'model.embed_tokens.weight'"):
+        load_pretrained(folder)
+
+
+def test_names_without_base_prefix_and_masks_are_supported(tmp_path: Path) -> None:
+    """Check the form of the first published folder of GPT-2."""
+    config = replace(
+        toy.CONFIG,
+        pattern=("global",),
+        layers=1,
+        kv_heads=4,
+        norm="layer",
+        positions="learned",
+        biases="all",
+        mlp="gelu",
+    )
+    folder = folders.folder(tmp_path / "folder", config)
+
+    def publish(arrays: dict[str, np.ndarray]) -> None:
+        for name in list(arrays):
+            arrays[name.removeprefix("transformer.")] = arrays.pop(name)
+        arrays["h.0.attn.bias"] = np.ones((1, 1, 4, 4), np.float32)
+        arrays["h.0.attn.masked_bias"] = np.ones((), bool)  # in later folders masks are not floats
+
+    rewrite(folder, publish)
+    jax.tree.map(np.testing.assert_array_equal, load_pretrained(folder).params, folders.params(config))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "it has no config.json"),
+        ("[]", "config.json: the JSON is not an object"),
+        ("{", "config.json: invalid JSON"),
+        ('{"model_type": "llama", "model_type": "qwen2"}', "config.json: 'model_type' appears twice"),
+        ('{"model_type": "mamba", "auto_map": {"AutoModel": "evil.Model"}}', "config.json: model_type='mamba'"),
+    ],
+)
+def test_invalid_config_is_refused(content: str | None, message: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(InputError, match=message):
+        load_pretrained(tmp_path)

@@ -1,0 +1,194 @@
+"""Files with invalid headers and incomplete folders."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxopt_llm.checkpoint.huggingface import safetensors
+from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder, TensorSpec
+from jaxopt_llm.core.errors import InputError
+
+pytestmark = pytest.mark.core
+
+ARRAYS = {
+    "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "b": np.arange(4, dtype=np.float32).astype(jnp.bfloat16),
+    "c": np.zeros((0, 3), np.float16),
+    "d": np.array(1.5, np.float16),
+}
+
+
+def write_arrays(folder: Path, max_file_bytes: int = 10**9) -> Path:
+    specs = {name: TensorSpec(array.dtype, array.shape) for name, array in ARRAYS.items()}
+    safetensors.write_folder(folder, specs, ARRAYS.__getitem__, max_file_bytes)
+    return folder
+
+
+@pytest.mark.parametrize(("max_file_bytes", "files"), [(10**9, 1), (24, 2), (1, 4)])
+def test_written_tensors_are_read_back(max_file_bytes: int, files: int, tmp_path: Path) -> None:
+    write_arrays(tmp_path, max_file_bytes)
+    assert len(list(tmp_path.glob("*.safetensors"))) == files
+    found = safetensors.open_folder(tmp_path)
+    assert found.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        assert found[name].array.dtype == array.dtype
+        np.testing.assert_array_equal(found[name].array, array)
+
+
+def write_header(folder: Path, header: Any, data: bytes = b"\0" * 8) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file = folder / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return file
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "message"),
+    [
+        ({"x": entry()}, b"\0" * 7, "truncated: tensor 'x' ends at byte 8 of 7"),
+        ({"x": entry()}, b"\0" * 9, "1 bytes after the last tensor"),
+        ({"x": entry(), "y": entry()}, b"\0" * 8, "tensor 'y' begins at byte 0 instead of 8"),
+        ({"x": entry(data_offsets=[4, 12])}, b"\0" * 12, "tensor 'x' begins at byte 4 instead of 0"),
+        ({"x": entry(shape=[3])}, b"\0" * 8, "tensor 'x' of shape [3] has 8 bytes"),
+        ({"x": entry(shape=[-2])}, b"\0" * 8, "damaged: invalid header entry for tensor 'x'"),
+        ({"x": entry(shape=[True, 2])}, b"\0" * 8, "damaged: invalid header entry for tensor 'x'"),
+        ({"x": entry(shape=[1] * 64 + [2])}, b"\0" * 8, "tensor 'x' has an impossible shape"),
+        ({"x": entry(shape=[0, 2**62, 2**62], data_offsets=[0, 0])}, b"", "tensor 'x' has an impossible shape"),
+        ({"x": entry(data_offsets=[8, 0])}, b"\0" * 8, "has -8 bytes"),
+        ({"x": entry(data_offsets=[0])}, b"\0" * 8, "damaged: invalid header entry for tensor 'x'"),
+        ({"x": "../secret"}, b"\0" * 8, "damaged: invalid header entry for tensor 'x'"),
+        ({"x": entry(dtype="I8", shape=[8])}, b"\0" * 8, "tensor 'x' is I8, not one of F32, F16, BF16"),
+        (b'{"x": 1, "x": 2}', b"", "'x' appears twice"),
+        (b"[]", b"", "the JSON is not an object"),
+        (b"\xff\xfe{}", b"", "invalid JSON"),
+        (b"[" * 100_000, b"", "invalid JSON"),
+        (b"9" * 10_000, b"", "invalid JSON"),
+    ],
+)
+def test_damaged_header_is_refused(header: Any, data: bytes, message: str, tmp_path: Path) -> None:
+    file = write_header(tmp_path, header, data)
+    with pytest.raises(InputError) as error:
+        safetensors.open_folder(tmp_path)
+    assert str(file) in str(error.value) and message in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 7, (2**62).to_bytes(8, "little") + b"{}", b"\xff" * 8 + b"{}"])
+def test_a_header_longer_than_its_file_is_not_read(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(InputError, match="model.safetensors: damaged: header of .* bytes in a file of"):
+        safetensors.open_folder(tmp_path)
+
+
+def test_header_size_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_header(tmp_path, {"x": entry()})
+    monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", 20)
+    with pytest.raises(InputError, match="damaged: header of"):
+        safetensors.open_folder(tmp_path)
+
+
+def change_index(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    index = folder / safetensors.INDEX
+    content = json.loads(index.read_text())
+    change(content)
+    index.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../model-00001-of-00002.safetensors",
+        "/etc/passwd",
+        "sub/x.safetensors",
+        "pytorch_model.bin",
+        "",
+        3,
+        "x\n.safetensors",
+    ],
+)
+def test_an_index_names_plain_files_only(name: Any, tmp_path: Path) -> None:
+    write_arrays(tmp_path, 24)
+    change_index(tmp_path, lambda index: index["weight_map"].update(a=name))
+    with pytest.raises(InputError, match=r"index.json: tensor 'a' is in .*, which is not a plain"):
+        safetensors.open_folder(tmp_path)
+
+
+def test_an_index_and_its_files_have_the_same_tensors(tmp_path: Path) -> None:
+    write_arrays(tmp_path, 24)
+    first, second = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    change_index(tmp_path, lambda index: index["weight_map"].update(x=first))
+    with pytest.raises(InputError, match=f"{first}: tensor 'x' is missing, but model.safetensors.index.json lists it"):
+        safetensors.open_folder(tmp_path)
+    change_index(tmp_path, lambda index: index["weight_map"].update(a=second))
+    with pytest.raises(InputError, match=f"{second}: tensor '[ax]' is missing"):
+        safetensors.open_folder(tmp_path)
+    change_index(tmp_path, lambda index: index.update(weight_map={"a": first, "b": second, "d": second}))
+    with pytest.raises(InputError, match=f"{second}: tensor 'c' is not in model.safetensors.index.json"):
+        safetensors.open_folder(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    write_arrays(tmp_path, 24)
+    first, second = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    (tmp_path / second).write_bytes((tmp_path / first).read_bytes())
+    with pytest.raises(InputError, match=f"{second}: tensor 'a' is also in {first}"):
+        safetensors.open_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ((), "it has no weights"),
+        (("pytorch_model.bin",), "are pickles, which can run code and are not opened; .* python -c .*save_pretrained"),
+        (("consolidated.00.pth",), "are pickles"),
+        (("model-00001-of-00002.safetensors",), "only parts of them; download the folder again"),
+    ],
+)
+def test_a_folder_without_weights_says_how_to_get_them(files: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).write_bytes(b"\x80\x04")
+    with pytest.raises(InputError, match=message):
+        safetensors.open_folder(tmp_path)
+
+
+def test_a_missing_file_and_a_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such folder; download the model first"):
+        safetensors.open_folder(tmp_path / "meta-llama")
+    write_arrays(tmp_path, 24)
+    last = sorted(tmp_path.glob("*.safetensors"))[-1]
+    last.unlink()
+    with pytest.raises(InputError, match=f"{last.name}: cannot be read"):
+        safetensors.open_folder(tmp_path)
+
+
+def test_a_new_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / ".new.partial").mkdir()  # left by a writer that was killed
+    (tmp_path / ".new.partial" / "old").touch()
+    with pytest.raises(RuntimeError), NewFolder(tmp_path / "new") as folder:
+        (folder / "half").touch()
+        assert not (tmp_path / "new").exists()
+        raise RuntimeError
+    assert not list(tmp_path.iterdir())
+    with NewFolder(tmp_path / "new") as folder:
+        (folder / "whole").touch()
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["whole"]
+    with pytest.raises(InputError, match="already exists"):
+        NewFolder(tmp_path / "new")
+
+
+def test_a_link_to_an_empty_folder_keeps_pointing_there(tmp_path: Path) -> None:
+    (tmp_path / "large").mkdir()
+    (tmp_path / "link").symlink_to("large")
+    with NewFolder(tmp_path / "link") as folder:
+        (folder / "whole").touch()
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "large" / "whole").exists()
+    with pytest.raises(InputError, match="already exists"):
+        NewFolder(Path("/"))

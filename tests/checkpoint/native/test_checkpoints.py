@@ -1,0 +1,192 @@
+"""Choice of a checkpoint when some on disk are damaged, and saves that fail."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from damages import DAMAGES, flip, largest
+from disks import files_no_larger_than
+
+from jaxopt_llm.checkpoint.native import integrity, step_directories
+from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.config import CheckpointConfig
+from jaxopt_llm.core.errors import CheckpointError
+
+pytestmark = pytest.mark.core
+
+KEEP_ALL = CheckpointConfig(keep=9)
+
+
+def save(directory: Path, *steps: int, config: CheckpointConfig = KEEP_ALL) -> None:
+    with Checkpoints(directory, config) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, {"weights": {"w": jnp.full(3, step)}}, {"eval_loss": float(step)})
+
+
+def restore_latest(directory: Path, config: CheckpointConfig | None = None) -> tuple[int | None, list[int], list[str]]:
+    """Return step and values of the latest checkpoint, and the lines that were reported."""
+    lines: list[str] = []
+    with Checkpoints(directory, config, lines.append) as checkpoints:
+        step = checkpoints.latest_verified_step()
+        if step is None:
+            return None, [], lines
+        return step, checkpoints.restore(step, weights={"w": jnp.zeros(3, int)})["weights"]["w"].tolist(), lines
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("two")
+    save(directory, 2, 7)
+    return directory
+
+
+@pytest.fixture
+def directory(two_checkpoints: Path, tmp_path: Path) -> Path:
+    """Directory with intact checkpoints of steps 2 and 7."""
+    return shutil.copytree(two_checkpoints, tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_damaged_checkpoint_is_reported_and_set_aside_and_the_previous_one_is_used(case: str, directory: Path) -> None:
+    damage = DAMAGES[case](directory / "7")
+    before = sorted(directory.iterdir())
+    step, values, lines = restore_latest(directory)
+    assert (step, values) == (2, [2, 2, 2])
+    assert len(lines) == 2 and f"checkpoint {directory / '7'} is damaged" in lines[0] and damage in lines[0]
+    assert str(directory / "2") in lines[1]
+    assert sorted(directory.iterdir()) == before  # a reader changes nothing
+
+    step, values, lines = restore_latest(directory, KEEP_ALL)
+    assert (step, values) == (2, [2, 2, 2])
+    assert damage in lines[0] and lines[0].endswith("set aside as 7.damaged.1")
+    assert {path.name for path in directory.iterdir()} - {"7.moved"} == {"2", "7.damaged.1"}
+
+    save(directory, 7)
+    assert restore_latest(directory) == (7, [7, 7, 7], [])
+    (directory / "7" / "extra").touch()
+    assert "set aside as 7.damaged.2" in restore_latest(directory, KEEP_ALL)[2][0]
+
+
+def test_processes_together_hash_every_file(directory: Path) -> None:
+    for file in (path for path in (directory / "7").rglob("*") if path.is_file() and path.name != "manifest.json"):
+        flip(file)
+        found = [integrity.find_damage(directory / "7", (index, 3)) for index in range(3)]
+        assert sum(each is not None for each in found) == 1, file
+        flip(file)
+
+
+def test_error_as_long_as_only_damaged_checkpoints_exist(directory: Path) -> None:
+    assert restore_latest(directory) == (7, [7, 7, 7], [])
+    for step in ("2", "7"):
+        flip(largest(directory / step))
+    for config in (None, KEEP_ALL, KEEP_ALL):
+        with pytest.raises(CheckpointError, match="no intact checkpoint left"):
+            restore_latest(directory, config)
+    assert sorted(path.name for path in directory.iterdir()) == ["2.damaged.1", "7.damaged.1"]
+
+
+def test_leftovers_of_a_dead_process_are_ignored_and_deleted(directory: Path) -> None:
+    names = ("9.writing", "9.writing.orbax-checkpoint-tmp", "8.deleting")
+    for name in names:
+        shutil.copytree(directory / "7", directory / name)
+    assert restore_latest(directory) == (7, [7, 7, 7], [])
+    assert all((directory / name).exists() for name in names)
+    assert restore_latest(directory, KEEP_ALL) == (7, [7, 7, 7], [])
+    assert {path.name for path in directory.iterdir()} == {"2", "7"}
+
+
+def test_newer_checkpoint_replaces_one_that_is_deleted_during_verification(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_damage = step_directories.find_damage
+
+    def delete_and_find_damage(path: Path, share: tuple[int, int]) -> str | None:
+        if path.name == "7":
+            save(directory, 8)
+            shutil.rmtree(path)
+        return find_damage(path, share)
+
+    monkeypatch.setattr(step_directories, "find_damage", delete_and_find_damage)
+    assert restore_latest(directory) == (8, [8, 8, 8], [])
+
+
+def test_save_deletes_files_that_threads_of_a_failed_save_wrote_later(directory: Path) -> None:
+    with Checkpoints(directory, KEEP_ALL) as checkpoints:
+        (directory / "8.writing" / "weights").mkdir(parents=True)
+        (directory / "9.writing").touch()
+        checkpoints.save(9, {"weights": {"w": jnp.full(3, 9)}}, {})
+    assert {path.name for path in directory.iterdir()} == {"2", "7", "9"}
+
+
+def test_device_failure_is_not_treated_as_a_storage_failure(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("INTERNAL: lost")
+
+    monkeypatch.setattr(Checkpoints, "_start_writes", fail)
+    with Checkpoints(directory, KEEP_ALL) as checkpoints, pytest.raises(jax.errors.JaxRuntimeError):
+        checkpoints.save(9, {"weights": {"w": jnp.full(3, 9)}}, {})
+
+
+@pytest.mark.parametrize(
+    ("model", "difference"),
+    [
+        ({"w": jnp.zeros(4, int)}, "weights/w is int32[3] in the checkpoint and int32[4] in the model"),
+        ({"w": jnp.zeros(3, jnp.bfloat16)}, "weights/w is int32[3] in the checkpoint and bfloat16[3] in the model"),
+        (
+            {"w": jnp.zeros(3, int), "v": jnp.zeros(2)},
+            "weights/v is absent in the checkpoint and float32[2] in the model",
+        ),
+        ({}, "weights/w is int32[3] in the checkpoint and absent in the model"),
+    ],
+)
+def test_checkpoint_of_another_model_is_refused_and_not_changed(
+    model: dict[str, object], difference: str, directory: Path
+) -> None:
+    with Checkpoints(directory, KEEP_ALL) as checkpoints, pytest.raises(CheckpointError) as refused:
+        checkpoints.restore(7, weights=model)
+    assert difference in str(refused.value)
+    assert restore_latest(directory) == (7, [7, 7, 7], [])
+
+
+@contextmanager
+def replaced_by_a_file(directory: Path) -> Iterator[None]:
+    """Replace the directory with a file, because permission bits would not stop root."""
+    aside = directory.rename(directory.with_name("aside"))
+    directory.touch()
+    yield
+    directory.unlink()
+    aside.rename(directory)
+
+
+@pytest.mark.parametrize("room", [0, 200, 400, None])
+def test_failed_save_deletes_no_other_checkpoint(
+    room: int | None, directory: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines: list[str] = []
+    weights = {"weights": {"w": jnp.full(3, 9)}}
+    config = CheckpointConfig(every=20, keep=1)
+    with Checkpoints(directory, config, lines.append) as checkpoints:
+        with replaced_by_a_file(directory) if room is None else files_no_larger_than(room):
+            checkpoints.save(9, weights, {})
+            with pytest.raises(CheckpointError, match="step 10 could not be saved"):
+                checkpoints.save_last(10, weights, {})
+        assert len(lines) == 3 and all("could not be saved" in line and "\n" not in line for line in lines)
+        assert {path.name for path in directory.iterdir()} == {"2", "7"}
+        assert [step for step in range(10, 14) if checkpoints.is_due(step, checkpoints.last_save_failed)] == [
+            12,
+            13,
+        ]  # a tenth of 20 later
+        checkpoints.save_last(12, weights, {})
+        assert not checkpoints.is_due(13, checkpoints.last_save_failed)
+    assert restore_latest(directory) == (12, [9, 9, 9], [])
+    assert [path.name for path in directory.iterdir()] == ["12"]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_old_checkpoints_are_deleted_after_a_new_one_is_complete(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3, 4, 5, config=CheckpointConfig(every=1, keep=2, keep_every=2, keep_best=1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "4", "5"]

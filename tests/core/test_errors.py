@@ -1,0 +1,34 @@
+"""End of a command: one line and an exit code, and a traceback only for a bug."""
+
+import pytest
+
+from jaxopt_llm.core import errors
+from jaxopt_llm.core.errors import CheckpointError, InputError, OutOfMemory, Preempted, TrainingDiverged
+
+
+@pytest.mark.parametrize(
+    "error, code, line",
+    [
+        (InputError("two\n lines"), 2, "error: two lines"),
+        (OutOfMemory("no\n room", ("  16 GiB", "  8 GiB")), 2, "error: no room\n  16 GiB\n  8 GiB"),
+        (TrainingDiverged("step 3"), 3, "error: step 3"),
+        (CheckpointError("unreadable"), 4, "error: unreadable"),
+        (Preempted(3), 75, "preempted at step 3; run again to continue"),
+        (FileNotFoundError(2, "No such file", "a.txt"), 2, "error: [Errno 2] No such file: 'a.txt'"),
+        (BrokenPipeError(32, "Broken pipe"), 141, ""),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_one_line_and_a_code(error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        raise error
+
+    with pytest.raises(SystemExit) as stop:
+        errors.run_command(main)
+    assert stop.value.code == code
+    assert capsys.readouterr().err == (line and line + "\n")
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        errors.run_command(lambda: 1 // 0)

@@ -1,0 +1,207 @@
+"""Errors that keep processes from connecting: all processes report them, before JAX starts and in time."""
+
+import contextlib
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ports import free_address
+
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.distributed import rendezvous
+from jaxopt_llm.distributed.launchers import Job
+from jaxopt_llm.distributed.rendezvous import connect_processes
+
+pytestmark = pytest.mark.core
+
+FACTS = {"training.steps": 4, "mesh.fsdp": 2}
+PATIENCE = 120  # seconds; everything that the tests wait for takes milliseconds
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give processes that connect at all enough time."""
+    for name in ("START_SPREAD_SECONDS", "HELLO_SECONDS"):
+        monkeypatch.setattr(rendezvous, name, PATIENCE)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Replace the package's clock with one that stands still."""
+    now = [1000.0]
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+    return now
+
+
+@pytest.fixture
+def coordinator() -> str:
+    return free_address()
+
+
+def run_together(*calls: Callable[[], Any]) -> list[Any]:
+    """Run each call in its own thread, and return their results, or the text of an InputError that one raises."""
+    results: list[Any] = [None] * len(calls)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = calls[index]()
+        except InputError as error:
+            results[index] = str(error)
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PATIENCE)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+def process(
+    coordinator: str, index: int, processes: int = 2, timeout: float = PATIENCE, **facts: object
+) -> Callable[[], Any]:
+    return lambda: connect_processes(Job(coordinator, processes, index), {**FACTS, **facts}, timeout)
+
+
+def test_all_get_the_address_for_jax(coordinator: str) -> None:
+    (first, peers), (second, to_first), (third, _) = run_together(
+        *(process(coordinator, index, 3) for index in range(3))
+    )
+    host, port = first.split(":")
+    assert host == "127.0.0.1" and port not in ("0", coordinator.split(":")[1])
+    assert first == second == third
+    assert (sorted(peers), list(to_first)) == ([1, 2], [0])
+
+
+def test_different_settings_are_named(coordinator: str) -> None:
+    first, second = run_together(process(coordinator, 0), process(coordinator, 1, **{"training.steps": 5}))
+    assert first == second
+    assert first.endswith("must be equal: training.steps is 5 on process 1 and 4 on process 0")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_two_processes_with_one_index_are_refused(coordinator: str, index: int) -> None:
+    indices = [0, 1, index]
+    for message in run_together(*(process(coordinator, each, 3) for each in indices)):
+        assert message.startswith(f"two processes have index {index}, on {socket.gethostname()} and")
+
+
+def test_other_counts_of_processes_are_refused(coordinator: str) -> None:
+    for message in run_together(process(coordinator, 0, 2), process(coordinator, 1, 3)):
+        assert "has distributed.processes=3, process 0 has 2; set the same --distributed.processes" in message
+
+
+def test_missing_processes_are_named_in_time(
+    coordinator: str, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive = rendezvous.Peer.receive_one
+
+    def receive_and_time_out(peer: rendezvous.Peer, deadline: float) -> Any:
+        message = receive(peer, deadline)
+        if message and "index" in message:
+            clock[0] += 20
+        return message
+
+    monkeypatch.setattr(rendezvous.Peer, "receive_one", receive_and_time_out)
+    for message in run_together(process(coordinator, 0, 4, timeout=20), process(coordinator, 2, 4)):
+        assert message.startswith("process(es) 1, 3 of 4 did not connect in 20 s; start them")
+
+
+def test_a_coordinator_that_does_not_answer_is_named_in_time(
+    coordinator: str, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(rendezvous.time, "sleep", sleep)
+    (message,) = run_together(process(coordinator, 1, timeout=20))
+    assert f"distributed.coordinator={coordinator} was not reached in 20 s" in message and "refused" in message
+    assert 1020 <= clock[0] < 1021
+
+
+def test_a_port_in_use_is_named(coordinator: str) -> None:
+    connections = []
+
+    def answer() -> None:
+        for _ in range(2):
+            connections.append(other.accept()[0])
+            connections[-1].sendall(b"HTTP/1.1 400\n")
+
+    with socket.create_server(("127.0.0.1", int(coordinator.split(":")[1]))) as other:
+        first, second, _ = run_together(process(coordinator, 0), process(coordinator, 1), answer)
+    for connection in connections:
+        connection.close()
+    assert f"{coordinator}: the port is in use by another program" in first
+    assert f"{coordinator}: it is not a coordinator of jaxopt_llm" in second
+
+
+def test_an_address_of_another_host_is_named() -> None:
+    (message,) = run_together(process("192.0.2.1:7000", 0))
+    assert "192.0.2.1:7000: process 0 cannot listen there" in message
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # of an open connection
+def test_other_programs_do_not_disturb(coordinator: str) -> None:
+    host, port = coordinator.split(":")
+    sent = threading.Event()
+
+    def other_program() -> None:
+        while not sent.wait(0.05):
+            with contextlib.suppress(ConnectionRefusedError), socket.create_connection((host, int(port))) as connection:
+                connection.sendall(b"GET / HTTP/1.1\n\n")
+                sent.set()
+
+    def process_after_it() -> Any:
+        assert sent.wait(PATIENCE)
+        return process(coordinator, 1)()
+
+    (first, _), _, (second, _) = run_together(process(coordinator, 0), other_program, process_after_it)
+    assert first == second
+
+
+def test_the_time_to_answer_begins_with_the_connection(clock: list[float]) -> None:
+    """Check that it does not begin when process 0 starts to listen: the others may start much later."""
+    ours, theirs = socket.socketpair()
+
+    def accept() -> tuple[socket.socket, None]:
+        clock[0] += PATIENCE
+        return ours, None
+
+    with ours, theirs:
+        rendezvous.Peer(theirs).send({"index": 1, "host": "other", "processes": 2, "facts": FACTS})
+        rendezvous._accept(SimpleNamespace(accept=accept), math.inf)  # type: ignore[arg-type]
+        assert ours.gettimeout() == PATIENCE
+
+
+def test_a_connection_to_itself_is_not_a_coordinator(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connect from the coordinator's own port, which the system chooses for one connection in 28,000."""
+    host, port = coordinator.split(":")
+    connect, tried, closed = socket.create_connection, threading.Event(), threading.Event()
+
+    class ToItself(socket.socket):
+        def close(self) -> None:
+            super().close()
+            closed.set()
+
+    def to_itself_at_first(*args: Any, **options: Any) -> socket.socket:
+        if tried.is_set():
+            return connect(*args, **options)
+        connection = ToItself()
+        connection.bind((host, int(port)))
+        connection.connect((host, int(port)))
+        assert connection.getpeername() == connection.getsockname()
+        tried.set()
+        return connection
+
+    def once_the_port_is_free() -> Any:
+        assert closed.wait(PATIENCE)
+        return process(coordinator, 0)()
+
+    monkeypatch.setattr(socket, "create_connection", to_itself_at_first)
+    (first, _), (second, _) = run_together(once_the_port_is_free, process(coordinator, 1))
+    assert first == second

@@ -1,0 +1,112 @@
+"""Settings that are made before JAX opens a device."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import commands
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxopt_llm.compiler import topology
+from jaxopt_llm.compiler.topology import gpu_topology
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.distributed import runtime
+from jaxopt_llm.distributed.runtime import CPU_THREADS
+
+
+@pytest.fixture
+def no_cache_chosen() -> Iterator[None]:
+    """Unset the folder of compiled programs, as for a user who names none."""
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", folder)
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    environment = {"XDG_CACHE_HOME": str(tmp_path)}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(runtime, "simulate_cpu_devices", lambda count, processes: None)
+    return environment
+
+
+@pytest.mark.core
+def test_only_the_user_can_read_the_cached_programs_of_a_run(tmp_path: Path) -> None:
+    small = {"training.steps": 1, "evaluation.every": 1}
+    arguments = [*commands.tiny(tmp_path / "run"), *(f"--{name}={value}" for name, value in small.items())]
+    cache = {"XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": ""}
+    process = commands.start("train", *arguments, **cache, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
+    assert process.communicate(timeout=300) and process.returncode == 0
+    (programs,) = (tmp_path / "jaxopt_llm" / "programs").iterdir()
+    assert programs.stat().st_mode & 0o777 == 0o700
+    assert any(programs.iterdir())
+
+
+@pytest.mark.usefixtures("environment", "no_cache_chosen")
+def test_a_cache_that_others_can_write_is_refused() -> None:
+    runtime.cache_directory().mkdir(parents=True)
+    runtime.cache_directory().chmod(0o777)
+    with pytest.raises(InputError, match="is writable by others; run chmod 700"):
+        runtime.configure_jax(1, cache=True)
+
+
+@pytest.mark.parametrize("users", [{}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}])
+def test_the_memory_fraction_is_raised_unless_the_user_set_one(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, users: dict[str, str]
+) -> None:
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    environment.update(users)
+    runtime.configure_jax(1, cache=False)
+    # JAX refuses to start with both variables.
+    fractions = {name: value for name, value in environment.items() if "FRACTION" in name}
+    assert fractions == (users or {"XLA_CLIENT_MEM_FRACTION": runtime.MEMORY_FRACTION})
+
+
+@pytest.mark.core
+@pytest.mark.usefixtures("compiled_anew")
+def test_xla_takes_the_options_of_a_repeatable_run(tmp_path: Path) -> None:
+    device = jax.sharding.SingleDeviceSharding(gpu_topology("h200")[0])
+    # Not a matmul: without a device there is no autotuning, and jax 0.11.2 then has no repeatable algorithm for it.
+    lowered = jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct((256,), jnp.float32, sharding=device))
+    first = runtime.repeatable_options(lowered, tmp_path)
+    assert first["xla_gpu_exclude_nondeterministic_ops"]
+    choices = Path(str(first["xla_gpu_dump_autotune_results_to"]))
+    topology.run_xla(lowered, first)
+    choices.write_text("version: 3\n")
+    second = runtime.repeatable_options(lowered, tmp_path)
+    assert second["xla_gpu_exclude_nondeterministic_ops"]
+    assert second["xla_gpu_load_autotune_results_from"] == str(choices) and choices.parent == tmp_path
+    assert "xla_gpu_dump_autotune_results_to" not in second
+    topology.run_xla(lowered, second)
+    other = jax.jit(jnp.cos).lower(jax.ShapeDtypeStruct((256,), jnp.float32, sharding=device))
+    assert runtime.repeatable_options(other, tmp_path)["xla_gpu_dump_autotune_results_to"] != str(choices)
+    assert "xla_gpu_dump_autotune_results_to" not in runtime.repeatable_options(other, tmp_path, writes=False)
+
+
+@pytest.mark.usefixtures("no_cache_chosen")
+def test_an_unwritable_home_disables_only_the_cache(
+    environment: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment["XDG_CACHE_HOME"] = "/proc"
+    runtime.configure_jax(1, cache=True)
+    assert "compiled programs are not cached" in capsys.readouterr().err
+
+
+def test_each_processor_has_its_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = runtime.cache_directory()
+    monkeypatch.setattr(runtime, "_processor", lambda: "another")
+    assert runtime.cache_directory().parent == here.parent
+    assert runtime.cache_directory() != here
+
+
+@pytest.mark.core
+@pytest.mark.skipif(sys.platform != "linux", reason="counts this process's threads")
+def test_simulated_devices_have_threads_to_wait_in() -> None:
+    """Check the number: with too few threads, programs with two collectives at once sometimes end the process."""
+    jnp.zeros(1).block_until_ready()
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    assert sum("XLAEigen" in name for name in names) >= CPU_THREADS * len(jax.devices("cpu"))

@@ -1,0 +1,124 @@
+"""Models loaded from runs and Hugging Face folders."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import folders
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from chats import write_tokenizer
+from commands import train
+
+from jaxopt_llm import evaluate, load_pretrained
+from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core import tree
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data.tokenizer import load_tokenizer
+from jaxopt_llm.generate import generate
+from jaxopt_llm.inference import run
+from jaxopt_llm.inference.decode import Sampling
+
+
+def test_parameters_use_all_devices_if_one_is_too_small() -> None:
+    devices = jax.devices()
+    assert run.choose_devices(75, devices, 100) == devices[:1]
+    assert run.choose_devices(76, devices, 100) == devices
+    assert run.choose_devices(76, devices, None) == devices[:1]
+    assert run.choose_devices(150, devices, 100, tensor=2) == devices[:2]
+    assert run.choose_devices(151, devices, 100, tensor=2) == devices
+    assert run.fits_in_memory(600, devices, 100) and not run.fits_in_memory(601, devices, 100)
+
+
+def test_parameters_are_sharded_and_in_compute_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers stay in float32."""
+    experts = (
+        "--model.experts",
+        2,
+        "--model.expert-width",
+        8,
+        "--model.router",
+        "sigmoid",
+        "--model.router-bias",
+        True,
+    )
+    done = train(tmp_path, "--training.steps", 1, "--precision.compute-dtype", "bfloat16", *experts)
+    assert (done.returncode, done.stderr) == (0, "")
+    monkeypatch.setattr(run, "choose_devices", lambda needed, devices, limit, tensor: devices)
+    loaded = run.load_model(tmp_path)
+    dtypes = {path: leaf.dtype for path, leaf in tree.leaves_with_path(loaded.params)}
+    assert [dtypes.pop(f"segment_0/block_0/mlp/{name}") for name in ("router", "router_bias")] == [jnp.float32] * 2
+    assert set(dtypes.values()) == {jnp.dtype("bfloat16")}
+    table = loaded.params["outer"]["embedding"]["table"]
+    assert table.sharding.num_devices == 8 and not table.is_fully_replicated
+    monkeypatch.undo()
+    split = run.load_model(tmp_path, tensor=2)
+    assert_split(split, 2)
+    jax.tree.map(np.testing.assert_array_equal, split.params, loaded.params)
+
+
+def assert_split(source: run.LoadedModel, count: int) -> None:
+    """Check that every device holds only a part of each weight of the blocks and of each table."""
+    assert source.placement.size("tensor") == source.placement.mesh.size == count
+    whole = {path for path, leaf in tree.leaves_with_path(source.params) if leaf.is_fully_replicated}
+    assert all("norm" in path or "router" in path or path.endswith(("key", "value")) for path in whole), whole
+
+
+def test_a_hugging_face_folder_is_loaded_unchanged(tmp_path: Path) -> None:
+    """Check its dtype, its tokenizer, and loading on one device or split over several."""
+    config = replace(folders.CONFIG, vocabulary_size=512, layers=2)
+    path = write_tokenizer(folders.folder(tmp_path / "model", config, jnp.bfloat16))
+    source = run.load_model(path)
+    assert source.step == 0 and source.placement.mesh.size == 1
+    assert source.placement.precision.compute_dtype == "bfloat16"
+    assert {leaf.dtype for leaf in jax.tree.leaves(source.params)} == {jnp.dtype("bfloat16")}
+    jax.tree.map(np.testing.assert_array_equal, source.params, load_pretrained(path).params)
+    assert source.tokenizer.sha256 == load_tokenizer(DataConfig(tokenizer=str(path))).sha256
+    split = run.load_model(path, tensor=2)
+    assert_split(split, 2)
+    jax.tree.map(np.testing.assert_array_equal, split.params, source.params)
+
+
+def test_a_folder_is_evaluated_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_tokenizer(folders.folder(tmp_path / "model", replace(folders.CONFIG, vocabulary_size=512, layers=2)))
+    (tmp_path / "text.txt").write_text("What is 1 + 1? It is 2.")
+    given = ("--checkpoint", path, "--data.paths", tmp_path / "text.txt", "--training.sequence-length", 8)
+    monkeypatch.setattr(sys, "argv", ["evaluate", *map(str, given), "--training.batch-size", "1"])
+    assert evaluate.main() == 0
+    tokenizer = load_tokenizer(DataConfig(tokenizer=str(path)))
+    (ids,) = tokenizer.encode([(tmp_path / "text.txt").read_bytes()])
+    row = np.array([tokenizer.bos, *ids, tokenizer.eos], np.int32)
+    losses = []
+    for begin in range(0, row.size - 1, 8):  # two rows share a token: the last target and the first token
+        part = row[begin : begin + 9]
+        logits = load_pretrained(path).logits(part[None])[0, :-1]
+        losses += [*-jax.nn.log_softmax(logits)[np.arange(part.size - 1), part[1:]]]
+    assert f"{np.mean(losses):.4f} nats per token" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"model": 1}'])
+def test_other_directories_are_rejected(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(InputError, match="not a run directory .*, nor a Hugging Face model folder"):
+        run.load_model(tmp_path)
+
+
+@pytest.mark.slow
+def test_offloaded_parameters_generate_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = train(tmp_path, "--training.steps", 1)
+    assert (done.returncode, done.stderr) == (0, "")
+    on_device = run.load_model(tmp_path)
+    monkeypatch.setattr(run, "fits_in_memory", lambda needed, devices, limit: False)
+    on_host = run.load_model(tmp_path)
+    kinds = {
+        section: {x.sharding.memory_kind for x in jax.tree.leaves(on_host.params[section])}
+        for section in on_host.params
+    }
+    assert kinds == {"outer": {"device"}, "segment_0": {"pinned_host"}}
+    texts = [generate(each, ["x"], 4, Sampling(), 0, ()) for each in (on_device, on_host)]
+    assert texts[0] == texts[1]

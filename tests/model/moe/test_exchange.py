@@ -1,0 +1,140 @@
+"""Exchanges of expert parallelism: each one computes every choice, for any load."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from test_experts import CONFIG, CONFIGS, LENGTH, ROWS, run
+
+from jaxopt_llm.config import ModelConfig, ShardingConfig
+from jaxopt_llm.core import tree
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.moe import exchange, experts
+from jaxopt_llm.parallel.placement import Placement
+
+ALL_TO_ALL = ShardingConfig(expert_exchange="all_to_all", expert_room=1.0)
+
+
+def placement(sharding: ShardingConfig = ALL_TO_ALL, **mesh: int) -> Placement:
+    return replace(toy.placement(sharding.zero_stage, **mesh), sharding=sharding)
+
+
+def crowded(config: ModelConfig) -> Params:
+    """All tokens go to the first experts."""
+    return tree.map_with_path(
+        lambda path, leaf: np.zeros_like(leaf) if path.endswith("router") else leaf,
+        toy.params(Decoder(config).specs),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "load", "mesh"),
+    [
+        pytest.param("mixtral", "random", {"expert": 4}, marks=pytest.mark.core),
+        pytest.param("mixtral", "crowded", {"expert": 4}, marks=pytest.mark.core),
+        ("qwen", "crowded", {"expert": 2, "fsdp": 2, "tensor": 2}),
+        pytest.param("deepseek", "random", {"expert": 2, "context": 2}, marks=pytest.mark.slow),
+        pytest.param("switch", "crowded", {"expert": 2, "data": 2}, marks=pytest.mark.slow),
+        pytest.param("capacity", "crowded", {"expert": 2, "fsdp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_rounds_match_one_device(name: str, load: str, mesh: dict[str, int]) -> None:
+    config = CONFIGS[name]
+    params = crowded(config) if load == "crowded" else toy.params(Decoder(config).specs)
+    zero_stage: Any = 1 if "data" in mesh else 3
+    loss, _, gradients = run(config, params, toy.placement())
+    many = run(config, params, placement(replace(ALL_TO_ALL, zero_stage=zero_stage), **mesh))
+    assert many[0] == pytest.approx(loss, rel=1e-6)
+    assert toy.distance(many[2], gradients) < 3e-6
+    rounds = float(experts.router_metrics(many[1].statistics)["expert_rounds"])
+    if load == "random":
+        assert 1 < rounds < 3
+    else:  # twice an even load, or an even load after the capacity has dropped the rest
+        assert rounds == (1 if name == "capacity" else 2)
+
+
+@pytest.mark.parametrize("method", ["gather", "all_to_all"])
+def test_sequence_parallelism_matches_one_device(method: Any) -> None:
+    params = crowded(CONFIG)
+    divided = replace(ALL_TO_ALL, expert_exchange=method, sequence_parallel=True, zero_stage=3)
+    (loss, _, gradients), many = (
+        run(CONFIG, params, each) for each in (toy.placement(), placement(divided, expert=2, tensor=4))
+    )
+    assert many[0] == pytest.approx(loss, rel=1e-6)
+    assert toy.distance(many[2], gradients) < 3e-6
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("per_token", [1, 2, 3, 4, 8])
+def test_the_automatic_exchange_sends_the_fewest_bytes(devices: int, per_token: int) -> None:
+    config, room = replace(CONFIG, experts=8, experts_per_token=per_token), 1.5
+    sent = {"gather": devices - 1, "all_to_all": room * per_token * (devices - 1) / devices}  # per token, one way
+    found = exchange.choose_exchange(config, ShardingConfig(expert_room=room), devices)
+    assert sent[found] == min(sent.values())
+    for asked in ("gather", "all_to_all", "ragged"):
+        expected = asked if devices > 1 else "gather"
+        assert exchange.choose_exchange(config, ShardingConfig(expert_exchange=asked), devices) == expected
+
+
+def ragged_all_to_all(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    *,
+    axis_name: str,
+) -> jax.Array:
+    """Emulate `jax.lax.ragged_all_to_all`, which XLA supports only on GPUs.
+
+    NaN where a device expects other rows than it receives.
+    """
+    row, own = jnp.arange(output.shape[0]), jax.lax.axis_index(axis_name)
+    sides = jax.lax.all_gather((input_offsets, send_sizes, output_offsets), axis_name)
+    for sender, rows in enumerate(jax.lax.all_gather(operand, axis_name)):
+        begin, size, to = (each[sender, own] for each in sides)
+        moved = jnp.where(recv_sizes[sender] == size, rows[(row - to + begin) % row.size], jnp.nan)
+        output = jnp.where(((row >= to) & (row < to + size))[:, None], moved, output)
+    return output
+
+
+@pytest.mark.parametrize("load", ["random", "crowded"])
+def test_ragged_exchange_matches_one_device(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
+    params = crowded(CONFIG) if load == "crowded" else toy.params(Decoder(CONFIG).specs)
+    loss, _, gradients = run(CONFIG, params, toy.placement())
+    ragged = replace(ALL_TO_ALL, expert_exchange="ragged", zero_stage=3)
+    many = run(CONFIG, params, placement(ragged, expert=2, fsdp=2))
+    assert many[0] == pytest.approx(loss, rel=1e-6)
+    assert toy.distance(many[2], gradients) < 3e-6
+
+
+@pytest.mark.core
+def test_the_exchange_is_described() -> None:
+    expected = "all_to_all over 4 devices, with buffers for 1.5 times an even load"
+    assert exchange.describe_exchange(CONFIG, placement(replace(ALL_TO_ALL, expert_room=1.5), expert=4)) == expected
+    assert exchange.describe_exchange(CONFIG, placement(ShardingConfig(), expert=2)) == "gather over 2 devices"
+    assert exchange.describe_exchange(CONFIG, placement(fsdp=2)) == ""
+    assert exchange.describe_exchange(toy.CONFIG, placement(expert=2)) == ""
+
+
+@pytest.mark.core
+def test_padding_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All padding would choose the same experts, so that rows of padding would need more rounds than tokens do."""
+    batch = toy.packed(ROWS, LENGTH)
+    mostly_padding = jax.tree.map(lambda field: np.where(np.arange(ROWS)[:, None] < 3, field, 0), batch)
+    monkeypatch.setattr(toy, "packed", lambda *of: mostly_padding)
+    params = toy.params(Decoder(CONFIG).specs)
+    loss, _, gradients = run(CONFIG, params, toy.placement())
+    room = replace(ALL_TO_ALL, expert_room=1.9, zero_stage=3)
+    many = run(CONFIG, params, placement(room, expert=4))
+    assert experts.router_metrics(many[1].statistics)["expert_rounds"] == 1
+    assert many[0] == pytest.approx(loss, rel=1e-6)
+    assert toy.distance(many[2], gradients) < 3e-6

@@ -1,0 +1,80 @@
+"""Cost of a block."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import pytest
+import toy
+
+from jaxopt_llm.config import Config, MeshConfig, RematConfig, ShardingConfig
+from jaxopt_llm.model import param
+from jaxopt_llm.model.decoder_specs import param_specs
+from jaxopt_llm.planning.search.block_cost import BlockCost, list_recomputed, list_saved
+
+
+def block(tensor: int = 1, expert: int = 1, exchange: Any = "auto", **switches: Any) -> BlockCost:
+    model = dataclasses.replace(toy.CONFIG, layers=4, **switches)
+    mesh, sharding = MeshConfig(expert=expert, tensor=tensor), ShardingConfig(expert_exchange=exchange)
+    return BlockCost.from_config(Config(model=model, mesh=mesh, sharding=sharding))
+
+
+MIXED = {"experts": 8, "experts_per_token": 3, "expert_width": 10, "shared_expert_width": 6, "dense_layers": 1}
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_moe_block_counts_the_experts_that_a_token_uses(tensor: int) -> None:
+    """Check the mean over layers that differ."""
+    mixed = block(tensor, **MIXED)
+    dense = block(tensor, mlp_width=(toy.CONFIG.mlp_width + 3 * (3 * 10 + 6)) // 4)
+    assert mixed.elements["mlp_up"] == dense.elements["mlp_up"] != block(tensor).elements["mlp_up"]
+    assert mixed.weights | {"router": 0} == dense.weights
+    assert mixed.weights["router"] == 3 / 4 * toy.CONFIG.width * 8 and dense.weights["router"] == 0
+
+
+def test_expert_rows_of_each_exchange() -> None:
+    """Check the room for all choices that can arrive (gather), or for one round of them (all_to_all, ragged).
+
+    Matmuls are those of an even load.
+    """
+    switches = {"experts": 8, "experts_per_token": 3, "expert_width": 10}
+
+    def rows(exchange: str) -> dict[int, float]:
+        found = {expert: block(expert=expert, exchange=exchange, **switches) for expert in (1, 2, 4, 8)}
+        assert all(each.weights == found[1].weights for each in found.values())
+        return {expert: each.elements["mlp_up"] / 10 for expert, each in found.items()}
+
+    assert rows("gather") == {1: 3, 2: 2 * 3, 4: 4 * 2, 8: 8 * 1}
+    twice = ShardingConfig().expert_room * 3
+    assert rows("all_to_all") == rows("ragged") == {1: 3, 2: twice, 4: twice, 8: twice}
+
+
+def test_few_key_value_heads_are_whole_on_each_device() -> None:
+    assert toy.CONFIG.kv_heads == 2
+    whole = toy.CONFIG.kv_heads * toy.CONFIG.head_dim
+    for tensor, keys in ((1, whole), (2, whole / 2), (4, whole)):
+        found = block(tensor)
+        assert found.elements["key"] == found.elements["value"] == keys
+        assert found.weights["key"] == toy.CONFIG.width * keys
+        assert found.elements["query"] == 2 * whole / tensor
+
+
+def test_no_policy_saves_moe_results() -> None:
+    model, own = dataclasses.replace(toy.CONFIG, experts=8), {"router", "expert_rows"}
+    for remat in (RematConfig("dots"), RematConfig("full"), RematConfig("none", offload=("query",))):
+        assert list_recomputed(remat, model) >= own and not list_saved(remat, model) & own
+    assert list_saved(RematConfig("none"), model) >= own
+    assert not list_recomputed(RematConfig("none"), model)
+    assert not list_recomputed(RematConfig("full"), toy.CONFIG) & own
+
+
+def test_a_block_with_latents_counts_its_matrices() -> None:
+    switches = {"kv_heads": 4, "head_dim": 10, "latent_rank": 8, "rotary_head_dim": 4, "value_head_dim": 3}
+    for each in (switches | {"query_rank": 6}, switches, {"kv_heads": 2}):
+        layer = param_specs(dataclasses.replace(toy.UNIFORM, layers=1, **each))["segment_0"]
+        matrices = [spec for spec in jax.tree.leaves(layer) if spec.contracting]
+        assert sum(block(**each).weights.values()) == param.count_parameters(matrices)
+    halves, whole = (block(tensor, **switches, query_rank=6).elements for tensor in (2, 1))
+    divided = {name for name in whole if halves[name] != whole[name]}
+    assert divided == {"query", "key", "value", "attention", "mlp_gate", "mlp_up"}
+    assert (whole["latent"], whole["rotary_key"], whole["key"], whole["attention"]) == (8, 4, 4 * 6, 4 * 3)

@@ -1,0 +1,58 @@
+"""Passes of a device in a step, compared with figures by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, cli
+from jaxopt_llm.planning.search.passes import Passes
+from jaxopt_llm.planning.search.roofline import Cluster
+from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
+from jaxopt_llm.planning.search.workload import estimate_work
+
+RECIPE = cli.load_recipe("10b.py")  # 36 layers
+
+
+def on_stages(pipeline: PipelineConfig, stages: int = 4, microbatches: int = 8) -> Config:
+    training = replace(RECIPE.training, accumulation=microbatches)
+    return replace(RECIPE, mesh=MeshConfig(pipeline=stages, tensor=2), training=training, pipeline=pipeline)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "layers", "ticks", "waiting", "idle"),
+    [
+        (PipelineConfig(), 9, 8 + 3, 2 * 4 - 1, 3 / 11),
+        (PipelineConfig("gpipe"), 9, 8 + 3, 8, 3 / 11),
+        (PipelineConfig("interleaved", 3), 3, 3 * 8 + 3, (3 + 1) * 4 - 1, 3 / 27),
+        (PipelineConfig(split=(12, 8, 8, 8)), 12, 8 + 3, 2 * 4 - 1, 1 - 36 / (4 * 12) * 8 / 11),
+    ],
+    ids=["1f1b", "gpipe", "interleaved", "split"],
+)
+def test_passes_of_a_stage_match_its_schedule_table(
+    pipeline: PipelineConfig, layers: int, ticks: int, waiting: int, idle: float
+) -> None:
+    found = Passes.from_config(on_stages(pipeline))
+    assert (found.layers, found.chunks, found.waiting_inputs) == (layers, pipeline.virtual_stages, waiting)
+    assert (found.first_forwards, found.repeated_forwards, found.backwards, found.microbatches) == (
+        ticks,
+        ticks,
+        ticks,
+        8,
+    )
+    assert found.idle == pytest.approx(idle)
+
+
+def test_a_schedule_has_no_effect_on_one_stage() -> None:
+    alone = replace(RECIPE, training=replace(RECIPE.training, accumulation=4))
+    found = Passes.from_config(replace(alone, pipeline=PipelineConfig("interleaved", 5, (1, 2))))
+    assert found == Passes.from_config(alone) == Passes((("global", 36),), 1, 4, 0, 4, 4, 0, False, 0.0)
+
+
+def test_state_and_work_follow_the_largest_chunk() -> None:
+    even, lopsided = (on_stages(PipelineConfig(split=split)) for split in ((9, 9, 9, 9), (12, 8, 8, 8)))
+    (rests, more), cluster = [compute_state_sizes(each) for each in (even, lopsided)], Cluster("h100", 1, 8)
+    assert rests is not None and more is not None
+    assert more.layers.weights == pytest.approx(12 / 9 * rests.layers.weights)
+    assert more.outer == rests.outer  # all stages divide its rows
+    work, longer = estimate_work(even, rests, cluster), estimate_work(lopsided, more, cluster)
+    assert longer.repeated_flops == pytest.approx(12 / 9 * work.repeated_flops)

@@ -1,0 +1,102 @@
+"""Roofline: times that add up, and times that overlap."""
+
+from dataclasses import replace
+
+import pytest
+
+from jaxopt_llm.compiler.chips import CHIPS
+from jaxopt_llm.planning.search.roofline import (
+    FLASH_EFFICIENCY,
+    MATMUL_EFFICIENCY,
+    MEMORY_EFFICIENCY,
+    NVLINK_EFFICIENCY,
+    PCIE_EFFICIENCY,
+    StepTime,
+    Work,
+    compute_step_time,
+)
+from jaxopt_llm.planning.search.transfers import EstimatedTransfer
+
+CHIP = CHIPS["h100"]
+SECOND = MATMUL_EFFICIENCY * CHIP.peak_flops["bfloat16"]  # FLOPs that take one second
+NOTHING = Work(
+    flops=SECOND,
+    attention_flops=0,
+    attention_bytes=0,
+    flash=False,
+    repeated_flops=0,
+    bytes=0,
+    transfers=(),
+    pcie_bytes=0,
+    pcie_overlapped_bytes=0,
+    idle=0,
+)
+
+
+def time(**changes: object) -> StepTime:
+    return compute_step_time(replace(NOTHING, **changes), CHIP, "bfloat16")
+
+
+def transfer(
+    seconds: float, axis: str = "fsdp", overlapped: float = 1.0, kind: str = "all-gather"
+) -> tuple[EstimatedTransfer, ...]:
+    return (EstimatedTransfer((axis,), "nvlink", kind, 0.0, seconds * NVLINK_EFFICIENCY, overlapped),)
+
+
+def test_kernels_run_one_after_another() -> None:
+    found = time(bytes=2 * MEMORY_EFFICIENCY * CHIP.memory_bytes_per_second)
+    assert (found.total, found.bottleneck) == (pytest.approx(3), "memory bandwidth")
+    assert (time().total, time().bottleneck) == (pytest.approx(1), "compute")
+
+
+def test_attention_takes_the_longer_of_matmuls_and_scores() -> None:
+    rate = MEMORY_EFFICIENCY * CHIP.memory_bytes_per_second
+    assert time(attention_flops=0.5 * SECOND, attention_bytes=0.25 * rate).total == pytest.approx(1.5)
+    assert time(attention_flops=0.5 * SECOND, attention_bytes=2 * rate).total == pytest.approx(3)
+
+
+def test_overlapped_transfers_cost_only_their_excess() -> None:
+    assert time(transfers=transfer(0.9)).total == pytest.approx(1)
+    assert time(transfers=transfer(0.9, overlapped=0.0)).total == pytest.approx(1.9)
+    longer = time(transfers=transfer(3))
+    assert (longer.total, longer.bottleneck) == (pytest.approx(3), "links")
+    # The next matmul reads the result over `tensor`, so it waits, whatever is scheduled next to the transfer.
+    assert time(transfers=transfer(0.9, axis="tensor")).total == pytest.approx(1.9)
+
+
+def test_transfers_of_tokens_to_experts_are_exposed() -> None:
+    """Check that transfers over only `expert` are exposed, but not those over other axes as well."""
+    assert time(transfers=transfer(0.9, axis="expert")).total == pytest.approx(1.9)
+    (each,) = transfer(0.9)
+    assert time(transfers=(replace(each, axes=("fsdp", "expert")),)).total == pytest.approx(1)
+
+
+def test_flash_attention_has_its_own_efficiency() -> None:
+    scores = {"attention_flops": 0.5 * SECOND, "attention_bytes": 0}
+    assert time(**scores, flash=True).total == pytest.approx(1 + 0.5 * MATMUL_EFFICIENCY / FLASH_EFFICIENCY)
+
+
+def test_only_attention_hides_ring_transfers() -> None:
+    ring, attention = transfer(0.9, "context", kind="collective-permute"), {"attention_flops": 0.5 * SECOND}
+    assert time(transfers=ring).total == pytest.approx(1.9)
+    assert time(transfers=ring, **attention).total == pytest.approx(1.9)
+    assert time(transfers=transfer(0.4, "context", kind="collective-permute"), **attention).total == pytest.approx(1.5)
+    # All kernels hide weights that are gathered over the same devices.
+    assert time(transfers=transfer(0.9, "context"), **attention).total == pytest.approx(1.5)
+
+
+def test_an_all_to_all_is_exposed() -> None:
+    assert time(transfers=transfer(0.9, "context", kind="all-to-all"), attention_flops=SECOND).total == pytest.approx(
+        2.9
+    )
+
+
+def test_half_of_offloaded_activations_is_hidden_and_none_of_the_optimizer() -> None:
+    moved = PCIE_EFFICIENCY * CHIP.pcie_bytes_per_second
+    assert time(pcie_bytes=moved).total == pytest.approx(2)
+    assert time(pcie_bytes=moved, pcie_overlapped_bytes=moved).total == pytest.approx(1.5)
+
+
+def test_idle_time_of_a_pipeline_is_separate() -> None:
+    found = time(idle=0.75)
+    assert (found.total, found.idle, found.bottleneck) == (pytest.approx(1), pytest.approx(0.75), "idle pipeline")

@@ -1,0 +1,298 @@
+"""Advised settings, and the accuracy of their predicted savings."""
+
+import functools
+import itertools
+import json
+from typing import Any
+
+import jax
+import pytest
+import toy
+from commands import ROOT
+
+from jaxopt_llm.compiler import hlo, topology
+from jaxopt_llm.compiler.topology import gpu_topology
+from jaxopt_llm.config import Config, MeshConfig, ModelConfig, ShardingConfig, TrainingConfig, cli, fields
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.planning import advice
+from jaxopt_llm.planning.advice import Advice, advise, format_advice
+from jaxopt_llm.planning.memory import GIB
+
+SMALL = Config(
+    model=ModelConfig(width=1024, layers=8, heads=8, kv_heads=8, head_dim=128, mlp_width=4096, vocabulary_size=7_680),
+    training=TrainingConfig(batch_size=8, sequence_length=128),
+    mesh=MeshConfig(fsdp=8),
+    sharding=ShardingConfig(zero_stage=0),
+)
+
+
+def changed(config: Config, **settings: Any) -> Config:
+    """Return the configuration with these settings, given as section__field."""
+    found = advice.apply_settings(config, {name.replace("__", "."): value for name, value in settings.items()})
+    assert found is not None
+    return found
+
+
+def llama(**settings: Any) -> Config:
+    return changed(cli.load_recipe("llama2_7b.py"), training__batch_size=8, **settings)
+
+
+# ---- Predicted savings.
+
+
+def rows(name: str) -> Any:
+    """Return a benchmark's rows; skip if another jax wrote them, which gathers weights differently."""
+    recorded = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+    if recorded["jax"].split(".")[:2] != jax.__version__.split(".")[:2]:
+        pytest.skip(f"recorded by jax {recorded['jax']}")
+    return recorded["rows"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "offload", "name"),
+    [
+        ("none", (), "none"),
+        ("dots", (), "dots"),
+        ("save_qkv", (), "save_qkv"),
+        ("save_attention", (), "save_attention"),
+        ("none", ("query", "mlp_gate", "mlp_up"), "none, offload query mlp_gate mlp_up"),
+        ("full", ("block_input",), "full, offload block_input"),
+    ],
+)
+def test_predicted_remat_savings_match_recorded_ones(policy: str, offload: tuple[str, ...], name: str) -> None:
+    """Compare with benchmarks/remat.py for Llama 2 7B: within 20%, or 0.4 GiB of its 26."""
+    recorded = rows("remat-llama2_7b-h200.json")
+    found = recorded[name]["temporaries"] - recorded["full"]["temporaries"]
+    predicted = saved(llama(remat__policy=policy, remat__offload=offload), llama())
+    assert predicted == pytest.approx(found, rel=0.2, abs=0.4 * GIB)
+
+
+def saved(before: Config, after: Config) -> int:
+    return advice.predict_footprint(before).peak - advice.predict_footprint(after).peak
+
+
+@pytest.mark.parametrize("devices", [8, 64])
+def test_predicted_zero_savings_match_recorded_ones(devices: int) -> None:
+    """Compare with benchmarks/sharding.py for the 10B recipe with 4 rows on each device."""
+    recorded = rows("sharding-10b-h200.json")
+    found = {
+        each["zero_stage"]: each["memory"]["peak"]
+        for each in recorded
+        if (each["devices"], each["tensor"]) == (devices, 1)
+    }
+    recipe = changed(cli.load_recipe("10b.py"), mesh__fsdp=devices, training__batch_size=4 * devices)
+    for before, after in itertools.combinations(range(4), 2):
+        predicted = saved(changed(recipe, sharding__zero_stage=before), changed(recipe, sharding__zero_stage=after))
+        assert predicted == pytest.approx(found[before] - found[after], rel=0.2), (before, after)
+
+
+def test_gradient_reduction_holds_gradients_twice() -> None:
+    """Check the peak on two GPUs, which is at the reduction, against benchmarks/sharding.py --devices 2."""
+    two = changed(cli.load_recipe("10b.py"), mesh__fsdp=2, training__batch_size=8, sharding__zero_stage=1)
+    assert advice.predict_footprint(two).peak / GIB == pytest.approx(133.42, rel=0.02)
+
+
+def test_optimizer_in_backward_holds_gradients_of_one_layer() -> None:
+    plain = llama(mesh__fsdp=1, sharding__zero_stage=0)
+    settings = {"optimizer__in_backward": True, "optimizer__clip_norm": 0, "training__skip_limit": 1}
+    assert (
+        advice.predict_footprint(changed(plain, **settings)).gradients < 0.2 * advice.predict_footprint(plain).gradients
+    )
+
+
+def test_offloaded_activations_count_as_host_memory() -> None:
+    inputs = 32 * 4096 * 4096 * 2  # of all layers, a row on each GPU
+    assert advice.predict_footprint(llama(remat__offload=("block_input",))).host == inputs
+    assert advice.predict_footprint(llama()).host == 0
+
+
+# A microbatch of 2048 tokens on each GPU, and a vocabulary large enough for the logits to matter.
+WIDE = changed(
+    SMALL,
+    model__vocabulary_size=32_000,
+    training__batch_size=128,
+    training__loss_chunk=1024,
+    sharding__zero_stage=3,
+)
+
+
+def test_jax_0_11_fetches_outer_moments_early() -> None:
+    found = advice.predict_footprint(changed(WIDE, sharding__zero_stage=0, offload__optimizer=True))
+    moments = 2 * 4 * (32_000 + 1) * 1024  # of the embedding table and of the final norm
+    early = moments if jax.__version_info__ >= (0, 11) else 0
+    assert found.optimizer == pytest.approx(early, abs=1024)  # step counts are on the device
+    assert found.host > 4 * moments
+
+
+def test_whole_logits_can_be_the_peak() -> None:
+    found = advice.predict_footprint(changed(WIDE, remat__policy="none", training__loss_chunk=0))
+    assert found.loss > (4 + 2) * 2048 * 32_000 > found.working
+    assert found.peak == found.parameters + found.optimizer + found.activations + found.loss
+
+
+@functools.cache
+def peak(config: Config) -> int:
+    mesh = make_mesh(config.mesh, gpu_topology("h200"))
+    placement = Placement(mesh, config.sharding, config.precision, config.offload)
+    program = toy.make_program(
+        config.model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
+    )
+    lowered = topology.lower_without_gpu(program.step, program.state, program.batch)
+    return hlo.read_memory(topology.compile_without_gpu(lowered, {"xla_gpu_enable_triton_gemm": False})).peak
+
+
+WHOLE: advice.Settings = {"sharding.zero_stage": 0}
+
+
+# beyond: MiB that are saved in addition to the prediction, as compiled by jax 0.10.2 and by 0.11.2. For WHOLE the
+# prediction is 87 and 32 MiB too high: it counts the table's gradient twice in the backward, and too few other arrays.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after", "beyond"),
+    [
+        # With remat none the zeros of attention's gradients also exist at the loss (16), and with 0.10.2 so do results
+        # computed from the last layer's intermediates (12).
+        ({"remat.policy": "none"}, {"remat.policy": "full"}, (29, 17)),
+        # With chunks of 256 the peak is at the loss with 0.10.2 (28 above the prediction), and in the backward with
+        # 0.11.2 (18 below the prediction).
+        ({"remat.policy": "none", "training.loss_chunk": 0}, {"training.loss_chunk": 256}, (-20, 28)),
+        # With four microbatches the peak is in a layer's backward.
+        ({"remat.policy": "none"}, {"training.accumulation": 4}, (39, 7)),
+        # With 0.10.2 the peak is then in the update. With 0.11.2 30 MiB between the arrays are unused.
+        (WHOLE, {"offload.optimizer": True}, (-15, -29)),
+        # With 0.10.2 the peak is then in the update: all gradients, and the table's new moments.
+        (WHOLE, {"optimizer.state_dtype": "int8"}, (-47, 0)),
+        (WHOLE, {"mesh.fsdp": 4, "mesh.tensor": 2, "sharding.sequence_parallel": True}, (-51, -13)),
+        (WHOLE, {"lora.rank": 16}, (-104, -45)),
+    ],
+)
+def test_predicted_savings_match_compiled_ones(
+    before: advice.Settings, after: advice.Settings, beyond: tuple[int, int]
+) -> None:
+    first = advice.apply_settings(WIDE, before)
+    assert first is not None
+    second = advice.apply_settings(first, after)
+    assert second is not None
+    for each in (first, second):
+        assert advice.predict_footprint(each).peak == pytest.approx(peak(each), rel=0.05)
+    found = peak(first) - peak(second) - saved(first, second)
+    assert found / 2**20 == pytest.approx(beyond[jax.__version_info__ >= (0, 11)], abs=1)
+
+
+# ---- Advised settings.
+
+
+def test_advice_is_legal_and_changes_the_configuration() -> None:
+    for config in (SMALL, llama(remat__policy="none")):
+        for each in advise(config, GIB):
+            after = advice.apply_settings(config, each.settings)
+            assert after is not None and after != config
+            assert each.saves == saved(config, after) > 0
+            assert each.same == (not fields.forbidden_changes(config, after))
+
+
+# A row of 65,536 tokens on each GPU: only its length fills the memory.
+LONG = llama(training__sequence_length=65_536, training__attention="pallas")
+
+
+def test_advice_divides_long_sequences() -> None:
+    found = {tuple(each.settings): each for each in advise(LONG, 60 * GIB)}
+    divided = found["mesh.fsdp", "mesh.context", "training.accumulation"]
+    assert divided.same and divided.saves > 0.4 * advice.predict_footprint(LONG).peak
+    sizes = divided.settings
+    assert sizes["mesh.fsdp"] * sizes["mesh.context"] == 8 == sizes["training.accumulation"] * sizes["mesh.fsdp"]
+    assert not any("context" in each.flags for each in advise(changed(LONG, training__sequence_length=2048), GIB))
+
+
+def test_advice_moves_experts_to_more_or_fewer_devices() -> None:
+    """Check both directions.
+
+    If whole experts fill the memory, each device gets fewer of them. If expert rows do, each device gets room for the
+    choices of fewer tokens.
+    """
+
+    def divided(config: Config) -> Advice:
+        names = ["mesh.fsdp", "mesh.expert"]
+        return next(each for each in advise(config, 60 * GIB) if list(each.settings) == names)
+
+    experts = {"model__experts": 8, "model__experts_per_token": 4, "model__expert_width": 4096}
+    whole = divided(changed(SMALL, **experts, sharding__zero_stage=2))
+    assert whole.same and whole.settings == {"mesh.fsdp": 1, "mesh.expert": 8}
+    rows = changed(
+        SMALL, **experts, mesh__fsdp=1, mesh__expert=8, sharding__zero_stage=3, training__sequence_length=4096
+    )
+    fewer = divided(changed(rows, remat__policy="none"))
+    assert fewer.same and fewer.settings == {"mesh.fsdp": 8, "mesh.expert": 1}
+    assert not any("expert" in each.flags for each in advise(SMALL, GIB))
+
+
+def test_advice_replaces_xla_attention_by_a_kernel() -> None:
+    scores = changed(LONG, training__attention="xla", training__sequence_length=16_384)
+
+    def kernels(**of: Any) -> list[Advice]:
+        return [each for each in advise(scores, 4 * GIB, **of) if "training.attention" in each.settings]
+
+    assert kernels()[0].settings == {"training.attention": "pallas"}
+    # jax 0.10.2 gathers weights ahead, and then also keeps the masks of the scores.
+    assert kernels()[0].saves / GIB == pytest.approx(2.50 if jax.__version_info__ >= (0, 11) else 4.62, rel=0.01)
+    assert not kernels(simulated=True), "a CPU has no kernels"
+    odd = changed(scores, model__head_dim=96)
+    assert not any("training.attention" in each.settings for each in advise(odd, GIB))
+
+
+def test_advice_for_a_resume_does_not_change_the_run() -> None:
+    fresh, resumed = advise(SMALL, GIB), advise(SMALL, GIB, resumes=True)
+    assert {"lora.rank": 16} in [each.settings for each in fresh]
+    assert resumed and all(each.same for each in resumed)
+    # Settings that leave the run as it is come first; in both groups the largest saving comes first.
+    assert [(not each.same, -each.saves) for each in fresh] == sorted((not each.same, -each.saves) for each in fresh)
+
+
+def test_simulated_devices_gain_nothing_by_offloading() -> None:
+    def offloads(found: tuple[Advice, ...]) -> bool:
+        return any("offload" in each.flags for each in found)
+
+    assert offloads(advise(SMALL, 1)) and not offloads(advise(SMALL, 1, simulated=True))
+
+
+def test_the_cheapest_sufficient_option_of_a_series_is_advised() -> None:
+    config = llama(remat__policy="none")
+
+    def policy(lacking: float) -> str:
+        found = advise(config, int(lacking * GIB))
+        return next(each.settings["remat.policy"] for each in found if list(each.settings) == ["remat.policy"])
+
+    assert [policy(lacking) for lacking in (0.5, 5, 8, 9.8, 40)] == [
+        "dots",
+        "save_qkv",
+        "save_attention",
+        "full",
+        "full",
+    ]
+
+
+def test_a_sufficient_combination_comes_first() -> None:
+    config = llama(mesh__fsdp=1)
+    lacking = 55 * GIB
+    first, *singles = advise(config, lacking)
+    assert first.fits and first.same and not any(each.fits and each.same for each in singles)
+    assert len(first.settings) > 1
+    after = advice.apply_settings(config, first.settings)
+    assert after is not None and saved(config, after) >= lacking
+
+
+def test_format_advice() -> None:
+    both = {"sharding.zero_stage": 3, "remat.offload": ("block_input", "query")}
+    found = [
+        Advice(both, 3 * GIB // 2, "much", True, True),
+        Advice({"lora.rank": 16}, GIB, "another run", False, False),
+    ]
+    assert format_advice(found) == [
+        "settings that save most    GiB   predicted by arithmetic",
+        "  fits                    1.50   --sharding.zero-stage 3 --remat.offload block_input query: much",
+        "                          1.00   --lora.rank 16: another run",
+    ]
+    *_, last = format_advice(found[1:])
+    assert last == "  not enough even together: use more GPUs, a smaller model or shorter sequences"
+    assert cli.override_config(SMALL, found[0].flags.split(), "") == advice.apply_settings(SMALL, both)

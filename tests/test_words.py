@@ -1,0 +1,31 @@
+"""The first words of docstrings: a verb or a noun phrase, never a fragment."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "jaxopt_llm"
+FRAGMENTS = ("Of", "That", "What", "Whether", "Which", "Where", "How", "Those", "Its")
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def fragments(source: str) -> list[str]:
+    """The docstrings of a module that begin as a fragment, by line."""
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = {
+        getattr(node, "lineno", 1): ast.get_docstring(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, nodes)
+    }
+    return [f"line {line}: {text}" for line, text in texts.items() if text and text.split()[0] in FRAGMENTS]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_docstring_begins_as_a_fragment(path: Path) -> None:
+    assert fragments(path.read_text()) == []
+
+
+def test_what_is_a_fragment() -> None:
+    assert fragments('def f():\n    """Of their sum."""') == ["line 1: Of their sum."]
+    assert fragments('def f():\n    """Sum of them."""') == []
