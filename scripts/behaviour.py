@@ -1,12 +1,13 @@
 """Record what the commands do, or compare it with an earlier record: for changes that must not change behaviour.
 
     .venv/bin/python scripts/behaviour.py record FILE
-    .venv/bin/python scripts/behaviour.py compare FILE
+    .venv/bin/python scripts/behaviour.py compare FILE [LATER]
 
 A record holds, as the commands report it: the memory, the collectives and the FLOPs of 22 settings, compiled for GPUs
 that need not be there; losses and gradient norms of the first three steps of 12 toy settings, in all their bits, and
 what identifies their data; the resolved configuration of every recipe; exit codes and messages of bad command lines.
-It belongs to one version of JAX and one type of CPU. `compare` prints the differences and exits 1 where there are any.
+It belongs to one version of JAX and one type of CPU. `compare` prints the differences between a record and what the
+commands do now, or a LATER record, and exits 1 if there are any.
 """
 
 import json
@@ -188,7 +189,7 @@ def renamed(record: dict[str, Any]) -> dict[str, Any]:
     for name, recipe in record.items():
         for old, new in RENAMED.items():
             section, field = old.split(".")
-            if name.startswith("recipe: ") and field in recipe[section]:
+            if name.startswith("recipe: ") and isinstance(recipe, dict) and field in recipe[section]:
                 recipe[section][new.split(".")[1]] = recipe[section].pop(field)
     return record
 
@@ -205,15 +206,18 @@ def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
 
 
 def main() -> int:
-    if len(sys.argv) != 3 or sys.argv[1] not in ("record", "compare"):
-        sys.exit(__doc__)
-    now = record()
-    if sys.argv[1] == "record":
-        Path(sys.argv[2]).write_text(json.dumps(now, indent=1) + "\n")
-        return 0
-    found = list(differences(renamed(json.loads(Path(sys.argv[2]).read_text())), now))
-    print("\n".join(found) or "no difference")
-    return bool(found)
+    match sys.argv[1:]:
+        case ["record", file]:
+            Path(file).write_text(json.dumps(record(), indent=1) + "\n")
+            return 0
+        case ["compare", file, *later] if len(later) <= 1:
+            old = renamed(json.loads(Path(file).read_text()))
+            new = json.loads(Path(later[0]).read_text()) if later else json.loads(json.dumps(record()))
+            found = list(differences(old, new))
+            print("\n".join(found) or "no difference")
+            return bool(found)
+        case _:
+            sys.exit(__doc__)
 
 
 if __name__ == "__main__":

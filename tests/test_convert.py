@@ -117,8 +117,7 @@ def test_experts_are_trained_from_a_folder_and_end_as_one(tmp_path: Path) -> Non
     specs = param_specs(model)
     assert (
         f"{param.count_parameters(specs):,} parameters ({flops.count_active_parameters(model, specs):,} active) on 4 "
-        "cpu"
-        in said
+        "cpu" in said
     )
     assert json.loads((run / "config.json").read_text())["model"]["balance_loss"] == 0.1
     done("convert", "export", "--checkpoint", run, "--to", out)
