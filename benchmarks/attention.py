@@ -1,22 +1,23 @@
-"""Attention by every implementation that there is: TFLOP/s of forward and of backward, and distance from float32.
+"""Compare all implementations of attention: TFLOP/s of the forward and the backward, and distance from float32.
 
     python benchmarks/attention.py [--head-dims 128 64 256] [--lengths 2048 8192 32768] [--both-ways] [--dtype bfloat16]
                                    [--only NAME ...] [--runs 5] [--json FILE] [--write-table [FILE]]
     python benchmarks/attention.py --tune [--head-dims 128] [--lengths 8192]
 
-On the first device. 16,384 tokens, 4096 / head_dim query heads, a quarter as many of keys and values, causal unless
---both-ways. Own implementations, cuDNN's among them, beside tokamax's, where these are installed; what one does not
-support is named. FLOPs are four products of queries, keys and head_dim forward and ten backward, half of them where
-causal: recomputation counts for nothing. Ways run in alternation; figures are medians. --json is written after each
-size, so that what is known stays known. Distance is that of the result,
-and of the greatest of the gradients', from the xla implementation in float32, relative to its norm.
+Runs on the first device with 16,384 tokens, 4096 / head_dim query heads and a quarter as many key-value heads. The mask
+is causal; --both-ways measures without a mask, too. The implementations are ours, cuDNN among them, and tokamax's if it
+is installed. A call that an implementation does not support is reported with the reason. FLOPs are four products of
+queries, keys and head_dim in the forward and ten in the backward, and half of them if causal; recomputation is not
+counted. The implementations run in alternation; figures are medians. --json is written after each size, so that an
+interrupted run keeps its figures. Distance is relative to the norm of the xla implementation in float32: once for the
+result, once for the gradient that is farthest away.
 
---write-table puts what the causal calls took into the table by which `--training.attention auto` chooses, in place of
-what it has of the same calls: jaxopt_llm/kernels/attention_measured.json, or FILE. What rounds more than twice as much
-as xla does not get in.
+--write-table writes the seconds of the causal calls into the table that `--training.attention auto` reads,
+jaxopt_llm/kernels/attention_measured.json, or into FILE. It replaces older figures of the same calls. An implementation
+whose rounding error is more than twice that of xla is left out.
 
---tune tries the Pallas kernels' tiles one by one and prints the fastest first. On a CPU the sizes are a toy's, kernels
-run in Pallas's interpreter, and no figure means anything.
+--tune tries the tiles of the Pallas kernels one by one and prints the fastest first. On a CPU the sizes are tiny and
+kernels run in the interpreter of Pallas, so the figures mean nothing.
 """
 
 import argparse
@@ -51,7 +52,7 @@ from jaxopt_llm.kernels.attention_pallas import BLOCKS, Blocks
 from jaxopt_llm.kernels.attention_pallas_kernels import Tile
 from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
 
-CALLS = 10  # in a row for each time taken: a call alone would measure the host as well
+CALLS = 10  # calls in a row per measurement: the time of a single call would include the host
 ON_CPU = jax.default_backend() == "cpu"
 CAPABILITY = get_compute_capability(jax.devices()[0]) or attention_pallas.CAPABILITY  # the interpreter has none
 TOKENS, WIDTH, GROUPED = (256, 128, 4) if ON_CPU else (16_384, 4096, 4)
@@ -63,7 +64,7 @@ Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q, k, v ->
 
 @dataclass(frozen=True)
 class Pallas:
-    """The implementation with tiles of its own, and in the interpreter where there is no GPU."""
+    """Pallas implementation with given tiles, which runs in the interpreter on a CPU."""
 
     blocks: Blocks | None = None
 
@@ -84,7 +85,7 @@ class Case:
     dtype: str
 
     def operands(self) -> tuple[jax.Array, ...]:
-        """q, k, v and the gradient of the result."""
+        """Return q, k, v and the gradient of the result."""
         rows, heads = max(TOKENS // self.length, 1), WIDTH // self.head_dim
         random = np.random.default_rng(0)
 
@@ -95,11 +96,11 @@ class Case:
 
     @property
     def products(self) -> float:
-        """FLOPs of one product of all queries, keys and head_dim: the half where causal."""
+        """FLOPs of one product of all queries, keys and head_dim; half of them if causal."""
         return 2 * max(TOKENS, self.length) * self.length * WIDTH * (0.5 if self.causal else 1.0)
 
     def own(self, implementation: Any, kernel: Any = None) -> Attention:
-        """kernel: says what it does not support, which the result raises."""
+        """Return attention by an implementation. It raises ValueError for what `kernel` does not support."""
         problems = kernel.problems(self.head_dim, self.dtype, CAPABILITY) if kernel else []
         parameters = AttentionParameters(self.head_dim**-0.5, keys_after=0 if self.causal else None)
 
@@ -121,10 +122,10 @@ class Case:
         return found
 
     def tokamax(self, implementation: str) -> Attention:
-        """One that is installed and cannot be imported is called in vain: its result raises why."""
+        """Return attention by tokamax. If the package is installed but cannot be imported, a call raises that error."""
         try:
             library: Any = importlib.import_module("tokamax")
-        except Exception as error:  # whatever an import may come upon; it is shown
+        except Exception as error:  # an import may raise anything; the error is shown
             return functools.partial(refuse, error)
         return functools.partial(library.dot_product_attention, is_causal=self.causal, implementation=implementation)
 
@@ -135,14 +136,14 @@ def refuse(error: Exception, *_: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Compiled, with their arguments."""
+    """Compiled forward and backward, bound to their arguments."""
 
     forward: Callable[[], Any]
     backward: Callable[[], Any]
 
 
 def prepare(function: Attention, q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array) -> Prepared:
-    """Raises whatever an implementation says that does not support the call."""
+    """Compile a forward and a backward. Raises the error of an implementation that does not support the call."""
     forward = jax.jit(function)
     out, pull = jax.jit(lambda q, k, v: jax.vjp(function, q, k, v))(q, k, v)
     backward = jax.jit(lambda pull, gradient: pull(gradient))
@@ -151,7 +152,7 @@ def prepare(function: Attention, q: jax.Array, k: jax.Array, v: jax.Array, gradi
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Of one call."""
+    """Return the seconds of one call."""
     clock = time.perf_counter()
     for _ in range(CALLS):
         last = run()
@@ -164,7 +165,7 @@ def first_line(error: Exception) -> str:
 
 
 def distance(found: Any, expected: Any) -> float:
-    """The greatest of the arrays', relative to the norm of each."""
+    """Return the largest distance of two corresponding arrays, relative to the norm of the expected one."""
 
     def one(a: jax.Array, b: jax.Array) -> jax.Array:
         b = b.astype(jnp.float32)
@@ -185,7 +186,7 @@ def compare(case: Case, only: list[str], runs: int) -> list[dict[str, Any]]:
         rows.append(row)
         try:
             prepared[name] = prepare(function, *operands)
-        except Exception as error:  # a library may raise anything of what it does not support; it is shown
+        except Exception as error:  # a library may raise anything for unsupported calls; the error is shown
             row["unavailable"] = first_line(error)
             continue
         row["distance"] = distance([prepared[name].forward()], [expected])
@@ -205,7 +206,7 @@ def compare(case: Case, only: list[str], runs: int) -> list[dict[str, Any]]:
 
 
 def measured(case: Case, rows: list[dict[str, Any]], device: jax.Device) -> Measurement:
-    """What `compare` says of a case, as the table has it."""
+    """Convert the rows of `compare` into a row of the table."""
     ours = {row["name"]: row for row in rows if row["name"] in OWN and "unavailable" not in row}
 
     def sound(row: dict[str, Any]) -> bool:
@@ -239,7 +240,7 @@ HEAD = (
 
 
 def tune(case: Case, runs: int) -> dict[str, list[dict[str, Any]]]:
-    """Each kernel's tiles with their milliseconds, the fastest first; those that do not compile last."""
+    """Return the tiles of each kernel with their milliseconds: fastest first, last those that do not compile."""
     q, k, v, gradient = case.operands()
     key_ranges = make_document_ranges(jnp.zeros(q.shape[:2], jnp.int32), case.causal)
     parameters = AttentionParameters(case.head_dim**-0.5)
@@ -255,7 +256,7 @@ def tune(case: Case, runs: int) -> dict[str, list[dict[str, Any]]]:
         return functools.partial(run, q, k, v, key_ranges)
 
     def backward(which: tuple[int, ...], blocks: Blocks) -> Callable[[], Any]:
-        """Of what the backward gives, only these, so that XLA runs one of its kernels."""
+        """Return only these results of the backward, so that XLA runs only the kernel that they need."""
         whole = functools.partial(attention_pallas.backward, parameters, blocks=blocks, interpret=ON_CPU)
         run = jax.jit(lambda *of: [whole(*of)[i] for i in which])
         return functools.partial(run, residuals, gradient)
@@ -278,7 +279,7 @@ def tune(case: Case, runs: int) -> dict[str, list[dict[str, Any]]]:
                 run = kernel(dataclasses.replace(default, **{name: tile}))
                 jax.block_until_ready(run())
                 row["ms"] = 1e3 * statistics.median(seconds(run) for _ in range(runs))
-            except jax.errors.JaxRuntimeError as error:  # of shared memory or registers there is too little
+            except jax.errors.JaxRuntimeError as error:  # not enough shared memory or registers
                 row["unavailable"] = first_line(error)
         rows.sort(key=lambda row: row.get("ms", float("inf")))
         print(f"{name}, head_dim {case.head_dim}, {case.length}; by default {getattr(default, name)}")
@@ -292,25 +293,25 @@ def main() -> int:
     sizes, lengths = ([64], [64]) if ON_CPU else ([128, 64, 256], [2048, 8192, 32_768])
     parser.add_argument("--head-dims", type=int, nargs="+", default=sizes)
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
-    parser.add_argument("--both-ways", action="store_true", help="without a causal mask, too")
+    parser.add_argument("--both-ways", action="store_true", help="measure without a causal mask, too")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--only", nargs="+", default=[], help="these implementations alone")
-    parser.add_argument("--runs", type=int, default=5, help="of each (default: 5)")
-    parser.add_argument("--tune", action="store_true", help="try the Pallas kernels' tiles instead")
+    parser.add_argument("--only", nargs="+", default=[], help="measure only these implementations")
+    parser.add_argument("--runs", type=int, default=5, help="measurements of each implementation (default: 5)")
+    parser.add_argument("--tune", action="store_true", help="try the tiles of the Pallas kernels instead")
     parser.add_argument(
         "--write-table",
         type=Path,
         nargs="?",
         const=attention_auto.TABLE,
         metavar="FILE",
-        help="put the causal calls' seconds into the table that `auto` reads, or into FILE",
+        help="write the seconds of causal calls into the table that `auto` reads, or into FILE",
     )
-    parser.add_argument("--json", type=Path, help="file to write the figures to; the table goes beside it as .txt")
+    parser.add_argument("--json", type=Path, help="file for the figures; the table is written next to it as .txt")
     asked = parser.parse_args()
     if asked.write_table and (asked.only or asked.tune):
-        raise InputError("--write-table: the table compares all implementations: leave --only and --tune away")
+        raise InputError("--write-table: the table must compare all implementations; leave --only and --tune out")
     if asked.write_table and ON_CPU:
-        raise InputError("--write-table: a CPU's figures mean nothing; run it on the GPU that is to be known")
+        raise InputError("--write-table: a CPU's figures mean nothing; run it on the GPU that the table is for")
     masks = (True, False) if asked.both_ways else (True,)
     cases = [Case(*each, asked.dtype) for each in itertools.product(asked.head_dims, asked.lengths, masks)]
     report: dict[str, Any] = {
@@ -333,7 +334,7 @@ def main() -> int:
 
 
 def write_table(rows: Iterable[Measurement], file: Path) -> None:
-    """Into the table, in place of what it has of the same calls."""
+    """Write rows into the table. They replace rows of the same calls."""
     known = {row.key: row for row in (attention_auto.read_table(file) if file.exists() else [])}
     known |= {row.key: row for row in rows}
     lines = [json.dumps(dataclasses.asdict(known[key])) for key in sorted(known)]

@@ -1,10 +1,11 @@
-"""The loss in chunks of tokens beside the plain one, of whole logits: seconds of loss and gradients, and memory.
+"""Compare the loss in chunks of tokens with the plain loss of whole logits: seconds of loss and gradients, and memory.
 
     python benchmarks/cross_entropy.py [--tokens 2048] [--vocabulary 32000] [--width 256] [--chunk 1024] [--runs 9]
                                        [--dtype float32] [--json FILE]
 
-On the first device. The two run in alternation, so that what else the machine does falls on both; the ratio is the
-median of those of neighbouring runs. Memory is the compiler's: temporaries, and so neither the table nor its gradient.
+Runs on the first device. The two losses run in alternation, so that other load on the machine affects both. The ratio
+is the median of the ratios of neighbouring runs. Memory is the compiler's figure for temporaries; it includes neither
+the embedding table nor its gradient.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from jaxopt_llm.parallel.placement import Placement
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def plain_cross_entropy(logits: jax.Array, targets: jax.Array, vocabulary: int) -> jax.Array:
-    """-log softmax(logits)[target], [B, S]; keeps the logits for the backward, and no second array of their size."""
+    """Return -log softmax(logits)[target], [B, S]. The backward keeps the logits and no second array of their size."""
     return _plain_forward(logits, targets, vocabulary)[0]
 
 
@@ -58,14 +59,14 @@ plain_cross_entropy.defvjp(_plain_forward, _plain_backward)
 def plain_head_loss(
     parts: Model, vocabulary: int, outer: Params, x: jax.Array, batch: Batch, context: Any, loss_weight: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`Model.loss` by whole logits."""
+    """Compute `Model.loss` from whole logits."""
     losses = plain_cross_entropy(parts.logits(outer, x, context), batch.targets, vocabulary)
     loss = jnp.sum(jnp.where(batch.loss_mask, losses, 0.0))
     return loss_weight * loss, loss
 
 
 def contender(asked: argparse.Namespace, plain: bool) -> tuple[Any, tuple[Any, ...]]:
-    """The compiled loss and gradients by table and input, and its arguments."""
+    """Return the compiled loss with gradients by table and input, and its arguments."""
     placement = Placement(
         make_mesh(MeshConfig(), jax.devices()[:1]), ShardingConfig(), PrecisionConfig(compute_dtype=asked.dtype)
     )
@@ -105,9 +106,9 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--chunk", type=int, default=1024, help="tokens whose logits exist at a time")
-    parser.add_argument("--runs", type=int, default=9, help="of each (default: 9)")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="to compute in")
-    parser.add_argument("--json", type=Path, help="file to write the figures to; the table goes beside it as .txt")
+    parser.add_argument("--runs", type=int, default=9, help="timed runs of each loss (default: 9)")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="compute dtype")
+    parser.add_argument("--json", type=Path, help="file for the figures; the table is written next to it as .txt")
     asked = parser.parse_args()
     contenders = {name: contender(asked, plain=name == "plain") for name in ("plain", "chunks")}
     for each in contenders.values():

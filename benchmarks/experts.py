@@ -1,13 +1,13 @@
-"""A model with experts beside two dense ones: of as many active parameters, and of as many in all.
+"""Compare an MoE model with two dense models: one has as many active parameters, one as many total parameters.
 
     python benchmarks/experts.py [--config FILE] [--gpu h200] [--compiled] [--runs 3] [--steps 5] [--json FILE]
 
-The dense ones are the recipe's model with one MLP in every layer, as wide as the experts that a token meets there, or
-as all of them together; all else is the same. FLOPs and bytes are of one GPU in a step, exact as compiled for it,
-whether there is one or not; with --compiled there is nothing else. Tokens/s are of steps that run, by train_step.py, a
-process of each model in turn; what is said beside another model is the median of the ratios within a turn. Where the
-peak of the device is known there is a bar, which passes or fails. On a CPU XLA multiplies every row with the matrices
-of all experts (docs/experts.md): its times say nothing of what experts save.
+The dense models are the recipe's model with one MLP in every layer. Its width is that of the experts that process a
+token, or of all experts together; all else is the same. FLOPs and bytes are of one GPU in a step, exact as compiled for
+that GPU, which need not be present; with --compiled nothing else is reported. Tokens/s are measured by train_step.py,
+with one process of each model in turn; the ratio of two models is the median of the ratios within a turn. If the peak
+FLOP/s of the device are known, a bar passes or fails. On a CPU, XLA multiplies every row by the matrices of all experts
+(docs/experts.md), so CPU times do not show what experts save.
 """
 
 import argparse
@@ -32,18 +32,18 @@ from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
 
 EXPERTS, ACTIVE, TOTAL = "experts", "dense, as active", "dense, as in all"
-CLAIMED = 0.8  # share that sparse activation is said to save
+CLAIMED = 0.8  # share that sparse activation is claimed to save
 BAR = 0.7  # of the MFU of the dense model with as many active parameters
 
-Row = dict[str, Any]  # of one model: "compiled" and, where steps ran, "measured", with each process in "runs"
+Row = dict[str, Any]  # one model: "compiled" and, where steps ran, "measured", with each process in "runs"
 Rows = Mapping[str, Row]
 
 
 def models(model: ModelConfig) -> dict[str, dict[str, Any]]:
-    """What each changes of the recipe's settings."""
+    """Return the settings that each model changes in the recipe."""
 
     def dense(experts: int) -> dict[str, Any]:
-        """Where some layers have one MLP, as wide as all layers' are on average."""
+        """Return the settings of a dense model. The width of its MLPs is the mean over the recipe's layers."""
         mixed = sum(map(model.has_experts, range(model.layers)))
         of_mixed = experts * model.expert_width + model.shared_expert_width
         width = (mixed * of_mixed + (model.layers - mixed) * model.mlp_width) / model.layers
@@ -53,7 +53,7 @@ def models(model: ModelConfig) -> dict[str, dict[str, Any]]:
 
 
 def compiled(recipes: Mapping[str, Path], gpu: str, gpus: int) -> dict[str, Row]:
-    """Of one of these GPUs, none of which is needed."""
+    """Return the planned figures for one of these GPUs. No GPU is needed."""
     plans = {name: start_plan(path, gpu, gpus) for name, path in recipes.items()}
     return {name: predicted(plan) for name, plan in plans.items()}
 
@@ -65,11 +65,14 @@ def measured(recipes: Mapping[str, Path], runs: int, steps: int) -> dict[str, Ro
     return dict(zip(recipes, map(summarise, results), strict=True))
 
 
-# ---- What is said of it.
+# ---- Report.
 
 
 def beside(rows: Rows, other: str, figure: str) -> float | None:
-    """The experts' figure by the other's: the median over turns. None where one has not run, or has no such figure."""
+    """Return the MoE model's figure divided by the other model's, the median over turns.
+
+    None if one of them has not run or lacks the figure.
+    """
     turns = [rows[name].get("measured", {}).get("runs", []) for name in (EXPERTS, other)]
     if not all(turns) or any(run.get(figure) is None for runs in turns for run in runs):
         return None
@@ -83,8 +86,8 @@ def claims(rows: Rows) -> Iterator[Verdict]:
     flops = 1 - ours["flops"] / theirs["flops"]
     passed = 1 - ours["active_parameters"] / ours["parameters"]
     found = (
-        f"{passed:.0%} of parameters are passed by, which is {flops:.0%} of the FLOPs of a dense model as large, and "
-        f"{1 - ours['peak_bytes'] / theirs['peak_bytes']:.0%} of its memory: all parameters rest somewhere"
+        f"{passed:.0%} of parameters are inactive, which saves {flops:.0%} of the FLOPs of a dense model as large, and "
+        f"{1 - ours['peak_bytes'] / theirs['peak_bytes']:.0%} of its memory: all parameters are stored"
     )
     if beside(rows, TOTAL, "mfu") and (faster := beside(rows, TOTAL, "tokens_per_second")):
         found += f"; a step takes {1 - 1 / faster:.0%} less time"
@@ -147,19 +150,19 @@ def main() -> int:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add(
-        "--config", help="recipe with experts (default: experts_1b.py of benchmarks/recipes, on a CPU experts_small.py)"
+        "--config", help="recipe with experts (default: experts_1b.py in benchmarks/recipes; on a CPU experts_small.py)"
     )
-    add("--gpu", choices=sorted(CHIPS), help="to compile for (default: the one that is there, else h200)")
-    add("--compiled", action="store_true", help="run nothing, and need no GPU")
+    add("--gpu", choices=sorted(CHIPS), help="GPU to compile for (default: the GPU of this machine, or h200)")
+    add("--compiled", action="store_true", help="compile only; needs no GPU")
     add("--runs", type=int, default=3, help="processes of each model (default: 3)")
     add("--steps", type=int, default=5, help="steps timed in each (default: 5)")
-    add("--json", type=Path, help="file to write the figures to; the table goes beside it as .txt")
+    add("--json", type=Path, help="file for the figures; the table is written next to it as .txt")
     asked = parser.parse_args()
     device = "" if asked.compiled else device_kind()
     path = asked.config or str(HERE / "recipes" / f"experts_{'small' if device == 'cpu' else '1b'}.py")
     config = cli.load_recipe(path)
     if not config.model.experts:
-        raise InputError(f"--config {path}: its model has no experts to compare (model.experts is 0)")
+        raise InputError(f"--config {path}: model.experts=0: no experts to compare; give a recipe with experts")
     report: dict[str, Any] = {"config": Path(path).name, "jax": jax.__version__, "gpu": asked.gpu or chip_name(device)}
     with tempfile.TemporaryDirectory() as folder:
         recipes = {
@@ -169,7 +172,7 @@ def main() -> int:
         found = compiled(recipes, report["gpu"], config.mesh.devices)
         rows: dict[str, Row] = {name: {"compiled": each} for name, each in found.items()}
         if not asked.compiled:
-            report |= {"device": device, "load": os.getloadavg()[0]}  # of what else the machine does
+            report |= {"device": device, "load": os.getloadavg()[0]}  # other load on the machine
             for name, ran in measured(recipes, asked.runs, asked.steps).items():
                 rows[name]["measured"] = ran
     report["rows"] = rows

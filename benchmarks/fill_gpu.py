@@ -1,9 +1,9 @@
-"""Planned and measured peak of a model that fills one GPU: as many layers of a recipe as 80% of its memory takes.
+"""Compare planned and measured peak memory of a model that fills 80% of one GPU with layers of a recipe.
 
     python benchmarks/fill_gpu.py --config benchmarks/recipes/llama_1b.py [--share 0.8] [--gigabytes N] --json FILE
 
-Programs of a few layers give the bytes of one; benchmarks/train_step.py then runs the depth that follows from them.
---gigabytes stands for the GPU's memory, where there is none to ask.
+Programs with a few layers give the bytes per layer; benchmarks/train_step.py then runs the depth that follows from
+them. --gigabytes gives the memory of the GPU if the device does not report it.
 """
 
 import argparse
@@ -18,12 +18,12 @@ from jaxopt_llm.config import cli
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
 
-DEPTHS = (2, 4)  # layers of the programs that are planned from
-PROBE = "--probe"  # how this file starts itself, so that no process but the measured one holds the GPU
+DEPTHS = (2, 4)  # layers of the programs that the plan is based on
+PROBE = "--probe"  # argument with which this file starts itself, so that only the measured process holds the GPU
 
 
 def probe(recipe: str, share: float, gigabytes: float) -> dict[str, Any]:
-    """The layers that fill the share, and the bytes that XLA may use on this device (gigabytes, if any, instead)."""
+    """Return the number of layers that fill the share, and the bytes that XLA may use (or `gigabytes`, if given)."""
     import jax
 
     from jaxopt_llm.compiler import hlo
@@ -34,7 +34,7 @@ def probe(recipe: str, share: float, gigabytes: float) -> dict[str, Any]:
 
     limit = gigabytes * 1e9 or (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit is None:
-        raise InputError("this device does not say how much memory it has: give --gigabytes")
+        raise InputError("this device does not report its memory; give it with --gigabytes")
     config = cli.load_recipe(recipe)
     placement = Placement(make_mesh(config.mesh, jax.devices()[:1]), config.sharding, config.precision)
 
@@ -44,10 +44,10 @@ def probe(recipe: str, share: float, gigabytes: float) -> dict[str, Any]:
 
     few, many = DEPTHS
     low, high = peak(few), peak(many)
-    for _ in range(2):  # once more from there: in few layers, another moment of the step is the peak
+    for _ in range(2):  # repeat from the result: with few layers, the peak is at another moment of the step
         layers = many + int((share * limit - high) * (many - few) / (high - low))
         if layers < 1:
-            raise InputError(f"--share {share} of {limit / 1e9:.3f} GB holds no layer of {recipe}")
+            raise InputError(f"--share {share} of {limit / 1e9:.3f} GB fits no layer of {recipe}; raise --share")
         if layers == many:
             break
         few, low, many, high = many, high, layers, peak(layers)
@@ -62,7 +62,7 @@ def get_config():
 
 
 def write_recipe(file: Path, base: str, settings: dict[str, Any]) -> Path:
-    """The base recipe with these fields: as a file, because overrides on a command line want one package more."""
+    """Write the base recipe with these fields to a file: overrides on a command line would require another package."""
     base = str(Path(base).resolve()) if Path(base).is_file() else base
     file.write_text(RECIPE.format(base=base, settings=settings))
     return file
@@ -70,10 +70,10 @@ def write_recipe(file: Path, base: str, settings: dict[str, Any]) -> Path:
 
 def main() -> int:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="recipe for one GPU, whose model.layers are replaced")
-    parser.add_argument("--share", type=float, default=0.8, help="of the memory that XLA may use (default: 0.8)")
-    parser.add_argument("--gigabytes", type=float, default=0.0, help="the memory, where the device does not say")
-    parser.add_argument("--json", type=Path, required=True, help="file to write the figures to")
+    parser.add_argument("--config", required=True, help="recipe for one GPU; its model.layers is replaced")
+    parser.add_argument("--share", type=float, default=0.8, help="share of the memory that XLA may use (default: 0.8)")
+    parser.add_argument("--gigabytes", type=float, default=0.0, help="memory, if the device does not report it")
+    parser.add_argument("--json", type=Path, required=True, help="file for the figures")
     asked = parser.parse_args()
     settings = [asked.config, str(asked.share), str(asked.gigabytes)]
     said = subprocess.run([sys.executable, __file__, PROBE, *settings], stdout=subprocess.PIPE, text=True, check=False)

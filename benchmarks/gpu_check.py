@@ -1,15 +1,16 @@
-"""What needs a GPU, in one command of under 8 minutes.
+"""Run all measurements and tests that need a GPU, with one command in under 8 minutes.
 
     scripts/gpu_check [--output FOLDER] [--only PART] [--on-cpu]
 
-Every part is a process of its own with a limit on its time. A part that fails is recorded with its error and does not
-stop the others; one whose packages are missing is skipped by name. Attention comes first, because the steps take it as
-it was measured. Writes FOLDER/<gpu>-<date>-<time>.json with everything and .txt with what was printed, and what
-attention took into the table by which it is chosen, to be committed (jaxopt_llm/kernels/attention_measured.json, a copy
-of which is left in FOLDER).
+Every part runs in its own process with a time limit. A part that fails is recorded with its error and does not stop the
+others; a part whose packages are missing is skipped and named. Attention comes first, because the training steps use
+the fastest measured implementation. The command writes all results to FOLDER/<gpu>-<date>-<time>.json and the printed
+text to .txt. It also writes the seconds of attention into the table that chooses the implementation,
+jaxopt_llm/kernels/attention_measured.json, which is to be committed; a copy is left in FOLDER.
 
-Exit code: 0 where all was measured that this GPU has the memory for, 1 where a part failed, 2 where no GPU is visible
-or an argument is wrong, 6 where nothing failed and something was not measured, for time or packages, say. It is named.
+Exit codes: 0 if everything was measured that fits into the memory of this GPU; 1 if a part failed; 2 if no GPU is
+visible or an argument is wrong; 6 if nothing failed but something was not measured, for example for lack of time or
+packages. It is named.
 """
 
 import argparse
@@ -54,9 +55,9 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 
 ROOT = Path(__file__).parent.parent
-SECONDS = 465  # for all of it: a part gets what those before it have left, at most its own limit
-GRACE = 5  # seconds of a part that was interrupted, to say what it knows
-# What is not measured without a package that the rest does without.
+SECONDS = 465  # for all parts: a part gets the time that earlier parts have left, at most its own limit
+GRACE = 5  # seconds that an interrupted part has to report what it has measured
+# package that only some parts need: what is not measured without it
 OPTIONAL = {
     "jax-triton": "our triton attention",
     "triton": "our triton attention",
@@ -78,17 +79,19 @@ print(json.dumps({
 @dataclass(frozen=True)
 class Part:
     name: str
-    arguments: list[str]  # of Python; the path of the report that it writes comes behind them
-    report: Callable[[Path], dict[str, Any]]  # reads that file
-    summary: Callable[[dict[str, Any]], str]  # says it in a line
-    seconds: int  # limit
-    needs: tuple[str, ...] = ()  # packages that the rest does without
-    gigabytes: tuple[int, int] = (0, 1000)  # at least, and below: of memory that XLA may use, on a GPU
+    arguments: list[str]  # arguments of Python; the path of the report file is appended
+    report: Callable[[Path], dict[str, Any]]  # reads the report file
+    summary: Callable[[dict[str, Any]], str]  # describes the report in one line
+    seconds: int  # time limit
+    needs: tuple[str, ...] = ()  # packages that only this part needs
+    gigabytes: tuple[int, int] = (0, 1000)  # memory that XLA may use on a GPU: at least, and below
 
 
 def parts(on_cpu: bool) -> list[Part]:
-    """What would be missed most comes first: a call may be the only one, and end early. The steps take attention by
-    what its part has measured."""
+    """Return the parts, the most important first: this may be the only call on a GPU, and it may end early.
+
+    Attention comes before the training steps, which use the implementation that it measured as the fastest.
+    """
 
     def recipe(name: str, tiny: str = "tiny") -> str:
         return f"benchmarks/recipes/{tiny if on_cpu else name}.py"
@@ -100,7 +103,7 @@ def parts(on_cpu: bool) -> list[Part]:
 
     small = ["benchmarks/train_step.py", "--config", recipe("llama_small"), "--runs"]
     filled = ["benchmarks/fill_gpu.py", "--config", recipe("llama_1b"), *(["--gigabytes", "0.004"] if on_cpu else [])]
-    # Only the files that have such tests: what others import may be missing here.
+    # Only files with GPU tests: packages that other files import may be missing here.
     having = (path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text())
     tests = sorted(str(path.relative_to(ROOT)) for path in having)
     table = [] if on_cpu else ["--lengths", "8192", "--write-table"]
@@ -108,9 +111,9 @@ def parts(on_cpu: bool) -> list[Part]:
     even = [] if on_cpu else ["--loads", "even"]
     grouped = ["benchmarks/grouped_matmul.py", "--runs", "3", "--only", "pallas", "dense", *even, "--json"]
     experts = ["benchmarks/experts.py", "--config", recipe("experts_1b", "tiny_experts"), "--runs", "1", "--json"]
-    # On a CPU attention's kernels are interpreted, for minutes: the others show that the part works.
+    # On a CPU the attention kernels are interpreted, which takes minutes; the other tests show that the part works.
     few = ["--gpu-tests-on-cpu", "-k", "grouped or cross_entropy"] if on_cpu else []
-    pytest = ["-m", "pytest", "-v", "-m", "gpu", *few]  # -v names each as it passes
+    pytest = ["-m", "pytest", "-v", "-m", "gpu", *few]  # -v prints the name of each test as it passes
     hot_path = ["benchmarks/hot_path.py", "--json"]
     peer = [*small, "1", "--peer", "hf-torch", "--json"]
     return [
@@ -134,19 +137,19 @@ def parts(on_cpu: bool) -> list[Part]:
 
 
 def run(part: Part, environment: dict[str, str], seconds: float, limit_bytes: int | None) -> dict[str, Any]:
-    """One part's status, the seconds that it took of those given, its report, its output and its error.
+    """Run a part for at most these seconds. Return its status, the seconds it took, its report, output and error.
 
-    limit_bytes: of the GPU's memory, that XLA may use; None where there is no GPU.
+    limit_bytes: GPU memory that XLA may use; None without a GPU.
     """
     missing = [name for name in part.needs if version(name) is None]
     if missing:
         return {"status": "skipped", "seconds": 0.0, "error": f"not installed: {', '.join(missing)}"}
     least, below = part.gigabytes
     if limit_bytes is not None and not least <= limit_bytes / 1e9 < below:
-        has = f"this GPU gives {limit_bytes / 1e9:.0f} GB"
-        return {"status": "not here", "seconds": 0.0, "error": f"for {least} to {below} GB of memory, {has}"}
+        has = f"this GPU has {limit_bytes / 1e9:.0f} GB"
+        return {"status": "not here", "seconds": 0.0, "error": f"needs {least} to {below} GB of memory, {has}"}
     if seconds < part.seconds / 2:
-        return {"status": "skipped", "seconds": 0.0, "error": f"{seconds:.0f} s are left; --only {part.name} runs it"}
+        return {"status": "skipped", "seconds": 0.0, "error": f"{seconds:.0f} s are left; run it with --only {part.name}"}
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report"
@@ -163,14 +166,16 @@ def run(part: Part, environment: dict[str, str], seconds: float, limit_bytes: in
 
 
 def not_measured(parts: dict[str, Any]) -> list[str]:
-    """By name, what of results without a failure is missing."""
+    """Return the names of what was skipped or reported as unavailable."""
     skipped = [name for name, result in parts.items() if result["status"] == "skipped"]
     return [*skipped, *(each for name, result in parts.items() for each in unavailable(result.get("report"), name))]
 
 
 def execute(arguments: list[str], environment: dict[str, str], seconds: float) -> tuple[str, str | None]:
-    """Runs Python in the repository: its standard output, and what went wrong, a line with the cause first and then the
-    end of its complaints."""
+    """Run Python in the repository. Return its standard output and its error, or None.
+
+    The error has the cause in its first line, followed by the end of standard error.
+    """
     process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -178,7 +183,7 @@ def execute(arguments: list[str], environment: dict[str, str], seconds: float) -
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # to be killed with what it starts itself, which would keep the GPU
+        start_new_session=True,  # so that its own children, which would keep the GPU, can be killed, too
     )
     try:
         output, complaints = process.communicate(timeout=seconds)
@@ -194,7 +199,7 @@ def execute(arguments: list[str], environment: dict[str, str], seconds: float) -
 
 
 def stop(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Interrupted, so that it says what it knows (pytest: what failed, and why), then killed with all it started."""
+    """Interrupt a process, so that it reports what it knows (pytest: failures); then kill it and its children."""
     os.killpg(process.pid, signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.communicate(timeout=GRACE)
@@ -211,19 +216,19 @@ def version(package: str) -> str | None:
 
 
 def packages() -> dict[str, str | None]:
-    """The version of each package that jaxopt_llm depends on or that is measured, None where it is missing."""
+    """Return the version of each dependency and each measured package; None if it is missing."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = [re.split(r"[^A-Za-z0-9_.-]", each)[0] for each in project["dependencies"]]
     return {name: version(name) for name in [*names, "pytest", *OPTIONAL]}
 
 
 def look(environment: dict[str, str], platform: str) -> dict[str, Any]:
-    """The device that JAX uses. Raises InputError where it finds none of the platform."""
+    """Return the device that JAX uses. Raises InputError if there is no device of the platform."""
     output, error = execute(["-c", LOOK], {**environment, "JAX_PLATFORMS": platform}, seconds=60)
     if error:
         raise InputError(
-            f"no device to run on in {sys.executable} ({error.splitlines()[0]}); this command wants an NVIDIA GPU and "
-            "JAX with CUDA; --on-cpu tries it out without"
+            f"no device to run on in {sys.executable} ({error.splitlines()[0]}); run it with an NVIDIA GPU and JAX with "
+            "CUDA, or try it out on a CPU with --on-cpu"
         )
     found: dict[str, Any] = json.loads(output.splitlines()[-1])
     return found
@@ -239,7 +244,7 @@ def headline(results: dict[str, Any]) -> str:
     without = {name: what for name, what in OPTIONAL.items() if packages[name] is None}
     lines += [f"without {name}: {what} is not measured" for name, what in without.items()]
     if machine["platform"] == "cpu":
-        lines.append("on the CPU, with a tiny model: no figure means anything")
+        lines.append("on the CPU with a tiny model: the figures mean nothing")
     return "\n".join(lines)
 
 
@@ -253,18 +258,18 @@ def line(part: Part, result: dict[str, Any]) -> str:
 def main() -> int:
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
-    parser.add_argument("--only", choices=[part.name for part in parts(on_cpu=False)], help="one part alone")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
+    parser.add_argument("--only", choices=[part.name for part in parts(on_cpu=False)], help="run only this part")
     parser.add_argument("--on-cpu", action="store_true", help="try this command out without a GPU, on a tiny model")
     asked = parser.parse_args()
     if not asked.output.is_dir():
-        raise InputError(f"--output {asked.output}: no such folder")
-    # A shell ignores SIGINT for what it starts in the background, and the parts, which are stopped by it, would too.
+        raise InputError(f"--output {asked.output}: no such folder; create it, or name another")
+    # A shell starts background processes with SIGINT ignored. The parts would inherit that; SIGINT must stop them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     if version("jax") is None:
-        raise InputError(f"{sys.executable} has no jax: install jaxopt_llm for it, or name another by PYTHON")
-    from gpu_figures import bars  # which imports jax, as the others do
+        raise InputError(f"{sys.executable} has no jax: install jaxopt_llm into it, or name another with PYTHON")
+    from gpu_figures import bars  # imports jax, as the modules below do
 
     from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
     from jaxopt_llm.kernels.attention_auto import TABLE
@@ -274,13 +279,13 @@ def main() -> int:
         **os.environ,
         "JAX_PLATFORMS": ",".join(platforms),
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
-        "JAX_TRACEBACK_FILTERING": "off",  # else JAX's notes on what it left out come behind an error
-        "PYTHONUNBUFFERED": "1",  # what a part has said is known, however it ends
+        "JAX_TRACEBACK_FILTERING": "off",  # otherwise JAX adds notes on filtered frames behind an error
+        "PYTHONUNBUFFERED": "1",  # the output of a part is kept, however it ends
     }
-    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment:  # JAX takes one of the two
-        environment.setdefault("XLA_CLIENT_MEM_FRACTION", MEMORY_FRACTION)  # allocated at once, as `train` does
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment:  # JAX accepts only one of the two
+        environment.setdefault("XLA_CLIENT_MEM_FRACTION", MEMORY_FRACTION)  # preallocated, as in `train`
     results: dict[str, Any] = {
-        "date": datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S"),  # no run writes over another's
+        "date": datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S"),  # no run overwrites the results of another
         "machine": look(environment, platforms[0]),
         "python": sys.version.split()[0],
         "packages": packages(),
@@ -298,7 +303,7 @@ def main() -> int:
         results["parts"][part.name] = result
         said.append(line(part, result))
         print(said[-1], flush=True)
-        # After each part: what is known stays known if the machine goes away.
+        # Written after each part, so that results survive if the machine goes away.
         results["seconds"] = time.monotonic() - started
         write(file, results, said)
         if part.name == "attention" and not asked.on_cpu:

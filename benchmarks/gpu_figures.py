@@ -1,15 +1,15 @@
-"""The training step of 1B and 8B Llamas on one GPU, in bf16 and fp8, whole and by adapters: a table of train_step.py's
-figures.
+"""Measure the training step of 1B and 8B Llamas on one GPU: bf16 and fp8, all parameters and adapters.
 
     python benchmarks/gpu_figures.py [--only NAME ...] [--runs 2] [--steps 5] [--json FILE] [--on-cpu]
 
-Each case is a recipe of benchmarks/recipes. Beside what it takes stands what `plan` predicts, compiled for that GPU
-without it, on the CPU while the GPU works. MFU counts causal attention at half, and whole. Bytes a parameter are those
-of what rests; where, and what is computed again, is in the table, and all settings are in the JSON. Attention is what
-`--training.attention auto` takes where its table knows such calls on this GPU, else the recipe's. Bars come last, of
-what was measured. --on-cpu runs a tiny model in their place, whose figures mean nothing.
+Each case is a recipe in benchmarks/recipes, measured by train_step.py. The table also shows the memory that `plan`
+predicts; it compiles for the GPU on the CPU while the GPU works. MFU is given twice: causal attention at half, and
+whole. Bytes per parameter count the training state; the table names where the state is stored and what is recomputed,
+and the JSON has all settings. Attention is the choice of `--training.attention auto` if its table has such calls on
+this GPU, otherwise the recipe's. Bars for the measured cases come last. --on-cpu runs a tiny model instead, whose
+figures mean nothing.
 
-Exit code: 0, 1 where a case failed, or 6 where the GPU has no memory for one, which is named.
+Exit codes: 0; 1 if a case failed; 6 if a case does not fit into the memory of the GPU. The case is named.
 """
 
 import argparse
@@ -35,11 +35,11 @@ from jaxopt_llm.model.self_attention import kernel_head_dim
 CASES = tuple(
     f"llama_{name}" for name in ("1b", "1b_fp8", "1b_lora", "8b", "8b_two_rows", "8b_fp8", "8b_lora", "8b_80gb")
 )
-MFU_BARS = {"llama_1b": 0.48, "llama_8b": 0.52, "llama_8b_two_rows": 0.52}  # on an H200, causal attention at half
-FP8_BAR = 1.3  # tokens/s by those of bf16
+MFU_BARS = {"llama_1b": 0.48, "llama_8b": 0.52, "llama_8b_two_rows": 0.52}  # on an H200; causal attention counts half
+FP8_BAR = 1.3  # tokens/s divided by those of bf16
 HERE = Path(__file__).parent
 GIB = 2**30
-WHOLE = {"JAX_TRACEBACK_FILTERING": "off"}  # else JAX's notes on what it left out come behind an error
+WHOLE = {"JAX_TRACEBACK_FILTERING": "off"}  # otherwise JAX adds notes on filtered frames behind an error
 
 
 def recipe(case: str, on_cpu: bool) -> Path:
@@ -47,7 +47,7 @@ def recipe(case: str, on_cpu: bool) -> Path:
 
 
 def by_measured_attention(path: Path, kind: str, folder: Path) -> Path:
-    """The recipe, or where the table has been measured on this kind of device, one that takes attention by it."""
+    """Return the recipe; with attention=auto, if the table has its calls measured on this kind of device."""
     config = cli.load_recipe(str(path))
     call = kind, config.precision.compute_dtype, kernel_head_dim(config.model)
     if any((row.device, row.dtype, row.head_dim) == call for row in attention_auto.read_table(attention_auto.TABLE)):
@@ -69,7 +69,7 @@ def start_plan(path: Path, gpu: str, gpus: int = 1) -> subprocess.Popen[str]:
 
 
 def predicted(plan: subprocess.Popen[str]) -> dict[str, Any]:
-    """What of a plan is compared; or why there is none."""
+    """Return the figures of a plan that are compared, or why there are none."""
     said, complaints = plan.communicate()
     if plan.returncode:
         return {"unavailable": cause(complaints)}
@@ -79,7 +79,7 @@ def predicted(plan: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def measure(case: str, asked: argparse.Namespace, kind: str) -> dict[str, Any]:
-    """Interrupted, as when gpu_check's time is up, it has the runs that are through, and "interrupted"."""
+    """Measure a case. If interrupted, as by gpu_check, the row has the finished runs and "interrupted"."""
     with tempfile.TemporaryDirectory() as folder:
         path = by_measured_attention(recipe(case, asked.on_cpu), kind, Path(folder))
         plan = start_plan(path, chip_name(kind))
@@ -101,7 +101,7 @@ def measure(case: str, asked: argparse.Namespace, kind: str) -> dict[str, Any]:
 
 
 def bars(rows: Mapping[str, dict[str, Any]]) -> Iterator[Verdict]:
-    """Of the rows that there are, by case; none of a device whose peak is not known."""
+    """Yield the bars of the measured rows, given by case; none for a device with unknown peak FLOP/s."""
     rows = {case: row for case, row in rows.items() if row.get("mfu") is not None}
     for case, bar in MFU_BARS.items():
         if case in rows:
@@ -119,8 +119,8 @@ HEAD = (
 
 
 def problem(row: dict[str, Any]) -> str | None:
-    """Why a row has no figures, or not all."""
-    stopped = "interrupted before its first run was through" if "step_seconds" not in row else None
+    """Return why a row lacks figures, or None."""
+    stopped = "interrupted before its first run finished" if "step_seconds" not in row else None
     return row.get("unavailable") or row.get("failed") or stopped
 
 
@@ -145,12 +145,12 @@ def line(row: dict[str, Any]) -> str:
 
 
 def chip_name(kind: str) -> str:
-    """What is planned for, as `plan` calls it: of an H100 PCIe, say, the H100, and where there is no GPU an H200."""
+    """Return the chip to plan for by its name in `plan`: h100 for an H100 PCIe, for example; h200 without a GPU."""
     return next((name for name in CHIPS if name in kind.lower()), "h200")
 
 
 def device_kind() -> str:
-    """Asked in a process of its own, which gives the GPU back."""
+    """Return the kind of the first device. A separate process asks JAX, so that the GPU is released."""
     asks = "import jax; print(jax.devices()[0].device_kind)"
     return subprocess.run([sys.executable, "-c", asks], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
@@ -158,10 +158,10 @@ def device_kind() -> str:
 def main() -> int:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, metavar="NAME", help=", ".join(CASES))
-    parser.add_argument("--runs", type=int, default=2, help="processes of each; the first is cold (default: 2)")
-    parser.add_argument("--steps", type=int, default=5, help="steps timed in each (default: 5)")
-    parser.add_argument("--json", type=Path, help="file to write the figures to, after each case")
-    parser.add_argument("--on-cpu", action="store_true", help="try this command out, on a tiny model")
+    parser.add_argument("--runs", type=int, default=2, help="processes per case; the first is cold (default: 2)")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps per process (default: 5)")
+    parser.add_argument("--json", type=Path, help="file for the figures, written after each case")
+    parser.add_argument("--on-cpu", action="store_true", help="try this command out on a tiny model")
     asked = parser.parse_args()
     kind = device_kind()
     print(f"{kind}; peak: share of it that runs; GiB run and planned\n{HEAD}", flush=True)

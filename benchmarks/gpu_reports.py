@@ -1,4 +1,4 @@
-"""What the parts of gpu_check.py report: read from their files, and said in a line."""
+"""Reports of the parts of gpu_check.py: readers of their files, and descriptions in one line."""
 
 import json
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ GIB = 2**30
 
 
 def read_step(path: Path) -> dict[str, Any]:
-    """What train_step.py says, without its command, which names a temporary file."""
+    """Read the report of train_step.py without its command, which names a temporary file."""
     report = json.loads(path.read_text())
     return {name: value for name, value in report.items() if name != "command"}
 
 
 def read_figures(path: Path) -> dict[str, Any]:
-    """The one case's."""
+    """Read the report of the only case of gpu_figures.py."""
     (row,) = json.loads(path.read_text())["rows"]
     return {name: value for name, value in row.items() if name != "command"}
 
@@ -27,7 +27,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_junit(path: Path) -> dict[str, Any]:
-    """Seconds of the tests that passed, and the messages of the others, by name."""
+    """Read by name the seconds of passed tests and the messages of the others."""
     report: dict[str, dict[str, Any]] = {"passed": {}, "failed": {}, "skipped": {}}
     for case in ElementTree.parse(path).iter("testcase"):
         name = f"{case.get('classname')}.{case.get('name')}"
@@ -80,7 +80,7 @@ def describe_figures(report: dict[str, Any]) -> str:
     planned = report["predicted"].get("peak_bytes")
     predicted = "nothing" if planned is None else f"{planned / GIB:.2f} GiB"
     if "step_seconds" not in report:
-        why = report.get("unavailable") or report.get("failed") or "no run is through"
+        why = report.get("unavailable") or report.get("failed") or "no run has finished"
         return f"{why}; predicted without the GPU {predicted}"
     first = report["first_step_seconds"]
     return (
@@ -116,7 +116,7 @@ def describe_peer(report: dict[str, Any]) -> str:
 
 
 def unavailable(report: Any, name: str) -> Iterator[str]:
-    """The names of what a report says is "unavailable", as the measurements do of what does not run here."""
+    """Yield the names of everything that a report marks as "unavailable", because it does not run here."""
     if isinstance(report, list):
         for row in report:
             yield from unavailable(row, name)

@@ -1,19 +1,19 @@
-"""Grouped matmul by every implementation that there is: TFLOP/s of the product and of both gradients.
+"""Compare all implementations of grouped matmul: TFLOP/s of the product and of both gradients.
 
     python benchmarks/grouped_matmul.py [--groups 8 128] [--loads even skewed] [--tokens 16384] [--width 4096]
                                         [--inner 14336] [--dtype bfloat16] [--only NAME ...] [--runs 5] [--json FILE]
     python benchmarks/grouped_matmul.py --tune [--groups 8 128] [--loads even]
 
-On the first device: rows [tokens, width], sorted by group, times matrices [groups, width, inner]; `dx` is the rows'
-gradient, `dw` the matrices', `all` the three together. Even loads are those of rows that draw their group, each as
-likely; skewed ones of rows that draw it by 1 / its number. Beside the implementations, xla's being JAX's ragged_dot,
-`dense` is one matrix for all rows, of the same FLOPs: what a grouped product could reach at best. FLOPs are 2 × tokens
-× width × inner a leg; what a way multiplies beyond that counts for nothing. Ways run in alternation; figures are
-medians. Distance is the greatest of the three results', from float32, over the rows and the matrix of the largest
-group, relative to its norm.
+Runs on the first device. Rows [tokens, width], sorted by group, are multiplied by matrices [groups, width, inner]; `dx`
+is the gradient of the rows, `dw` that of the matrices, `all` the three legs together. With even loads every row draws
+its group uniformly; with skewed loads it draws group n with a probability proportional to 1 / n. The xla implementation
+is JAX's ragged_dot. `dense` multiplies all rows by one matrix with the same FLOPs, which is the upper limit for a
+grouped product. FLOPs are 2 × tokens × width × inner per leg; additional work of an implementation is not counted. The
+implementations run in alternation; figures are medians. Distance is that of the worst of the three results from
+float32, over the rows and the matrix of the largest group, relative to the norm.
 
---tune tries the Pallas kernel's blocks one by one, for each leg, and prints the fastest first. On a CPU the sizes are a
-toy's, kernels run in Pallas's interpreter, and no figure means anything.
+--tune tries the blocks of the Pallas kernel one by one for each leg and prints the fastest first. On a CPU the sizes
+are tiny and kernels run in the interpreter of Pallas, so the figures mean nothing.
 """
 
 import argparse
@@ -40,9 +40,9 @@ from jaxopt_llm.kernels import grouped_matmul_pallas, grouped_matmul_xla
 from jaxopt_llm.kernels.grouped_matmul_pallas import BLOCKS, Blocks
 
 LEGS = ("forward", "dx", "dw")
-SECONDS = 0.1  # of calls in a row for each time taken: a short call alone would measure the host as well
+SECONDS = 0.1  # of calls in a row per measurement: the time of one short call would include the host
 MOST_CALLS = 10
-SHARED_MEMORY = 232_448  # bytes a block may have on an H100
+SHARED_MEMORY = 232_448  # bytes per block on an H100
 TOKENS, WIDTH, INNER, GROUPS = (256, 64, 96, [4]) if ON_CPU else (16_384, 4096, 14_336, [8, 128])
 
 Operands = dict[str, jax.Array]  # x, one (matrix), w, dy, sizes
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of a leg."""
+        """FLOPs of one leg."""
         return 2 * self.tokens * self.width * self.inner
 
     def sizes(self) -> np.ndarray:
@@ -76,21 +76,21 @@ class Case:
         return {
             "x": draw(0, self.tokens, self.width),
             "one": one,
-            # Of another length in each group: so many random numbers would not fit beside each other.
+            # One matrix with another scale in each group: random matrices for all groups would not fit into memory.
             "w": one * draw(2, self.groups, 1, 1),
             "dy": draw(3, self.tokens, self.inner),
             "sizes": jnp.asarray(self.sizes()),
         }
 
     def expected(self, of: Operands) -> list[jax.Array]:
-        """The legs' results of the largest group, in float32."""
+        """Return the results of the three legs for the largest group, in float32."""
         group, rows = self.largest()
         with jax.default_matmul_precision("highest"):
             x, w, dy = (each.astype(jnp.float32) for each in (of["x"][rows], of["w"][group], of["dy"][rows]))
             return [x @ w, dy @ w.T, x.T @ dy]
 
     def largest(self) -> tuple[int, slice]:
-        """Its number and its rows."""
+        """Return the index and the rows of the largest group."""
         sizes = self.sizes()
         group = int(sizes.argmax())
         begin = int(sizes[:group].sum())
@@ -119,7 +119,7 @@ WAYS = {"xla": own(grouped_matmul_xla), "pallas": own(grouped_matmul_pallas, int
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Of one call of what has run before."""
+    """Return the seconds of one call of a function that has run before."""
 
     def over(calls: int) -> float:
         clock = time.perf_counter()
@@ -132,7 +132,7 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def far(case: Case, legs: Mapping[str, Callable[[], Any]], expected: list[jax.Array] | None) -> float | None:
-    """The distance of what the legs give; None, and only run, if nothing is expected."""
+    """Run the legs and return the distance of their results; None if nothing is expected."""
     group, rows = case.largest()
     found = []
     for leg, run in legs.items():
@@ -153,7 +153,7 @@ def compare(case: Case, only: list[str], runs: int) -> list[dict[str, Any]]:
         compiled = {leg: functools.partial(jax.jit(function), of) for leg, function in legs.items()}
         try:
             row["distance"] = far(case, compiled, None if name == "dense" else expected)
-        except jax.errors.JaxRuntimeError as error:  # masked copies of all rows for each group may not fit
+        except jax.errors.JaxRuntimeError as error:  # masked copies of all rows for each group may not fit into memory
             row["unavailable"] = first_line(error)
             continue
         prepared[name] = compiled
@@ -183,7 +183,7 @@ HEAD = f"{'groups':>6} {'load':>7}  {'':<7} " + " ".join(f"{leg:>9}" for leg in 
 
 
 def choices(itemsize: int) -> list[Blocks]:
-    """Those whose loads fit into the memory that they share, and whose sums into registers, without being few."""
+    """Return the blocks whose loads fit into shared memory and whose sums fit into registers and are not too few."""
     every = itertools.product((64, 128, 256), (64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4, 5))
     return [
         each
@@ -194,7 +194,7 @@ def choices(itemsize: int) -> list[Blocks]:
 
 
 def tune(case: Case, runs: int) -> dict[str, list[dict[str, Any]]]:
-    """Each leg's blocks with their TFLOP/s, the fastest first; those that do not compile last."""
+    """Return the blocks of each leg with their TFLOP/s: fastest first, last those that do not compile."""
     of = case.operands()
     itemsize = of["x"].dtype.itemsize
     found: dict[str, list[dict[str, Any]]] = {}
@@ -208,7 +208,7 @@ def tune(case: Case, runs: int) -> dict[str, list[dict[str, Any]]]:
                 run = functools.partial(jax.jit(way), of)
                 jax.block_until_ready(run())
                 row["tflops"] = case.flops / statistics.median(seconds(run) for _ in range(runs)) / 1e12
-            except jax.errors.JaxRuntimeError as error:  # of shared memory or registers there is too little
+            except jax.errors.JaxRuntimeError as error:  # not enough shared memory or registers
                 row["unavailable"] = first_line(error)
         rows.sort(key=lambda row: -row.get("tflops", 0))
         print(f"{leg}, {case.groups} groups, {case.load}; by default {BLOCKS[itemsize]}")
@@ -222,13 +222,13 @@ def main() -> int:
     parser.add_argument("--groups", type=int, nargs="+", default=GROUPS)
     parser.add_argument("--loads", nargs="+", default=["even", "skewed"], choices=["even", "skewed"])
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"rows of all groups (default: {TOKENS})")
-    parser.add_argument("--width", type=int, default=WIDTH, help=f"of a row (default: {WIDTH})")
-    parser.add_argument("--inner", type=int, default=INNER, help=f"of its product (default: {INNER})")
+    parser.add_argument("--width", type=int, default=WIDTH, help=f"width of a row (default: {WIDTH})")
+    parser.add_argument("--inner", type=int, default=INNER, help=f"width of a row of the product (default: {INNER})")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--only", nargs="+", default=[], choices=list(WAYS), help="these ways alone")
-    parser.add_argument("--runs", type=int, default=5, help="of each (default: 5)")
-    parser.add_argument("--tune", action="store_true", help="try the Pallas kernel's blocks instead")
-    parser.add_argument("--json", type=Path, help="file to write the figures to; the table goes beside it as .txt")
+    parser.add_argument("--only", nargs="+", default=[], choices=list(WAYS), help="measure only these implementations")
+    parser.add_argument("--runs", type=int, default=5, help="measurements of each implementation (default: 5)")
+    parser.add_argument("--tune", action="store_true", help="try the blocks of the Pallas kernel instead")
+    parser.add_argument("--json", type=Path, help="file for the figures; the table is written next to it as .txt")
     asked = parser.parse_args()
     cases = [
         Case(asked.tokens, asked.width, asked.inner, groups, load, asked.dtype)

@@ -1,4 +1,4 @@
-"""What a setting costs in loss: the quickstart's text, by the training command itself."""
+"""Compare held-out losses of the quickstart for values of a setting. The training command itself runs."""
 
 import json
 import platform
@@ -11,12 +11,14 @@ from pathlib import Path
 
 import jax
 
-Losses = dict[str, dict[int, float]]  # by value of the setting and seed
+Losses = dict[str, dict[int, float]]  # losses by value of the setting and by seed
 
 
 def compare(field: str, values: Sequence[str], seeds: Sequence[int], steps: int, overrides: list[str]) -> Losses:
-    """Held-out losses after the last of so many steps, in nats per token. Each run is a process of its own, with a
-    schedule that ends with it."""
+    """Return held-out losses after the last step, in nats per token.
+
+    Each run is a separate process. Its schedule ends with its last step.
+    """
     losses: Losses = {value: {} for value in values}
     for seed in seeds:
         for value in values:
@@ -26,7 +28,7 @@ def compare(field: str, values: Sequence[str], seeds: Sequence[int], steps: int,
 
 
 def table(field: str, losses: Losses, steps: int) -> list[str]:
-    """With the ratio of each value's mean to the first's."""
+    """Return the lines of a table, with the ratio of the mean of each value to that of the first."""
     means = {value: statistics.mean(found.values()) for value, found in losses.items()}
     first = next(iter(means))
     lines = [

@@ -1,15 +1,16 @@
-"""RMSNorm, rotary positions and SwiGLU as the model computes them: the rate at which they read and write memory.
+"""Measure memory bandwidth of RMSNorm, RoPE and SwiGLU as the model computes them.
 
     python benchmarks/hot_path.py [--runs 5] [--tokens 32768] [--json FILE]
     python benchmarks/hot_path.py --compiled [--gpu h200] [--tokens 8192]
 
-Of Llama 3 8B, in bf16, forward and backward each by itself. The least bytes are every operand read once and every
-result written once; GB/s are these by the time, beside those of a copy of as many bytes as RMSNorm moves, in
-alternation, medians of the runs. Calls are in a row in one program, so that no launch of it is measured. A kernel of
-our own would win what lies between the two at most: 10% are marked.
+The shapes are those of Llama 3 8B in bf16; forward and backward are measured separately. The least bytes count every
+operand read once and every result written once; GB/s are the least bytes divided by the time. They are compared with a
+copy of as many bytes as RMSNorm moves. The runs alternate; figures are medians. The calls run in a row in one program,
+so that its launch is not measured. The difference from the copy is the most that a kernel of our own could save; 10%
+and more are marked.
 
---compiled needs no GPU: the kernels that XLA makes of each, and the bytes that they read and write, beside the least.
-On a CPU sizes are a toy's, and no rate means anything.
+--compiled needs no GPU: it lists the kernels that XLA makes of each operation and the bytes that they read and write,
+next to the least bytes. On a CPU the sizes are tiny, so the rates mean nothing.
 """
 
 import argparse
@@ -37,19 +38,19 @@ from jaxopt_llm.parallel.gathering import place_weights
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 
-CALLS = 20  # in a row for each time taken
-# More are measured, so that the kernel that counts the calls is nothing beside the others.
+CALLS = 20  # calls in a row per measurement
+# Measurements use more tokens, so that the kernel that counts the calls takes a negligible time.
 TOKENS, COMPILED_TOKENS = 32_768, 8192
-WINS = 0.1  # of the time: what a kernel of our own would have to save
+WINS = 0.1  # share of the time that a kernel of our own would have to save
 TOY = ModelConfig(width=64, heads=4, kv_heads=2, head_dim=16, mlp_width=128)
-# What is no kernel.
+# Opcodes that are not kernels.
 FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
 
 Pass = tuple[Callable[..., Any], tuple[Any, ...]]  # a function, and the shapes of its operands
 
 
 def passes(model: ModelConfig, tokens: int, device: jax.Device) -> dict[str, Pass]:
-    """A backward takes what the forward keeps for it, and the gradients of the results."""
+    """Return the passes by name. A backward takes the residuals of its forward and the gradients of the results."""
 
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -59,7 +60,7 @@ def passes(model: ModelConfig, tokens: int, device: jax.Device) -> dict[str, Pas
     specs = layers.norm_specs("rms", False, (model.width,), ("embed",))
 
     def norm(scale: jax.Array, x: jax.Array, perturbation: jax.Array) -> jax.Array:
-        """The scale's gradient is its perturbation's (see PlacedWeight)."""
+        """Compute RMSNorm. The gradient of the scale is that of its perturbation (see PlacedWeight)."""
         weights = place_weights(specs, {"scale": scale}, {"scale": perturbation}, placement, keep_gathered=False)
         return layers.norm(weights, x, kind="rms", epsilon=model.norm_epsilon, zero_centered=False)
 
@@ -71,7 +72,7 @@ def passes(model: ModelConfig, tokens: int, device: jax.Device) -> dict[str, Pas
 
     heads = (array(1, tokens, count, model.head_dim) for count in (model.heads, model.kv_heads))
     scale, wide = array(model.width, dtype=jnp.float32), array(1, tokens, model.mlp_width)
-    # Operands without a gradient are the first.
+    # (function, operands, number of leading operands without a gradient)
     operations: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
         "RMSNorm": (norm, (scale, array(1, tokens, model.width), scale), 1),
         "rotary": (turn, (array(1, tokens, dtype=jnp.int32), *heads), 1),
@@ -108,7 +109,7 @@ def kernels_of(computation: Computation) -> list[Instruction]:
 
 
 def as_compiled(function: Callable[..., Any], operands: tuple[Any, ...], device: jax.Device) -> tuple[int, int]:
-    """Kernels, and the bytes that they read and write."""
+    """Return the number of kernels, and the bytes that they read and write."""
     entry = instructions.parse_module(compiled_text(function, operands, device))["ENTRY"]
     kernels = kernels_of(entry)
     moved = sum(
@@ -132,7 +133,7 @@ def compiled_line(row: dict[str, Any]) -> str:
 
 
 def in_a_row(function: Callable[..., Any], calls: int = CALLS) -> Callable[..., Any]:
-    """The function so many times, each after the one before it: the barrier lets XLA take none out of the loop."""
+    """Return a program that calls the function repeatedly. The barrier keeps XLA from moving a call out of the loop."""
 
     def run(*operands: Any) -> Any:
         def again(_: jax.Array, results: Any) -> Any:
@@ -144,7 +145,7 @@ def in_a_row(function: Callable[..., Any], calls: int = CALLS) -> Callable[..., 
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Of one of the calls in a row."""
+    """Return the seconds of one of the calls in a row."""
     clock = time.perf_counter()
     jax.block_until_ready(run())
     return (time.perf_counter() - clock) / CALLS
@@ -197,12 +198,12 @@ def main() -> int:
     on_cpu = jax.default_backend() == "cpu"
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--tokens", type=int, help=f"in a row (default: {TOKENS} where measured, {COMPILED_TOKENS} as compiled)"
+        "--tokens", type=int, help=f"tokens (default: {TOKENS} if measured, {COMPILED_TOKENS} with --compiled)"
     )
-    parser.add_argument("--runs", type=int, default=5, help="of each (default: 5)")
-    parser.add_argument("--compiled", action="store_true", help="what XLA makes of them, without a GPU")
-    parser.add_argument("--gpu", default="h200", choices=sorted(CHIPS), help="to compile for (default: h200)")
-    parser.add_argument("--json", type=Path, help="file to write the figures to; the table goes beside it as .txt")
+    parser.add_argument("--runs", type=int, default=5, help="timed runs of each operation (default: 5)")
+    parser.add_argument("--compiled", action="store_true", help="show the kernels of XLA, without a GPU")
+    parser.add_argument("--gpu", default="h200", choices=sorted(CHIPS), help="GPU to compile for (default: h200)")
+    parser.add_argument("--json", type=Path, help="file for the figures; the table is written next to it as .txt")
     asked = parser.parse_args()
     toy = on_cpu and not asked.compiled
     model = TOY if toy else cli.load_recipe("llama3_8b.py").model

@@ -1,11 +1,11 @@
-"""What each setting that saves memory buys on Llama 2 7B, as compiled: alone, together, and beside what is claimed.
+"""Measure what each memory setting saves on Llama 2 7B, as compiled: alone, together, and compared with claims.
 
     python benchmarks/memory.py [--only NAME ...] [--json FILE]
 
-Sequences of 4096 tokens, one for each GPU. Off is float32, ZeRO-0, nothing recomputed, whole logits, AdamW in float32.
-Bytes are of one GPU at the moment when it holds most, FLOPs of its matmuls in a step, traffic of a step. No GPU is
-needed, nothing runs and no time is taken. Claims and bars, which pass or fail, come last. With --only, the rows or
-tables of these names are measured and the others taken from FILE.
+Every GPU has one sequence of 4096 tokens. The baseline "off" is float32, ZeRO-0, no recomputation, whole logits, and
+AdamW in float32. Bytes are of one GPU at its peak, FLOPs of its matmuls in a step, traffic of a step. No GPU is needed;
+nothing runs, so no time is measured. Claims and bars, which pass or fail, come last. With --only, the rows or tables
+with these names are measured and the others are read from FILE.
 """
 
 import argparse
@@ -32,14 +32,14 @@ from jaxopt_llm.plan import make_plan
 from jaxopt_llm.planning.memory import GIB
 from jaxopt_llm.training.validation import validate
 
-ROOMY = 2**40  # bytes of a GPU
+ROOMY = 2**40  # memory of a GPU, in bytes, that has room for anything
 
 # ---- What is measured.
 
 
 @dataclass(frozen=True)
 class Technique:
-    """settings: as on the command line, behind those of its table."""
+    """Memory technique: a name, and settings as on the command line, which follow those of its table."""
 
     name: str
     settings: str = ""
@@ -47,10 +47,10 @@ class Technique:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one recipe on the same GPUs; the first is what the others are compared with.
+    """Rows of one recipe on the same GPUs; the others are compared with the first.
 
-    machines: GPU, hosts, GPUs of each. roomy: whether those GPUs are taken to have room for anything; else XLA computes
-    again by itself what is too large for them.
+    machines: GPU, hosts, GPUs per host. roomy: compile as if the GPUs had room for anything; otherwise XLA itself
+    recomputes what is too large for them.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Table:
 
 
 def adding_up(*techniques: Technique) -> tuple[Technique, ...]:
-    """Each on top of those before it."""
+    """Return techniques that each add their settings to those of the techniques before them."""
     return tuple(
         Technique(each.name, " ".join(other.settings for other in techniques[: number + 1]).strip())
         for number, each in enumerate(techniques)
@@ -79,7 +79,7 @@ OFF = (
     "--training.batch-size 8 --training.accumulation 1"
 )
 BASE = Technique("off")
-PLAIN = Technique("off, plain autodiff")  # the blocks keep what is elementwise, too: see benchmarks/remat.py
+PLAIN = Technique("off, plain autodiff")  # the blocks also keep elementwise results: see benchmarks/remat.py
 BF16 = Technique("bf16", "--precision.compute-dtype bfloat16")
 BF16_GRADIENTS = Technique("bf16 gradients", "--precision.reduce-dtype bfloat16")
 FULL = Technique("remat full", "--remat.policy full")
@@ -87,7 +87,7 @@ CHUNKS = Technique("loss in chunks", "--training.loss-chunk 1024")
 ZERO_3 = Technique("ZeRO-3", "--sharding.zero-stage 3")
 INT8_MOMENTS = Technique("8-bit moments", "--optimizer.state-dtype int8")
 OFFLOAD = Technique("offload.optimizer", "--offload.optimizer True")
-# Of stages 1 and 2 the masters rest in host memory, too.
+# With stages 1 and 2 the master weights are in host memory, too.
 OFFLOAD_ALL = Technique("offload.optimizer, stage 1", "--offload.optimizer True --sharding.zero-stage 1")
 OFFLOAD_PARAMETERS = Technique("offload.parameters", "--offload.parameters True")
 IN_BACKWARD = Technique(
@@ -96,7 +96,7 @@ IN_BACKWARD = Technique(
 LORA = Technique("LoRA, rank 16", "--lora.rank 16")
 QLORA = Technique("LoRA over int8", "--lora.rank 16 --lora.base int8")
 
-INSTEAD = "instead: {}"  # not on top of the rows before it
+INSTEAD = "instead: {}"  # not added to the rows before it
 ONE_GPU = "--mesh.fsdp 1 --training.batch-size 1"
 TABLES = (
     Table(
@@ -104,7 +104,7 @@ TABLES = (
         "llama2_7b.py",
         ("h200", 1, 8),
         OFF,
-        # A technique is a line here; on top of others it is a line below.
+        # Here each row is one technique; in the table below each row adds one.
         rows=(
             BASE,
             PLAIN,
@@ -172,12 +172,12 @@ TABLES = (
     ),
 )
 
-Row = dict[str, Any]  # as `measure` gives it, and as it is written
+Row = dict[str, Any]  # as `measured` returns it and as it is written
 Rows = Mapping[str, Mapping[str, Row]]  # by table and technique
 
 
 def measured(table: Table, technique: Technique) -> Row:
-    """Bytes and FLOPs of one GPU."""
+    """Return bytes and FLOPs of one GPU."""
     recipe = cli.load_recipe(table.recipe)
     settings = f"{table.settings} {technique.settings}".strip()
     config = cli.override_config(recipe, shlex.split(settings), "benchmarks/memory.py")
@@ -206,11 +206,11 @@ def _compiled(config: Config, gpu: str, hosts: int, gpus_per_host: int, roomy: b
     }
 
 
-# ---- What is said of it.
+# ---- Claims and bars.
 
 
 def saved(row: Row, base: Row, kind: str = "peak") -> float:
-    """The share of the base's bytes of this kind that the row does without."""
+    """Return the share of the base's bytes of this kind that the row saves."""
     return 1 - row["memory"][kind] / base["memory"][kind]
 
 
@@ -307,7 +307,7 @@ def bars(rows: Rows) -> Iterator[Verdict]:
     )
 
 
-# ---- How it is shown.
+# ---- Output.
 
 HEADER = (
     f"{'':26} | {'params':>7} {'grads':>6} {'optim':>6} {'activ':>6} {'gathered':>8} {'other':>6} | {'peak':>7} "
@@ -342,14 +342,14 @@ def show(rows: Rows) -> str:
 
 
 def _base(table: Table, found: Mapping[str, Row]) -> Row:
-    """What its rows are compared with: the first, or while that is not measured the first that is."""
+    """Return the row to compare with: the first one that has been measured."""
     return next(found[each.name] for each in table.rows if each.name in found)
 
 
 def main() -> int:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="rows or tables to measure (default: all)")
-    parser.add_argument("--json", type=Path, help="file to write the figures to; the tables go beside it as .txt")
+    parser.add_argument("--json", type=Path, help="file for the figures; the tables are written next to it as .txt")
     asked = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
@@ -366,7 +366,7 @@ def main() -> int:
             found = rows[table.name]
             found[each.name] = measured(table, each)
             print(f"{table.name:14}", line(each.name, found[each.name], _base(table, found)), flush=True)
-            if asked.json:  # after each row: what is known stays known
+            if asked.json:  # after each row, so that an interrupted run keeps its rows
                 asked.json.write_text(json.dumps({"jax": jax.__version__, "tables": rows}, indent=2) + "\n")
                 asked.json.with_suffix(".txt").write_text(show(rows) + "\n")
     print(show(rows))

@@ -1,4 +1,4 @@
-"""Draw the memory of one GPU as settings are added, from the results of benchmarks/memory.py: docs/memory.svg.
+"""Draw docs/memory.svg: the memory of one GPU as settings are added, from the results of benchmarks/memory.py.
 
 python benchmarks/memory_picture.py [--results FILE] [--table together] [--to docs/memory.svg]
 """
@@ -25,7 +25,7 @@ LEFT, TOP, ROW, WIDTH, RIGHT = 190, 62, 30, 560, 90  # pixels
 
 
 def picture(rows: dict[str, dict[str, int]]) -> str:
-    """Return an SVG file with one bar for each row, divided by kind of memory. rows: bytes by kind, and their peak."""
+    """Return an SVG file with one bar per row, divided by kind of memory. rows: bytes by kind, and the peak."""
     scale = WIDTH / max(row["peak"] for row in rows.values())
     width, height = LEFT + WIDTH + RIGHT, TOP + ROW * len(rows) + 8
     lines = [
@@ -61,7 +61,7 @@ def picture(rows: dict[str, dict[str, int]]) -> str:
 def main() -> int:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, help="JSON of benchmarks/memory.py")
-    parser.add_argument("--table", default="together", help="which of its tables (default: together)")
+    parser.add_argument("--table", default="together", help="table to draw (default: together)")
     parser.add_argument("--to", type=Path, default=HERE.parent / "docs" / "memory.svg", help="file to write")
     asked = parser.parse_args()
     table: dict[str, Any] = json.loads(asked.results.read_text())["tables"][asked.table]

@@ -1,9 +1,9 @@
-"""What moments in 16 and 8 bits cost in loss: the quickstart's text, by AdamW in each dtype, over several seeds.
+"""Measure what 16-bit and 8-bit moments cost in loss: the quickstart with AdamW in each dtype, over several seeds.
 
     python benchmarks/moments.py [--steps 500] [--seeds 0 1 2] [--dtypes float32 bfloat16 int8] [--json FILE]
                                  [--section.field VALUE ...]
 
-A ratio is that of the means over seeds to float32's.
+The ratio is the mean loss over seeds divided by that of float32.
 """
 
 import argparse
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
     parser.add_argument("--dtypes", nargs="+", default=("float32", "bfloat16", "int8"))
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     options, overrides = parser.parse_known_args()
     losses = compare(FIELD, options.dtypes, options.seeds, options.steps, overrides)
     lines = table(FIELD, losses, options.steps)

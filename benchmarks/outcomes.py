@@ -1,4 +1,4 @@
-"""How measurements end: exit codes, what a process complained of, bars that were or were not reached, and files."""
+"""Outcomes of measurements: exit codes, causes of errors, verdicts on bars, and result files."""
 
 import json
 import re
@@ -12,12 +12,12 @@ from jaxopt_llm.core.files import replace_durably
 Case = TypeVar("Case")
 Rows = list[dict[str, Any]]
 
-NOT_MEASURED = 6  # exit code: nothing failed, and what was asked for has not all been measured; it is named
+NOT_MEASURED = 6  # exit code: nothing failed, but something was not measured; its name is printed
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim or a bar, whether it holds, and by which figures."""
+    """Verdict on a claim or a bar: the text, whether it holds, and the figures."""
 
     said: str
     holds: bool
@@ -28,9 +28,9 @@ class Verdict:
 
 
 def cause(complaints: str) -> str:
-    """Of what a process wrote to standard error, the line that names the last exception, or the last line.
+    """Return the line of standard error that names the last exception, or else the last line.
 
-    An exception's text may go on for pages (XLA lists buffers), and JAX adds notes behind it.
+    The text of an exception may be pages long (XLA lists buffers), and JAX adds notes after it.
     """
     lines = complaints.strip().splitlines()
     named = [line for line in lines if re.match(r"error: |[\w.]*(Error|Exception)\b", line)]
@@ -45,8 +45,11 @@ def compared(
     report: dict[str, Any],
     file: Path | None,
 ) -> Iterator[tuple[Case, Rows]]:
-    """Each case and its rows, which are printed below the head, added to the report's, and saved before the next case,
-    so that what is known stays known."""
+    """Compare each case; yield it with its rows.
+
+    The rows are printed below the head, added to the report, and saved before the next case, so that an interrupted run
+    keeps them.
+    """
     said = [head]
     print(head, flush=True)
     report["rows"] = []
@@ -61,7 +64,7 @@ def compared(
 
 
 def save(file: Path | None, report: dict[str, Any], said: str) -> None:
-    """The report to the file, and what was said beside it as .txt."""
+    """Write the report to the file, and the printed text next to it as .txt."""
     if file:
         replace_durably(file, json.dumps(report, indent=2) + "\n")
         file.with_suffix(".txt").write_text(said + "\n")

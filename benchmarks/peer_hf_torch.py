@@ -1,10 +1,10 @@
-"""The training step of a recipe in Hugging Face transformers on torch: the peer of `train_step.py --peer hf-torch`.
+"""Run the training step of a recipe in Hugging Face transformers on torch: the peer of `train_step.py --peer hf-torch`.
 
-`work` reads off a recipe what there is to do; a process of this file alone does it, and never imports JAX. It is the
-same Llama with random values, the same batch, causal attention, AdamW, weight decay and clip, in the peer's best plain
-settings: scaled_dot_product_attention, fused AdamW, no key-value cache, and for 16 bits autocast over float32 masters,
-which is what ours are. Two things differ and cost nothing: the learning rate is constant, and the rows that pad the
-vocabulary take part in the softmax.
+`work` converts a recipe into the work of the peer; a separate process that runs this file does the work and never
+imports JAX. The peer has the same Llama with random values, the same batch, causal attention, AdamW, weight decay and
+clipping. It uses its best plain settings: scaled_dot_product_attention, fused AdamW, no key-value cache, and for 16 bits
+autocast over float32 master weights, as ours. Two differences cost nothing: the learning rate is constant, and the rows
+that pad the vocabulary take part in the softmax.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MODES = ("eager", "compiled")
 Work = dict[str, Any]
-# Switches of the decoder that a Llama does not have.
+# Decoder settings that a Llama does not have.
 NOT_LLAMA = (
     *("positions", "rope_factor", "norm", "norm_placement", "norm_zero_centered", "qk_norm", "biases", "mlp"),
     *("attention_scale", "attention_softcap", "logit_softcap", "scale_embedding"),
@@ -30,7 +30,7 @@ NOT_LLAMA = (
 
 
 def work(config: "Config") -> Work:
-    """What the peer is to do, as JSON takes it. Raises InputError for what it cannot do, or not on this machine."""
+    """Return the work of the peer, ready for JSON. Raises InputError for what it cannot do, or not on this machine."""
     from jaxopt_llm.config import ModelConfig
     from jaxopt_llm.core.errors import InputError
     from jaxopt_llm.model.decoder_specs import param_specs
@@ -38,21 +38,21 @@ def work(config: "Config") -> Work:
     model, training, optimizer = config.model, config.training, config.optimizer
     found = []
     if set(model.pattern) != {"global"}:
-        found.append(f"model.pattern={model.pattern}: its Llama has global attention only; set --model.pattern global")
+        found.append(f"model.pattern={model.pattern}: the peer supports only global attention; set --model.pattern global")
     for name in NOT_LLAMA:
         value, plain = getattr(model, name), getattr(ModelConfig(), name)
         if value != plain:
-            found.append(f"model.{name}={value}: its Llama has none of it; set --model.{name} {plain}")
+            found.append(f"model.{name}={value}: the peer does not support it; set --model.{name} {plain}")
     if config.mesh.devices > 1:
-        found.append(f"the mesh has {config.mesh.devices} devices: it runs on one; set every mesh axis to 1")
+        found.append(f"the mesh has {config.mesh.devices} devices: the peer runs on one; set every mesh axis to 1")
     if config.precision.reduce_dtype != "float32":
-        found.append("precision.reduce_dtype: its gradients are float32; set --precision.reduce_dtype float32")
+        found.append("precision.reduce_dtype={config.precision.reduce_dtype}: the peer's gradients are float32; set --precision.reduce-dtype float32")
     if config.precision.compute_dtype == "float16":
-        found.append("precision.compute_dtype=float16: it scales no loss; set --precision.compute_dtype bfloat16")
+        found.append("precision.compute_dtype=float16: the peer has no loss scaling; set --precision.compute-dtype bfloat16")
     if config.lora.rank:
-        found.append(f"lora.rank={config.lora.rank}: it trains all parameters; set --lora.rank 0")
+        found.append(f"lora.rank={config.lora.rank}: the peer trains all parameters; set --lora.rank 0")
     found += [
-        f"no {name} here; pip install 'jaxopt_llm[peer]'"
+        f"{name} is not installed; pip install 'jaxopt_llm[peer]'"
         for name in ("torch", "transformers")
         if importlib.util.find_spec(name) is None
     ]
@@ -88,13 +88,13 @@ def work(config: "Config") -> Work:
 
 
 def contenders(config: "Config") -> dict[str, tuple[str, list[str], dict[str, str]]]:
-    """For each mode a train_step.Contender."""
+    """Return a train_step.Contender for each mode."""
     what = json.dumps(work(config))
     return {mode: (__file__, [mode, what], {}) for mode in MODES}
 
 
 def make_model(work: Work) -> Any:
-    """A LlamaForCausalLM with random float32 parameters on the default device."""
+    """Return a LlamaForCausalLM with random float32 parameters on the default device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(LlamaConfig(**work["llama"], attn_implementation="sdpa")).train()
@@ -104,7 +104,7 @@ def make_model(work: Work) -> Any:
 
 
 def make_loss(model: Any, work: Work, device: str) -> Callable[[Any, Any], Any]:
-    """(tokens, targets [B, S]) -> mean cross-entropy."""
+    """Return a function (tokens, targets [B, S]) -> mean cross-entropy."""
     import torch
 
     def loss(tokens: Any, targets: Any) -> Any:
@@ -116,13 +116,13 @@ def make_loss(model: Any, work: Work, device: str) -> Callable[[Any, Any], Any]:
 
 
 def measure(started: float, steps: int, mode: str, work: Work) -> dict[str, Any]:
-    """One process: from its start to the first step, then `steps` steps by themselves."""
+    """Measure one process: the time from its start to the first step, then each of `steps` steps."""
     import torch
     import transformers
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(os.cpu_count() or 1)
-    torch.backends.cuda.matmul.allow_tf32 = True  # as JAX multiplies float32 on GPUs
+    torch.backends.cuda.matmul.allow_tf32 = True  # as in JAX, which multiplies float32 in TF32 on GPUs
     torch.set_default_device(device)
     model = make_model(work)
     loss_of = make_loss(model, work, device)
@@ -150,7 +150,7 @@ def measure(started: float, steps: int, mode: str, work: Work) -> dict[str, Any]
 
     try:
         step()
-    except torch._dynamo.exc.TorchDynamoException as error:  # no compiler on this machine, or a defect of its own
+    except torch._dynamo.exc.TorchDynamoException as error:  # no compiler on this machine, or a bug of torch.compile
         return {"unavailable": str(error).strip().splitlines()[0]}
     first_step = time.time() - started
 

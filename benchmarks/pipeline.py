@@ -1,13 +1,11 @@
-"""What the schedules of a pipeline cost: idle time and memory by their tables, the same and FLOPs as compiled, and all
-the work that there is in seconds on simulated devices.
+"""Measure pipeline schedules: idle time and memory from their tables, memory and FLOPs as compiled, simulated steps.
 
     python benchmarks/pipeline.py [--rounds 5] [--json FILE]
 
-First, the tables alone: the share of a step in which a stage is idle, by the formula and counted, and the inputs that
-wait on a stage at most. Second, Llama 2 70B compiled for 128 H100s; no GPU is needed. Third, a small model on four
-simulated CPU devices beside the same without a pipeline, steps in alternation: since simulated devices share the cores,
-their seconds are those of all work that is done, what is computed again, masked or thrown away with it, and say nothing
-of idle time.
+First, the tables: the share of a step in which a stage is idle, by the formula and counted, and the maximum number of
+inputs that wait on a stage. Second, Llama 2 70B compiled for 128 H100s; no GPU is needed. Third, a small model on four
+simulated CPU devices, compared with the same model without a pipeline; steps alternate. Simulated devices share the
+cores, so their seconds measure all work, including work that is recomputed, masked or thrown away, but not idle time.
 """
 
 import argparse
@@ -48,7 +46,7 @@ MIB, GIB = 2**20, 2**30
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run a model. settings: as on the command line, behind those of its table."""
+    """One way to run a model. settings: as on the command line; they follow those of the table."""
 
     name: str
     settings: str
@@ -65,7 +63,7 @@ def configured(recipe: str, *settings: str) -> Config:
 
 
 def waiting_bytes(config: Config, slots: int) -> int:
-    """Of one device: inputs [B, S, D] of so many chunks in the compute dtype."""
+    """Return the bytes on one device of `slots` chunk inputs [B, S, D] in the compute dtype."""
     mesh, training = config.mesh, config.training
     rows = training.batch_size // training.accumulation // mesh.batch_shards
     divided = mesh.context * mesh.tensor
@@ -73,7 +71,7 @@ def waiting_bytes(config: Config, slots: int) -> int:
     return slots * rows * training.sequence_length * config.model.width * width // divided
 
 
-# ---- The tables alone.
+# ---- The tables.
 
 SCHEDULES: tuple[tuple[Schedule, int], ...] = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 5))
 SIZES = ((4, 6), (4, 8), (4, 32), (16, 16), (16, 64), (16, 256))  # stages, microbatches
@@ -83,7 +81,7 @@ WHOLE = f"{NO_PIPELINE} --mesh.fsdp 1 --mesh.tensor 1 --training.batch-size 1 --
 
 
 def arithmetic() -> Iterator[dict[str, Any]]:
-    """By the formulas, and counted in the tables. Bytes: of one row of the recipe's sequence, not divided."""
+    """Yield figures by the formulas and counted in the tables. Bytes are of one row of the recipe, not divided."""
     inputs = {
         recipe: waiting_bytes(configured(recipe, WHOLE), 1)
         for recipe in (LARGE, str(Path(__file__).parent / "recipes" / SMALL))
@@ -140,7 +138,7 @@ COMPILED = (
 
 
 def schedule_of(config: Config) -> dict[str, Any]:
-    """What the table says of a configuration."""
+    """Return idle share, waiting inputs and their bytes for a configuration."""
     if config.mesh.pipeline == 1:
         return {"idle": 0.0, "inputs": 0, "waiting": 0}
     chunks = config.pipeline.virtual_stages
@@ -149,7 +147,7 @@ def schedule_of(config: Config) -> dict[str, Any]:
 
 
 def compile_for_gpus(way: Way) -> dict[str, Any]:
-    """Of one GPU and one step."""
+    """Return the figures of one GPU and one step."""
     config = configured(LARGE, way.settings)
     plan = make_plan(config, GPU, HOSTS, GPUS_PER_HOST)
     return {
@@ -201,8 +199,11 @@ SIMULATED = (
 
 
 def expected_flops(config: Config, model_flops: float) -> float:
-    """Of all devices, with remat none: in each tick every stage runs all places of a chunk, of which the forward is a
-    third of what the model needs and the backward that and the rest. The loss is formed once."""
+    """Return the FLOPs of all devices, with remat none.
+
+    In each tick every stage runs all layer slots of a chunk. The forward is a third of the FLOPs that the model needs;
+    the backward repeats the forward and adds the other two thirds. The loss is computed once.
+    """
     model, training, count = config.model, config.training, config.mesh.pipeline
     if count == 1:
         return model_flops
@@ -215,7 +216,7 @@ def expected_flops(config: Config, model_flops: float) -> float:
 
 
 class Contender:
-    """A compiled step and its state."""
+    """Compiled step and its state."""
 
     def __init__(self, way: Way):
         config = configured("quickstart.py", STEP, way.settings)
@@ -240,7 +241,7 @@ class Contender:
             config.model, program.specs.masters, program.specs.frozen, config.training.sequence_length
         )
         tokens = config.training.batch_size * config.training.sequence_length
-        needed = per_token.full * tokens  # on a CPU attention meets all keys
+        needed = per_token.full * tokens  # on a CPU attention computes all keys
         self.figures = {
             "name": way.name,
             "settings": way.settings,
@@ -259,7 +260,7 @@ class Contender:
 
 
 def simulate(rounds: int) -> Iterator[dict[str, Any]]:
-    """FLOPs of all devices, bytes of one. ratio: median over the rounds of a step's seconds by the first way's."""
+    """Yield FLOPs of all devices and bytes of one. ratio: median over the rounds of seconds / those of the first way."""
     contenders = [Contender(way) for way in SIMULATED]
     for each in contenders:
         each.seconds()
@@ -296,24 +297,24 @@ class Section:
 def sections(rounds: int) -> dict[str, Section]:
     return {
         "tables": Section(
-            "S stages, M microbatches, V chunks of a stage. The formula of the idle share is for M that S divides. "
-            "Inputs wait on a stage at most; their bytes are of rows of the recipe's length, on one device.",
+            "S stages, M microbatches, V chunks per stage. The formula for the idle share holds if S divides M. "
+            "Inputs: the most that wait on a stage; their bytes are for rows of the recipe's length on one device.",
             ARITHMETIC_HEADER,
             arithmetic(),
             arithmetic_line,
         ),
         "compiled": Section(
             f"{LARGE} on {HOSTS * GPUS_PER_HOST} {CHIPS[GPU].name}, 16 stages × tensor 8, 256 microbatches of 4 rows, "
-            "as compiled. GiB and PFLOP of one GPU and one step; network: what it sends to other hosts; / model: by "
-            "the FLOPs that the model needs.",
+            "as compiled. GiB and PFLOP of one GPU and one step; network: GiB that it sends to other hosts; / model: "
+            "divided by the FLOPs that the model needs.",
             COMPILED_HEADER,
             map(compile_for_gpus, COMPILED),
             compiled_line,
         ),
         "simulated": Section(
-            f"A small model on {DEVICES} simulated devices, which share {os.cpu_count()} cores: seconds are those of "
-            "all work that is done, not of idle time. / model: FLOPs by what the model needs; formula: the same by the "
-            "schedule and the places for layers. Ratio: of seconds to the first.",
+            f"A small model on {DEVICES} simulated devices, which share {os.cpu_count()} cores: seconds measure "
+            "all work, not idle time. / model: FLOPs divided by those that the model needs; formula: the same ratio "
+            "from the schedule and the layer slots. Ratio: seconds divided by those of the first row.",
             SIMULATED_HEADER,
             simulate(rounds),
             simulated_line,
@@ -323,8 +324,8 @@ def sections(rounds: int) -> dict[str, Section]:
 
 def main() -> int:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each way (default: 5)")
-    parser.add_argument("--json", type=Path, help="file to write the figures to; the table goes beside it as .txt")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps per way (default: 5)")
+    parser.add_argument("--json", type=Path, help="file for the figures; the table is written next to it as .txt")
     asked = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     simulate_cpu_devices(DEVICES)

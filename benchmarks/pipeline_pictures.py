@@ -1,4 +1,4 @@
-"""Draws the schedules of a pipeline from their tables: stages down, time across, docs/pipeline-NAME.svg.
+"""Draw docs/pipeline-NAME.svg from the tables of the pipeline schedules: one row per stage, time from left to right.
 
 python benchmarks/pipeline_pictures.py [--stages 4] [--microbatches 8] [--chunks 2] [--folder docs]
 """
@@ -13,16 +13,17 @@ from jaxopt_llm.config import Schedule
 from jaxopt_llm.core import errors
 from jaxopt_llm.execution.schedules import Table, make_table
 
-# Times of a stage's layers for one microbatch. A backward runs them again and forms two gradients for each product.
+# Time of the layers of a stage for one microbatch. The backward runs the layers again and computes two gradients per
+# matmul.
 FORWARD, BACKWARD = 1.0, 3.0
 
-UNIT, ROW, LEFT, TOP = 20, 26, 62, 54  # pixels: a forward of a whole stage, a stage, the margins
+UNIT, ROW, LEFT, TOP = 20, 26, 62, 54  # pixels: width of a forward of a whole stage, height of a stage, margins
 HUES = {"forward": 210, "backward": 30}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One chunk on one microbatch. start, width: in forwards of a whole stage."""
+    """One chunk of one microbatch. start, width: in units of a forward of a whole stage."""
 
     kind: str
     stage: int
@@ -33,7 +34,7 @@ class Cell:
 
 
 def cells(table: Table) -> Iterator[Cell]:
-    """A tick takes the time of what runs in it on any stage: forwards first, then backwards."""
+    """Yield the cells. A tick lasts as long as the work of any stage in it: first forwards, then backwards."""
     start = 0.0
     for tick in range(len(table.forward.active)):
         for kind, half, time in (("forward", table.forward, FORWARD), ("backward", table.backward, BACKWARD)):
@@ -48,7 +49,7 @@ def cells(table: Table) -> Iterator[Cell]:
 
 
 def picture(schedule: Schedule, stages: int, microbatches: int, chunks: int) -> str:
-    """An SVG file."""
+    """Return an SVG file."""
     table = make_table(schedule, stages, microbatches, chunks)
     drawn = list(cells(table))
     length = max(cell.start + cell.width for cell in drawn)
@@ -109,8 +110,8 @@ def main() -> int:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--chunks", type=int, default=2, help="of a stage, where they are interleaved (default: 2)")
-    parser.add_argument("--folder", type=Path, default=Path("docs"), help="to draw in (default: docs)")
+    parser.add_argument("--chunks", type=int, default=2, help="chunks per stage of the interleaved schedule (default: 2)")
+    parser.add_argument("--folder", type=Path, default=Path("docs"), help="folder to write to (default: docs)")
     asked = parser.parse_args()
     for schedule in get_args(Schedule):
         chunks = asked.chunks if schedule == "interleaved" else 1

@@ -1,12 +1,12 @@
-"""What `precision.matmul` costs in loss, and what it saves on GPUs.
+"""Measure what `precision.matmul` costs in loss and what it saves on GPUs.
 
     python benchmarks/quantised.py [--steps 500] [--seeds 0] [--matmuls compute_dtype fp8 int8 int8_qat int4_qat]
                                    [--plan llama2_7b.py] [--json FILE] [--section.field VALUE ...]
 
-Loss: on held-out text after so many steps of the quickstart in bfloat16, and the ratio to compute_dtype's. Overrides go
-to these runs.
-Savings: `--plan RECIPE` compiles its step for 8 H200s in each and reads off the program what a GPU holds, sends over
-NVLink and multiplies, in seconds at the chip's peaks. `--steps 0` trains nothing.
+Loss: on held-out text after --steps steps of the quickstart in bfloat16, and the ratio to that of compute_dtype.
+Overrides apply to these runs.
+Savings: `--plan RECIPE` compiles the step for 8 H200s with each value and reads from the program the memory of a GPU, its
+traffic over NVLink, and the time of its matmuls in seconds at the peaks of the chip. `--steps 0` trains nothing.
 """
 
 import argparse
@@ -26,7 +26,7 @@ GIB = 2**30
 
 
 def plan(recipe: str, matmul: str) -> dict[str, float]:
-    """Of each GPU, in a step."""
+    """Return the figures of each GPU in a step."""
     arguments = ("--config", recipe, "--json", "--precision.matmul", matmul)
     done = subprocess.run(
         [sys.executable, "-m", "jaxopt_llm.plan", *arguments], check=True, stdout=subprocess.PIPE, text=True
@@ -49,8 +49,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--matmuls", nargs="+", default=get_args(Matmul))
-    parser.add_argument("--plan", metavar="RECIPE", help="to compile for 8 H200s")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--plan", metavar="RECIPE", help="recipe to compile for 8 H200s")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     options, overrides = parser.parse_known_args()
     told: dict[str, Any] = {"jax": jax.__version__, "steps": options.steps, "overrides": overrides}
     lines: list[str] = []

@@ -1,10 +1,11 @@
-"""What each rematerialisation policy keeps of a layer, and what it computes and gathers again, as compiled.
+"""Measure what each remat policy keeps of a layer, and what it recomputes and gathers again, as compiled.
 
     python benchmarks/remat.py [--config llama2_7b.py] [--gpu h200] [--rows 1] [--json FILE]
 
-Gathers of a layer, and its bytes on the host, are the difference between the recipe's layers and half of them. Its
-activations are, of what is there at the peak with half of the layers in half the size, a layer's share beyond its
-gradient. FLOPs are of all matmuls of a step. One GPU's, and no GPU is needed.
+The recipe is compiled with all of its layers and with half of them. The gathers of a layer and its bytes on the host
+come from the difference. Its activations are those buffers at the peak that have half the size with half of the layers,
+divided by the number of layers, less the gradient of a layer. FLOPs are of all matmuls of a step. All figures are of one
+GPU, and no GPU is needed.
 """
 
 import argparse
@@ -36,10 +37,10 @@ from jaxopt_llm.training.program import make_program
 
 MIB = 2**20
 AUTODIFF = "autodiff alone, nothing recomputed"
-HALF: tuple[Intermediate, ...] = ("query", "mlp_gate", "mlp_up")  # of what a Llama's layer keeps, at least
+HALF: tuple[Intermediate, ...] = ("query", "mlp_gate", "mlp_up")  # at least half of the bytes that a Llama layer keeps
 SETTINGS = (
     RematConfig("none"),
-    RematConfig(("query", "key", "attention", "mlp_gate", "mlp_up")),  # as far as 5% of extra FLOPs go
+    RematConfig(("query", "key", "attention", "mlp_gate", "mlp_up")),  # the most that 5% of extra FLOPs save
     RematConfig("dots"),
     RematConfig(("attention", "mlp_gate", "mlp_up")),
     RematConfig("save_qkv"),
@@ -53,9 +54,12 @@ SETTINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """Of one GPU. activations, host: bytes that a layer keeps from its forward to its backward, on the GPU and in host
-    memory; what is on the host is moved there and back once. gathered: how often a layer's weights are gathered.
-    temporaries: of the whole step; flops: of its matmuls."""
+    """Figures of one GPU.
+
+    activations, host: bytes that a layer keeps from its forward to its backward, on the GPU and in host memory; bytes on
+    the host are moved there and back once. gathered: number of gathers of the weights of a layer. temporaries: bytes of
+    the whole step. flops: of the matmuls of the step.
+    """
 
     activations: float
     host: float
@@ -65,7 +69,7 @@ class Kept:
 
 
 def measure(config: Config, remat: RematConfig, gpu: str = "h200") -> Kept:
-    """Compiles the recipe's step twice, of all its layers and of half of them, on one host of its mesh's GPUs."""
+    """Compile the step twice, with all layers and with half of them, on one host with the GPUs of the recipe's mesh."""
     depth = config.model.layers
     mesh = make_mesh(config.mesh, gpu_topology(gpu, 1, config.mesh.devices))
     placement = Placement(mesh, config.sharding, config.precision)
@@ -108,10 +112,10 @@ def _compile(config: Config, remat: RematConfig, mesh: Mesh, placement: Placemen
 
 
 def _of_all_layers(deep: Sequence[Buffer], shallow: Sequence[Buffer], counts: set[int]) -> int:
-    """Return the bytes of the temporaries that are half as large with half of the layers. What else is alive at the
-    peak differs between the two: XLA schedules each by itself.
+    """Return the bytes of the temporaries that are half as large with half of the layers.
 
-    counts: of layers, and of groups that are run again together.
+    The other buffers that are alive at the peak differ between the two programs, because XLA schedules each separately.
+    counts: the number of layers, and of groups of layers that are recomputed together.
     """
     there = {(each.dtype, each.shape) for each in shallow}
 
@@ -126,7 +130,7 @@ def _of_all_layers(deep: Sequence[Buffer], shallow: Sequence[Buffer], counts: se
 
 @contextlib.contextmanager
 def autodiff_alone() -> Iterator[None]:
-    """Blocks that keep what is elementwise, too, as JAX does by itself."""
+    """Make blocks also keep elementwise results, as plain JAX autodiff does."""
     with contextlib.ExitStack() as patched:
         for module in (layers, self_attention):
             patched.enter_context(mock.patch.object(module, "recomputed", lambda function: function))
@@ -156,9 +160,9 @@ def line(policy: str, kept: Kept, none: Kept) -> str:
 def main() -> int:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="llama2_7b.py", help="recipe (default: llama2_7b.py)")
-    parser.add_argument("--gpu", default="h200", choices=sorted(CHIPS), help="to compile for (default: h200)")
+    parser.add_argument("--gpu", default="h200", choices=sorted(CHIPS), help="GPU to compile for (default: h200)")
     parser.add_argument("--rows", type=int, default=1, metavar="N", help="sequences on each GPU (default: 1)")
-    parser.add_argument("--json", type=Path, help="file to write the figures to; the table goes beside it as .txt")
+    parser.add_argument("--json", type=Path, help="file for the figures; the table is written next to it as .txt")
     asked = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     config = cli.load_recipe(asked.config)

@@ -1,10 +1,10 @@
-"""What each placement of a recipe holds and moves on 2 to 512 GPUs, as compiled, beside the formulas of the README.
+"""Compare memory and communication of each placement on 2 to 512 GPUs, as compiled, with the formulas of the README.
 
     python benchmarks/sharding.py [--config 10b.py] [--gpu h200] [--devices 2 4 8 64 512] [--json FILE]
 
 For every number of GPUs: ZeRO stages 0 to 3 over `fsdp`, then stage 3 with `tensor` 2, 4 and 8 inside a host. Every GPU
-has the recipe's rows per GPU of its own mesh, in one microbatch. Bytes are of one GPU and one step. No GPU is needed; a
-row that does not fit the GPU's memory is still exact.
+has as many rows as in the recipe's own mesh, in one microbatch. Bytes are of one GPU and one step. No GPU is needed. A
+row of the table is exact even if it does not fit into the memory of the GPU.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.plan import make_plan
 from jaxopt_llm.training.validation import validate
 
-HOST = 8  # GPUs of a host
+HOST = 8  # GPUs per host
 GIB = 2**30
 
 
 def placements(devices: int) -> Iterator[tuple[int, int]]:
-    """(ZeRO stage, tensor)"""
+    """Yield (ZeRO stage, tensor)."""
     yield from ((stage, 1) for stage in range(4))
     yield from ((3, tensor) for tensor in (2, 4, 8) if devices % tensor == 0)
 
@@ -46,9 +46,11 @@ def placed(config: Config, devices: int, stage: int, tensor: int) -> Config:
 
 
 def formula(config: Config) -> dict[str, float]:
-    """Bytes of one GPU: at rest, moved over `fsdp`, moved over `tensor`; AdamW, bf16 compute, float32 reductions, remat
-    full. Tables are gathered once a step in stage 3, all else twice; tensor parallelism reduces five activations a
-    layer, of which one is recomputed."""
+    """Return bytes of one GPU by the formulas: at rest, moved over `fsdp`, moved over `tensor`.
+
+    For AdamW, bf16 compute, float32 reductions, and remat full. Stage 3 gathers the tables once a step and all other
+    weights twice. Tensor parallelism reduces five activations per layer, one of them recomputed.
+    """
     n, tensor, stage = config.mesh.fsdp, config.mesh.tensor, config.sharding.zero_stage
     specs = param_specs(config.model)
     outer = param.count_parameters(specs["outer"]) / tensor
@@ -111,9 +113,9 @@ def line(row: dict[str, Any]) -> str:
 def main() -> int:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="10b.py", help="recipe (default: 10b.py)")
-    parser.add_argument("--gpu", default="h200", choices=sorted(CHIPS), help="to compile for (default: h200)")
+    parser.add_argument("--gpu", default="h200", choices=sorted(CHIPS), help="GPU to compile for (default: h200)")
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8, 64, 512], metavar="N", help="GPUs")
-    parser.add_argument("--json", type=Path, help="file to write the figures to; the table goes beside it as .txt")
+    parser.add_argument("--json", type=Path, help="file for the figures; the table is written next to it as .txt")
     asked = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
@@ -126,7 +128,7 @@ def main() -> int:
             rows.append(measure(config, asked.gpu, devices, stage, tensor))
             said.append(line(rows[-1]))
             print(said[-1], flush=True)
-            if asked.json:  # after each row: what is known stays known
+            if asked.json:  # after each row, so that an interrupted run keeps its rows
                 report = {"config": asked.config, "gpu": asked.gpu, "jax": jax.__version__, "rows": rows}
                 asked.json.write_text(json.dumps(report, indent=2) + "\n")
                 asked.json.with_suffix(".txt").write_text("\n".join(said) + "\n")

@@ -1,13 +1,13 @@
-"""The training step of any recipe: tokens/s, MFU, seconds to the first step, peak memory, FLOPs.
+"""Measure the training step of any recipe: tokens/s, MFU, seconds to the first step, peak memory, FLOPs.
 
     python benchmarks/train_step.py --config quickstart.py [--runs 3] [--steps 10] [--json FILE] [--section.field VALUE]
                                     [--peer hf-torch]
 
-Every run is a process of its own. The first compiles everything (cold); the others find the compilation cache as it
-left it (warm). Figures are medians over the runs; a table goes to standard output, JSON to --json after each turn of
-runs, so that what has run is known if the rest does not come. A peer's runs
-(eager, then compiled) alternate with ours, so that what else the machine does falls on all; each runs in its own best
-settings. What a GPU has no memory for is not run, and named.
+Every run is a separate process. The first compiles everything (cold); the others use the compilation cache that it left
+(warm). Figures are medians over the runs. A table is printed; JSON is written to --json after each turn of runs, so that
+an interrupted measurement keeps its finished runs. The runs of a peer (eager, then compiled) alternate with ours, so that
+other load on the machine affects all; each side uses its best settings. A step that does not fit into the memory of the
+GPU is reported and not run.
 """
 
 import argparse
@@ -31,18 +31,18 @@ from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.config import cli, fields
 from jaxopt_llm.core.files import replace_durably
 
-RUNS_BY_ITSELF = "--measure-since"  # how this file starts itself: seconds since the epoch, then the recipe's arguments
-# As the README advises on CPUs. Not for the peer: eager torch is 6% slower with it.
+RUNS_BY_ITSELF = "--measure-since"  # argument with which this file starts itself; then seconds since the epoch and the recipe's arguments
+# The README advises this on CPUs. The peer runs without it: eager torch is 6% slower with it.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 MFU = ("mfu", "mfu_full_attention")
 
-# A file that measures, its arguments, what it adds to the environment.
+# (file that measures, its arguments, additions to the environment)
 Contender = tuple[str, list[str], dict[str, str]]
 
 
 def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
-    """One process: from its start to the first step, then `steps` steps by themselves."""
+    """Measure one process: the time from its start to the first step, then each of `steps` steps."""
     import jax
     import numpy as np
 
@@ -68,7 +68,7 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
     device, memory = jax.devices()[0], hlo.read_memory(compiled)
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is not None and memory.peak > limit:
-        return {"unavailable": f"needs {memory.peak / 2**30:.1f} GiB, {device.device_kind} gives {limit / 2**30:.1f}"}
+        return {"unavailable": f"needs {memory.peak / 2**30:.1f} GiB, {device.device_kind} has {limit / 2**30:.1f}"}
     state = training_state.initialize_state(program.specs, program.optimizers, config.run.seed, placement)
     random = np.random.default_rng(0)
     shape = program.batch.tokens.shape
@@ -105,12 +105,12 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
         "device": f"{placement.mesh.size} × {device.device_kind}",
         "parameters": leaves.count_parameters(program.model.specs),
         "settings": settings(config),
-        "attention": program.attention.name,  # what `training.attention` has come to
+        "attention": program.attention.name,  # the implementation that `training.attention` resolved to
         "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state)),
         "tokens_per_step": tokens,
         "flops_per_step": flops,
         "planned_peak_bytes": memory.peak,
-        # Of the device where it counts, else of the process on the host.
+        # Of the device if it counts its memory, otherwise of the process on the host.
         "measured_peak_bytes": statistics_of_device.get(
             "peak_bytes_in_use", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         ),
@@ -120,7 +120,7 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
         "tokens_per_second": tokens / step_seconds,
         "flops_per_second": flops / step_seconds,
         "share_of_peak_flops": seconds_at_peak(chip, flops_by_dtype) / step_seconds if chip else None,
-        # By the name of its convention, as in metrics.jsonl; none where the chip's peak is not known.
+        # MFU by convention, named as in metrics.jsonl; none if the peak of the chip is unknown.
         **{
             name: seconds * tokens / step_seconds
             for name, seconds in utilisation_per_token(config, program, placement).items()
@@ -129,8 +129,7 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """What a figure is to be read beside."""
-
+    """Return the settings that a reader of the figures needs."""
     names = (
         *("training.batch_size", "training.sequence_length", "training.accumulation", "training.attention"),
         *("precision.matmul", "precision.reduce_dtype", "optimizer.state_dtype", "optimizer.in_backward"),
@@ -141,7 +140,7 @@ def settings(config: Any) -> dict[str, Any]:
 
 
 def import_seconds(runs: int) -> float | None:
-    """Of jaxopt_llm.train, beyond jax's own: the median. None where a package that it wants is missing."""
+    """Return the median import time of jaxopt_llm.train after jax. None if a required package is missing."""
     timed = "import jax, time; clock = time.time(); import jaxopt_llm.train; print(time.time() - clock)"
     finished = [subprocess.run([sys.executable, "-c", timed], capture_output=True, text=True) for _ in range(runs)]
     if any(each.returncode for each in finished):
@@ -150,9 +149,9 @@ def import_seconds(runs: int) -> float | None:
 
 
 def run_alternating(runs: int, steps: int, contenders: dict[str, Contender]) -> Iterator[list[list[dict[str, Any]]]]:
-    """One process of each contender in turn, `runs` times; after each turn the results of each so far.
+    """Run one process of each contender in turn, `runs` times. Yield after each turn all results so far.
 
-    One that says {"unavailable": why} is not asked again.
+    A contender that returns {"unavailable": why} does not run again.
     """
     with tempfile.TemporaryDirectory() as cache:
         environment = {
@@ -176,7 +175,7 @@ def run_alternating(runs: int, steps: int, contenders: dict[str, Contender]) -> 
 
 
 def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the processes of one contender; the first alone was cold."""
+    """Return medians over the processes of one contender. Only the first process was cold."""
     cold, *warm = results
     if "unavailable" in cold:
         return cold
@@ -242,14 +241,14 @@ def show(report: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="processes; the first is cold (default: 3)")
-    parser.add_argument("--steps", type=int, default=10, help="steps timed in each (default: 10)")
-    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps per process (default: 10)")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--peer", choices=["hf-torch"], help="alternate with the same step in another trainer")
     own, arguments = parser.parse_known_args()
     if own.runs < 1 or own.steps < 1:
         parser.error("--runs and --steps must be at least 1")
     if own.json and not own.json.parent.is_dir():
-        parser.error(f"--json {own.json}: there is no folder {own.json.parent}")
+        parser.error(f"--json {own.json}: the folder {own.json.parent} does not exist; create it")
     contenders: dict[str, Contender] = {"ours": (__file__, arguments, HUGE_PAGES)}
     if own.peer:
         from jaxopt_llm.training.validation import validate

@@ -1,13 +1,13 @@
-"""A Llama-style decoder, with the sizes of Llama 2 13B in 36 layers and 8 key-value heads: 10,237,096,960 parameters.
+"""Llama-style decoder: Llama 2 13B with 36 layers and 8 key-value heads. 10,237,096,960 parameters.
 
     python -m jaxopt_llm.train --config 10b.py --data.paths prepared --data.tokenizer tokenizer.json
 
-Hardware: 8 GPUs of 80 GB in one host. As compiled,
+Hardware: 8 GPUs of 80 GB in one host. Memory and communication per GPU and step, as compiled by
 
     python -m jaxopt_llm.plan --config 10b.py --gpu h100 --hosts 1 --gpus-per-host 8
 
-36.1 GiB at the peak and 66.2 GiB sent, of each GPU in a step. ZeRO-3, 4 rows of 4096 tokens
-on each GPU. More GPUs: --mesh.data N with N hosts reduces inside each host and once a step between them.
+are 36.1 GiB at the peak and 66.2 GiB sent. The recipe uses ZeRO-3 with 4 rows of 4096 tokens on each GPU. To use more
+GPUs, set --mesh.data N on N hosts: gradients are reduced inside each host, and between hosts once a step.
 """
 
 from jaxopt_llm.config import (

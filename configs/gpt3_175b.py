@@ -2,14 +2,16 @@
 
     python -m jaxopt_llm.train --config gpt3_175b.py --data.paths prepared --data.tokenizer tokenizer.json
 
-Hardware: 12 hosts of 8 GPUs of 80 GB, on every host (scripts/slurm.sbatch). As compiled,
+Hardware: 12 hosts with 8 GPUs of 80 GB each. Run the command on every host (scripts/slurm.sbatch). Memory and
+communication per GPU and step, as compiled by
 
     python -m jaxopt_llm.plan --config gpt3_175b.py --gpu h100 --hosts 12 --gpus-per-host 8
 
-49.0 GiB at the peak and 307.4 GiB sent, of each GPU in a step. ZeRO-3 between hosts, tensor
-parallelism inside: 96 heads divide by the 96 GPUs. All layers are dense, where the paper alternates with banded ones.
-The paper's batch is 1536 rows: --training.batch-size 1536 --training.accumulation 32. In Megatron-LM's layout, tensor
-parallelism in an interleaved pipeline of 12 stages (Narayanan et al. 2021, arXiv:2104.04473), it takes 30.4 GiB:
+are 49.0 GiB at the peak and 307.4 GiB sent. The recipe uses ZeRO-3 between hosts and tensor parallelism inside a host;
+the 96 heads are divisible by the 96 GPUs. All layers have dense attention; the paper alternates it with banded layers.
+
+The paper's batch is 1536 rows: --training.batch-size 1536 --training.accumulation 32. Megatron-LM's layout, which is
+tensor parallelism in an interleaved pipeline of 12 stages (Narayanan et al. 2021, arXiv:2104.04473), takes 30.4 GiB:
 --mesh.fsdp 1 --mesh.pipeline 12 --pipeline.schedule interleaved --pipeline.virtual-stages 8 --remat.policy none
 --sharding.sequence-parallel True --training.batch-size 1536 --training.accumulation 768.
 """

@@ -2,15 +2,18 @@
 
     python -m jaxopt_llm.train --config llama2_70b.py --data.paths prepared --data.tokenizer tokenizer.json
 
-Hardware: 16 hosts of 8 GPUs of 80 GB, on every host (scripts/slurm.sbatch). As compiled,
+Hardware: 16 hosts with 8 GPUs of 80 GB each. Run the command on every host (scripts/slurm.sbatch). Memory and
+communication per GPU and step, as compiled by
 
     python -m jaxopt_llm.plan --config llama2_70b.py --gpu h100 --hosts 16 --gpus-per-host 8
 
-13.1 GiB at the peak and 4,313.8 GiB sent, of each GPU in a step; it compiles in 22 s on two cores. The paper's batch of
-1024 rows of 4096 tokens, in Megatron-LM's layout: between hosts an interleaved pipeline of single layers, five a stage
-(Narayanan et al. 2021, arXiv:2104.04473); in each host tensor parallelism, which divides the sequence beside it
-(Korthikanti et al. 2022, arXiv:2205.05198). With 256 microbatches 1% of a step is idle. A backward runs its layer again
-from the input that was sent, keeps all that this run gives, and computes nothing a third time.
+are 13.1 GiB at the peak and 4,313.8 GiB sent. The step compiles in 22 s on two cores.
+
+The batch is the paper's: 1024 rows of 4096 tokens. The layout is Megatron-LM's. Between hosts it is an interleaved
+pipeline with chunks of one layer, five chunks per stage (Narayanan et al. 2021, arXiv:2104.04473). Inside each host it
+is tensor parallelism, which also divides the sequence between its matmuls (Korthikanti et al. 2022, arXiv:2205.05198).
+With 256 microbatches, 1% of a step is idle. The backward recomputes its layer once from the input that was sent, keeps
+all activations of this run, and so computes nothing a third time.
 """
 
 from jaxopt_llm.config import (

@@ -3,16 +3,17 @@
     python -m jaxopt_llm.train --config llama2_70b_qlora.py --model.pretrained FOLDER --data.tokenizer FOLDER \
         --data.paths chats.jsonl
 
-Hardware: 8 GPUs of 80 GB in one host. As compiled,
+Hardware: 8 GPUs of 80 GB in one host. Memory and communication per GPU and step, as compiled by
 
     python -m jaxopt_llm.plan --config llama2_70b_qlora.py --gpu h100 --hosts 1 --gpus-per-host 8
 
-15.4 GiB at the peak and 64.4 GiB sent, of each GPU in a step. ZeRO-3 of the codes, 2 rows of 2048 tokens on each GPU;
-rank, alpha, dropout, rate, clip and the 16 rows are the paper's for 65B. FOLDER is the model as it is downloaded;
-chats.jsonl: see docs/chat.md.
+are 15.4 GiB at the peak and 64.4 GiB sent. ZeRO-3 shards the 4-bit codes; each GPU has 2 rows of 2048 tokens. Rank,
+alpha, dropout, learning rate, clip norm and the 16 rows of a step are the paper's for 65B. FOLDER is the downloaded
+model. For chats.jsonl see docs/chat.md.
 
-2 GPUs of 40 GB or more: --mesh.fsdp 2 --training.accumulation 8, 30.0 GiB of each.
-One GPU of 48 GB: --mesh.fsdp 1 --training.accumulation 16 --lora.rank 16 --optimizer.state-dtype int8, 41.3 GiB.
+On 2 GPUs of 40 GB or more: --mesh.fsdp 2 --training.accumulation 8 takes 30.0 GiB on each.
+On one GPU of 48 GB: --mesh.fsdp 1 --training.accumulation 16 --lora.rank 16 --optimizer.state-dtype int8 takes
+41.3 GiB.
 """
 
 from jaxopt_llm.config import (

@@ -2,13 +2,12 @@
 
     python -m jaxopt_llm.train --config llama3_8b.py --data.paths prepared --data.tokenizer tokenizer.json
 
-Hardware: 8 GPUs of 80 GB in one host. As compiled,
+Hardware: 8 GPUs of 80 GB in one host. Memory and communication per GPU and step, as compiled by
 
     python -m jaxopt_llm.plan --config llama3_8b.py --gpu h100 --hosts 1 --gpus-per-host 8
 
-30.9 GiB at the peak and 50.6 GiB sent, of each GPU in a step. ZeRO-3, 2 rows of 8192 tokens
-on each GPU. The paper's batch grows from 1024 rows of 4096 tokens: --training.accumulation raises
---training.batch-size.
+are 30.9 GiB at the peak and 50.6 GiB sent. The recipe uses ZeRO-3 with 2 rows of 8192 tokens on each GPU. The paper's
+batch starts at 1024 rows of 4096 tokens and grows; for a larger --training.batch-size raise --training.accumulation.
 """
 
 from jaxopt_llm.config import (

@@ -3,16 +3,16 @@
     python -m jaxopt_llm.train --config llama3_8b_128k.py --model.pretrained FOLDER --data.tokenizer FOLDER \
         --data.paths prepared
 
-Hardware: 8 GPUs of 141 GB in one host. As compiled,
+Hardware: 8 GPUs of 141 GB in one host. Memory and communication per GPU and step, as compiled by
 
     python -m jaxopt_llm.plan --config llama3_8b_128k.py --gpu h200 --hosts 1 --gpus-per-host 8
 
-72.8 GiB at the peak and 869.1 GiB sent, of each GPU in a step. The GPUs divide every sequence, 16,384 tokens to each,
-and by ZeRO-3 all that is trained; keys and values go round a ring (docs/attention.md). A step is 8 sequences, one after
-another: 1,048,576 tokens. Logits are formed of 1024 tokens at a time. Nothing is computed again but what is
-elementwise: with --remat.policy full it is 29.6 GiB.
+are 72.8 GiB at the peak and 869.1 GiB sent. The GPUs divide every sequence, 16,384 tokens per GPU, and ZeRO-3 shards
+everything that is trained; keys and values travel around a ring (docs/attention.md). A step is 8 sequences, one after
+another: 1,048,576 tokens. Logits are computed for 1024 tokens at a time. Only elementwise operations are recomputed;
+with --remat.policy full the peak is 29.6 GiB.
 
-FOLDER is Llama 3.1 8B as it is downloaded. Without --model.pretrained the weights are random at first.
+FOLDER is the downloaded Llama 3.1 8B. Without --model.pretrained the initial weights are random.
 """
 
 from jaxopt_llm.config import (

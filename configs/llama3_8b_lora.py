@@ -1,15 +1,15 @@
-"""LoRA of Llama 3 8B (Llama team 2024, arXiv:2407.21783), its base in bf16: 8,030,261,248 parameters.
+"""LoRA of Llama 3 8B (Llama team 2024, arXiv:2407.21783) with the base in bf16: 8,030,261,248 parameters.
 
     python -m jaxopt_llm.train --config llama3_8b_lora.py --model.pretrained FOLDER --data.tokenizer FOLDER \
         --data.paths chats.jsonl
 
-Hardware: one GPU of 24 GB. As compiled,
+Hardware: one GPU of 24 GB. Memory and communication per GPU and step, as compiled by
 
     python -m jaxopt_llm.plan --config llama3_8b_lora.py --gpu 4090 --hosts 1 --gpus-per-host 1
 
-17.1 GiB at the peak and 0.0 GiB sent. 16 rows of 2048 tokens in a step, one at a time; adapters of all matrices of the
-blocks, alpha twice the rank, as Biderman et al. advise (2024, arXiv:2405.09673). FOLDER is the model as it is
-downloaded: that of Llama 3.1 does as well. chats.jsonl: see docs/chat.md.
+are 17.1 GiB at the peak and 0.0 GiB sent. A step has 16 rows of 2048 tokens, one at a time. All matrices of the blocks
+have adapters and alpha is twice the rank, as Biderman et al. advise (2024, arXiv:2405.09673). FOLDER is the downloaded
+model; Llama 3.1 works, too. For chats.jsonl see docs/chat.md.
 """
 
 from jaxopt_llm.config import (

@@ -3,13 +3,13 @@
     python -m jaxopt_llm.train --config llama3_8b_qlora.py --model.pretrained FOLDER --data.tokenizer FOLDER \
         --data.paths chats.jsonl
 
-Hardware: one GPU of 12 GB. As compiled,
+Hardware: one GPU of 12 GB. Memory and communication per GPU and step, as compiled by
 
     python -m jaxopt_llm.plan --config llama3_8b_qlora.py --gpu 4090 --hosts 1 --gpus-per-host 1
 
-10.0 GiB at the peak and 0.0 GiB sent. Rank, alpha, dropout, rate, clip and the 16 rows of a step are the paper's for
-7B; the rows have 2048 tokens, one at a time. FOLDER is the model as it is downloaded: that of Llama 3.1 does as well.
-chats.jsonl: see docs/chat.md.
+are 10.0 GiB at the peak and 0.0 GiB sent. Rank, alpha, dropout, learning rate, clip norm and the 16 rows of a step are
+the paper's for 7B. The rows have 2048 tokens and are processed one at a time. FOLDER is the downloaded model; Llama 3.1
+works, too. For chats.jsonl see docs/chat.md.
 """
 
 from jaxopt_llm.config import (

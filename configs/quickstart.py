@@ -1,4 +1,4 @@
-"""A 0.8M-parameter decoder on the source of Python's standard library: text on a laptop in minutes.
+"""Decoder with 0.8M parameters for the source of Python's standard library: text on a laptop in minutes.
 
     python -m jaxopt_llm.train --config quickstart.py
 

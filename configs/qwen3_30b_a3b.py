@@ -2,15 +2,17 @@
 
     python -m jaxopt_llm.train --config qwen3_30b_a3b.py --data.paths prepared --data.tokenizer tokenizer.json
 
-Hardware: 8 H200 in one host, 16 experts of each layer on each. As compiled,
+Hardware: 8 H200 in one host; each holds 16 experts of each layer. Memory and communication per GPU and
+step, as compiled by
 
     python -m jaxopt_llm.plan --config qwen3_30b_a3b.py --gpu h200 --hosts 1 --gpus-per-host 8
 
-85.6 GiB at the peak and 248.1 GiB sent, of each GPU in a step. On 8 such hosts, where --mesh.fsdp 8 divides the
-experts, too, --training.accumulation 1 --training.batch-size 128 takes 21.9 GiB.
+are 85.6 GiB at the peak and 248.1 GiB sent. On 8 such hosts, --mesh.fsdp 8 --training.accumulation 1
+--training.batch-size 128 takes 21.9 GiB: fsdp then shards the experts, too.
 
-ZeRO-3 of what all tokens pass, 2 rows of 4096 tokens on each GPU at a time, 64 in a step. --model.pretrained FOLDER
-begins from the published weights, for which this learning rate is too high: --optimizer.learning-rate 1e-5.
+ZeRO-3 shards the parameters that all tokens use. Each GPU processes 2 rows of 4096 tokens at a time; a step has 64
+rows. --model.pretrained FOLDER starts from the published weights. The default learning rate is too high for them; set
+--optimizer.learning-rate 1e-5.
 """
 
 from jaxopt_llm.config import (

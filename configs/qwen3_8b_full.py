@@ -1,14 +1,14 @@
-"""All parameters of Qwen3 8B (Qwen team 2025, arXiv:2505.09388) tuned: 8,190,735,360 parameters.
+"""Full fine-tuning of Qwen3 8B (Qwen team 2025, arXiv:2505.09388): 8,190,735,360 parameters.
 
     python -m jaxopt_llm.train --config qwen3_8b_full.py --model.pretrained FOLDER --data.tokenizer FOLDER \
         --data.paths chats.jsonl
 
-Hardware: 8 GPUs of 80 GB in one host. As compiled,
+Hardware: 8 GPUs of 80 GB in one host. Memory and communication per GPU and step, as compiled by
 
     python -m jaxopt_llm.plan --config qwen3_8b_full.py --gpu h100 --hosts 1 --gpus-per-host 8
 
-28.5 GiB at the peak and 205.5 GiB sent, of each GPU in a step. ZeRO-3, 2 rows of 4096 tokens on each GPU at a time, 64
-in a step. FOLDER is the model as it is downloaded; chats.jsonl: see docs/chat.md.
+are 28.5 GiB at the peak and 205.5 GiB sent. The recipe uses ZeRO-3. Each GPU processes 2 rows of 4096 tokens at a time;
+a step has 64 rows. FOLDER is the downloaded model. For chats.jsonl see docs/chat.md.
 """
 
 from jaxopt_llm.config import (

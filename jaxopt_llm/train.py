@@ -8,10 +8,10 @@ import sys
 from jaxopt_llm.config import Config, cli, fields
 from jaxopt_llm.core import errors
 
-PROGRAM = "python -m jaxopt_llm.train"
+COMMAND = "python -m jaxopt_llm.train"
 if __name__ == "__main__" and cli.asks_for_help(sys.argv[1:]):
     # The help does not need JAX, and the imports below take seconds, because they import JAX.
-    errors.run_command(lambda: cli.print_help(sys.argv[1:], PROGRAM))
+    errors.run_command(lambda: cli.print_help(sys.argv[1:], COMMAND))
 
 import contextlib
 import os
@@ -77,19 +77,19 @@ def train(config: Config, preemption: Preemption, processes: Processes = SINGLE_
                 for step in range(start + 1, steps + 1):
                     loop.step(step)
                     last = step == steps
-                    stop, due = loop.poll(step)
+                    stop, checkpoint_due = loop.poll(step)
                     evaluates = last or step % config.evaluation.every == 0
-                    leaves = last or stop
-                    if evaluates or due or leaves:
+                    exits = last or stop
+                    if evaluates or checkpoint_due or exits:
                         loop.record(evaluates)
-                        loop.save(due, leaves, last)
+                        loop.save(checkpoint_due, exits, last)
                     if stop and not last:
                         raise Preempted(step)
 
 
 def main() -> int:
     arguments = [argument for argument in sys.argv[1:] if argument != PRINT_CONFIG]
-    config = pretrained.resolve_pretrained(cli.parse_config(arguments, PROGRAM))
+    config = pretrained.resolve_pretrained(cli.parse_config(arguments, COMMAND))
     validate(config)
     if PRINT_CONFIG in sys.argv[1:]:
         print(fields.to_json(config))

@@ -3,11 +3,15 @@
     .venv/bin/python scripts/behaviour.py record FILE
     .venv/bin/python scripts/behaviour.py compare FILE [LATER]
 
-A record holds, as the commands report it: the memory, the collectives and the FLOPs of 22 settings, compiled for GPUs
-that need not be there; losses and gradient norms of the first three steps of 12 toy settings, in all their bits, and
-what identifies their data; the resolved configuration of every recipe; exit codes and messages of bad command lines.
-It belongs to one version of JAX and one type of CPU. `compare` prints the differences between a record and what the
-commands do now, or a LATER record, and exits 1 if there are any.
+A record holds what the commands report:
+
+- memory, collectives and FLOPs of 23 settings, compiled for GPUs; no GPU is needed
+- losses and gradient norms, bit by bit, of the first three steps of 13 toy settings, and the identity of their data
+- the resolved configuration of every recipe
+- exit codes of bad command lines
+
+A record is valid for one version of JAX and one type of CPU. `compare` prints the differences between a record and
+what the commands do now, or between a record and a LATER record. It exits with 1 if there are differences.
 """
 
 import json
@@ -21,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 
-PROGRAMS = {  # name: (recipe, GPU, hosts, GPUs of a host, flags)
+PROGRAMS = {  # name: (recipe, hosts, GPUs per host, flags)
     "dense on one GPU": ("llama3_8b.py", 1, 1, "--mesh.fsdp 1 --training.batch-size 2"),
     "dense, ZeRO-0": ("10b.py", 1, 8, "--mesh.fsdp 1 --mesh.data 8 --sharding.zero-stage 0"),
     "dense, ZeRO-1": ("10b.py", 1, 8, "--sharding.zero-stage 1 --training.accumulation 2"),
@@ -126,7 +130,7 @@ BAD = {
     "convert": "convert export --checkpoint nowhere --to there",
 }
 MEASURED = {"compile_seconds"}
-RENAMED = {  # settings whose names have changed since a record that is still in use: old -> new
+RENAMED = {  # settings that were renamed after a record that is still in use: old -> new
     "data.beginning": "data.bos",
     "data.end": "data.eos",
 }
@@ -185,7 +189,7 @@ def record() -> dict[str, Any]:
 
 
 def renamed(record: dict[str, Any]) -> dict[str, Any]:
-    """An earlier record with today's names of settings."""
+    """Replace old names of settings in a record by their current names."""
     for name, recipe in record.items():
         for old, new in RENAMED.items():
             section, field = old.split(".")

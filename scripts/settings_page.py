@@ -1,7 +1,7 @@
 """Write docs/configuration.md: every setting with its type, its default and its description.
 
     .venv/bin/python scripts/settings_page.py          write the page
-    .venv/bin/python scripts/settings_page.py --check  exit 1 if the page differs from what would be written
+    .venv/bin/python scripts/settings_page.py --check  exit with 1 if the page is out of date
 
 The descriptions are the string literals below the fields in jaxopt_llm/config/.
 """
@@ -44,7 +44,7 @@ def descriptions(section: type) -> dict[str, str]:
 
 
 def type_name(hint: Any) -> str:
-    """Return the type of a setting as a reader of the table sees it."""
+    """Return the type of a setting as the table shows it."""
     if typing.get_origin(hint) is typing.Literal:
         return " \\| ".join(f"`{value}`" for value in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
@@ -61,7 +61,7 @@ def default_value(value: Any) -> str:
 
 
 def rows(section: type, name: str) -> Iterator[str]:
-    """Yield the lines of a section, those of the sections inside it last."""
+    """Yield the lines of a section; nested sections come last."""
     hints, texts, nested = typing.get_type_hints(section), descriptions(section), []
     yield f"\n## {name}\n"
     if section.__doc__ and not section.__doc__.startswith(f"{section.__name__}("):
@@ -81,7 +81,6 @@ def rows(section: type, name: str) -> Iterator[str]:
 
 
 def page() -> str:
-    """Return the text of the page."""
     sections = typing.get_type_hints(Config)
     lines = [line for name, section in sections.items() for line in rows(section, name)]
     return INTRODUCTION + "\n".join(lines) + "\n"
@@ -92,7 +91,7 @@ def main() -> int:
     if "--check" in sys.argv[1:]:
         if not PAGE.is_file() or PAGE.read_text() != text:
             command = ".venv/bin/python scripts/settings_page.py"
-            print(f"docs/configuration.md is out of date; write it again with {command}", file=sys.stderr)
+            print(f"docs/configuration.md is out of date; write it again: {command}", file=sys.stderr)
             return 1
         return 0
     PAGE.write_text(text)

@@ -1,9 +1,9 @@
-"""Conversations from the library that Python carries: a function's signature, and the first line of its docstring.
+"""Make conversations from Python's standard library: the signature of a function and the first line of its docstring.
 
     python scripts/summaries.py FOLDER
 
-writes train.jsonl and held_out.jsonl there, rows of prompt and completion. They are of different modules, and nothing
-that is told of a function in the one is told in the other.
+Write FOLDER/train.jsonl and FOLDER/held_out.jsonl, rows of prompt and completion. The two files come from different
+modules, and no completion is in both.
 """
 
 import ast
@@ -16,12 +16,12 @@ from pathlib import Path
 
 from jaxopt_llm.data.source import read_standard_library
 
-HELD_OUT = 10  # a module in so many
-MOST = 100  # characters of a prompt, and of a completion
+HELD_OUT = 10  # one in 10 modules is held out
+MOST = 100  # maximum characters of a prompt, and of a completion
 
 
 def summaries(source: bytes) -> Iterator[tuple[str, str]]:
-    """What a module tells of its functions, and their signatures."""
+    """Yield (first line of the docstring, signature) of each function of a module."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and (docstring := ast.get_docstring(node)):
             signature, summary = f"def {node.name}({ast.unparse(node.args)})", docstring.splitlines()[0]
@@ -31,7 +31,7 @@ def summaries(source: bytes) -> Iterator[tuple[str, str]]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    warnings.simplefilter("ignore")  # of escapes that some modules have
+    warnings.simplefilter("ignore")  # some modules have invalid escapes
     found: dict[str, dict[str, str]] = {"train": {}, "held_out": {}}
     for module in read_standard_library():
         held_out = hashlib.sha256(module.key).digest()[0] % HELD_OUT == 0

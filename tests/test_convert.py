@@ -211,7 +211,7 @@ def test_checkpoints_of_adapters_leave_the_base_where_it_is(folder: Path, tmp_pa
     assert evaluated(parted)[0] == pytest.approx(metrics(parted)[-1]["eval_loss"], abs=1e-4)
 
     base.rename(tmp_path / "moved")
-    with pytest.raises(InputError, match=f"{base}, which is not there: .* in {parted}/config.json"):
+    with pytest.raises(InputError, match=f"{base}: the folder does not exist, .* in {parted}/config.json"):
         convert.merge_run(parted, tmp_path / "merged", None, 10**9)
     told = (parted / "config.json").read_text()
     (parted / "config.json").write_text(told.replace(str(base), str(tmp_path / "moved")))

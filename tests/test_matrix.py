@@ -314,7 +314,7 @@ def name(case: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "case",
     [
-        *(pytest.param(case, marks=[pytest.mark.core] * (index % 4 == 0)) for index, case in enumerate(CASES)),
+        *(pytest.param(case, marks=[pytest.mark.core] * (index % 6 == 0)) for index, case in enumerate(CASES)),
         *(pytest.param(case, marks=[pytest.mark.core] * (case["model"] in CORE_MODELS)) for case in EXTRAS),
         *(pytest.param(case, marks=pytest.mark.slow) for case in (*SLOW, *SLOW_LATENTS, *SLOW_EXPERTS)),
     ],

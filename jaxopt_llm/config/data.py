@@ -14,43 +14,43 @@ LongDocuments = Literal["auto", "split", "cut", "drop"]
 @dataclass(frozen=True)
 class DataConfig:
     paths: tuple[str, ...] = setting((), resume="freely")
-    """files, folders or globs; each is one source (default: the source code of Python's standard library)"""
+    """Files, folders or globs to read; each is one source. Empty = the source code of Python's standard library."""
     weights: tuple[float, ...] = ()
-    """share of the rows that each of data.paths gives, relative to their sum; without weights an epoch reads every
-    token once"""
+    """Share of the rows that each of data.paths gives, relative to the sum of the weights. Empty = an epoch reads every
+    token once."""
     format: Format = "auto"
-    """format of the files: auto goes by suffix; prepared is the output of jaxopt_llm.prepare, megatron a .bin/.idx
-    pair, numpy a one-dimensional .npy of token ids"""
+    """Format of the files. auto: by suffix; prepared: the output of jaxopt_llm.prepare; megatron: a .bin/.idx pair;
+    numpy: a one-dimensional .npy of token ids."""
     separator: str = ""
-    """text between two documents of a text file, for example <|endoftext|>; empty: each file is one document. A
-    document may have up to 1 GiB"""
+    """Text between two documents of a text file, for example <|endoftext|>. Empty = each file is one document. A
+    document may have up to 1 GiB."""
     text_field: str = "text"
-    """column of JSONL and Parquet files that holds the text"""
+    """Column of JSONL and Parquet files that holds the text."""
     content: Content = "text"
-    """content of a row of a JSONL or Parquet file: text, or a conversation. The chat template renders a conversation as
+    """Content of a row of a JSONL or Parquet file: text, or a conversation. The chat template renders a conversation as
     text, and the loss counts only the assistant's tokens. messages: a list of role and content; pairs: prompt and
-    completion; sharegpt: a list of from and value; chat: detect the form from the fields of each file"""
+    completion; sharegpt: a list of from and value; chat: detect the form from the fields of each file."""
     chat_template: str = ""
-    """file with a chat template in Jinja; empty: the template that comes with data.tokenizer"""
+    """File with a chat template in Jinja. Empty = the template that comes with data.tokenizer."""
     date: str = ""
-    """current date for chat templates that write it, for example 2026-01-31"""
+    """Current date for chat templates that write it, for example 2026-01-31. Empty = none."""
     long_documents: LongDocuments = "auto"
-    """documents longer than a row. split: documents continue in the next row, and each row treats its part as a
-    separate document; cut: rows hold whole documents, and only the first part of a longer document is kept; drop: rows
-    hold whole documents, and longer documents are dropped; auto: cut for conversations, split otherwise"""
+    """Treatment of documents longer than a row. split: documents continue in the next row, and each row treats its
+    part as a separate document; cut: rows hold whole documents, and only the first part of a longer document is kept;
+    drop: rows hold whole documents, and longer documents are dropped; auto: cut for conversations, split otherwise."""
     tokenizer: str = "bytes"
-    """bytes (256 bytes plus BOS and EOS), or the path of a Hugging Face tokenizer.json"""
+    """Tokenizer: bytes (256 bytes plus BOS and EOS), or the path of a Hugging Face tokenizer.json or its folder."""
     bos: str = ""
-    """token before each document; empty: the tokenizer's BOS token, if it has one"""
+    """Token before each document (BOS). Empty = the tokenizer's own, if it has one."""
     eos: str = ""
-    """token after each document; empty: the tokenizer's EOS token"""
+    """Token after each document (EOS). Empty = the tokenizer's own."""
     malformed: Literal["error", "skip", "replace"] = "error"
-    """documents that are not UTF-8 or are truncated. error: stop the command; skip: skip and count them; replace:
-    replace invalid UTF-8 by U+FFFD (and skip rows that are not valid JSON)"""
+    """Treatment of documents that are not UTF-8 or are truncated. error: stop the command; skip: skip and count them;
+    replace: replace invalid UTF-8 by U+FFFD (and skip rows that are not valid JSON)."""
     held_out: float = 0.05
-    """share of the documents that is held out of training for evaluation, above 0 and below 1"""
+    """Share of the documents that is held out of training for evaluation, above 0 and below 1."""
     stall_seconds: float = setting(600.0, resume="freely")
-    """longest wait for one batch, in seconds; after that the run ends with an error"""
+    """Longest wait for one batch, in seconds. After that the run ends with an error."""
 
     def problems(self) -> list[str]:
         found = []

@@ -1,4 +1,4 @@
-"""The scan executor: every device runs the whole model, and JAX differentiates it.
+"""The scan executor: one program runs all layers, without pipeline stages, and JAX differentiates it.
 
 Letters: M microbatches, G gradient groups, B batch, S sequence, V vocabulary (padded).
 """
@@ -87,12 +87,16 @@ def microbatch_loss(
     remat: RematConfig,
     perturbations: Params | None = None,
 ) -> tuple[jax.Array, jax.Array, Auxiliary]:
-    """Return the head's objective and loss (see Model.loss) and the auxiliary sums of one microbatch, fields [B, S].
+    """Return the head's objective and loss and the auxiliary sums of one microbatch, fields [B, S].
+
+    The objective is differentiated: the loss with the z-loss, times `loss_weight`. The loss is reported: the sum of the
+    cross-entropy.
 
     perturbations: `make_perturbations` of the parameters with a gradient, and None for the others; by default for all.
     """
     perturbations = no_perturbations(model.specs) if perturbations is None else perturbations
     context = model.make_context(batch, placement)
+    # The backward reuses the gathered tables: they are few, and used once. run_segments places the layers' weights.
     outer = place_weights(model.specs["outer"], params["outer"], perturbations["outer"], placement, keep_gathered=True)
     x = model.embed(outer, batch.tokens, context)
     x, _, auxiliary = run_segments(model, model_segments(model), params, perturbations, x, context, remat)

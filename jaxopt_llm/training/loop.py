@@ -143,7 +143,7 @@ class Loop:
         try:
             batch, waited = next(self._batches)
         except (InputError, Preempted):
-            self._save_before_leaving()
+            self._save_before_exit()
             raise
         self._meter.add_wait(waited)
         self._state, metrics = self._programs.step(self._state, self._setup.local_rows.make_global(batch))
@@ -169,7 +169,7 @@ class Loop:
         if self._log is not None:
             self._log.sync()
 
-    def save(self, due: bool, leaves: bool, last: bool) -> None:
+    def save(self, due: bool, exits: bool, last: bool) -> None:
         """Write the checkpoint of the step that ran last.
 
         After a skipped step the checkpoint is postponed to the next step: its parameters may be the reason why the loss
@@ -177,26 +177,26 @@ class Loop:
 
         Args:
             due: a checkpoint is due.
-            leaves: the run stops here and waits until the checkpoint is complete.
+            exits: the run stops here and waits until the checkpoint is complete.
             last: this is the last step of the run.
         """
         assert self._finished is not None and self._finished.summary is not None
         step, updated = self._finished.step, made_update(self._finished.metrics)
         self._postponed = due and not updated
-        if last or (leaves and updated):
+        if last or (exits and updated):
             self._checkpoints.save_last(step, self._setup.program.to_checkpoint(self._state), self._finished.summary)
         elif due and not self._postponed:
             self._checkpoints.save(step, self._setup.program.to_checkpoint(self._state), self._finished.summary)
             self._meter.restart(step)
 
-    def _save_before_leaving(self) -> None:
+    def _save_before_exit(self) -> None:
         if self._finished is None or self._setup.processes.count > 1:  # other processes already run the next step
             return
         if self._finished.summary is None:
             self._record_step(self._finished)
         if self._log is not None:
             self._log.sync()
-        self.save(due=False, leaves=True, last=False)
+        self.save(due=False, exits=True, last=False)
 
     def _record_step(self, finished: FinishedStep, measured: TrainState | None = None) -> None:
         """Read the metrics of a step, which waits for it, and record them if they are due.

@@ -1,7 +1,8 @@
 """One training step: loss, gradients, gradient clipping and the optimizer update.
 
-A step that would do harm changes no parameters (see guard.py). With `optimizer.in_backward` the executor also runs the
-update.
+A step that is not finite, or whose gradient norm is an outlier, changes no parameters (see guard.py). With
+`optimizer.in_backward`, execution/in_backward.py takes the place of the executor: it updates each layer during the
+backward and cannot skip the update.
 """
 
 from collections.abc import Callable
@@ -39,8 +40,8 @@ class StepSettings:
     Attributes:
         clip_norm: largest global gradient norm; 0 for no clip.
         skip_outliers: see guard.judge_step; 0 for no limit.
-        in_backward: update each layer during the backward, with an executor of its own. Then there is one microbatch,
-            no clip and no loss scale. A step that is not finite still updates the parameters, but counts as skipped.
+        in_backward: update each layer during the backward (execution/in_backward.py). Then there is one microbatch, no
+            clip and no loss scale. A step that is not finite still updates the parameters, but counts as skipped.
         dropout_seed: seed of dropout, whose mask is a function of the seed and the step; None for no dropout.
         compiler_options: options of the XLA compiler.
     """
@@ -120,9 +121,9 @@ class _Step:
             batch = replace(batch, noise=jax.lax.with_sharding_constraint(noise, self.rows))
         tokens = jnp.sum(batch.loss_mask)
         # An all-masked batch has loss 0 and gradient 0, not NaN.
-        loss_weight = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
+        per_token = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
         advance = self._advance_in_backward if self.settings.in_backward else self._advance_after_backward
-        outcome = advance(state, batch, loss_weight)
+        outcome = advance(state, batch, per_token)
         masters, moments, compute = outcome.updated
         new_state = TrainState(
             step=state.step + 1,
@@ -146,15 +147,16 @@ class _Step:
             metrics["loss_scale"] = new_state.loss_scale["scale"]
         return new_state, metrics
 
-    def _advance_after_backward(self, state: TrainState, batch: Batch, loss_weight: jax.Array) -> _Outcome:
+    def _advance_after_backward(self, state: TrainState, batch: Batch, per_token: jax.Array) -> _Outcome:
         """Compute all gradients, then update all layers."""
         masters, placement, clip_norm = self.specs.masters, self.placement, self.settings.clip_norm
         scale = state.loss_scale.get("scale", 1.0)
+        # `trainable` is the compute copy where there is one, and the masters otherwise.
         loss, _, auxiliary, gradients = self.executor.loss_and_gradients(
-            self.model, state.trainable, state.frozen, batch, scale * loss_weight, placement
+            self.model, state.trainable, state.frozen, batch, scale * per_token, placement
         )
         # The update divides the gradients by the scale together with the clip: to divide here would make a second copy.
-        loss, norm = loss * loss_weight, jnp.sqrt(sum_of_squares(gradients, masters)) / scale
+        loss, norm = loss * per_token, jnp.sqrt(sum_of_squares(gradients, masters)) / scale
         overflow = placement.precision.scales_loss & ~jnp.isfinite(norm)
         good, guard = judge_step(state.guard, loss, norm, overflow, self.settings.skip_outliers)
         clip = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.float32(1)
@@ -163,7 +165,7 @@ class _Step:
         )
         return _Outcome(loss, norm, overflow, guard, updated, auxiliary)
 
-    def _advance_in_backward(self, state: TrainState, batch: Batch, loss_weight: jax.Array) -> _Outcome:
+    def _advance_in_backward(self, state: TrainState, batch: Batch, per_token: jax.Array) -> _Outcome:
         """Update each layer during the backward."""
 
         def read_params(section_state: State) -> Params:
@@ -176,8 +178,8 @@ class _Step:
 
         sections = update.split_sections(state.updatable)
         loss, squares, auxiliary, sections = loss_and_update(
-            self.model, sections, state.frozen, batch, loss_weight, self.placement, read_params, update_layer
+            self.model, sections, state.frozen, batch, per_token, self.placement, read_params, update_layer
         )
-        loss, norm, overflow = loss * loss_weight, jnp.sqrt(squares), jnp.bool(False)
+        loss, norm, overflow = loss * per_token, jnp.sqrt(squares), jnp.bool(False)
         _, guard = judge_step(state.guard, loss, norm, overflow, outliers=0.0)
         return _Outcome(loss, norm, overflow, guard, update.join_sections(sections), auxiliary)
