@@ -33,7 +33,7 @@ from jaxopt_llm.core.errors import InputError
 
 EXPERTS, ACTIVE, TOTAL = "experts", "dense, as active", "dense, as in all"
 CLAIMED = 0.8  # share that sparse activation is claimed to save
-BAR = 0.7  # of the MFU of the dense model with as many active parameters
+BAR = 0.7  # share of the MFU of the dense model with as many active parameters
 
 Row = dict[str, Any]  # one model: "compiled" and, where steps ran, "measured", with each process in "runs"
 Rows = Mapping[str, Row]

@@ -149,7 +149,7 @@ def run(part: Part, environment: dict[str, str], seconds: float, limit_bytes: in
         has = f"this GPU has {limit_bytes / 1e9:.0f} GB"
         return {"status": "not here", "seconds": 0.0, "error": f"needs {least} to {below} GB of memory, {has}"}
     if seconds < part.seconds / 2:
-        return {"status": "skipped", "seconds": 0.0, "error": f"{seconds:.0f} s are left; run it with --only {part.name}"}
+        return {"status": "skipped", "seconds": 0.0, "error": f"{seconds:.0f} s left; run it with --only {part.name}"}
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report"
@@ -227,8 +227,8 @@ def look(environment: dict[str, str], platform: str) -> dict[str, Any]:
     output, error = execute(["-c", LOOK], {**environment, "JAX_PLATFORMS": platform}, seconds=60)
     if error:
         raise InputError(
-            f"no device to run on in {sys.executable} ({error.splitlines()[0]}); run it with an NVIDIA GPU and JAX with "
-            "CUDA, or try it out on a CPU with --on-cpu"
+            f"no device to run on in {sys.executable} ({error.splitlines()[0]}); use an NVIDIA GPU and JAX with CUDA, "
+            "or try the command out with --on-cpu"
         )
     found: dict[str, Any] = json.loads(output.splitlines()[-1])
     return found

@@ -40,7 +40,7 @@ from jaxopt_llm.kernels import grouped_matmul_pallas, grouped_matmul_xla
 from jaxopt_llm.kernels.grouped_matmul_pallas import BLOCKS, Blocks
 
 LEGS = ("forward", "dx", "dw")
-SECONDS = 0.1  # of calls in a row per measurement: the time of one short call would include the host
+SECONDS = 0.1  # calls in a row per measurement take this long: one short call would also measure the host
 MOST_CALLS = 10
 SHARED_MEMORY = 232_448  # bytes per block on an H100
 TOKENS, WIDTH, INNER, GROUPS = (256, 64, 96, [4]) if ON_CPU else (16_384, 4096, 14_336, [8, 128])

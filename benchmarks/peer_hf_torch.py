@@ -2,9 +2,9 @@
 
 `work` converts a recipe into the work of the peer; a separate process that runs this file does the work and never
 imports JAX. The peer has the same Llama with random values, the same batch, causal attention, AdamW, weight decay and
-clipping. It uses its best plain settings: scaled_dot_product_attention, fused AdamW, no key-value cache, and for 16 bits
-autocast over float32 master weights, as ours. Two differences cost nothing: the learning rate is constant, and the rows
-that pad the vocabulary take part in the softmax.
+clipping. It uses its best plain settings: scaled_dot_product_attention, fused AdamW, no key-value cache, and for 16
+bits autocast over float32 master weights, as ours. Two differences cost nothing: the learning rate is constant, and the
+rows that pad the vocabulary take part in the softmax.
 """
 
 import importlib.util
@@ -38,7 +38,7 @@ def work(config: "Config") -> Work:
     model, training, optimizer = config.model, config.training, config.optimizer
     found = []
     if set(model.pattern) != {"global"}:
-        found.append(f"model.pattern={model.pattern}: the peer supports only global attention; set --model.pattern global")
+        found.append(f"model.pattern={model.pattern}: the peer has only global attention; set --model.pattern global")
     for name in NOT_LLAMA:
         value, plain = getattr(model, name), getattr(ModelConfig(), name)
         if value != plain:
@@ -46,9 +46,10 @@ def work(config: "Config") -> Work:
     if config.mesh.devices > 1:
         found.append(f"the mesh has {config.mesh.devices} devices: the peer runs on one; set every mesh axis to 1")
     if config.precision.reduce_dtype != "float32":
-        found.append("precision.reduce_dtype={config.precision.reduce_dtype}: the peer's gradients are float32; set --precision.reduce-dtype float32")
+        value = config.precision.reduce_dtype
+        found.append(f"precision.reduce_dtype={value}: its gradients are float32; set --precision.reduce-dtype float32")
     if config.precision.compute_dtype == "float16":
-        found.append("precision.compute_dtype=float16: the peer has no loss scaling; set --precision.compute-dtype bfloat16")
+        found.append("precision.compute_dtype=float16: no loss scaling here; set --precision.compute-dtype bfloat16")
     if config.lora.rank:
         found.append(f"lora.rank={config.lora.rank}: the peer trains all parameters; set --lora.rank 0")
     found += [

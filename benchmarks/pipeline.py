@@ -260,7 +260,7 @@ class Contender:
 
 
 def simulate(rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield FLOPs of all devices and bytes of one. ratio: median over the rounds of seconds / those of the first way."""
+    """Yield FLOPs of all devices and bytes of one. ratio: median over the rounds of seconds by those of the first."""
     contenders = [Contender(way) for way in SIMULATED]
     for each in contenders:
         each.seconds()

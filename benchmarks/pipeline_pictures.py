@@ -110,7 +110,7 @@ def main() -> int:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--chunks", type=int, default=2, help="chunks per stage of the interleaved schedule (default: 2)")
+    parser.add_argument("--chunks", type=int, default=2, help="chunks per stage, if interleaved (default: 2)")
     parser.add_argument("--folder", type=Path, default=Path("docs"), help="folder to write to (default: docs)")
     asked = parser.parse_args()
     for schedule in get_args(Schedule):

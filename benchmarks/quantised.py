@@ -5,8 +5,8 @@
 
 Loss: on held-out text after --steps steps of the quickstart in bfloat16, and the ratio to that of compute_dtype.
 Overrides apply to these runs.
-Savings: `--plan RECIPE` compiles the step for 8 H200s with each value and reads from the program the memory of a GPU, its
-traffic over NVLink, and the time of its matmuls in seconds at the peaks of the chip. `--steps 0` trains nothing.
+Savings: `--plan RECIPE` compiles the step for 8 H200s with each value and reads from the program the memory of a GPU,
+its traffic over NVLink, and the time of its matmuls in seconds at the peaks of the chip. `--steps 0` trains nothing.
 """
 
 import argparse

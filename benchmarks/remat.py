@@ -4,8 +4,8 @@
 
 The recipe is compiled with all of its layers and with half of them. The gathers of a layer and its bytes on the host
 come from the difference. Its activations are those buffers at the peak that have half the size with half of the layers,
-divided by the number of layers, less the gradient of a layer. FLOPs are of all matmuls of a step. All figures are of one
-GPU, and no GPU is needed.
+divided by the number of layers, less the gradient of a layer. FLOPs are of all matmuls of a step. All figures are of
+one GPU, and no GPU is needed.
 """
 
 import argparse
@@ -56,9 +56,9 @@ SETTINGS = (
 class Kept:
     """Figures of one GPU.
 
-    activations, host: bytes that a layer keeps from its forward to its backward, on the GPU and in host memory; bytes on
-    the host are moved there and back once. gathered: number of gathers of the weights of a layer. temporaries: bytes of
-    the whole step. flops: of the matmuls of the step.
+    activations, host: bytes that a layer keeps from its forward to its backward, on the GPU and in host memory; bytes
+    on the host are moved there and back once. gathered: number of gathers of the weights of a layer. temporaries: bytes
+    of the whole step. flops: of the matmuls of the step.
     """
 
     activations: float
@@ -69,7 +69,7 @@ class Kept:
 
 
 def measure(config: Config, remat: RematConfig, gpu: str = "h200") -> Kept:
-    """Compile the step twice, with all layers and with half of them, on one host with the GPUs of the recipe's mesh."""
+    """Compile the step with all layers and with half of them, on one host with the GPUs of the recipe's mesh."""
     depth = config.model.layers
     mesh = make_mesh(config.mesh, gpu_topology(gpu, 1, config.mesh.devices))
     placement = Placement(mesh, config.sharding, config.precision)

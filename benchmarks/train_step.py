@@ -4,10 +4,10 @@
                                     [--peer hf-torch]
 
 Every run is a separate process. The first compiles everything (cold); the others use the compilation cache that it left
-(warm). Figures are medians over the runs. A table is printed; JSON is written to --json after each turn of runs, so that
-an interrupted measurement keeps its finished runs. The runs of a peer (eager, then compiled) alternate with ours, so that
-other load on the machine affects all; each side uses its best settings. A step that does not fit into the memory of the
-GPU is reported and not run.
+(warm). Figures are medians over the runs. A table is printed; JSON is written to --json after each turn of runs, so
+that an interrupted measurement keeps its finished runs. The runs of a peer (eager, then compiled) alternate with ours,
+so that other load on the machine affects all; each side uses its best settings. A step that does not fit into the
+memory of the GPU is reported and not run.
 """
 
 import argparse
@@ -31,7 +31,8 @@ from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.config import cli, fields
 from jaxopt_llm.core.files import replace_durably
 
-RUNS_BY_ITSELF = "--measure-since"  # argument with which this file starts itself; then seconds since the epoch and the recipe's arguments
+# First argument when this file starts itself; seconds since the epoch and the recipe's arguments follow.
+RUNS_BY_ITSELF = "--measure-since"
 # The README advises this on CPUs. The peer runs without it: eager torch is 6% slower with it.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
@@ -110,7 +111,7 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
         "tokens_per_step": tokens,
         "flops_per_step": flops,
         "planned_peak_bytes": memory.peak,
-        # Of the device if it counts its memory, otherwise of the process on the host.
+        # Peak of the device if it counts its memory, otherwise of the process on the host.
         "measured_peak_bytes": statistics_of_device.get(
             "peak_bytes_in_use", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         ),

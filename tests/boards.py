@@ -1,4 +1,4 @@
-"""Reads TensorBoard's files."""
+"""Reader of TensorBoard event files."""
 
 import struct
 from pathlib import Path
@@ -7,13 +7,13 @@ from tensorboardX.proto.event_pb2 import Event
 
 
 def events(directory: Path) -> list[Event]:
-    """Of the one file."""
+    """Return the events of the only file in the folder."""
     (file,) = (directory / "tensorboard").iterdir()
     return events_of(file)
 
 
 def events_of(file: Path) -> list[Event]:
-    """A record: its length, a checksum, its bytes, a checksum."""
+    """Parse a file of records. A record is its length, a checksum, its bytes, and a checksum."""
     found, content = [], file.read_bytes()
     while content:
         (length,) = struct.unpack("<Q", content[:8])

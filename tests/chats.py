@@ -1,4 +1,4 @@
-"""Conversations, chat templates of the shapes that published ones have, and folders of a tokenizer with one."""
+"""Conversations, chat templates like the published ones, and tokenizer folders with a chat template."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from texts import train_tokenizer
 Messages = list[dict[str, Any]]
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|bos|>", "<|header|>", "<|/header|>", "<|eot|>", "</s>")
-# Each turn between tokens of its own, and line ends between turns.
+# Special tokens around each turn, and newlines between turns.
 CHATML = """\
 {%- if tools %}
     {{- '<|im_start|>system\\nTools:' }}
@@ -28,7 +28,7 @@ CHATML = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-# The same, and which part of it the assistant writes.
+# CHATML with marks around the part that the assistant writes.
 MARKED = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
@@ -42,7 +42,7 @@ MARKED = """\
     {%- endif %}
 {%- endfor %}
 """
-# A beginning, headers, contents without their blanks, and today's date in a system's turn that is always there.
+# BOS, headers, contents stripped of whitespace, and a system turn that is always present and has today's date.
 LLAMA_3 = """\
 {{- bos_token }}
 {%- set ns = namespace(day=strftime_now('%d %b %Y')) %}
@@ -58,7 +58,7 @@ LLAMA_3 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|header|>assistant<|/header|>\\n\\n' }}{% endif %}
 """
-# Turns that must alternate, the system's inside the first of the user's, and no prompt for the assistant's.
+# Turns must alternate; the system turn is inside the first user turn; there is no generation prompt.
 LLAMA_2 = """\
 {%- if messages[0]['role'] == 'system' %}
     {%- set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}
@@ -87,7 +87,7 @@ CONVERSATION: Messages = [
 
 
 def conversation(number: int) -> Messages:
-    """One of a family in which every answer can be learnt from its question."""
+    """Return one of a family of conversations in which every answer can be learnt from its question."""
     return [
         {"role": "user", "content": f"Count to {number % 5}."},
         {"role": "assistant", "content": " ".join(map(str, range(1, number % 5 + 1))) + " done"},
@@ -102,7 +102,7 @@ def write_chats(path: Path, chats: list[Messages]) -> Path:
 
 
 def write_tokenizer(folder: Path, template: str | None = CHATML, **settings: Any) -> Path:
-    """A folder as Hugging Face's are: a byte-level BPE with special tokens, and what its configuration says."""
+    """Write a folder like Hugging Face's: a byte-level BPE with special tokens, and its configuration."""
     folder.mkdir(exist_ok=True)
     words = [message["content"] for number in range(9) for message in [*CONVERSATION, *conversation(number)]]
     train_tokenizer(folder / "tokenizer.json", [*words, "::)" * 20], 420, SPECIAL)

@@ -1,4 +1,4 @@
-"""Runs the real commands, as a user types them, and reads what they leave."""
+"""Run the real commands as a user types them, and read the files that they write."""
 
 import json
 import os
@@ -30,15 +30,15 @@ TINY = {
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "PYTHONPATH": str(ROOT),
-    # Only read what is kept of earlier runs: JAX writes into the file itself, and tests kill commands. Forks of warm.py
-    # write whole files.
+    # Only read the programs that earlier runs have kept: JAX writes directly into the file, and tests kill commands.
+    # Forks of warm.py write whole files.
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9",
 }
 TIMINGS = {"tokens_per_second", "step_seconds", "data_seconds"}
 
 
 def command(module: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """`python -m jaxopt_llm.<module> <arguments>`, from a folder that is not the repository, on the CPU."""
+    """Run `python -m jaxopt_llm.<module> <arguments>` on the CPU, from a folder outside the repository."""
     process = start(module, *arguments)
     try:
         output = process.communicate(timeout=300)
@@ -48,7 +48,7 @@ def command(module: str, *arguments: object) -> subprocess.CompletedProcess[str]
 
 
 def start(module: str, *arguments: object, folder: Path = ROOT.parent, **environment: str) -> subprocess.Popen[str]:
-    """The same, still running, from any folder."""
+    """Start `python -m jaxopt_llm.<module> <arguments>` from any folder."""
     return start_python("-m", f"jaxopt_llm.{module}", *arguments, folder=folder, **environment)
 
 
@@ -66,7 +66,7 @@ def start_python(*arguments: object, folder: Path = ROOT.parent, **environment: 
 
 
 def train(directory: Path, *overrides: object) -> subprocess.CompletedProcess[str]:
-    """Trains a tiny model by the quickstart recipe."""
+    """Train a tiny model with the quickstart recipe."""
     return command("train", *tiny(directory), *overrides)
 
 
@@ -82,13 +82,13 @@ def tiny(directory: Path) -> list[object]:
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:
-    """The log without what depends on the clock."""
+    """Read the metrics without those that depend on the clock."""
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in record.items() if key not in TIMINGS} for record in records]
 
 
 def checkpoint(directory: Path, step: int, names: tuple[str, ...] = ("masters", "moments")) -> Any:
     with ocp.CheckpointManager(directory / "checkpoints") as manager:
-        device = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])  # whichever devices wrote it
+        device = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])  # for checkpoints written by any devices
         items = {name: ocp.args.StandardRestore(fallback_sharding=device) for name in names}
         return jax.tree.map(np.asarray, dict(manager.restore(step, args=ocp.args.Composite(**items))))

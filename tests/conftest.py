@@ -1,4 +1,4 @@
-"""Eight simulated CPU devices, GPU programs compiled without a GPU, and the GPU of the tests marked `gpu`."""
+"""Set-up of the tests: eight simulated CPU devices, GPU programs compiled without a GPU, the GPU of `gpu` tests."""
 
 import gc
 import os
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
-# Read when JAX loads its CUDA plugin; without it the plugin wants a driver.
+# JAX reads this when it loads its CUDA plugin; without it the plugin requires a driver.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-# Compiling is most of what a test on the CPU costs. By the environment, for the commands that tests start, too.
+# Compiling takes most of the time of a CPU test. The environment variable also reaches commands that tests start.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-# XLA's older code generator for CPUs takes half the time. Its switch has another name in 0.11, which aborts on the old
+# XLA's older code generator for CPUs takes half the time. Its flag has another name in 0.11, which aborts on the old
 # one. Two tests run at a time on two cores: XLA's own threads add work and save no time.
 os.environ["XLA_FLAGS"] = " ".join(
     (
@@ -26,13 +26,13 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_gpu_force_compilation_parallelism=1",
     )
 )
-# Compiled programs are kept from one run of the tests to the next (remembered.py), with the names of their operations,
-# which tests read, as a part of their keys, and without lines of source files, which every edit moves.
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # the many small ones are a fifth of a second run
+# Compiled programs are kept from one test run to the next (remembered.py). Their keys include the names of operations,
+# which tests read, and exclude source lines, which every edit moves.
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # small programs are a fifth of a second run
 os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"
 os.environ["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "1"
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
-# Tests side by side share the GPU, of which JAX would give the first process three quarters.
+# Parallel tests share the GPU. By default JAX would give three quarters of it to the first process.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -49,20 +49,20 @@ from jaxopt_llm.kernels import attention_auto
 from jaxopt_llm.parallel import mesh
 
 runtime.make_private(remembered.FOLDER)
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(remembered.PROGRAMS)  # of the commands that tests start
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(remembered.PROGRAMS)  # for the commands that tests start
 jax.config.update("jax_compilation_cache_dir", str(remembered.PROGRAMS))
 simulate_cpu_devices(8)
-gc.set_threshold(50_000, 20, 20)  # tracing makes many objects and few cycles
+gc.set_threshold(50_000, 20, 20)  # tracing creates many objects and few cycles
 STARTED = time.monotonic()
-COLLECTED = pytest.StashKey[set[str]]()  # node ids, before any are deselected
+COLLECTED = pytest.StashKey[set[str]]()  # node ids before deselection
 LEFT_OUT, LEFT_OUT_OF_WORKER = pytest.StashKey[list[str]](), "slow_tests_left_out"
-# The default device is a CPU even where there is a GPU. A test that runs on the GPU asks for it by the fixture `gpu`.
+# The default device is a CPU even on a machine with a GPU. A test that runs on the GPU uses the fixture `gpu`.
 jax.config.update("jax_default_device", jax.devices("cpu")[0])
 
 
 @pytest.fixture(autouse=True, scope="session")
 def nothing_measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What `training.attention auto` chooses from, whatever the package's table has by now."""
+    """Make `training.attention auto` choose from an empty table, independent of the table in the package."""
     table = tmp_path_factory.mktemp("measured") / "table.json"
     table.write_text("[]")
     with pytest.MonkeyPatch.context() as patch:
@@ -72,8 +72,10 @@ def nothing_measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(autouse=True, scope="module")
 def kept_out_of_garbage_collection() -> Iterator[None]:
-    """Programs that were traced are kept until the process ends: a gigabyte of small objects, through which Python's
-    garbage collector would go again and again."""
+    """Exclude traced programs from garbage collection.
+
+    They are kept until the process ends: a gigabyte of small objects that the collector would scan again and again.
+    """
     yield
     gc.collect()
     gc.freeze()
@@ -81,7 +83,7 @@ def kept_out_of_garbage_collection() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def compiled_once() -> Iterator[None]:
-    """Do not compile again what an earlier run of the tests compiled."""
+    """Reuse the programs that earlier test runs have compiled."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topology, "run_xla", remembered.run_xla)
         patch.setattr(compilation_cache, "put_executable_and_time", remembered.keep_restorable)
@@ -92,7 +94,7 @@ def compiled_once() -> Iterator[None]:
 
 @pytest.fixture
 def compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of compiling itself."""
+    """Compile every program, for tests of compiling itself."""
     monkeypatch.setattr(topology, "run_xla", remembered.compile_anew)
 
 
@@ -114,7 +116,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[COLLECTED] = {item.nodeid for item in items}
     slow = [item for item in items if item.get_closest_marker("slow")]
     if all("::" in argument for argument in config.args):
-        chosen = items  # named one by one
+        chosen = items  # each test is named on the command line
     elif config.option.slow:
         chosen = slow
     elif config.option.slow_share:
@@ -136,7 +138,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def note_touched_files(config: pytest.Config, left: list[pytest.Item]) -> None:
-    """Keep for the summary the files with slow tests that the change touches and that this run leaves out."""
+    """Keep for the summary the files whose slow tests the change touches but this run leaves out."""
     files = sorted({str(item.path.relative_to(selection.ROOT)) for item in left})
     config.stash[LEFT_OUT] = files
     if hasattr(config, "workeroutput"):
@@ -155,13 +157,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """End --quick with 0 if no test is near to the change, for example to a document."""
+    """End --quick with 0 if no test is near the change, for example a change of a document."""
     if session.config.option.quick and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Count the skipped tests by reason, and say how each failed one is run again by itself."""
+    """Count the skipped tests by reason, and print the command that runs each failed test again."""
     write, stats = terminalreporter.write_line, terminalreporter.stats
     venv = shlex.quote(os.path.relpath(sys.prefix, selection.ROOT))
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in stats.get("skipped", []))
@@ -188,9 +190,9 @@ def gpus() -> list[jax.Device]:
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Iterator[jax.Device]:
-    """The first GPU, made the default device. What is compiled for it is optimised: XLA knows no other GPU code.
+    """Make the first GPU the default device. Programs for it are optimised: XLA has no other GPU code.
 
-    To try the tests, a simulated device that is not the other tests' default one.
+    With --gpu-tests-on-cpu it is a simulated device that is not the default device of other tests.
     """
     device = jax.devices("cpu")[-1] if request.config.option.gpu_tests_on_cpu else gpus()[0]
     jax.config.update("jax_disable_most_optimizations", False)

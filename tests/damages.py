@@ -1,4 +1,4 @@
-"""What can happen to a checkpoint on disk: each does it to one, and returns what is said of it."""
+"""Damages of a checkpoint on disk. Each function damages one and returns the expected part of the message."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from jaxopt_llm.checkpoint.native import integrity, step_directories
 
 
 def largest(path: Path) -> Path:
-    """Of the files of its arrays."""
+    """Return the largest file of the arrays of a checkpoint."""
     return max((each for each in path.glob("*/**/*") if each.is_file()), key=lambda each: each.stat().st_size)
 
 
@@ -38,7 +38,7 @@ def add(path: Path) -> str:
 
 
 def link(path: Path) -> str:
-    """To the same content."""
+    """Replace a file by a symbolic link to the same content."""
     file = largest(path)
     moved = path.with_name(f"{path.name}.moved")
     file.rename(moved)
@@ -58,7 +58,7 @@ def rename_another(path: Path) -> str:
 
 
 def change_manifest(path: Path) -> str:
-    """A hash, the way that leaves JSON."""
+    """Change a hash so that the manifest is still valid JSON."""
     file = path / integrity.MANIFEST
     manifest = json.loads(file.read_text())
     next(iter(manifest["files"].values()))["sha256"] = "0" * 64
@@ -67,7 +67,7 @@ def change_manifest(path: Path) -> str:
 
 
 def instead(content: str | None) -> Callable[[Path], str]:
-    """An empty directory, or a file, in its place."""
+    """Return a damage that replaces the checkpoint by an empty directory (None) or by a file."""
 
     def replace(path: Path) -> str:
         shutil.rmtree(path)

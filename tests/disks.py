@@ -1,4 +1,4 @@
-"""Disks without room, for which a limit on the size of files stands."""
+"""Simulated full disks, by a limit on the size of files."""
 
 import contextlib
 import resource
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def files_no_larger_than(size: int) -> Iterator[None]:
-    """Of this process: what goes beyond fails as on a full disk. Python ignores the signal that comes with it."""
+    """Make larger writes of this process fail as on a full disk. Python ignores the signal that the kernel sends."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

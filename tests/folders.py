@@ -1,4 +1,4 @@
-"""Small Hugging Face folders, written here: no test that reads them needs their library."""
+"""Small Hugging Face folders, written without their library, so that tests do not need it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +13,12 @@ from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.model.model import Params
 
-# Two segments, two kinds of block, biases and fewer key-value heads; its vocabulary is padded.
+# Two segments, two kinds of block, biases, fewer key-value heads than heads, and a padded vocabulary.
 CONFIG = replace(toy.CONFIG, pattern=("global", "sliding"), biases="qkv", tied_head=False, width=32, norm_epsilon=1e-2)
 
 
 def params(config: ModelConfig = CONFIG, dtype: Any = np.float32) -> Params:
-    """Random parameters; rows that pad a table are zero."""
+    """Return random parameters. Rows that pad a table are zero."""
 
     def unpadded(spec: Any, values: np.ndarray) -> np.ndarray:
         if "vocabulary" in spec.axes:
@@ -30,7 +30,7 @@ def params(config: ModelConfig = CONFIG, dtype: Any = np.float32) -> Params:
 
 
 def folder(path: Path, config: ModelConfig = CONFIG, dtype: Any = np.float32, most: int = 20_000) -> Path:
-    """In several files."""
+    """Write a folder with several files of weights."""
     arrays = jax.device_put(params(config, dtype), toy.placement().replicated)
     write_model_folder(path, arrays, config, max_file_bytes=most)
     return path

@@ -1,4 +1,4 @@
-"""Commands that wait at a function of a test's choice until the test lets them on, however slow either of them is."""
+"""Commands that wait at a chosen function until the test lets them continue, however slow either of them is."""
 
 import fcntl
 import json
@@ -10,9 +10,9 @@ from pathlib import Path
 
 from commands import start_python, tiny
 
-DEADLINE = 300  # seconds after which an event that a test waits for is given up
+DEADLINE = 300  # seconds after which a test stops waiting for an event
 
-# The command `jaxopt_llm.<name>`: its gates, as JSON, and its name come before its arguments.
+# Program that runs the command `jaxopt_llm.<name>`. Its arguments: gates as JSON, the name, arguments of the command.
 GATED = """
 import fcntl, functools, importlib, json, sys
 from pathlib import Path
@@ -42,10 +42,10 @@ errors.run_command(importlib.import_module(f"jaxopt_llm.{sys.argv.pop(1)}").main
 
 
 class Gate:
-    """A call of a function before which a command waits until the test opens the gate.
+    """Gate before a call of a function: the command waits there until the test opens the gate.
 
-    function: "module:name", or "module:class.name". call: which one, from 1. The file is locked as long as the gate is
-    shut, so a test that ends opens it.
+    function: "module:name" or "module:class.name". call: number of the call, from 1. The file is locked while the gate
+    is closed, so the end of the test opens it.
     """
 
     def __init__(self, path: Path, function: str, call: int = 1) -> None:
@@ -88,7 +88,7 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
 
 
 def wait_until(happens: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    """Wait for an event of a process that must not end before it."""
+    """Wait for an event. The process must not end before it."""
     deadline = time.monotonic() + DEADLINE
     while not happens():
         assert process.poll() is None, process.communicate()
@@ -99,7 +99,7 @@ def wait_until(happens: Callable[[], object], process: subprocess.Popen[str]) ->
 
 
 def line_with(part: str, process: subprocess.Popen[str], stream: str = "stdout") -> str:
-    """Return the next line of a stream of the process that has a part."""
+    """Return the next line of a stream of the process that contains a text."""
     lines = getattr(process, stream)
     timer = threading.Timer(DEADLINE, process.kill)
     timer.start()

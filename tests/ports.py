@@ -1,4 +1,4 @@
-"""Ports that no other program takes between the moment they are found and the moment a command listens on them."""
+"""Free ports that no other program takes before a command listens on them."""
 
 import fcntl
 import os
@@ -7,12 +7,12 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
-_PORTS = range(20_000, 32_000)  # Linux gives connections, and whoever asks for any port, those from 32,768 on
-_held: list[IO[str]] = []  # by locks, until this process ends
+_PORTS = range(20_000, 32_000)  # Linux assigns ephemeral ports from 32,768 on
+_held: list[IO[str]] = []  # locks, held until this process ends
 
 
 def free_address() -> str:
-    """Return 127.0.0.1:port, of a port that no other process of the tests is given as long as this one lives."""
+    """Return 127.0.0.1:port. No other test process gets this port while this process lives."""
     folder = Path(tempfile.gettempdir()) / f"jaxopt_llm-test-ports-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     first = os.getpid() * 97 + len(_held)

@@ -1,7 +1,7 @@
-"""A float64 NumPy decoder with a hand-written backward: the ground truth of the trainer's tests.
+"""Float64 NumPy decoder with a hand-written backward: the ground truth of the trainer's tests.
 
-Every operation returns its value and a `backward`: from the gradient of the value to those of its array arguments,
-in order. Nothing here is shared with the trainer, so that a mistake in one is not repeated in the other.
+Every operation returns its value and a `backward`, which maps the gradient of the value to the gradients of the array
+arguments, in order. This module shares no code with the trainer, so that a mistake in one is not repeated in the other.
 
 Shapes: B batch, S query position, T key position, D width, H heads, G kv heads, R = H // G, K head_dim, F mlp width,
 V vocabulary, VP >= V rows of the padded tables.
@@ -66,7 +66,7 @@ def tree_map(function: Callable[[Array], Array], tree: Tree) -> Tree:
 
 
 def contract(spec: str, a: Array, b: Array) -> tuple[Array, Callable[[Array], tuple[Array, Array]]]:
-    """An einsum of two arrays, each index of which is in two of the three terms (or in all)."""
+    """Compute an einsum of two arrays. Each index must be in two or all three of the terms."""
     a_axes, b_axes, out_axes = spec.replace("->", ",").split(",")
 
     def backward(d_out: Array) -> tuple[Array, Array]:
@@ -88,7 +88,7 @@ def project(spec: str, x: Array, weights: Tree, name: str, biased: bool) -> tupl
 
 
 def norm(x: Array, weights: Tree, config: ReferenceConfig) -> tuple[Array, Callable[[Array], tuple[Array, Tree]]]:
-    """Over the last dimensions of x [B, S, ...], as many as the scale has."""
+    """Normalise x [B, S, ...] over its last dimensions, as many as the scale has."""
     axes = tuple(range(x.ndim - weights["scale"].ndim, x.ndim))
     others = tuple(range(axes[0]))
 
@@ -112,7 +112,7 @@ def norm(x: Array, weights: Tree, config: ReferenceConfig) -> tuple[Array, Calla
 
 
 def norm_if(present: bool, name: str, x: Array, weights: Tree, config: ReferenceConfig) -> tuple[Array, Callable]:
-    """The norm of this name, or x; the backward names the gradient."""
+    """Return the norm with this name, or x unchanged. The backward returns the gradient under this name."""
     if not present:
         return x, lambda d_out: (d_out, {})
     out, norm_backward = norm(x, weights[name], config)
@@ -125,7 +125,7 @@ def norm_if(present: bool, name: str, x: Array, weights: Tree, config: Reference
 
 
 def softcap(x: Array, cap: float) -> tuple[Array, Callable[[Array], Array]]:
-    """A cap of 0 is none."""
+    """Apply a soft cap; 0 means no cap."""
     if not cap:
         return x, lambda d_out: d_out
     tanh = np.tanh(x / cap)
@@ -133,14 +133,14 @@ def softcap(x: Array, cap: float) -> tuple[Array, Callable[[Array], Array]]:
 
 
 def rotary_frequencies(config: ReferenceConfig) -> Array:
-    """Radians per token of each pair, [K/2], in the cases of Llama 3.1's own code, or of YaRN's."""
+    """Return radians per token of each pair, [K/2], scaled case by case as in the code of Llama 3.1, or of YaRN."""
     size = config.rotary_head_dim if config.latent_rank else config.head_dim
     frequencies = config.rope_theta ** (-np.arange(0, size, 2) / size)
     scaled = []
     if config.rope_scaling == "yarn":
 
         def pair(turns: float) -> float:
-            """The pair, between whole ones, that turns so often."""
+            """Return the fractional index of the pair that makes this many turns."""
             wavelength = config.rope_original_length / turns
             return size / 2 * np.log(wavelength / (2 * np.pi)) / np.log(config.rope_theta)
 
@@ -167,14 +167,14 @@ def rotary_frequencies(config: ReferenceConfig) -> Array:
 
 
 def rotate(x: Array, angles: Array) -> Array:
-    """Rotary embedding of x [B, S, heads, K] by angles [B, S, K/2]; its backward is the rotation by -angles."""
+    """Apply RoPE to x [B, S, heads, K] with angles [B, S, K/2]. The backward is the rotation by -angles."""
     cos, sin = np.cos(angles)[:, :, None], np.sin(angles)[:, :, None]  # [B, S, 1, K/2]
     x1, x2 = np.split(x, 2, axis=-1)
     return np.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
 
 def rotate_adjacent(x: Array, angles: Array) -> Array:
-    """Of neighbours, as complex numbers."""
+    """Apply RoPE to adjacent elements, as complex numbers."""
     turned = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angles)[:, :, None]
     return np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
 
@@ -182,8 +182,10 @@ def rotate_adjacent(x: Array, angles: Array) -> Array:
 def attend(
     q: Array, k: Array, v: Array, visible: Array, scale: float = 0.0, cap: float = 0.0
 ) -> tuple[Array, Callable[[Array], tuple[Array, Array, Array]]]:
-    """Softmax attention of q [B, S, H, K] over k [B, T, G, K], v [B, T, G, U] where visible [B, S, T]; query head h
-    reads h // R."""
+    """Compute softmax attention of q [B, S, H, K] over k [B, T, G, K], v [B, T, G, U] where visible [B, S, T].
+
+    Query head h reads kv head h // R.
+    """
     scale = scale or 1 / np.sqrt(q.shape[-1])
     batch, length, heads, head_dim = q.shape
     grouped = (batch, length, k.shape[2], heads // k.shape[2], head_dim)  # B, S, G, R, K
@@ -206,8 +208,10 @@ def attend(
 def latent_attention(
     x: Array, weights: Tree, config: ReferenceConfig, angles: Array, visible: Array
 ) -> tuple[Array, Callable]:
-    """DeepSeek-V2's: keys and values of a latent, and of each key a part that all heads share. weights: of the whole
-    block."""
+    """Compute the multi-head latent attention (MLA) of DeepSeek-V2.
+
+    Keys and values come from a latent; one part of each key is shared by all heads. weights: of the whole block.
+    """
     projections, tape = weights["attention"], {}
     of_latents = dataclasses.replace(config, norm_epsilon=1e-6)
 
@@ -266,7 +270,7 @@ def latent_attention(
 def attention(
     x: Array, weights: Tree, config: ReferenceConfig, angles: Array, visible: Array
 ) -> tuple[Array, Callable]:
-    """weights: of the whole block, whose norms of queries and keys lie beside the projections."""
+    """Compute attention. weights: of the whole block; norms of queries and keys are next to the projections."""
     if config.latent_rank:
         return latent_attention(x, weights, config, angles, visible)
     projections = weights["attention"]
@@ -296,13 +300,13 @@ def attention(
 
 
 def silu(x: Array) -> tuple[Array, Array]:
-    """The value and the derivative."""
+    """Return the value and the derivative."""
     sigmoid = 1 / (1 + np.exp(-x))
     return x * sigmoid, sigmoid + x * sigmoid * (1 - sigmoid)
 
 
 def gelu(x: Array) -> tuple[Array, Array]:
-    """The value and the derivative of the tanh form."""
+    """Return the value and the derivative of the tanh form."""
     root = np.sqrt(2 / np.pi)
     tanh = np.tanh(root * (x + 0.044715 * x**3))
     return x * (1 + tanh) / 2, (1 + tanh) / 2 + x * (1 - tanh**2) / 2 * root * (1 + 3 * 0.044715 * x**2)
@@ -332,7 +336,7 @@ def mlp(x: Array, weights: Tree, config: ReferenceConfig) -> tuple[Array, Callab
 
 
 def best_experts(merits: Array, config: ReferenceConfig) -> list[int]:
-    """Of one token [E]; of equals the first."""
+    """Return the best experts of one token [E]; ties go to the first."""
     groups = [list(group) for group in np.split(np.arange(len(merits)), config.router_groups)]
     counted = 2 if config.router == "sigmoid" and len(groups) > 1 else 1
     groups.sort(key=lambda group: -sum(sorted(merits[group])[-counted:]))
@@ -341,7 +345,7 @@ def best_experts(merits: Array, config: ReferenceConfig) -> list[int]:
 
 
 def choose(merits: Array, config: ReferenceConfig) -> Array:
-    """Which experts take a token, bool [B, S, E]."""
+    """Return which experts process which token, bool [B, S, E]."""
     batch, length, experts = merits.shape
     best = np.array([[best_experts(token, config) for token in row] for row in merits])  # [B, S, k]
     chosen = np.zeros(merits.shape, bool)
@@ -359,8 +363,10 @@ def choose(merits: Array, config: ReferenceConfig) -> Array:
 def route(
     x: Array, weights: Tree, config: ReferenceConfig, counts: Array
 ) -> tuple[Array, float, Callable[[Array], tuple[Array, Tree]]]:
-    """Weights [B, S, E] of the experts, 0 where they are not chosen, and what is minimised beside the loss. counts:
-    bool [B, S]. What stands for a gradient of the bias is how far each load is above the mean, times E."""
+    """Return the weights [B, S, E] of the experts, 0 if not chosen, and the auxiliary loss.
+
+    counts: bool [B, S]. In place of a gradient the bias gets the load of each expert above the mean, times E.
+    """
     logits, logits_backward = contract("bsd,de->bse", x, weights["router"])
     exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
     shares = exponentials / exponentials.sum(axis=-1, keepdims=True)
@@ -398,7 +404,7 @@ def route(
 
 
 def mixture(x: Array, weights: Tree, config: ReferenceConfig, counts: Array) -> tuple[Array, float, Callable]:
-    """Every expert on every token."""
+    """Compute the MoE layer by running every expert on every token."""
     mixing, extra, route_backward = route(x, weights, config, counts)
     inner = [name for name in ("gate", "up", "down") if name in weights]
     results = [mlp(x, {name: weights[name][expert] for name in inner}, config) for expert in range(config.experts)]
@@ -455,7 +461,7 @@ def block(
 
 
 def visibility(kind: str, window: int, segment_ids: Array, positions: Array) -> Array:
-    """Which tokens [B, S] see which [B, T]."""
+    """Return which tokens [B, S] see which tokens [B, T], as bool [B, S, T]."""
     distance = positions[:, :, None] - positions[:, None, :]  # [B, S, T]
     visible = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (distance >= 0)
     return {"global": visible, "sliding": visible & (distance < window), "global_nope": visible}[kind]
@@ -469,8 +475,10 @@ def decoder(
     positions: Array,
     counts: Array | None = None,
 ) -> tuple[Array, float, Callable[[Array], Tree]]:
-    """Logits [B, S, V], what is minimised beside the loss, and the backward from the logits' gradient to that of the
-    parameters. counts: the tokens that routers are judged by, bool [B, S]; all by default."""
+    """Return logits [B, S, V], the auxiliary loss, and the backward from the gradient of the logits to the parameters.
+
+    counts: the tokens that count for the auxiliary loss of routers, bool [B, S]; by default all.
+    """
     counts = np.ones(np.shape(tokens), bool) if counts is None else np.asarray(counts)
     params = tree_map(lambda leaf: np.asarray(leaf, np.float64), params)
     tokens, segment_ids, positions = (np.asarray(array, np.int64) for array in (tokens, segment_ids, positions))
@@ -533,8 +541,10 @@ def loss_and_gradients(
     segment_ids: Array,
     positions: Array,
 ) -> tuple[float, Tree]:
-    """The cross-entropy summed (not averaged) over the tokens in loss_mask, and its gradient in the shape of params,
-    with that of what is minimised beside it."""
+    """Return the cross-entropy, summed (not averaged) over the tokens in loss_mask, and the gradients of params.
+
+    The gradients include those of the auxiliary loss; the value does not.
+    """
     out, _, backward = decoder(params, config, tokens, segment_ids, positions, loss_mask)  # [B, S, V]
     shifted = out - out.max(axis=-1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))  # [B, S, V]

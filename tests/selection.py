@@ -1,6 +1,6 @@
-"""Which tests run: all but the slow ones, a share of the slow ones, or those nearest to a change.
+"""Selection of tests: all except the slow ones, a share of the slow ones, or those nearest to a change.
 
-A test file is near to a changed file when it imports it through few others.
+A test file is near a changed file if it imports that file through few others.
 """
 
 import ast
@@ -15,21 +15,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-QUICK_SECONDS = 75  # after which --quick starts no test more; what runs then has to end, and the start took its time
+QUICK_SECONDS = 75  # after which --quick starts no more tests; the start and the last tests take time, too
 FAR = 99
 CONFTEST = ROOT / "tests/conftest.py"
 COMMANDS = {"train", "generate", "evaluate", "plan", "prepare", "convert", "checkpoint"}
-MOST_OF_SLOW = 4  # one in so many slow tests is the most that a run takes beside the others
+MOST_OF_SLOW = 4  # a run takes at most one in 4 of the slow tests
 
 
 def share_of(
     items: list[pytest.Item], part: int, parts: int, changed: Iterable[Path]
 ) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Return part `part` of `parts` parts of the tests, with the tests that a change touches by name: those whose own
-    file is changed, or whose file is named after a changed module.
+    """Return part `part` of `parts` parts of the tests, and the tests that a change touches by name.
 
-    A test's part is given by its name alone, so that a new test moves no other one. A change to many files would bring
-    all tests. Therefore at most one in MOST_OF_SLOW is returned, and the second list has those that are left out.
+    A change touches a test by name if it changes the test's file or a module that the file is named after. The part of
+    a test depends only on its name, so a new test does not move other tests. A change to many files would select all
+    tests. Therefore at most one in MOST_OF_SLOW is returned; the second list has the touched tests that are left out.
     """
     touched = set(changed)
     near = {path for path in {item.path for item in items} if path in touched or touched & set(tested_by_name(path))}
@@ -43,26 +43,26 @@ def share_of(
 
 
 def changed_files() -> list[Path]:
-    """Return the files that differ from the last commit or, where none does, those that the last commit changed."""
+    """Return the files that differ from the last commit or, if there are none, those that the last commit changed."""
 
     def names(*command: str) -> list[str]:
         done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True)
         return done.stdout.split("\0")[:-1]
 
     found = names("diff", "--name-only", "-z", "HEAD") + names("ls-files", "--others", "--exclude-standard", "-z")
-    # For a merge these are the files that it brought in. For the only commit of a shallow clone there are none.
+    # For a merge, these are the files that it brought in. The only commit of a shallow clone has none.
     found = found or names("diff-tree", "--no-commit-id", "--name-only", "-r", "-z", "--first-parent", "-m", "HEAD")
     return [ROOT / name for name in found]
 
 
 def distances(tests: Iterable[Path], changed: Iterable[Path]) -> dict[Path, int]:
-    """Return for each test file how far it is from the nearest changed file.
+    """Return the distance of each test file from the nearest changed file.
 
-    0 is a test that is changed or is named after a changed module, 1 one that imports or mentions a changed file, and
-    one more for every import between. FAR is a test that no path of imports connects with a change.
+    The distance is 0 if the test is changed or is named after a changed module, and 1 if it imports or mentions a
+    changed file; every import in between adds 1. It is FAR if no path of imports connects the test with a change.
     """
     imports = {path: imported(path) for path in (*ROOT.glob("jaxopt_llm/**/*.py"), *ROOT.glob("tests/**/*.py"))}
-    # A module reads the data that lie beside it.
+    # A module may read data files in its folder.
     beside = {each for path in changed if path.suffix != ".py" for each in path.parent.glob("*.py")}
     touched = {*changed, *(each for each in beside if each in imports)}
     return {test: _distance(test, touched, imports) for test in tests}
@@ -74,7 +74,7 @@ def _distance(test: Path, changed: set[Path], imports: Mapping[Path, set[Path]])
     if changed & {ROOT / "pyproject.toml", CONFTEST, *imports.get(CONFTEST, ())} - set(ROOT.glob("jaxopt_llm/**/*.py")):
         return 1
     text = test.read_text()
-    # Recipes, scripts and documents are not imported: a test names the file or its folder.
+    # Recipes, scripts and documents are not imported; a test names the file or its folder.
     read = [path for path in changed if ROOT / "jaxopt_llm" not in path.parents]
     if any(_names(text, path) for path in read):
         return 1
@@ -89,8 +89,10 @@ def _distance(test: Path, changed: set[Path], imports: Mapping[Path, set[Path]])
 
 
 def _names(text: str, path: Path) -> bool:
-    """Return whether a text names a file or its folder. A name without a suffix, as of scripts, counts with its
-    folder's name alone: "test" and "run" are words."""
+    """Return whether a text names a file or its folder.
+
+    A name without a suffix, such as a script's, counts only together with its folder: "test" and "run" are words.
+    """
     folder = path.parent.name
     if not path.suffix:
         return f"{folder}/{path.name}" in text or f'"{folder}" / "{path.name}"' in text
@@ -98,7 +100,7 @@ def _names(text: str, path: Path) -> bool:
 
 
 def tested_by_name(test: Path) -> list[Path]:
-    """Return the modules that a test file is named after: tests/data/test_packing.py, jaxopt_llm/data/packing.py."""
+    """Return the modules that a test file is named after: data/packing.py for tests/data/test_packing.py."""
     folder = ROOT / "jaxopt_llm" / test.parent.relative_to(ROOT / "tests")
     name = test.stem.removeprefix("test_")
     return [path for path in folder.glob("*.py") if name == path.stem or name.startswith(f"{path.stem}_")]
@@ -106,8 +108,10 @@ def tested_by_name(test: Path) -> list[Path]:
 
 @functools.cache
 def imported(path: Path) -> set[Path]:
-    """Return the files of the repository that a file imports, wherever in its text. Tests also start programs: of those
-    the modules and commands that their strings name."""
+    """Return the files of the repository that a file imports, anywhere in its text.
+
+    Tests also start programs, so modules and commands that the strings of a test name count, too.
+    """
     names = _imported_names(path.read_text(), strings=ROOT / "tests" in path.parents)
     parts = [name.replace(".", "/") for name in names]
     folders = (ROOT, ROOT / "tests", ROOT / "tests/mutants", ROOT / "benchmarks")
@@ -127,6 +131,6 @@ def _imported_names(program: str, strings: bool) -> set[str]:
             if node.value in COMMANDS:
                 names |= {f"jaxopt_llm.{node.value}", f"jaxopt_llm.{node.value}.__main__"}
             if "import jaxopt_llm" in node.value or "from jaxopt_llm" in node.value:
-                with contextlib.suppress(SyntaxError):  # not a program that a test starts
+                with contextlib.suppress(SyntaxError):  # the string is not a Python program
                     names |= _imported_names(node.value, strings)
     return names

@@ -1,4 +1,4 @@
-"""Documents in every form that a run can read, and the tokens that they are."""
+"""Documents in every format that a run can read, and their tokens."""
 
 import gzip
 import json
@@ -18,12 +18,12 @@ def piece(documents: Sequence[bytes], name: str = "texts") -> IndexedPiece:
 
 
 def stream(documents: Sequence[bytes]) -> TokenStream:
-    """All documents, as bytes with their delimiters."""
+    """Return the token stream of all documents: bytes and delimiters."""
     return join_all([piece(documents)])
 
 
 def write_text(folder: Path, documents: Sequence[str]) -> Path:
-    """One file each, in folders, named in their order."""
+    """Write one file per document into subfolders, with names in order."""
     for number, document in enumerate(documents):
         path = folder / f"{number // 10:03}" / f"{number:04}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def write_parquet(path: Path, documents: Sequence[str], field: str = "text") -> 
 
 
 def write_megatron(prefix: Path, documents: Sequence[np.ndarray], dtype: str = "<u2", code: int = 8) -> Path:
-    """As Megatron-LM's IndexedDatasetBuilder lays it out, every document in up to two sequences."""
+    """Write files in the layout of Megatron-LM's IndexedDatasetBuilder, every document in up to two sequences."""
     sequences = [half for each in documents for half in np.split(each, [each.size // 2]) if half.size]
     lengths = np.array([each.size for each in sequences], "<i4")
     width = np.dtype(dtype).itemsize
@@ -64,7 +64,7 @@ def write_megatron(prefix: Path, documents: Sequence[np.ndarray], dtype: str = "
 def train_tokenizer(
     path: Path, documents: Sequence[str], size: int = 400, special: Sequence[str] = ("<|endoftext|>",)
 ) -> Path:
-    """A byte-level BPE with <|endoftext|>, as GPT-2's, of the documents."""
+    """Train a byte-level BPE with <|endoftext|>, like GPT-2's, on the documents."""
     from tokenizers import ByteLevelBPETokenizer
 
     library = ByteLevelBPETokenizer()

@@ -1,4 +1,4 @@
-"""A small decoder of two segments and two kinds of block, rows of packed documents for it, and simulated devices."""
+"""Small decoder with two segments and two kinds of block, packed rows for it, and simulated devices."""
 
 import dataclasses
 from typing import Any
@@ -46,13 +46,19 @@ CONFIG = ModelConfig(
     pattern=("sliding", "global"),
     window=3,
     rope_theta=100.0,
-    norm_epsilon=0.1,  # as large as the mean square of an embedding: dropping it shows
+    norm_epsilon=0.1,  # as large as the mean square of an embedding, so that a dropped epsilon shows
 )
 
-# One kind of block, in stages of unequal lengths: compiled in a third of CONFIG's time, which has three.
+# One kind of block, in stages of unequal lengths. It compiles in a third of the time of CONFIG, which has three.
 UNIFORM = dataclasses.replace(CONFIG, layers=3, pattern=("sliding",))
 
-QUICK_COMPILE = {"xla_backend_optimization_level": 0}  # LLVM's optimisations are half of a small program's compile time
+MOE_FIELDS = {
+    *("experts", "experts_per_token", "expert_width", "shared_expert_width", "dense_layers", "expert_every", "router"),
+    *("router_renormalises", "router_scale", "balance_loss", "router_z_loss", "expert_capacity"),
+    *("router_groups", "router_groups_per_token", "router_bias"),
+}
+
+QUICK_COMPILE = {"xla_backend_optimization_level": 0}  # LLVM's optimisations take half of a small compile
 
 
 def make_program(
@@ -68,7 +74,7 @@ def make_program(
     pipelined: PipelineConfig | None = None,
     xla: XlaConfig | None = None,
 ) -> Program:
-    """The program of a configuration with these sections."""
+    """Return the program of a configuration with these sections."""
     config = Config(
         run=RunConfig(seed=seed),
         model=model,
@@ -84,8 +90,10 @@ def make_program(
 
 
 def params(specs: Params) -> Params:
-    """Random values of an initialisation's size, but scales and biases away from 1 and 0: a dropped or swapped one
-    shows."""
+    """Return random values of the size of an initialisation.
+
+    Scales and biases are away from 1 and 0, so that a dropped or swapped one shows.
+    """
     random = np.random.default_rng(0)
 
     def values(spec: ParamSpec) -> np.ndarray:
@@ -99,7 +107,7 @@ def params(specs: Params) -> Params:
 
 
 def on_stages(specs: Params, leaves: Params) -> Params:
-    """Leaves [repeats, ...] as a pipeline's, [virtual, stages, slots, ...], zeros where a slot holds no layer."""
+    """Convert leaves [repeats, ...] to a pipeline's, [virtual, stages, slots, ...]; slots without a layer are 0."""
 
     def move(spec: ParamSpec, leaf: np.ndarray) -> np.ndarray:
         if spec.leading < 3:
@@ -111,7 +119,7 @@ def on_stages(specs: Params, leaves: Params) -> Params:
 
 
 def packed(rows: int, length: int, seed: int = 0) -> Batch:
-    """Fields [rows, length]; documents begin and end within rows and go on from one to the next."""
+    """Return a batch of fields [rows, length]. Documents begin and end within rows and continue in the next row."""
     random = np.random.default_rng(seed)
     documents = [random.bytes(int(size)) for size in random.integers(1, length // 2, 8 * rows)]
     source = PackedRows(stream(documents), length, ByteTokenizer.vocabulary_size)
@@ -119,7 +127,7 @@ def packed(rows: int, length: int, seed: int = 0) -> Batch:
 
 
 def microbatches(batch: Batch, count: int) -> Batch:
-    """[B, S] -> [count, B / count, S]."""
+    """Reshape fields [B, S] to [count, B / count, S]."""
     return jax.tree.map(lambda field: field.reshape(count, -1, field.shape[-1]), batch)
 
 
@@ -130,7 +138,10 @@ def reference_config(config: ModelConfig) -> reference.ReferenceConfig:
 
 
 def reference_mean(config: ModelConfig, params: Params, batch: Batch) -> tuple[float, Params]:
-    """The reference's loss per real token of a batch [B, S], and its gradients; of a router's bias counts, no mean."""
+    """Return the reference's mean loss per real token of a batch [B, S], and its gradients.
+
+    The gradient of a router's bias is a count, not a mean.
+    """
     where = (batch.loss_mask, batch.segment_ids, batch.positions)
     loss, gradients = reference.loss_and_gradients(
         params, reference_config(config), batch.tokens, batch.targets, *where
@@ -146,7 +157,7 @@ def reference_mean(config: ModelConfig, params: Params, batch: Batch) -> tuple[f
 def placement(
     zero_stage: int = 0, compute_dtype: str = "float32", sequence_parallel: bool = False, **axes: int
 ) -> Placement:
-    """On the first devices, as many as the mesh needs."""
+    """Return a placement on the first devices, as many as the mesh needs."""
     mesh = MeshConfig(**axes)
     precision = PrecisionConfig(compute_dtype=compute_dtype)  # type: ignore[arg-type]
     return Placement(
@@ -155,7 +166,7 @@ def placement(
 
 
 def distance(found: Any, expected: Any) -> float:
-    """‖found - expected‖ / ‖expected‖ over all leaves, float64."""
+    """Return ‖found - expected‖ / ‖expected‖ over all leaves, in float64."""
 
     def norm(leaves: Any) -> float:
         return float(np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(leaves))))

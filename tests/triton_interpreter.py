@@ -1,7 +1,8 @@
-"""Triton kernels on the CPU: jax_triton.triton_call by Triton's own interpreter, which jax-triton does not reach.
+"""Triton kernels on the CPU: jax_triton.triton_call with Triton's own interpreter, which jax-triton does not support.
 
-It runs the kernel's Python on NumPy arrays, program by program: what a kernel computes, not how it is compiled. Its
-products are of float16 and float32 alone (bfloat16 it multiplies as the integers that hold the bits).
+The interpreter runs the Python code of a kernel on NumPy arrays, program by program. It tests what a kernel computes,
+not how it is compiled. Matmuls work only in float16 and float32; the interpreter multiplies bfloat16 values as the
+integers that hold their bits.
 """
 
 import contextlib
@@ -15,16 +16,16 @@ import numpy as np
 import pytest
 
 TRITON_NAMES = {"float16": "fp16", "float32": "fp32", "int32": "i32"}
-ALIGNMENT = 16  # bytes, as the interpreter demands of a descriptor's array
+ALIGNMENT = 16  # bytes, which the interpreter requires for the array of a descriptor
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch, package: ModuleType, name: str) -> None:
-    """Puts the module of kernels that the package has under this name, interpreted, in its place."""
+    """Replace the package's module of kernels with this name by an interpreted copy."""
     import jax_triton
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    # Triton's own library was decorated before: interpreted where a kernel calls it.
+    # Triton's own library is already decorated: interpret its functions when a kernel calls them.
     monkeypatch.setattr(
         JITFunction, "__call__", lambda self, *args, **named: InterpretedFunction(self.fn)(*args, **named)
     )
@@ -42,7 +43,7 @@ def triton_call(*operands: Any, kernel: Any, out_type: Any, grid: tuple[int, ...
 
     def run(*arrays: jax.Array) -> tuple[np.ndarray, ...]:
         given = [argument(operand, array) for operand, array in zip(operands, arrays, strict=True)]
-        # Not a number, so that what no program writes is seen.
+        # NaN, so that elements that no program writes are noticed.
         outs = [aligned(np.full(out.shape, np.nan, out.dtype)) for out in out_type]
         with interpreted_language():
             kernel[grid](*given, *map(Memory, outs), **options)
@@ -54,8 +55,11 @@ def triton_call(*operands: Any, kernel: Any, out_type: Any, grid: tuple[int, ...
 
 @contextlib.contextmanager
 def interpreted_language() -> Iterator[None]:
-    """Takes back what the interpreter makes of triton.language, in the order that it does not keep itself: each
-    function that a kernel calls changes it once more, for good. What is compiled later would find it changed."""
+    """Undo the interpreter's patches of triton.language, in reverse order.
+
+    The interpreter patches it again, permanently, for each function that a kernel calls, and does not keep the order of
+    the patches. Without this, kernels compiled later would use the patched language.
+    """
     from triton.runtime import interpreter
 
     patches, patch = [], interpreter._patch_lang
@@ -98,7 +102,7 @@ class Dtype(str):
 
 
 class Memory:
-    """An array, as far as the interpreter asks a tensor of torch about itself; it is on the host already."""
+    """Array with the methods of a torch tensor that the interpreter calls. It is already on the host."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array

@@ -1,6 +1,6 @@
-"""Commands as forks of one process that has imported what they import, which is half of what a small run costs.
+"""Commands as forks of one process that has imported their modules, because imports take half of a small run's time.
 
-Linux alone: the commands become the test process's own children, as those that it starts are.
+Works only on Linux: the commands become children of the test process, like the processes that it starts itself.
 """
 
 import ctypes
@@ -16,12 +16,14 @@ from typing import Any
 
 COMMANDS = ("train", "generate", "evaluate", "plan", "prepare", "convert")
 AVAILABLE = sys.platform == "linux"
-_SET_CHILD_SUBREAPER = 36  # of prctl(2): who takes in the orphans
+_SET_CHILD_SUBREAPER = 36  # option of prctl(2): this process adopts orphans
 
 
 class Forked(subprocess.Popen[str]):
-    """`Popen([sys.executable, "-m", module, ...])`, or that of `-c` and a program, forked; stdout and stderr must be
-    pipes."""
+    """Forked equivalent of `Popen([sys.executable, "-m", module, ...])`, or of `-c` and a program.
+
+    stdout and stderr must be pipes.
+    """
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest) -> None:  # type: ignore[override]
         pipes = rest[3:9]  # (read, write) of stdin, stdout and stderr
@@ -37,7 +39,7 @@ class Forked(subprocess.Popen[str]):
 
 
 def fits(environment: dict[str, str]) -> bool:
-    """Return whether a forked command sees this environment as a newly started process would."""
+    """Return whether a forked command can use this environment as a newly started process would."""
     names = {*environment, *_environment()}
     changed = {name for name in names if environment.get(name) != _environment().get(name)}
     return AVAILABLE and not any(name.startswith(("JAX_", "XLA_", "PYTHON")) for name in changed)
@@ -45,7 +47,7 @@ def fits(environment: dict[str, str]) -> bool:
 
 @functools.cache
 def _environment() -> dict[str, str]:
-    """What the server starts with: the environment of the first command."""
+    """Return the environment of the server, which is that of the first command."""
     from commands import ENVIRONMENT
 
     return {**os.environ, **ENVIRONMENT}
@@ -53,7 +55,7 @@ def _environment() -> dict[str, str]:
 
 @functools.cache
 def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """The process is kept, for its pipes."""
+    """Start the server. Return our end of the socket, and the process, which keeps its pipes open."""
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
@@ -61,15 +63,15 @@ def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
             [sys.executable, __file__, str(its.fileno())],
             env=_environment(),
             pass_fds=[its.fileno()],
-            stdout=subprocess.PIPE,  # by which sys.stdout and sys.stderr know what the forks' are
+            stdout=subprocess.PIPE,  # so that sys.stdout and sys.stderr are set up for pipes, which the forks have
             stderr=subprocess.PIPE,
         )
-    process.returncode = 0  # it ends with this process, by whose end of the socket it knows
+    process.returncode = 0  # it ends with this process, when our end of the socket closes
     return ours, process
 
 
 def _serve(connection: socket.socket) -> dict[str, Any]:
-    """Returns in every command's process, with its request; in the server's own never."""
+    """Fork a process per request. Returns the request in each command's process, and never in the server."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 2)
         if not message:
@@ -84,7 +86,7 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
             for descriptor in (*descriptors, result, told, connection.detach()):
                 os.close(descriptor)
             return json.loads(message)
-        os.waitpid(between, 0)  # only then is the command an orphan and taken in, and only then is it known
+        os.waitpid(between, 0)  # only then is the command an orphan that the test process adopts; report it now
         connection.send(os.read(result, 8))
         for descriptor in (*descriptors, result, told):
             os.close(descriptor)

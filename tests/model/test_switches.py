@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import reference
 import toy
-from test_experts import EXPERTS
 from test_reference import assert_finite_differences
 
 from jaxopt_llm.config import LoraConfig, ModelConfig, OptimizerConfig, RematConfig
@@ -98,7 +97,7 @@ def test_every_switch_is_on_in_some_model() -> None:
         "pretrained",
         "last_layers",
         "router_bias_rate",
-        *EXPERTS,
+        *toy.MOE_FIELDS,
     }  # test_decoder.py, test_pretrained.py, test_trainable.py, test_router_bias.py, test_experts.py
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     assert set().union(*SWITCHES.values()) == fields - sizes - elsewhere
