@@ -2,7 +2,9 @@
 
 import ast
 import dataclasses
+import json
 import os
+import shutil
 import subprocess
 import sys
 import typing
@@ -15,11 +17,9 @@ from jaxopt_llm.config import Config
 from jaxopt_llm.config.fields import (
     FIELDS,
     METADATA,
+    SEARCHED,
     forbidden_changes,
-    from_json,
-    get_field,
     replace_fields,
-    to_json,
     wrong_types,
 )
 from jaxopt_llm.config.metadata import Metadata
@@ -210,19 +210,51 @@ def test_metadata_of_a_section_holds_for_its_settings_unless_they_have_their_own
     assert METADATA["mesh.pipeline"] == Metadata(resume="freely", in_backward=1)
     assert METADATA["model.width"].resume == "never"
     assert METADATA["optimizer.learning_rate"].resume == "if_allowed"
-    assert {name for name, each in METADATA.items() if not each.in_pretrained} == {
+    of_model = {name for name in FIELDS if name.startswith("model.")}
+    not_in_folder = {
         f"model.{name}"
         for name in (
             *("pretrained", "last_layers", "balance_loss", "router_z_loss", "router_bias_rate", "expert_capacity"),
         )
     }
+    of_adapter = {f"lora.{name}" for name in ("rank", "alpha", "targets", "rslora", "dora")}
+    in_pretrained = {name for name, each in METADATA.items() if each.in_pretrained}
+    assert in_pretrained == of_model - not_in_folder | of_adapter
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_a_setting_is_written_in_one_place(name: str) -> None:
-    """Its flag, its default, its type check, its description and its JSON come from the field."""
-    config = Config()
-    value = get_field(config, name)
-    assert get_field(replace_fields(config, {name: value}), name) == value
-    assert wrong_types(replace_fields(config, {name: object()})) != []
-    assert get_field(from_json(to_json(config)), name) == value
+def test_what_changes_least_of_what_is_learned_is_proposed_first() -> None:
+    assert list(SEARCHED) == [
+        *("training.attention", "optimizer.state_dtype", "precision.reduce_dtype", "precision.compute_dtype"),
+        "optimizer.in_backward",
+    ]
+
+
+def test_a_new_setting_is_written_in_one_place(tmp_path: Path) -> None:
+    """A field is added to a copy of the package: its flag, type check, metadata, JSON and page follow from it."""
+    for folder in ("jaxopt_llm", "configs", "scripts", "docs"):
+        shutil.copytree(PACKAGE.parent / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    model = tmp_path / "jaxopt_llm" / "config" / "model.py"
+    before = "    width: int = "
+    assert model.read_text().count(before) == 1
+    field = '    wheels: int = setting(4, resume="never")\n    """Number of wheels."""\n'
+    model.write_text(model.read_text().replace(before, field + before))
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(tmp_path)}
+        return subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    train = ("-m", "jaxopt_llm.train", "--config", "quickstart.py")
+    assert "Number of wheels. (default: 4)" in run(*train, "--help").stdout
+    shown = run(*train, "--model.wheels", "3", "--print-config")
+    assert json.loads(shown.stdout)["model"]["wheels"] == 3
+    refused = run(*train, "--run.allow-change", "model.wheels")
+    assert refused.returncode == 2 and "model.wheels" in refused.stderr
+    script = "from jaxopt_llm.config import Config, fields as f; c = Config()\n"
+    script += "print(f.forbidden_changes(c, f.replace_fields(c, {'model.wheels': 5})), f.wrong_types("
+    script += "f.replace_fields(c, {'model.wheels': 'x'})))"
+    checked = run("-c", script).stdout
+    assert "model.wheels was 4 and is 5" in checked and "model.wheels='x'" in checked
+    assert run("scripts/settings_page.py").returncode == 0
+    assert "| `wheels` | integer | `4` | no | Number of wheels. |" in (tmp_path / "docs/configuration.md").read_text()

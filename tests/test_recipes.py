@@ -54,6 +54,9 @@ QUICK = ("llama2_7b", "llama3_8b_qlora")
 COMPILED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SIZED + MIXTURES]
 
 
+README = RECIPES.parent / "README.md"
+
+
 def docstring(name: str) -> str:
     found = ast.get_docstring(ast.parse((RECIPES / f"{name}.py").read_text()))
     assert found
@@ -245,3 +248,10 @@ def test_weights_are_gathered_while_matrices_multiply() -> None:
 def test_nothing_of_sequence_by_sequence_is_whole() -> None:
     _, text = compiled(4, 8, 3)
     assert not [each for each in hlo.list_array_shapes(text) if each.shape.count(4096) > 1]
+
+
+def test_the_readme_has_the_memory_of_the_docstrings() -> None:
+    rows = re.findall(r"^\| \[`(\w+)\.py`\][^|]*\|(?:[^|]*\|)*? ([\d.]+) \|$", README.read_text(), re.MULTILINE)
+    assert len(rows) >= 10
+    for name, gibibytes in rows:
+        assert number("GiB", docstring(name)) == float(gibibytes), name

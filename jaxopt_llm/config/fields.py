@@ -28,7 +28,11 @@ def _collect_metadata(config_type: Any, inherited: dict[str, Any], prefix: str =
 METADATA = _collect_metadata(Config, {})  # by dotted name, in the order of `Config`
 FIELDS = list(METADATA)
 # The settings that `plan --search` may try if `--allow` names them, with their values from wide to narrow.
-SEARCHED = {name: metadata.search for name, metadata in METADATA.items() if metadata.search}
+SEARCHED = {
+    name: METADATA[name].search
+    for name in sorted(METADATA, key=lambda name: METADATA[name].search_rank)
+    if METADATA[name].search
+}
 # The values that `optimizer.in_backward` requires: any other value of these settings needs all gradients at once.
 WITH_IN_BACKWARD = {
     name: metadata.in_backward for name, metadata in METADATA.items() if metadata.in_backward is not None

@@ -23,12 +23,15 @@ class Metadata:
     in_pretrained: whether the folder or run that `model.pretrained` or `lora.pretrained` names sets it.
     search: values that `plan --search` tries if `--allow` names the setting, from wide to narrow. Empty: `--allow`
         cannot name it.
+    search_rank: order in which the search proposes such settings when nothing fits; lower ranks first, because they
+        change less of what the model learns.
     in_backward: the only value that `optimizer.in_backward` works with. None: any value.
     """
 
     resume: Resume = "if_allowed"
-    in_pretrained: bool = True
+    in_pretrained: bool = False
     search: tuple[Any, ...] = ()
+    search_rank: int = 0
     in_backward: Any = None
 
 

@@ -22,10 +22,10 @@ class Exactness(Protocol):
 class PrecisionConfig:
     param_dtype: Literal["float32"] = "float32"
     """Dtype of the master weights. optimizer.state_dtype sets the dtype of the moments."""
-    compute_dtype: Float = setting("bfloat16", search=("float32", "bfloat16"))
+    compute_dtype: Float = setting("bfloat16", search=("float32", "bfloat16"), search_rank=3)
     """Dtype of the activations and of the weights that multiply them; norms, softmax and loss stay in float32. On GPUs,
     JAX multiplies float32 matrices in TF32 unless JAX_DEFAULT_MATMUL_PRECISION=highest is set in the environment."""
-    reduce_dtype: Float = setting("float32", search=("float32", "bfloat16"))
+    reduce_dtype: Float = setting("float32", search=("float32", "bfloat16"), search_rank=2)
     """Dtype in which gradients are computed and summed over devices (PyTorch FSDP: reduce_dtype). Sums over
     microbatches are in float32."""
     loss_scaling: Literal["none", "dynamic"] = setting("none", resume="never", in_backward="none")

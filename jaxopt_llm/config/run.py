@@ -95,7 +95,7 @@ class ProfileConfig:
 @dataclass(frozen=True)
 class Config:
     run: RunConfig = section(RunConfig)
-    model: ModelConfig = section(ModelConfig)
+    model: ModelConfig = section(ModelConfig, in_pretrained=True)
     data: DataConfig = section(DataConfig)
     training: TrainingConfig = section(TrainingConfig)
     lora: LoraConfig = section(LoraConfig)

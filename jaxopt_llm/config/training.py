@@ -23,7 +23,7 @@ class TrainingConfig:
     """Tokens of each device whose logits exist at the same time (chunked cross-entropy). 0 = all tokens of the
     microbatch."""
     attention: Literal["auto", "xla", "pallas", "triton"] = setting(
-        "auto", resume="freely", search=("pallas", "triton")
+        "auto", resume="freely", search=("pallas", "triton"), search_rank=0
     )
     """Implementation of attention. xla: XLA's operations, on any device. pallas: our flash attention kernel in Pallas,
     for GPUs from Ampere on. triton: our flash attention kernel in Triton, for Hopper and Blackwell. auto: of those that
@@ -82,13 +82,13 @@ class OptimizerConfig:
     clip_norm: float = setting(1.0, in_backward=0)
     """Maximum global norm of the gradient; a gradient with a larger norm is scaled down to it (max_grad_norm). 0 =
     off."""
-    in_backward: bool = setting(False, resume="freely", search=(False, True))
+    in_backward: bool = setting(False, resume="freely", search=(False, True), search_rank=4)
     """Update each layer as soon as the backward pass has its gradient, then free the gradient, so that all gradients
     never exist at once (LOMO; torchtune: optimizer_in_bwd). Not available with clipping, accumulation, loss scaling,
     skipped steps or a pipeline."""
     name: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = setting("adamw", resume="never")
     """Optimizer. With muon, only the matrices of the blocks use it; the other parameters use adamw."""
-    state_dtype: StateDtype = setting("float32", resume="never", search=("float32", "bfloat16", "int8"))
+    state_dtype: StateDtype = setting("float32", resume="never", search=("float32", "bfloat16", "int8"), search_rank=1)
     """Dtype of the stored moments of matrices and tables, for all optimizers except adafactor: 8, 4 or 2.06 bytes per
     parameter for adamw. int8 stores codes in blocks along the last dimension, each with a scale (8-bit optimizer)."""
     momentum: float = 0.95
@@ -173,12 +173,12 @@ class LoraConfig:
     pretrained: str = setting("", resume="freely")
     """Folder of a PEFT adapter of this model, from which the adapters start. It also sets rank, alpha, targets, rslora
     and dora. Empty = new adapters."""
-    rank: int = setting(0, resume="never")
+    rank: int = setting(0, resume="never", in_pretrained=True)
     """Rank of the LoRA adapters; only they are trained (Hu et al. 2021; PEFT: r). 0 = no adapters: train the parameters
     themselves."""
-    alpha: float = 16.0
+    alpha: float = setting(16.0, in_pretrained=True)
     """The product of an adapter is multiplied by alpha / rank (PEFT: lora_alpha)."""
-    targets: tuple[str, ...] = setting((ALL_LINEAR,), resume="never")
+    targets: tuple[str, ...] = setting((ALL_LINEAR,), resume="never", in_pretrained=True)
     """Weights that get adapters (PEFT: target_modules): all-linear for the matrices of the blocks, or globs of paths
     such as */attention/query, where * also matches slashes. The first match applies, and every pattern must apply to a
     weight."""
@@ -188,10 +188,10 @@ class LoraConfig:
     double_quantisation: bool = setting(False, resume="never")
     """With base=nf4: quantise the scales of the blocks to 8 bits too, which takes 4.1 bits per weight instead of 4.5
     (bitsandbytes: bnb_4bit_use_double_quant)."""
-    rslora: bool = False
+    rslora: bool = setting(False, in_pretrained=True)
     """Multiply the product of an adapter by alpha / √rank instead, so that its size does not depend on the rank
     (rsLoRA, Kalajdzievski 2023; PEFT: use_rslora)."""
-    dora: bool = setting(False, resume="never")
+    dora: bool = setting(False, resume="never", in_pretrained=True)
     """Train the norm of each output channel of a weight separately from its direction (DoRA, Liu et al. 2024; PEFT:
     use_dora)."""
     dropout: float = 0.0

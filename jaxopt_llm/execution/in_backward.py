@@ -11,7 +11,9 @@ Nothing can wait for all gradients: neither a clip by their norm, nor a decision
 Letters: G gradient groups, R periods of a segment, B batch, S sequence, D width.
 """
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -76,28 +78,32 @@ def loss_and_update(
     return jnp.sum(loss), squares + sum_of_squares(outer, passes.specs["outer"]), auxiliary, new_state
 
 
+@dataclass(frozen=True, eq=False)
 class _Passes:
-    """The passes of one step. Those over the whole batch have a leading dimension G if there are gradient groups.
+    """The passes of one step. Those over the whole batch have a leading dimension G if there are gradient groups."""
 
-    specs: of the trainable parameters. inside: the placement within a gradient group.
-    """
+    model: Model
+    trainable: Params
+    frozen: Params
+    microbatch: Batch
+    loss_weight: jax.Array
+    placement: Placement
+    read_params: ReadParams
+    update: Update
 
-    def __init__(
-        self,
-        model: Model,
-        trainable: Params,
-        frozen: Params,
-        microbatch: Batch,
-        loss_weight: jax.Array,
-        placement: Placement,
-        read_params: ReadParams,
-        update: Update,
-    ) -> None:
-        self.model, self.trainable, self.frozen = model, trainable, frozen
-        self.params, self.specs = tree.merge(trainable, frozen), tree.restrict(model.specs, trainable)
-        self.microbatch, self.loss_weight = microbatch, loss_weight
-        self.placement, self.inside = placement, inside_gradient_group(placement)
-        self.read_params, self.update = read_params, update
+    @functools.cached_property
+    def params(self) -> Params:
+        return tree.merge(self.trainable, self.frozen)
+
+    @functools.cached_property
+    def specs(self) -> Params:
+        """Specs of the trainable parameters."""
+        return tree.restrict(self.model.specs, self.trainable)
+
+    @functools.cached_property
+    def inside(self) -> Placement:
+        """The placement within a gradient group."""
+        return inside_gradient_group(self.placement)
 
     def embed(self) -> jax.Array:
         """Return what enters the first segment, [G, B / G, S, D]."""

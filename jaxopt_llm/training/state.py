@@ -315,15 +315,8 @@ def resume_state(
         array.delete()
         return converted
 
-    def make(
-        masters: Params,
-        moments: Params,
-        compute: Params | None,
-        frozen: Params,
-        guard: Guard,
-        loss_scale: LossScale,
-    ) -> TrainState:
-        return TrainState(jnp.int32(step), masters, moments, compute, frozen, guard, loss_scale)
+    def make(trees: dict[str, tree.Tree]) -> TrainState:
+        return TrainState(step=jnp.int32(step), **trees)
 
     shardings = state_shardings(specs, placement)
     frozen = specs.frozen if frozen is None else frozen
@@ -333,4 +326,4 @@ def resume_state(
         for name, arrays in trees.items()
     }
     compute = _make_compute_copy(specs.masters, converted["masters"], shardings.compute, placement)
-    return jax.jit(make, out_shardings=shardings, donate_argnums=(0, 1, 2, 3, 4, 5))(compute=compute, **converted)
+    return jax.jit(make, out_shardings=shardings, donate_argnums=0)({**converted, "compute": compute})

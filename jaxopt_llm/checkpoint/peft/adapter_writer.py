@@ -1,5 +1,6 @@
 """Writing of PEFT folders of LoRA adapters: see adapter_folder.py for how PEFT's modules hold our parameters."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -79,24 +80,36 @@ def write_adapter_folder(
         shapes = module.shapes(rank * len(pieces), dora)
         specs |= {f"{PREFIX}{name}.{kind}": TensorSpec(tensor_dtype, shape) for kind, shape in shapes.items()}
     counts = {name: len(pieces) for name, pieces in adapted.items()}
-    patterns = {
-        re.escape(ending): count
-        for count in sorted({*counts.values()} - {1})
-        for ending in find_endings([name for name in counts if counts[name] == count], modules)
-    }
-    peft_config = PeftConfig(
-        r=rank,
-        lora_alpha=alpha,
-        target_modules=find_endings(adapted, modules),
-        rank_pattern={pattern: rank * count for pattern, count in patterns.items()},
-        alpha_pattern={pattern: alpha * (math.sqrt(count) if rslora else count) for pattern, count in patterns.items()},
-        use_rslora=rslora,
+    peft_config = dataclasses.replace(
+        _describe_targets(counts, modules, rank, alpha, rslora),
         use_dora=dora,
         ensure_weight_tying=config.tied_head and HEAD in adapted,
     )
     with NewFolder(path) as folder:
         safetensors.write_file(folder / WEIGHTS, specs, _tensor_getter(path, adapted, modules, specs))
         write_peft_config(folder, peft_config, family.input_first, base)
+
+
+def _describe_targets(
+    counts: dict[str, int], modules: Mapping[str, PeftModule], rank: int, alpha: float, rslora: bool
+) -> PeftConfig:
+    """Return the PEFT configuration of the adapted modules.
+
+    counts: number of pieces of each module that have an adapter. Their ranks add up in PEFT's module.
+    """
+    patterns = {
+        re.escape(ending): count
+        for count in sorted({*counts.values()} - {1})
+        for ending in find_endings([name for name in counts if counts[name] == count], modules)
+    }
+    return PeftConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=find_endings(counts, modules),
+        rank_pattern={pattern: rank * count for pattern, count in patterns.items()},
+        alpha_pattern={pattern: alpha * (math.sqrt(count) if rslora else count) for pattern, count in patterns.items()},
+        use_rslora=rslora,
+    )
 
 
 def _group_by_module(path: Path, weights: Mapping[str, LoraWeight], modules: Mapping[str, PeftModule]) -> Adapted:

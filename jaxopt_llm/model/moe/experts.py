@@ -104,11 +104,10 @@ def moe_layer(
     routing = router.choose_experts(logits, bias, rows, context.token_mask, config, placement)
     experts = jnp.where(routing.kept, routing.experts, config.experts)
     matrices = {name: params[name] for name in ("gate", "up", "down") if name in params}
-    has_cache, inputs = context.loss_mask is None, (normed, routing.weights)
-    y, rounds = exchange.run_experts(apply_experts, experts, has_cache, matrices, inputs, config, placement)
+    inputs = (normed, routing.weights)
+    y, rounds = exchange.run_experts(apply_experts, experts, rows is None, matrices, inputs, config, placement)
     if config.shared_expert_width:
-        shared = {name.removeprefix("shared_"): param for name, param in params.items() if name.startswith("shared_")}
-        y = y + mlp(shared, x, context, norm=norm, kind=config.mlp)
+        y = y + mlp(_select_shared(params), x, context, norm=norm, kind=config.mlp)
     return tag(y, "mlp_output"), _make_auxiliary(routing, logits, bias, rounds, context, layer, config)
 
 
@@ -125,6 +124,11 @@ def zero_statistics(config: ModelConfig) -> dict[str, jax.Array]:
     names = ("router_tokens", "router_entropy", "dropped", "exchanges", "rounds")
     scalars = {name: jnp.zeros((), jnp.float32) for name in names}
     return {"expert_load": jnp.zeros((config.layers, config.experts), jnp.float32), **scalars}
+
+
+def _select_shared(params: dict[str, Weight]) -> dict[str, Weight]:
+    """Return the parameters of the shared expert, with the names of an MLP's."""
+    return {name.removeprefix("shared_"): param for name, param in params.items() if name.startswith("shared_")}
 
 
 def _make_auxiliary(

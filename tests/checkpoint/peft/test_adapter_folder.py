@@ -21,6 +21,7 @@ from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
 from jaxopt_llm.checkpoint.peft import adapter_folder
 from jaxopt_llm.checkpoint.peft.adapter_config import PeftConfig, find_endings, read_peft_config
 from jaxopt_llm.checkpoint.peft.adapter_writer import write_adapter_folder
+from jaxopt_llm.config import fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.execution.stage_layout import stack_by_stage
@@ -49,6 +50,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_leaves_are_read_into_any_mesh(name: str, folder: Path) -> None:
     placement = toy.placement(**PLACEMENTS[name])
     adapter = open_adapters(folder)
+    assert {f"lora.{name}" for name in adapter.lora} == {
+        name for name, each in fields.METADATA.items() if name.startswith("lora.") and each.in_pretrained
+    }
     assert adapter.lora == {
         "rank": RANK,
         "alpha": ALPHA,
