@@ -27,7 +27,7 @@ from jaxopt_llm.core import errors
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Model, Params
-from jaxopt_llm.parallel.gathering import make_perturbations, place_weights
+from jaxopt_llm.parallel.gathering import attach_shardings, make_perturbations
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 
@@ -57,10 +57,10 @@ plain_cross_entropy.defvjp(_plain_forward, _plain_backward)
 
 
 def plain_head_loss(
-    parts: Model, vocabulary: int, outer: Params, x: jax.Array, batch: Batch, context: Any, loss_weight: jax.Array
+    parts: Model, vocabulary: int, non_layer: Params, x: jax.Array, batch: Batch, context: Any, loss_weight: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `Model.loss` from whole logits."""
-    losses = plain_cross_entropy(parts.logits(outer, x, context), batch.targets, vocabulary)
+    losses = plain_cross_entropy(parts.logits(non_layer, x, context), batch.targets, vocabulary)
     loss = jnp.sum(jnp.where(batch.loss_mask, losses, 0.0))
     return loss_weight * loss, loss
 
@@ -73,14 +73,14 @@ def contender(asked: argparse.Namespace, plain: bool) -> tuple[Any, tuple[Any, .
     model = ModelConfig(vocabulary_size=asked.vocabulary, width=asked.width)
     parts = Decoder(model, asked.chunk)
     head_loss = functools.partial(plain_head_loss, parts, asked.vocabulary) if plain else parts.loss
-    specs = parts.specs["outer"]
+    specs = parts.specs["non_layer"]
 
     def loss_and_gradients(params: Params, x: jax.Array, batch: Batch) -> Any:
         context = parts.make_context(batch, placement)
 
         def objective(perturbations: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            outer = place_weights(specs, params, perturbations, placement, keep_gathered=True)
-            return head_loss(outer, x, batch, context, jnp.float32(1 / asked.tokens))
+            non_layer = attach_shardings(specs, params, perturbations, placement, keep_gathered=True)
+            return head_loss(non_layer, x, batch, context, jnp.float32(1 / asked.tokens))
 
         return jax.grad(objective, argnums=(0, 1), has_aux=True)(make_perturbations(specs, placement), x)
 

@@ -44,12 +44,12 @@ def models(model: ModelConfig) -> dict[str, dict[str, Any]]:
 
     def dense(experts: int) -> dict[str, Any]:
         """Return the settings of a dense model. The width of its MLPs is the mean over the recipe's layers."""
-        mixed = sum(map(model.has_experts, range(model.layers)))
-        of_mixed = experts * model.expert_width + model.shared_expert_width
+        mixed = sum(map(model.moe.has_experts, range(model.layers)))
+        of_mixed = experts * model.moe.expert_width + model.moe.shared_expert_width
         width = (mixed * of_mixed + (model.layers - mixed) * model.mlp_width) / model.layers
-        return {"model.experts": 0, "model.mlp_width": round(width)}
+        return {"model.moe.experts": 0, "model.mlp_width": round(width)}
 
-    return {EXPERTS: {}, ACTIVE: dense(model.experts_per_token), TOTAL: dense(model.experts)}
+    return {EXPERTS: {}, ACTIVE: dense(model.moe.experts_per_token), TOTAL: dense(model.moe.experts)}
 
 
 def compiled(recipes: Mapping[str, Path], gpu: str, gpus: int) -> dict[str, Row]:
@@ -161,8 +161,8 @@ def main() -> int:
     device = "" if asked.compiled else device_kind()
     path = asked.config or str(HERE / "recipes" / f"experts_{'small' if device == 'cpu' else '1b'}.py")
     config = cli.load_recipe(path)
-    if not config.model.experts:
-        raise InputError(f"--config {path}: model.experts=0: no experts to compare; give a recipe with experts")
+    if not config.model.moe.experts:
+        raise InputError(f"--config {path}: model.moe.experts=0: no experts to compare; give a recipe with experts")
     report: dict[str, Any] = {"config": Path(path).name, "jax": jax.__version__, "gpu": asked.gpu or chip_name(device)}
     with tempfile.TemporaryDirectory() as folder:
         recipes = {

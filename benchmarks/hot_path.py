@@ -34,7 +34,7 @@ from jaxopt_llm.compiler.instructions import Computation, Instruction
 from jaxopt_llm.config import MeshConfig, ModelConfig, PrecisionConfig, ShardingConfig, cli
 from jaxopt_llm.core import errors
 from jaxopt_llm.model import layers
-from jaxopt_llm.parallel.gathering import place_weights
+from jaxopt_llm.parallel.gathering import attach_shardings
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 
@@ -61,7 +61,7 @@ def passes(model: ModelConfig, tokens: int, device: jax.Device) -> dict[str, Pas
 
     def norm(scale: jax.Array, x: jax.Array, perturbation: jax.Array) -> jax.Array:
         """Compute RMSNorm. The gradient of the scale is that of its perturbation (see PlacedWeight)."""
-        weights = place_weights(specs, {"scale": scale}, {"scale": perturbation}, placement, keep_gathered=False)
+        weights = attach_shardings(specs, {"scale": scale}, {"scale": perturbation}, placement, keep_gathered=False)
         return layers.norm(weights, x, kind="rms", epsilon=model.norm_epsilon, zero_centered=False)
 
     def turn(positions: jax.Array, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -24,7 +24,7 @@ MODES = ("eager", "compiled")
 Work = dict[str, Any]
 # Decoder settings that a Llama does not have.
 NOT_LLAMA = (
-    *("positions", "rope_factor", "norm", "norm_placement", "norm_zero_centered", "qk_norm", "biases", "mlp"),
+    *("positions", "rope.factor", "norm", "norm_placement", "norm_zero_centered", "qk_norm", "biases", "mlp"),
     *("attention_scale", "attention_softcap", "logit_softcap", "scale_embedding"),
 )
 
@@ -32,6 +32,7 @@ NOT_LLAMA = (
 def work(config: "Config") -> Work:
     """Return the work of the peer, ready for JSON. Raises InputError for what it cannot do, or not on this machine."""
     from jaxopt_llm.config import ModelConfig
+    from jaxopt_llm.config.fields import get_field
     from jaxopt_llm.core.errors import InputError
     from jaxopt_llm.model.decoder_specs import param_specs
 
@@ -40,7 +41,7 @@ def work(config: "Config") -> Work:
     if set(model.pattern) != {"global"}:
         found.append(f"model.pattern={model.pattern}: the peer has only global attention; set --model.pattern global")
     for name in NOT_LLAMA:
-        value, plain = getattr(model, name), getattr(ModelConfig(), name)
+        value, plain = get_field(model, name), get_field(ModelConfig(), name)
         if value != plain:
             found.append(f"model.{name}={value}: the peer does not support it; set --model.{name} {plain}")
     if config.mesh.devices > 1:
@@ -61,7 +62,7 @@ def work(config: "Config") -> Work:
         raise InputError(f"--peer hf-torch: {'; '.join(found)}")
     return {
         "llama": {
-            "vocab_size": param_specs(model)["outer"]["embedding"]["table"].shape[0],
+            "vocab_size": param_specs(model)["non_layer"]["embedding"]["table"].shape[0],
             "hidden_size": model.width,
             "intermediate_size": model.mlp_width,
             "num_hidden_layers": model.layers,
@@ -69,7 +70,7 @@ def work(config: "Config") -> Work:
             "num_key_value_heads": model.kv_heads,
             "head_dim": model.head_dim,
             "rms_norm_eps": model.norm_epsilon,
-            "rope_theta": model.rope_theta,
+            "rope_theta": model.rope.theta,
             "tie_word_embeddings": model.tied_head,
             "max_position_embeddings": training.sequence_length,
         },

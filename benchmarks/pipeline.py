@@ -236,7 +236,7 @@ class Contender:
             segment_ids=np.ones(shape, np.int32),
             positions=positions,
         )
-        self.batch = jax.device_put(batch, program.rows)
+        self.batch = jax.device_put(batch, program.batch_sharding)
         per_token = flops.count_per_token(
             config.model, program.specs.masters, program.specs.frozen, config.training.sequence_length
         )

@@ -53,11 +53,16 @@ def formula(config: Config) -> dict[str, float]:
     """
     n, tensor, stage = config.mesh.fsdp, config.mesh.tensor, config.sharding.zero_stage
     specs = param_specs(config.model)
-    outer = param.count_parameters(specs["outer"]) / tensor
+    non_layer = param.count_parameters(specs["non_layer"]) / tensor
     parameters = param.count_parameters(specs) / tensor
     share = (n - 1) / n
     gradient, gather = 4 * share * parameters, 2 * share * parameters
-    moved = {0: 2 * gradient, 1: gradient + gather, 2: gradient + gather, 3: gradient + 2 * gather - 2 * share * outer}
+    moved = {
+        0: 2 * gradient,
+        1: gradient + gather,
+        2: gradient + gather,
+        3: gradient + 2 * gather - 2 * share * non_layer,
+    }
     rows = config.training.batch_size // n
     activation = 2 * rows * config.training.sequence_length * config.model.width
     reductions = 5 * config.model.layers * 2 * (tensor - 1) / tensor * activation

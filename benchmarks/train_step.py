@@ -82,7 +82,7 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
             segment_ids=np.ones(shape, np.int32),
             positions=np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape),
         ),
-        program.rows,
+        program.batch_sharding,
     )
     state, metrics = compiled(state, batch)
     jax.block_until_ready(metrics)

@@ -21,6 +21,7 @@ from jaxopt_llm.config import (
     ModelConfig,
     OptimizerConfig,
     RematConfig,
+    RopeConfig,
     RunConfig,
     ScheduleConfig,
     TrainingConfig,
@@ -39,12 +40,10 @@ def get_config() -> Config:
             kv_heads=8,
             head_dim=128,
             mlp_width=14_336,
-            rope_theta=500_000.0,
-            rope_factor=8.0,
-            rope_low_frequency_factor=1.0,
-            rope_high_frequency_factor=4.0,
-            rope_original_length=8192,
             tied_head=False,
+            rope=RopeConfig(
+                theta=500_000.0, factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192
+            ),
         ),
         training=TrainingConfig(steps=steps, batch_size=8, accumulation=8, sequence_length=131_072, attention="pallas"),
         optimizer=OptimizerConfig(learning_rate=1e-5),

@@ -25,7 +25,7 @@ from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import CheckpointConfig, Config, fields
 from jaxopt_llm.core import errors, tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
-from jaxopt_llm.data.tokenizer import load_tokenizer
+from jaxopt_llm.data.tokenizer import find_tokenizer_folder, load_tokenizer
 from jaxopt_llm.inference import load, run
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import Decoder
@@ -37,7 +37,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def import_folder(path: Path, directory: Path, tokenizer: str) -> None:
     """Make a run directory with one checkpoint, of step 0, from the model of a Hugging Face folder."""
-    safetensors.check_path_is_free(directory)
     folder = huggingface.open_model_folder(path)
     config = run.make_folder_config(folder, directory, tokenizer)
     model = config.model
@@ -68,7 +67,6 @@ def export_run(directory: Path, path: Path, dtype: str | None, max_file_bytes: i
 
     For a run that trains adapters, write only the adapters, as a PEFT folder.
     """
-    safetensors.check_path_is_free(path)
     config = run.load_config(directory)
     if config.lora.rank:
         _export_adapters(directory, path, config, dtype)
@@ -78,7 +76,6 @@ def export_run(directory: Path, path: Path, dtype: str | None, max_file_bytes: i
 
 def merge_run(directory: Path, path: Path, dtype: str | None, max_file_bytes: int) -> None:
     """Merge the adapters of a run's last checkpoint into its base, and write the model as a Hugging Face folder."""
-    safetensors.check_path_is_free(path)
     config = run.load_config(directory)
     if not config.lora.rank:
         raise InputError(f"--checkpoint {directory}: it has no adapters; write its model with `convert export`")
@@ -87,7 +84,6 @@ def merge_run(directory: Path, path: Path, dtype: str | None, max_file_bytes: in
 
 def merge_folders(base: Path, adapter: Path, path: Path, dtype: str | None, max_file_bytes: int) -> None:
     """Merge the adapters of a PEFT folder into the model of a Hugging Face folder, and write it as another one."""
-    safetensors.check_path_is_free(path)
     model = load.load_folder(base, adapter)
     write_model_folder(path, model.params, model.config, base, base, dtype, max_file_bytes)
     print(f"{base} with the adapters of {adapter} is in {path}")
@@ -110,31 +106,17 @@ def _export_adapters(directory: Path, path: Path, config: Config, dtype: str | N
 def _export_model(directory: Path, path: Path, config: Config, dtype: str | None, max_file_bytes: int) -> None:
     source = pretrained.find_source_folder(config)
     if source is None and config.model.pretrained and not is_run_directory(Path(config.model.pretrained)):
-        print(
-            f"warning: {config.model.pretrained}, from which the model came, no longer exists: its token ids are not "
-            "copied",
-            file=sys.stderr,
-        )
+        problem = f"{config.model.pretrained}, from which the model came, no longer exists"
+        print(f"warning: {problem}: its token ids are not copied", file=sys.stderr)
     settings: dict[str, Any] = {}
     if source is None:
         tokenizer = load_tokenizer(config.data)
         settings = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
         if config.model.positions == "rotary":
             settings["max_position_embeddings"] = config.training.sequence_length
-    tokenizer_path = Path(config.data.tokenizer)
-    tokenizer_folder = tokenizer_path if tokenizer_path.is_dir() else tokenizer_path.parent
     _, params, _, step = run.restore_run(directory, config, config.precision.param_dtype, "original")
-    dtype = dtype or _read_dtype(source)
-    write_model_folder(
-        path,
-        params,
-        config.model,
-        source,
-        None if config.data.tokenizer == "bytes" else tokenizer_folder,
-        dtype=dtype,
-        max_file_bytes=max_file_bytes,
-        settings=settings,
-    )
+    dtype, tokenizer_folder = dtype or _read_dtype(source), find_tokenizer_folder(config.data)
+    write_model_folder(path, params, config.model, source, tokenizer_folder, dtype, max_file_bytes, settings)
     print(f"step {step} of {directory} is in {path}, in {dtype}")
 
 
@@ -152,44 +134,29 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="import|export|merge")
     importing = commands.add_parser("import", help="make a run directory from a folder, to generate and evaluate")
-    importing.add_argument(
-        "--from", type=Path, required=True, dest="source", metavar="FOLDER", help="Hugging Face folder to read"
-    )
-    importing.add_argument("--to", type=Path, required=True, metavar="RUN_DIR", help="new run directory")
-    importing.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        help="path of a tokenizer.json, or bytes (default: the tokenizer.json in FOLDER)",
-    )
-    exporting = commands.add_parser(
-        "export", help="write the last checkpoint of a run as a folder, or its adapters as a PEFT folder"
-    )
+    add = importing.add_argument
+    add("--from", type=Path, required=True, dest="source", metavar="FOLDER", help="Hugging Face folder to read")
+    add("--to", type=Path, required=True, metavar="RUN_DIR", help="new run directory")
+    add("--tokenizer", metavar="PATH", help="tokenizer.json, or bytes (default: the tokenizer.json in FOLDER)")
+    exporting = commands.add_parser("export", help="write the last checkpoint of a run, or its adapters, as a folder")
     exporting.add_argument("--checkpoint", type=Path, required=True, metavar="RUN_DIR", help="training run to read")
     merging = commands.add_parser("merge", help="merge adapters into their model and write it as a folder")
     merging.add_argument("--checkpoint", type=Path, metavar="RUN_DIR", help="run that trains adapters")
     merging.add_argument("--base", type=Path, metavar="FOLDER", help="instead of --checkpoint: model of --adapter")
     merging.add_argument("--adapter", type=Path, metavar="FOLDER", help="PEFT folder with LoRA adapters of --base")
     for command in (exporting, merging):
-        command.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="new folder")
-        command.add_argument(
-            "--dtype",
-            choices=DTYPES,
-            help="dtype of the tensors (default: that of the folder from which the run started, or float32; for "
-            "adapters, their own)",
-        )
-        command.add_argument(
-            "--shard-bytes",
-            type=int,
-            default=safetensors.MAX_FILE_BYTES,
-            metavar="N",
-            help="maximum file size (default: 5 GB)",
-        )
+        add, most = command.add_argument, safetensors.MAX_FILE_BYTES
+        add("--to", type=Path, required=True, metavar="FOLDER", help="new folder")
+        default = "that of the folder from which the run started, or float32; for adapters, their own"
+        add("--dtype", choices=DTYPES, help=f"dtype of the tensors (default: {default})")
+        add("--shard-bytes", type=int, default=most, metavar="N", help="maximum file size (default: 5 GB)")
     return parser
 
 
 def main() -> int:
     arguments = _make_parser().parse_args(sys.argv[1:])
     jax.config.update("jax_platforms", "cpu")  # copying weights needs no accelerator
+    safetensors.check_path_is_free(arguments.to)  # now, because reading the weights takes long
     if arguments.command == "import":
         import_folder(arguments.source, arguments.to, arguments.tokenizer or str(arguments.source.absolute()))
         return 0

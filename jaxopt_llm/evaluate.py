@@ -101,14 +101,9 @@ def _make_parser() -> argparse.ArgumentParser:
         "be given as for jaxopt_llm.train; the run's values are the defaults.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="directory of a training run, or folder of a Hugging Face model",
-    )
-    parser.add_argument("--batches", type=int, metavar="N", help="maximum number of batches to read (default: all)")
+    add = parser.add_argument
+    add("--checkpoint", type=Path, required=True, metavar="DIR", help="training run, or folder of a Hugging Face model")
+    add("--batches", type=int, metavar="N", help="maximum number of batches to read (default: all)")
     return parser
 
 
@@ -122,13 +117,10 @@ def _override(trained: Config, overrides: list[str], reads_other_data: bool) -> 
         trained = dataclasses.replace(trained, data=dataclasses.replace(trained.data, weights=(), format="auto"))
     config = cli.override_config(trained, overrides, PROGRAM)
     validate(config)
-    changed = [name for name in fields.FIELDS if fields.get_field(trained, name) != fields.get_field(config, name)]
-    fixed = [name for name in changed if not name.startswith(OVERRIDABLE)]
-    if fixed:
-        raise InputError(
-            f"--{fixed[0]}: the checkpoint determines it; leave it out, and change only data.*, training.batch_size "
-            "and training.sequence_length"
-        )
+    for name in fields.FIELDS:
+        if not name.startswith(OVERRIDABLE) and fields.get_field(trained, name) != fields.get_field(config, name):
+            changeable = "data.*, training.batch_size and training.sequence_length"
+            raise InputError(f"--{name}: the checkpoint determines it; leave it out, and change only {changeable}")
     return config
 
 

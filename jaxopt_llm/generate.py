@@ -54,23 +54,13 @@ def generate(
     ids = [np.array([*bos, *text] or [tokenizer.eos], np.int32) for text in texts]
     model, longest = source.config.model, max(prompt_ids.size for prompt_ids in ids)
     if model.positions == "learned" and longest + count > model.max_positions:
-        raise InputError(
-            f"--tokens {count}: with the {longest} of the prompt they exceed the model's {model.max_positions} learned "
-            "positions; give a shorter prompt or a smaller --tokens"
-        )
+        problem = f"with the {longest} of the prompt they exceed the model's {model.max_positions} learned positions"
+        raise InputError(f"--tokens {count}: {problem}; give a shorter prompt or a smaller --tokens")
     show(prompts[0])
     ends = find_eos_ids(source.config.data, tokenizer)
     continuations = [Continuation(tokenizer, prompt_ids.tolist(), ends, stops) for prompt_ids in ids]
-    generator = TokenGenerator(
-        source.model,
-        source.params,
-        source.placement,
-        model.vocabulary_size,
-        sampling,
-        seed,
-        rows=len(ids),
-        length=longest + count,
-    )
+    loaded = source.model, source.params, source.placement, model.vocabulary_size
+    generator = TokenGenerator(*loaded, sampling, seed, rows=len(ids), length=longest + count)
     extend_continuations(generator(ids, count), continuations, show)
     return [continuation.text for continuation in continuations]
 
@@ -83,47 +73,22 @@ def _make_parser() -> argparse.ArgumentParser:
         "continuation. With --chat, answer the lines of standard input.",
     )
     add = parser.add_argument
-    add(
-        "--checkpoint",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="directory of a training run, or folder of a Hugging Face model",
-    )
+    add("--checkpoint", type=Path, required=True, metavar="DIR", help="training run, or folder of a Hugging Face model")
     add("--tensor", type=int, default=1, metavar="N", help="devices that split all weights and heads (default: 1)")
     add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; can be given several times")
     add("--prompts", type=Path, metavar="FILE", help="file of further prompts, a JSON string on each line")
     add("--chat", action="store_true", help="hold a conversation with the tokenizer's chat template, until Ctrl-D")
     add("--system", metavar="TEXT", help="system message at the start of the conversation")
-    add(
-        "--context",
-        type=int,
-        metavar="N",
-        help=f"maximum tokens of a conversation (default: {DEFAULT_CONTEXT}, or the model's learned positions)",
-    )
-    add(
-        "--tokens",
-        type=int,
-        metavar="N",
-        help=f"maximum tokens to generate (default: {DEFAULT_TOKENS}; with --chat, the room left in the context)",
-    )
+    context = f"default: {DEFAULT_CONTEXT}, or the model's learned positions"
+    add("--context", type=int, metavar="N", help=f"maximum tokens of a conversation ({context})")
+    tokens = f"default: {DEFAULT_TOKENS}; with --chat, the room left in the context"
+    add("--tokens", type=int, metavar="N", help=f"maximum tokens to generate ({tokens})")
     add("--temperature", type=float, default=0.0, metavar="T", help="divisor of the logits (default: 0, greedy)")
     add("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (default: all)")
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="sample from the most likely tokens with total probability P (default: 1)",
-    )
+    top_p = "sample from the most likely tokens with total probability P (default: 1)"
+    add("--top-p", type=float, default=1.0, metavar="P", help=top_p)
     add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
-    add(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end a continuation before this text; can be given several times",
-    )
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; can be given several times")
     return parser
 
 

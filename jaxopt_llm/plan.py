@@ -140,10 +140,9 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
     compiled, temporaries = compile_and_list_temporaries(lowered)
     compile_seconds = time.perf_counter() - clock
     text, memory = str(compiled.as_text()), hlo.read_memory(compiled)
-    tokens = config.training.batch_size * config.training.sequence_length
-    needed = flops.count_per_token(
-        config.model, program.specs.masters, program.specs.frozen, config.training.sequence_length
-    )
+    specs, length = program.specs, config.training.sequence_length
+    tokens = config.training.batch_size * length
+    needed = flops.count_per_token(config.model, specs.masters, specs.frozen, length)
     computed = hlo.count_dot_flops_by_dtype(text)
     state_sizes = compute_state_sizes(config)
     assert state_sizes is not None, "`validate` rejects such a configuration"
@@ -161,7 +160,7 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
         parameters=leaves.count_parameters(program.model.specs),
         active_parameters=flops.count_active_parameters(config.model, program.model.specs),
         attention=program.attention,
-        exchange=exchange.describe_exchange(config.model, placement),
+        exchange=exchange.describe_exchange(config.model.moe, placement),
         compile_seconds=compile_seconds,
         memory=by_kind,
         largest=find_largest(program, known, temporaries),
@@ -190,18 +189,10 @@ def _sum_traffic(
         groups[collective.axes, collective.kind, collective.dtypes].append(collective)
     for (axes, kind, dtypes), group in groups.items():
         link, rate = links.find_link(axes, kind, mesh, chip, gpus_per_host)
+        times = sum(each.times for each in group)
         sent = sum(each.wire_bytes * each.times for each in group)
-        overlapped = sum(each.wire_bytes * each.times for each in group if each.asynchronous)
-        yield Traffic(
-            axes=axes,
-            link=link,
-            kind=kind,
-            dtypes=dtypes,
-            times=sum(each.times for each in group),
-            bytes=sent,
-            seconds=sent / rate,
-            overlapped=overlapped / sent if sent else 0.0,
-        )
+        overlapped = sum(each.wire_bytes * each.times for each in group if each.asynchronous) / sent if sent else 0.0
+        yield Traffic(axes, link, kind, dtypes, times, sent, sent / rate, overlapped)
 
 
 # --- Output
@@ -219,17 +210,15 @@ def format_plan(plan: Plan) -> str:
         *format_kinds(plan.memory),
         f"  {'XLA may use':18} {plan.limit / GIB:9.2f}   {float(MEMORY_FRACTION):.0%} of the GPU's",
         f"  {'fits, spare' if plan.spare >= 0 else 'DOES NOT FIT, lacks':18} {abs(plan.spare) / GIB:8.2f}",
-        *_format_host_memory(plan),
+        *([_format_host_memory(plan)] if plan.host_bytes else []),
         *((*format_largest(plan.largest), *format_advice(plan.advice)) if plan.spare < 0 else ()),
         "",
         f"{'collectives of a step':44} {'times':>7} {'GiB sent':>9} {'ms':>9} {'overlapped':>10}",
     ]
     for traffic in sorted(plan.collectives, key=lambda traffic: -traffic.seconds):
         name = f"{' × '.join(traffic.axes)} ({traffic.link}): {traffic.kind} {' '.join(traffic.dtypes)}"
-        lines.append(
-            f"  {name:42} {traffic.times:7,} {traffic.bytes / GIB:9.3f} {traffic.seconds * 1e3:9.2f} "
-            f"{traffic.overlapped:10.0%}"
-        )
+        sent = f"{traffic.bytes / GIB:9.3f} {traffic.seconds * 1e3:9.2f} {traffic.overlapped:10.0%}"
+        lines.append(f"  {name:42} {traffic.times:7,} {sent}")
     seconds = sum(each.seconds for each in plan.collectives)
     lines += [
         f"  {'all':42} {'':7} {sum(each.bytes for each in plan.collectives) / GIB:9.3f} {seconds * 1e3:9.2f}",
@@ -242,11 +231,9 @@ def format_plan(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _format_host_memory(plan: Plan) -> list[str]:
-    if not plan.host_bytes:
-        return []
+def _format_host_memory(plan: Plan) -> str:
     traffic = f"{plan.pcie_bytes / GIB:.2f} GiB over PCIe a step, {plan.pcie_seconds * 1e3:,.0f} ms at its rate"
-    return [f"  {'host, for each GPU':18} {plan.host_bytes / GIB:9.2f}   {traffic}"]
+    return f"  {'host, for each GPU':18} {plan.host_bytes / GIB:9.2f}   {traffic}"
 
 
 def to_json(plan: Plan) -> str:
@@ -283,11 +270,6 @@ def main() -> int:
     config = pretrained.resolve_pretrained(cli.parse_config(arguments, PROGRAM))
     validate(config)
     _disable_gpus()
-    if options.search and config.model.latent_rank:
-        raise InputError(
-            f"--search does not support latent attention, and model.latent_rank={config.model.latent_rank}: leave out "
-            "--search, and compare the plans of different settings"
-        )
     if options.search:
         return _search(config, options)
     plan = make_plan(config, options.gpu, options.hosts, options.gpus_per_host)
@@ -301,6 +283,9 @@ def _disable_gpus() -> None:
 
 
 def _search(config: Config, options: argparse.Namespace) -> int:
+    if config.model.mla.kv_rank:
+        problem = f"--search does not support latent attention, and model.mla.kv_rank={config.model.mla.kv_rank}"
+        raise InputError(f"{problem}: leave out --search, and compare the plans of different settings")
     if options.write:
         _check_new_recipe(options.write)
     gpu, hosts, gpus_per_host = options.gpu, options.hosts, options.gpus_per_host
@@ -321,11 +306,9 @@ def _search(config: Config, options: argparse.Namespace) -> int:
     steps = [] if found.winner else find_remedies(found, allowed, float(MEMORY_FRACTION))
     _print_search(found, seconds, steps, options)
     if found.winner is None:
-        lacking = min(-candidate.plan.spare for candidate in found.compiled)
-        raise InputError(
-            f"nothing fits: the smallest of the compiled settings lacks {lacking / GIB:.1f} GiB of each GPU. Cheapest "
-            f"next step: {'; or '.join(steps)}"
-        )
+        lacking = min(-candidate.plan.spare for candidate in found.compiled) / GIB
+        problem = f"nothing fits: the smallest of the compiled settings lacks {lacking:.1f} GiB of each GPU"
+        raise InputError(f"{problem}. Cheapest next step: {'; or '.join(steps)}")
     if options.write:
         with options.write.open("x") as file:
             file.write(recipe.format_recipe(found.winner.config, _make_docstring(options, found, found.winner)))

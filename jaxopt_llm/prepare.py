@@ -75,10 +75,8 @@ def prepare(config: DataConfig, directory: Path, workers: int) -> None:
             shards = prepared.group_into_shards(files, [parts for _, parts in inspected])
             _write_shards(shards, merger, config, directory, workers, console)
             if not sum(record["tokens"] for record in merger.shards):
-                skipped = _describe_skipped(merger.shards) or "empty"
-                raise InputError(
-                    f"--input {' '.join(config.paths)}: no tokens to train on ({skipped}); give other files"
-                )
+                paths, skipped = " ".join(config.paths), _describe_skipped(merger.shards) or "empty"
+                raise InputError(f"--input {paths}: no tokens to train on ({skipped}); give other files")
             merger.finish(plan)
     records = prepared.read_shard_records(directory)
     documents, tokens = (sum(record[name] for record in records) for name in ("documents", "tokens"))
@@ -135,19 +133,14 @@ def _check_output(directory: Path, plan: dict[str, Any]) -> None:
     if not directory.exists() or not any(path.name != "lock" for path in directory.iterdir()):
         return
     try:
-        old = json.loads((directory / PLAN).read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"--output {directory} is not empty and holds no prepared corpus; choose another directory"
-        ) from error
-    if not isinstance(old, dict):
-        old = {}
+        old = dict(json.loads((directory / PLAN).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        problem = "is not empty and holds no prepared corpus"
+        raise InputError(f"--output {directory} {problem}; choose another directory") from error
     differences = [name for name in sorted({*plan, *old}) if old.get(name) != plan.get(name)]
     if differences:
-        raise InputError(
-            f"--output {directory} holds another prepared corpus, which differs in {', '.join(differences)}; choose "
-            "another directory"
-        )
+        problem = f"holds another prepared corpus, which differs in {', '.join(differences)}"
+        raise InputError(f"--output {directory} {problem}; choose another directory")
 
 
 def _write_shards(
@@ -175,9 +168,8 @@ def _write_shards(
                 merger.merge_ready()
                 progress.advance(task)
         except BrokenProcessPool as error:
-            raise InputError(
-                "a worker process was killed, perhaps for lack of memory; run again with fewer --workers to continue"
-            ) from error
+            problem = "a worker process was killed, perhaps for lack of memory"
+            raise InputError(f"{problem}; run again with fewer --workers to continue") from error
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -213,10 +205,7 @@ def _write_shard(directory: Path, index: int, parts: list[Part]) -> None:
 
 
 def _describe_skipped(records: Sequence[dict[str, Any]]) -> str:
-    total: Counter[str] = Counter()
-    for record in records:
-        total.update(record["skipped"])
-    return _format_counts(total)
+    return _format_counts(sum((Counter(record["skipped"]) for record in records), Counter()))
 
 
 def _format_counts(skipped: Counter[str]) -> str:
@@ -236,38 +225,18 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--tokenizer", default=default.tokenizer, metavar="FILE", help="a tokenizer.json, or bytes (default: bytes)")
     add("--bos", default=default.bos, metavar="TOKEN", help="token before each document (default: the tokenizer's BOS)")
     add("--eos", default=default.eos, metavar="TOKEN", help="token after each document (default: the tokenizer's EOS)")
-    add(
-        "--format",
-        default=default.format,
-        choices=("auto", "text", "jsonl", "parquet"),
-        help="format of the files (default: auto, by suffix)",
-    )
-    add(
-        "--separator",
-        default=default.separator,
-        metavar="TEXT",
-        help="text between the documents of a text file (default: none, the file is one document)",
-    )
-    add(
-        "--content",
-        default=default.content,
-        choices=get_args(Content),
-        help="content of a row; chat: conversations, in the format that their fields show (default: text)",
-    )
-    add(
-        "--chat-template",
-        default=default.chat_template,
-        metavar="FILE",
-        help="file with a Jinja chat template (default: the tokenizer's)",
-    )
+    formats, contents = ("auto", "text", "jsonl", "parquet"), get_args(Content)
+    add("--format", default=default.format, choices=formats, help="format of the files (default: auto, by suffix)")
+    separator = "text between the documents of a text file (default: none, the file is one document)"
+    add("--separator", default=default.separator, metavar="TEXT", help=separator)
+    content = "content of a row; chat: conversations, in the format that their fields show (default: text)"
+    add("--content", default=default.content, choices=contents, help=content)
+    template = "file with a Jinja chat template (default: the tokenizer's)"
+    add("--chat-template", default=default.chat_template, metavar="FILE", help=template)
     add("--date", default=default.date, metavar="DAY", help="date for chat templates that write it, as 2026-01-31")
     add("--text-field", default=default.text_field, metavar="NAME", help="column with the text (default: text)")
-    add(
-        "--malformed",
-        default=default.malformed,
-        choices=("error", "skip", "replace"),
-        help="action for text that is not UTF-8 or is cut off (default: error)",
-    )
+    malformed = "action for text that is not UTF-8 or is cut off (default: error)"
+    add("--malformed", default=default.malformed, choices=("error", "skip", "replace"), help=malformed)
     add("--workers", type=int, default=os.cpu_count(), metavar="N", help="number of processes (default: one per core)")
     return parser
 

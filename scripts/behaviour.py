@@ -14,6 +14,8 @@ A record is valid for one version of JAX and one type of CPU. `compare` prints t
 what the commands do now, or between a record and a LATER record. It exits with 1 if there are differences.
 """
 
+import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -22,6 +24,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from jaxopt_llm.config import MoEConfig, RopeConfig
 
 ROOT = Path(__file__).parent.parent
 
@@ -95,10 +99,10 @@ TOYS = {  # name: flags of the quickstart recipe, on simulated devices
         "--mesh.pipeline 2 --training.accumulation 2 --model.layers 8 --pipeline.schedule interleaved "
         "--pipeline.virtual-stages 2"
     ),
-    "MoE": "--model.experts 4 --model.expert-width 64 --mesh.expert 2 --model.dense-layers 1",
+    "MoE": "--model.moe.experts 4 --model.moe.expert-width 64 --mesh.expert 2 --model.moe.dense-layers 1",
     "MLA": (
-        "--model.latent-rank 32 --model.query-rank 24 --model.kv-heads 2 --model.head-dim 32 --model.pattern global "
-        "--model.rope-scaling yarn --model.rope-factor 4"
+        "--model.mla.kv-rank 32 --model.mla.query-rank 24 --model.kv-heads 2 --model.head-dim 32 "
+        "--model.pattern global --model.rope.scaling yarn --model.rope.factor 4"
     ),
     "LoRA": "--lora.rank 4 --lora.dropout 0.1 --mesh.fsdp 2",
     "QLoRA": "--lora.rank 4 --lora.base nf4 --lora.targets *up* *down* --lora.dora True",
@@ -133,6 +137,12 @@ MEASURED = {"compile_seconds"}
 RENAMED = {  # settings that were renamed after a record that is still in use: old -> new
     "data.beginning": "data.bos",
     "data.end": "data.eos",
+    "training.expert_products": "training.grouped_matmul",
+    "model.latent_rank": "model.mla.kv_rank",
+    "model.expert_capacity": "model.moe.capacity_factor",
+    **{f"model.{name}": f"model.mla.{name}" for name in ("query_rank", "rotary_head_dim", "value_head_dim")},
+    **{f"model.{field.name}": f"model.moe.{field.name}" for field in dataclasses.fields(MoEConfig)},
+    **{f"model.rope_{field.name}": f"model.rope.{field.name}" for field in dataclasses.fields(RopeConfig)},
 }
 
 
@@ -194,7 +204,9 @@ def renamed(record: dict[str, Any]) -> dict[str, Any]:
         for old, new in RENAMED.items():
             section, field = old.split(".")
             if name.startswith("recipe: ") and isinstance(recipe, dict) and field in recipe[section]:
-                recipe[section][new.split(".")[1]] = recipe[section].pop(field)
+                *parents, last = new.split(".")
+                target = functools.reduce(lambda values, parent: values.setdefault(parent, {}), parents, recipe)
+                target[last] = recipe[section].pop(field)
     return record
 
 

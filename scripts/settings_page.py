@@ -72,10 +72,11 @@ def rows(section: type, name: str) -> Iterator[str]:
         if dataclasses.is_dataclass(hints[field.name]):
             nested.append((hints[field.name], f"{name}.{field.name}"))
             continue
-        resume = RESUME[fields.METADATA[f"{name}.{field.name}"].resume]
+        metadata = fields.METADATA[f"{name}.{field.name}"]
+        kind = ", ".join(filter(None, (type_name(hints[field.name]), str(metadata.bounds or ""))))
         text = texts[field.name].replace("|", "\\|")
         default = default_value(field.default)
-        yield f"| `{field.name}` | {type_name(hints[field.name])} | {default} | {resume} | {text} |"
+        yield f"| `{field.name}` | {kind} | {default} | {RESUME[metadata.resume]} | {text} |"
     for each in nested:
         yield from rows(*each)
 

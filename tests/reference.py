@@ -29,7 +29,7 @@ class ReferenceConfig:
     norm_epsilon: float
     layout: tuple[tuple[tuple[str, ...], int], ...]  # segments of (kinds of the period's blocks, repeats)
     positions: str = "rotary"
-    latent_rank: int = 0
+    kv_rank: int = 0
     query_rank: int = 0
     rotary_head_dim: int = 0
     rope_scaling: str = "llama3"
@@ -58,7 +58,7 @@ class ReferenceConfig:
     router_z_loss: float = 0.0
     router_groups: int = 1
     router_groups_per_token: int = 1
-    expert_capacity: float = 0.0
+    capacity_factor: float = 0.0
 
 
 def tree_map(function: Callable[[Array], Array], tree: Tree) -> Tree:
@@ -134,7 +134,7 @@ def softcap(x: Array, cap: float) -> tuple[Array, Callable[[Array], Array]]:
 
 def rotary_frequencies(config: ReferenceConfig) -> Array:
     """Return radians per token of each pair, [K/2], scaled case by case as in the code of Llama 3.1, or of YaRN."""
-    size = config.rotary_head_dim if config.latent_rank else config.head_dim
+    size = config.rotary_head_dim if config.kv_rank else config.head_dim
     frequencies = config.rope_theta ** (-np.arange(0, size, 2) / size)
     scaled = []
     if config.rope_scaling == "yarn":
@@ -271,7 +271,7 @@ def attention(
     x: Array, weights: Tree, config: ReferenceConfig, angles: Array, visible: Array
 ) -> tuple[Array, Callable]:
     """Compute attention. weights: of the whole block; norms of queries and keys are next to the projections."""
-    if config.latent_rank:
+    if config.kv_rank:
         return latent_attention(x, weights, config, angles, visible)
     projections = weights["attention"]
     biased, all_biased = config.biases in ("qkv", "all"), config.biases == "all"
@@ -312,20 +312,24 @@ def gelu(x: Array) -> tuple[Array, Array]:
     return x * (1 + tanh) / 2, (1 + tanh) / 2 + x * (1 - tanh**2) / 2 * root * (1 + 3 * 0.044715 * x**2)
 
 
+GATED = {"swiglu": silu, "geglu": gelu}
+UNGATED = {"gelu": gelu}
+
+
 def mlp(x: Array, weights: Tree, config: ReferenceConfig) -> tuple[Array, Callable[[Array], tuple[Array, Tree]]]:
     biased = config.biases == "all"
     up, up_backward = project("bsd,df->bsf", x, weights, "up", biased)  # [B, S, F]
-    if config.mlp == "gelu":
-        hidden, slope = gelu(up)
+    if config.mlp in UNGATED:
+        hidden, slope = UNGATED[config.mlp](up)
     else:
         gate, gate_backward = project("bsd,df->bsf", x, weights, "gate", biased)  # [B, S, F]
-        activated, slope = {"swiglu": silu, "geglu": gelu}[config.mlp](gate)
+        activated, slope = GATED[config.mlp](gate)
         hidden = activated * up
     out, out_backward = project("bsf,fd->bsd", hidden, weights, "down", biased)  # [B, S, D]
 
     def backward(d_out: Array) -> tuple[Array, Tree]:
         d_hidden, d_down = out_backward(d_out)
-        if config.mlp == "gelu":
+        if config.mlp in UNGATED:
             d_x, d_up = up_backward(d_hidden * slope)
             return d_x, d_up | d_down
         dx_gate, d_gate = gate_backward(d_hidden * up * slope)
@@ -349,7 +353,7 @@ def choose(merits: Array, config: ReferenceConfig) -> Array:
     batch, length, experts = merits.shape
     best = np.array([[best_experts(token, config) for token in row] for row in merits])  # [B, S, k]
     chosen = np.zeros(merits.shape, bool)
-    room = config.expert_capacity * length * config.experts_per_token / experts
+    room = config.capacity_factor * length * config.experts_per_token / experts
     for row in range(batch):
         taken = np.zeros(experts)
         for rank in range(config.experts_per_token):
@@ -372,7 +376,7 @@ def route(
     shares = exponentials / exponentials.sum(axis=-1, keepdims=True)
     scores = shares if config.router == "softmax" else 1 / (1 + np.exp(-logits))
     merits = scores + weights.get("router_bias", 0)
-    unlimited = choose(merits, dataclasses.replace(config, expert_capacity=0.0))
+    unlimited = choose(merits, dataclasses.replace(config, capacity_factor=0.0))
     chosen = choose(merits, config)
     total = np.sum(scores * unlimited, axis=-1, keepdims=True) if config.router_renormalises else np.ones(1)
     mixing = config.router_scale * scores * chosen / total
@@ -482,17 +486,17 @@ def decoder(
     counts = np.ones(np.shape(tokens), bool) if counts is None else np.asarray(counts)
     params = tree_map(lambda leaf: np.asarray(leaf, np.float64), params)
     tokens, segment_ids, positions = (np.asarray(array, np.int64) for array in (tokens, segment_ids, positions))
-    outer = params["outer"]
-    head_name = "head" if "head" in outer else "embedding"
+    non_layer = params["non_layer"]
+    head_name = "head" if "head" in non_layer else "embedding"
     # Dropping the padding rows of the head excludes them from the softmax.
-    head = outer[head_name]["table"][: config.vocabulary_size]  # [V, D]
+    head = non_layer[head_name]["table"][: config.vocabulary_size]  # [V, D]
     angles = positions[:, :, None] * rotary_frequencies(config)  # [B, S, K/2]
     learned = config.positions == "learned"
     embedding_scale = np.sqrt(head.shape[1]) if config.scale_embedding else 1.0
 
-    x = outer["embedding"]["table"][tokens] * embedding_scale  # [B, S, D]
+    x = non_layer["embedding"]["table"][tokens] * embedding_scale  # [B, S, D]
     if learned:
-        x = x + outer["positions"]["table"][positions]
+        x = x + non_layer["positions"]["table"][positions]
     tape, extra = [], 0.0
     for i, (kinds, repeats) in enumerate(config.layout):
         for repeat in range(repeats):
@@ -504,7 +508,7 @@ def decoder(
                 x, added, block_backward = block(x, weights, config, turned, visible, counts)
                 extra += added
                 tape.append((i, repeat, j, block_backward))
-    normed, norm_backward = norm(x, outer["final_norm"], config)
+    normed, norm_backward = norm(x, non_layer["final_norm"], config)
     out, out_backward = contract("bsd,vd->bsv", normed, head)  # [B, S, V]
     out, cap_backward = softcap(out, config.logit_softcap)
 
@@ -512,17 +516,17 @@ def decoder(
         gradients = tree_map(np.zeros_like, params)
         d_normed, d_head = out_backward(cap_backward(d_out))
         d_x, d_final_norm = norm_backward(d_normed)
-        gradients["outer"]["final_norm"].update(d_final_norm)
+        gradients["non_layer"]["final_norm"].update(d_final_norm)
         for i, repeat, j, block_backward in reversed(tape):
             d_x, d_weights = block_backward(d_x)
             for group, leaves in d_weights.items():
                 for name, leaf in leaves.items():
                     gradients[f"segment_{i}"][f"block_{j}"][group][name][repeat] = leaf
-        gradients["outer"][head_name]["table"][: config.vocabulary_size] += d_head
+        gradients["non_layer"][head_name]["table"][: config.vocabulary_size] += d_head
         # `+=` with an index array would keep only one of the occurrences of a token.
-        np.add.at(gradients["outer"]["embedding"]["table"], tokens, d_x * embedding_scale)
+        np.add.at(gradients["non_layer"]["embedding"]["table"], tokens, d_x * embedding_scale)
         if learned:
-            np.add.at(gradients["outer"]["positions"]["table"], positions, d_x)
+            np.add.at(gradients["non_layer"]["positions"]["table"], positions, d_x)
         return gradients
 
     return out, extra, backward

@@ -37,16 +37,16 @@ CASES = {
         ["training.sequence_length=32", "--model.max-positions", "31"],
     ),
     "rotary kinds and factors without rotary": (
-        ["--model.positions", "learned", "--model.pattern", "global_nope", "--model.rope-factor", "8"],
-        ["model.pattern", "write global", "model.rope_factor=8"],
+        ["--model.positions", "learned", "--model.pattern", "global_nope", "--model.rope.factor", "8"],
+        ["model.pattern", "write global", "model.rope.factor=8"],
     ),
     "frequencies upside down": (
-        ["--model.rope-low-frequency-factor", "5"],
-        ["model.rope_high_frequency_factor=4", "above model.rope_low_frequency_factor=5"],
+        ["--model.rope.low-frequency-factor", "5"],
+        ["model.rope.high_frequency_factor=4", "must exceed model.rope.low_frequency_factor=5"],
     ),
     "switches below their range": (
-        ["--model.attention-softcap=-1", "--model.logit-softcap=-1", "--model.rope-factor", "0.5"],
-        ["model.attention_softcap=-1", "model.logit_softcap=-1", "model.rope_factor=0.5"],
+        ["--model.attention-softcap=-1", "--model.logit-softcap=-1", "--model.rope.factor", "0.5"],
+        ["model.attention_softcap=-1", "model.logit_softcap=-1", "model.rope.factor=0.5"],
     ),
     "loss below its range": (
         ["--training.loss-chunk=-1", "--training.z-loss=-0.1"],
@@ -152,66 +152,70 @@ CASES = {
         ],
     ),
     "experts that do not divide": (
-        ["--model.experts", "6", "--mesh.expert", "4", "--training.batch-size", "4"],
-        ["model.experts=6 is not divisible by mesh.expert=4 (nearest that are: 4 and 8)"],
+        ["--model.moe.experts", "6", "--mesh.expert", "4", "--training.batch-size", "4"],
+        ["model.moe.experts=6 is not divisible by mesh.expert=4 (nearest that are: 4 and 8)"],
     ),
     "more experts than there are": (
-        ["--model.experts", "2", "--model.experts-per-token", "3"],
-        ["model.experts_per_token=3: must be at most model.experts=2"],
+        ["--model.moe.experts", "2", "--model.moe.experts-per-token", "3"],
+        ["model.moe.experts_per_token=3: must be at most model.moe.experts=2"],
     ),
     "one expert with a weight of 1": (
-        ["--model.experts", "2", "--model.experts-per-token", "1"],
+        ["--model.moe.experts", "2", "--model.moe.experts-per-token", "1"],
         [
-            "model.router_renormalises=True: with model.experts_per_token=1 every weight is 1",
-            "set --model.router-renormalises False",
+            "model.moe.router_renormalises=True: with model.moe.experts_per_token=1 every weight is 1",
+            "set --model.moe.router-renormalises False",
         ],
     ),
     "latents with shared heads": (
-        ["--model.latent-rank", "8", "--model.heads", "4", "--model.kv-heads", "2"],
-        ["model.kv_heads=2: with model.latent_rank each query head has its own keys; set --model.kv-heads 4"],
+        ["--model.mla.kv-rank", "8", "--model.heads", "4", "--model.kv-heads", "2"],
+        ["model.kv_heads=2: with model.mla.kv_rank each query head has its own keys; set --model.kv-heads 4"],
     ),
     "less than an even share": (
-        ["--model.experts", "4", "--model.expert-capacity", "0.5"],
-        ["expert_capacity=0.5", "1"],
+        ["--model.moe.experts", "4", "--model.moe.capacity-factor", "0.5"],
+        ["capacity_factor=0.5", "1"],
     ),
     "no room for experts": (
-        ["--model.experts", "4", "--sharding.expert-room", "0.5"],
+        ["--model.moe.experts", "4", "--sharding.expert-room", "0.5"],
         ["sharding.expert_room=0.5: must be at least 1"],
     ),
     "ragged without a GPU": (
-        ["--model.experts", "4", "--sharding.expert-exchange", "ragged"],
+        ["--model.moe.experts", "4", "--sharding.expert-exchange", "ragged"],
         ["sharding.expert_exchange=ragged runs on GPUs only, not on cpu; set --sharding.expert-exchange auto"],
     ),
     "experts in no layer": (
-        ["--model.experts", "4", "--model.expert-every", "99"],
-        ["model.experts=4: no layer has experts", "model.expert_every=99", "--model.expert-every"],
+        ["--model.moe.experts", "4", "--model.moe.expert-every", "99"],
+        ["model.moe.experts=4: no layer has experts", "model.moe.expert_every=99", "--model.moe.expert-every"],
     ),
     "a negative load-balancing loss": (
-        ["--model.experts", "4", "--model.balance-loss", "-1"],
-        ["model.balance_loss=-1.0: must be at least 0"],
+        ["--model.moe.experts", "4", "--model.moe.balance-loss", "-1"],
+        ["model.moe.balance_loss=-1.0: must be at least 0"],
     ),
     "groups that experts do not fill": (
-        ["--model.experts", "6", "--model.router-groups", "4"],
-        ["model.experts=6: must be a multiple of model.router_groups=4"],
+        ["--model.moe.experts", "6", "--model.moe.router-groups", "4"],
+        ["model.moe.experts=6: must be a multiple of model.moe.router_groups=4"],
     ),
     "more groups than there are": (
-        ["--model.experts", "4", "--model.router-groups", "2", "--model.router-groups-per-token", "3"],
-        ["model.router_groups_per_token=3: must be at least 1, and at most model.router_groups=2"],
+        ["--model.moe.experts", "4", "--model.moe.router-groups", "2", "--model.moe.router-groups-per-token", "3"],
+        ["model.moe.router_groups_per_token=3: must be at most model.moe.router_groups=2"],
     ),
     "groups with too few experts": (
-        ["--model.experts", "8", "--model.router-groups", "4", "--model.experts-per-token", "3"],
-        ["experts_per_token=3: exceeds the 2 experts of model.router_groups_per_token=1 of 4 groups"],
+        ["--model.moe.experts", "8", "--model.moe.router-groups", "4", "--model.moe.experts-per-token", "3"],
+        ["experts_per_token=3: exceeds the 2 experts of model.moe.router_groups_per_token=1 of 4 groups"],
     ),
     "groups without two experts": (
         [
-            *("--model.experts", "4", "--model.router-groups", "4", "--model.router-groups-per-token", "2"),
-            *("--model.router", "sigmoid"),
+            *("--model.moe.experts", "4", "--model.moe.router-groups", "4", "--model.moe.router-groups-per-token", "2"),
+            *("--model.moe.router", "sigmoid"),
         ],
-        ["model.router_groups=4: with model.router=sigmoid", "two best", "--model.router-groups to at most 2"],
+        [
+            "model.moe.router_groups=4: with model.moe.router=sigmoid",
+            "two best",
+            "--model.moe.router-groups to at most 2",
+        ],
     ),
     "a negative rate of the router bias": (
-        ["--model.experts", "4", "--model.router-bias-rate", "-1"],
-        ["model.router_bias_rate=-1.0: must be at least 0"],
+        ["--model.moe.experts", "4", "--model.moe.router-bias-rate", "-1"],
+        ["model.moe.router_bias_rate=-1.0: must be at least 0"],
     ),
     "not finite": (["--optimizer.learning-rate", "inf"], ["optimizer.learning_rate=inf", "float32"]),
     "not in float32": (["--optimizer.epsilon", "1e-320"], ["optimizer.epsilon=1e-320", "float32"]),
@@ -228,7 +232,7 @@ CASES = {
         ["--lora.rank", "2", "--lora.targets", "*/atention/*", "*_norm/*", "*/mlp/*", "*/mlp/up"],
         [
             "*/atention/* matches no parameter",
-            "*_norm/* matches no matrix, only outer/final_norm/scale",
+            "*_norm/* matches no matrix, only non_layer/final_norm/scale",
             "*/mlp/up has no effect",
             "segment_0/block_0/attention/query",
         ],
@@ -237,7 +241,7 @@ CASES = {
     "a quantised base without adapters": (["--lora.base", "int8"], ["lora.base=int8", "lora.rank"]),
     "groups that leave a parameter out": (
         ["--optimizer.decay-groups", "*/mlp/*=1", "*_norm/*=0"],
-        ["optimizer.decay_groups: no pattern matches outer/embedding/table"],
+        ["optimizer.decay_groups: no pattern matches non_layer/embedding/table"],
     ),
     "a group that matches nothing": (
         ["--lora.rank", "2", "--optimizer.rate-groups", "*/lora_a=2", "*/scale=1", "*=1"],
@@ -305,7 +309,7 @@ CASES = {
         ],
         [
             "precision.initial_loss_scale=0.5: must be at least precision.min_loss_scale=1.0",
-            "precision.loss_scale_growth_interval=0: must be above 0",
+            "precision.loss_scale_growth_interval=0: must be at least 1",
         ],
     ),
     "no such intermediate": (["--remat.policy", "query", "atention"], ["atention", "--remat.policy", "mlp_gate"]),
@@ -325,7 +329,7 @@ CASES = {
     ),
     "groups of partial periods": (
         ["--remat.every", "3", "--model.layers", "6", "--model.pattern", "sliding", "global"],
-        ["remat.every=3", "remat.every=3 is not a multiple of 2"],
+        ["remat.every=3", "remat.every=3 is no multiple of 2"],
     ),
     "groups that leave nothing to offload": (
         ["--remat.every", "2", "--remat.offload", "block_input"],
@@ -384,7 +388,7 @@ def test_overrides_of_the_real_command(case: str, tmp_path: Path) -> None:
             "from jaxopt_llm import config as c\n"
             "def get_config():\n"
             "    return c.Config(remat=c.RematConfig('fulll'), training=c.TrainingConfig(steps='ten'),\n"
-            "        model=c.ModelConfig(pattern='global', rope_theta=float('nan')), mesh=3,\n"
+            "        model=c.ModelConfig(pattern='global', rope=c.RopeConfig(theta=float('nan'))), mesh=3,\n"
             "        pipeline=c.PipelineConfig('zigzag', split=[3, 2]))\n",
             [
                 "pipeline.schedule='zigzag': must be one of 'gpipe', '1f1b', 'interleaved'",
@@ -435,7 +439,7 @@ def test_larger_than_the_host(tmp_path: Path) -> None:
     needs = r"error: the step needs [\d,.]+ GiB on the simulated devices together, but .* GiB too much"
     assert re.fullmatch(needs, first)
     assert len(rest) < 25
-    table = r"  parameters +[\d.]+ +master weights of outer/embedding/table: .*"
+    table = r"  parameters +[\d.]+ +master weights of non_layer/embedding/table: .*"
     assert any(re.fullmatch(table, line) for line in rest)
     assert "--remat.policy full: about 26% more FLOPs" in refused.stderr
     assert "--offload" not in refused.stderr  # simulated devices have no memory of their own

@@ -32,6 +32,7 @@ from jaxopt_llm.config import (
     ShardingConfig,
     TrainingConfig,
 )
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.execution.stage_layout import EVEN
 from jaxopt_llm.model import param
 from jaxopt_llm.parallel.mesh import make_mesh
@@ -102,7 +103,7 @@ def compiled(
         vocabulary_size=VOCABULARY,
         tied_head=tied,
     )
-    model = replace(model, **dict(switches))
+    model = replace_fields(model, dict(switches))
     precision = PrecisionConfig(
         compute_dtype="float16" if reduce == "float16" else "bfloat16",
         reduce_dtype=reduce,
@@ -152,7 +153,7 @@ def slow(*cases: tuple[Any, ...]) -> list[Any]:
 
 def layer_parameters() -> int:
     specs = compiled(8, MeshConfig(fsdp=8), 3).program.specs.masters
-    return param.count_parameters(param.layer_specs(specs["segment_0"]))
+    return param.count_parameters(param.period_specs(specs["segment_0"]))
 
 
 def per_layer(measure, *arguments, **settings) -> float:
@@ -429,9 +430,9 @@ def test_resting_bytes_of_adapters_over_a_frozen_base(stage: int, base: str) -> 
     """The base rests once, without masters or moments, divided in stage 3; adapters rest as any parameter does."""
     step = compiled(8, FSDP, stage, adapters_over=base)
     assert param.count_parameters(step.program.specs.masters) == 8 * adapter_parameters()
-    layer, outer = base_bytes(base)
+    layer, non_layer = base_bytes(base)
     per_adapter = {0: 12, 1: 2 + 12 / 8, 2: 2 + 12 / 8, 3: 12 / 8}[stage]
-    expected = (8 * layer + outer) / (8 if stage == 3 else 1) + 8 * adapter_parameters() * per_adapter
+    expected = (8 * layer + non_layer) / (8 if stage == 3 else 1) + 8 * adapter_parameters() * per_adapter
     assert step.memory.arguments == pytest.approx(expected, rel=0.002)
     batch = 5 * ROWS * SEQUENCE * 4 / DEVICES
     assert step.memory.aliased >= step.memory.arguments - batch - 4096, "the state is not updated in place"

@@ -22,7 +22,7 @@ from jaxopt_llm.config.fields import (
     replace_fields,
     wrong_types,
 )
-from jaxopt_llm.config.metadata import Metadata
+from jaxopt_llm.config.metadata import AT_LEAST_ONE, Metadata
 
 pytestmark = pytest.mark.core
 
@@ -207,19 +207,38 @@ def test_help_and_settings_need_no_jax(tmp_path: Path) -> None:
 
 def test_metadata_of_a_section_holds_for_its_settings_unless_they_have_their_own() -> None:
     assert METADATA["mesh.fsdp"].resume == "freely"
-    assert METADATA["mesh.pipeline"] == Metadata(resume="freely", in_backward=1)
+    assert METADATA["mesh.pipeline"] == Metadata(resume="freely", in_backward=1, bounds=AT_LEAST_ONE)
     assert METADATA["model.width"].resume == "never"
     assert METADATA["optimizer.learning_rate"].resume == "if_allowed"
     of_model = {name for name in FIELDS if name.startswith("model.")}
     not_in_folder = {
         f"model.{name}"
         for name in (
-            *("pretrained", "last_layers", "balance_loss", "router_z_loss", "router_bias_rate", "expert_capacity"),
+            *("pretrained", "last_layers", "moe.balance_loss", "moe.router_z_loss", "moe.router_bias_rate"),
+            "moe.capacity_factor",
         )
     }
     of_adapter = {f"lora.{name}" for name in ("rank", "alpha", "targets", "rslora", "dora")}
     in_pretrained = {name for name, each in METADATA.items() if each.in_pretrained}
     assert in_pretrained == of_model - not_in_folder | of_adapter
+
+
+BOUNDED = [name for name, metadata in METADATA.items() if metadata.bounds]
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_a_value_outside_the_bounds_of_a_setting_is_refused(name: str) -> None:
+    bounds = METADATA[name].bounds
+    assert bounds is not None
+    limits = ((bounds.minimum, -1), (bounds.maximum, 1), (bounds.above, 0), (bounds.below, 0))
+    wrong = [limit + step for limit, step in limits if limit is not None]
+    allowed = [limit for limit in (bounds.minimum, bounds.maximum) if limit is not None]
+    for value in wrong:
+        found = replace_fields(Config(), {"mesh.pipeline": 2, name: value}).problems()
+        assert f"{name}={value}: must be {bounds}" in found
+    for value in allowed:
+        found = replace_fields(Config(), {"mesh.pipeline": 2, name: value}).problems()
+        assert not any(f"{name}={value}: must be {bounds}" in each for each in found)
 
 
 def test_what_changes_least_of_what_is_learned_is_proposed_first() -> None:

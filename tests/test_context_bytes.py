@@ -19,7 +19,7 @@ def test_a_layers_activations_fall_with_the_number_of_devices(attention: str) ->
         for count in (1, 2)
     }
     specs = steps[1][0].program.specs.masters["segment_0"]
-    gradients = 4 * param.count_parameters(param.layer_specs(specs))
+    gradients = 4 * param.count_parameters(param.period_specs(specs))
     one, two = (
         (deep.memory.temporaries - shallow.memory.temporaries) / 8 - gradients for deep, shallow in steps.values()
     )

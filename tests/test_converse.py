@@ -48,13 +48,13 @@ def talker(path: Path, template: str | None = TURNS, **eos: Any) -> Path:
     )
     params = jax.tree.map(np.zeros_like, toy.params(param_specs(config)))
     for norm in (
-        params["outer"]["final_norm"],
+        params["non_layer"]["final_norm"],
         *(params["segment_0"]["block_0"][n] for n in ("attention_norm", "mlp_norm")),
     ):
         norm["scale"] += 1
-    params["outer"]["embedding"]["table"][: len(WORDS), : len(WORDS)] = np.eye(len(WORDS))
+    params["non_layer"]["embedding"]["table"][: len(WORDS), : len(WORDS)] = np.eye(len(WORDS))
     for word, following in FOLLOWS.items():
-        params["outer"]["head"]["table"][WORDS.index(following), WORDS.index(word)] = 1
+        params["non_layer"]["head"]["table"][WORDS.index(following), WORDS.index(word)] = 1
     write_model_folder(path, jax.device_put(params, toy.placement().replicated), config)
     library = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<|next|>"))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -262,7 +262,7 @@ def test_control_characters_are_escaped_on_a_terminal(
     [
         ("ask ask ask\n", "--context 4", ["--context 4: the conversation now has 6 tokens", "increase --context"]),
         ("ask\nask\n", "--context 10", ["--context 10: the conversation now has 11 tokens"]),
-        ("ask\n", "--context 6", ["--context 6: the answer is truncated", "increase --context"]),
+        ("ask\n", "--context 6", ["--context 6: the answer is cut off", "increase --context"]),
         ("ask\n", "--prompt x", ["--chat", "leave out --prompt"]),
         ("ask\n", "--context 1", ["--context 1: must lie between 2"]),
         ("ask\n", "--tokens 0", ["--tokens 0"]),

@@ -23,6 +23,7 @@ from jaxopt_llm.checkpoint.huggingface import safetensors
 from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
 from jaxopt_llm.checkpoint.huggingface.safetensors import TensorSpec
 from jaxopt_llm.config import Config, cli
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.model import flops, param
 from jaxopt_llm.model.decoder_specs import param_specs
@@ -107,19 +108,29 @@ def test_training_begins_from_a_folder_and_ends_as_one(folder: Path, tmp_path: P
 @pytest.mark.slow
 def test_experts_are_trained_from_a_folder_and_end_as_one(tmp_path: Path) -> None:
     """Spread over a mesh, and in two segments of layers."""
-    model = replace(CONFIG, biases="none", qk_norm="head", experts=4, expert_width=8, dense_layers=1, layers=3)
+    model = replace_fields(
+        CONFIG,
+        {
+            "biases": "none",
+            "qk_norm": "head",
+            "moe.experts": 4,
+            "moe.expert_width": 8,
+            "moe.dense_layers": 1,
+            "layers": 3,
+        },
+    )
     folder, recipe = folders.folder(tmp_path / "folder", model), tmp_path / "recipe.py"
     run, out = tmp_path / "run", tmp_path / "out"
     recipe.write_text(RECIPE.format(path=str(folder)))
     still = ("--optimizer.learning-rate", 1e-30, "--optimizer.weight-decay", 0, "--evaluation.batches", 1)
-    mesh = ("--mesh.expert", 2, "--mesh.fsdp", 2, "--model.balance-loss", 0.1)
+    mesh = ("--mesh.expert", 2, "--mesh.fsdp", 2, "--model.moe.balance-loss", 0.1)
     said = done("train", "--config", recipe, "--run.directory", run, *mesh, *still)
     specs = param_specs(model)
     assert (
         f"{param.count_parameters(specs):,} parameters ({flops.count_active_parameters(model, specs):,} active) on 4 "
         "cpu" in said
     )
-    assert json.loads((run / "config.json").read_text())["model"]["balance_loss"] == 0.1
+    assert json.loads((run / "config.json").read_text())["model"]["moe"]["balance_loss"] == 0.1
     done("convert", "export", "--checkpoint", run, "--to", out)
     one, two = tensors(folder), tensors(out)
     assert one.keys() == two.keys() and "model.layers.2.mlp.experts.3.up_proj.weight" in one
@@ -232,7 +243,7 @@ def test_checkpoints_of_adapters_leave_the_base_where_it_is(folder: Path, tmp_pa
     for file in base.glob("*.safetensors"):
         file.unlink()
     other_weights = folders.params(CONFIG)
-    other_weights["outer"]["embedding"]["table"][-200:-150] += 1
+    other_weights["non_layer"]["embedding"]["table"][-200:-150] += 1
     write_model_folder(tmp_path / "new", jax.device_put(other_weights, toy.placement().replicated), CONFIG)
     shutil.copytree(tmp_path / "new", base, dirs_exist_ok=True)
     assert f"model.pretrained={base}: its weights differ from those that {parted} started from" in refused(
@@ -261,7 +272,7 @@ def test_bad_input_is_one_line(folder: Path, tmp_path: Path) -> None:
     recipe.write_text(RECIPE.format(path=str(folder)))
     begins = ("train", "--config", recipe, "--run.directory", tmp_path / "run")
     said = refused(*begins, "--model.width", 64, "--model.layers", 3)
-    assert "sets the model's fields itself; leave out model.width=64 (the stored value is 32), model.layers=3" in said
+    assert "sets the model's fields; leave out model.width=64 (the stored value is 32), model.layers=3" in said
     assert "no such folder" in refused(*begins, "--model.pretrained", tmp_path / "none")
     assert "not a readable tokenizer.json" in refused("convert", "import", "--from", folder, "--to", tmp_path / "run")
     small = folders.folder(tmp_path / "small", replace(CONFIG, vocabulary_size=100))

@@ -2,7 +2,6 @@
 
 import math
 import re
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import pytest
 
 from jaxopt_llm.compiler import topology
 from jaxopt_llm.config import MeshConfig, ModelConfig, PrecisionConfig, ShardingConfig
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.execution import scan
 from jaxopt_llm.inference.decode import Sampling, make_step
 from jaxopt_llm.model.decoder import Decoder
@@ -23,8 +23,17 @@ CONFIG = ModelConfig(vocabulary_size=512, width=128, layers=LAYERS, heads=4, kv_
 CACHE = 2 * LAYERS * ROWS * LENGTH * CONFIG.kv_heads * CONFIG.head_dim * 2
 
 
-LATENT = replace(
-    CONFIG, heads=16, kv_heads=16, head_dim=48, latent_rank=48, query_rank=32, rotary_head_dim=16, value_head_dim=40
+LATENT = replace_fields(
+    CONFIG,
+    {
+        "heads": 16,
+        "kv_heads": 16,
+        "head_dim": 48,
+        "mla.kv_rank": 48,
+        "mla.query_rank": 32,
+        "mla.rotary_head_dim": 16,
+        "mla.value_head_dim": 40,
+    },
 )
 LATENT_CACHE = LAYERS * ROWS * LENGTH * (48 + 16) * 2
 MESHES: list[dict[str, int]] = [{}, {"tensor": 2}, {"fsdp": 2, "tensor": 2}]
@@ -66,7 +75,7 @@ def compiled(config: ModelConfig, mesh: MeshConfig) -> Any:
         lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16, sharding=parameter_sharding(spec, placement)),
         parts.specs,
     )
-    kept = (None, "batch", "kv_heads" if not config.latent_rank else None, None, "head_dim")
+    kept = (None, "batch", "kv_heads" if not config.mla.kv_rank else None, None, "head_dim")
     empty = jax.eval_shape(lambda: scan.make_caches(parts, ROWS, LENGTH, jnp.bfloat16, placement))
     caches = jax.tree.map(lambda x: abstract(x, *kept), empty)
     step = make_step(parts, placement, config.vocabulary_size, Sampling(), caches)

@@ -9,6 +9,7 @@ from commands import ROOT
 from experts import ACTIVE, EXPERTS, TOTAL
 
 from jaxopt_llm.config import cli, fields
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.model.linear import leaves
@@ -19,11 +20,11 @@ RECIPES = ("benchmarks/recipes/experts_1b.py", "benchmarks/recipes/experts_small
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("switches", [{}, {"shared_expert_width": 64}, {"dense_layers": 1, "mlp_width": 128}])
+@pytest.mark.parametrize("switches", [{}, {"moe.shared_expert_width": 64}, {"moe.dense_layers": 1, "mlp_width": 128}])
 def test_dense_models_have_as_many_parameters(recipe: str, switches: dict[str, Any]) -> None:
     """But for the routers."""
     base = cli.load_recipe(str(ROOT / recipe))
-    base = dataclasses.replace(base, model=dataclasses.replace(base.model, **switches))
+    base = dataclasses.replace(base, model=replace_fields(base.model, switches))
     made = {name: fields.replace_fields(base, settings) for name, settings in experts.models(base.model).items()}
     specs = {name: param_specs(each.model) for name, each in made.items()}
     active, total = (

@@ -12,8 +12,8 @@ from jaxopt_llm.config import MeshConfig, ShardingConfig
 
 ON_64 = MeshConfig(fsdp=8, expert=8)
 LAYERS, EXPERTS, INNER, CHOSEN = 8, 8, 1024, 2
-MIXTURE = (("experts", EXPERTS), ("expert_width", INNER), ("experts_per_token", CHOSEN))
-GROUPS = {"router": "sigmoid", "router_groups": 4, "router_groups_per_token": 2, "router_bias": True}
+MIXTURE = (("moe.experts", EXPERTS), ("moe.expert_width", INNER), ("moe.experts_per_token", CHOSEN))
+GROUPS = {"moe.router": "sigmoid", "moe.router_groups": 4, "moe.router_groups_per_token": 2, "moe.router_bias": True}
 SPLIT, SPLIT_BY_TENSOR = MeshConfig(fsdp=2, expert=4), MeshConfig(fsdp=2, expert=2, tensor=2)
 ON_EXPERT_ALONE = MeshConfig(expert=8)
 MESHES = [SPLIT, SPLIT_BY_TENSOR, *slow((ON_EXPERT_ALONE,))]
@@ -108,7 +108,7 @@ def test_over_fsdp_no_token_travels(groups: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("exchange", "least"), [("gather", 5), *slow(("all_to_all", 2))])
 def test_a_shared_expert_is_computed_beside_the_exchange(exchange: str, least: int) -> None:
     """Of five in a layer: there and back, there again, and both again backward."""
-    switches = (*MIXTURE, ("shared_expert_width", 2 * INNER))
+    switches = (*MIXTURE, ("moe.shared_expert_width", 2 * INNER))
     text = compiled(4, SPLIT, 3, attention="pallas", switches=switches, expert_exchange=exchange, shape=(8, 8192)).text
     started: dict[str, int] = {}
     products, beside = 0, []

@@ -4,7 +4,6 @@ Each family in at least two forms, with the fields of its published config.json 
 """
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import list_tensor_layouts
 from jaxopt_llm.config import RematConfig
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import scan
 from jaxopt_llm.inference.load import Pretrained
@@ -270,7 +270,7 @@ def test_loss_and_gradients_are_the_familys_own(name: str, cases: dict[str, Case
     theirs = safetensors.open_folder(tmp_path)
 
     here = case.here
-    parts = Decoder(replace(here.config, balance_loss=0.0))
+    parts = Decoder(replace_fields(here.config, {"moe.balance_loss": 0.0}))
     mask = np.arange(LENGTH) < LENGTH - 1
     batch = Batch(
         tokens=case.tokens,

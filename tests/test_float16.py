@@ -62,7 +62,7 @@ def test_gradients_are_float32s_within_rounding(zero: int, reduce_dtype: str, ax
     before = to_host(program.to_checkpoint(state)["masters"])
     scale = state.loss_scale["scale"]
     state = replace(state, loss_scale={**state.loss_scale, "scale": jnp.full_like(scale, 2.0**30)})
-    rows = jax.device_put(toy.microbatches(batch, accumulation), program.rows)
+    rows = jax.device_put(toy.microbatches(batch, accumulation), program.batch_sharding)
     state, metrics = program.step(state, rows)
     assert metrics["overflow"] and metrics["skipped_in_a_row"] == 0
     state, metrics = program.step(replace(state, loss_scale={**state.loss_scale, "scale": scale}), rows)

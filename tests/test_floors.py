@@ -1,4 +1,4 @@
-"""The floors of the design: a module imports from its own room and from lower floors only."""
+"""The order of the folders: a module imports from its own folder and from folders below it only."""
 
 import ast
 from pathlib import Path
@@ -30,13 +30,13 @@ def room(module: str) -> str:
 
 
 def own_room(path: Path) -> str:
-    """A room's __main__ is a command: it stands above the room, at whose name it is called."""
+    """A folder's __main__ is a command: it stands above the folder, at whose name it is called."""
     relative = path.relative_to(PACKAGE)
     return str(relative.with_suffix("")) if path.name == "__main__.py" else relative.parts[0].removesuffix(".py")
 
 
 def imported(path: Path) -> set[str]:
-    """Rooms of this package that a module imports, wherever in its text."""
+    """Folders of this package that a module imports, wherever in its text."""
     rooms = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):

@@ -112,7 +112,7 @@ def test_what_attention_was_chosen_is_said_once(
     with Preemption() as preemption:
         command.train(tiny(tmp_path / "silent"), preemption)
     assert "attention: " not in capsys.readouterr().out
-    monkeypatch.setattr(program, "choose_attention", lambda *of: AttentionChoice("xla", "for a reason"))
+    monkeypatch.setattr(program.kernel_choice, "choose_attention", lambda *of: AttentionChoice("xla", "for a reason"))
     with Preemption() as preemption:
         command.train(tiny(tmp_path / "run"), preemption)
     assert capsys.readouterr().out.splitlines().count("attention: xla, for a reason") == 1
@@ -216,7 +216,7 @@ def test_what_was_learnt_before_a_batch_that_does_not_come_is_kept(
 
 def test_a_held_out_loss_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "evaluate", lambda *_: math.nan)
-    with Preemption() as preemption, pytest.raises(TrainingDiverged, match="step 4: held out loss nan"):
+    with Preemption() as preemption, pytest.raises(TrainingDiverged, match="step 4: held-out loss nan"):
         command.train(tiny(tmp_path / "run"), preemption)
 
 

@@ -16,7 +16,7 @@ from jaxopt_llm.config import MeshConfig, ModelConfig, PrecisionConfig, Sharding
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Params
-from jaxopt_llm.parallel.gathering import make_perturbations, place_weights
+from jaxopt_llm.parallel.gathering import attach_shardings, make_perturbations
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import parameter_sharding
@@ -52,11 +52,11 @@ def compiled(mesh: MeshConfig, stage: int, sequence_parallel: bool = False, diff
     )
     model = ModelConfig(vocabulary_size=VOCABULARY, width=WIDTH, tied_head=False, logit_softcap=30.0)
     parts = Decoder(model, CHUNK, z_loss=1e-4)
-    specs = {name: parts.specs["outer"][name] for name in ("head", "final_norm")}
+    specs = {name: parts.specs["non_layer"][name] for name in ("head", "final_norm")}
 
     def losses(perturbations: Params, x: jax.Array, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        outer = place_weights(specs, params, perturbations, placement, keep_gathered=True)
-        return parts.loss(outer, x, batch, parts.make_context(batch, placement), jnp.float32(1 / TOKENS))
+        non_layer = attach_shardings(specs, params, perturbations, placement, keep_gathered=True)
+        return parts.loss(non_layer, x, batch, parts.make_context(batch, placement), jnp.float32(1 / TOKENS))
 
     def run(params: Params, x: jax.Array, batch: Batch) -> Any:
         if not differentiated:

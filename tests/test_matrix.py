@@ -22,6 +22,7 @@ from jaxopt_llm.config import (
     ShardingConfig,
     TrainingConfig,
 )
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.kernels import attention_xla
 from jaxopt_llm.kernels.attention import IMPLEMENTATIONS
@@ -58,37 +59,42 @@ MODELS = {
         logit_softcap=5.0,
         scale_embedding=True,
     ),
-    "experts": replace(toy.UNIFORM, layers=4, experts=4, expert_width=8, expert_every=2, router_z_loss=1e-2),
-    "shared": replace(
+    "experts": replace_fields(
         toy.UNIFORM,
-        experts=8,
-        experts_per_token=3,
-        expert_width=4,
-        shared_expert_width=8,
-        dense_layers=1,
-        router="sigmoid",
-        router_scale=2.5,
-        router_groups=4,
-        router_groups_per_token=2,
-        router_bias=True,
-        balance_loss=0.1,
-        expert_capacity=1.0,
+        {"layers": 4, "moe.experts": 4, "moe.expert_width": 8, "moe.expert_every": 2, "moe.router_z_loss": 1e-2},
+    ),
+    "shared": replace_fields(
+        toy.UNIFORM,
+        {
+            "moe.experts": 8,
+            "moe.experts_per_token": 3,
+            "moe.expert_width": 4,
+            "moe.shared_expert_width": 8,
+            "moe.dense_layers": 1,
+            "moe.router": "sigmoid",
+            "moe.router_scale": 2.5,
+            "moe.router_groups": 4,
+            "moe.router_groups_per_token": 2,
+            "moe.router_bias": True,
+            "moe.balance_loss": 0.1,
+            "moe.capacity_factor": 1.0,
+        },
     ),
 }
 LATENT: dict[str, Any] = {
     "kv_heads": 4,
     "head_dim": 6,
-    "latent_rank": 16,
-    "rotary_head_dim": 4,
-    "value_head_dim": 3,
-    "rope_scaling": "yarn",
-    "rope_factor": 4.0,
-    "rope_original_length": 32,
-    "rope_mscale_all_dim": 0.7,
+    "mla.kv_rank": 16,
+    "mla.rotary_head_dim": 4,
+    "mla.value_head_dim": 3,
+    "rope.scaling": "yarn",
+    "rope.factor": 4.0,
+    "rope.original_length": 32,
+    "rope.mscale_all_dim": 0.7,
 }
 MODELS |= {
-    "latent": replace(toy.UNIFORM, **LATENT, query_rank=16),
-    "deepseek": replace(MODELS["shared"], **LATENT, expert_capacity=0.0),
+    "latent": replace_fields(toy.UNIFORM, {**LATENT, "mla.query_rank": 16}),
+    "deepseek": replace_fields(MODELS["shared"], {**LATENT, "moe.capacity_factor": 0.0}),
 }
 ROWS, LENGTH = 24, 16
 LOSS_CHUNK = 7  # tokens: less than any device has, and no divisor of what it has
@@ -187,8 +193,8 @@ REMAT = {
 # Every product, tables included, but for the MLPs of the second segment.
 ADAPT = {
     "full": LoraConfig(),
-    "lora": LoraConfig(rank=4, targets=("*/attention/*", "segment_0/*/mlp/*", "outer/*/table")),
-    "lora-int8": LoraConfig(rank=4, targets=("*/attention/*", "segment_0/*/mlp/*", "outer/*/table"), base="int8"),
+    "lora": LoraConfig(rank=4, targets=("*/attention/*", "segment_0/*/mlp/*", "non_layer/*/table")),
+    "lora-int8": LoraConfig(rank=4, targets=("*/attention/*", "segment_0/*/mlp/*", "non_layer/*/table"), base="int8"),
     "lora-nf4": LoraConfig(rank=4, targets=("*/mlp/[ugd]*",), base="nf4"),
     "qlora": LoraConfig(
         rank=4,
@@ -214,7 +220,7 @@ def kernel_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the place of the one for GPUs stands XLA's, on each device's own rows and heads as that one is."""
     monkeypatch.setitem(IMPLEMENTATIONS, "pallas", attention_xla)
     monkeypatch.setattr(
-        "jaxopt_llm.training.program.choose_attention", lambda device, asked, *of: AttentionChoice(asked)
+        "jaxopt_llm.training.program.kernel_choice.choose_attention", lambda device, asked, *of: AttentionChoice(asked)
     )
 
 
@@ -244,10 +250,10 @@ def compute(
     state = training_state.resume_state(program.specs, 0, placement, **jax.device_put(initial(model, adapt), saved))
 
     first, second = (toy.microbatches(toy.packed(ROWS, LENGTH, seed), accumulation) for seed in range(2))
-    state, metrics = program.step(state, jax.device_put(first, program.rows))
+    state, metrics = program.step(state, jax.device_put(first, program.batch_sharding))
     # Adam's first moment after one step from zero is (1 - beta1) × the clipped gradient.
     gradients = {group: moments[0].mu for group, moments in to_host(program.to_checkpoint(state)["moments"]).items()}
-    state, _ = program.step(state, jax.device_put(second, program.rows))
+    state, _ = program.step(state, jax.device_put(second, program.batch_sharding))
     assert metrics["grad_norm"] > optimizer.clip_norm
     last, loss, norm = to_host(program.to_checkpoint(state)), float(metrics["loss"]), float(metrics["grad_norm"])
     return Result(loss, norm, gradients, last["masters"], last.get("frozen", {}))

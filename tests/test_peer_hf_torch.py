@@ -28,11 +28,11 @@ CONFIG = Config(model=MODEL, precision=PrecisionConfig(compute_dtype="float32"))
 
 def named(params: Params) -> Iterator[tuple[str, np.ndarray]]:
     """Ours by the peer's names and shapes: [out, in] for every product."""
-    outer, stack = params["outer"], params["segment_0"]["block_0"]
-    yield "model.embed_tokens.weight", outer["embedding"]["table"]
-    yield "model.norm.weight", outer["final_norm"]["scale"]
-    if "head" in outer:
-        yield "lm_head.weight", outer["head"]["table"]
+    non_layer, stack = params["non_layer"], params["segment_0"]["block_0"]
+    yield "model.embed_tokens.weight", non_layer["embedding"]["table"]
+    yield "model.norm.weight", non_layer["final_norm"]["scale"]
+    if "head" in non_layer:
+        yield "lm_head.weight", non_layer["head"]["table"]
     for layer in range(MODEL.layers):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", stack["attention_norm"]["scale"][layer]

@@ -21,8 +21,8 @@ GPIPE, INTERLEAVED = PipelineConfig("gpipe"), PipelineConfig("interleaved", virt
 
 def parameters(step: Compiled) -> tuple[int, int]:
     """Of the stacks, and outside them."""
-    outer = param.count_parameters(step.program.specs.masters["outer"])
-    return param.count_parameters(step.program.specs.masters) - outer, outer
+    non_layer = param.count_parameters(step.program.specs.masters["non_layer"])
+    return param.count_parameters(step.program.specs.masters) - non_layer, non_layer
 
 
 def activation(mesh: MeshConfig) -> int:
@@ -104,14 +104,14 @@ def test_gradients_of_tables_are_not_summed_over_stages() -> None:
 def test_gradients_are_reduced_once_after_the_ticks(pipelined: PipelineConfig) -> None:
     for microbatches in (8, 32):
         step = compiled(LAYERS, DEEP, 1, accumulation=microbatches, pipelined=pipelined)
-        stacks, outer = parameters(step)
+        stacks, non_layer = parameters(step)
         reduced = [
             each
             for each in step.collectives
             if each.axes == ("fsdp",) and each.kind in ("reduce-scatter", "all-reduce")
         ]
         total = sum(each.array_bytes * each.times for each in reduced)
-        assert total == pytest.approx(4 * (stacks + outer) / DEEP.pipeline, rel=0.02)
+        assert total == pytest.approx(4 * (stacks + non_layer) / DEEP.pipeline, rel=0.02)
 
 
 @pytest.mark.parametrize(

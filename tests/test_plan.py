@@ -24,6 +24,7 @@ from jaxopt_llm.config import (
     TrainingConfig,
     cli,
 )
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.plan import Plan, make_plan
 from jaxopt_llm.planning.search import ranking
@@ -196,13 +197,13 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "kept whole": {"remat": RematConfig("none")},
     "fsdp alone": {"mesh": MeshConfig(fsdp=8), "remat": RematConfig("dots")},
     "expert alone": {"mesh": MeshConfig(expert=8), "remat": RematConfig("save_qkv")},
-    "more experts": {"experts": 32, "experts_per_token": 4, "expert_width": 512},
+    "more experts": {"moe.experts": 32, "moe.experts_per_token": 4, "moe.expert_width": 512},
     "by choices": {"sharding": ShardingConfig(expert_exchange="all_to_all")},
     "by choices, kept whole": {
         "sharding": ShardingConfig(expert_exchange="all_to_all"),
-        "experts": 32,
-        "experts_per_token": 4,
-        "expert_width": 512,
+        "moe.experts": 32,
+        "moe.experts_per_token": 4,
+        "moe.expert_width": 512,
         "remat": RematConfig("none"),
     },
     "with tensor": {"mesh": MeshConfig(fsdp=2, expert=2, tensor=2)},
@@ -222,7 +223,7 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
         "mesh": MeshConfig(pipeline=2, expert=4),
         "training": TrainingConfig(batch_size=128, sequence_length=128, accumulation=4),
     },
-    "beside MLPs": {"shared_expert_width": 1024, "dense_layers": 2, "mlp_width": 4096},
+    "beside MLPs": {"moe.shared_expert_width": 1024, "moe.dense_layers": 2, "mlp_width": 4096},
 }
 
 
@@ -234,10 +235,10 @@ def test_estimates_match_the_compiler_on_experts(case: str) -> None:
     """Check FLOPs to 0.1%: a layer that runs again runs again only once."""
     settings = {"mesh": MeshConfig(fsdp=2, expert=4)} | WITH_EXPERTS[case]
     sections = {name: value for name, value in settings.items() if hasattr(CONFIG, name)}
-    switches = {"experts": 8, "experts_per_token": 2, "expert_width": 2048}
+    switches = {"moe.experts": 8, "moe.experts_per_token": 2, "moe.expert_width": 2048}
     switches |= {name: value for name, value in settings.items() if name not in sections}
     training = dataclasses.replace(CONFIG.training, batch_size=128)
-    model = dataclasses.replace(CONFIG.model, **switches)
+    model = replace_fields(CONFIG.model, switches)
     config = dataclasses.replace(CONFIG, **{"model": model, "training": training, **sections})
     validate(config)
     plan, state = make_plan(config, "h200", 1, 8), compute_state_sizes(config)
@@ -330,8 +331,8 @@ def test_the_search_command(
         (("--write", "no/such/folder.py"), "--write no/such/folder.py: the folder no/such does not exist"),
         (("--write", "new.json"), "--write new.json: a recipe is a Python file; write to new.py"),
         (
-            ("--model.latent-rank", 8, "--model.rotary-head-dim", 4, "--model.kv-heads", 2),
-            "--search does not support latent attention, and model.latent_rank=8",
+            ("--model.mla.kv-rank", 8, "--model.mla.rotary-head-dim", 4, "--model.kv-heads", 2),
+            "--search does not support latent attention, and model.mla.kv_rank=8",
         ),
         (("--allow", "model.width"), "argument --allow: invalid choice: 'model.width'"),
         (("--training.sequence-length", 0), "training.sequence_length=0: must be at least 1"),

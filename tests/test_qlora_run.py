@@ -44,7 +44,7 @@ def trained(adapters: LoraConfig, base: Params | None, corpus: list[Batch]) -> t
         state = replace(state, frozen=tree.restrict(params, program.specs.frozen))
     losses = []
     for batch in corpus:
-        state, metrics = program.step(state, jax.device_put(batch, program.rows))
+        state, metrics = program.step(state, jax.device_put(batch, program.batch_sharding))
         losses.append(metrics["loss"])
     return jax.tree.map(np.asarray, state.masters), [float(loss) for loss in losses]
 

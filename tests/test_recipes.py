@@ -187,7 +187,7 @@ def moved(text: str, devices: int, *axes: str, data: int = 1) -> int:
 
 def layer_parameters() -> int:
     specs = param_specs(cli.load_recipe("10b.py").model)
-    return param.count_parameters(param.layer_specs(specs["segment_0"]))
+    return param.count_parameters(param.period_specs(specs["segment_0"]))
 
 
 @pytest.mark.slow

@@ -136,7 +136,7 @@ def train(config: Config) -> Result:
     masters, losses = [masters_of(program, state)], []
     for seed in range(2):
         batch = toy.microbatches(toy.packed(ROWS, LENGTH, seed), config.training.accumulation)
-        state, metrics = program.step(state, jax.device_put(batch, program.rows))
+        state, metrics = program.step(state, jax.device_put(batch, program.batch_sharding))
         assert metrics["skipped"] == 0
         losses.append(float(metrics["loss"]))
         masters.append(masters_of(program, state))

@@ -85,7 +85,16 @@ def test_a_pipelines_checkpoint_is_everyones(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_experts_go_on_where_they_are_placed_otherwise(tmp_path: Path) -> None:
     """From devices that have some of the experts each to others that have a part of each, and back."""
-    mixed = ("--model.experts", 4, "--model.expert-width", 16, "--model.router", "sigmoid", "--model.router-bias", True)
+    mixed = (
+        "--model.moe.experts",
+        4,
+        "--model.moe.expert-width",
+        16,
+        "--model.moe.router",
+        "sigmoid",
+        "--model.moe.router-bias",
+        True,
+    )
     expert, fsdp = ("--mesh.expert", 2, "--sharding.expert-exchange", "all_to_all"), ("--mesh.fsdp", 2)
     runs = {"plain": {6: ()}, "divided": {2: expert, 4: fsdp, 6: (*expert, "--mesh.fsdp", 2)}}
     for run, stops in runs.items():

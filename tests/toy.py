@@ -17,12 +17,14 @@ from jaxopt_llm.config import (
     PipelineConfig,
     PrecisionConfig,
     RematConfig,
+    RopeConfig,
     RunConfig,
     ScheduleConfig,
     ShardingConfig,
     TrainingConfig,
     XlaConfig,
 )
+from jaxopt_llm.config.fields import get_field, walk_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokenizer import ByteTokenizer
@@ -45,18 +47,12 @@ CONFIG = ModelConfig(
     mlp_width=24,
     pattern=("sliding", "global"),
     window=3,
-    rope_theta=100.0,
-    norm_epsilon=0.1,  # as large as the mean square of an embedding, so that a dropped epsilon shows
+    norm_epsilon=0.1,
+    rope=RopeConfig(theta=100.0),
 )
 
 # One kind of block, in stages of unequal lengths. It compiles in a third of the time of CONFIG, which has three.
 UNIFORM = dataclasses.replace(CONFIG, layers=3, pattern=("sliding",))
-
-MOE_FIELDS = {
-    *("experts", "experts_per_token", "expert_width", "shared_expert_width", "dense_layers", "expert_every", "router"),
-    *("router_renormalises", "router_scale", "balance_loss", "router_z_loss", "expert_capacity"),
-    *("router_groups", "router_groups_per_token", "router_bias"),
-}
 
 QUICK_COMPILE = {"xla_backend_optimization_level": 0}  # LLVM's optimisations take half of a small compile
 
@@ -132,9 +128,11 @@ def microbatches(batch: Batch, count: int) -> Batch:
 
 
 def reference_config(config: ModelConfig) -> reference.ReferenceConfig:
+    values = {name: get_field(config, name) for name, _, _ in walk_fields(ModelConfig)}
+    flat = {name.replace("rope.", "rope_").rpartition(".")[2]: value for name, value in values.items()}
     same = {field.name for field in dataclasses.fields(reference.ReferenceConfig)} - {"layout"}
     segments = tuple((segment.kinds, segment.repeats) for segment in list_segments(config))
-    return reference.ReferenceConfig(**{name: getattr(config, name) for name in same}, layout=segments)
+    return reference.ReferenceConfig(**{name: flat[name] for name in same}, layout=segments)
 
 
 def reference_mean(config: ModelConfig, params: Params, batch: Batch) -> tuple[float, Params]:

@@ -5,7 +5,7 @@ Hardware: one GPU of 141 GB. As compiled for an H200, 68.0 GiB at the peak. It i
 tokenizer of 32,000 ids yet.
 """
 
-from jaxopt_llm.config import Config, ModelConfig, RematConfig, TrainingConfig
+from jaxopt_llm.config import Config, ModelConfig, MoEConfig, RematConfig, TrainingConfig
 
 
 def get_config() -> Config:
@@ -17,10 +17,8 @@ def get_config() -> Config:
             heads=32,
             kv_heads=4,
             head_dim=64,
-            experts=8,
-            experts_per_token=2,
-            expert_width=2816,
             tied_head=False,
+            moe=MoEConfig(experts=8, experts_per_token=2, expert_width=2816),
         ),
         training=TrainingConfig(batch_size=8, sequence_length=2048, attention="pallas"),
         remat=RematConfig(policy="none"),

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from jaxopt_llm.checkpoint.native import integrity, retention, step_directories
-from jaxopt_llm.config import CheckpointConfig, fields
+from jaxopt_llm.config import CheckpointConfig, cli
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import CheckpointError, InputError
 
@@ -29,9 +29,8 @@ def print_checkpoints(directory: Path, config: CheckpointConfig) -> None:
     for step, path in paths.items():
         loss, saved = summaries[step]
         columns = f"{step:>10}  {(saved or '-')[:19]:<19}  {_mebibytes(path):>14}"
-        print(
-            f"{columns}  {'-' if loss is None else f'{loss:.4f}':>8}  {', '.join(why[step]) or 'until the next save'}"
-        )
+        held_out = "-" if loss is None else f"{loss:.4f}"
+        print(f"{columns}  {held_out:>8}  {', '.join(why[step]) or 'until the next save'}")
     for path in step_directories.find_set_aside(directory):
         print(f"{path.name}: set aside, {_mebibytes(path)}")
 
@@ -56,9 +55,8 @@ def verify_checkpoints(directory: Path) -> None:
             damaged.append(str(step))
     seconds = time.perf_counter() - clock
     if damaged:
-        raise CheckpointError(
-            f"{directory}: {len(damaged)} of {len(paths)} checkpoints are damaged: {', '.join(damaged)}"
-        )
+        count = f"{len(damaged)} of {len(paths)}"
+        raise CheckpointError(f"{directory}: {count} checkpoints are damaged: {', '.join(damaged)}")
     print(f"{len(paths)} checkpoints, {megabytes:,.1f} MB read at {megabytes / seconds:,.0f} MB/s")
 
 
@@ -71,10 +69,7 @@ def main() -> int:
             return 0
         case _:
             raise InputError(f"the action or the run directory is missing or unknown; usage: {USAGE}")
-    try:
-        config = fields.from_json((Path(run) / "config.json").read_text())
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{run}: not a run directory ({error})") from error
+    config = cli.load_run_config(Path(run), "")
     if action == "list":
         print_checkpoints(directory, config.checkpoint)
     else:

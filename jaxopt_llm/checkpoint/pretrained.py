@@ -24,16 +24,16 @@ def resolve_pretrained(config: Config) -> Config:
         path = Path(os.path.abspath(config.model.pretrained))
         model = read_model_config(path)
         stored = {
-            each.name: getattr(model, each.name)
-            for each in dataclasses.fields(model)
-            if fields.METADATA[f"model.{each.name}"].in_pretrained
+            name: fields.get_field(model, name)
+            for name, _, _ in fields.walk_fields(ModelConfig)
+            if fields.METADATA[f"model.{name}"].in_pretrained
         }
         resolved = _set_fields("model", config.model, stored)
         config = dataclasses.replace(config, model=dataclasses.replace(resolved, pretrained=str(path)))
     if config.lora.pretrained and not config.model.problems():
-        lora = dataclasses.replace(config.lora, pretrained=os.path.abspath(config.lora.pretrained))
+        config = fields.replace_fields(config, {"lora.pretrained": os.path.abspath(config.lora.pretrained)})
+        lora = _set_fields("lora", config.lora, open_pretrained_adapter(config).lora)
         config = dataclasses.replace(config, lora=lora)
-        config = dataclasses.replace(config, lora=_set_fields("lora", lora, open_pretrained_adapter(config).lora))
     return config
 
 
@@ -56,17 +56,18 @@ def read_model_config(path: Path) -> ModelConfig:
 
 def _set_fields(name: str, section: Any, stored: dict[str, Any]) -> Any:
     """Return a section with the stored fields. Raise InputError if the section sets one of them to another value."""
+    default = type(section)()
     conflicts = [
         f"{name}.{field_name}={value} (the stored value is {stored_value})"
         for field_name, stored_value in stored.items()
-        if (value := getattr(section, field_name)) not in (getattr(type(section), field_name), stored_value)
+        if (value := fields.get_field(section, field_name)) not in (fields.get_field(default, field_name), stored_value)
     ]
     if conflicts:
         owner = "model's" if name == "model" else "adapter's"
         raise InputError(
-            f"{name}.pretrained={section.pretrained} sets the {owner} fields itself; leave out {', '.join(conflicts)}"
+            f"{name}.pretrained={section.pretrained} sets the {owner} fields; leave out {', '.join(conflicts)}"
         )
-    return dataclasses.replace(section, **stored)
+    return fields.replace_fields(section, stored)
 
 
 def find_source_folder(config: Config) -> Path | None:

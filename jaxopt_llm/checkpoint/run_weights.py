@@ -10,11 +10,11 @@ import numpy as np
 import tensorstore
 from jax.sharding import NamedSharding
 
-from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, build_leaf
+from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, build_leaf, copy_finite
 from jaxopt_llm.checkpoint.native import step_directories
 from jaxopt_llm.checkpoint.native.checkpoints import STORAGE_ERRORS
 from jaxopt_llm.config import ModelConfig
-from jaxopt_llm.core.errors import CheckpointError, InputError
+from jaxopt_llm.core.errors import CheckpointError
 from jaxopt_llm.model import decoder_specs
 from jaxopt_llm.model.param import ParamSpec
 
@@ -85,13 +85,7 @@ class RunWeights:
         if run_prefix + name not in self._run_leaves:
             self._base.fill(path, out, layer, index)
             return
-        source = self._read_slice(run_prefix + name, row, index)
-        with np.errstate(over="ignore"):  # an overflow is reported below
-            out[...] = source
-        if not np.isfinite(out).all():
-            raise InputError(
-                f"{self.checkpoint}: {path} has values that are not finite in {out.dtype}; use a wider dtype"
-            )
+        copy_finite(self._read_slice(run_prefix + name, row, index), out, f"{self.checkpoint}: {path}")
 
     @property
     def _base(self) -> ModelFolder:
@@ -121,4 +115,4 @@ class RunWeights:
 def _split_path(path: str) -> tuple[str, str]:
     """Split a leaf path into the prefix of its block and its name there; a leaf outside the stacks has no prefix."""
     parts = path.split("/")
-    return ("", path) if parts[0] == "outer" else ("/".join(parts[:2]) + "/", "/".join(parts[2:]))
+    return ("", path) if parts[0] == "non_layer" else ("/".join(parts[:2]) + "/", "/".join(parts[2:]))

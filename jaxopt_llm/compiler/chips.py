@@ -1,7 +1,7 @@
 """Figures of the GPUs that this package knows."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,6 @@ PEAK_KEYS = {
     "f32": "float32",
 }
 
-_ADA = {"bfloat16": 165.2e12, "float16": 165.2e12, "float32": 82.6e12, "float8": 330.3e12, "int8": 660.6e12}
-_HOPPER = {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 494.7e12, "float8": 1978.9e12, "int8": 1978.9e12}
-
 # Sources of the figures:
 # - Peaks and NVLink: NVIDIA's datasheets of the A100 80GB, H100 and H200 (SXM) and of HGX B200 (one eighth of the
 #   board), and the whitepaper "NVIDIA H100 Tensor Core GPU Architecture". They state peaks with sparsity, which are
@@ -58,6 +55,23 @@ _HOPPER = {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 494.7e12, "floa
 #   has no NVLink, and NVIDIA's driver supports no direct transfer between such GPUs. The PCIe rate is the rate of the
 #   link, not the rate that NCCL reaches through the host. There is no usual network either: the figure assumes one card
 #   of 100 Gb/s for 8 GPUs.
+_H100 = Chip(
+    name="NVIDIA H100 80GB HBM3",
+    memory_bytes=84_942_979_072,
+    memory_bytes_per_second=3.35e12,
+    peak_flops={"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 494.7e12, "float8": 1978.9e12, "int8": 1978.9e12},
+    nvlink_bytes_per_second=450e9,
+    network_bytes_per_second=50e9,
+    pcie_bytes_per_second=64e9,
+    compute_capability=(9, 0),
+    cores=132,
+    float32_units_per_core=128,
+    clock_ghz=1.98,
+    threads_per_core=2048,
+    shared_memory_bytes_per_core=233_472,
+    shared_memory_bytes_per_block=232_448,
+    l2_cache_bytes=52_428_800,
+)
 CHIPS: Mapping[str, Chip] = {
     "a100": Chip(
         name="NVIDIA A100-SXM4-80GB",
@@ -76,62 +90,31 @@ CHIPS: Mapping[str, Chip] = {
         shared_memory_bytes_per_block=166_912,
         l2_cache_bytes=41_943_040,
     ),
-    "h100": Chip(
-        name="NVIDIA H100 80GB HBM3",
-        memory_bytes=84_942_979_072,
-        memory_bytes_per_second=3.35e12,
-        peak_flops=_HOPPER,
-        nvlink_bytes_per_second=450e9,
-        network_bytes_per_second=50e9,
-        pcie_bytes_per_second=64e9,
-        compute_capability=(9, 0),
-        cores=132,
-        float32_units_per_core=128,
-        clock_ghz=1.98,
-        threads_per_core=2048,
-        shared_memory_bytes_per_core=233_472,
-        shared_memory_bytes_per_block=232_448,
-        l2_cache_bytes=52_428_800,
-    ),
-    "h200": Chip(
-        name="NVIDIA H200",
-        memory_bytes=151_397_597_184,
-        memory_bytes_per_second=4.8e12,
-        peak_flops=_HOPPER,
-        nvlink_bytes_per_second=450e9,
-        network_bytes_per_second=50e9,
-        pcie_bytes_per_second=64e9,
-        compute_capability=(9, 0),
-        cores=132,
-        float32_units_per_core=128,
-        clock_ghz=1.98,
-        threads_per_core=2048,
-        shared_memory_bytes_per_core=233_472,
-        shared_memory_bytes_per_block=232_448,
-        l2_cache_bytes=52_428_800,
-    ),
-    "b200": Chip(
+    "h100": _H100,
+    "h200": replace(_H100, name="NVIDIA H200", memory_bytes=151_397_597_184, memory_bytes_per_second=4.8e12),
+    "b200": replace(
+        _H100,
         name="NVIDIA B200",
         memory_bytes=191_514_411_008,
         memory_bytes_per_second=7.67e12,
         peak_flops={"bfloat16": 2250e12, "float16": 2250e12, "float32": 1125e12, "float8": 4500e12, "int8": 4500e12},
         nvlink_bytes_per_second=900e9,
-        network_bytes_per_second=50e9,
-        pcie_bytes_per_second=64e9,
         compute_capability=(10, 0),
         cores=148,
-        float32_units_per_core=128,
         clock_ghz=1.965,
-        threads_per_core=2048,
-        shared_memory_bytes_per_core=233_472,
-        shared_memory_bytes_per_block=232_448,
         l2_cache_bytes=132_644_864,
     ),
     "4090": Chip(
         name="NVIDIA GeForce RTX 4090",
         memory_bytes=25_250_627_584,
         memory_bytes_per_second=1.008e12,
-        peak_flops=_ADA,
+        peak_flops={
+            "bfloat16": 165.2e12,
+            "float16": 165.2e12,
+            "float32": 82.6e12,
+            "float8": 330.3e12,
+            "int8": 660.6e12,
+        },
         nvlink_bytes_per_second=32e9,
         network_bytes_per_second=1.5625e9,
         pcie_bytes_per_second=32e9,

@@ -348,9 +348,7 @@ def _find_axes(groups: list[list[int]], mesh: jax.sharding.Mesh) -> tuple[str, .
     Device ids are positions in the flattened devices of the mesh.
     """
     positions = [np.stack(np.unravel_index(group, mesh.axis_sizes)) for group in groups]
-    return tuple(
-        name for axis, name in enumerate(mesh.axis_names) if any(np.ptp(position[axis]) for position in positions)
-    )
+    return tuple(name for axis, name in enumerate(mesh.axis_names) if any(np.ptp(each[axis]) for each in positions))
 
 
 def _parse_groups(collective: Instruction, devices: int) -> list[list[int]]:

@@ -60,26 +60,20 @@ def check_expert_exchange(device: Any, exchange: str) -> None:
         )
 
 
-def choose_expert_products(device: Any, requested: str, dtype: str) -> str:
+def choose_grouped_matmul(device: Any, requested: str, dtype: str) -> str:
     """Return the requested implementation of the experts' matmuls. "auto" is the kernel if it is supported.
 
     Args:
-        requested: value of training.expert_products.
+        requested: value of training.grouped_matmul.
 
     Raises:
         InputError: the requested implementation does not support the device or the dtype.
     """
-    capability = get_compute_capability(device)
+    capability, found = get_compute_capability(device), [f"it runs on GPUs only, not on {device.device_kind}"]
+    if capability is not None:
+        found = grouped_matmul_pallas.problems(dtype, capability)
     if requested == "auto":
-        return "xla" if capability is None or grouped_matmul_pallas.problems(dtype, capability) else "pallas"
-    if requested == "pallas":
-        found = (
-            [f"it runs on GPUs only, not on {device.device_kind}"]
-            if capability is None
-            else grouped_matmul_pallas.problems(dtype, capability)
-        )
-        if found:
-            raise InputError(
-                f"training.expert_products=pallas: {'; '.join(found)}; set --training.expert-products auto"
-            )
+        return "xla" if found else "pallas"
+    if requested == "pallas" and found:
+        raise InputError(f"training.grouped_matmul=pallas: {'; '.join(found)}; set --training.grouped-matmul auto")
     return requested

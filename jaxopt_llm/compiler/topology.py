@@ -42,9 +42,8 @@ def gpu_topology(chip: str = "h200", hosts: int = 1, gpus_per_host: int = 8) -> 
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     shape = f"1x{hosts}x{gpus_per_host}"  # slices x hosts per slice x GPUs per host
     try:
-        topology = topologies.get_topology_desc(
-            shape, "cuda", topology=shape, target_config=_target_config(CHIPS[chip])
-        )
+        target = _target_config(CHIPS[chip])
+        topology = topologies.get_topology_desc(shape, "cuda", topology=shape, target_config=target)
     except NotImplementedError as error:
         raise InputError(
             "JAX's CUDA plugin is not loaded, probably because JAX looked for devices before gpu_topology() ran; "

@@ -8,7 +8,9 @@ A recipe imports the sections that it sets from here:
 from jaxopt_llm.config.checkpoint import CheckpointConfig
 from jaxopt_llm.config.data import DataConfig
 from jaxopt_llm.config.memory import Intermediate, OffloadConfig, RematConfig
+from jaxopt_llm.config.mla import MLAConfig
 from jaxopt_llm.config.model import Kind, ModelConfig
+from jaxopt_llm.config.moe import MoEConfig
 from jaxopt_llm.config.parallel import (
     AXES,
     BATCH_AXES,
@@ -19,6 +21,7 @@ from jaxopt_llm.config.parallel import (
     ShardingConfig,
 )
 from jaxopt_llm.config.precision import Float, Matmul, PrecisionConfig
+from jaxopt_llm.config.rope import RopeConfig
 from jaxopt_llm.config.run import Config, LoggingConfig, ProfileConfig, RunConfig, XlaConfig
 from jaxopt_llm.config.training import (
     EvaluationConfig,
@@ -28,34 +31,3 @@ from jaxopt_llm.config.training import (
     StateDtype,
     TrainingConfig,
 )
-
-__all__ = [
-    "AXES",
-    "BATCH_AXES",
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "DistributedConfig",
-    "EvaluationConfig",
-    "Float",
-    "Intermediate",
-    "Kind",
-    "LoggingConfig",
-    "LoraConfig",
-    "Matmul",
-    "MeshConfig",
-    "ModelConfig",
-    "OffloadConfig",
-    "OptimizerConfig",
-    "PipelineConfig",
-    "PrecisionConfig",
-    "ProfileConfig",
-    "RematConfig",
-    "RunConfig",
-    "Schedule",
-    "ScheduleConfig",
-    "ShardingConfig",
-    "StateDtype",
-    "TrainingConfig",
-    "XlaConfig",
-]

@@ -2,34 +2,26 @@
 
 from dataclasses import dataclass
 
-from jaxopt_llm.config.metadata import find_below_one
+from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, find_out_of_range, setting
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = 500
+    every: int = setting(500, bounds=AT_LEAST_ONE)
     """Steps between two checkpoints. The last step always has one. A save that failed is retried after a tenth of
     these steps."""
-    keep: int = 2
+    keep: int = setting(2, bounds=AT_LEAST_ONE)
     """Number of newest checkpoints to keep (Hugging Face: save_total_limit)."""
-    keep_every: int = 0
+    keep_every: int = setting(0, bounds=NON_NEGATIVE)
     """Keep forever the checkpoints at multiples of this number of steps, which must be a multiple of
     checkpoint.every. 0 = off."""
-    keep_best: int = 0
+    keep_best: int = setting(0, bounds=NON_NEGATIVE)
     """Number of checkpoints with the lowest held-out loss to keep, among those of steps that are evaluated. 0 = off."""
 
     def problems(self) -> list[str]:
-        found = find_below_one("checkpoint", self, "every", "keep")
-        found += [
-            f"checkpoint.{name}={value}: must be at least 0"
-            for name, value in (("keep_every", self.keep_every), ("keep_best", self.keep_best))
-            if value < 0
-        ]
-        if self.every > 0 and self.keep_every > 0 and self.keep_every % self.every:
-            found.append(
-                f"checkpoint.keep_every={self.keep_every}: must be a multiple of checkpoint.every={self.every}, the "
-                "steps that have a checkpoint"
-            )
+        found, every, kept = find_out_of_range("checkpoint", self), self.every, self.keep_every
+        if every > 0 and kept > 0 and kept % every:
+            found.append(f"checkpoint.keep_every={kept}: must be a multiple of checkpoint.every={every}")
         return found
 
     def is_due(self, step: int, failed: int | None) -> bool:

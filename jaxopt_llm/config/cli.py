@@ -40,8 +40,7 @@ def load_recipe(path: str) -> Config:
         raise InputError(f"--config {file}: {type(error).__name__}: {error}") from error
     if not isinstance(config, Config):
         raise InputError(f"--config {file}: get_config() returned {type(config).__name__}, not Config")
-    wrong = fields.wrong_types(config)
-    if wrong:
+    if wrong := fields.wrong_types(config):
         raise InputError(f"--config {file}: {'; '.join(wrong)}")
     return config
 
@@ -124,8 +123,7 @@ def _split_config(arguments: list[str]) -> tuple[str | None, list[str]]:
     remaining = iter(arguments)
     for argument in remaining:
         if argument == "--config":
-            path = next(remaining, None)
-            if path is None:
+            if (path := next(remaining, None)) is None:
                 raise InputError("--config: give the path of a recipe after it")
         elif argument.startswith("--config="):
             path = argument.removeprefix("--config=")

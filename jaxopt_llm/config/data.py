@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Literal
 
-from jaxopt_llm.config.metadata import setting
+from jaxopt_llm.config.metadata import POSITIVE, Bounds, find_out_of_range, setting
 
 Format = Literal["auto", "text", "jsonl", "parquet", "prepared", "megatron", "numpy"]
 Content = Literal["text", "chat", "messages", "pairs", "sharegpt"]
@@ -47,40 +47,29 @@ class DataConfig:
     malformed: Literal["error", "skip", "replace"] = "error"
     """Treatment of documents that are not UTF-8 or are truncated. error: stop the command; skip: skip and count them;
     replace: replace invalid UTF-8 by U+FFFD (and skip rows that are not valid JSON)."""
-    held_out: float = 0.05
+    held_out: float = setting(0.05, bounds=Bounds(above=0, below=1))
     """Share of the documents that is held out of training for evaluation, above 0 and below 1."""
-    stall_seconds: float = setting(600.0, resume="freely")
+    stall_seconds: float = setting(600.0, resume="freely", bounds=POSITIVE)
     """Longest wait for one batch, in seconds. After that the run ends with an error."""
 
     def problems(self) -> list[str]:
-        found = []
-        if not 0 < self.held_out < 1:
-            found.append(f"data.held_out={self.held_out}: must be above 0 and below 1")
+        found = find_out_of_range("data", self)
         if self.content == "text" and (self.chat_template or self.date):
             found.append("data.chat_template and data.date apply only to conversations: also set data.content=chat")
         if self.content != "text" and not self.paths:
             found.append(f"data.content={self.content}: there are no files to read; name them with data.paths")
         if self.date and not _is_date(self.date):
             found.append(f"data.date={self.date}: not a date; write it as in 2026-01-31")
-        if self.stall_seconds <= 0:
-            found.append(f"data.stall_seconds={self.stall_seconds}: must be above 0")
-        if self.weights and len(self.weights) != len(self.paths):
-            found.append(
-                f"data.weights has {len(self.weights)} values for {len(self.paths)} data.paths: give one weight for "
-                "each path"
-            )
-        repeated = {path for path in self.paths if self.paths.count(path) > 1}
+        weights, paths = len(self.weights), len(self.paths)
+        if weights and weights != paths:
+            found.append(f"data.weights has {weights} values for {paths} data.paths: give one weight for each path")
+        repeated = ", ".join(sorted({path for path in self.paths if self.paths.count(path) > 1}))
         if repeated:
-            found.append(
-                f"data.paths names {', '.join(sorted(repeated))} more than once: name each path once, and "
-                "give it a larger weight with data.weights"
-            )
+            found.append(f"data.paths names {repeated} more than once: name it once, with a larger data.weights")
         if any(weight < 0 for weight in self.weights):
             found.append(f"data.weights={self.weights}: weights must not be negative")
         elif self.weights and not any(self.weights):
-            found.append(
-                "data.weights: all weights are 0, so no data would be read; give at least one source a positive weight"
-            )
+            found.append("data.weights: all weights are 0, so no data would be read; give a source a positive weight")
         return found
 
 

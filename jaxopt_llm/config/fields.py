@@ -5,27 +5,31 @@ import functools
 import json
 import types
 import typing
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any, Literal, TypeVar
 
 from jaxopt_llm.config.metadata import Metadata
 from jaxopt_llm.config.run import Config
 
+T = TypeVar("T")
+
 UNIONS = (typing.Union, types.UnionType)  # `A | B` has either of these origins in Python up to 3.13
 
 
-def _collect_metadata(config_type: Any, inherited: dict[str, Any], prefix: str = "") -> dict[str, Metadata]:
+def walk_fields(
+    config_type: Any, prefix: str = "", inherited: dict[str, Any] | None = None
+) -> Iterator[tuple[str, Any, Metadata]]:
+    """Yield the dotted name, the type and the metadata of each setting of a configuration class, in order."""
     hints = typing.get_type_hints(config_type)
-    found: dict[str, Metadata] = {}
     for field in dataclasses.fields(config_type):
-        hint, name, metadata = hints[field.name], f"{prefix}{field.name}", inherited | dict(field.metadata)
+        hint, name, metadata = hints[field.name], f"{prefix}{field.name}", {**(inherited or {}), **field.metadata}
         if dataclasses.is_dataclass(hint):
-            found |= _collect_metadata(hint, metadata, f"{name}.")
+            yield from walk_fields(hint, f"{name}.", metadata)
         else:
-            found[name] = Metadata(**metadata)
-    return found
+            yield name, hint, Metadata(**metadata)
 
 
-METADATA = _collect_metadata(Config, {})  # by dotted name, in the order of `Config`
+METADATA = {name: metadata for name, _, metadata in walk_fields(Config)}
 FIELDS = list(METADATA)
 # The settings that `plan --search` may try if `--allow` names them, with their values from wide to narrow.
 SEARCHED = {
@@ -39,16 +43,16 @@ WITH_IN_BACKWARD = {
 }
 
 
-def get_field(config: Config, name: str) -> Any:
-    """Return the value of a setting, by its dotted name."""
-    return functools.reduce(getattr, name.split("."), config)
+def get_field(section: Any, name: str) -> Any:
+    """Return a setting of a configuration, or of a section of one, by its dotted name in it."""
+    return functools.reduce(getattr, name.split("."), section)
 
 
-def replace_fields(config: Config, values: dict[str, Any]) -> Config:
-    """Return the configuration with the values of some settings replaced, by dotted name."""
+def replace_fields(section: T, values: dict[str, Any]) -> T:
+    """Return a configuration, or a section of one, with some settings replaced, by their dotted names in it."""
     for name, value in values.items():
-        config = _replace(config, name.split("."), value)
-    return config
+        section = _replace(section, name.split("."), value)
+    return section
 
 
 def _replace(section: Any, path: list[str], value: Any) -> Any:
@@ -88,24 +92,17 @@ def from_json(text: str) -> Config:
         TypeError: the JSON is not a configuration of this version.
     """
 
-    def build(config_type: Any, values: Any) -> Any:
-        hints = typing.get_type_hints(config_type)
-        if not isinstance(values, dict):
-            raise TypeError(f"{values!r} is not a {config_type.__name__}")
-        return config_type(
-            **{
-                name: build(hints[name], value)
-                if dataclasses.is_dataclass(hints.get(name))
-                else tuple(value)
-                if isinstance(value, list)
-                else value
-                for name, value in values.items()
-            }
-        )
+    def build(hint: Any, value: Any) -> Any:
+        is_section = dataclasses.is_dataclass(hint)
+        if not is_section:
+            return tuple(value) if isinstance(value, list) else value
+        if not isinstance(value, dict):
+            raise TypeError(f"{value!r} is not a {hint.__name__}")
+        hints = typing.get_type_hints(hint)
+        return hint(**{name: build(hints.get(name), each) for name, each in value.items()})
 
     config: Config = build(Config, json.loads(text))
-    wrong = wrong_types(config)
-    if wrong:
+    if wrong := wrong_types(config):
         raise TypeError("; ".join(wrong))
     return config
 
@@ -115,13 +112,8 @@ def wrong_types(config: Any, prefix: str = "") -> list[str]:
     found = []
     for name, hint in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)
-        if dataclasses.is_dataclass(hint):
-            is_section = isinstance(value, hint)  # type: ignore[arg-type]
-            found += (
-                wrong_types(value, f"{prefix}{name}.")
-                if is_section
-                else [f"{prefix}{name}={value!r}: must be a {hint.__name__}"]  # type: ignore[union-attr]
-            )
+        if dataclasses.is_dataclass(hint) and isinstance(value, hint):  # type: ignore[arg-type]
+            found += wrong_types(value, f"{prefix}{name}.")
         elif not _has_type(value, hint):
             found.append(f"{prefix}{name}={value!r}: must be {_describe(hint)}")
     return found
@@ -148,9 +140,10 @@ def _describe(hint: Any) -> str:
         return "one of " + ", ".join(map(repr, typing.get_args(hint)))
     if typing.get_origin(hint) is tuple:
         return f"a tuple, each {_describe(typing.get_args(hint)[0])}"
-    return {
+    words = {
         int: "a whole number below 2**31",
         float: "0 or a normal float32 number",
         bool: "True or False",
         str: "text",
-    }[hint]
+    }
+    return words.get(hint, f"a {hint.__name__}")

@@ -17,13 +17,9 @@ def syntax_problems(name: str, groups: Sequence[str]) -> list[str]:
 
     def is_wrong(group: str) -> bool:
         try:
-            value = parse_group(group)[1]
+            return not 0 <= parse_group(group)[1] < math.inf
         except ValueError:
             return True
-        return not (math.isfinite(value) and value >= 0)
 
-    return [
-        f"{name}: {group}: must be PATTERN=NUMBER with a number of at least 0, as in */mlp/*=0.5"
-        for group in groups
-        if is_wrong(group)
-    ]
+    form = "must be PATTERN=NUMBER with a number of at least 0, as in */mlp/*=0.5"
+    return [f"{name}: {group}: {form}" for group in groups if is_wrong(group)]

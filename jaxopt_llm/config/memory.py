@@ -3,21 +3,21 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxopt_llm.config.metadata import setting
+from jaxopt_llm.config.metadata import AT_LEAST_ONE, find_out_of_range, setting
 
 Intermediate = Literal[
     "block_input",  # [B, S, D], the residual stream at the input of the block
     "attention_input",  # [B, S, D], the norm of block_input, which the projections read
-    "query_latent",  # [B, S, model.query_rank], the latent of the queries before its norm; absent if query_rank is 0
-    "latent",  # [B, S, model.latent_rank], the latent of keys and values before its norm; absent if latent_rank is 0
-    "rotary_key",  # [B, S, model.rotary_head_dim], the key that all heads share, before RoPE; only with latent_rank
+    "query_latent",  # [B, S, model.mla.query_rank], the latent of the queries before its norm; absent if it is 0
+    "latent",  # [B, S, model.mla.kv_rank], the latent of keys and values before its norm; absent without MLA
+    "rotary_key",  # [B, S, model.mla.rotary_head_dim], the key that all heads share, before RoPE; only in MLA
     "query",  # [B, S, H, K], as projected: before norms and RoPE
-    "key",  # [B, S, G, K], as projected; with latent_rank without rotary_key
+    "key",  # [B, S, G, K], as projected; in MLA without rotary_key
     "value",  # [B, S, G, V]
     "attention",  # [B, S, H, V], the result of attention, and its log-sum-exp: see kernels/attention.py
     "attention_output",  # [B, S, D], the projection of that result, which is added to the residual stream
     "mlp_input",  # [B, S, D], the norm of that sum, which the MLP reads
-    "mlp_gate",  # [B, S, F], before the activation function; absent with mlp=gelu
+    "mlp_gate",  # [B, S, F], before the activation function; absent in an MLP without a gate
     "mlp_up",  # [B, S, F], as projected
     "mlp_output",  # [B, S, D], which is added to the residual stream; the backward reads it only for a norm after it
 ]
@@ -33,7 +33,7 @@ class RematConfig:
     recomputed (activation checkpointing). none: keep all except elementwise results; dots: keep all products with
     weights, but not attention; save_qkv: keep queries, keys, values and the result of attention; save_attention: keep
     only the result of attention; full: keep nothing; or a list of names from model/intermediates.py."""
-    every: int = setting(1, in_backward=1)
+    every: int = setting(1, in_backward=1, bounds=AT_LEAST_ONE)
     """Number of consecutive layers that the backward pass recomputes together from the input of the first one; the
     forward pass keeps nothing of the layers in between (Megatron-LM: recompute-method uniform). During this
     recomputation, remat.policy applies. 1 = remat.policy only."""
@@ -47,18 +47,12 @@ class RematConfig:
         return self.policy != "none" or bool(self.offload)
 
     def problems(self) -> list[str]:
-        found = []
+        found = find_out_of_range("remat", self)
         if not self.policy:
-            found.append(
-                "remat.policy is empty: give a policy or at least one intermediate; full keeps only the input of each "
-                "block"
-            )
-        if self.every < 1:
-            found.append(f"remat.every={self.every}: must be at least 1")
+            found.append("remat.policy is empty: give a policy or an intermediate; full keeps only block inputs")
         if self.every > 1 and self.offload:
             found.append(
-                f"remat.every={self.every} keeps no activations that remat.offload could move: set --remat.every 1, or "
-                "leave out --remat.offload"
+                f"remat.every={self.every} keeps nothing to offload: set --remat.every 1 or no --remat.offload"
             )
         return found
 

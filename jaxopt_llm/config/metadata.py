@@ -14,6 +14,34 @@ Resume = Literal["freely", "if_allowed", "never"]
 
 
 @dataclass(frozen=True)
+class Bounds:
+    """Range of a number: `minimum` and `maximum` belong to it, `above` and `below` do not. None: no bound."""
+
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def include(self, value: float) -> bool:
+        return (
+            (self.minimum is None or value >= self.minimum)
+            and (self.maximum is None or value <= self.maximum)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        parts = (("at least", self.minimum), ("at most", self.maximum), ("above", self.above), ("below", self.below))
+        return " and ".join(f"{text} {bound:,}" for text, bound in parts if bound is not None)
+
+
+AT_LEAST_ONE = Bounds(minimum=1)
+NON_NEGATIVE = Bounds(minimum=0)
+POSITIVE = Bounds(above=0)
+SHARE = Bounds(minimum=0, below=1)
+
+
+@dataclass(frozen=True)
 class Metadata:
     """Metadata of a setting.
 
@@ -25,6 +53,8 @@ class Metadata:
         cannot name it.
     search_rank: order in which the search proposes such settings when nothing fits; lower ranks first, because they
         change less of what the model learns.
+    price: drawback of the narrower values in `search`, for advice to a run that does not fit.
+    bounds: range of the values of a number.
     in_backward: the only value that `optimizer.in_backward` works with. None: any value.
     """
 
@@ -32,6 +62,8 @@ class Metadata:
     in_pretrained: bool = False
     search: tuple[Any, ...] = ()
     search_rank: int = 0
+    price: str = ""
+    bounds: Bounds | None = None
     in_backward: Any = None
 
 
@@ -45,10 +77,11 @@ def section(default_factory: Callable[[], T], **metadata: Any) -> T:
     return dataclasses.field(default_factory=default_factory, metadata=metadata)
 
 
-def find_below_one(section_name: str, values: Any, *names: str) -> list[str]:
-    """List the settings of a section, among `names`, that are below 1 and must not be."""
-    return [
-        f"{section_name}.{name}={getattr(values, name)}: must be at least 1"
-        for name in names
-        if getattr(values, name) < 1
-    ]
+def find_out_of_range(name: str, section: Any) -> list[str]:
+    """List the settings of a section that are outside their bounds. name: dotted name of the section."""
+    found = []
+    for field in dataclasses.fields(section):
+        bounds = Metadata(**field.metadata).bounds
+        if bounds and not bounds.include(getattr(section, field.name)):
+            found.append(f"{name}.{field.name}={getattr(section, field.name)}: must be {bounds}")
+    return found

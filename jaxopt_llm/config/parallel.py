@@ -5,7 +5,7 @@ import re
 from dataclasses import astuple, dataclass
 from typing import Literal
 
-from jaxopt_llm.config.metadata import find_below_one, setting
+from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, Bounds, find_out_of_range, setting
 
 # Outermost first. `tensor` is innermost, so it uses the fastest links. `pipeline` moves the least data, so it crosses
 # hosts first. XLA also requires `pipeline` first: it accepts a nested shard_map only if its axes come later.
@@ -17,20 +17,20 @@ BATCH_AXES = ("data", "fsdp", "expert")  # the axes that the batch is split over
 
 @dataclass(frozen=True)
 class MeshConfig:
-    pipeline: int = setting(1, in_backward=1)
+    pipeline: int = setting(1, in_backward=1, bounds=AT_LEAST_ONE)
     """Number of pipeline stages (pipeline parallelism, PP)."""
-    data: int = 1
+    data: int = setting(1, bounds=AT_LEAST_ONE)
     """Number of replicas (data parallelism, DP). Across nodes, with fsdp inside a node, this is hybrid sharding (HSDP;
     torchtitan: data_parallel_replicate_degree)."""
-    fsdp: int = 1
+    fsdp: int = setting(1, bounds=AT_LEAST_ONE)
     """Number of devices that split the batch and, according to sharding.zero_stage, the training state (FSDP, ZeRO;
     torchtitan: data_parallel_shard_degree)."""
-    expert: int = 1
+    expert: int = setting(1, bounds=AT_LEAST_ONE)
     """Number of devices that split the experts and the batch (expert parallelism, EP). In a dense model it is another
     axis like fsdp, over which gradients are reduced in every microbatch."""
-    context: int = 1
+    context: int = setting(1, bounds=AT_LEAST_ONE)
     """Number of devices that split the sequence (context parallelism, CP)."""
-    tensor: int = 1
+    tensor: int = setting(1, bounds=AT_LEAST_ONE)
     """Number of devices that split heads, MLP width and vocabulary (tensor parallelism, TP)."""
 
     @property
@@ -43,7 +43,7 @@ class MeshConfig:
         return math.prod(getattr(self, axis) for axis in BATCH_AXES)
 
     def problems(self) -> list[str]:
-        return find_below_one("mesh", self, *AXES)
+        return find_out_of_range("mesh", self)
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,12 @@ class ShardingConfig:
     """Communication of MoE layers over mesh.expert. gather: every token goes to all devices of the axis. all_to_all:
     each choice goes to the device of its expert, in buffers of fixed size. ragged: all_to_all without the unused part
     of the buffers, GPUs only. auto: gather or all_to_all, the one that sends fewer bytes."""
-    expert_room: float = 2.0
+    expert_room: float = setting(2.0, bounds=AT_LEAST_ONE)
     """With all_to_all and ragged: size of the buffer between two devices, as a multiple of the choices of an even load.
     Choices that do not fit go in further rounds; none is dropped. Must be at least 1."""
 
     def problems(self) -> list[str]:
-        if self.expert_room >= 1:
-            return []
-        return [f"sharding.expert_room={self.expert_room}: must be at least 1, the room for an even load"]
+        return find_out_of_range("sharding", self)
 
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
@@ -81,22 +79,22 @@ class PipelineConfig:
     """Order of the forward and backward passes. gpipe: all forwards, then all backwards (Huang et al. 2019). 1f1b: each
     backward as early as possible, so that the number of stored inputs does not grow with the number of microbatches
     (Narayanan et al. 2019). interleaved: 1f1b with pipeline.virtual_stages (Narayanan et al. 2021)."""
-    virtual_stages: int = 1
+    virtual_stages: int = setting(1, bounds=AT_LEAST_ONE)
     """Number of chunks of consecutive layers per stage, interleaved with those of the other stages; it divides the idle
     time by this number (Megatron-LM: virtual pipeline stages). Above 1 only with schedule=interleaved."""
     split: tuple[int, ...] = ()
     """Number of layers in each chunk, in the order of the model. Empty = as equal as possible."""
 
     def problems(self) -> list[str]:
-        found = []
-        if self.schedule == "interleaved" and self.virtual_stages < 2:
+        found, chunks = find_out_of_range("pipeline", self), self.virtual_stages
+        if self.schedule == "interleaved" and chunks < 2:
             found.append(
-                f"pipeline.schedule=interleaved with pipeline.virtual_stages={self.virtual_stages}: set "
-                "--pipeline.virtual-stages to at least 2"
+                f"pipeline.schedule=interleaved with pipeline.virtual_stages={chunks}: set --pipeline.virtual-stages "
+                "to at least 2"
             )
-        if self.schedule != "interleaved" and self.virtual_stages != 1:
+        if self.schedule != "interleaved" and chunks > 1:
             found.append(
-                f"pipeline.virtual_stages={self.virtual_stages} with pipeline.schedule={self.schedule}: set "
+                f"pipeline.virtual_stages={chunks} with pipeline.schedule={self.schedule}: set "
                 "--pipeline.schedule interleaved, or --pipeline.virtual-stages 1"
             )
         if any(layers < 1 for layers in self.split):
@@ -109,24 +107,16 @@ class DistributedConfig:
     coordinator: str = ""
     """Address at which process 0 listens, as host:port. Empty = from the environment of torchrun, SLURM, Open MPI or
     Kubernetes."""
-    processes: int = 0
+    processes: int = setting(0, bounds=NON_NEGATIVE)
     """Number of processes of the job, one per host with all devices of the host. 0 = from the environment, or 1 if it
     has none."""
-    process_id: int = -1
+    process_id: int = setting(-1, bounds=Bounds(minimum=-1))
     """Rank of this process, from 0. -1 = from the environment."""
-    timeout_seconds: int = 300
+    timeout_seconds: int = setting(300, bounds=AT_LEAST_ONE)
     """Seconds after which the job ends if a process has not joined or no longer answers."""
 
     def problems(self) -> list[str]:
-        found = [
-            f"distributed.{name}={value}: must be at least {least}"
-            for name, value, least in (
-                ("processes", self.processes, 0),
-                ("process_id", self.process_id, -1),
-                ("timeout_seconds", self.timeout_seconds, 1),
-            )
-            if value < least
-        ]
+        found = find_out_of_range("distributed", self)
         port = re.fullmatch(r".+:([0-9]{1,5})", self.coordinator)
         if self.coordinator and not (port and 0 < int(port[1]) < 2**16):
             found.append(f"distributed.coordinator={self.coordinator}: must be host:port")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from jaxopt_llm.config.metadata import setting
+from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, find_out_of_range, setting
 
 Float = Literal["float32", "bfloat16", "float16"]
 
@@ -22,28 +22,32 @@ class Exactness(Protocol):
 class PrecisionConfig:
     param_dtype: Literal["float32"] = "float32"
     """Dtype of the master weights. optimizer.state_dtype sets the dtype of the moments."""
-    compute_dtype: Float = setting("bfloat16", search=("float32", "bfloat16"), search_rank=3)
+    compute_dtype: Float = setting(
+        "bfloat16", search=("float32", "bfloat16"), search_rank=3, price="none on GPUs, which are faster in 16 bits"
+    )
     """Dtype of the activations and of the weights that multiply them; norms, softmax and loss stay in float32. On GPUs,
     JAX multiplies float32 matrices in TF32 unless JAX_DEFAULT_MATMUL_PRECISION=highest is set in the environment."""
-    reduce_dtype: Float = setting("float32", search=("float32", "bfloat16"), search_rank=2)
+    reduce_dtype: Float = setting(
+        "float32", search=("float32", "bfloat16"), search_rank=2, price="gradients are summed over devices in 16 bits"
+    )
     """Dtype in which gradients are computed and summed over devices (PyTorch FSDP: reduce_dtype). Sums over
     microbatches are in float32."""
     loss_scaling: Literal["none", "dynamic"] = setting("none", resume="never", in_backward="none")
     """Loss scaling, for float16. none: off; dynamic: multiply the loss by a scale that keeps gradients within the range
     of float16; a step that still overflows is skipped and halves the scale (Micikevicius et al. 2018; PyTorch:
     GradScaler)."""
-    initial_loss_scale: float = 65536.0
+    initial_loss_scale: float = setting(65536.0, bounds=POSITIVE)
     """Loss scale of the first step. A power of two adds no rounding error."""
-    loss_scale_growth_interval: int = 2000
+    loss_scale_growth_interval: int = setting(2000, bounds=AT_LEAST_ONE)
     """Number of consecutive steps without overflow after which the loss scale doubles (GradScaler: growth_interval)."""
-    min_loss_scale: float = 1.0
+    min_loss_scale: float = setting(1.0, bounds=POSITIVE)
     """Minimum loss scale. If overflows bring the scale below it, the run ends with exit code 3."""
     matmul: Matmul = "compute_dtype"
     """Precision of the matmuls between activations and weights of the blocks, forward and backward; see
     docs/precision.md. fp8: e4m3, incoming gradients e5m2, one scale per tensor from its own maximum. int8: forward
     only, one scale per token and per output channel. int8_qat and int4_qat: compute_dtype, with weights rounded to
     codes (quantisation-aware training)."""
-    compute_dtype_layers: int = setting(0, in_backward=0)
+    compute_dtype_layers: int = setting(0, in_backward=0, bounds=NON_NEGATIVE)
     """Number of layers at the start of the model, and the same number at its end, whose matmuls stay in compute_dtype
     for every value of precision.matmul. The matmuls of embedding and head always do. 0 = none."""
 
@@ -69,31 +73,26 @@ class PrecisionConfig:
         return replace(self, matmul="compute_dtype", compute_dtype_layers=0) if training_only else self
 
     def problems(self) -> list[str]:
-        found = []
-        if self.reduce_dtype not in ("float32", self.compute_dtype) and "float16" in (
-            self.compute_dtype,
-            self.reduce_dtype,
-        ):
+        found = find_out_of_range("precision", self)
+        compute, reduced = self.compute_dtype, self.reduce_dtype
+        if reduced not in ("float32", compute) and "float16" in (compute, reduced):
             # cuBLAS has no matmul with operands of one of these dtypes and a result of the other.
             found.append(
-                f"precision.reduce_dtype={self.reduce_dtype} is not supported with "
-                f"precision.compute_dtype={self.compute_dtype}: set --precision.reduce-dtype float32"
+                f"precision.reduce_dtype={reduced} is not supported with precision.compute_dtype={compute}: set "
+                "--precision.reduce-dtype float32"
             )
-        if self.matmul == "fp8" and self.compute_dtype == "float16":
+        if self.matmul == "fp8" and compute == "float16":
             # A scale is 1/448 of the largest value of a tensor, which can be outside the range of float16.
             found.append(
-                "precision.matmul=fp8 is not supported with precision.compute_dtype=float16: set "
-                "--precision.compute-dtype bfloat16"
+                "precision.matmul=fp8 does not support precision.compute_dtype=float16: set --precision.compute-dtype "
+                "bfloat16"
             )
-        if self.compute_dtype_layers < 0:
-            found.append(f"precision.compute_dtype_layers={self.compute_dtype_layers}: must be at least 0")
         if self.compute_dtype_layers and not self.quantises:
             found.append(
-                f"precision.compute_dtype_layers={self.compute_dtype_layers} has no effect, because "
-                f"precision.matmul={self.matmul} quantises none: set --precision.matmul, or "
-                "--precision.compute-dtype-layers 0"
+                f"precision.compute_dtype_layers={self.compute_dtype_layers} has no effect, because precision.matmul="
+                f"{self.matmul} quantises none: set --precision.matmul, or --precision.compute-dtype-layers 0"
             )
-        if self.scales_loss and self.compute_dtype != "float16":
+        if self.scales_loss and compute != "float16":
             found.append(
                 "precision.loss_scaling=dynamic has no use with the range of bfloat16 and float32: set "
                 "--precision.loss-scaling none, or --precision.compute-dtype float16"
@@ -102,11 +101,7 @@ class PrecisionConfig:
             value = getattr(self, name)
             if not self.scales_loss and value != getattr(PrecisionConfig, name):
                 found.append(f"precision.{name}={value} has no effect without --precision.loss-scaling dynamic")
-            if value <= 0:
-                found.append(f"precision.{name}={value}: must be above 0")
-        if self.initial_loss_scale < self.min_loss_scale:
-            found.append(
-                f"precision.initial_loss_scale={self.initial_loss_scale}: must be at least "
-                f"precision.min_loss_scale={self.min_loss_scale}"
-            )
+        first, least = self.initial_loss_scale, self.min_loss_scale
+        if first < least:
+            found.append(f"precision.initial_loss_scale={first}: must be at least precision.min_loss_scale={least}")
         return found

@@ -5,17 +5,11 @@ from dataclasses import dataclass, fields
 from jaxopt_llm.config.checkpoint import CheckpointConfig
 from jaxopt_llm.config.data import DataConfig
 from jaxopt_llm.config.memory import OffloadConfig, RematConfig
-from jaxopt_llm.config.metadata import find_below_one, section, setting
+from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, find_out_of_range, section, setting
 from jaxopt_llm.config.model import ModelConfig
 from jaxopt_llm.config.parallel import DistributedConfig, MeshConfig, PipelineConfig, ShardingConfig
 from jaxopt_llm.config.precision import PrecisionConfig
-from jaxopt_llm.config.training import (
-    EvaluationConfig,
-    LoraConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    TrainingConfig,
-)
+from jaxopt_llm.config.training import EvaluationConfig, LoraConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -23,7 +17,7 @@ class RunConfig:
     directory: str = setting("runs/default", resume="freely")
     """Run directory, for config.json, metrics.jsonl and checkpoints/. The same command started again resumes from its
     last checkpoint (Hugging Face: output_dir)."""
-    seed: int = 0
+    seed: int = setting(0, bounds=NON_NEGATIVE)
     """Seed of the initial parameters and of the order of the data."""
     allow_change: tuple[str, ...] = setting((), resume="freely")
     """Fields that this resume may change although they change what the model learns, such as optimizer.learning_rate.
@@ -33,8 +27,8 @@ class RunConfig:
     directory."""
 
     def problems(self) -> list[str]:
-        found = [] if self.directory else ["run.directory is empty: set --run.directory"]
-        return found + ([f"run.seed={self.seed}: must be at least 0"] if self.seed < 0 else [])
+        empty = [] if self.directory else ["run.directory is empty: set --run.directory"]
+        return empty + find_out_of_range("run", self)
 
 
 Options = dict[str, str | bool | int]
@@ -48,17 +42,12 @@ class XlaConfig:
     installed jaxlib."""
 
     def problems(self) -> list[str]:
-        found = [
-            f"xla.options: {option!r}: must be NAME=VALUE with a NAME that begins with xla_"
-            for option in self.options
-            if not option.startswith("xla_") or "=" not in option
-        ]
+        form = "must be NAME=VALUE with a NAME that begins with xla_"
+        wrong = [option for option in self.options if not option.startswith("xla_") or "=" not in option]
         names = [option.partition("=")[0] for option in self.options]
-        return found + [
-            f"xla.options: {name} is given twice; give it once"
-            for name in dict.fromkeys(names)
-            if names.count(name) > 1
-        ]
+        twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+        found = [f"xla.options: {option!r}: {form}" for option in wrong]
+        return found + [f"xla.options: {name} is given twice; give it once" for name in twice]
 
     def parse_options(self) -> Options:
         """Return the options by name, with booleans parsed. XLA itself parses numbers and enumerations from text."""
@@ -68,7 +57,7 @@ class XlaConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    every: int = 10
+    every: int = setting(10, bounds=AT_LEAST_ONE)
     """Steps between two logged steps."""
     tensorboard: bool = True
     """Also write the records to tensorboard/ in the run directory."""
@@ -76,20 +65,19 @@ class LoggingConfig:
     """Weights & Biases project to which the records are also sent. Empty = off."""
 
     def problems(self) -> list[str]:
-        return find_below_one("logging", self, "every")
+        return find_out_of_range("logging", self)
 
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    start_step: int = 0
+    start_step: int = setting(0, bounds=NON_NEGATIVE)
     """First step to profile; the trace is written to profile/ in the run directory. 0 = off. Choose a
     later step than the first few, which compile."""
-    steps: int = 3
+    steps: int = setting(3, bounds=AT_LEAST_ONE)
     """Number of steps to profile."""
 
     def problems(self) -> list[str]:
-        found = [f"profile.steps={self.steps}: must be at least 1"] if self.steps < 1 else []
-        return found + ([f"profile.start_step={self.start_step}: must be at least 0"] if self.start_step < 0 else [])
+        return find_out_of_range("profile", self)
 
 
 @dataclass(frozen=True)
@@ -120,16 +108,15 @@ class Config:
         if self.mesh.pipeline > 1:
             sections.append(self.pipeline)
         found = [problem for section in sections for problem in section.problems()]
-        every, best = self.checkpoint.every, self.checkpoint.keep_best
-        if best and self.evaluation.every > 0 and every % self.evaluation.every:
+        every, best, evaluated = self.checkpoint.every, self.checkpoint.keep_best, self.evaluation.every
+        if best and evaluated > 0 and every % evaluated:
             found.append(
                 f"checkpoint.keep_best={best} compares only steps that are evaluated: make checkpoint.every={every} a "
-                f"multiple of evaluation.every={self.evaluation.every}"
+                f"multiple of evaluation.every={evaluated}"
             )
-        if self.profile.start_step > self.training.steps:
-            found.append(
-                f"profile.start_step={self.profile.start_step}: must be at most training.steps={self.training.steps}"
-            )
+        start, steps = self.profile.start_step, self.training.steps
+        if start > steps:
+            found.append(f"profile.start_step={start}: must be at most training.steps={steps}")
         model, length = self.model, self.training.sequence_length
         if model.positions == "learned" and length > model.max_positions:
             remedy = f"set --model.max-positions to at least {length}"

@@ -5,35 +5,39 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxopt_llm.config import groups
-from jaxopt_llm.config.metadata import find_below_one, setting
+from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, SHARE, Bounds, find_out_of_range, setting
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    steps: int = setting(1000, resume="freely")
+    steps: int = setting(1000, resume="freely", bounds=AT_LEAST_ONE)
     """Number of optimizer steps of the whole run (Hugging Face: max_steps)."""
-    batch_size: int = 32
+    batch_size: int = setting(32, bounds=AT_LEAST_ONE)
     """Sequences per step, over all devices and microbatches (global batch size)."""
-    sequence_length: int = 256
+    sequence_length: int = setting(256, bounds=AT_LEAST_ONE)
     """Tokens per sequence."""
-    accumulation: int = setting(1, resume="freely", in_backward=1)
+    accumulation: int = setting(1, resume="freely", in_backward=1, bounds=AT_LEAST_ONE)
     """Microbatches per step, each of batch_size / accumulation sequences (gradient accumulation; DeepSpeed and Hugging
     Face: gradient_accumulation_steps)."""
-    loss_chunk: int = setting(1024, resume="freely")
+    loss_chunk: int = setting(1024, resume="freely", bounds=NON_NEGATIVE)
     """Tokens of each device whose logits exist at the same time (chunked cross-entropy). 0 = all tokens of the
     microbatch."""
     attention: Literal["auto", "xla", "pallas", "triton"] = setting(
-        "auto", resume="freely", search=("pallas", "triton"), search_rank=0
+        "auto",
+        resume="freely",
+        search=("pallas", "triton"),
+        search_rank=0,
+        price="scores stay on the chip; for GPUs from Ampere on, speed not measured yet",
     )
     """Implementation of attention. xla: XLA's operations, on any device. pallas: our flash attention kernel in Pallas,
     for GPUs from Ampere on. triton: our flash attention kernel in Triton, for Hopper and Blackwell. auto: of those that
     support the model and the GPU, the fastest as measured on this GPU, or xla without a measurement. Attention that
     reads a KV cache always uses xla."""
-    expert_products: Literal["auto", "xla", "pallas"] = setting("auto", resume="freely")
+    grouped_matmul: Literal["auto", "xla", "pallas"] = setting("auto", resume="freely")
     """Implementation of the experts' grouped matmul. xla: XLA's operation, which on GPUs multiplies each row with the
     matrices of all experts. pallas: our kernel in Pallas, for GPUs from Ampere on. auto: pallas on such GPUs, otherwise
     xla."""
-    z_loss: float = 0.0
+    z_loss: float = setting(0.0, bounds=NON_NEGATIVE)
     """Weight of the z-loss: log(Z)² per token, where Z is the denominator of the softmax over the vocabulary. It keeps
     logits from drifting (PaLM, Chowdhery et al. 2022, uses 1e-4). The loss in the metrics excludes it. 0 = off."""
     skip_outliers: float = setting(0.0, in_backward=0)
@@ -43,21 +47,12 @@ class TrainingConfig:
     """Globs of the paths of the parameters to train, such as */scale, where * also matches slashes; the others are
     frozen, in precision.compute_dtype. With lora.rank, these parameters train in addition to the adapters (PEFT:
     modules_to_save). Empty = all parameters, or with lora.rank only the adapters."""
-    skip_limit: int = setting(10, resume="freely", in_backward=1)
+    skip_limit: int = setting(10, resume="freely", in_backward=1, bounds=AT_LEAST_ONE)
     """Number of consecutive skipped steps that end the run, with exit code 3. Overflows under loss scaling do not
     count."""
 
     def problems(self) -> list[str]:
-        found = [
-            f"training.{name}={getattr(self, name)}: must be at least 1"
-            for name in ("steps", "batch_size", "sequence_length", "accumulation", "skip_limit")
-            if getattr(self, name) < 1
-        ]
-        found += [
-            f"training.{name}={getattr(self, name)}: must be at least 0"
-            for name in ("loss_chunk", "z_loss")
-            if getattr(self, name) < 0
-        ]
+        found = find_out_of_range("training", self)
         if self.skip_outliers and not self.skip_outliers > 1:
             found.append(f"training.skip_outliers={self.skip_outliers}: must be above 1, or 0 to skip no outliers")
         return found
@@ -68,30 +63,34 @@ StateDtype = Literal["float32", "bfloat16", "int8"]
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    learning_rate: float = 3e-4
+    learning_rate: float = setting(3e-4, bounds=POSITIVE)
     """Peak learning rate of the schedule. With adafactor it is relative to the RMS of each weight."""
-    beta1: float = 0.9
+    beta1: float = setting(0.9, bounds=SHARE)
     """adamw: decay of the first moment per step. lion: share of the momentum in the direction of a step."""
-    beta2: float = 0.95
+    beta2: float = setting(0.95, bounds=SHARE)
     """adamw: decay of the second moment per step. lion: decay of the momentum per step."""
-    epsilon: float = 1e-8
+    epsilon: float = setting(1e-8, bounds=POSITIVE)
     """adamw: value added to the square root of the second moment (eps)."""
-    weight_decay: float = 0.1
+    weight_decay: float = setting(0.1, bounds=NON_NEGATIVE)
     """Decoupled weight decay: each step subtracts learning rate × this × the parameter (AdamW, Loshchilov & Hutter
     2019). decay_groups selects the parameters."""
-    clip_norm: float = setting(1.0, in_backward=0)
+    clip_norm: float = setting(1.0, in_backward=0, bounds=NON_NEGATIVE)
     """Maximum global norm of the gradient; a gradient with a larger norm is scaled down to it (max_grad_norm). 0 =
     off."""
-    in_backward: bool = setting(False, resume="freely", search=(False, True), search_rank=4)
+    in_backward: bool = setting(
+        False, resume="freely", search=(False, True), search_rank=4, price="no clipping, accumulation or skipped steps"
+    )
     """Update each layer as soon as the backward pass has its gradient, then free the gradient, so that all gradients
     never exist at once (LOMO; torchtune: optimizer_in_bwd). Not available with clipping, accumulation, loss scaling,
     skipped steps or a pipeline."""
     name: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = setting("adamw", resume="never")
     """Optimizer. With muon, only the matrices of the blocks use it; the other parameters use adamw."""
-    state_dtype: StateDtype = setting("float32", resume="never", search=("float32", "bfloat16", "int8"), search_rank=1)
+    state_dtype: StateDtype = setting(
+        "float32", resume="never", search=("float32", "bfloat16", "int8"), search_rank=1, price="moments are rounded"
+    )
     """Dtype of the stored moments of matrices and tables, for all optimizers except adafactor: 8, 4 or 2.06 bytes per
     parameter for adamw. int8 stores codes in blocks along the last dimension, each with a scale (8-bit optimizer)."""
-    momentum: float = 0.95
+    momentum: float = setting(0.95, bounds=SHARE)
     """sgd, and muon for its matrices: decay of the momentum per step."""
     decay_groups: tuple[str, ...] = ()
     """Factors of weight_decay by parameter, each PATTERN=NUMBER, such as "*norm/*=0" "*=1". Patterns are globs of
@@ -101,21 +100,7 @@ class OptimizerConfig:
     """Factors of the learning rate by parameter, in the syntax of decay_groups."""
 
     def problems(self) -> list[str]:
-        found = [
-            f"optimizer.{name}={getattr(self, name)}: must be above 0"
-            for name in ("learning_rate", "epsilon")
-            if not getattr(self, name) > 0
-        ]
-        found += [
-            f"optimizer.{name}={getattr(self, name)}: must be at least 0"
-            for name in ("clip_norm", "weight_decay")
-            if getattr(self, name) < 0
-        ]
-        found += [
-            f"optimizer.{name}={getattr(self, name)}: must lie in [0, 1)"
-            for name in ("beta1", "beta2", "momentum")
-            if not 0 <= getattr(self, name) < 1
-        ]
+        found = find_out_of_range("optimizer", self)
         if self.name == "adafactor" and self.state_dtype != "float32":
             found.append(
                 f"optimizer.state_dtype={self.state_dtype} is not supported with optimizer.name=adafactor, whose "
@@ -130,12 +115,12 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    warmup_steps: int = 100
+    warmup_steps: int = setting(100, bounds=NON_NEGATIVE)
     """Steps over which the learning rate rises linearly from 0 to the peak."""
     decay_steps: int = 1000
     """Step at which cosine, linear and wsd reach their final learning rate. It is separate from training.steps, so that
     a run can be extended."""
-    final_share: float = 0.1
+    final_share: float = setting(0.1, bounds=Bounds(minimum=0, maximum=1))
     """Final learning rate as a share of the peak. inverse_sqrt does not fall below it; constant does not use it."""
     kind: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
     """Shape of the schedule after the warm-up (Hugging Face: lr_scheduler_type). wsd stays at the peak and falls
@@ -149,19 +134,14 @@ class ScheduleConfig:
         return self.decay_steps if self.kind in ("cosine", "linear", "wsd") else None
 
     def problems(self) -> list[str]:
-        found = []
-        if self.warmup_steps < 0 or (self.end_step is not None and self.warmup_steps >= self.decay_steps):
+        found, warmup, end = find_out_of_range("schedule", self), self.warmup_steps, self.decay_steps
+        if self.end_step is not None and warmup >= end:
+            found.append(f"schedule.warmup_steps={warmup}: must be below schedule.decay_steps={end}")
+        elif self.kind == "wsd" and not 1 <= self.cooldown_steps <= end - warmup:
             found.append(
-                f"schedule.warmup_steps={self.warmup_steps} must be at least 0 and below "
-                f"schedule.decay_steps={self.decay_steps}"
+                f"schedule.cooldown_steps={self.cooldown_steps}: must be at least 1 and at most {end - warmup}, the "
+                "steps from schedule.warmup_steps to schedule.decay_steps"
             )
-        elif self.kind == "wsd" and not 1 <= self.cooldown_steps <= self.decay_steps - self.warmup_steps:
-            found.append(
-                f"schedule.cooldown_steps={self.cooldown_steps} must lie between 1 and the "
-                f"{self.decay_steps - self.warmup_steps} steps from schedule.warmup_steps to schedule.decay_steps"
-            )
-        if not 0 <= self.final_share <= 1:
-            found.append(f"schedule.final_share={self.final_share} must lie between 0 and 1")
         return found
 
 
@@ -173,10 +153,10 @@ class LoraConfig:
     pretrained: str = setting("", resume="freely")
     """Folder of a PEFT adapter of this model, from which the adapters start. It also sets rank, alpha, targets, rslora
     and dora. Empty = new adapters."""
-    rank: int = setting(0, resume="never", in_pretrained=True)
+    rank: int = setting(0, resume="never", in_pretrained=True, bounds=NON_NEGATIVE)
     """Rank of the LoRA adapters; only they are trained (Hu et al. 2021; PEFT: r). 0 = no adapters: train the parameters
     themselves."""
-    alpha: float = setting(16.0, in_pretrained=True)
+    alpha: float = setting(16.0, in_pretrained=True, bounds=POSITIVE)
     """The product of an adapter is multiplied by alpha / rank (PEFT: lora_alpha)."""
     targets: tuple[str, ...] = setting((ALL_LINEAR,), resume="never", in_pretrained=True)
     """Weights that get adapters (PEFT: target_modules): all-linear for the matrices of the blocks, or globs of paths
@@ -194,7 +174,7 @@ class LoraConfig:
     dora: bool = setting(False, resume="never", in_pretrained=True)
     """Train the norm of each output channel of a weight separately from its direction (DoRA, Liu et al. 2024; PEFT:
     use_dora)."""
-    dropout: float = 0.0
+    dropout: float = setting(0.0, bounds=SHARE)
     """Dropout rate of the input of each adapter in the blocks (PEFT: lora_dropout). 0 = off."""
 
     @property
@@ -203,13 +183,7 @@ class LoraConfig:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def problems(self) -> list[str]:
-        found = []
-        if self.rank < 0:
-            found.append(f"lora.rank={self.rank}: must be at least 0")
-        if not self.alpha > 0:
-            found.append(f"lora.alpha={self.alpha}: must be above 0")
-        if not 0 <= self.dropout < 1:
-            found.append(f"lora.dropout={self.dropout}: must lie in [0, 1)")
+        found = find_out_of_range("lora", self)
         if self.rank > 0 and not self.targets:
             found.append(f"lora.targets is empty: give {ALL_LINEAR} or at least one pattern")
         if self.rank == 0 and not self.pretrained:
@@ -220,19 +194,16 @@ class LoraConfig:
                 if getattr(self, name) != getattr(LoraConfig, name)
             ]
         if self.double_quantisation and self.base != "nf4":
-            found.append(
-                f"lora.double_quantisation=True has no effect with lora.base={self.base}: set --lora.base nf4, or "
-                "leave it out"
-            )
+            found.append(f"lora.double_quantisation=True has no effect with lora.base={self.base}: set --lora.base nf4")
         return found
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    every: int = 200
+    every: int = setting(200, bounds=AT_LEAST_ONE)
     """Steps between two evaluations of the held-out loss (eval_steps). The last step is always evaluated."""
-    batches: int = 16
+    batches: int = setting(16, bounds=AT_LEAST_ONE)
     """Number of held-out batches per evaluation, each of training.batch_size sequences."""
 
     def problems(self) -> list[str]:
-        return find_below_one("evaluation", self, "every", "batches")
+        return find_out_of_range("evaluation", self)

@@ -1,14 +1,13 @@
 """Text of generated continuations, token by token, up to an EOS token or a stop string."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.tokenizer import Tokenizer, read_json_object
+from jaxopt_llm.data.tokenizer import Tokenizer, find_tokenizer_folder, read_json_object
 
 
 def find_eos_ids(config: DataConfig, tokenizer: Tokenizer, turn_end: str | None = None) -> frozenset[int]:
@@ -22,20 +21,15 @@ def find_eos_ids(config: DataConfig, tokenizer: Tokenizer, turn_end: str | None 
     eos_ids = {tokenizer.eos}
     if turn_end is not None:
         eos_ids |= {int(i) for i in tokenizer.encode([turn_end.encode()])[0]}
-    if config.tokenizer == "bytes":
-        return frozenset(eos_ids)
-    path = Path(config.tokenizer)
-    for name in ("generation_config.json", "config.json"):
-        file = (path if path.is_dir() else path.parent) / name
+    folder = find_tokenizer_folder(config)
+    for file in [folder / "generation_config.json", folder / "config.json"] if folder else []:
         value = read_json_object(file).get("eos_token_id")
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
         if any(type(i) is not int or not 0 <= i < tokenizer.vocabulary_size for i in ids):
-            raise InputError(
-                f"{file}: eos_token_id={value!r}: must be a token id, or a list of token ids, below the tokenizer's "
-                f"vocabulary size {tokenizer.vocabulary_size}; correct the file"
-            )
+            most = f"the tokenizer's vocabulary size {tokenizer.vocabulary_size}"
+            raise InputError(f"{file}: eos_token_id={value!r}: must be a token id or a list of them, below {most}")
         return frozenset({*eos_ids, *ids})
     return frozenset(eos_ids)
 
@@ -92,8 +86,7 @@ class Continuation:
         old = len(self.text)
         self.text += new
         begins = [self.text.find(stop, max(0, old - len(stop))) for stop in self._stop_strings]
-        found = [begin for begin in begins if begin >= 0]
-        if found:
+        if found := [begin for begin in begins if begin >= 0]:
             self.text, self.done = self.text[: min(found)], True
 
     def take_new_text(self) -> str:

@@ -9,15 +9,8 @@ from jaxopt_llm.core.errors import InputError
 # Required columns of each form.
 FORMS = {"messages": {"messages"}, "pairs": {"prompt", "completion"}, "sharegpt": {"conversations"}}
 OPTIONAL_COLUMNS = {"tools", "system", "chosen", "rejected"}  # read if they exist
-_SHAREGPT = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-}
+_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}  # other names of roles
+_ROLES = ("user", "assistant", "system", "tool")
 
 
 class Malformed(Exception):
@@ -35,11 +28,9 @@ def detect_form(columns: Collection[str], where: str) -> str:
     if len(forms) == 1:
         return forms[0]
     known = "; ".join(f"{form}: {', '.join(sorted(required))}" for form, required in FORMS.items())
-    problem = (
-        f"match several forms of conversations ({', '.join(forms)})" if forms else "match no form of conversations"
-    )
+    matches = f"several forms of conversations ({', '.join(forms)})" if forms else "no form of conversations"
     raise InputError(
-        f"{where}: the fields {', '.join(sorted(columns))} {problem}; set data.content to the form (forms and "
+        f"{where}: the fields {', '.join(sorted(columns))} match {matches}; set data.content to the form (forms and "
         f"their fields: {known})"
     )
 
@@ -88,10 +79,10 @@ def normalize_conversation(row: Any, form: str) -> str:
 def _from_sharegpt(message: Any) -> Any:
     if not isinstance(message, dict):
         return message
-    role = message.get("from")
-    if role not in _SHAREGPT:
-        raise Malformed(f"a message is from {role!r}; it must be from one of {', '.join(_SHAREGPT)}")
-    return {"role": _SHAREGPT[role], "content": message.get("value")}
+    sender = message.get("from")
+    if sender not in (*_SHAREGPT, *_ROLES):
+        raise Malformed(f"a message is from {sender!r}; it must be from one of {', '.join((*_SHAREGPT, *_ROLES))}")
+    return {"role": _SHAREGPT.get(sender, sender), "content": message.get("value")}
 
 
 def _message(message: Any) -> dict[str, Any]:

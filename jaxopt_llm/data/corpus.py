@@ -10,22 +10,13 @@ import numpy as np
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data import tokens
 from jaxopt_llm.data.find import File, find_corpus_files
 from jaxopt_llm.data.indexed import open_megatron, open_numpy
 from jaxopt_llm.data.prepared import open_prepared
 from jaxopt_llm.data.source import read_standard_library, split_into_parts
 from jaxopt_llm.data.template import Reader, open_reader
 from jaxopt_llm.data.tokenizer import Tokenizer
-from jaxopt_llm.data.tokens import (
-    IndexedPiece,
-    Piece,
-    TokenStream,
-    fingerprint_file,
-    join_all,
-    join_ranges,
-    split_held_out,
-    tokenize,
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +30,7 @@ class Source:
 
     name: str
     weight: float
-    training: TokenStream
+    training: tokens.TokenStream
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +46,7 @@ class Corpus:
     """
 
     sources: tuple[Source, ...]
-    held_out: TokenStream
+    held_out: tokens.TokenStream
     sha256: str
     skipped: Counter[str]
 
@@ -80,7 +71,7 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
         InputError: `find_files` or a reader raises it, or a source has fewer than two documents.
     """
     skipped: Counter[str] = Counter()
-    opened: list[tuple[str, list[Piece], str]] = []
+    opened: list[tuple[str, list[tokens.Piece], str]] = []
     if config.paths:
         with open_reader(config, tokenizer) as read:
             for pattern, files in zip(config.paths, find_corpus_files(config), strict=True):
@@ -88,7 +79,7 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
                 pieces = list(chain.from_iterable(pieces for pieces, _ in found))
                 opened.append((pattern, pieces, "\n".join(digest for _, digest in found)))
     else:
-        library = [tokenize(document.name, [document], tokenizer) for document in read_standard_library()]
+        library = [tokens.tokenize(document.name, [document], tokenizer) for document in read_standard_library()]
         opened.append(("Python's standard library", [*library], _sha256(library)))
     if not config.weights:  # one source, so that an epoch reads every token once
         names, lists, digests = zip(*opened, strict=True)
@@ -96,8 +87,8 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
     weights = config.weights or (1.0,)
     sources, pieces, held_out = [], [], []
     for (name, of_source, _), weight in zip(opened, weights, strict=True):
-        training, evaluation = split_held_out(of_source, config.held_out)
-        stream = join_ranges(of_source, training)
+        training, evaluation = tokens.split_held_out(of_source, config.held_out)
+        stream = tokens.join_ranges(of_source, training)
         if not stream.size or stream.size == sum(piece.size for piece in of_source):
             raise InputError(
                 f"data.paths {name}: {1 if stream.size else 0} documents{_format_reasons(skipped)}; training and "
@@ -109,10 +100,10 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
             pieces += of_source
             held_out += evaluation
     identity = hashlib.sha256("\n".join(digest for _, _, digest in opened).encode()).hexdigest()
-    return Corpus(tuple(sources), join_ranges(pieces, held_out), identity, skipped)
+    return Corpus(tuple(sources), tokens.join_ranges(pieces, held_out), identity, skipped)
 
 
-def open_all_documents(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenStream, Counter[str]]:
+def open_all_documents(config: DataConfig, tokenizer: Tokenizer) -> tuple[tokens.TokenStream, Counter[str]]:
     """Open every document of data.paths, without held-out split and weights.
 
     Returns the documents, and the number of skipped documents by reason.
@@ -121,22 +112,22 @@ def open_all_documents(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenS
     files = chain.from_iterable(find_corpus_files(config))
     with open_reader(config, tokenizer) as read:
         pieces = list(chain.from_iterable(_open_file(file, read, config, tokenizer, skipped)[0] for file in files))
-    return join_all(pieces), skipped
+    return tokens.join_all(pieces), skipped
 
 
 def _open_file(
     file: File, read: Reader, config: DataConfig, tokenizer: Tokenizer, skipped: Counter[str]
-) -> tuple[Sequence[Piece], str]:
+) -> tuple[Sequence[tokens.Piece], str]:
     """Return the pieces of a file and the hash of its contents."""
     if file.format == "prepared":
         piece, digest = open_prepared(file.name, file.path, tokenizer)
         return [piece], digest
     if file.format == "megatron":
         pair = (file.path, file.path.with_suffix(".bin"))
-        return [open_megatron(file.name, file.path)], "".join(map(fingerprint_file, pair))
+        return [open_megatron(file.name, file.path)], "".join(map(tokens.fingerprint_file, pair))
     if file.format == "numpy":
-        return [open_numpy(file.name, file.path, tokenizer.eos)], f"{fingerprint_file(file.path)} by stretches"
-    pieces = [tokenize(file.name, read(part, skipped), tokenizer) for part in split_into_parts(file, config)]
+        return [open_numpy(file.name, file.path, tokenizer.eos)], f"{tokens.fingerprint_file(file.path)} by stretches"
+    pieces = [tokens.tokenize(file.name, read(part, skipped), tokenizer) for part in split_into_parts(file, config)]
     return pieces, _sha256(pieces)
 
 
@@ -144,7 +135,7 @@ def _format_reasons(skipped: Counter[str]) -> str:
     return "".join(f"; {count:,} {why}" for why, count in sorted(skipped.items()))
 
 
-def _sha256(pieces: Sequence[IndexedPiece]) -> str:
+def _sha256(pieces: Sequence[tokens.IndexedPiece]) -> str:
     digest = hashlib.sha256()
     for piece in pieces:
         # The sizes are hashed too, so that bytes cannot move from one array to the next without changing the hash.

@@ -10,15 +10,9 @@ from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
 
 SUFFIXES = {
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-    ".npy": "numpy",
-    ".idx": "megatron",
-    ".bin": "megatron",
+    **dict.fromkeys((".txt", ".text", ".md"), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
+    **{".parquet": "parquet", ".npy": "numpy", ".idx": "megatron", ".bin": "megatron"},
 }
 COMPRESSED = (".gz", ".bz2", ".zst")
 PLAN = "prepared-plan.json"  # in every folder that jaxopt_llm.prepare has started to write
@@ -46,10 +40,8 @@ def find_corpus_files(config: DataConfig) -> list[list[File]]:
             resolved = file.path.resolve()
             other, path = seen.setdefault(resolved, (pattern, file.path))
             if (other, path) != (pattern, file.path):
-                raise InputError(
-                    f"data.paths: {other} and {pattern} both read {resolved}, so its documents would occur twice; "
-                    "remove one of the paths, or give one path more weight with data.weights"
-                )
+                problem = f"{other} and {pattern} both read {resolved}, so its documents would occur twice"
+                raise InputError(f"data.paths: {problem}; remove one, or give one more weight with data.weights")
     return found
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.mapped import Array, MappedArray
-from jaxopt_llm.data.tokens import hash_indices
+from jaxopt_llm.data.tokens import Piece
 
 # Index of Megatron-LM's IndexedDataset: magic, version, dtype code, number of sequences, number of document boundaries;
 # then the int32 length and the int64 byte offset of each sequence, and the int64 boundaries [documents + 1], which are
@@ -23,41 +23,22 @@ _BLOCK = 2**12  # tokens searched at once
 
 
 @dataclass(frozen=True, eq=False)
-class MegatronPiece:
+class MegatronPiece(Piece):
     """Documents of a Megatron .bin/.idx pair. The held-out key of a document depends on its index.
 
     Attributes:
-        tokens: [N].
         lengths: length of each sequence in tokens.
         pointers: start of each sequence in bytes.
         boundaries: int64 [documents + 1], the first sequence of each document, then the number of sequences.
     """
 
-    name: str
-    tokens: Array
     lengths: Array
     pointers: Array
     boundaries: Array
-    mask: None = None
-
-    @property
-    def size(self) -> int:
-        return self.tokens.size
 
     @property
     def groups(self) -> int:
         return self.boundaries.size - 1
-
-    @property
-    def documents(self) -> int:
-        return self.boundaries.size - 1
-
-    def read(self, first: int, last: int) -> NDArray[np.integer]:
-        tokens: NDArray[np.integer] = self.tokens[first:last]
-        return tokens
-
-    def group_keys(self, first: int, last: int) -> NDArray[np.uint64]:
-        return hash_indices(first, last)
 
     def group_starts(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
         return self._sequence_starts(self.boundaries[groups])
@@ -85,9 +66,7 @@ class MegatronPiece:
     def _sequence_starts(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         is_end = sequences == self.pointers.size
         if ((sequences < 0) | (sequences > self.pointers.size)).any():
-            raise InputError(
-                f"{self.name}: the document boundaries refer to sequences that do not exist; create the file again"
-            )
+            raise InputError(f"{self.name}: document boundaries refer to sequences that do not exist; create it again")
         if is_end.all():
             return np.full(sequences.shape, self.size)
         starts = self.pointers[np.where(is_end, 0, sequences)] // self.tokens.dtype.itemsize
@@ -111,8 +90,7 @@ def open_megatron(name: str, index: Path) -> MegatronPiece:
     _, version, code, sequences, boundaries = _HEADER.unpack(header)
     if version != 1 or code not in _TYPES:
         raise InputError(
-            f"{index}: Megatron's format with version {version} and dtype code {code} is not supported; use version 1 "
-            f"and one of the dtypes {_TYPES}"
+            f"{index}: version {version} with dtype code {code} is unsupported; use version 1 and one of {_TYPES}"
         )
     size, needed = index.stat().st_size, _HEADER.size + sequences * 12 + boundaries * 8
     if size < needed:
@@ -132,7 +110,7 @@ def open_megatron(name: str, index: Path) -> MegatronPiece:
 
 
 @dataclass(frozen=True, eq=False)
-class DelimitedPiece:
+class DelimitedPiece(Piece):
     """Documents of a .npy file, each of which ends with an EOS token.
 
     A group contains the documents that start in one chunk of the tokens, so opening the file only searches for the
@@ -140,19 +118,11 @@ class DelimitedPiece:
     until its size has doubled.
 
     Attributes:
-        tokens: [N].
         eos: id of the EOS token.
     """
 
-    name: str
-    tokens: Array
     eos: int
-    documents: None = None
-    mask: None = None
-
-    @property
-    def size(self) -> int:
-        return self.tokens.size
+    documents = None
 
     @property
     def chunk_size(self) -> int:
@@ -162,13 +132,6 @@ class DelimitedPiece:
     @property
     def groups(self) -> int:
         return -(-self.size // self.chunk_size)
-
-    def read(self, first: int, last: int) -> NDArray[np.integer]:
-        tokens: NDArray[np.integer] = self.tokens[first:last]
-        return tokens
-
-    def group_keys(self, first: int, last: int) -> NDArray[np.uint64]:
-        return hash_indices(first, last)
 
     def group_starts(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
         starts = np.empty(groups.size, np.int64)

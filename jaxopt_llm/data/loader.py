@@ -56,10 +56,8 @@ class Loader:
         self._names = [rows.name for rows in sources]
         self._shares = _integer_shares(weights)
         # shuffle(seed=seed) would give epoch e the order of epoch e - 1 under seed + 1; seed() hashes the seed first.
-        self._shuffled = [
-            grain.MapDataset.source(rows).seed(seed + (index << 32)).shuffle().repeat()
-            for index, rows in enumerate(sources)
-        ]
+        data = map(grain.MapDataset.source, sources)
+        self._shuffled = [rows.seed(seed + (index << 32)).shuffle().repeat() for index, rows in enumerate(data)]
         self.current_source = ""
 
     def batch_at(self, step: int) -> Batch:
@@ -120,10 +118,8 @@ def read_ahead(
                 if stopping():
                     raise Preempted(step - _AHEAD)
                 if time.perf_counter() - clock > stall_seconds:
-                    raise InputError(
-                        f"no batch in {stall_seconds:g} s: reading data.paths {loader.current_source} stalls; check "
-                        "its storage, or increase data.stall_seconds"
-                    )
+                    problem = f"no batch in {stall_seconds:g} s: reading data.paths {loader.current_source} stalls"
+                    raise InputError(f"{problem}; check its storage, or increase data.stall_seconds")
             if isinstance(batch, Exception):
                 raise batch
             yield batch, time.perf_counter() - clock
@@ -169,10 +165,7 @@ def read_held_out_batches(
     spread = grain.MapDataset.source(rows)[:: len(rows) // (count * batch_size)]
     local_rows = range(batch_size) if local_rows is None else local_rows
     if not any(np.any(spread[row].loss_mask) for row in range(count * batch_size)):
-        raise InputError(
-            "the held-out split has no token to predict: no document has a token after its first one; add longer "
-            "documents, or increase data.held_out"
-        )
+        raise InputError("the held-out split has no token to predict: add longer documents, or increase data.held_out")
     return [_stack(spread[first + row] for row in local_rows) for first in range(0, count * batch_size, batch_size)]
 
 

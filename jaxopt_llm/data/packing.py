@@ -57,15 +57,11 @@ class PackedRows:
             self._pack_whole(drop=self.long_documents == "drop")
             return
         if self.stream.size <= self.sequence_length:
-            raise InputError(
-                f"{self.name} has {self.stream}, but one row of training.sequence_length={self.sequence_length} reads "
-                f"{self.sequence_length + 1} tokens: reduce training.sequence_length, or add documents"
-            )
+            row = f"one row of training.sequence_length={self.sequence_length} reads {self.sequence_length + 1} tokens"
+            raise InputError(f"{self.name} has {self.stream}, but {row}: reduce the length, or add documents")
 
     def __len__(self) -> int:
-        if self._bounds is not None:
-            return len(self._bounds)
-        return -(-(self.stream.size - 1) // self.sequence_length)
+        return -(-(self.stream.size - 1) // self.sequence_length) if self._bounds is None else len(self._bounds)
 
     def __getitem__(self, index: int) -> Batch:
         if not 0 <= index < len(self):
@@ -100,19 +96,16 @@ class PackedRows:
         counts = [self._count_loss_tokens(first, last) for first, last in bounds]
         table = np.array([row for row, count in zip(bounds, counts, strict=True) if count], np.int64)
         if not table.size:
-            raise InputError(
-                f"{self.name} has {self.stream}, but no row of training.sequence_length={self.sequence_length} has a "
-                "token that the loss counts: increase training.sequence_length, or add documents"
-            )
+            problem = f"no row of training.sequence_length={self.sequence_length} has a token that the loss counts"
+            raise InputError(f"{self.name} has {self.stream}, but {problem}: increase the length, or add documents")
         filled = int((table[:, 1] - table[:, 0] - 1).sum())
         summary = (
             f"{self.name}: {len(table):,} rows of whole documents, {filled / (len(table) * self.sequence_length):.0%} "
             f"filled; the loss counts {sum(counts) / filled:.0%} of the tokens"
         )
         if long:
-            summary += (
-                f"; {long:,} of {starts.size:,} documents are longer than a row and {'dropped' if drop else 'cut'}"
-            )
+            done = "dropped" if drop else "cut"
+            summary += f"; {long:,} of {starts.size:,} documents are longer than a row and {done}"
         if len(bounds) > len(table):
             summary += f"; {len(bounds) - len(table):,} rows without tokens that the loss counts are dropped"
         object.__setattr__(self, "summary", summary)
@@ -132,11 +125,9 @@ class PackedRows:
         if window.min() >= 0 and window.max() < self.vocabulary_size:
             return
         index = int(((window < 0) | (window >= self.vocabulary_size)).argmax())
-        raise InputError(
-            f"{self.stream.describe_position(first + index)} has the token id {window[index]}, outside "
-            f"model.vocabulary_size={self.vocabulary_size}: increase model.vocabulary_size, or use the tokenizer that "
-            "this data was made with"
-        )
+        where = self.stream.describe_position(first + index)
+        problem = f"has the token id {window[index]}, outside model.vocabulary_size={self.vocabulary_size}"
+        raise InputError(f"{where} {problem}: increase that size, or use the tokenizer of this data")
 
 
 def pack_whole_documents(

@@ -52,12 +52,7 @@ def make_plan(
 
     The locations of the files and the number of workers do not change the output, so they are not included.
     """
-    conversations = (
-        {}
-        if config.content == "text"
-        else {"content": config.content, "template_sha256": find_template(config, tokenizer).sha256}
-    )
-    return {
+    plan = {
         "format": FORMAT,
         "tokenizer": config.tokenizer,
         "tokenizer_sha256": tokenizer.sha256,
@@ -71,8 +66,10 @@ def make_plan(
             [file.name, file.format, file.path.stat().st_size, fingerprint]
             for file, fingerprint in zip(files, fingerprints, strict=True)
         ],
-        **conversations,
     }
+    if config.content != "text":
+        plan |= {"content": config.content, "template_sha256": find_template(config, tokenizer).sha256}
+    return plan
 
 
 def inspect_files(
@@ -133,10 +130,10 @@ def write_shard(directory: Path, index: int, parts: Sequence[Part], config: Data
             _sync(file)
     for path in paths:
         os.replace(_temporary_path(path), path)
-    named = zip(("tokens_sha256", "mask_sha256"), digests, strict=True)
-    hashes = {name: digest.hexdigest() for name, digest in named if name == "tokens_sha256" or config.content != "text"}
-    counts = {"documents": documents, "tokens": end, **hashes}
-    write_json(shard_record_path(directory, index), {**counts, "skipped": dict(sorted(skipped.items()))})
+    record: dict[str, Any] = {"documents": documents, "tokens": end, "tokens_sha256": digests[0].hexdigest()}
+    if config.content != "text":
+        record["mask_sha256"] = digests[1].hexdigest()
+    write_json(shard_record_path(directory, index), record | {"skipped": dict(sorted(skipped.items()))})
 
 
 def _array_names(conversations: bool) -> tuple[str, ...]:
@@ -173,11 +170,9 @@ class ShardMerger:
         for name in self._names:
             path, size = array_path(directory, name), self._byte_size(name)
             path.touch()
-            if path.stat().st_size < size:
-                raise InputError(
-                    f"{path} is truncated: it has {path.stat().st_size} bytes of {size}; remove {directory} and "
-                    "prepare the corpus again"
-                )
+            if (has := path.stat().st_size) < size:
+                remedy = f"remove {directory} and prepare the corpus again"
+                raise InputError(f"{path} is truncated: it has {has} bytes of {size}; {remedy}")
             os.truncate(path, size)
         for path in directory.glob("shard-*"):
             if int(path.stem.removeprefix("shard-")) < len(self.shards):
@@ -194,14 +189,13 @@ class ShardMerger:
             paths = {name: record.with_suffix(f".{name}") for name in self._names}
             ends = np.fromfile(paths["ends"], "<i8") + self._tokens
             digest = hashlib.sha256(ends.data)
-            with array_path(self._directory, "ends").open("ab") as file:
-                file.write(ends.data)
-                _sync(file)
             for name in self._names:
-                if name != "ends":
-                    with paths[name].open("rb") as source, array_path(self._directory, name).open("ab") as file:
+                with paths[name].open("rb") as source, array_path(self._directory, name).open("ab") as file:
+                    if name == "ends":
+                        file.write(ends.data)
+                    else:
                         shutil.copyfileobj(source, file, _BLOCK)
-                        _sync(file)
+                    _sync(file)
             digest.update(paths["keys"].read_bytes())
             counts["documents_sha256"] = digest.hexdigest()
             with (self._directory / SHARDS).open("a") as file:
@@ -264,7 +258,7 @@ def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[Ind
     if manifest.tokenizer_sha256 != tokenizer.sha256:
         raise InputError(
             f"{directory} was prepared with another tokenizer (data.tokenizer={manifest.tokenizer}, or other data.bos "
-            "or data.eos): train with that tokenizer, or prepare the corpus again"
+            "or data.eos): train with that one, or prepare the corpus again"
         )
     return IndexedPiece(name, *_map_arrays(directory, manifest)), manifest.sha256
 
@@ -315,10 +309,7 @@ def _read_manifest(directory: Path) -> _Manifest:
         manifest = json.loads(content)
         plan = manifest["plan"]
         if plan["format"] != FORMAT:
-            raise InputError(
-                f"{directory} has format {plan['format']}, but this version reads format {FORMAT}: prepare the corpus "
-                "again"
-            )
+            raise InputError(f"{directory} has format {plan['format']}, not {FORMAT} of this version: prepare it again")
         return _Manifest(
             hashlib.sha256(content).hexdigest(),
             int(manifest["tokens"]),
@@ -341,20 +332,17 @@ def _map_arrays(directory: Path, manifest: _Manifest) -> list[MappedArray]:
     types = (manifest.dtype, np.dtype("<i8"), np.dtype("<u8"), np.dtype("?"))
     sizes = (manifest.tokens, manifest.documents, manifest.documents, manifest.tokens)
     arrays = []
-    for name, dtype, size in list(zip(_ARRAYS, types, sizes, strict=True))[: len(_array_names(manifest.conversations))]:
+    for name, dtype, size in zip(_array_names(manifest.conversations), types, sizes, strict=False):
         path, needed = array_path(directory, name), size * dtype.itemsize
         actual = path.stat().st_size if path.is_file() else 0
         if actual != needed:
-            raise InputError(
-                f"{path} is truncated or belongs to another corpus: it has {actual} bytes of {needed}; prepare the "
-                "corpus again"
-            )
+            problem = f"is truncated or belongs to another corpus: it has {actual} bytes of {needed}"
+            raise InputError(f"{path} {problem}; prepare the corpus again")
         arrays.append(MappedArray(path, dtype, size))
     ends = arrays[1]
     if not ends.size or ends[ends.size - 1] != manifest.tokens:
-        raise InputError(
-            f"{ends.path} is damaged: the last document does not end at the last token; prepare the corpus again"
-        )
+        problem = "the last document does not end at the last token"
+        raise InputError(f"{ends.path} is damaged: {problem}; prepare the corpus again")
     return arrays
 
 

@@ -137,18 +137,15 @@ class Renderer:
         The span starts at the end of the prompt for the turn, and ends at the end of the conversation up to the turn.
         Trailing whitespace is excluded if a special token precedes it.
         """
+        remedy = "put {% generation %} ... {% endgeneration %} around the assistant's turns, which cannot be found"
         try:
             before, after = render_first(index, add_generation_prompt=True), render_first(index + 1)
         except Refused as error:
-            raise jinja2.TemplateError(
-                f"it has no generation block and rejects the first part of a conversation ({error}), so the "
-                "assistant's turns cannot be found; put {% generation %} ... {% endgeneration %} around them"
-            ) from error
+            problem = f"rejects the first part of a conversation ({error})"
+            raise jinja2.TemplateError(f"it has no generation block and {problem}; {remedy}") from error
         if not (text.startswith(after) and after.startswith(before)):
-            raise jinja2.TemplateError(
-                "it has no generation block and renders earlier turns differently when more turns follow, so the "
-                "assistant's turns cannot be found; put {% generation %} ... {% endgeneration %} around them"
-            )
+            problem = "renders earlier turns differently when more turns follow"
+            raise jinja2.TemplateError(f"it has no generation block and {problem}; {remedy}")
         turn = after[len(before) :]
         stripped = turn.rstrip()
         return len(before), len(before) + len(stripped if stripped.endswith(self._ends) else turn)

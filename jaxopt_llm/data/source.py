@@ -7,7 +7,7 @@ import math
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -86,10 +86,8 @@ def read_documents(part: Part, config: DataConfig, skipped: Counter[str]) -> Ite
     """
     read_rows = {"text": _read_text_rows, "jsonl": _read_jsonl_rows, "parquet": _read_parquet_rows}[part.file.format]
     if part.file.format == "text" and config.content != "text":
-        raise InputError(
-            f"{part.file.path}: data.content={config.content} requires JSONL or Parquet files; convert the file, or "
-            "set data.content=text"
-        )
+        needed = f"data.content={config.content} requires JSONL or Parquet files"
+        raise InputError(f"{part.file.path}: {needed}; convert the file, or set data.content=text")
     try:
         for where, content in read_rows(part, config):
             if isinstance(content, Malformed):
@@ -108,9 +106,7 @@ def read_documents(part: Part, config: DataConfig, skipped: Counter[str]) -> Ite
             else:
                 skipped["empty"] += 1
     except (OSError, EOFError) as error:
-        raise InputError(
-            f"{part.file.path}: the file cannot be read ({error}); check that it is complete and readable"
-        ) from error
+        raise InputError(f"{part.file.path}: cannot be read ({error}); check that it is complete") from error
 
 
 def read_standard_library() -> list[Document]:
@@ -176,13 +172,11 @@ def _read_text_rows(part: Part, config: DataConfig) -> Iterator[Row]:
         separator = config.separator.encode()
         is_last_part = is_compressed(part.file) or part.last == part.file.path.stat().st_size
         last = math.inf if is_last_part else part.last  # an empty document may start at the end of the file
-        for start, document in _split_stream(stream, part.first, last, separator, name):
+        for start, document in _split_text(stream, part.first, last, separator, name):
             yield f"{name}, byte {start}", document
 
 
-def _split_stream(
-    stream: BinaryIO, first: int, last: float, separator: bytes, name: str
-) -> Iterator[tuple[int, bytes]]:
+def _split_text(stream: BinaryIO, first: int, last: float, separator: bytes, name: str) -> Iterator[tuple[int, bytes]]:
     """Yield the start and content of the documents that start in bytes [first, last).
 
     The documents are the same as if the complete file had been split at once.
@@ -228,10 +222,8 @@ def _find_safe_start(stream: BinaryIO, at: int, separator: bytes) -> int:
 
 def _check_size(where: str, document: bytes | bytearray) -> bytes:
     if len(document) > MAX_DOCUMENT_BYTES:
-        raise InputError(
-            f"{where}: a document has more than {MAX_DOCUMENT_BYTES / 2**30:g} GiB, and its tokens would not fit in "
-            "memory; split it (a text file: with data.separator)"
-        )
+        most = f"{MAX_DOCUMENT_BYTES / 2**30:g} GiB, which memory has to hold"
+        raise InputError(f"{where}: a document has more than {most}; split it (a text file: with data.separator)")
     return bytes(document)
 
 
@@ -262,10 +254,7 @@ def _read_jsonl_rows(part: Part, config: DataConfig) -> Iterator[Row]:
             except Malformed as error:
                 yield where, error
     if rows and rows == lacking and not part.first:
-        raise InputError(
-            f"{where}: neither this row nor any row before it has a column {config.text_field!r}; name the column with "
-            "data.text_field"
-        )
+        raise InputError(f"{where}: no column {config.text_field!r} in any row so far; name it with data.text_field")
 
 
 class _NoColumn(Malformed):
@@ -283,18 +272,16 @@ def _parse_json(line: bytes) -> Any:
 def _extract_text(line: bytes, config: DataConfig) -> str:
     row = _parse_json(line)
     if isinstance(row, dict) and config.text_field not in row:
-        raise _NoColumn(
-            f"no column {config.text_field!r} among {sorted(row)}; name the text column with data.text_field"
-            f"{_hint_chat(row)}"
-        )
+        raise _NoColumn(_describe_missing_column(sorted(row), config))
     text = row[config.text_field] if isinstance(row, dict) else None
     if not isinstance(text, str):
         raise Malformed(f"truncated, or no text in column {config.text_field!r}")
     return text
 
 
-def _hint_chat(columns: Collection[str]) -> str:
-    return ", or read conversations with data.content=chat" if conversation.matching_forms(columns) else ""
+def _describe_missing_column(columns: list[str], config: DataConfig) -> str:
+    chat = ", or read conversations with data.content=chat" if conversation.matching_forms(columns) else ""
+    return f"no column {config.text_field!r} among {columns}; name the text column with data.text_field{chat}"
 
 
 def _encode_utf8(text: str) -> bytes:
@@ -322,9 +309,7 @@ def _detect_form(file: File, config: DataConfig) -> str:
                 return conversation.detect_form(row, f"{file.name}, line {index + 1}")
             if not line:
                 return "messages"  # no row is a JSON object, so every form rejects all rows
-    raise InputError(
-        f"{file.path}: none of the first {_FIRST_ROWS} lines is a JSON object; repair the file, or set data.format"
-    )
+    raise InputError(f"{file.path}: no JSON object in the first {_FIRST_ROWS} lines; repair it, or set data.format")
 
 
 def _open_parquet(file: File) -> Any:
@@ -341,28 +326,21 @@ def _read_parquet_rows(part: Part, config: DataConfig) -> Iterator[Row]:
     import pyarrow
 
     table = _open_parquet(part.file)
-    names = table.schema_arrow.names
+    names, name = table.schema_arrow.names, config.text_field
     if config.content != "text":
         yield from _read_parquet_conversations(part, config, table, names)
         return
-    if config.text_field not in names:
-        raise InputError(
-            f"{part.file.path}: no column {config.text_field!r} among {', '.join(names)}; name the text column with "
-            f"data.text_field{_hint_chat(names)}"
-        )
+    if name not in names:
+        raise InputError(f"{part.file.path}: {_describe_missing_column(names, config)}")
     try:
-        batches = table.iter_batches(1024, row_groups=range(part.first, part.last), columns=[config.text_field])
-        contents = (
-            content for batch in batches for content in batch.column(0).cast(pyarrow.large_binary()).to_pylist()
-        )
-        for row, content in enumerate(contents):
-            missing = Malformed(f"truncated, or no text in column {config.text_field!r}")
+        batches = table.iter_batches(1024, row_groups=range(part.first, part.last), columns=[name])
+        columns = (batch.column(0).cast(pyarrow.large_binary()) for batch in batches)
+        for row, content in enumerate(content for column in columns for content in column.to_pylist()):
+            missing = Malformed(f"truncated, or no text in column {name!r}")
             yield f"{part.file.name}, row {row} of row group {part.first}", missing if content is None else content
     except pyarrow.ArrowException as error:
-        raise InputError(
-            f"{part.file.path}: column {config.text_field!r} cannot be read as text ({error}); name another column "
-            "with data.text_field"
-        ) from error
+        problem = f"column {name!r} cannot be read as text ({error})"
+        raise InputError(f"{part.file.path}: {problem}; name another column with data.text_field") from error
 
 
 def _read_parquet_conversations(part: Part, config: DataConfig, table: Any, names: list[str]) -> Iterator[Row]:

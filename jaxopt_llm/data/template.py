@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.source import Document, Part, read_documents, reject
-from jaxopt_llm.data.tokenizer import Tokenizer, read_json_object
+from jaxopt_llm.data.tokenizer import Tokenizer, declared_tokens, find_tokenizer_folder, read_json_object
 
 SANDBOX_PROGRAM = Path(__file__).with_name("sandbox.py")
 MAX_TEMPLATE_BYTES = 2**20  # published templates have at most 20 kB
@@ -53,37 +53,29 @@ def find_template(config: DataConfig, tokenizer: Tokenizer) -> Template:
     Raises:
         InputError: there is no template, or it cannot be read.
     """
-    path = Path(config.tokenizer)
-    folder = path if path.is_dir() else path.parent
-    settings = {} if config.tokenizer == "bytes" else read_json_object(folder / "tokenizer_config.json")
-    declared = {key: _content(token) for key, token in settings.items() if key.endswith("_token")}
-    special = {key: token for key, token in declared.items() if isinstance(token, str)}
-    default = folder / "chat_template.jinja"
-    path = Path(config.chat_template) if config.chat_template else default
-    if config.chat_template or (config.tokenizer != "bytes" and default.is_file()):
+    folder = find_tokenizer_folder(config)
+    settings = read_json_object(folder / "tokenizer_config.json") if folder else {}
+    path = Path(config.chat_template) if config.chat_template else folder and folder / "chat_template.jinja"
+    if path and (config.chat_template or path.is_file()):
         try:
             with path.open("rb") as file:
                 source = file.read(MAX_TEMPLATE_BYTES + 1).decode()
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(
-                f"data.chat_template={path}: the template cannot be read ({error}); name a text file with Jinja"
-            ) from error
+            remedy = "name a text file with Jinja"
+            raise InputError(f"data.chat_template={path}: the template cannot be read ({error}); {remedy}") from error
     else:
-        path, value = folder / "tokenizer_config.json", settings.get("chat_template")
+        value = settings.get("chat_template")
         if isinstance(value, list):  # several templates with names
             value = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}.get("default")
-        if not isinstance(value, str):
+        if not folder or not isinstance(value, str):
             raise InputError(
                 f"data.tokenizer={config.tokenizer} has no chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json): add one, or name a template file with data.chat_template"
             )
-        source = value
+        path, source = folder / "tokenizer_config.json", value
     if len(source.encode()) > MAX_TEMPLATE_BYTES:
-        raise InputError(
-            f"{path}: the chat template is larger than {MAX_TEMPLATE_BYTES:,} bytes, too large for a template; check "
-            "the file"
-        )
-    return Template(path, source, special, tuple(tokenizer.special_tokens), config.date)
+        raise InputError(f"{path}: the chat template is larger than {MAX_TEMPLATE_BYTES:,} bytes; check the file")
+    return Template(path, source, declared_tokens(settings), tuple(tokenizer.special_tokens), config.date)
 
 
 @contextmanager
@@ -106,11 +98,11 @@ class Renderer:
     """Client of the process that renders a template; see `open_renderer`."""
 
     def __init__(self, template: Template, process: "subprocess.Popen[bytes]", seconds: float) -> None:
-        self._template, self._process, self._seconds = template, process, seconds
+        assert process.stdin is not None and process.stdout is not None
+        self._template, self._stdin, self._stdout, self._seconds = template, process.stdin, process.stdout, seconds
         settings = {"template": template.source, "special": template.special}
         settings |= {"ends": template.ends, "date": template.date}
-        answer = self._request(json.dumps(settings).encode(), "when it was compiled")
-        self._check(answer, "when it was compiled")
+        self._request(json.dumps(settings).encode(), "when it was compiled")
 
     def render(self, document: Document, config: DataConfig) -> Document | None:
         """Render a conversation as text.
@@ -119,13 +111,9 @@ class Renderer:
         """
         answer = self._request(document.content, document.name)
         if "refused" in answer:
-            reject(
-                f"{document.name}: the chat template {self._template.path} rejects the conversation "
-                f"({answer['refused']})",
-                config,
-            )
+            problem = f"the chat template {self._template.path} rejects the conversation ({answer['refused']})"
+            reject(f"{document.name}: {problem}", config)
             return None
-        self._check(answer, document.name)
         spans = tuple((begin, end) for begin, end in answer["spans"])
         return Document(document.name, answer["text"].encode(), document.key, spans)
 
@@ -144,30 +132,24 @@ class Renderer:
         request = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         answer = self._request(json.dumps(request).encode(), "in a conversation")
         if "refused" in answer:
-            raise InputError(
-                f"{self._template.path}: the chat template rejects the conversation ({answer['refused']}); start a "
-                "new one, or correct the template"
-            )
-        self._check(answer, "in a conversation")
+            problem = f"the chat template rejects the conversation ({answer['refused']})"
+            raise InputError(f"{self._template.path}: {problem}; start a new one, or correct the template")
         return str(answer["text"])
 
     def _request(self, line: bytes, where: str) -> dict[str, Any]:
         try:
-            _pipe(self._process.stdin).write(line + b"\n")
-            _pipe(self._process.stdin).flush()
-            answer: dict[str, Any] = json.loads(_pipe(self._process.stdout).readline())
+            self._stdin.write(line + b"\n")
+            self._stdin.flush()
+            answer: dict[str, Any] = json.loads(self._stdout.readline())
         except (OSError, ValueError) as error:
             raise InputError(
                 f"{self._template.path}: the chat template was stopped ({where}): it took more than "
                 f"{self._seconds:g} s or crashed its process; check that the template can be trusted"
             ) from error
-        return answer
-
-    def _check(self, answer: dict[str, Any], where: str) -> None:
         if "error" in answer:
-            raise InputError(
-                f"{self._template.path}: the chat template failed ({where}): {answer['error']}; correct the template"
-            )
+            problem = f"the chat template failed ({where}): {answer['error']}"
+            raise InputError(f"{self._template.path}: {problem}; correct the template")
+        return answer
 
 
 Reader = Callable[[Part, Counter[str]], Iterator[Document]]
@@ -194,12 +176,3 @@ def _render_all(
             skipped["without assistant tokens"] += 1
         else:
             yield rendered
-
-
-def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
-    assert pipe is not None
-    return pipe
-
-
-def _content(token: Any) -> Any:
-    return token.get("content") if isinstance(token, dict) else token

@@ -28,16 +28,11 @@ class Tokenizer(Protocol):
         sha256: hash of everything that the ids depend on, including BOS and EOS.
     """
 
-    @property
-    def vocabulary_size(self) -> int: ...
-    @property
-    def bos(self) -> int | None: ...
-    @property
-    def eos(self) -> int: ...
-    @property
-    def special_tokens(self) -> Sequence[str]: ...
-    @property
-    def sha256(self) -> str: ...
+    vocabulary_size: int
+    bos: int | None
+    eos: int
+    special_tokens: Sequence[str]
+    sha256: str
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
         """Return the ids [N] of each text, without BOS and EOS.
@@ -55,9 +50,9 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Tokenizer with one token per byte of UTF-8: ids 0 to 255 are the bytes, 256 is BOS, 257 is EOS."""
 
-    bos = 256
+    bos: int | None = 256
     eos = 257
-    special_tokens = ()
+    special_tokens: Sequence[str] = ()
     vocabulary_size = 258
     sha256 = hashlib.sha256(b"bytes").hexdigest()
 
@@ -96,10 +91,8 @@ class JsonTokenizer:
             content = file.read_bytes()
             self._library = Library.from_buffer(content)
         except Exception as error:  # the library raises no narrower type
-            raise InputError(
-                f"data.tokenizer={path}: not a readable tokenizer.json ({error}); name a tokenizer.json or its folder, "
-                "or set data.tokenizer=bytes"
-            ) from error
+            remedy = "name a tokenizer.json or its folder, or set data.tokenizer=bytes"
+            raise InputError(f"data.tokenizer={path}: not a readable tokenizer.json ({error}); {remedy}") from error
         self._library.no_truncation()
         self._library.no_padding()
         self._library.post_processor = None  # it does not change the ids, but can change token offsets
@@ -107,26 +100,24 @@ class JsonTokenizer:
         if not vocabulary:
             raise InputError(f"data.tokenizer={path}: the vocabulary is empty; name another tokenizer")
         self.vocabulary_size = max(vocabulary.values()) + 1  # ids may have gaps
-        self.special_tokens = special = [
-            str(token.content) for token in self._library.get_added_tokens_decoder().values() if token.special
-        ]
-        declared = _read_declared_tokens(file.with_name("tokenizer_config.json"))
+        added = self._library.get_added_tokens_decoder().values()
+        self.special_tokens: Sequence[str] = [str(token.content) for token in added if token.special]
+        special, declared = (
+            self.special_tokens,
+            declared_tokens(read_json_object(file.with_name("tokenizer_config.json"))),
+        )
 
         def find_id(setting: str, name: str, key: str, known: tuple[str, ...]) -> int | None:
             if name and name not in vocabulary:
-                raise InputError(
-                    f"data.{setting}={name}: {file} has no such token; choose one of its tokens, for example a "
-                    f"special token: {special}"
-                )
+                choices = f"one of its tokens, for example a special token: {special}"
+                raise InputError(f"data.{setting}={name}: {file} has no such token; choose {choices}")
             names = (name, declared.get(key), *(token for token in known if token in special))
             return next((vocabulary[token] for token in names if token in vocabulary), None)
 
         eos_id = find_id("eos", eos, "eos_token", _EOS_NAMES)
         if eos_id is None:
-            raise InputError(
-                f"data.tokenizer={path}: the tokenizer does not declare an EOS token; set data.eos to one of its "
-                f"special tokens: {special}"
-            )
+            remedy = f"set data.eos to one of its special tokens: {special}"
+            raise InputError(f"data.tokenizer={path}: the tokenizer does not declare an EOS token; {remedy}")
         self.eos: int = eos_id
         bos_id = find_id("bos", bos, "bos_token", _BOS_NAMES)
         # GPT-2 declares one token as both BOS and EOS. It separates documents, so it is written once, as EOS.
@@ -148,23 +139,28 @@ class JsonTokenizer:
         return text
 
 
+def find_tokenizer_folder(config: DataConfig) -> Path | None:
+    """Return the folder with the files of the tokenizer, or None for the tokenizer of bytes."""
+    if config.tokenizer == "bytes":
+        return None
+    path = Path(config.tokenizer)
+    return path if path.is_dir() else path.parent
+
+
 def load_tokenizer(config: DataConfig) -> Tokenizer:
     """Load the tokenizer that `data.tokenizer` names. Raises InputError if it cannot be loaded."""
     if config.tokenizer != "bytes":
         return JsonTokenizer(Path(config.tokenizer), config.bos, config.eos)
     if config.bos or config.eos:
-        raise InputError(
-            "data.bos and data.eos name tokens of a tokenizer.json, but data.tokenizer=bytes has fixed BOS and EOS "
-            "tokens: leave them out"
-        )
+        raise InputError("data.bos and data.eos do not apply to data.tokenizer=bytes, which has its own: remove them")
     return ByteTokenizer()
 
 
-def _read_declared_tokens(path: Path) -> dict[str, Any]:
-    """Return bos_token and eos_token of a tokenizer_config.json, which gives a name or the description of a token."""
-    settings = read_json_object(path)
-    tokens = {key: settings.get(key) for key in ("bos_token", "eos_token")}
-    return {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
+def declared_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """Return the texts of bos_token, eos_token, ... of a tokenizer_config.json, which may give a token as a dict."""
+    tokens = {key: token for key, token in settings.items() if key.endswith("_token")}
+    texts = {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

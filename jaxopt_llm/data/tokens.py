@@ -1,10 +1,11 @@
 """Tokenized documents: pieces in memory or in mapped files, and token streams over them."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,85 +20,80 @@ _BLOCK = 2**20  # groups whose keys are read at once
 _SAMPLES, _SAMPLE_BYTES = 64, 2**12  # samples of a large file that its fingerprint covers
 
 
-class Piece(Protocol):
-    """Protocol of the concatenated documents of one file or of a part of it.
+@dataclass(frozen=True, eq=False)
+class Piece(ABC):
+    """Concatenated documents of one file or of a part of it: the base class of all formats.
 
     A piece needs no memory per document.
 
     Attributes:
         name: name of the file, for messages.
-        size: number of tokens, including BOS and EOS.
+        tokens: any integer dtype, [N], including BOS and EOS.
+        size: N.
         groups: number of groups. A group is held out, or trained on, as a whole. It is one document; for formats
             without an index, where finding every document would mean reading every token, it is a chunk of documents.
         documents: number of documents, or None if it is not known.
         mask: bool [size], whether the loss counts each token as a target (conversations); None if it counts all.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def groups(self) -> int: ...
-    @property
-    def documents(self) -> int | None: ...
-    @property
-    def mask(self) -> Array | None: ...
-
-    def read(self, first: int, last: int) -> NDArray[np.integer]:
-        """Return tokens [first, last)."""
-
-    def group_keys(self, first: int, last: int) -> NDArray[np.uint64]:
-        """Return a uniformly distributed key for each of groups [first, last). Small keys are held out."""
-
-    def group_starts(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the index of the first token of each group.
-
-        The starts are non-decreasing. The start of group `self.groups` (one past the last) is `size`.
-        """
-
-    def document_starts(self, first: int, last: int) -> NDArray[np.int64]:
-        """Return the indices in [first, last) at which a document starts."""
-
-    def describe_position(self, token: int) -> str:
-        """Return the file and document of a token, for an error message."""
-
-
-@dataclass(frozen=True, eq=False)
-class IndexedPiece:
-    """Documents with an index: the position where each ends.
-
-    Attributes:
-        tokens: any integer dtype, [N].
-        ends: int64 [documents], the end of each document in `tokens`.
-        keys: uint64 [documents], the held-out key of each document.
-    """
-
     name: str
     tokens: Array
-    ends: Array
-    keys: Array
-    mask: Array | None = None
 
     @property
     def size(self) -> int:
         return self.tokens.size
 
     @property
+    @abstractmethod
+    def groups(self) -> int: ...
+
+    @property
+    def documents(self) -> int | None:
+        return self.groups
+
+    @property
+    def mask(self) -> Array | None:
+        return None
+
+    def group_keys(self, first: int, last: int) -> NDArray[np.uint64]:
+        """Return a uniformly distributed key for each of groups [first, last). Small keys are held out."""
+        return hash_indices(first, last)
+
+    @abstractmethod
+    def group_starts(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the index of the first token of each group.
+
+        The starts are non-decreasing. The start of group `self.groups` (one past the last) is `size`.
+        """
+
+    @abstractmethod
+    def document_starts(self, first: int, last: int) -> NDArray[np.int64]:
+        """Return the indices in [first, last) at which a document starts."""
+
+    @abstractmethod
+    def describe_position(self, token: int) -> str:
+        """Return the file and document of a token, for an error message."""
+
+
+@dataclass(frozen=True, eq=False)
+class IndexedPiece(Piece):
+    """Documents with an index: the position where each ends.
+
+    Attributes:
+        ends: int64 [documents], the end of each document in `tokens`.
+        keys: uint64 [documents], the held-out key of each document.
+    """
+
+    ends: Array
+    keys: Array
+    mask: Array | None = None
+
+    @property
     def groups(self) -> int:
         return self.ends.size
 
-    @property
-    def documents(self) -> int:
-        return self.ends.size
-
-    def read(self, first: int, last: int) -> NDArray[np.integer]:
-        tokens: NDArray[np.integer] = self.tokens[first:last]
-        return tokens
-
     def group_keys(self, first: int, last: int) -> NDArray[np.uint64]:
-        keys: NDArray[np.uint64] = self.keys[first:last]
-        return keys
+        return np.asarray(self.keys[first:last])
 
     def group_starts(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.where(groups > 0, self.ends[groups - 1], 0)
@@ -143,7 +139,7 @@ class TokenStream:
         """Return the tokens at positions [first, first + count), int64 [count]."""
         tokens = np.empty(count, np.int64)
         for position, piece, begin, end in self._slices(first, count):
-            tokens[position - first : position - first + end - begin] = piece.read(begin, end)
+            tokens[position - first : position - first + end - begin] = piece.tokens[begin:end]
         return tokens
 
     @property

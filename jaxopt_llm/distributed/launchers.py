@@ -6,7 +6,7 @@ variables that count the GPUs of a host are never read.
 
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jaxopt_llm.config import DistributedConfig
@@ -38,64 +38,50 @@ def find_job(config: DistributedConfig, environment: Mapping[str, str]) -> Job:
     Raises:
         InputError: the job is incomplete or contradictory.
     """
-    try:
-        found = next((job for job in (read_job(environment) for read_job in LAUNCHERS) if job), Job("", 1, 0))
-    except ValueError as error:
-        raise InputError(
-            f"a variable of a launcher (RANK, WORLD_SIZE, SLURM_*, ...) is not a number ({error}); correct it"
-        ) from error
+    found = Job("", 1, 0)
+    for read_job, names in LAUNCHERS.items():
+        if all(name in environment for name in names):
+            try:
+                found = read_job(environment, *(environment[name] for name in names))
+            except ValueError as error:
+                raise InputError(
+                    f"a variable of the launcher ({', '.join(names)}, ...) is not a number ({error}); correct it"
+                ) from error
+            break
     job = Job(
         config.coordinator or found.coordinator,
         config.processes or found.processes,
         found.index if config.process_id < 0 else config.process_id,
     )
     if job.processes == 0:
-        raise InputError(
-            "a pod of a Kubernetes job does not know the number of pods; set --distributed.processes to the job's "
-            "completions"
-        )
+        raise InputError("the number of pods is unknown; set --distributed.processes to the job's completions")
     if job.index >= job.processes:
         raise InputError(
             f"distributed.process_id={job.index}: must be less than distributed.processes={job.processes}; start no "
             "more than --distributed.processes processes, one per host"
         )
     if job.processes > 1 and not job.coordinator:
-        raise InputError(
-            f"a job of {job.processes} processes has no coordinator; set --distributed.coordinator to host:port of "
-            "process 0"
-        )
+        remedy = "set --distributed.coordinator to host:port of process 0"
+        raise InputError(f"a job of {job.processes} processes has no coordinator; {remedy}")
     return job
 
 
-def _torchrun(environment: Mapping[str, str]) -> Job | None:
-    values = _read_all(environment, "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
-    if values is None:
-        return None
-    address, port, processes, index = values
+def _torchrun(environment: Mapping[str, str], address: str, port: str, processes: str, index: str) -> Job:
     _check_one_per_host(int(environment.get("LOCAL_WORLD_SIZE", 1)) == 1, "--nproc-per-node 1")
     # torchrun's agent itself listens on MASTER_PORT.
     taken = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Job(f"{address}:{int(port) + taken}", int(processes), int(index))
 
 
-def _slurm(environment: Mapping[str, str]) -> Job | None:
+def _slurm(_: Mapping[str, str], job_id: str, hosts: str, host_count: str, processes: str, index: str) -> Job:
     """Return the job of a SLURM step, which srun creates. A batch script without srun is a single process."""
-    names = ("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES")
-    values = _read_all(environment, "SLURM_JOB_ID", *names, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
-    if values is None:
-        return None
-    job_id, hosts, host_count, processes, index = values
     _check_one_per_host(host_count == processes, "--ntasks-per-node=1")
     first = re.match(r"([^,\[]*)(?:\[([^,\]-]*))?", hosts)  # in a1 or a1,b1 or a[1-2],b1 or a[01,03]
     assert first is not None
     return Job(f"{first[1]}{first[2] or ''}:{_choose_port(int(job_id))}", int(processes), int(index))
 
 
-def _open_mpi(environment: Mapping[str, str]) -> Job | None:
-    values = _read_all(environment, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    if values is None:
-        return None
-    processes, index, local_size = values
+def _open_mpi(environment: Mapping[str, str], processes: str, index: str, local_size: str) -> Job:
     _check_one_per_host(int(local_size) == 1, "--map-by ppr:1:node")
     # Host of mpirun, up to version 4: 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911
     mpirun = re.match(r"([0-9]+)\.[0-9]+;tcp6?://(\[?[^,\]:]+)", environment.get("OMPI_MCA_orte_hnp_uri", ""))
@@ -103,29 +89,24 @@ def _open_mpi(environment: Mapping[str, str]) -> Job | None:
     return Job(coordinator, int(processes), int(index))
 
 
-def _kubernetes(environment: Mapping[str, str]) -> Job | None:
+def _kubernetes(_: Mapping[str, str], index: str, host: str) -> Job:
     """Return the job of a pod of an Indexed Job. Pods are named JOB-0, JOB-1 ... and do not know their number."""
-    values = _read_all(environment, "JOB_COMPLETION_INDEX", "HOSTNAME")
-    if values is None:
-        return None
-    index, host = values
     domain = socket.getfqdn(host).removeprefix(host)
     return Job(f"{host.removesuffix(index)}0{domain}:{KUBERNETES_PORT}", 0, int(index))
 
 
-LAUNCHERS = (_torchrun, _slurm, _open_mpi, _kubernetes)
-
-
-def _read_all(environment: Mapping[str, str], *names: str) -> list[str] | None:
-    """Return the values of these variables, or None if one of them is not set."""
-    return [environment[name] for name in names] if all(name in environment for name in names) else None
+# For each launcher, the variables that it always sets.
+LAUNCHERS: dict[Callable[..., Job], list[str]] = {
+    _torchrun: ["MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"],
+    _slurm: [f"SLURM_{name}" for name in ("JOB_ID", "STEP_NODELIST", "STEP_NUM_NODES", "STEP_NUM_TASKS", "PROCID")],
+    _open_mpi: ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"],
+    _kubernetes: ["JOB_COMPLETION_INDEX", "HOSTNAME"],
+}
 
 
 def _check_one_per_host(is_one: bool, option: str) -> None:
     if not is_one:
-        raise InputError(
-            f"several processes run on one host, but one process drives all devices of its host; launch with {option}"
-        )
+        raise InputError(f"several processes run on one host, but one drives all its devices; launch with {option}")
 
 
 def _choose_port(job_id: int) -> int:

@@ -31,10 +31,8 @@ _DAY_MILLISECONDS = 24 * 3600 * 1000  # a slow process is waited for; a lost pro
 def check_devices_divide(devices: int, job: Job) -> None:
     """Raise InputError if the mesh's devices do not divide evenly over the processes."""
     if devices % job.processes:
-        raise InputError(
-            f"mesh: {devices} device(s) do not divide over {job.processes} processes, one per host; change --mesh.* or "
-            "--distributed.processes"
-        )
+        problem = f"{devices} device(s) do not divide over {job.processes} processes, one per host"
+        raise InputError(f"mesh: {problem}; change --mesh.* or --distributed.processes")
 
 
 def _initialize(job: Job, coordinator: str, timeout_seconds: int) -> None:
@@ -74,18 +72,16 @@ def join_job(job: Job, config: DistributedConfig, facts: Mapping[str, Any]) -> I
     watch = Watch(job, peers, config.timeout_seconds)
     if job.index:  # only process 0 prints; Gloo would print in every process
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    stopped: Preempted | None = None
     try:
         _initialize(job, coordinator, config.timeout_seconds)
         yield Processes(job)
     except Preempted as preempted:
-        stopped: Preempted | None = preempted
-    except JaxRuntimeError as error:
-        time.sleep(_DEATH_NOTICE_SECONDS)  # if another process has died, the watch reports it and ends this one here
-        watch.fail(error)
+        stopped = preempted
     except BaseException as error:
+        if isinstance(error, JaxRuntimeError):
+            time.sleep(_DEATH_NOTICE_SECONDS)  # if another process has died, the watch says so and ends this one here
         watch.fail(error)
-    else:
-        stopped = None
     jax.distributed.shutdown()  # waits for all
     watch.leave()
     if stopped:

@@ -134,9 +134,8 @@ def _join(job: Job, facts: Mapping[str, Any], deadline: float) -> tuple[str, dic
         with contextlib.ExitStack() as unless_joined:
             unless_joined.enter_context(connection)
             peer = Peer(connection)
-            peer.send(
-                {"index": job.index, "processes": job.processes, "host": socket.gethostname(), "facts": {**facts}}
-            )
+            hello = {"index": job.index, "processes": job.processes, "host": socket.gethostname()}
+            peer.send(hello | {"facts": {**facts}})
             try:
                 answer = peer.receive_one(deadline)
                 if answer is None:
@@ -147,11 +146,9 @@ def _join(job: Job, facts: Mapping[str, Any], deadline: float) -> tuple[str, dic
                     raise InputError(answer["end"])
                 start = answer["start"]
             except (TimeoutError, ValueError, KeyError) as error:
-                problem = (
-                    "it does not answer" if isinstance(error, TimeoutError) else "it is not a coordinator of jaxopt_llm"
-                )
+                problem = "does not answer" if isinstance(error, TimeoutError) else "is not a coordinator of jaxopt_llm"
                 raise _NotCoordinatorError(
-                    f"distributed.coordinator={job.coordinator}: {problem}; check the address and process 0"
+                    f"distributed.coordinator={job.coordinator}: it {problem}; check the address and process 0"
                 ) from error
             unless_joined.pop_all()
             return start, {0: peer}
@@ -178,25 +175,20 @@ def _accept_all(listener: socket.socket, job: Job, facts: Mapping[str, Any], dea
             arrival = _accept(listener, deadline)
         except TimeoutError:
             missing = [str(index) for index in range(1, job.processes) if index not in peers]
-            if time.monotonic() >= deadline:
+            if (now := time.monotonic()) >= deadline:
                 problem = (
-                    f"process(es) {', '.join(missing)} of {job.processes} did not connect in "
-                    f"{time.monotonic() - began:.0f} s; start them, one per host, or lower --distributed.processes"
+                    f"process(es) {', '.join(missing)} of {job.processes} did not connect in {now - began:.0f} s; "
                 )
+                problem += "start them, one per host, or lower --distributed.processes"
             continue
         if arrival is None:
             continue
         peer, index, host, count, theirs = arrival
         if count != job.processes:
-            problem = (
-                f"process {index} ({host}) has distributed.processes={count}, process 0 has {job.processes}; set the "
-                "same --distributed.processes for all"
-            )
+            problem = f"process {index} ({host}) has distributed.processes={count}, process 0 has {job.processes}; "
+            problem += "set the same --distributed.processes for all"
         elif index in hosts:
-            problem = (
-                f"two processes have index {index}, on {hosts[index]} and {host}; give each its own "
-                "--distributed.process-id"
-            )
+            problem = f"two processes have index {index}, on {hosts[index]} and {host}; change --distributed.process-id"
         else:
             problem = _describe_differences(index, theirs, facts)
         hosts[index] = host

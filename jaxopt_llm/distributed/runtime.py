@@ -52,10 +52,8 @@ def configure_jax(devices: int, processes: int = 1, *, cache: bool) -> None:
         try:
             jax.config.update("jax_compilation_cache_dir", str(make_private(cache_directory())))
         except OSError as error:
-            print(
-                f"compiled programs are not cached ({error}); set JAX_COMPILATION_CACHE_DIR to a writable directory",
-                file=sys.stderr,
-            )
+            remedy = "set JAX_COMPILATION_CACHE_DIR to a writable directory"
+            print(f"compiled programs are not cached ({error}); {remedy}", file=sys.stderr)
 
 
 def repeatable_options(program: Any, directory: Path, writes: bool = True) -> dict[str, str | bool]:

@@ -1,6 +1,6 @@
 """Sums of gradients: over microbatches within a gradient group, then over the groups, once.
 
-Letters: M microbatches, G gradient groups (see zero.gradient_groups), B batch, S sequence.
+Letters: M microbatches, G gradient groups (see zero.gradient_group_axes), B batch, S sequence.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.gathering import reduce_groups
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.parallel.zero import GROUP_AXIS, divides_masters, gradient_groups, gradient_sharding
+from jaxopt_llm.parallel.zero import GROUP_AXIS, divides_masters, gradient_group_axes, gradient_sharding
 
-Sums = tuple[jax.Array, Auxiliary, Params]  # loss, auxiliary sums and gradients, each summed over real tokens
+Sums = tuple[jax.Array, Auxiliary, Params]  # loss, auxiliary sums and gradients, each summed over tokens
 
 
 def zero_sums(shapes: Sums, specs: Params, inside: Placement) -> Sums:
@@ -57,7 +57,7 @@ def sum_of_squares(gradients: Params, specs: Params) -> jax.Array:
 
 def split_into_groups(batch: Batch, placement: Placement) -> Batch:
     """Return fields [B, S] as [G, B / G, S], or as they are without groups."""
-    groups = gradient_groups(placement)
+    groups = gradient_group_axes(placement)
     return jax.tree.map(lambda x: x.reshape(placement.size(*groups), -1, x.shape[-1]), batch) if groups else batch
 
 
@@ -66,7 +66,7 @@ def vmap_over_groups(function: Callable[..., Any], placement: Placement, in_axes
 
     The groups are dimension `in_axes` of the arguments and the first dimension of the results.
     """
-    groups = gradient_groups(placement)
+    groups = gradient_group_axes(placement)
     return jax.vmap(function, in_axes, axis_name=GROUP_AXIS, spmd_axis_name=groups) if groups else function
 
 
@@ -74,29 +74,29 @@ def sum_over_groups(one_group: Callable[[Batch], Sums], batch: Batch, specs: Par
     """Run a function on every gradient group of a batch, fields [M, B, S], and sum its results.
 
     one_group: takes the microbatches of one group, fields [M, B / G, S].
-    specs: of the parameters whose gradients `one_group` returns. The sums of the gradients have the masters' sharding.
+    specs: of the parameters whose gradients `one_group` returns. With groups, the sums of the gradients have the
+        sharding of the masters; without groups, that of `gradient_sharding`.
     """
-    groups = gradient_groups(placement)
+    groups = gradient_group_axes(placement)
     if not groups:
         return one_group(batch)
     count = placement.size(*groups)
     grouped = jax.tree.map(lambda x: x.reshape(x.shape[0], count, -1, x.shape[-1]), batch)  # [M, G, B / G, S]
     loss, auxiliary, gradients = vmap_over_groups(one_group, placement, in_axes=1)(grouped)
     loss, auxiliary = jax.tree.map(lambda x: jnp.sum(x, axis=0), (loss, auxiliary))
-    return loss, auxiliary, {name: _reduce_by_layer(specs[name], gradients[name], placement) for name in gradients}
+    return loss, auxiliary, {name: _reduce_by_period(specs[name], gradients[name], placement) for name in gradients}
 
 
-def _reduce_by_layer(specs: Params, gradients: Params, placement: Placement) -> Params:
+def _reduce_by_period(specs: Params, gradients: Params, placement: Placement) -> Params:
     """Sum gradients [G, ...] over their groups: those of one segment, or of the parameters outside the segments."""
-    layers = param.layer_indices(specs)
+    periods = param.layer_indices(specs)
     # All at once where every device keeps everything: a loop would hold both its operand and its result.
-    if layers is None or not divides_masters(placement):
+    if periods is None or not divides_masters(placement):
         return reduce_groups(specs, gradients, placement)
-    layer_specs = param.layer_specs(specs)
 
-    # One layer at a time where each device keeps a part: XLA would reduce-scatter transposed copies of whole segments.
-    def reduce_layer(index: jax.Array) -> Any:
-        layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False), gradients)
-        return reduce_groups(layer_specs, layer, placement)
+    # One period at a time where each device keeps a part: XLA would reduce-scatter transposed copies of whole segments.
+    def reduce_period(row: jax.Array) -> Params:
+        period = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row, axis=1, keepdims=False), gradients)
+        return reduce_groups(param.period_specs(specs), period, placement)
 
-    return jax.lax.map(reduce_layer, jnp.arange(layers.size))
+    return jax.lax.map(reduce_period, jnp.arange(periods.size))

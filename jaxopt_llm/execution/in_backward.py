@@ -1,10 +1,10 @@
 """The scan executor with the optimizer in its backward: all gradients never exist at once.
 
-The method is that of LOMO (Lv et al. 2023, arXiv:2306.09782). The backward is written out. It goes through the layers
-from the last to the first. For each layer it runs the forward again from the layer's input, differentiates it, sums the
-layer's gradient over devices, gives the gradient to the optimizer, and frees it. The state is the carry of the loop,
-which XLA updates in place: a layer is read before it is written. The parameters outside the segments are updated last.
-The head's gradient waits for the embedding's, because a tied table has both.
+The method is that of LOMO (Lv et al. 2023, arXiv:2306.09782). The backward is written out. It goes through the periods
+of each segment from the last to the first. For each period it runs the forward again from the period's input,
+differentiates it, sums the period's gradient over devices, gives the gradient to the optimizer, and frees it. The state
+is the carry of the loop, which XLA updates in place: a period is read before it is written. The parameters outside the
+segments are updated last. The head's gradient waits for the embedding's, because a tied table has both.
 
 Nothing can wait for all gradients: neither a clip by their norm, nor a decision to skip the step.
 
@@ -23,22 +23,22 @@ from jaxopt_llm.config import RematConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution.gradients import split_into_groups, sum_of_squares, vmap_over_groups
 from jaxopt_llm.execution.layer_groups import select_period
-from jaxopt_llm.execution.segments import LocalSegment, PeriodRunner, model_segments, no_perturbations
+from jaxopt_llm.execution.segments import LocalSegment, PeriodRunner, attach_non_layer, model_segments, no_perturbations
 from jaxopt_llm.model import param
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.model import Model, Params
-from jaxopt_llm.parallel.gathering import make_perturbations, place_weights, reduce_groups
+from jaxopt_llm.parallel.gathering import make_perturbations, reduce_groups
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.parallel.zero import gradient_groups, inside_gradient_group
+from jaxopt_llm.parallel.zero import gradient_group_axes, inside_gradient_group
 
 FORWARD_SCOPE = "forward"  # the named scope of the forward in compiled programs and profiles
 
-# Parameters and optimizer state of a segment, stacked [R, ...], or of all parameters outside the segments ("outer").
-# Only the caller, who reads and updates it, knows its structure.
+# Parameters and optimizer state of a segment, stacked [R, ...], or of all non-layer parameters ("non_layer"). Only the
+# caller, who reads and updates it, knows its structure.
 State = tree.Tree
 ReadParams = Callable[[State], Params]  # state -> the parameters that the model reads
-Update = Callable[[str, State, Params], State]  # (name, state, gradients) -> state, of one period or of "outer"
+Update = Callable[[str, State, Params], State]  # (name, state, gradients) -> state, of one period or of "non_layer"
 
 
 def loss_and_update(
@@ -51,13 +51,13 @@ def loss_and_update(
     read_params: ReadParams,
     update: Update,
 ) -> tuple[jax.Array, jax.Array, Auxiliary, dict[str, State]]:
-    """Run a step, and update each layer during the backward.
+    """Run a step, and update each period during the backward.
 
-    state: of the trainable parameters, by the name of a segment, or "outer". batch: fields [1, B, S]. The other
+    state: of the trainable parameters, by the name of a segment, or "non_layer". batch: fields [1, B, S]. The other
     arguments are as in executor.py.
 
-    Returns the loss summed over real tokens, the sum of squares of all gradients, the auxiliary sums, and the state
-    after the update.
+    Returns the loss summed where `loss_mask` is True, the sum of squares of all gradients, the auxiliary sums, and the
+    state after the update.
     """
     microbatch = split_into_groups(jax.tree.map(lambda x: x[0], batch), placement)  # fields [G, B / G, S]
     trainable = {name: read_params(part) for name, part in state.items()}
@@ -66,16 +66,16 @@ def loss_and_update(
     x = passes.embed()
     for name, segment in segments.items():
         x, (inputs[name], added) = passes.run_forward(name, segment, x)
-        groups = (0, 1) if gradient_groups(placement) else (0,)
+        groups = (0, 1) if gradient_group_axes(placement) else (0,)
         auxiliary = auxiliary + jax.tree.map(lambda sums, groups=groups: jnp.sum(sums, axis=groups), added)
-    loss, outer, dx = passes.run_head(x)
+    loss, non_layer, dx = passes.run_head(x)
     squares, new_state = jnp.float32(0), dict(state)
     for name, segment in reversed(segments.items()):
         dx, squares, trained = passes.run_backward(name, segment, state[name], inputs[name], dx, squares)
         new_state[name] = update(name, state[name], passes.specs[name]) if trained is None else trained
-    outer = reduce_groups(passes.specs["outer"], passes.add_embedding_gradients(dx, outer), placement)
-    new_state["outer"] = update("outer", state["outer"], outer)
-    return jnp.sum(loss), squares + sum_of_squares(outer, passes.specs["outer"]), auxiliary, new_state
+    non_layer = reduce_groups(passes.specs["non_layer"], passes.add_embedding_gradients(dx, non_layer), placement)
+    new_state["non_layer"] = update("non_layer", state["non_layer"], non_layer)
+    return jnp.sum(loss), squares + sum_of_squares(non_layer, passes.specs["non_layer"]), auxiliary, new_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,10 +107,7 @@ class _Passes:
 
     def embed(self) -> jax.Array:
         """Return what enters the first segment, [G, B / G, S, D]."""
-
-        def embed_group(batch: Batch) -> jax.Array:
-            return self._embed(no_perturbations(self.model.specs["outer"]), batch)
-
+        embed_group = functools.partial(self._embed, no_perturbations(self.model.specs["non_layer"]))
         return vmap_over_groups(embed_group, self.placement)(self.microbatch)
 
     @jax.named_scope(FORWARD_SCOPE)
@@ -118,13 +115,14 @@ class _Passes:
         self, name: str, segment: LocalSegment, x: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
         """Run a segment. Return x, and each period's input [R, G, B / G, S, D] and auxiliary sums [R, G, ...]."""
-        perturbations, no_remat = no_perturbations(param.layer_specs(segment.specs)), RematConfig("none")
+        perturbations, no_remat = no_perturbations(param.period_specs(segment.specs)), RematConfig("none")
 
         def run_period(x: jax.Array, period: Any) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
             weights, per_layer = period
 
             def run_group(x: jax.Array, batch: Batch) -> tuple[jax.Array, Auxiliary]:
-                return self._run_period(segment, no_remat, weights, perturbations, per_layer, x, batch)
+                y, _, auxiliary = self._make_runner(segment, no_remat, batch).run(weights, perturbations, per_layer, x)
+                return y, auxiliary
 
             y, auxiliary = vmap_over_groups(run_group, self.placement)(x, self.microbatch)
             return y, (x, auxiliary)
@@ -137,9 +135,9 @@ class _Passes:
         def run_group(x: jax.Array, batch: Batch) -> tuple[jax.Array, Params, jax.Array]:
             def objective(perturbations: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
                 context = self.model.make_context(batch, self.inside)
-                return self.model.loss(self._place_outer(perturbations), x, batch, context, self.loss_weight)
+                return self.model.loss(self._attach_non_layer(perturbations), x, batch, context, self.loss_weight)
 
-            perturbations = make_perturbations(self.specs["outer"], self.inside)
+            perturbations = make_perturbations(self.specs["non_layer"], self.inside)
             _, pull_back, loss = jax.vjp(objective, perturbations, x, has_aux=True)
             return loss, *pull_back(jnp.float32(1))
 
@@ -155,7 +153,7 @@ class _Passes:
         Returns dx of the segment's input, the sum of squares, and the new state. The state is None if nothing of the
         segment is trained, because its state is then not stacked.
         """
-        specs = param.layer_specs(self.specs[name])
+        specs = param.period_specs(self.specs[name])
         trains = bool(jax.tree.leaves(specs))
 
         def run_period(steps: jax.Array, carry: Any) -> Any:
@@ -174,15 +172,15 @@ class _Passes:
 
         return jax.lax.fori_loop(0, inputs.shape[0], run_period, (dx, squares, state if trains else None))
 
-    def add_embedding_gradients(self, dx: jax.Array, outer: Params) -> Params:
-        """Add the embedding's gradients to the head's, `outer`."""
+    def add_embedding_gradients(self, dx: jax.Array, non_layer: Params) -> Params:
+        """Add the embedding's gradients to the head's, `non_layer`."""
 
-        def run_group(dx: jax.Array, outer: Params, batch: Batch) -> Params:
-            perturbations = make_perturbations(self.specs["outer"], self.inside)
+        def run_group(dx: jax.Array, non_layer: Params, batch: Batch) -> Params:
+            perturbations = make_perturbations(self.specs["non_layer"], self.inside)
             _, pull_back = jax.vjp(lambda perturbations: self._embed(perturbations, batch), perturbations)
-            return jax.tree.map(jnp.add, outer, *pull_back(dx))
+            return jax.tree.map(jnp.add, non_layer, *pull_back(dx))
 
-        return vmap_over_groups(run_group, self.placement)(dx, outer, self.microbatch)
+        return vmap_over_groups(run_group, self.placement)(dx, non_layer, self.microbatch)
 
     def _differentiate_period(
         self, segment: LocalSegment, specs: Params, weights: Params, per_layer: Any, x: jax.Array, dy: jax.Array
@@ -191,9 +189,8 @@ class _Passes:
 
         def run_group(x: jax.Array, dy: jax.Array, batch: Batch) -> tuple[Params, jax.Array]:
             def run(perturbations: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-                y, auxiliary = self._run_period(
-                    segment, RematConfig("full"), weights, perturbations, per_layer, x, batch
-                )
+                runner = self._make_runner(segment, RematConfig("full"), batch)
+                y, _, auxiliary = runner.run(weights, perturbations, per_layer, x)
                 return y, self.loss_weight * auxiliary.loss
 
             return jax.vjp(run, make_perturbations(specs, self.inside), x)[1]((dy, jnp.float32(1)))
@@ -202,26 +199,12 @@ class _Passes:
 
     # --- within one gradient group
 
-    def _place_outer(self, perturbations: Params) -> Params:
-        return place_weights(
-            self.model.specs["outer"], self.params["outer"], perturbations, self.inside, keep_gathered=True
-        )
+    def _attach_non_layer(self, perturbations: Params) -> Params:
+        return attach_non_layer(self.model.specs, self.params, {"non_layer": perturbations}, self.inside)
 
     def _embed(self, perturbations: Params, batch: Batch) -> jax.Array:
-        outer = self._place_outer(perturbations)
-        return self.model.embed(outer, batch.tokens, self.model.make_context(batch, self.inside))
+        non_layer = self._attach_non_layer(perturbations)
+        return self.model.embed(non_layer, batch.tokens, self.model.make_context(batch, self.inside))
 
-    def _run_period(
-        self,
-        segment: LocalSegment,
-        remat: RematConfig,
-        weights: Params,
-        perturbations: Params,
-        per_layer: Any,
-        x: jax.Array,
-        batch: Batch,
-    ) -> tuple[jax.Array, Auxiliary]:
-        context = self.model.make_context(batch, self.inside)
-        runner = PeriodRunner(self.model, segment, context, remat)
-        x, _, auxiliary = runner.run(weights, perturbations, per_layer, x)
-        return x, auxiliary
+    def _make_runner(self, segment: LocalSegment, remat: RematConfig, batch: Batch) -> PeriodRunner:
+        return PeriodRunner(self.model, segment, self.model.make_context(batch, self.inside), remat)

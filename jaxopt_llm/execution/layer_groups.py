@@ -19,17 +19,17 @@ from jaxopt_llm.model.model import Params
 
 Carry = Any
 Scanned = Any  # leaves [R, ...], one entry for each period
-Step = Callable[[Carry, Scanned], tuple[Carry, None]]  # the body of a `lax.scan` over periods
+ScanBody = Callable[[Carry, Scanned], tuple[Carry, None]]  # the body of a `lax.scan` over periods
 
 
-def scan_groups(step: Step, group_size: int, carry: Carry, scanned: Scanned) -> Carry:
+def scan_groups(scan_body: ScanBody, group_size: int, carry: Carry, scanned: Scanned) -> Carry:
     """Scan over groups of periods; the backward recomputes the periods of a group together.
 
     scanned: has the rows of the weights, not the weights. As an operand of the loop over a group, weights would be
         copied.
     """
     groups = jax.tree.map(lambda x: x.reshape(-1, group_size, *x.shape[1:]), scanned)
-    return jax.lax.scan(checkpoint(functools.partial(jax.lax.scan, step)), carry, groups)[0]
+    return jax.lax.scan(checkpoint(functools.partial(jax.lax.scan, scan_body)), carry, groups)[0]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def find_precision_spans(layer_index: np.ndarray, exempt: int, layers: int) -> l
 
 
 def scan_spans(
-    make_step: Callable[[tuple[bool, ...]], Step],
+    make_scan_body: Callable[[tuple[bool, ...]], ScanBody],
     spans: Sequence[PrecisionSpan],
     carry: Carry,
     perturbations: Params,
@@ -68,22 +68,22 @@ def scan_spans(
 ) -> Carry:
     """Scan over the periods of each span, one loop after the other.
 
-    make_step: quantised -> the step of a span; the step takes (row, perturbations, *others) of a period. The loops
-    carry the perturbations from one to the next.
+    make_scan_body: quantised -> the scan body of a span, which takes (row, perturbations, *others) of a period. The
+        loops carry the perturbations from one to the next.
     """
     scanned = (jnp.arange(spans[-1].stop), *others)
     for span in spans:
-        step = make_step(span.quantised)
+        scan_body = make_scan_body(span.quantised)
 
-        def step_and_pick(carry: Any, period: Any, step: Step = step) -> tuple[Any, None]:
+        def pick_and_run(carry: Any, period: Any, scan_body: ScanBody = scan_body) -> tuple[Any, None]:
             carry, perturbations = carry
             row, *others = period
             perturbations, picked = _pick_period(perturbations, row)
-            carry, _ = step(carry, (row, picked, *others))
+            carry, _ = scan_body(carry, (row, picked, *others))
             return (carry, perturbations), None
 
         part = jax.tree.map(lambda x, span=span: x[span.start : span.stop], scanned)
-        (carry, perturbations), _ = jax.lax.scan(step_and_pick, (carry, perturbations), part)
+        (carry, perturbations), _ = jax.lax.scan(pick_and_run, (carry, perturbations), part)
     return carry
 
 
@@ -97,16 +97,12 @@ def _pick_period(stacked: Params, row: jax.Array) -> tuple[Params, Params]:
     return stacked, select_period(stacked, row)
 
 
-def _pick_period_forward(stacked: Params, row: jax.Array) -> tuple[tuple[Params, Params], jax.Array]:
-    return _pick_period(stacked, row), row
-
-
 def _pick_period_backward(row: jax.Array, cotangents: tuple[Params, Params]) -> tuple[Params, None]:
     write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=row, axis=0)
     return jax.tree.map(write, *cotangents), None
 
 
-_pick_period.defvjp(_pick_period_forward, _pick_period_backward)
+_pick_period.defvjp(lambda stacked, row: (_pick_period(stacked, row), row), _pick_period_backward)
 
 
 def select_period(stacked: tree.Tree, row: jax.Array) -> tree.Tree:

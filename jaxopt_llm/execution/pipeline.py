@@ -208,7 +208,7 @@ class _Training:
         stage, placement, work = self.stage, self.stage.placement, tick.backward
         runs = work.microbatch >= 0
         is_last_chunk = stage.is_last & (work.chunk == stage.table.chunks - 1)
-        layer_perturbations, outer_perturbations = self._make_perturbations()
+        layer_perturbations, non_layer_perturbations = self._make_perturbations()
 
         def run_layers(perturbations: Params, x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Auxiliary]:
             microbatch = select_microbatch(self.batch, work.microbatch)
@@ -216,56 +216,57 @@ class _Training:
             return (y, zero_unless(runs, self.loss_weight) * auxiliary.loss), auxiliary
 
         loss, auxiliary, gradients = sums
-        outer = {"outer": gradients["outer"]}
+        non_layer = {"non_layer": gradients["non_layer"]}
         (y, _), pull_back, added = jax.vjp(run_layers, layer_perturbations, select(inputs, work.buffer), has_aux=True)
         y, underway = jax.lax.optimization_barrier((y, underway))
 
-        def skip_outer() -> Params:
-            return constrain_gradients(outer, {"outer": self.trained["outer"]}, placement)
+        def skip_non_layer() -> Params:
+            return constrain_gradients(non_layer, {"non_layer": self.trained["non_layer"]}, placement)
 
         def run_head(index: jax.Array) -> tuple[jax.Array, jax.Array, Params]:
-            """Return dy, where the gradient begins, the loss, and the sums of the outer gradients."""
+            """Return dy, where the gradient begins, the loss, and the sums of the non-layer gradients."""
 
             def head(perturbations: Params, y: jax.Array) -> tuple[jax.Array, jax.Array]:
                 return stage.loss(perturbations, y, select_microbatch(self.batch, index), self.loss_weight)
 
-            _, pull_back, added_loss = jax.vjp(head, outer_perturbations, y, has_aux=True)
+            _, pull_back, added_loss = jax.vjp(head, non_layer_perturbations, y, has_aux=True)
             added, dy = pull_back(jnp.float32(1))
             dy, total_loss = constrain_sent(dy, placement), placement.replicate(loss + added_loss)
-            return dy, total_loss, self._add_gradients(outer, added, work.chunk)
+            return dy, total_loss, self._add_gradients(non_layer, added, work.chunk)
 
         def skip_head() -> tuple[jax.Array, jax.Array, Params]:
-            return constrain_sent(received, placement), placement.replicate(loss), skip_outer()
+            return constrain_sent(received, placement), placement.replicate(loss), skip_non_layer()
 
         def run_embedding(index: jax.Array) -> Params:
-            """Return the sums of the outer gradients with the embedding's, where the gradient ends."""
+            """Return the sums of the non-layer gradients with the embedding's, where the gradient ends."""
             microbatch = select_microbatch(self.batch, index)
-            _, pull_back = jax.vjp(lambda perturbations: stage.embed(perturbations, microbatch), outer_perturbations)
+            _, pull_back = jax.vjp(lambda zeros: stage.embed(zeros, microbatch), non_layer_perturbations)
             (added,) = pull_back(zero_unless(stage.is_first, dx))
-            return self._add_gradients(outer, added, work.chunk)
+            return self._add_gradients(non_layer, added, work.chunk)
 
-        dy, loss, outer = run_for_microbatch(possible.loss_backward, tick.ends.loss_backward, run_head, skip_head)
+        dy, loss, non_layer = run_for_microbatch(possible.loss_backward, tick.ends.loss_backward, run_head, skip_head)
         layers, dx = pull_back((zero_unless(runs, jnp.where(is_last_chunk, dy, received)), jnp.float32(1)))
-        if jax.tree.leaves(self.trained["outer"]):
-            outer = run_for_microbatch(possible.embed_backward, tick.ends.embed_backward, run_embedding, skip_outer)
+        if jax.tree.leaves(self.trained["non_layer"]):
+            non_layer = run_for_microbatch(
+                possible.embed_backward, tick.ends.embed_backward, run_embedding, skip_non_layer
+            )
         auxiliary = auxiliary + zero_unless(runs, added)
-        return dx, (loss, auxiliary, self._add_gradients(gradients | outer, layers, work.chunk)), underway
+        return dx, (loss, auxiliary, self._add_gradients(gradients | non_layer, layers, work.chunk)), underway
 
     def _make_perturbations(self) -> tuple[Params, Params]:
         """Return the perturbations of a chunk's layers, and those of the parameters outside the segments."""
         chunk_specs = {name: segment.specs for name, segment in self.stage.segments.items()}
-        specs = tree.restrict({"outer": self.stage.specs["outer"], **chunk_specs}, self.trained)
+        specs = tree.restrict({"non_layer": self.stage.specs["non_layer"], **chunk_specs}, self.trained)
         perturbations = make_perturbations(specs, self.stage.placement)
-        outer = {"outer": perturbations.pop("outer")}
-        return perturbations, outer
+        non_layer = {"non_layer": perturbations.pop("non_layer")}
+        return perturbations, non_layer
 
     def _add_gradients(self, total: Params, added: Params, chunk: jax.Array) -> Params:
-        """Add the gradients of some segments, or of "outer", to their sums."""
-        sums = {
+        """Add the gradients of some segments, or of "non_layer", to their sums."""
+        return total | {
             name: add_gradients(total[name], leaves, self.trained[name], self.stage.placement, chunk)
             for name, leaves in added.items()
         }
-        return {**total, **sums}
 
 
 def _sum_over_stages(rows: Any) -> Any:

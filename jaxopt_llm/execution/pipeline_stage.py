@@ -18,13 +18,12 @@ from jax.sharding import PartitionSpec
 from jaxopt_llm.compiler.instructions import taken_scope_name
 from jaxopt_llm.config import RematConfig
 from jaxopt_llm.execution.schedules import Ends, Table, Work
-from jaxopt_llm.execution.segments import LocalSegment, name_segments, no_perturbations, run_segments
+from jaxopt_llm.execution.segments import LocalSegment, attach_non_layer, name_segments, no_perturbations, run_segments
 from jaxopt_llm.model import param
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.param import ParamSpec
-from jaxopt_llm.parallel.gathering import place_weights
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.stages import (
     constrain_sent,
@@ -77,8 +76,8 @@ class PipelineStage:
     def embed(self, perturbations: Params, microbatch: Batch) -> jax.Array:
         """Return what enters the first stage, [B, S, D], on all stages: each looks up its own rows of the table."""
         context = self.model.make_context(microbatch, self.placement)
-        outer = self._place_outer(perturbations)
-        return scatter_stage_output(self.model.embed(outer, microbatch.tokens, context), self.placement)
+        non_layer = attach_non_layer(self.specs, self.params, perturbations, self.placement)
+        return scatter_stage_output(self.model.embed(non_layer, microbatch.tokens, context), self.placement)
 
     def select_input(self, tick: Tick, possible: Ends, received: jax.Array, batch: Batch) -> jax.Array:
         """Return the input of the chunk that runs forward in a tick: embedded tokens, or what was received.
@@ -106,12 +105,10 @@ class PipelineStage:
         return scatter_stage_output(x, self.placement), auxiliary
 
     def _select_chunk(self, segment: LocalSegment, chunk: jax.Array) -> LocalSegment:
-        if self.table.chunks == 1:  # a constant index, so that the compiler knows that the chunk is all there is
-            per_layer, occupied = jax.tree.map(lambda x: x[0], (segment.per_layer, segment.occupied))
-            return replace(segment, per_layer=per_layer, occupied=occupied)
-        slots = segment.periods
-        per_layer, occupied = jax.tree.map(lambda x: x[chunk], (segment.per_layer, segment.occupied))
-        return replace(segment, per_layer=per_layer, occupied=occupied, rows=chunk * slots + jnp.arange(slots))
+        only = self.table.chunks == 1  # then a constant index: the compiler knows that the chunk is all there is
+        per_layer, occupied = jax.tree.map(lambda x: x[0 if only else chunk], (segment.per_layer, segment.occupied))
+        rows = None if only else chunk * segment.periods + jnp.arange(segment.periods)
+        return replace(segment, per_layer=per_layer, occupied=occupied, rows=rows)
 
     def loss(
         self, perturbations: Params, y: jax.Array, microbatch: Batch, loss_weight: jax.Array
@@ -122,12 +119,8 @@ class PipelineStage:
         """
         context = self.model.make_context(microbatch, self.placement)
         x = gather_stage_input(jax.lax.psum(jnp.where(self.is_last, y, 0), "pipeline"), self.placement)
-        return self.model.loss(self._place_outer(perturbations), x, microbatch, context, loss_weight)
-
-    def _place_outer(self, perturbations: Params) -> Params:
-        return place_weights(
-            self.specs["outer"], self.params["outer"], perturbations["outer"], self.placement, keep_gathered=True
-        )
+        non_layer = attach_non_layer(self.specs, self.params, perturbations, self.placement)
+        return self.model.loss(non_layer, x, microbatch, context, loss_weight)
 
     def send(self, x: jax.Array, to: int) -> jax.Array:
         """Send x to a neighbour, and return what the other neighbour sent.
@@ -146,13 +139,7 @@ class PipelineStage:
 
 
 def run_on_stages(
-    function: Any,
-    model: Model,
-    params: Params,
-    table: Table,
-    placement: Placement,
-    remat: RematConfig,
-    *arguments: Any,
+    function: Any, model: Model, params: Params, table: Table, placement: Placement, remat: RematConfig, *arguments: Any
 ) -> Any:
     """Run function(stage, *arguments) on every stage. Return its results stacked on a leading axis of stages."""
     segments, specs = name_segments(model), stage_specs(model.specs, placement)
@@ -200,7 +187,7 @@ def stage_specs(specs: Params, placement: Placement) -> Params:
 
     def stage_spec(spec: ParamSpec) -> ParamSpec:
         if spec.leading:
-            return spec.stage_stack()
+            return spec.unstack().stack(spec.shape[0] * spec.shape[2])  # chunk after chunk, for any layers
         sizes = zip(spec.axes, spec.shape, strict=True)
         return replace(spec, shape=tuple(count_stage_rows(axis, size, placement) for axis, size in sizes))
 

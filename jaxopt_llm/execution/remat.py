@@ -8,13 +8,7 @@ import jax
 from jaxopt_llm.config import Intermediate, RematConfig
 
 QKV: tuple[Intermediate, ...] = ("query_latent", "latent", "rotary_key", "query", "key", "value")
-PROJECTIONS: tuple[Intermediate, ...] = (
-    *QKV,
-    "attention_output",
-    "mlp_gate",
-    "mlp_up",
-    "mlp_output",
-)
+PROJECTIONS: tuple[Intermediate, ...] = (*QKV, "attention_output", "mlp_gate", "mlp_up", "mlp_output")
 # The intermediates that each policy keeps of a block in addition to its input. Under every policy, elementwise results
 # are computed again, and no gathered weight is kept, because it has none of these names.
 SAVED_BY_POLICY: dict[str, tuple[Intermediate, ...]] = {

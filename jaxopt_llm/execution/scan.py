@@ -13,12 +13,12 @@ from jaxopt_llm.config import RematConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.execution.gradients import Sums, add_sums, sum_over_groups, zero_sums
-from jaxopt_llm.execution.segments import model_segments, name_segments, no_perturbations, run_segments
+from jaxopt_llm.execution.segments import LocalSegment, attach_non_layer, model_segments, no_perturbations, run_segments
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.model import Model, Params, Segment
-from jaxopt_llm.parallel.gathering import make_perturbations, place_weights
+from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.parallel.gathering import make_perturbations
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.sequence import uses_zigzag
 from jaxopt_llm.parallel.zero import inside_gradient_group
@@ -96,11 +96,10 @@ def microbatch_loss(
     """
     perturbations = no_perturbations(model.specs) if perturbations is None else perturbations
     context = model.make_context(batch, placement)
-    # The backward reuses the gathered tables: they are few, and used once. run_segments places the layers' weights.
-    outer = place_weights(model.specs["outer"], params["outer"], perturbations["outer"], placement, keep_gathered=True)
-    x = model.embed(outer, batch.tokens, context)
+    non_layer = attach_non_layer(model.specs, params, perturbations, placement)
+    x = model.embed(non_layer, batch.tokens, context)
     x, _, auxiliary = run_segments(model, model_segments(model), params, perturbations, x, context, remat)
-    return *model.loss(outer, x, batch, context, loss_weight), auxiliary
+    return *model.loss(non_layer, x, batch, context, loss_weight), auxiliary
 
 
 def forward(
@@ -117,25 +116,23 @@ def forward(
     """
     assert not uses_zigzag(context.placement), "logits would be in zigzag order"
     perturbations = no_perturbations(model.specs)
-    outer = place_weights(
-        model.specs["outer"], params["outer"], perturbations["outer"], context.placement, keep_gathered=False
-    )
-    x = model.embed(outer, tokens, context)
+    non_layer = attach_non_layer(model.specs, params, perturbations, context.placement)
+    x = model.embed(non_layer, tokens, context)
     x, caches, _ = run_segments(
         model, model_segments(model), params, perturbations, x, context, RematConfig("none"), caches
     )
     if only is not None:
         x = jax.lax.dynamic_slice_in_dim(x, only, 1, axis=1)
-    return model.logits(outer, x, context), caches
+    return model.logits(non_layer, x, context), caches
 
 
 def make_caches(model: Model, batch: int, length: int, dtype: Any, placement: Placement) -> tree.Tree:
     """Return the empty caches of every layer for `batch` sequences of `length` tokens, stacked as the layers are."""
 
-    def make_cache(segment: Segment, position: int) -> tree.Tree:
-        return model.make_cache(segment.kinds[position], segment.repeats, batch, length, dtype, placement)
+    def make_cache(segment: LocalSegment, position: int) -> tree.Tree:
+        return model.make_cache(segment.kinds[position], segment.periods, batch, length, dtype, placement)
 
     return {
         name: {f"block_{position}": make_cache(segment, position) for position in range(len(segment.kinds))}
-        for name, segment in name_segments(model).items()
+        for name, segment in model_segments(model).items()
     }

@@ -123,22 +123,23 @@ def make_forward_table(stages: int, microbatches: int, chunks: int = 1) -> Table
 def tabulate(forward: np.ndarray, backward: np.ndarray) -> Table:
     """Return the table of a schedule, given the tick of each chunk's forward and backward, int [V, S, M].
 
-    Checks that a chunk runs one tick after the chunk before it, a backward no sooner than its forward, and a stage one
-    chunk per tick each way.
+    Checks that a chunk runs exactly one tick after the chunk before it (backward: after the chunk behind it) and takes
+    the microbatches in order, so that sums round alike in all schedules; that a stage runs one chunk per tick each way;
+    and that no backward runs before its forward.
     """
     chunks, stages, microbatches = forward.shape
     assert np.all(forward >= 0), "a forward comes before the first tick"
     for ticks, order in ((forward, 1), (backward, -1)):
         in_order = ticks.reshape(chunks * stages, microbatches)[::order]
-        assert np.all(np.diff(in_order, axis=0) == 1), "a chunk does not follow the one before it"
+        assert np.all(np.diff(in_order, axis=0) == 1), "a chunk does not run one tick after the one before"
+        assert np.all(np.diff(ticks) > 0), "a chunk does not take the microbatches in order"
         by_stage = np.swapaxes(ticks, 0, 1).reshape(stages, -1)
         assert all(len(set(row)) == row.size for row in by_stage), "a stage has two chunks in a tick"
     assert np.all(backward >= forward), "a backward comes before its forward"
     buffers = _assign_buffers(forward, backward)
     length = int(backward.max()) + 1
-    return Table(
-        _make_work(forward, buffers, length), _make_work(backward, buffers, length), chunks, int(buffers.max()) + 1
-    )
+    forward_work, backward_work = (_make_work(ticks, buffers, length) for ticks in (forward, backward))
+    return Table(forward_work, backward_work, chunks, int(buffers.max()) + 1)
 
 
 def _make_work(tick_of: np.ndarray, buffer_of: np.ndarray, ticks: int) -> Work:

@@ -1,6 +1,6 @@
 """Runs the layers of a model, or of one stage of a pipeline: one `lax.scan` for each segment.
 
-Words of this package:
+Words of this folder:
 
 segment: consecutive layers whose parameters are stacked: a period, repeated R times (see model.Segment).
 period:  the blocks that repeat, such as one with a window and one without. Row r of a segment's leaves [R, ...] is its
@@ -33,7 +33,8 @@ from jaxopt_llm.model.intermediates import tag
 from jaxopt_llm.model.linear.dropout import with_noise
 from jaxopt_llm.model.model import Model, Params, Segment
 from jaxopt_llm.parallel import offload
-from jaxopt_llm.parallel.gathering import place_weights
+from jaxopt_llm.parallel.gathering import attach_shardings
+from jaxopt_llm.parallel.placement import Placement
 
 Carry = tuple[jax.Array, Auxiliary, tree.Tree]  # x, the auxiliary sums, and the segment's caches
 
@@ -91,7 +92,7 @@ def _run_segment(
 ) -> Carry:
     """Scan over the periods of a segment.
 
-    Usually the weights are scanned, so that each step gets those of its period. In the other cases the step selects
+    Usually the weights are scanned, so that the scan body gets those of its period. In the other cases the body selects
     them by their row in the whole weights.
     """
     spans = _precision_spans(model, segment, context)
@@ -103,18 +104,16 @@ def _run_segment(
     rows = jnp.arange(segment.periods) if segment.rows is None else segment.rows
     others = (segment.per_layer, segment.occupied, rows if carry[2] else None)
     runner = functools.partial(PeriodRunner, model, segment, context, remat)
-    if not selects_periods and remat.every == 1:
-        step = runner(None, spans[0].quantised).step
-        return jax.lax.scan(step, carry, (weights, perturbations, *others))[0]
-    step, scanned = runner(weights, spans[0].quantised).step, (rows, perturbations, *others)
+    stacked, by_period = (weights, rows) if selects_periods or remat.every > 1 else (None, weights)
+    scan_body, scanned = runner(stacked, spans[0].quantised).scan_body, (by_period, perturbations, *others)
     if remat.every > 1:
         group_size = remat.group_size(len(segment.kinds), segment.periods)
-        return layer_groups.scan_groups(step, group_size, carry, scanned)
+        return layer_groups.scan_groups(scan_body, group_size, carry, scanned)
     if len(spans) > 1:
         return layer_groups.scan_spans(
-            lambda quantised: runner(weights, quantised).step, spans, carry, perturbations, others
+            lambda quantised: runner(weights, quantised).scan_body, spans, carry, perturbations, others
         )
-    return jax.lax.scan(step, carry, scanned)[0]
+    return jax.lax.scan(scan_body, carry, scanned)[0]
 
 
 def _precision_spans(model: Model, segment: LocalSegment, context: Context) -> list[PrecisionSpan]:
@@ -142,7 +141,7 @@ class PeriodRunner:
     stacked: Params | None = None
     quantised: tuple[bool, ...] | None = None
 
-    def step(self, carry: Carry, scanned: Any) -> tuple[Carry, None]:
+    def scan_body(self, carry: Carry, scanned: Any) -> tuple[Carry, None]:
         """Run a period as the body of a scan.
 
         scanned: the period's weights (or their row in `stacked`), perturbations, constants, whether its slot is
@@ -162,12 +161,7 @@ class PeriodRunner:
         return (x, auxiliary, caches), None
 
     def run(
-        self,
-        weights: Any,
-        perturbations: Params,
-        per_layer: Mapping[str, Any],
-        x: jax.Array,
-        caches: tree.Tree = None,
+        self, weights: Any, perturbations: Params, per_layer: Mapping[str, Any], x: jax.Array, caches: tree.Tree = None
     ) -> tuple[jax.Array, tree.Tree, Auxiliary]:
         """Run x [B, S, D] through a period. Return x, the caches and the auxiliary sums.
 
@@ -191,7 +185,7 @@ class PeriodRunner:
         block, context = f"block_{position}", self.context
         is_quantised = self.quantised is None or self.quantised[position]
         matmul: Matmul = context.placement.precision.matmul if is_quantised else "compute_dtype"
-        specs = param.layer_specs(self.segment.specs[block])
+        specs = param.period_specs(self.segment.specs[block])
 
         # The copies of the weights from the host and from other devices are inside the checkpoint, so that they are
         # made again and not kept. So is the name of the input: an input that got its name outside would be kept
@@ -202,7 +196,7 @@ class PeriodRunner:
                 weights = select_period(self.stacked[block], weights)
             # Only this reads the slice. From a slice with other readers, XLA would make a computation on the host.
             weights = offload.fetch_to_device(weights)
-            placed = place_weights(
+            placed = attach_shardings(
                 specs, weights, perturbations, context.placement, keep_gathered=self.remat.enabled, matmul=matmul
             )
             constants = {name: values[position] for name, values in per_layer.items()}
@@ -223,6 +217,15 @@ def model_segments(model: Model) -> dict[str, LocalSegment]:
 def name_segments(model: Model) -> dict[str, Segment]:
     """Return the segments of `model.layout` by their names in its parameters."""
     return {f"segment_{index}": segment for index, segment in enumerate(model.layout)}
+
+
+def attach_non_layer(specs: Params, params: Params, perturbations: Params, placement: Placement) -> Params:
+    """Attach the shardings of the parameters outside the segments.
+
+    Only the gathered adapters of tables are kept for the backward: look_up and cross_entropy gather nothing there.
+    """
+    specs, params, perturbations = (each["non_layer"] for each in (specs, params, perturbations))
+    return attach_shardings(specs, params, perturbations, placement, keep_gathered=True)
 
 
 def no_perturbations(specs: Params) -> Params:

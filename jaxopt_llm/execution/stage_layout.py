@@ -104,7 +104,7 @@ def describe_waste(layout: tuple[Segment, ...], stages: int, microbatches: int, 
 
 def stack_by_stage(model: Model, stages: int, pipeline: PipelineConfig = EVEN) -> Model:
     """Return the model with segments that rest as [virtual, stages, slots, ...]."""
-    specs = {"outer": model.specs["outer"]}
+    specs = {"non_layer": model.specs["non_layer"]}
     for name, periods in zip(name_segments(model), split_periods(model.layout, stages, pipeline), strict=True):
         specs[name] = jax.tree.map(lambda spec, periods=periods: spec.unstack().stack(periods), model.specs[name])
     return model.with_specs(specs)

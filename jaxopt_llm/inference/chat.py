@@ -50,6 +50,7 @@ def converse(
     generator = TokenGenerator(
         source.model, source.params, source.placement, size, sampling, seed, rows=1, length=context
     )
+    remedy = "start a new one, or increase --context"
     messages = [] if system is None else [{"role": "system", "content": system}]
     with open_renderer(template) as renderer:
         eos_ids = find_eos_ids(data, tokenizer, renderer.find_turn_end())
@@ -61,10 +62,7 @@ def converse(
             ids = tokenizer.encode([renderer.render_prompt(messages).encode()])[0].astype(np.int32)
             room = context - ids.size
             if room < 1:
-                raise InputError(
-                    f"--context {context}: the conversation now has {ids.size:,} tokens; start a new one, or increase "
-                    "--context"
-                )
+                raise InputError(f"--context {context}: the conversation now has {ids.size:,} tokens; {remedy}")
             answer = Continuation(tokenizer, ids.tolist(), eos_ids, stop_strings)
             with _catch_interrupt() as interrupted:
                 tokens = generator([ids], min(max_answer_tokens, room))
@@ -72,10 +70,7 @@ def converse(
                 ended = extend_continuations(steps, [answer], print_text)
             print(flush=True)
             if not ended and room <= max_answer_tokens and not interrupted.is_set():
-                raise InputError(
-                    f"--context {context}: the answer is truncated because the conversation is full; start a new one, "
-                    "or increase --context"
-                )
+                raise InputError(f"--context {context}: the answer is cut off, the conversation is full; {remedy}")
             messages.append({"role": "assistant", "content": answer.text})
 
 

@@ -165,11 +165,9 @@ class TokenGenerator:
 
     def _advance(self, tokens: Any, padding: NDArray[np.int32], first: int, last: int) -> jax.Array:
         """Write tokens [B, S] to the slots from `first`, and return the token after position `last` of them, [B]."""
-        index, self._sampled = self._sampled, self._sampled + 1
-        bounds = map(jnp.int32, (first, last))
-        sampled, self._caches = self._step(
-            self._params, self._caches, tokens, padding, *bounds, self._seed, jnp.int32(index)
-        )
+        bounds, index = map(jnp.int32, (first, last)), jnp.int32(self._sampled)
+        self._sampled += 1
+        sampled, self._caches = self._step(self._params, self._caches, tokens, padding, *bounds, self._seed, index)
         return sampled
 
 

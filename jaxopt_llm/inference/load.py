@@ -60,7 +60,7 @@ class Pretrained:
             )
         if self.config.positions == "learned" and ids.shape[1] > self.config.max_positions:
             raise InputError(
-                f"tokens: {ids.shape[1]} tokens exceed the {self.config.max_positions} learned positions; shorten them"
+                f"tokens: {ids.shape[1]} tokens exceed {self.config.max_positions} learned positions; shorten them"
             )
         return self._logits(self.params, ids.astype(np.int32))
 
@@ -95,7 +95,7 @@ def load_folder(path: Path, adapter: Path | None = None) -> Pretrained:
         InputError: the folder is incomplete or its model family is not supported, or `adapter` does not match it.
     """
     folder, precision = huggingface.open_model_folder(path), PrecisionConfig(compute_dtype="float32")
-    model = Decoder(folder.config, expert_products=run.choose_local_expert_products(precision))
+    model = Decoder(folder.config, grouped_matmul=run.choose_local_grouped_matmul(precision))
     specs = tree.map_with_path(lambda name, spec: replace(spec, dtype=folder.dtype(name)), model.specs)
     adapters = None if adapter is None else adapter_folder.open_adapter_folder(adapter, folder.family, folder.config)
     if adapters is not None:

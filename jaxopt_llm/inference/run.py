@@ -14,17 +14,17 @@ from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
-from jaxopt_llm.compiler.kernel_choice import choose_expert_products
+from jaxopt_llm.compiler.kernel_choice import choose_grouped_matmul
 from jaxopt_llm.config import (
     Config,
     DataConfig,
     MeshConfig,
     OffloadConfig,
     PrecisionConfig,
-    RunConfig,
     ShardingConfig,
     cli,
 )
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
@@ -98,13 +98,10 @@ def _open_config_and_folder(directory: Path) -> tuple[Config, ModelFolder | None
 
 def make_folder_config(folder: ModelFolder, directory: Path, tokenizer: str) -> Config:
     """Return the configuration of a run that starts from a Hugging Face folder, with its dtype as compute dtype."""
-    dtype = str(folder.dtype("outer/embedding/table"))
-    return Config(
-        run=RunConfig(directory=str(directory)),
-        model=replace(folder.config, pretrained=str(folder.path.absolute())),
-        data=DataConfig(tokenizer=tokenizer),
-        precision=PrecisionConfig(compute_dtype=dtype),  # type: ignore[arg-type]
-    )
+    dtype = str(folder.dtype("non_layer/embedding/table"))
+    model = replace(folder.config, pretrained=str(folder.path.absolute()))
+    settings = {"run.directory": str(directory), "data.tokenizer": tokenizer, "precision.compute_dtype": dtype}
+    return replace_fields(Config(model=model), settings)
 
 
 def load_model(directory: Path, data: DataConfig | None = None, tensor: int = 1, attention: str = "xla") -> LoadedModel:
@@ -131,17 +128,15 @@ def load_model(directory: Path, data: DataConfig | None = None, tensor: int = 1,
     if folder is not None:
         return LoadedModel(config, tokenizer, *read_folder(folder, config.precision, tensor, attention), step=0)
     _check_tokenizer(directory, tokenizer)
-    model, params, placement, step = restore_run(
-        directory, config, config.precision.compute_dtype, tensor=tensor, attention=attention
-    )
-    return LoadedModel(config, tokenizer, model, params, placement, step)
+    restored = restore_run(directory, config, config.precision.compute_dtype, tensor=tensor, attention=attention)
+    return LoadedModel(config, tokenizer, *restored)
 
 
 def read_folder(
     folder: ModelFolder, precision: PrecisionConfig, tensor: int, attention: str = "xla"
 ) -> tuple[Model, Params, Placement]:
     """Return the model of a Hugging Face folder, its parameters in the compute dtype, and their placement."""
-    model = Decoder(folder.config, attention=attention, expert_products=choose_local_expert_products(precision))
+    model = Decoder(folder.config, attention=attention, grouped_matmul=choose_local_grouped_matmul(precision))
     placement = make_placement(count_bytes(model.specs, precision.compute_dtype), precision, tensor)
 
     def read(path: str, spec: ParamSpec) -> jax.Array:
@@ -177,17 +172,16 @@ def restore_run(
     Raises:
         CheckpointError: the run has no usable checkpoint.
     """
-    products = choose_local_expert_products(config.precision)
-    decoder = Decoder(config.model, config.training.loss_chunk, attention=attention, expert_products=products)
+    products = choose_local_grouped_matmul(config.precision)
+    decoder = Decoder(config.model, config.training.loss_chunk, attention=attention, grouped_matmul=products)
     model, trained, frozen = lora.adapt_model(decoder, config.lora, config.precision, config.training.trainable)
     base = None
     if frozen_as == "absent":
         frozen = jax.tree.map(lambda spec: None, frozen)
     elif jax.tree.leaves(frozen) and (base := open_frozen_base(directory, config)) and frozen_as == "original":
         frozen = pretrained_weights.with_stored_dtypes(base, frozen)
-    placement = make_placement(
-        count_bytes(trained, dtype) + count_bytes(frozen), config.precision.for_evaluation(), tensor
-    )
+    needed = count_bytes(trained, dtype) + count_bytes(frozen)
+    placement = make_placement(needed, config.precision.for_evaluation(), tensor)
     with Checkpoints(directory / "checkpoints") as checkpoints:
         while True:
             step = checkpoints.latest_verified_step()
@@ -196,9 +190,8 @@ def restore_run(
             try:
                 # Training reads its master weights in these dtypes too.
                 dtypes = jax.tree.map(lambda spec: spec.dtype if spec.exact else jnp.dtype(dtype), trained)
-                params = checkpoints.restore(
-                    step, {"masters": dtypes}, masters=abstract_checkpoint(trained, placement)
-                )["masters"]
+                saved = abstract_checkpoint(trained, placement)
+                params = checkpoints.restore(step, {"masters": dtypes}, masters=saved)["masters"]
                 if base is not None:
                     frozen = pretrained_weights.read_frozen(base, frozen, placement)
                 elif jax.tree.leaves(frozen):
@@ -217,9 +210,7 @@ def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     try:
         trained = json.loads((directory / "corpus.json").read_text())["tokenizer_sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"--checkpoint {directory}: corpus.json does not name the tokenizer ({error!r}); restore the file"
-        ) from error
+        raise InputError(f"--checkpoint {directory}: corpus.json names no tokenizer ({error!r}); restore it") from error
     if trained != tokenizer.sha256:
         raise InputError(
             f"--checkpoint {directory}: data.tokenizer, data.bos or data.eos differs from the run's: restore the "
@@ -228,20 +219,18 @@ def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
 
 
 def _check_tensor(tensor: int, config: Config) -> None:
-    devices = len(visible_devices())
-    valid = [
-        n for n in range(1, devices + 1) if not devices % n and not shapes.tensor_problems(config.model, 1, False, n)
-    ]
+    count = len(visible_devices())
+    valid = [n for n in range(1, count + 1) if not count % n and not shapes.tensor_problems(config.model, 1, False, n)]
     if tensor not in valid:
         raise InputError(
-            f"--tensor {tensor}: must divide the number of devices ({devices}) and the model's heads and MLP width; "
+            f"--tensor {tensor}: must divide the number of devices ({count}) and the model's heads and MLP width; "
             f"choose one of {', '.join(map(str, valid))}"
         )
 
 
-def choose_local_expert_products(precision: PrecisionConfig) -> str:
+def choose_local_grouped_matmul(precision: PrecisionConfig) -> str:
     """Return the grouped matmul implementation for this machine, independent of the run's choice."""
-    return choose_expert_products(visible_devices()[0], "auto", precision.compute_dtype)
+    return choose_grouped_matmul(visible_devices()[0], "auto", precision.compute_dtype)
 
 
 def make_placement(needed: int, precision: PrecisionConfig, tensor: int = 1) -> Placement:

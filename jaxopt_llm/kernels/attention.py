@@ -153,7 +153,7 @@ def _check_call(
     (batch, queries, heads, size), (_, keys, groups, _) = q.shape, k.shape
     if (k.shape[0], k.shape[3]) != (batch, size):
         raise ValueError(
-            f"k has shape {k.shape}: give it the batch size, {batch}, and the head size, {size}, of q {q.shape}"
+            f"k has shape {k.shape}: give it the batch size {batch} and the head size {size} of q {q.shape}"
         )
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"v has shape {v.shape}: give it the batch size, the keys and the heads of k {k.shape}")
@@ -186,16 +186,12 @@ def _choose_implementation(
     head_dim, capability = q.shape[-1], get_compute_capability(_get_default_device())
     problems = find_unsupported(head_dim, q.dtype, capability, {**KERNELS, "cudnn": attention_cudnn})
     if v.shape[-1] != head_dim:
+        sizes = f"v has head size {v.shape[-1]}, q and k have {head_dim}"
         for name in (*KERNELS, "cudnn"):
-            problems[name].append(
-                f"v has head size {v.shape[-1]}, q and k have {head_dim}: {name} requires one size, xla supports any"
-            )
-    if segment_ids is not None:
-        problems["cudnn"].append("segment_ids: cudnn does not support them, all others do")
-    if positions is not None:
-        problems["cudnn"].append("positions: cudnn does not support them, all others do")
-    if softcap is not None:
-        problems["cudnn"].append(f"softcap={softcap}: cudnn does not support it, all others do")
+            problems[name].append(f"{sizes}: {name} requires one size, xla supports any")
+    for name, value in (("segment_ids", segment_ids), ("positions", positions), (f"softcap={softcap}", softcap)):
+        if value is not None:
+            problems["cudnn"].append(f"{name}: not supported by cudnn, but by all others")
     if requested == "auto":
         choice = choose_fastest(head_dim, q.dtype, k.shape[1], capability, problems)
         if not choice.measured:
@@ -238,16 +234,9 @@ def attend(
     return implementation.forward(parameters, q, k, v, key_ranges)[0]
 
 
-def _forward(
-    implementation: Implementation,
-    parameters: AttentionParameters,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    key_ranges: KeyRanges,
-) -> tuple[jax.Array, Any]:
-    out, log_sum = checkpoint_name(implementation.forward(parameters, q, k, v, key_ranges), CHECKPOINT_NAME)
-    return out, (q, k, v, key_ranges, out, log_sum)
+def _forward(implementation: Implementation, parameters: AttentionParameters, *operands: Any) -> tuple[jax.Array, Any]:
+    out, log_sum = checkpoint_name(implementation.forward(parameters, *operands), CHECKPOINT_NAME)
+    return out, (*operands, out, log_sum)
 
 
 def _backward(implementation: Implementation, parameters: AttentionParameters, saved: Any, gradient: jax.Array) -> Any:

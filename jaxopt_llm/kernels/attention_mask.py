@@ -26,10 +26,6 @@ class KeyRanges(NamedTuple):
         """Return the ranges cut to their last `window` keys; None cuts nothing."""
         return self if window is None else KeyRanges(jnp.maximum(self.first, self.last - (window - 1)), self.last)
 
-    def relative_to(self, row: jax.Array | int) -> "KeyRanges":
-        """Return the same ranges, with key rows counted from `row`."""
-        return KeyRanges(self.first - row, self.last - row)
-
     def take_queries(self, rows: jax.Array) -> "KeyRanges":
         """Gather the ranges of the queries in `rows`, int [B, N]. A row that does not exist gets an empty range."""
         exists = (rows >= 0) & (rows < self.first.shape[1])

@@ -8,6 +8,7 @@ Letters: B batch, S queries, T keys, H heads, G key-value heads, R = H / G, K he
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,8 @@ BLOCKS = {
     (128, 4): Blocks(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
     (256, 4): Blocks(Tile(32, 16, 8, 2), Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
 }
+# Specs of the kernels' operands: bounds, first and last, q, k, v; in the backward also d_out, log_sum and delta.
+OPERANDS = "bounds", "key_ranges", "key_ranges", "queries", "keys", "keys", "queries", "statistics", "statistics"
 
 
 def problems(head_dim: int, dtype: Any, capability: tuple[int, int]) -> list[str]:
@@ -57,9 +60,7 @@ def problems(head_dim: int, dtype: Any, capability: tuple[int, int]) -> list[str
         dtype = jnp.dtype(dtype).name
         found.append(f"dtype={dtype}: the pallas kernel supports bfloat16, float16 or float32, xla supports any")
     if capability < CAPABILITY:
-        found.append(
-            f"capability={capability}: the pallas kernel requires {CAPABILITY} (Ampere) or later, xla supports any"
-        )
+        found.append(f"capability={capability}: pallas requires {CAPABILITY} (Ampere) or later, xla supports any")
     return found
 
 
@@ -79,22 +80,10 @@ def forward(
 
     blocks: BLOCKS by default. interpret: run without Triton, slowly, on any device.
     """
-    batch, queries, heads, _ = q.shape
     tile = (blocks or _default_blocks(q)).forward
-    key_ranges = _clip_and_pad(key_ranges, k.shape[1], tile.queries)
-    bounds = _find_key_blocks(key_ranges, tile)
-    specs = _BlockSpecs.make(bounds, key_ranges, q, k)
-    call = pl.pallas_call(
-        functools.partial(kernels.attention_forward, parameters, tile),
-        name=parameters.kernel_name("attention_forward"),
-        grid=(bounds.shape[1], heads, batch),
-        in_specs=specs.operands,
-        out_specs=[specs.queries, specs.statistics],
-        out_shape=[_shape_struct(q), jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)],
-        compiler_params=_compiler_params(tile),
-        interpret=interpret,
-    )
-    out, log_sum = call(bounds, key_ranges.first, key_ranges.last, q, k, v)
+    statistics = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
+    results = ("queries", q), ("statistics", statistics)
+    out, log_sum = _call(kernels.attention_forward, parameters, tile, interpret, key_ranges, (q, k, v), results)
     return out, log_sum
 
 
@@ -112,104 +101,62 @@ def backward(
     one of them in memory, in an order that changes from run to run.
     """
     chosen = blocks or _default_blocks(residuals.q)
-    d_q = _d_queries(parameters, chosen.d_queries, interpret, residuals, gradient)
-    d_k, d_v = _d_keys(parameters, chosen.d_keys, interpret, residuals, gradient)
+    q, k, v, key_ranges, log_sum, delta = residuals
+
+    def call(kernel: Any, tile: Tile, *results: tuple[str, jax.Array]) -> list[jax.Array]:
+        arrays = q, k, v, gradient, log_sum, delta
+        return _call(kernel, parameters, tile, interpret, key_ranges, arrays, results)
+
+    (d_q,) = call(kernels.attention_d_queries, chosen.d_queries, ("queries", q))
+    d_k, d_v = call(kernels.attention_d_keys, chosen.d_keys, ("keys", k), ("keys", v))
     return d_q, d_k, d_v
-
-
-def _d_queries(
-    parameters: AttentionParameters, tile: Tile, interpret: bool, residuals: AttentionResiduals, gradient: jax.Array
-) -> jax.Array:
-    """Return the gradient of q."""
-    q, k, v, key_ranges, log_sum, delta = residuals
-    batch, _, heads, _ = q.shape
-    key_ranges = _clip_and_pad(key_ranges, k.shape[1], tile.queries)
-    bounds = _find_key_blocks(key_ranges, tile)
-    specs = _BlockSpecs.make(bounds, key_ranges, q, k)
-    call = pl.pallas_call(
-        functools.partial(kernels.attention_d_queries, parameters, tile),
-        name=parameters.kernel_name("attention_d_queries"),
-        grid=(bounds.shape[1], heads, batch),
-        in_specs=[*specs.operands, specs.queries, specs.statistics, specs.statistics],
-        out_specs=specs.queries,
-        out_shape=_shape_struct(q),
-        compiler_params=_compiler_params(tile),
-        interpret=interpret,
-    )
-    return call(bounds, key_ranges.first, key_ranges.last, q, k, v, gradient, log_sum, delta)
-
-
-def _d_keys(
-    parameters: AttentionParameters, tile: Tile, interpret: bool, residuals: AttentionResiduals, gradient: jax.Array
-) -> list[jax.Array]:
-    """Return the gradients of k and v."""
-    q, k, v, key_ranges, log_sum, delta = residuals
-    batch, keys, groups, _ = k.shape
-    key_ranges = _clip_and_pad(key_ranges, keys, tile.queries)
-    bounds = _find_query_blocks(key_ranges, tile, keys)
-    specs = _BlockSpecs.make(bounds, key_ranges, q, k, heads_per_program=q.shape[2] // groups)
-    call = pl.pallas_call(
-        functools.partial(kernels.attention_d_keys, parameters, tile),
-        name=parameters.kernel_name("attention_d_keys"),
-        grid=(bounds.shape[1], groups, batch),
-        in_specs=[*specs.operands, specs.queries, specs.statistics, specs.statistics],
-        out_specs=[specs.keys, specs.keys],
-        out_shape=[_shape_struct(k), _shape_struct(v)],
-        compiler_params=_compiler_params(tile),
-        interpret=interpret,
-    )
-    return call(bounds, key_ranges.first, key_ranges.last, q, k, v, gradient, log_sum, delta)
 
 
 def _default_blocks(q: jax.Array) -> Blocks:
     return BLOCKS[q.shape[-1], q.dtype.itemsize]
 
 
-def _shape_struct(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+def _call(
+    kernel: Any,
+    parameters: AttentionParameters,
+    tile: Tile,
+    interpret: bool,
+    key_ranges: KeyRanges,
+    arrays: Sequence[jax.Array],
+    results: Sequence[tuple[str, Any]],
+) -> list[jax.Array]:
+    """Run a kernel over a grid (blocks, heads, batch). The blocks are of queries, or of keys for `attention_d_keys`.
 
-
-def _compiler_params(tile: Tile) -> triton.CompilerParams:
-    return triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages)
-
-
-@dataclass(frozen=True)
-class _BlockSpecs:
-    """Model of the arrays that one program of a grid (blocks, heads, batch) gets: whole rows of its own heads.
-
-    There is no block along the rows. The kernels themselves select the rows that they read and write.
+    arrays: q, k, v and the further operands. results: for each result its spec and an array of its shape and dtype.
     """
-
-    bounds: pl.BlockSpec  # [N, 4] of [B, N, 4]
-    key_ranges: pl.BlockSpec  # [S] of [B, S], padded
-    queries: pl.BlockSpec  # [S, heads_per_program, K] of [B, S, H, K]
-    statistics: pl.BlockSpec  # [heads_per_program, S] of [B, H, S]
-    keys: pl.BlockSpec  # [T, K] of [B, T, G, K]
-
-    @property
-    def operands(self) -> list[pl.BlockSpec]:
-        """Operands of every kernel: bounds, first and last of the key ranges, q, k and v."""
-        return [self.bounds, self.key_ranges, self.key_ranges, self.queries, self.keys, self.keys]
-
-    @classmethod
-    def make(
-        cls,
-        bounds: jax.Array,
-        key_ranges: KeyRanges,
-        q: jax.Array,
-        k: jax.Array,
-        heads_per_program: int | None = None,
-    ) -> "_BlockSpecs":
-        """Make the specs. heads_per_program: query heads of a program; None is one, without a dimension for it."""
-        (_, queries, heads, size), (_, keys, groups, _) = q.shape, k.shape
-        blocks, programs_per_group = bounds.shape[1], heads // groups // (heads_per_program or 1)
-        return cls(
-            bounds=pl.BlockSpec((None, blocks, 4), lambda i, h, b: (b, 0, 0)),
-            key_ranges=pl.BlockSpec((None, key_ranges.first.shape[1]), lambda i, h, b: (b, 0)),
-            queries=pl.BlockSpec((None, queries, heads_per_program, size), lambda i, h, b: (b, 0, h, 0)),
-            statistics=pl.BlockSpec((None, heads_per_program, queries), lambda i, h, b: (b, h, 0)),
-            keys=pl.BlockSpec((None, keys, None, size), lambda i, h, b: (b, 0, lax.div(h, programs_per_group), 0)),
-        )
+    q, k = arrays[:2]
+    (batch, queries, heads, size), (_, keys, groups, _) = q.shape, k.shape
+    key_ranges = _clip_and_pad(key_ranges, keys, tile.queries)
+    if kernel is kernels.attention_d_keys:  # a program reads all query heads of a group
+        bounds, programs, heads_per_program = _find_query_blocks(key_ranges, tile, keys), groups, heads // groups
+    else:
+        bounds, programs, heads_per_program = _find_key_blocks(key_ranges, tile), heads, None
+    programs_per_group = programs // groups
+    # A program gets whole rows of its own heads. The kernels themselves select the rows that they read and write.
+    specs = {
+        "bounds": pl.BlockSpec((None, bounds.shape[1], 4), lambda i, h, b: (b, 0, 0)),
+        "key_ranges": pl.BlockSpec((None, key_ranges.first.shape[1]), lambda i, h, b: (b, 0)),
+        "queries": pl.BlockSpec((None, queries, heads_per_program, size), lambda i, h, b: (b, 0, h, 0)),
+        "statistics": pl.BlockSpec((None, heads_per_program, queries), lambda i, h, b: (b, h, 0)),
+        "keys": pl.BlockSpec((None, keys, None, size), lambda i, h, b: (b, 0, lax.div(h, programs_per_group), 0)),
+    }
+    operands = bounds, *key_ranges, *arrays
+    call = pl.pallas_call(
+        functools.partial(kernel, parameters, tile),
+        name=parameters.kernel_name(kernel.__name__),
+        grid=(bounds.shape[1], programs, batch),
+        in_specs=[specs[name] for name in OPERANDS[: len(operands)]],
+        out_specs=[specs[name] for name, _ in results],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in results],
+        compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        interpret=interpret,
+    )
+    return call(*operands)
 
 
 # ---- Blocks that a program reads. In this section, N is the number of blocks of queries, and M of blocks of keys.
@@ -238,10 +185,7 @@ def _find_key_blocks(key_ranges: KeyRanges, tile: Tile) -> jax.Array:
     """Find the blocks of keys that each block of queries reads: [B, N, 4], see `_make_bounds`."""
     min_first, max_first, min_last, max_last = _reduce_blocks(key_ranges, tile.queries)
     return _make_bounds(
-        min_first // tile.keys,
-        pl.cdiv(max_first, tile.keys),
-        (min_last + 1) // tile.keys,
-        max_last // tile.keys + 1,
+        min_first // tile.keys, pl.cdiv(max_first, tile.keys), (min_last + 1) // tile.keys, max_last // tile.keys + 1
     )
 
 

@@ -32,19 +32,9 @@ class Tile:
     stages: int  # loads of the loop that are in flight, each with its own shared memory
 
 
-def attention_forward(
-    parameters: AttentionParameters,
-    tile: Tile,
-    bounds: Any,
-    first: Any,
-    last: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    log_sum: Any,
-) -> None:
+def attention_forward(parameters: AttentionParameters, tile: Tile, *refs: Any) -> None:
     """Compute the output and the log of the softmax sum of a block of queries."""
+    bounds, first, last, q, k, v, out, log_sum = refs
     rows = _Rows(_reversed_program_id(), tile.queries)
     row_mask = rows.mask_within(q.shape[0])
     block_q, block_first, block_last = _load(q, rows.slice, row_mask), first[rows.slice], last[rows.slice]
@@ -75,21 +65,9 @@ def attention_forward(
     _store(log_sum, rows.slice, jnp.where(sees, peak * _score_unit(parameters) + jnp.log(total), jnp.inf), row_mask)
 
 
-def attention_d_queries(
-    parameters: AttentionParameters,
-    tile: Tile,
-    bounds: Any,
-    first: Any,
-    last: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    gradient: Any,
-    log_sum: Any,
-    delta: Any,
-    d_q: Any,
-) -> None:
+def attention_d_queries(parameters: AttentionParameters, tile: Tile, *refs: Any) -> None:
     """Compute the gradient of a block of queries."""
+    bounds, first, last, q, k, v, gradient, log_sum, delta, d_q = refs
     rows = _Rows(_reversed_program_id(), tile.queries)
     row_mask = rows.mask_within(q.shape[0])
     block_q, block_gradient = (_load(x, rows.slice, row_mask) for x in (q, gradient))  # [S, K]
@@ -111,22 +89,9 @@ def attention_d_queries(
     _store(d_q, index, _loop_over_blocks(bounds, rows.block, None, step, zeros), row_mask)
 
 
-def attention_d_keys(
-    parameters: AttentionParameters,
-    tile: Tile,
-    bounds: Any,
-    first: Any,
-    last: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    gradient: Any,
-    log_sum: Any,
-    delta: Any,
-    d_k: Any,
-    d_v: Any,
-) -> None:
+def attention_d_keys(parameters: AttentionParameters, tile: Tile, *refs: Any) -> None:
     """Compute the gradients of a block of keys and values, summed over the query heads that read them."""
+    bounds, first, last, q, k, v, gradient, log_sum, delta, d_k, d_v = refs
     key_rows = _Rows(pl.program_id(0), tile.keys)
     key_mask = key_rows.mask_within(k.shape[0])
     block_k, block_v = (_load(x, key_rows.slice, key_mask) for x in (k, v))  # [T, K]

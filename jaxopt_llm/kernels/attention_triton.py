@@ -80,24 +80,16 @@ def problems(head_dim: int, dtype: Any, capability: tuple[int, int]) -> list[str
     if not CAPABILITIES[0] <= capability < CAPABILITIES[1]:
         found.append(f"capability={capability}: the triton kernel supports H100, H200, B200 and B300, xla supports any")
     if jax.__version_info__ < JAX:
-        found.append(
-            f"jax {jax.__version__}: the triton kernel requires jax 0.11, which requires Python 3.12; xla supports any"
-        )
+        found.append(f"jax {jax.__version__}: triton requires jax 0.11, which requires Python 3.12; xla supports any")
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        found.append(
-            f"{', '.join(missing)} not installed: run pip install 'jaxopt_llm[triton]' (on Linux); xla needs none"
-        )
-    elif _major_minor(version := importlib.metadata.version("jax-triton")) < JAX_TRITON:
-        required = ".".join(map(str, JAX_TRITON))
-        found.append(
-            f"jax-triton {version}: the triton kernel requires {required}; run pip install 'jaxopt_llm[triton]'"
-        )
+        names = ", ".join(missing)
+        found.append(f"{names} not installed: run pip install 'jaxopt_llm[triton]' (on Linux); xla needs none")
+    else:
+        version, required = importlib.metadata.version("jax-triton"), ".".join(map(str, JAX_TRITON))
+        if tuple(map(int, version.split(".")[:2])) < JAX_TRITON:
+            found.append(f"jax-triton {version}: triton requires {required}; run pip install 'jaxopt_llm[triton]'")
     return found
-
-
-def _major_minor(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def forward(
@@ -114,10 +106,7 @@ def forward(
 
 
 def backward(
-    parameters: AttentionParameters,
-    residuals: AttentionResiduals,
-    gradient: jax.Array,
-    tiles: Tiles | None = None,
+    parameters: AttentionParameters, residuals: AttentionResiduals, gradient: jax.Array, tiles: Tiles | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See attention.Implementation. tiles: TILES by default."""
     q = residuals.q
@@ -125,28 +114,19 @@ def backward(
     return _fold_batches(run)(*jax.tree.leaves(residuals), gradient.astype(q.dtype))
 
 
-def _forward(
-    parameters: AttentionParameters,
-    tile: Tile,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    first: jax.Array,
-    last: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+def _forward(parameters: AttentionParameters, tile: Tile, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the output and the log of the softmax sum. arrays: q, k, v, and first and last of the key ranges."""
     from jaxopt_llm.kernels import attention_triton_kernels as kernels
 
+    q, k, v, first, last = arrays
     (batch, queries, heads, size), (keys, groups) = q.shape, k.shape[1:3]
     first, last = _clip(first, last, keys)
+    operands = _describe_heads(tile.queries, q) + _describe_heads(tile.keys, k, v)
     out: tuple[jax.Array, jax.Array] = _call(
         parameters,
         kernels.forward,
         tile,
-        (
-            *_describe_heads(tile.queries, q),
-            *_describe_heads(tile.keys, k, v),
-            *_describe_rows(tile.queries, first, last),
-        ),
+        operands + _describe_rows(tile.queries, first, last),
         _find_key_rows(first, last, tile),
         out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)),
         programs=batch * heads * -(-queries // tile.queries),

@@ -31,12 +31,11 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """See attention.Implementation."""
     q, key_ranges = _tie_to_layer(q, key_ranges)
-    outs, log_sums = [], []
-    for rows, keys in _split_into_parts(parameters, q.shape[1], k.shape[1]):
-        part = q[:, rows], k[:, keys], v[:, keys], _slice_ranges(key_ranges, rows)
-        out, log_sum = _forward_part(parameters, *part)
-        outs.append(out)
-        log_sums.append(log_sum)
+    results = [
+        _forward_part(parameters, q[:, rows], k[:, keys], v[:, keys], _slice_ranges(key_ranges, rows))
+        for rows, keys in _split_into_parts(parameters, q.shape[1], k.shape[1])
+    ]
+    outs, log_sums = zip(*results, strict=True)
     return jnp.concatenate(outs, axis=1), jnp.concatenate(log_sums, axis=2)
 
 

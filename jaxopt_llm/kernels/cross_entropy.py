@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 Tokens = tuple[jax.Array, jax.Array]  # targets, int [B, S], and mask of the tokens that count, bool [B, S]
 Losses = tuple[jax.Array, jax.Array]  # objective and cross-entropy, float32 [B, S]; 0 for tokens that do not count
+Arrays = Sequence[jax.Array]  # an input or a table each
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,7 @@ class Classifier:
 
 
 def compute_losses(
-    classifier: Classifier,
-    xs: Sequence[jax.Array],
-    tables: Sequence[jax.Array],
-    tokens: Tokens,
-    axes: tuple[str, ...] = (),
+    classifier: Classifier, xs: Arrays, tables: Arrays, tokens: Tokens, axes: tuple[str, ...] = ()
 ) -> Losses:
     """Compute the objective and the cross-entropy. The logits are the sum of the matmuls of each x with its table.
 
@@ -60,8 +57,8 @@ def compute_losses(
 
 def compute_losses_and_gradients(
     classifier: Classifier,
-    xs: Sequence[jax.Array],
-    tables: Sequence[jax.Array],
+    xs: Arrays,
+    tables: Arrays,
     needs_gradient: Sequence[bool],
     tokens: Tokens,
     loss_weight: jax.Array,
@@ -108,12 +105,7 @@ class _Chunk:
 
     @classmethod
     def make(
-        cls,
-        classifier: Classifier,
-        xs: Sequence[jax.Array],
-        tables: Sequence[jax.Array],
-        tokens: Tokens,
-        axes: tuple[str, ...],
+        cls, classifier: Classifier, xs: Arrays, tables: Arrays, tokens: Tokens, axes: tuple[str, ...]
     ) -> "_Chunk":
         targets, counts = tokens
         products = (_einsum("TD,VD->TV", x, table) for x, table in zip(xs, tables, strict=True))

@@ -52,9 +52,7 @@ def problems(dtype: Any, capability: tuple[int, int] = CAPABILITY) -> list[str]:
         dtype = jnp.dtype(dtype).name
         found.append(f"dtype={dtype}: the pallas kernel supports bfloat16, float16 or float32, xla supports any")
     if capability < CAPABILITY:
-        found.append(
-            f"capability={capability}: the pallas kernel requires {CAPABILITY} (Ampere) or later, xla supports any"
-        )
+        found.append(f"capability={capability}: pallas requires {CAPABILITY} (Ampere) or later, xla supports any")
     return found
 
 
@@ -88,13 +86,7 @@ def forward(
 
 
 def weight_gradient(
-    x: jax.Array,
-    dy: jax.Array,
-    sizes: jax.Array,
-    dtype: Any,
-    *,
-    blocks: Blocks | None = None,
-    interpret: bool = False,
+    x: jax.Array, dy: jax.Array, sizes: jax.Array, dtype: Any, *, blocks: Blocks | None = None, interpret: bool = False
 ) -> jax.Array:
     """See grouped_matmul.Implementation; blocks and interpret as in `forward`."""
     blocks = blocks or BLOCKS[x.dtype.itemsize]

@@ -7,7 +7,10 @@ from jaxopt_llm.core.tree import Leaf
 
 @struct.dataclass
 class Batch:
-    """Packed token sequences. All fields have one shape: [B, S] as read, [M, B, S] after the split into microbatches.
+    """Packed token sequences. All fields have one shape.
+
+    It is [M·B, S] as read, and [M, B, S] after the split into M microbatches of B sequences of S tokens.
+
 
     tokens:      int32, ids below the tokenizer's vocabulary size.
     targets:     int32, the token that follows each token.

@@ -35,7 +35,7 @@ from jaxopt_llm.parallel.sequence import all_gather_sequence, count_key_parts, r
 class Decoder:
     """Decoder-only transformer; the methods are documented in Model.
 
-    loss_chunk, z_loss: see TrainingConfig. attention, expert_products: names of implementations (kernels/attention.py,
+    loss_chunk, z_loss: see TrainingConfig. attention, grouped_matmul: names of implementations (kernels/attention.py,
         kernels/grouped_matmul.py).
     specs: the decoder's own by default; others if parameters are adapted, quantised or stacked by stage.
     """
@@ -44,7 +44,7 @@ class Decoder:
     loss_chunk: int = 0
     z_loss: float = 0.0
     attention: str = "xla"
-    expert_products: str = "xla"
+    grouped_matmul: str = "xla"
     specs: Params = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,19 +63,19 @@ class Decoder:
         key_ranges = make_document_ranges(placement.constrain(batch.segment_ids, "batch", "sequence"))
         noise = None if batch.noise is None else to_device_order(batch.noise, placement)
         positions, loss_mask = (to_device_order(x, placement) for x in (batch.positions, batch.loss_mask))
-        token_mask = to_device_order(batch.segment_ids, placement) != 0 if self.config.experts else None
+        token_mask = to_device_order(batch.segment_ids, placement) != 0 if self.config.moe.experts else None
         key_ranges = jax.tree.map(lambda x: to_device_order(x, placement), key_ranges)
         return Context(positions, key_ranges, placement, noise=noise, loss_mask=loss_mask, token_mask=token_mask)
 
-    def embed(self, outer: Params, tokens: jax.Array, context: Context) -> jax.Array:
+    def embed(self, non_layer: Params, tokens: jax.Array, context: Context) -> jax.Array:
         tokens = to_device_order(tokens, context.placement)
         # Constraining the whole array first would save a permute, but XLA of jax 0.11.2 aborts on it in a pipeline.
-        x = vocabulary.look_up(outer["embedding"]["table"], tokens, context.placement)
+        x = vocabulary.look_up(non_layer["embedding"]["table"], tokens, context.placement)
         x = reduce_scatter_sequence(x, context.placement)
         if self.config.scale_embedding:
             x = x * math.sqrt(self.config.width)
         if self.config.positions == "learned":
-            x = x + vocabulary.look_up(outer["positions"]["table"], context.positions, context.placement)
+            x = x + vocabulary.look_up(non_layer["positions"]["table"], context.positions, context.placement)
         return context.placement.constrain(x, "batch", "residual_sequence", "embed")
 
     def block(
@@ -87,19 +87,19 @@ class Decoder:
         x = _add_residual(x, self._norm(params, "mlp_post_norm")(transformed), context)
         return x, cache, auxiliary
 
-    def logits(self, outer: Params, x: jax.Array, context: Context) -> jax.Array:
-        out = weights.einsum("BSD,VD->BSV", *self._head(outer, x, context), dtype=jnp.dtype(jnp.float32))
+    def logits(self, non_layer: Params, x: jax.Array, context: Context) -> jax.Array:
+        out = weights.einsum("BSD,VD->BSV", *self._head(non_layer, x, context), dtype=jnp.dtype(jnp.float32))
         if self.config.logit_softcap:
             out = self.config.logit_softcap * jnp.tanh(out / self.config.logit_softcap)
         return context.placement.constrain(out, "batch", "sequence", "vocabulary")
 
     def loss(
-        self, outer: Params, x: jax.Array, batch: Batch, context: Context, loss_weight: jax.Array
+        self, non_layer: Params, x: jax.Array, batch: Batch, context: Context, loss_weight: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         placement = context.placement
         tokens = to_device_order(batch.targets, placement), to_device_order(batch.loss_mask, placement)
         classifier = Classifier(self.config.vocabulary_size, self.config.logit_softcap, self.z_loss, self.loss_chunk)
-        return vocabulary.cross_entropy(*self._head(outer, x, context), tokens, loss_weight, classifier, placement)
+        return vocabulary.cross_entropy(*self._head(non_layer, x, context), tokens, loss_weight, classifier, placement)
 
     def make_cache(self, kind: Kind, repeats: int, batch: int, length: int, dtype: Any, placement: Placement) -> Any:
         config = self.config
@@ -108,13 +108,13 @@ class Decoder:
             empty = jnp.zeros((repeats, batch, heads, length, size), dtype)
             return placement.constrain(empty, None, "batch", "kv_heads", None, "head_dim")
 
-        if config.latent_rank:
-            return latent_attention.LatentCache(zeros(1, config.latent_rank), zeros(1, config.rotary_head_dim))
+        if config.mla.kv_rank:
+            return latent_attention.LatentCache(zeros(1, config.mla.kv_rank), zeros(1, config.mla.rotary_head_dim))
         key, value = (zeros(config.kv_heads, config.head_dim) for _ in range(2))
         return Cache(key, value)
 
     def zero_auxiliary(self) -> Auxiliary:
-        statistics = experts.zero_statistics(self.config) if self.config.experts else {}
+        statistics = experts.zero_statistics(self.config) if self.config.moe.experts else {}
         return Auxiliary(jnp.zeros((), jnp.float32), statistics)
 
     @functools.cached_property
@@ -134,7 +134,7 @@ class Decoder:
             softcap=config.attention_softcap or None,
             implementation=self.attention,
         )
-        if config.latent_rank:
+        if config.mla.kv_rank:
             attend, norms = latent_attention.latent_attention, ("query_latent_norm", "latent_norm")
         with hlo.attention_scope(window, count_key_parts(context.placement)):
             return attend(
@@ -151,12 +151,10 @@ class Decoder:
         self, params: Params, x: jax.Array, context: Context, layer: jax.Array
     ) -> tuple[jax.Array, Auxiliary]:
         """Return the output [B, S, D] of the MLP or the MoE layer for x [B, S, D], and its auxiliary sums."""
-        norm = self._norm(params, "mlp_norm")
-        if "router" not in params["mlp"]:
-            return layers.mlp(params["mlp"], x, context, norm=norm, kind=self.config.mlp), self.zero_auxiliary()
-        return experts.moe_layer(
-            params["mlp"], x, context, layer, norm=norm, config=self.config, products=self.expert_products
-        )
+        mlp, norm = params["mlp"], self._norm(params, "mlp_norm")
+        if "router" not in mlp:
+            return layers.mlp(mlp, x, context, norm=norm, kind=self.config.mlp), self.zero_auxiliary()
+        return experts.moe_layer(mlp, x, context, layer, norm=norm, config=self.config, products=self.grouped_matmul)
 
     def _norm(self, params: Params, name: str) -> Function:
         """Return the norm with this name in `params`, or the identity if the model has no such norm."""
@@ -168,10 +166,10 @@ class Decoder:
             layers.norm, params[name], kind=config.norm, zero_centered=config.norm_zero_centered, epsilon=epsilon
         )
 
-    def _head(self, outer: Params, x: jax.Array, context: Context) -> tuple[jax.Array, Weight]:
+    def _head(self, non_layer: Params, x: jax.Array, context: Context) -> tuple[jax.Array, Weight]:
         """Return the head's input [B, S, D], with all its positions, and the head's table [V, D]."""
-        table: Weight = outer["embedding" if self.config.tied_head else "head"]["table"]
-        return all_gather_sequence(self._norm(outer, "final_norm")(x), context.placement), table
+        table: Weight = non_layer["embedding" if self.config.tied_head else "head"]["table"]
+        return all_gather_sequence(self._norm(non_layer, "final_norm")(x), context.placement), table
 
 
 def _add_residual(x: jax.Array, update: jax.Array, context: Context) -> jax.Array:

@@ -24,14 +24,14 @@ def list_segments(config: ModelConfig) -> tuple[Segment, ...]:
     """
     period = config.period
     kinds = [config.pattern[layer % len(config.pattern)] for layer in range(config.layers)]
-    cuts = {0, config.dense_layers if config.experts else 0, config.layers - config.last_layers, config.layers}
+    cuts = {0, config.moe.dense_layers if config.moe.experts else 0, config.layers - config.last_layers, config.layers}
     segments = []
     for begin, end in itertools.pairwise(sorted(cuts)):
         rest = end - (end - begin) % period
         for first, length, repeats in ((begin, period, (rest - begin) // period), (rest, end - rest, 1)):
             if length and repeats:
                 index = first + np.arange(repeats * length, dtype=np.int32).reshape(repeats, length)
-                experts = tuple(config.has_experts(layer) for layer in range(first, first + length))
+                experts = tuple(config.moe.has_experts(layer) for layer in range(first, first + length))
                 segments.append(Segment(tuple(kinds[first : first + length]), repeats, {"index": index}, experts))
     return tuple(segments)
 
@@ -57,22 +57,22 @@ def param_specs(config: ModelConfig) -> Params:
     vocabulary = pad_vocabulary_size(config.vocabulary_size)
     # A row of the table is a vector of the residual stream and, if tied, a classifier over it: fan-in `width`.
     table = ParamSpec((vocabulary, config.width), ("vocabulary", "embed"), (1,), normal())
-    outer = {"embedding": {"table": table}, "final_norm": _norm_specs(config, embed=config.width)}
+    non_layer = {"embedding": {"table": table}, "final_norm": _norm_specs(config, embed=config.width)}
     if config.positions == "learned":
         rows = ParamSpec((config.max_positions, config.width), ("positions", "embed"), (1,), normal())
-        outer["positions"] = {"table": rows}
+        non_layer["positions"] = {"table": rows}
     if not config.tied_head:
-        outer["head"] = {"table": table}
+        non_layer["head"] = {"table": table}
     # Each block adds to the residual stream twice. This scale keeps the variance near 1 (Radford et al. 2019, GPT-2).
-    residual_scale = 1 / math.sqrt(2 * config.layers)
-    dense = layers.mlp_specs(config.mlp, config.width, config.mlp_width, residual_scale, biased=config.biases == "all")
-    moe = experts.moe_specs(config, residual_scale) if config.experts else {}
-    attention = latent_attention.latent_attention_specs if config.latent_rank else attention_specs
+    residual_scale, biased = 1 / math.sqrt(2 * config.layers), config.biases == "all"
+    dense = layers.mlp_specs(config.width, config.mlp_width, residual_scale, has_gate=config.has_gate, biased=biased)
+    moe = experts.moe_specs(config, residual_scale) if config.moe.experts else {}
+    attention = latent_attention.latent_attention_specs if config.mla.kv_rank else attention_specs
     block = {
         "attention": attention(config, residual_scale),
         **{name: _norm_specs(config, **dims) for name, dims in _block_norms(config).items()},
     }
-    specs: Params = {"outer": outer}
+    specs: Params = {"non_layer": non_layer}
     for index, segment in enumerate(list_segments(config)):
         blocks = [block | {"mlp": moe if has_experts else dense} for has_experts in segment.experts]
         specs[f"segment_{index}"] = {
@@ -95,7 +95,7 @@ def _block_norms(config: ModelConfig) -> dict[str, dict[str, int]]:
         "head": {"query_norm": head, "key_norm": head},
         "projection": {"query_norm": heads | head, "key_norm": kv_heads | head},
     }
-    ranks = {"latent_norm": config.latent_rank, "query_latent_norm": config.latent_rank and config.query_rank}
+    ranks = {"latent_norm": config.mla.kv_rank, "query_latent_norm": config.mla.kv_rank and config.mla.query_rank}
     latents = {name: {"latent": rank} for name, rank in ranks.items() if rank}
     return {name: {"embed": config.width} for name in residual} | qk[config.qk_norm] | latents
 

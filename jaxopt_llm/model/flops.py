@@ -76,12 +76,12 @@ def describe_parameters(parameters: int, active: int) -> str:
 
 def _active(config: ModelConfig, spec: ParamSpec) -> int:
     count = param.count_parameters(spec)
-    return count // config.experts * config.experts_per_token if spec.expert_dims else count
+    return count // config.moe.experts * config.moe.experts_per_token if spec.expert_dims else count
 
 
 def _matmul_weights(config: ModelConfig, specs: Params) -> int:
     """Count the weights of matmuls per token. A table counts only as the head, because a look-up is not a matmul."""
-    looked_up = ("outer/positions/",) if config.tied_head else ("outer/positions/", "outer/embedding/")
+    looked_up = ("non_layer/positions/",) if config.tied_head else ("non_layer/positions/", "non_layer/embedding/")
 
     def weights(path: str, spec: ParamSpec) -> int:
         if not (spec.contracting or path.endswith(ROUTER_SUFFIX)) or path.startswith(looked_up):

@@ -14,7 +14,7 @@ INTERMEDIATE_AXES: dict[Intermediate, tuple[str, ...]] = {
     "attention_input": ("sequence", "embed"),
     "query_latent": ("sequence", "query_latent"),
     "latent": ("sequence", "latent"),
-    "rotary_key": ("sequence", "turned_dim"),
+    "rotary_key": ("sequence", "rotary_dim"),
     "query": ("sequence", "heads", "head_dim"),
     "key": ("sequence", "kv_heads", "key_dim"),
     "value": ("sequence", "kv_heads", "value_dim"),

@@ -10,6 +10,7 @@ N size of the part of a key that has no positions, P size of the rotary part, K 
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -49,28 +50,23 @@ class LatentCache:
 
 
 def latent_attention_specs(config: ModelConfig, residual_scale: float) -> dict[str, ParamSpec]:
-    width, heads, rank = config.width, config.heads, config.latent_rank
-    queries = (heads, config.head_dim), ("heads", "head_dim")
+    width, heads, rank = config.width, config.heads, config.mla.kv_rank
 
-    def matrix(inputs: tuple[int, str], outputs: tuple[tuple[int, ...], tuple[str, ...]]) -> ParamSpec:
-        return ParamSpec((inputs[0], *outputs[0]), (inputs[1], *outputs[1]), (0,), normal())
+    def matrix(*dims: tuple[int, str]) -> ParamSpec:  # the first dimension is contracted
+        return ParamSpec(tuple(size for size, _ in dims), tuple(axis for _, axis in dims), (0,), normal())
 
-    stream, latent = (width, "embed"), (rank, "latent")
-    query = {"query": matrix(stream, queries)}
-    if config.query_rank:
-        query = {
-            "query_down": matrix(stream, ((config.query_rank,), ("latent",))),
-            "query_up": matrix((config.query_rank, "latent"), queries),
-        }
+    stream, latent, head, value = (width, "embed"), (rank, "latent"), (heads, "heads"), (config.value_dim, "head_dim")
+    queries, query_latent = (head, (config.head_dim, "head_dim")), (config.mla.query_rank, "latent")
+    query = {"query": matrix(stream, *queries)}
+    if config.mla.query_rank:
+        query = {"query_down": matrix(stream, query_latent), "query_up": matrix(query_latent, *queries)}
     return query | {
-        "latent": matrix(stream, ((rank,), ("latent",))),
-        "rotary_key": matrix(stream, ((config.rotary_head_dim,), ("head_dim",))),
-        "key": matrix(latent, ((heads, config.key_dim), ("heads", "head_dim"))),
-        "value": matrix(latent, ((heads, config.value_dim), ("heads", "head_dim"))),
-        "output": ParamSpec(
-            (heads, config.value_dim, width), ("heads", "head_dim", "embed"), (0, 1), normal(residual_scale)
-        ),
-    }  # fmt: skip
+        "latent": matrix(stream, latent),
+        "rotary_key": matrix(stream, (config.mla.rotary_head_dim, "head_dim")),
+        "key": matrix(latent, head, (config.key_dim, "head_dim")),
+        "value": matrix(latent, head, value),
+        "output": replace(matrix(head, value, stream), contracting=(0, 1), init=normal(residual_scale)),
+    }
 
 
 def latent_attention(

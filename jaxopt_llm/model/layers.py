@@ -86,10 +86,10 @@ class Rotary:
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> "Rotary":
-        yarn = config.rope_scaling == "yarn"
-        factors = (yarn_attention_factor(config, x) for x in (config.rope_mscale, config.rope_mscale_all_dim))
+        yarn = config.rope.scaling == "yarn"
+        factors = (yarn_attention_factor(config, x) for x in (config.rope.mscale, config.rope.mscale_all_dim))
         magnitude = next(factors) / next(factors)
-        return cls(rotary_frequencies(config), magnitude if yarn else 1.0, adjacent=config.latent_rank > 0)
+        return cls(rotary_frequencies(config), magnitude if yarn else 1.0, adjacent=config.mla.kv_rank > 0)
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Rotate x, [B, S, H, K], by its positions, int [B, S]."""
@@ -109,21 +109,21 @@ def rotary_frequencies(config: ModelConfig) -> np.ndarray:
     They are scaled as in Llama 3.1 (Grattafiori et al. 2024, arXiv:2407.21783) or in YaRN (Peng et al. 2023,
     arXiv:2309.00071, section 3.2).
     """
-    half = config.turned_dim // 2
-    frequencies = config.rope_theta ** (-np.arange(half) / half)
-    low, high = config.rope_low_frequency_factor, config.rope_high_frequency_factor
-    if config.rope_scaling == "yarn":
+    half = config.rotary_dim // 2
+    frequencies = config.rope.theta ** (-np.arange(half) / half)
+    low, high = config.rope.low_frequency_factor, config.rope.high_frequency_factor
+    if config.rope.scaling == "yarn":
         # The pairs that make `high` and `low` turns over the original length, rounded as in all implementations.
         first, last = (
-            half * math.log(config.rope_original_length / (turns * 2 * math.pi)) / math.log(config.rope_theta)
+            half * math.log(config.rope.original_length / (turns * 2 * math.pi)) / math.log(config.rope.theta)
             for turns in (high, low)
         )
         first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * half - 1)
         unscaled = 1 - np.clip((np.arange(half) - first) / max(last - first, 1e-3), 0, 1)
     else:
-        turns = config.rope_original_length * frequencies / (2 * math.pi)
+        turns = config.rope.original_length * frequencies / (2 * math.pi)
         unscaled = np.clip((turns - low) / (high - low), 0, 1)  # share of the frequency that is not scaled
-    return (frequencies * (unscaled + (1 - unscaled) / config.rope_factor)).astype(np.float32)
+    return (frequencies * (unscaled + (1 - unscaled) / config.rope.factor)).astype(np.float32)
 
 
 def yarn_attention_factor(config: ModelConfig, mscale: float) -> float:
@@ -131,14 +131,14 @@ def yarn_attention_factor(config: ModelConfig, mscale: float) -> float:
 
     mscale: DeepSeek's weight of it.
     """
-    return 1 + 0.1 * mscale * math.log(config.rope_factor)
+    return 1 + 0.1 * mscale * math.log(config.rope.factor)
 
 
 def score_scale(config: ModelConfig) -> float:
     """Return the factor of the attention scores."""
     scale = config.attention_scale or 1 / math.sqrt(config.head_dim)
-    if config.rope_scaling == "yarn":
-        return scale * yarn_attention_factor(config, config.rope_mscale_all_dim) ** 2
+    if config.rope.scaling == "yarn":
+        return scale * yarn_attention_factor(config, config.rope.mscale_all_dim) ** 2
     return scale
 
 
@@ -186,11 +186,11 @@ ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
 
 
 def mlp_specs(
-    kind: Literal["swiglu", "geglu", "gelu"], width: int, mlp_width: int, residual_scale: float, biased: bool
+    width: int, mlp_width: int, residual_scale: float, *, has_gate: bool, biased: bool
 ) -> dict[str, ParamSpec]:
     inward = ParamSpec((width, mlp_width), ("embed", "mlp"), (0,), normal())
     outward = ParamSpec((mlp_width, width), ("mlp", "embed"), (0,), normal(residual_scale))
-    specs = ({} if kind == "gelu" else {"gate": inward}) | {"up": inward, "down": outward}
+    specs = ({"gate": inward} if has_gate else {}) | {"up": inward, "down": outward}
     return with_biases(specs, *specs) if biased else specs
 
 

@@ -37,7 +37,7 @@ class Segment:
 class Model(Protocol):
     """Methods that compute parts of the forward pass; an executor decides how they are combined.
 
-    specs: {"outer": parameters outside the segments, "segment_0": stacked parameters by block, ...}, a ParamSpec each.
+    specs: {"non_layer": embedding, head and final norm, "segment_0": stacked parameters by block, ...}, all ParamSpecs.
     layout: the segments, in order.
     """
 
@@ -53,7 +53,7 @@ class Model(Protocol):
     def make_context(self, batch: Batch, placement: Placement) -> Context:
         """Return the context of the tokens of one microbatch, which every block reads; its fields are [B, S]."""
 
-    def embed(self, outer: Params, tokens: jax.Array, context: Context) -> jax.Array:
+    def embed(self, non_layer: Params, tokens: jax.Array, context: Context) -> jax.Array:
         """Return the residual stream [B, S, D] of tokens, int32 [B, S]."""
 
     def block(
@@ -64,11 +64,11 @@ class Model(Protocol):
         layer: the segment's `per_layer` constants of this layer.
         """
 
-    def logits(self, outer: Params, x: jax.Array, context: Context) -> jax.Array:
+    def logits(self, non_layer: Params, x: jax.Array, context: Context) -> jax.Array:
         """Return the logits, float32 [B, S, V], of the last block's output x [B, S, D]."""
 
     def loss(
-        self, outer: Params, x: jax.Array, batch: Batch, context: Context, loss_weight: jax.Array
+        self, non_layer: Params, x: jax.Array, batch: Batch, context: Context, loss_weight: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Return (objective, loss), float32 sums over the tokens that count.
 

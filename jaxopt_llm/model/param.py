@@ -49,8 +49,8 @@ class ParamSpec:
     contracting:  the dimensions that a matmul sums over; their sizes multiply to the fan-in.
     init:         (key, shape, fan-in) -> float32 values; for one layer if the parameter is a stack.
     exact:        whether it is float32 everywhere, including compute copies, frozen parameters and reductions.
-    layers:       of a stack, nested by its leading axes: the layer's index at each place, -1 for an empty place; None
-                  for a parameter outside the segments.
+    layers:       of a stack, nested by its leading axes: at each place, the index of the period in its segment, -1 for
+                  an empty place; None for a parameter outside the segments.
     sign_rate:    of a parameter that is not learned from the loss: a step subtracts sign_rate × sign(gradient), with
                   any optimizer, and the gradient does not count in the gradient norm. None for all others.
     """
@@ -82,7 +82,7 @@ class ParamSpec:
         return math.prod(self.shape[dim] for dim in self.contracting)
 
     def stack(self, layers: int | np.ndarray) -> "ParamSpec":
-        """Return the spec of a stack of such parameters. layers: number of layers, or an array of their indices."""
+        """Return the spec of a stack of such parameters. layers: number of periods, or an array of their indices."""
         indices = np.arange(layers) if isinstance(layers, int) else layers
         return replace(
             self,
@@ -93,12 +93,8 @@ class ParamSpec:
         )
 
     def unstack(self) -> "ParamSpec":
-        """Return the spec of one layer of a stack: the inverse of `stack`."""
+        """Return the spec of one period of a stack: the inverse of `stack`."""
         return replace(self.drop_leading(self.leading), layers=None)
-
-    def stage_stack(self) -> "ParamSpec":
-        """Return the spec of one pipeline stage's part of a stack: its slots, chunk after chunk, for any layers."""
-        return self.unstack().stack(self.shape[0] * self.shape[2])
 
     def drop_leading(self, count: int) -> "ParamSpec":
         """Return the spec without the first `count` dimensions."""
@@ -116,12 +112,12 @@ def count_parameters(specs: tree.Tree) -> int:
 
 
 def count_layers(spec: ParamSpec) -> int:
-    """Return the number of layers of a stack, and 1 for a parameter outside the segments."""
+    """Return the number of layers that have this parameter, one for each period; 1 outside the segments."""
     return 1 if spec.layers is None else int(np.sum(np.asarray(spec.layers) >= 0))
 
 
 def layer_indices(specs: tree.Tree) -> np.ndarray | None:
-    """Return the layer indices of a segment, int [repeats] or [virtual, stages, slots].
+    """Return the period indices of a segment, int [repeats] or [virtual, stages, slots].
 
     None for parameters outside the segments, and for a tree without leaves.
     """
@@ -129,7 +125,8 @@ def layer_indices(specs: tree.Tree) -> np.ndarray | None:
     return None if indices is None else np.asarray(indices)
 
 
-def layer_specs(specs: tree.Tree) -> tree.Tree:
+def period_specs(specs: tree.Tree) -> tree.Tree:
+    """Return the specs of one period of a segment, without the dimensions of the stack; others are not stacked."""
     return jax.tree.map(ParamSpec.unstack, specs)
 
 
@@ -141,12 +138,13 @@ def select_learned(specs: tree.Tree, leaves: tree.Tree) -> tree.Tree:
 def initialize(specs: tree.Tree, seed: int) -> tree.Tree:
     """Return initial values.
 
-    A leaf depends only on the seed, its path and its layer: not on the mesh, nor on other leaves.
+    A leaf depends only on the seed, its path and its period: not on the mesh, nor on other leaves.
     """
     root = jax.random.key(seed)
 
     def leaf(path: str, spec: ParamSpec) -> jax.Array:
-        digest = hashlib.sha256(path.encode()).digest()
+        # "outer" was the name of "non_layer". It stays in the key, so that a seed gives the same values as before.
+        digest = hashlib.sha256(path.replace("non_layer/", "outer/").encode()).digest()
         key = jax.random.fold_in(root, int.from_bytes(digest[:4], "little"))
         if spec.layers is None:
             return spec.init(key, spec.shape, spec.fan_in).astype(spec.dtype)

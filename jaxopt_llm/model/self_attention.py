@@ -68,10 +68,8 @@ def attention_specs(config: ModelConfig, residual_scale: float) -> dict[str, Par
         "query": ParamSpec((width, heads, head_dim), ("embed", "heads", "head_dim"), (0,), normal()),
         "key": kv,
         "value": kv,
-        "output": ParamSpec(
-            (heads, head_dim, width), ("heads", "head_dim", "embed"), (0, 1), normal(residual_scale)
-        ),
-    }  # fmt: skip
+        "output": ParamSpec((heads, head_dim, width), ("heads", "head_dim", "embed"), (0, 1), normal(residual_scale)),
+    }
     return with_biases(specs, *BIASED_PROJECTIONS[config.biases])
 
 
@@ -133,11 +131,7 @@ def attend_to_sequence(
     # No token sees a key after its own row. These bounds are the part of the window that is known at compile time.
     window = options.window
     parameters = AttentionParameters(
-        options.scale,
-        options.softcap,
-        keys_before=None if window is None else window - 1,
-        keys_after=0,
-        window=window,
+        options.scale, options.softcap, keys_before=None if window is None else window - 1, keys_after=0, window=window
     )
     kernel = _select_implementation(options.implementation, context.placement, q.shape[-1], v.shape[-1])
     return attend(kernel, parameters, q, k, v, context.key_ranges.limit_to_window(window))

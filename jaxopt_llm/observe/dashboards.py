@@ -5,13 +5,14 @@ import hashlib
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from jaxopt_llm.config import LoggingConfig
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.observe.metrics import Say
 
 
 class Dashboards:
@@ -24,53 +25,25 @@ class Dashboards:
     """
 
     def __init__(
-        self,
-        config: LoggingConfig,
-        directory: Path,
-        resume_step: int,
-        settings: dict[str, Any],
-        say: Callable[[str], None],
+        self, config: LoggingConfig, directory: Path, resume_step: int, settings: dict[str, Any], say: Say
     ) -> None:
         """Open the dashboards that are configured.
 
         Args:
             settings: the configuration of the run.
-            say: receives one line for each record that could not be written.
 
         Raises:
             InputError: a package is missing, or Weights & Biases reports an error.
         """
         self._board = _Board(directory / "tensorboard", resume_step + 1, say) if config.tensorboard else None
-        self._run = None
-        if config.wandb_project:
-            setting = f"logging.wandb_project={config.wandb_project}"
-            wandb = _import_package("wandb", setting, '--logging.wandb-project ""')
-            # The id depends on the directory only, so that a resume continues the same wandb run.
-            path = directory.resolve()
-            identity = f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-            try:
-                self._run = wandb.init(
-                    project=config.wandb_project,
-                    id=identity,
-                    name=path.name,
-                    dir=directory,
-                    config=settings,
-                    resume="allow",
-                )
-            except wandb.Error as error:
-                raise InputError(f"{setting}: {error}; set WANDB_MODE=offline to log without a server") from error
-            # Use our own step: wandb ignores records whose wandb step is below the last one.
-            self._run.define_metric("*", step_metric="step")
+        self._run = _start_wandb(config.wandb_project, directory, settings) if config.wandb_project else None
 
     def write(self, record: dict[str, Any]) -> None:
         numbers: dict[str, Any] = {}
         for name, value in record.items():
-            if isinstance(value, list):
-                numbers |= {f"{name}/{index}": number for index, number in enumerate(value)}
-            else:
-                numbers[name] = value
-        # None stands for a number that is not finite.
-        numbers = {name: value for name, value in numbers.items() if name != "step" and value is not None}
+            parts = {f"{name}/{i}": each for i, each in enumerate(value)} if isinstance(value, list) else {name: value}
+            # None stands for a number that is not finite.
+            numbers |= {part: each for part, each in parts.items() if part != "step" and each is not None}
         if self._board is not None:
             self._board.write(record["step"], numbers)
         if self._run is not None:
@@ -84,6 +57,22 @@ class Dashboards:
             self._run.finish()
 
 
+def _start_wandb(project: str, directory: Path, settings: dict[str, Any]) -> Any:
+    """Begin a run of Weights & Biases, or continue it after a resume."""
+    setting = f"logging.wandb_project={project}"
+    wandb = _import_package("wandb", setting, '--logging.wandb-project ""')
+    # The id depends on the directory only, so that a resume continues the same wandb run.
+    path = directory.resolve()
+    run_id = f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    try:
+        run = wandb.init(project=project, id=run_id, name=path.name, dir=directory, config=settings, resume="allow")
+    except wandb.Error as error:
+        raise InputError(f"{setting}: {error}; set WANDB_MODE=offline to log without a server") from error
+    # Use our own step: wandb ignores records whose wandb step is below the last one.
+    run.define_metric("*", step_metric="step")
+    return run
+
+
 class _Board:
     """Writer of TensorBoard's files.
 
@@ -91,7 +80,7 @@ class _Board:
     then waits for that thread for ever.
     """
 
-    def __init__(self, folder: Path, step: int, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, step: int, say: Say) -> None:
         """Begin a file. step: first step that will be written."""
         # tensorboardX imports torch if it is installed. This takes seconds, and tensorboardX does not need torch.
         with _hidden_package("torch"):
@@ -141,5 +130,5 @@ def _import_package(name: str, setting: str, alternative: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise InputError(
-            f"{setting} requires the package {name} ({error}); run: pip install {name}, or set {alternative}"
+            f"{setting} requires {name} ({error}); run: pip install {name}, or set {alternative}"
         ) from error

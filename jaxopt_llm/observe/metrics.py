@@ -10,17 +10,16 @@ from typing import Any
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 
+Say = Callable[[str], None]  # receives one line for each record that could not be written
+
 
 class MetricsLog:
     """Log that appends records to a file. Floats read back to the same bits."""
 
-    def __init__(self, path: Path, resume_step: int, say: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, resume_step: int, say: Say) -> None:
         """Open the file, and remove the records after `resume_step` from it.
 
         An interrupted run may have logged steps after its last checkpoint. These steps will run again.
-
-        Args:
-            say: receives one line for each record that could not be written.
 
         Raises:
             InputError: the file has a line that is not a record.

@@ -13,10 +13,9 @@ class ProgressLine:
     def __init__(self, steps: int, visible: bool = True) -> None:
         """Prepare the line. visible: whether this process prints anything."""
         self._console = Console(highlight=False, soft_wrap=True, quiet=not visible)
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
-        self._progress = Progress(
-            *columns, TimeRemainingColumn(), console=self._console, disable=not self._console.is_terminal
-        )
+        texts = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")
+        hidden = not self._console.is_terminal
+        self._progress = Progress(*texts, TimeRemainingColumn(), console=self._console, disable=hidden)
         self._task = self._progress.add_task("compiling", total=steps)
 
     def __enter__(self) -> "ProgressLine":

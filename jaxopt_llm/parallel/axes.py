@@ -3,13 +3,8 @@
 from jaxopt_llm.config import BATCH_AXES
 
 PARAMETER_AXES: dict[str, tuple[str, ...]] = {
-    "virtual": (),
+    **dict.fromkeys(("virtual", "layers", "positions", "embed", "latent", "head_dim"), ()),
     "stages": ("pipeline",),
-    "layers": (),
-    "positions": (),
-    "embed": (),
-    "latent": (),
-    "head_dim": (),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
@@ -22,13 +17,7 @@ ACTIVATION_AXES: dict[str, tuple[str, ...]] = {
     "sequence": ("context",),
     "residual_sequence": ("context",),  # the sequence of the residual stream and its norms
     "sent_sequence": ("context", "tensor"),  # the same, on its way from one pipeline stage to another
-    "embed": (),
-    "query_latent": (),
-    "latent": (),
-    "head_dim": (),
-    "turned_dim": (),
-    "key_dim": (),
-    "value_dim": (),
+    **dict.fromkeys(("embed", "query_latent", "latent", "head_dim", "rotary_dim", "key_dim", "value_dim"), ()),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),

@@ -1,6 +1,7 @@
 """Gathering of weights from where they rest to where they are used, and the way back of their gradients.
 
-zero.py says where both rest. Weights are gathered whole except over `tensor`, and gradients are divided again.
+zero.py says where both rest. Weights are gathered over the storage axes of ZeRO; the mesh axes of the parameters' table
+still divide them. Gradients are divided over the storage axes again.
 """
 
 from dataclasses import dataclass
@@ -13,16 +14,9 @@ from jax.sharding import NamedSharding
 
 from jaxopt_llm.config import Matmul
 from jaxopt_llm.core import tree
+from jaxopt_llm.parallel import zero
 from jaxopt_llm.parallel.placement import Placement, Spec
 from jaxopt_llm.parallel.stages import is_split_over_stages
-from jaxopt_llm.parallel.zero import (
-    gathered_sharding,
-    gradient_groups,
-    gradient_sharding,
-    master_sharding,
-    parameter_sharding,
-    storage_axes,
-)
 
 GATHER_SCOPE = "gather_weight"  # the named scope of `gather_array` in compiled programs and profiles
 
@@ -32,10 +26,10 @@ class WeightShardings:
     """The shardings and dtypes of one weight at rest, while it is used, and of its gradient.
 
     matmul: the format in which products with the weight are computed (see PrecisionConfig).
-    keep_gathered: whether the backward reuses the gathered weight (see place_weights).
+    keep_gathered: whether the backward reuses the gathered weight (see attach_shardings).
     trainable: whether a gradient is formed.
     grouped: whether a `vmap` over gradient groups is around (see zero.inside_gradient_group).
-    stage_rows: whether these are one stage's rows, inside a region that is manual over `pipeline`.
+    pipeline_stage_rows: whether these are one stage's rows, inside a region that is manual over `pipeline`.
     """
 
     resting: NamedSharding
@@ -47,14 +41,14 @@ class WeightShardings:
     keep_gathered: bool
     trainable: bool
     grouped: bool
-    stage_rows: bool
+    pipeline_stage_rows: bool
 
 
 @struct.dataclass
 class PlacedWeight:
     """A weight as it rests, with the shardings that bring it to where it is used.
 
-    Only `model/linear/` reads it; that package's docstring explains the perturbation.
+    Only `model/linear/` reads it; the docstring of that folder explains the perturbation.
 
     perturbation: zeros of the weight's shape, with the dtype and sharding of its gradient, which is the perturbation's
         cotangent. None: no gradient is formed.
@@ -70,23 +64,23 @@ def cast_masters(specs: tree.Tree, masters: tree.Tree, placement: Placement) -> 
 
     def cast(spec: Spec, master: jax.Array) -> jax.Array:
         narrow = master.astype(placement.precision.for_param(spec).compute_dtype)
-        narrow = jax.lax.with_sharding_constraint(narrow, master_sharding(spec, placement))
-        return jax.lax.with_sharding_constraint(narrow, parameter_sharding(spec, placement))
+        narrow = jax.lax.with_sharding_constraint(narrow, zero.master_sharding(spec, placement))
+        return jax.lax.with_sharding_constraint(narrow, zero.parameter_sharding(spec, placement))
 
     return jax.tree.map(cast, specs, masters)
 
 
 def make_perturbations(specs: tree.Tree, placement: Placement) -> tree.Tree:
-    """Return the zeros by which the model is differentiated in place of these parameters (see PlacedWeight)."""
+    """Return the zeros with respect to which the model is differentiated, in place of these parameters."""
 
     def zeros(spec: Spec) -> jax.Array:
         perturbation = jnp.zeros(spec.shape, placement.precision.for_param(spec).reduce_dtype)
-        return jax.lax.with_sharding_constraint(perturbation, gradient_sharding(spec, placement))
+        return jax.lax.with_sharding_constraint(perturbation, zero.gradient_sharding(spec, placement))
 
     return jax.tree.map(zeros, specs)
 
 
-def place_weights(
+def attach_shardings(
     specs: tree.Tree,
     weights: tree.Tree,
     perturbations: tree.Tree,
@@ -95,7 +89,9 @@ def place_weights(
     keep_gathered: bool,
     matmul: Matmul = "compute_dtype",
 ) -> tree.Tree:
-    """Return weights as the model takes them. They are gathered where they are used.
+    """Pair each weight with its shardings and its perturbation.
+
+    No data moves: model/linear/ gathers a weight where it is used.
 
     perturbations: `make_perturbations(specs, placement)`, or a tree with None for weights without a gradient.
     keep_gathered: whether the backward reuses the weight that the forward gathered, or gathers it again. True within a
@@ -104,28 +100,28 @@ def place_weights(
     matmul: the format in which products with the weights are computed (see PrecisionConfig).
     """
 
-    def place(spec: Spec, array: jax.Array, perturbation: jax.Array | None) -> PlacedWeight:
+    def attach(spec: Spec, array: jax.Array, perturbation: jax.Array | None) -> PlacedWeight:
         precision = placement.precision.for_param(spec)
         shardings = WeightShardings(
-            resting=parameter_sharding(spec, placement),
-            gathered=gathered_sharding(spec, placement),
-            gradient=gradient_sharding(spec, placement),
+            resting=zero.parameter_sharding(spec, placement),
+            gathered=zero.gathered_sharding(spec, placement),
+            gradient=zero.gradient_sharding(spec, placement),
             compute_dtype=precision.compute_dtype,
             reduce_dtype=precision.reduce_dtype,
             matmul=matmul,
             keep_gathered=keep_gathered,
             trainable=perturbation is not None,
             grouped=bool(placement.grouped),
-            stage_rows=placement.inside_stage and is_split_over_stages(spec),
+            pipeline_stage_rows=placement.inside_stage and is_split_over_stages(spec),
         )
         return PlacedWeight(array, perturbation, shardings)
 
-    return jax.tree.map(place, specs, weights, perturbations)
+    return jax.tree.map(attach, specs, weights, perturbations)
 
 
 @jax.named_scope(GATHER_SCOPE)
 def gather_array(weight: PlacedWeight, dtype: Any = None) -> jax.Array:
-    """Gather a weight whole except over `tensor`, in `dtype`, by default its compute dtype.
+    """Gather a weight over the storage axes of ZeRO, in `dtype`, by default its compute dtype.
 
     It is cast first: a gather of 16 bits moves half of the bytes of one of 32.
     """
@@ -136,21 +132,22 @@ def gather_array(weight: PlacedWeight, dtype: Any = None) -> jax.Array:
 
 
 def reduce_gradient(gradient: jax.Array, shardings: WeightShardings) -> jax.Array:
-    """Sum a weight's gradient over devices in the reduction's dtype, and leave each device its part.
+    """Cast a weight's gradient to the reduction's dtype, and constrain it to the gradient's sharding.
 
-    It is `gather_array` transposed.
+    It is `gather_array` transposed. For the devices' partial sums, XLA inserts a reduce-scatter or all-reduce over all
+    mesh axes except those of the gradient groups.
     """
     return jax.lax.with_sharding_constraint(gradient.astype(shardings.reduce_dtype), shardings.gradient)
 
 
 def reduce_groups(specs: tree.Tree, gradients: tree.Tree, placement: Placement) -> tree.Tree:
     """Sum gradients [G, ...] over the gradient groups, and leave each device its part of the masters' division."""
-    return jax.tree.map(lambda spec, leaf: _reduce_groups(spec, leaf, placement), specs, gradients)
+    return jax.tree.map(lambda spec, gradient: _reduce_groups(spec, gradient, placement), specs, gradients)
 
 
 def _reduce_groups(spec: Spec, gradient: jax.Array, placement: Placement) -> jax.Array:
     """Sum one leaf: a reduce-scatter over the axes that divide the masters, then an all-reduce over the others."""
-    groups, dims = gradient_groups(placement), placement.dims(spec, storage_axes(1, placement))
+    groups, dims = zero.gradient_group_axes(placement), placement.dims(spec, zero.storage_axes(1, placement))
     divides = [axis in (name for dim in dims for name in dim) for axis in groups]
     gradient = gradient.astype(placement.precision.for_param(spec).reduce_dtype)
     gradient = gradient.reshape(*(placement.size(axis) for axis in groups), *spec.shape)

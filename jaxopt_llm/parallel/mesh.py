@@ -20,9 +20,7 @@ def visible_devices() -> list[jax.Device]:
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter for JAX_PLATFORMS=cuda without a GPU
-        raise InputError(
-            f"no device to run on ({error}); check the environment variable JAX_PLATFORMS and the GPU's driver"
-        ) from error
+        raise InputError(f"no device to run on ({error}); check JAX_PLATFORMS and the GPU's driver") from error
     if devices[0].platform == "cpu" and len(devices) > 1:
         disable_compilation_cache()
     return devices

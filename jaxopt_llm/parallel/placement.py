@@ -109,9 +109,8 @@ class Placement:
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Pin the sharding of an activation, given one logical axis for each of its dimensions."""
-        split = (
-            None if axis and self.replicates(axis, size) else axis for axis, size in zip(axes, x.shape, strict=True)
-        )
+        sizes = zip(axes, x.shape, strict=True)
+        split = (None if axis and self.replicates(axis, size) else axis for axis, size in sizes)
         return jax.lax.with_sharding_constraint(x, self.activation(*split))
 
     def replicate(self, x: jax.Array) -> jax.Array:
@@ -157,9 +156,6 @@ class Placement:
         """
         used = [axis for dim in dims for axis in dim]
         if len(used) != len(set(used)):
-            raise InputError(
-                f"sharding: two dimensions of one array are on the same mesh axis: {dims}; give each mesh axis to one "
-                "dimension in parallel/axes.py"
-            )
+            raise InputError(f"sharding: two dimensions on one mesh axis: {dims}; give it to one in parallel/axes.py")
         entries = [dim if len(dim) > 1 else dim[0] if dim else None for dim in dims]
         return NamedSharding(self.mesh, PartitionSpec(*entries))

@@ -13,12 +13,12 @@ from jaxopt_llm.core import tree
 
 @dataclass(frozen=True)
 class LocalRows:
-    """The rows of this process in batches [B, S], which rest on the devices of all processes as [M, B / M, S].
+    """The rows of this process in batches [M·B, S], which are on the devices of all processes as [M, B, S].
 
     The process reads the rows of all its devices: some rows of every microbatch. If an axis that does not split the
     batch crosses two processes, both read the same rows.
 
-    shape: (M, B / M, S). sharding: of arrays of this shape.
+    shape: (M, B, S), M microbatches. sharding: of arrays of this shape.
     """
 
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class LocalRows:
         return [int(first + row) for first in range(0, microbatches * rows, rows) for row in self._in_microbatch]
 
     def make_global(self, batch: tree.Tree) -> tree.Tree:
-        """Return fields [local rows, S] as [M, B / M, S], over the devices of all processes."""
+        """Return fields [local rows, S] as [M, B, S], over the devices of all processes."""
         microbatches, rows, length = self.shape
 
         def make_field(field: np.ndarray) -> jax.Array:

@@ -36,9 +36,8 @@ def _splits_residual(placement: Placement) -> bool:
 
 
 def _residual_shardings(placement: Placement) -> tuple[NamedSharding, NamedSharding]:
-    return placement.activation("batch", "residual_sequence", "embed"), placement.activation(
-        "batch", "sequence", "embed"
-    )
+    split, whole = (placement.activation("batch", axis, "embed") for axis in ("residual_sequence", "sequence"))
+    return split, whole
 
 
 # The backwards are written out, because the backward of a sharding constraint is the same constraint, which would sum

@@ -31,11 +31,11 @@ def divides_masters(placement: Placement) -> bool:
     return placement.sharding.zero_stage >= 1
 
 
-def gradient_groups(placement: Placement) -> tuple[str, ...]:
-    """Return the batch axes along which each device forms whole gradients, summed only once, after the microbatches.
+def gradient_group_axes(placement: Placement) -> tuple[str, ...]:
+    """Return the mesh axes over which gradients are summed once, after the microbatches.
 
-    The devices along these axes are the gradient groups. `expert` is never one of them: the devices of a group exchange
-    tokens over it.
+    Each index along these axes is one gradient group: the devices that share a part of the batch. `expert` is never one
+    of the axes: the devices of a group exchange tokens over it.
     """
     axes = ("data", "fsdp") if placement.sharding.zero_stage < 2 else ("data",)
     return tuple(axis for axis in axes if placement.size(axis) > 1)
@@ -43,7 +43,7 @@ def gradient_groups(placement: Placement) -> tuple[str, ...]:
 
 def inside_gradient_group(placement: Placement) -> Placement:
     """Return the placement inside a `vmap` over the gradient groups, where no activation is split over them."""
-    return replace(placement, grouped=gradient_groups(placement))
+    return replace(placement, grouped=gradient_group_axes(placement))
 
 
 # --- the shardings
@@ -67,23 +67,25 @@ def parameter_sharding(specs: Any, placement: Placement) -> Any:
 def gathered_sharding(specs: Any, placement: Placement) -> Any:
     """Return the sharding of parameters while they are used and of gradients before they are reduced.
 
-    Only `tensor` divides them.
+    The mesh axes of the parameters' table (`tensor`, `expert`, `pipeline`) divide them; the storage axes do not.
     """
     return jax.tree.map(placement.parameter, specs)
 
 
 def resting_parameter_sharding(specs: Any, placement: Placement) -> Any:
     """Return `parameter_sharding` in the memory where they rest; parameters outside the segments stay on the device."""
-    on_host = placement.offload.parameters
-    return jax.tree.map(
-        lambda spec: _in_memory(parameter_sharding(spec, placement), on_host and spec.leading > 0), specs
-    )
+
+    def sharding(spec: Spec) -> NamedSharding:
+        return _in_memory(parameter_sharding(spec, placement), placement.offload.parameters and spec.leading > 0)
+
+    return jax.tree.map(sharding, specs)
 
 
 def optimizer_state_sharding(specs: Any, placement: Placement) -> Any:
-    """Return the sharding of arrays that only the update reads: moments, and masters if there is a compute copy.
+    """Return the sharding of the arrays that only the update reads.
 
-    Counts stay on the device.
+    These are optax's state of each period (moments and step counts) and, if there is a compute copy, the masters. Step
+    counts stay on the device.
     """
 
     def sharding(spec: Spec) -> NamedSharding:
@@ -128,9 +130,9 @@ def find_undivided(specs: tree.Tree, placement: Placement) -> list[str]:
     return jax.tree.leaves(tree.map_with_path(whole, specs)) if divides_masters(placement) else []
 
 
-def storage_axes(stage: int, placement: Placement) -> tuple[str, ...]:
-    """Return the axes that divide an array that ZeRO divides from this stage on."""
-    return STORAGE_AXES if placement.sharding.zero_stage >= stage else ()
+def storage_axes(zero_stage: int, placement: Placement) -> tuple[str, ...]:
+    """Return the axes that divide an array that ZeRO divides from this stage of ZeRO on."""
+    return STORAGE_AXES if placement.sharding.zero_stage >= zero_stage else ()
 
 
 def _in_memory(sharding: NamedSharding, on_host: bool) -> NamedSharding:

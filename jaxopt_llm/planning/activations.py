@@ -37,9 +37,9 @@ class Activations:
             "heads": model.heads,
             "kv_heads": model.kv_heads,
             "head_dim": model.head_dim,
-            "query_latent": model.query_rank,
-            "latent": model.latent_rank,
-            "turned_dim": model.turned_dim,
+            "query_latent": model.mla.query_rank,
+            "latent": model.mla.kv_rank,
+            "rotary_dim": model.rotary_dim,
             "key_dim": model.key_dim,
             "value_dim": model.value_dim,
             "mlp": model.mlp_width,
@@ -51,20 +51,20 @@ class Activations:
     def local_shapes(self, name: Intermediate) -> list[tuple[int, ...]]:
         """Return the shapes of each device's part of an intermediate, one for each kind of layer that differs."""
         model = self.model
-        if name not in ("mlp_input", *INPUT_PROJECTIONS.values()) or not model.experts:
+        if name not in ("mlp_input", *INPUT_PROJECTIONS.values()) or not model.moe.experts:
             return [self.local_shape(*INTERMEDIATE_AXES[name])]
-        dense = not all(map(model.has_experts, range(model.layers)))
-        widths = [model.mlp_width] * dense + [model.shared_expert_width] * (model.shared_expert_width > 0)
+        dense = not all(map(model.moe.has_experts, range(model.layers)))
+        widths = [model.mlp_width] * dense + [model.moe.shared_expert_width] * (model.moe.shared_expert_width > 0)
         if name == "mlp_input":
             dense_input = self.local_shape(*INTERMEDIATE_AXES[name])
             moe_input = self.local_shape(*INTERMEDIATE_AXES["mlp_output"])  # divided as the residual stream is
             return list(dict.fromkeys([dense_input] * len(widths) + [moe_input]))
-        of_experts = (self._expert_rows, model.expert_width // self.placement.size("tensor"))
+        of_experts = (self._expert_rows, model.moe.expert_width // self.placement.size("tensor"))
         return [*(self.local_shape(*INTERMEDIATE_AXES[name], mlp=width) for width in widths), of_experts]
 
     @property
     def _expert_rows(self) -> int:
-        return exchange.count_rows(self.model, self.placement, math.prod(self.local_shape("sequence")))
+        return exchange.count_rows(self.model.moe, self.placement, math.prod(self.local_shape("sequence")))
 
     @property
     def stage_input_shape(self) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class Activations:
         saved: list[tuple[str, tuple[int, ...]]] = [
             (name, shape) for name in self._existing if name in names - unread for shape in self.local_shapes(name)
         ]
-        if self.model.experts and not remat.enabled:
+        if self.model.moe.experts and not remat.enabled:
             saved.append((EXPERT_ROWS, (self._expert_rows, self.model.width)))
         return saved
 
@@ -88,7 +88,7 @@ class Activations:
     def _existing(self) -> list[Intermediate]:
         """Intermediates that this model has."""
         model = self.model
-        absent = {"mlp_gate"} if model.mlp == "gelu" else set()
-        absent |= set() if model.latent_rank else {"latent", "rotary_key"}
-        absent |= set() if model.latent_rank and model.query_rank else {"query_latent"}
+        absent = set() if model.has_gate else {"mlp_gate"}
+        absent |= set() if model.mla.kv_rank else {"latent", "rotary_key"}
+        absent |= set() if model.mla.kv_rank and model.mla.query_rank else {"query_latent"}
         return [name for name in INTERMEDIATE_AXES if name not in absent]

@@ -5,17 +5,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxopt_llm.config import Config, fields
-from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.kernels import attention_pallas
-from jaxopt_llm.kernels.attention import KERNELS
+from jaxopt_llm.config import Config, MeshConfig, fields
+from jaxopt_llm.kernels.attention import KERNELS, find_unsupported
 from jaxopt_llm.model.self_attention import kernel_head_dim
 from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.planning.memory import GIB
 from jaxopt_llm.planning.search.footprint import Footprint, compute_footprint
-from jaxopt_llm.planning.search.setting_space import MIN_CONTEXT_TOKENS
+from jaxopt_llm.planning.search.ranking import is_valid
+from jaxopt_llm.planning.search.setting_space import MIN_CONTEXT_TOKENS, list_narrower
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
-from jaxopt_llm.training.validation import validate
 
 Settings = dict[str, Any]  # values by field, for example {"sharding.zero_stage": 3}
 Option = tuple[Settings, str]  # settings and their price in words
@@ -111,12 +109,8 @@ def predict_footprint(config: Config) -> Footprint:
 
 def apply_settings(config: Config, settings: Settings) -> Config | None:
     """Return the configuration with these fields changed, or None if `train` would refuse it."""
-    config = fields.replace_fields(config, settings)
-    try:
-        validate(config)
-    except InputError:
-        return None
-    return config
+    changed = fields.replace_fields(config, settings)
+    return changed if is_valid(changed) else None
 
 
 def format_advice(found: Sequence[Advice]) -> list[str]:
@@ -140,11 +134,10 @@ def _list_series(config: Config, simulated: bool) -> Iterator[list[Option]]:
     yield from _batch(config)
     yield list(_tensor(config))
     yield list(_context(config))
-    yield from map(list, _expert(config))
-    yield from _attention(config, simulated)
+    yield from _expert(config)
     if config.mesh.tensor > 1 and not config.sharding.sequence_parallel:
         yield [({"sharding.sequence_parallel": True}, "two more all-gathers per layer")]
-    yield from _precision(config)
+    yield from _narrower(config, simulated)
     yield from _lora(config)
 
 
@@ -153,11 +146,8 @@ def _remat(config: Config) -> Iterator[list[Option]]:
     if not remat.offload and remat.every == 1:
         if isinstance(remat.policy, str):
             current = POLICIES[remat.policy]
-            yield [
-                ({"remat.policy": policy}, f"about {extra - current}% more FLOPs")
-                for policy, extra in POLICIES.items()
-                if extra > current
-            ]
+            more = {policy: extra - current for policy, extra in POLICIES.items() if extra > current}
+            yield [({"remat.policy": policy}, f"about {extra}% more FLOPs") for policy, extra in more.items()]
         else:
             yield [({"remat.policy": "full"}, "the intermediates that the policy names are computed again")]
     if not remat.offload and remat.policy == "full":
@@ -182,26 +172,16 @@ def _batch(config: Config) -> Iterator[list[Option]]:
     yield [({"training.accumulation": training.accumulation * 2**n}, price) for n in range(1, 7)]
 
 
-def _attention(config: Config, simulated: bool) -> Iterator[list[Option]]:
+def _narrower(config: Config, simulated: bool) -> Iterator[list[Option]]:
+    """Yield the narrower values of the settings that `plan --search --allow` may change, too."""
     sizes = kernel_head_dim(config.model), config.precision.compute_dtype
-    used = config.training.attention in KERNELS
-    if not simulated and not used and not attention_pallas.problems(*sizes, AMPERE):
-        price = "scores stay on the chip; for GPUs from Ampere on, speed not measured yet"
-        yield [({"training.attention": "pallas"}, price)]
-
-
-def _precision(config: Config) -> Iterator[list[Option]]:
-    precision, optimizer = config.precision, config.optimizer
-    if precision.reduce_dtype == "float32" and precision.compute_dtype == "bfloat16":
-        yield [({"precision.reduce_dtype": "bfloat16"}, "gradients are summed over devices in 16 bits")]
-    if precision.compute_dtype == "float32":
-        yield [({"precision.compute_dtype": "bfloat16"}, "none on GPUs, which are faster in 16 bits")]
-    if optimizer.state_dtype != "int8":
-        yield [
-            ({"optimizer.state_dtype": dtype}, "moments are rounded, see docs/moments.md")
-            for dtype in ("bfloat16", "int8")
-            if dtype != optimizer.state_dtype
-        ]
+    unsupported = find_unsupported(*sizes, AMPERE)
+    for name in fields.SEARCHED:
+        current, *values = list_narrower(config, name)
+        if name == "training.attention":
+            used = simulated or current in KERNELS
+            values = [] if used else [value for value in values if not unsupported[value]]
+        yield [({name: value}, fields.METADATA[name].price) for value in values]
 
 
 def _lora(config: Config) -> Iterator[list[Option]]:
@@ -209,8 +189,8 @@ def _lora(config: Config) -> Iterator[list[Option]]:
         yield [({"lora.rank": 16}, "only adapters are trained: for fine-tuning")]
     elif config.lora.base == "float":
         yield [
-            ({"lora.base": "int8"}, "the frozen base is rounded to 8 bits"),
-            ({"lora.base": "nf4"}, "the frozen base is rounded to 4 bits"),
+            ({"lora.base": base}, f"the frozen base is rounded to {bits} bits")
+            for base, bits in (("int8", 8), ("nf4", 4))
         ]
 
 
@@ -234,11 +214,8 @@ def _tensor(config: Config) -> Iterator[Option]:
     """Yield larger `tensor` axes on the same number of GPUs."""
     price = "activations are exchanged in every layer; keep tensor within a host"
     for times in (2, 4, 8):
-        for axis in ("data", "fsdp"):
-            size = getattr(config.mesh, axis)
-            if size % times == 0:
-                tensor = config.mesh.tensor * times
-                yield {f"mesh.{axis}": size // times, "mesh.tensor": tensor, "sharding.sequence_parallel": True}, price
+        for axes in _enlarge(config.mesh, "tensor", times):
+            yield axes | {"sharding.sequence_parallel": True}, price
 
 
 def _context(config: Config) -> Iterator[Option]:
@@ -246,31 +223,25 @@ def _context(config: Config) -> Iterator[Option]:
     price = "attention exchanges keys and values in every layer, and every microbatch gathers and reduces"
     mesh, training = config.mesh, config.training
     for times in (2, 4, 8, 16):
-        for axis in ("data", "fsdp"):
-            size, context = getattr(mesh, axis), times * mesh.context
-            if size % times == 0 and training.sequence_length >= context * MIN_CONTEXT_TOKENS:
+        for axes in _enlarge(mesh, "context", times):
+            if training.sequence_length >= axes["mesh.context"] * MIN_CONTEXT_TOKENS:
                 rows = max(training.batch_size * times // mesh.batch_shards, 1)
-                yield {f"mesh.{axis}": size // times, "mesh.context": context, "training.accumulation": rows}, price
+                yield axes | {"training.accumulation": rows}, price
 
 
-def _expert(config: Config) -> Iterator[Iterator[Option]]:
+def _expert(config: Config) -> Iterator[list[Option]]:
     """Yield larger, then smaller `expert` axes on the same number of GPUs."""
-    mesh = config.mesh
-    if config.model.experts:
-        yield (
-            (
-                {f"mesh.{axis}": getattr(mesh, axis) // times, "mesh.expert": mesh.expert * times},
-                "tokens go to their experts and back in every MoE layer",
-            )
-            for times in (2, 4, 8)
-            for axis in ("data", "fsdp")
-            if getattr(mesh, axis) % times == 0
-        )
-        yield (
-            (
-                {"mesh.fsdp": mesh.fsdp * times, "mesh.expert": mesh.expert // times},
-                "more experts on each GPU; with ZeRO-3 they are gathered",
-            )
-            for times in (2, 4, 8)
-            if mesh.expert % times == 0
-        )
+    mesh, factors = config.mesh, (2, 4, 8)
+    if config.model.moe.experts:
+        price = "tokens go to their experts and back in every MoE layer"
+        yield [(axes, price) for times in factors for axes in _enlarge(mesh, "expert", times)]
+        price = "more experts on each GPU; with ZeRO-3 they are gathered"
+        smaller = [times for times in factors if mesh.expert % times == 0]
+        yield [({"mesh.fsdp": mesh.fsdp * times, "mesh.expert": mesh.expert // times}, price) for times in smaller]
+
+
+def _enlarge(mesh: MeshConfig, axis: str, times: int) -> Iterator[Settings]:
+    """Yield the sizes of axes that enlarge `axis`, at the cost of `data` or of `fsdp`."""
+    for other in ("data", "fsdp"):
+        if getattr(mesh, other) % times == 0:
+            yield {f"mesh.{other}": getattr(mesh, other) // times, f"mesh.{axis}": getattr(mesh, axis) * times}

@@ -105,17 +105,16 @@ class KnownShapes:
                     gradients.setdefault(_squeezed(shape), {})[f"{section}/{path}"] = None
         for section, blocks in program.model.specs.items():
             numbers = param.layer_indices(blocks)
-            if section != "outer" and numbers is not None:
+            if section != "non_layer" and numbers is not None:
                 for name, shape in activations.list_saved(remat):
                     saved.setdefault(_sorted((numbers.shape[-1], *shape)), {})[name] = None
         if waiting_inputs:
             saved[_sorted((waiting_inputs, *activations.stage_input_shape))] = {"chunk inputs": None}
-        fetched: set[Shape] = set()
-        if placement.offload.parameters:
-            for spec in jax.tree.leaves((program.specs.masters, program.specs.frozen)):
-                if spec.leading:
-                    stack = parameter_sharding(spec, placement).shard_shape(spec.shape)
-                    fetched.add(_squeezed(stack[spec.leading :]))
+        fetched = {
+            _squeezed(parameter_sharding(spec, placement).shard_shape(spec.shape)[spec.leading :])
+            for spec in jax.tree.leaves((program.specs.masters, program.specs.frozen))
+            if placement.offload.parameters and spec.leading
+        }
         named = [{shape: ", ".join(names) for shape, names in shapes.items()} for shapes in (gradients, saved)]
         return cls(named[0], named[1], fetched)
 
@@ -177,10 +176,8 @@ def find_largest(program: Program, known: KnownShapes, temporaries: Sequence[Buf
         array = _describe(each.dtype, each.shape)
         arrays.append(LiveArray(each.bytes, array, classify(each, known), name_buffer(each, known)))
     combined = (
-        dataclasses.replace(
-            live, bytes=count * live.bytes, array=f"{count} × {live.array}" if count > 1 else live.array
-        )
-        for live, count in collections.Counter(arrays).items()
+        dataclasses.replace(one, bytes=count * one.bytes, array=f"{count} × {one.array}" if count > 1 else one.array)
+        for one, count in collections.Counter(arrays).items()
     )
     return tuple(sorted(combined, key=lambda live: -live.bytes)[:MAX_ARRAYS])
 
@@ -241,13 +238,8 @@ def format_kinds(memory: Memory) -> list[str]:
 
 def format_largest(largest: Sequence[LiveArray]) -> list[str]:
     """Return the lines of the table of the largest arrays."""
-    return [
-        "largest arrays",
-        *(
-            f"  {live.kind.replace('_', ' '):18} {live.bytes / GIB:9.2f}   {live.name}: {live.array}"
-            for live in largest
-        ),
-    ]
+    rows = ((live.kind.replace("_", " "), live.bytes / GIB, live) for live in largest)
+    return ["largest arrays", *(f"  {kind:18} {size:9.2f}   {live.name}: {live.array}" for kind, size, live in rows)]
 
 
 def _device_shape(leaf: jax.ShapeDtypeStruct) -> Shape:

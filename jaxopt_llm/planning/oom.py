@@ -78,22 +78,21 @@ class OomExplainer:
             message += f": {(needed - limit) / GIB:,.1f} GiB too much"
             raise self._make_error(message, lacking, programs[name][0])
 
-    @contextlib.contextmanager
-    def explain_oom(self, describe_action: Callable[[], str], step: jax.stages.Lowered) -> Iterator[None]:
+    def explain_oom(
+        self, describe_action: Callable[[], str], step: jax.stages.Lowered
+    ) -> contextlib.AbstractContextManager[None]:
         """Replace XLA's out-of-memory error by OutOfMemory with an explanation.
 
         Args:
             describe_action: returns what was being done, for example "compiling"; called only after a failure.
             step: lowered training step.
         """
-        try:
-            yield
-        except JaxRuntimeError as error:
-            if EXHAUSTED not in str(error):
-                raise
-            text = str(error)
-            lacking = _parse_requested(text) or DEFAULT_LACKING
-            raise self._make_error(_describe_error(text, describe_action()), lacking, step) from error
+
+        def explain(error: str) -> OutOfMemory:
+            lacking = _parse_requested(error) or DEFAULT_LACKING
+            return self._make_error(_describe_error(error, describe_action()), lacking, step)
+
+        return _replace_error(explain)
 
     def _make_error(self, message: str, lacking: int, lowered: jax.stages.Lowered) -> OutOfMemory:
         newest = self.checkpoints.latest_saved_step()
@@ -117,8 +116,7 @@ class OomExplainer:
         return [*format_kinds(memory), *format_largest(find_largest(self.program, known, temporaries))]
 
 
-@contextlib.contextmanager
-def explain_oom(action: str, remedy: str) -> Iterator[None]:
+def explain_oom(action: str, remedy: str) -> contextlib.AbstractContextManager[None]:
     """Replace XLA's out-of-memory error by a one-line OutOfMemory with a remedy.
 
     For commands that only use weights; `train` uses OomExplainer.
@@ -127,12 +125,18 @@ def explain_oom(action: str, remedy: str) -> Iterator[None]:
         action: what is being done, for example "evaluating".
         remedy: what to change.
     """
+    return _replace_error(lambda error: OutOfMemory(f"{_describe_error(error, action)}: {remedy}", ()))
+
+
+@contextlib.contextmanager
+def _replace_error(explain: Callable[[str], OutOfMemory]) -> Iterator[None]:
+    """Replace XLA's out-of-memory error by what `explain` makes of its text."""
     try:
         yield
     except JaxRuntimeError as error:
         if EXHAUSTED not in str(error):
             raise
-        raise OutOfMemory(f"{_describe_error(str(error), action)}: {remedy}", ()) from error
+        raise explain(str(error)) from error
 
 
 def _describe_error(error: str, action: str) -> str:

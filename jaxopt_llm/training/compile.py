@@ -17,7 +17,7 @@ class Programs:
 
     Attributes:
         step: (state, batch) -> (state, metrics).
-        held_out: (state, batch) -> (sum of the loss, number of real tokens).
+        held_out: (state, batch) -> (sum of the loss, number of tokens where `loss_mask` is True).
     """
 
     step: Any

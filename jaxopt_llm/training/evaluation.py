@@ -17,7 +17,10 @@ from jaxopt_llm.training.state import TrainState
 
 
 def make_held_out_loss(model: Model, executor: Executor, placement: Placement, xla: XlaConfig = NO_USER_OPTIONS) -> Any:
-    """Return a jitted (state, batch) -> (sum of the loss in nats, number of real tokens). Batch fields: [M, B, S]."""
+    """Return a jitted (state, batch) -> (sum of the loss in nats, number of tokens where `loss_mask` is True).
+
+    Batch fields: [M, B, S].
+    """
     placement = placement.for_evaluation()
 
     def sums(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -29,7 +32,7 @@ def make_held_out_loss(model: Model, executor: Executor, placement: Placement, x
 
 
 def evaluate(held_out_loss: Any, state: TrainState, batches: Iterable[Batch]) -> float:
-    """Return the mean loss per real token, in nats. The devices hold one batch at a time.
+    """Return the mean loss per token where `loss_mask` is True, in nats. The devices hold one batch at a time.
 
     Args:
         held_out_loss: the function from `make_held_out_loss`, compiled or not.

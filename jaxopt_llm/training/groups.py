@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import jax
-
 from jaxopt_llm.config.groups import parse_group
 from jaxopt_llm.core import tree
 
@@ -21,7 +19,7 @@ def problems(name: str, groups: Sequence[str], specs: tree.Tree) -> list[str]:
         specs: specs of the trained parameters.
     """
     patterns = [parse_group(group)[0] for group in groups]
-    paths = jax.tree.leaves(tree.map_with_path(lambda path, spec: path, specs))
+    paths = [path for path, _ in tree.leaves_with_path(specs)]
     first = {path: tree.first_match(path, patterns) for path in paths}
     found = [f"no pattern matches {path}; end with *=1" for path, pattern in first.items() if pattern is None][:1]
     for index, pattern in enumerate(patterns):

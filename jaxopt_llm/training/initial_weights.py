@@ -49,9 +49,8 @@ def open_initial_weights(
     directory = Path(config.run.directory)
     if start:
         needs_base = jax.tree.leaves(program.specs.frozen) and not program.specs.keep_frozen
-        return InitialWeights(
-            open_frozen_base(directory, config) if needs_base else None, None, read_base_digest(directory)
-        )
+        base = open_frozen_base(directory, config) if needs_base else None
+        return InitialWeights(base, None, read_base_digest(directory))
     weights = open_pretrained(config, say, processes) if config.model.pretrained else None
     base = weights if isinstance(weights, ModelFolder) else None
     adapter = pretrained.open_pretrained_adapter(config) if config.lora.pretrained else None
@@ -75,9 +74,7 @@ def open_pretrained(config: Config, say: Callable[[str], None], processes: Proce
     with Checkpoints(path / "checkpoints", None, say, processes) as checkpoints:
         step = checkpoints.latest_verified_step()
     if step is None:
-        raise CheckpointError(
-            f"model.pretrained={path}: the run has no checkpoint yet; train it first, or name another model"
-        )
+        raise CheckpointError(f"model.pretrained={path}: the run has no checkpoint; train it, or name another")
     run_config = cli.load_run_config(path, "model.pretrained=")
     base = open_frozen_base(path, run_config) if run_config.training.trainable else None
     base = base and replace(base, config=config.model)
@@ -94,9 +91,7 @@ def read_base_digest(directory: Path) -> str | None:
     try:
         digest: str | None = json.loads((directory / "corpus.json").read_text())["base_sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{directory}: corpus.json does not record the base model ({error!r}); restore the file"
-        ) from error
+        raise InputError(f"{directory}: corpus.json does not name the base model ({error!r}); restore it") from error
     return digest
 
 

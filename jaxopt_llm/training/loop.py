@@ -5,7 +5,6 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,6 +31,7 @@ from jaxopt_llm.training.step import Metrics
 from jaxopt_llm.training.utilisation import utilisation_per_token
 
 NOT_RECORDED = {"skipped", "skipped_in_a_row", "overflow"}
+REMEDY = "keeps the earlier checkpoints; try a lower --optimizer.learning-rate or a longer --schedule.warmup-steps"
 
 
 @dataclass
@@ -58,12 +58,7 @@ class Loop:
     """
 
     def __init__(
-        self,
-        setup: Setup,
-        programs: Programs,
-        checkpoints: Checkpoints,
-        progress: ProgressLine,
-        preemption: Preemption,
+        self, setup: Setup, programs: Programs, checkpoints: Checkpoints, progress: ProgressLine, preemption: Preemption
     ) -> None:
         self.current = 0
         self._setup: Setup = setup
@@ -118,8 +113,7 @@ class Loop:
                 set_aside_log(directory / "metrics.jsonl")
             self._log = MetricsLog(directory / "metrics.jsonl", start, self._progress.say)
             write_run_files(self._setup, initial.base_sha256)
-            settings = dataclasses.asdict(config)
-            dashboards = Dashboards(config.logging, directory, start, settings, self._progress.say)
+            dashboards = Dashboards(config.logging, directory, start, dataclasses.asdict(config), self._progress.say)
             self._scope.enter_context(dashboards)
             self._recorders = [self._log.write, dashboards.write, self._progress.show]
         profile = config.profile if processes.first else ProfileConfig()
@@ -193,9 +187,7 @@ class Loop:
         if self._finished is None or self._setup.processes.count > 1:  # other processes already run the next step
             return
         if self._finished.summary is None:
-            self._record_step(self._finished)
-        if self._log is not None:
-            self._log.sync()
+            self.record(evaluates=False)
         self.save(due=False, exits=True, last=False)
 
     def _record_step(self, finished: FinishedStep, measured: TrainState | None = None) -> None:
@@ -215,7 +207,8 @@ class Loop:
             batches = map(self._setup.local_rows.make_global, self._setup.held_out)
             loss = evaluate(self._programs.held_out, measured, batches)
             entry["eval_loss"] = finished.summary["eval_loss"] = loss
-            check_finite(self._setup.directory, step, held_out_loss=loss)
+            if not math.isfinite(loss):
+                raise TrainingDiverged(f"step {step}: held-out loss {loss}; {config.run.directory} {REMEDY}")
             self._meter.restart(step)
         for write in self._recorders:
             write(entry)
@@ -243,10 +236,7 @@ def check_skips(step: int, metrics: Metrics, config: Config, say: Callable[[str]
     if made_update(metrics):
         return
     numbers = f"loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm'])}"
-    remedy = (
-        f"{config.run.directory} keeps the earlier checkpoints; try a lower --optimizer.learning-rate or a longer "
-        "--schedule.warmup-steps"
-    )
+    remedy = f"{config.run.directory} {REMEDY}"
     if int(metrics["overflow"]):
         scale = float(metrics["loss_scale"])
         numbers += f", loss scale now {scale:g}"
@@ -259,13 +249,3 @@ def check_skips(step: int, metrics: Metrics, config: Config, say: Callable[[str]
         skipped = f"{in_a_row} steps in a row were skipped; " if in_a_row > 1 else ""
         raise TrainingDiverged(f"step {step}: {numbers}; {skipped}{remedy}")
     say(f"step {step:>6}  skipped: {numbers}")
-
-
-def check_finite(directory: Path, step: int, **values: float) -> None:
-    """Raise TrainingDiverged if one of the values is not finite."""
-    if not all(map(math.isfinite, values.values())):
-        described = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
-        raise TrainingDiverged(
-            f"step {step}: {described}; {directory} keeps the earlier checkpoints; try a lower "
-            "--optimizer.learning-rate or a longer --schedule.warmup-steps"
-        )

@@ -21,18 +21,15 @@ def problems(specs: Params, config: LoraConfig, trainable: tuple[str, ...] = ())
         specs: specs of the model without adapters.
         trainable: see TrainingConfig.
     """
-    paths = jax.tree.leaves(tree.map_with_path(lambda path, spec: path, specs))
+    paths = [path for path, _ in tree.leaves_with_path(specs)]
     found = [f"training.trainable: {problem}" for problem in _pattern_problems(paths, paths, trainable, "parameter")]
     if not config.rank:
         return found
-    matrices = jax.tree.leaves(tree.map_with_path(lambda path, spec: path if spec.contracting else None, specs))
+    matrices = [path for path, spec in tree.leaves_with_path(specs) if spec.contracting]
     found += [f"lora.targets: {problem}" for problem in _pattern_problems(paths, matrices, config.targets, "matrix")]
     both = [path for path in matrices if _first_target(path, config.targets) and tree.first_match(path, trainable)]
     if both:
-        found.append(
-            f"{both[0]} is selected by training.trainable, which trains it whole, and by lora.targets, which adapts "
-            "it: remove it from one of them"
-        )
+        found.append(f"{both[0]} is in training.trainable and in lora.targets: remove it from one of them")
     return found or [
         *_rank_problems(specs, config),
         *_table_problems(matrices, config),
@@ -61,35 +58,27 @@ def _pattern_problems(paths: list[str], selectable: list[str], patterns: tuple[s
             found.append(f"{pattern} matches no {kind}, only {matches[0]}")
         else:
             found.append(f"{pattern} has no effect, because earlier patterns match all its parameters")
-    examples = {path if path.startswith("outer/") else path.rsplit("/", 1)[-1]: path for path in reversed(selectable)}
-    return (
-        [f"{'; '.join(found)}; correct or remove it (examples: {', '.join(sorted(examples.values()))})"]
-        if found
-        else []
-    )
+    if not found:
+        return []
+    kinds = {path if path.startswith("non_layer/") else path.rsplit("/", 1)[-1]: path for path in reversed(selectable)}
+    return [f"{'; '.join(found)}; correct or remove it (examples: {', '.join(sorted(kinds.values()))})"]
 
 
 def _first_target(path: str, targets: tuple[str, ...]) -> str | None:
     """Return the first of the targets that matches a path."""
-    for target in targets:
-        glob = "segment_*/*" if target == ALL_LINEAR else target
-        if tree.first_match(path, (glob,)):
-            return target
-    return None
+    globs = {target: "segment_*/*" if target == ALL_LINEAR else target for target in targets}
+    return next((target for target, glob in globs.items() if tree.first_match(path, (glob,))), None)
 
 
 def _rank_problems(specs: Params, config: LoraConfig) -> list[str]:
     """Find a matrix whose smaller side is below the rank: its adapter would be larger than the matrix itself."""
-
-    def largest_rank(path: str, spec: ParamSpec) -> tuple[int, str] | None:
-        if not (spec.contracting and _first_target(path, config.targets)):
-            return None
-        layer = spec.unstack()
-        experts = math.prod(layer.shape[dim] for dim in layer.expert_dims)
-        return min(layer.fan_in, math.prod(layer.shape) // experts // layer.fan_in), path
-
-    pairs = tree.map_with_path(largest_rank, specs)
-    rank, path = min(jax.tree.leaves(pairs, is_leaf=lambda pair: isinstance(pair, tuple)))
+    ranks = []
+    for path, spec in tree.leaves_with_path(specs):
+        if spec.contracting and _first_target(path, config.targets):
+            layer = spec.unstack()
+            experts = math.prod(layer.shape[dim] for dim in layer.expert_dims)
+            ranks.append((min(layer.fan_in, math.prod(layer.shape) // experts // layer.fan_in), path))
+    rank, path = min(ranks)
     if config.rank <= rank:
         return []
     return [f"lora.rank={config.rank} is above {rank}, the largest possible rank of {path}: set --lora.rank {rank}"]
@@ -97,31 +86,22 @@ def _rank_problems(specs: Params, config: LoraConfig) -> list[str]:
 
 def _table_problems(matrices: list[str], config: LoraConfig) -> list[str]:
     adapted = [path for path in matrices if _first_target(path, config.targets)]
-    tables = [path for path in adapted if path.startswith("outer/")]
+    tables = [path for path in adapted if path.startswith("non_layer/")]
     if config.dropout and adapted == tables:
-        return [
-            f"lora.dropout={config.dropout} applies only to the inputs of the blocks, but lora.targets select only "
-            f"{tables[0]}: set --lora.dropout 0"
-        ]
+        return [f"lora.dropout={config.dropout} has no effect on {tables[0]}, outside the blocks: set --lora.dropout 0"]
     if not (config.dora and tables):
         return []
-    return [
-        f"lora.dora=True supports only the matrices of the blocks, but lora.targets select {tables[0]}: remove it from "
-        "--lora.targets"
-    ]
+    return [f"lora.dora=True supports only matrices of blocks: remove {tables[0]} from --lora.targets"]
 
 
 def _expert_problems(specs: Params, config: LoraConfig) -> list[str]:
     """Find settings that adapters of experts do not support."""
-    paths = tree.map_with_path(
-        lambda path, spec: path if spec.expert_dims and _first_target(path, config.targets) else None, specs
-    )
-    names = [name for name in ("dora", "dropout") if getattr(config, name)]
+    experts = (path for path, spec in tree.leaves_with_path(specs) if spec.expert_dims)
+    adapted = next((path for path in experts if _first_target(path, config.targets)), None)
     return [
-        f"lora.{name}={getattr(config, name)} does not support experts, but lora.targets select {path}: leave out "
-        f"--lora.{name}, or change --lora.targets"
-        for path in jax.tree.leaves(paths)[:1]
-        for name in names
+        f"lora.{name}={getattr(config, name)} does not support experts: remove it, or {adapted} from --lora.targets"
+        for name in ("dora", "dropout")
+        if adapted and getattr(config, name)
     ]
 
 
@@ -148,8 +128,8 @@ def adapt_model(
     Args:
         trainable: see TrainingConfig.
     """
-    paths = jax.tree.leaves(tree.map_with_path(lambda path, spec: path, model.specs))
-    whole = {path for path in paths if tree.first_match(path, trainable or (() if config.rank else ("*",)))}
+    patterns = trainable or (() if config.rank else ("*",))
+    whole = {path for path, _ in tree.leaves_with_path(model.specs) if tree.first_match(path, patterns)}
 
     def wrap(path: str, spec: ParamSpec) -> tree.Leaf:
         if path in whole:

@@ -63,10 +63,8 @@ def choose_block_size(spec: ParamSpec) -> int | None:
 
 def find_uncompressed(specs: tree.Tree) -> list[str]:
     """Return the paths of the matrices and tables whose moments stay in float32 with `int8`."""
-    paths = tree.map_with_path(
-        lambda path, spec: path if spec.contracting and not choose_block_size(spec.unstack()) else None, specs
-    )
-    return jax.tree.leaves(paths)
+    matrices = ((path, spec) for path, spec in tree.leaves_with_path(specs) if spec.contracting)
+    return [path for path, spec in matrices if not choose_block_size(spec.unstack())]
 
 
 def problems(dtype: StateDtype, specs: tree.Tree, placement: Placement) -> list[str]:
@@ -75,19 +73,16 @@ def problems(dtype: StateDtype, specs: tree.Tree, placement: Placement) -> list[
     Args:
         specs: specs of the trained parameters.
     """
-
-    def describe_straddling(path: str, spec: ParamSpec) -> str | None:
+    for path, spec in tree.leaves_with_path(specs) if dtype == "int8" else ():
         values = choose_block_size(spec.unstack())
         local_size = master_sharding(spec, placement).shard_shape(spec.shape)[-1]
-        if not values or local_size % values == 0:
-            return None
-        return (
-            f"optimizer.state_dtype=int8: each device would hold {local_size} of the {spec.shape[-1]} values in the "
-            f"last dimension of {path}, which is not a multiple of the block size {values}: set "
-            "--optimizer.state-dtype bfloat16, or a smaller --mesh.tensor or --mesh.fsdp (and a larger --mesh.data)"
-        )
-
-    return jax.tree.leaves(tree.map_with_path(describe_straddling, specs))[:1] if dtype == "int8" else []
+        if values and local_size % values:
+            return [
+                f"optimizer.state_dtype=int8: each device would hold {local_size} of the {spec.shape[-1]} values in "
+                f"the last dimension of {path}, which is not a multiple of the block size {values}: set "
+                "--optimizer.state-dtype bfloat16, or a smaller --mesh.tensor or --mesh.fsdp (and a larger --mesh.data)"
+            ]
+    return []
 
 
 def encode(x: jax.Array, values: int, squares: bool, random: jax.Array | None = None) -> Codes:
@@ -149,8 +144,7 @@ def compress_moments(
     """
     if dtype == "float32":
         return optimizer
-    blocks: dict[str, int | None] = {}
-    tree.map_with_path(lambda path, spec: blocks.update({path: choose_block_size(spec)}), specs)
+    blocks = {path: choose_block_size(spec) for path, spec in tree.leaves_with_path(specs)}
 
     def compress_leaf(count: jax.Array, path: str, leaf: jax.Array) -> jax.Array | Codes:
         for field in SIGNED + SQUARES:
@@ -174,12 +168,9 @@ def compress_moments(
         count = counts[0] if counts else jnp.int32(0)
         return tree.map_with_path(functools.partial(compress_leaf, count), state)
 
-    def init(params: tree.Tree) -> tree.Tree:
-        return compress(optimizer.init(params))
-
     def update(updates: tree.Tree, state: tree.Tree, params: tree.Tree = None) -> tuple[tree.Tree, tree.Tree]:
         moments = jax.tree.map(decompress_leaf, state, is_leaf=lambda leaf: isinstance(leaf, Codes))
         updates, moments = optimizer.update(updates, moments, params)
         return updates, compress(moments)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(lambda params: compress(optimizer.init(params)), update)

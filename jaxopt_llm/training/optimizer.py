@@ -1,10 +1,11 @@
-"""Optimizers of one layer (see update.py), composed from optax transformations.
+"""Optimizers of one period of a segment (see update.py), composed from optax transformations.
 
 Every optimizer steps by -rate × (direction + decay × parameter), and only the direction depends on the optimizer. The
 schedule, the decoupled weight decay and the groups of both therefore mean the same for all of them. The router bias,
 which has no gradient of the loss, steps by the sign of its gradient with every optimizer.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -45,10 +46,10 @@ def group_problems(config: OptimizerConfig, specs: tree.Tree) -> list[str]:
 def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule, section: str, specs: tree.Tree
 ) -> optax.GradientTransformation:
-    """Make the optimizer of one layer of a section, or of "outer".
+    """Make the optimizer of one period of a segment, or of "non_layer".
 
     Args:
-        specs: specs of that layer, not stacked.
+        specs: specs of that period, not stacked.
     """
 
     def decay(path: str, spec: ParamSpec) -> float:
@@ -64,17 +65,14 @@ def make_optimizer(
     learned = param.select_learned(specs, specs)
     decays, factors = tree.map_with_path(decay, learned), tree.map_with_path(rate_factor, learned)
 
-    def step(direction: tree.Tree, params: tree.Tree) -> tree.Tree:
-        return jax.tree.map(
-            lambda decay, factor, x, param: factor * (x + decay * param if decay else x),
-            decays,
-            factors,
-            direction,
-            params,
-        )
+    def add_decay(direction: tree.Tree, params: tree.Tree) -> tree.Tree:
+        def leaf(decay: float, factor: float, x: jax.Array, param: jax.Array) -> jax.Array:
+            return factor * (x + decay * param if decay else x)
+
+        return jax.tree.map(leaf, decays, factors, direction, params)
 
     direction = moments.compress_moments(_make_direction(config, section, learned), config.state_dtype, learned)
-    steps = optax.chain(direction, optax.stateless(step), optax.scale_by_learning_rate(schedule))
+    steps = optax.chain(direction, optax.stateless(add_decay), optax.scale_by_learning_rate(schedule))
     return _with_sign_updates(steps, specs)
 
 
@@ -84,20 +82,16 @@ def _with_sign_updates(optimizer: optax.GradientTransformation, specs: tree.Tree
     The optimizer itself never receives these parameters: they have no moments, no decay and no schedule, and the clip
     does not change a sign.
     """
-
-    def init(params: tree.Tree) -> tree.Tree:
-        return optimizer.init(param.select_learned(specs, params))
+    learned = functools.partial(param.select_learned, specs)
 
     def update(gradients: tree.Tree, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
-        steps, state = optimizer.update(
-            param.select_learned(specs, gradients), state, param.select_learned(specs, params)
-        )
+        steps, state = optimizer.update(learned(gradients), state, learned(params))
         signs = jax.tree.map(
             lambda spec, x: None if spec.sign_rate is None else -spec.sign_rate * jnp.sign(x), specs, gradients
         )
         return tree.merge(steps, signs), state
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(lambda params: optimizer.init(learned(params)), update)
 
 
 def _make_direction(config: OptimizerConfig, section: str, specs: tree.Tree) -> optax.GradientTransformation:
@@ -110,7 +104,7 @@ def _make_direction(config: OptimizerConfig, section: str, specs: tree.Tree) -> 
     if config.name == "adafactor":
         return _adafactor(specs)
     if config.name == "muon":
-        in_blocks = section != "outer"
+        in_blocks = section != "non_layer"
         labels = jax.tree.map(lambda spec: "muon" if in_blocks and _matrix_dims(spec) else "adamw", specs)
         return optax.partition({"muon": _muon(config.momentum, specs, labels), "adamw": adam}, labels)
     return adam
@@ -141,10 +135,8 @@ def _muon(momentum: float, specs: tree.Tree, labels: tree.Tree) -> optax.Gradien
     2025, arXiv:2502.16982).
     """
 
-    def map_matrices(function: Callable[[ParamSpec], Any]) -> tree.Tree:
-        return jax.tree.map(
-            lambda spec, label: function(spec) if label == "muon" else optax.MaskedNode(), specs, labels
-        )
+    def map_matrices(make: Callable[[ParamSpec], Any]) -> tree.Tree:
+        return jax.tree.map(lambda spec, label: make(spec) if label == "muon" else optax.MaskedNode(), specs, labels)
 
     dimensions = map_matrices(lambda spec: MuonDimensionNumbers(*_matrix_dims(spec)))  # type: ignore[misc]  # not None
     scales = map_matrices(lambda spec: MUON_RMS * math.sqrt(max(_matrix_shape(spec))))

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
 from jaxopt_llm.core import tree
 from jaxopt_llm.model.linear import leaves
-from jaxopt_llm.model.linear.leaves import QUANTISED, LoraWeight, QuantisedWeight
+from jaxopt_llm.model.linear.leaves import LoraWeight, QuantisedWeight
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import offload
@@ -95,7 +95,7 @@ def _read_by_slot(
     base = spec.base if isinstance(spec, LoraWeight) else spec
     unwrapped = leaves.unwrap_specs(spec)
     # Quantisation starts from the stored dtype, which is often the narrower one.
-    dtype = weights.dtype(path) if isinstance(base, QUANTISED) else base.dtype
+    dtype = weights.dtype(path) if isinstance(base, QuantisedWeight) else base.dtype
     axis = unwrapped.leading - 1
 
     def with_slot(stack: tree.Leaf, row: jax.Array, slot: jax.Array) -> tree.Leaf:

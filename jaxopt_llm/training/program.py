@@ -9,14 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jaxopt_llm.compiler import xla_options
-from jaxopt_llm.compiler.kernel_choice import (
-    check_expert_exchange,
-    check_matmul,
-    choose_attention,
-    choose_expert_products,
-)
-from jaxopt_llm.compiler.xla_options import compiler_options
+from jaxopt_llm.compiler import kernel_choice, xla_options
 from jaxopt_llm.config import Config
 from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.executor import Executor
@@ -47,7 +40,7 @@ class Program:
         step: jitted (state, batch) -> (state, metrics).
         to_checkpoint: state -> its checkpoint trees.
         state, batch: abstract arguments of `step`.
-        rows: sharding of the batch fields [M, B, S].
+        batch_sharding: sharding of the batch fields [M, B, S].
     """
 
     model: Model
@@ -59,7 +52,7 @@ class Program:
     to_checkpoint: Callable[[TrainState], dict[str, Params]]
     state: TrainState
     batch: Batch
-    rows: NamedSharding
+    batch_sharding: NamedSharding
 
 
 def make_program(config: Config, placement: Placement, keep_frozen: bool = True) -> Program:
@@ -84,15 +77,15 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
     learning_rate = make_schedule(config.optimizer.learning_rate, config.schedule)
     optimizers = update.make_optimizers(functools.partial(make_optimizer, config.optimizer, learning_rate), trainable)
     specs = training_state.make_state_specs(trainable, frozen, optimizers, placement.precision, keep_frozen)
-    rows = placement.activation(None, "batch", "sequence")
+    batch_sharding = placement.activation(None, "batch", "sequence")
     shape = (training.accumulation, training.batch_size // training.accumulation, training.sequence_length)
-    ids, mask = (jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for dtype in (jnp.int32, jnp.bool))
+    ids, mask = (jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding) for dtype in (jnp.int32, jnp.bool))
     settings = StepSettings(
         clip_norm=config.optimizer.clip_norm,
         skip_outliers=training.skip_outliers,
         in_backward=config.optimizer.in_backward,
         dropout_seed=config.run.seed if config.lora.dropout else None,
-        compiler_options=compiler_options(
+        compiler_options=xla_options.compiler_options(
             placement.mesh, training.accumulation, placement.precision.matmul, config.xla
         ),
     )
@@ -106,7 +99,7 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
         to_checkpoint=training_state.make_checkpoint_converter(specs, placement),
         state=training_state.abstract_state(specs, placement),
         batch=Batch(tokens=ids, targets=ids, loss_mask=mask, segment_ids=ids, positions=ids),
-        rows=rows,
+        batch_sharding=batch_sharding,
     )
 
 
@@ -117,14 +110,13 @@ def _make_model(config: Config, placement: Placement) -> tuple[Model, AttentionC
     products = "xla"
     if isinstance(placement.mesh, Mesh):
         device = placement.mesh.devices.flat[0]
-        check_matmul(device, placement.precision.matmul)
-        check_expert_exchange(device, placement.sharding.expert_exchange)
+        kernel_choice.check_matmul(device, placement.precision.matmul)
+        kernel_choice.check_expert_exchange(device, placement.sharding.expert_exchange)
         keys = training.sequence_length // count_key_parts(placement)
-        attention = choose_attention(
-            device, training.attention, kernel_head_dim(config.model), placement.precision.compute_dtype, keys
-        )
-        products = choose_expert_products(device, training.expert_products, placement.precision.compute_dtype)
+        dtype, head_dim = placement.precision.compute_dtype, kernel_head_dim(config.model)
+        attention = kernel_choice.choose_attention(device, training.attention, head_dim, dtype, keys)
+        products = kernel_choice.choose_grouped_matmul(device, training.grouped_matmul, dtype)
         xla_options.check_options(config.xla, placement.mesh)
     return Decoder(
-        config.model, training.loss_chunk, training.z_loss, attention=attention.name, expert_products=products
+        config.model, training.loss_chunk, training.z_loss, attention=attention.name, grouped_matmul=products
     ), attention

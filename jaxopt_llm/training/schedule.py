@@ -24,19 +24,14 @@ def make_schedule(peak: float, config: ScheduleConfig) -> optax.Schedule:
 
     def rate(count: jax.Array) -> jax.Array:
         step = jnp.asarray(count + 1, jnp.float32)
-
-        def decay_over(steps: int) -> jax.Array:
-            """Return 1 until `steps` steps before the end, then a line down to 0."""
-            return jnp.clip((config.decay_steps - step) / steps, 0.0, 1.0)
-
         if config.kind == "constant":
             share = jnp.ones(())
         elif config.kind == "inverse_sqrt":
             share = jnp.maximum(jnp.sqrt(warmup / step), config.final_share)
         else:
-            fall = decay_over(
-                config.cooldown_steps if config.kind == "wsd" else config.decay_steps - config.warmup_steps
-            )
+            # 1 until `steps` steps before the end, then a line down to 0.
+            steps = config.cooldown_steps if config.kind == "wsd" else config.decay_steps - config.warmup_steps
+            fall = jnp.clip((config.decay_steps - step) / steps, 0.0, 1.0)
             if config.kind == "cosine":
                 fall = (1 - jnp.cos(jnp.pi * fall)) / 2
             share = config.final_share + (1 - config.final_share) * fall

@@ -80,7 +80,7 @@ def prepare_run(config: Config, processes: Processes) -> Setup:
         program.attention.name,
         "install the same packages on all hosts, or set --training.attention to one implementation",
     )
-    local_rows, size = LocalRows(program.batch.tokens.shape, program.rows), config.training.batch_size
+    local_rows, size = LocalRows(program.batch.tokens.shape, program.batch_sharding), config.training.batch_size
     weights = [source.weight for source in data.corpus.sources]
     loader = Loader(data.training, weights, size, config.run.seed, local_rows.indices)
     held_out = read_held_out_batches(data.held_out, size, config.evaluation.batches, local_rows.indices)
@@ -125,10 +125,7 @@ def check_run_directory(config: Config, corpus: Corpus) -> None:
         old = fields.from_json((directory / "config.json").read_text())
         old_corpus = json.loads((directory / "corpus.json").read_text())["sha256"]
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise InputError(
-            f"run.directory={directory} does not hold a run that can be continued ({error}); "
-            "set another --run.directory"
-        ) from error
+        raise InputError(f"run.directory={directory}: no run to continue ({error}); set another directory") from error
     found = fields.forbidden_changes(old, config)
     if found:
         fixed = any(fields.METADATA[change.split()[0]].resume == "never" for change in found)

@@ -3,6 +3,7 @@
 import math
 
 from jaxopt_llm.config import BATCH_AXES, MeshConfig, ModelConfig, ShardingConfig, TrainingConfig
+from jaxopt_llm.config.fields import get_field
 from jaxopt_llm.model.decoder_specs import VOCABULARY_MULTIPLE, pad_vocabulary_size
 
 
@@ -19,9 +20,9 @@ def problems(model: ModelConfig, training: TrainingConfig, mesh: MeshConfig, sha
     found += _divisibility_problems(f"training.sequence_length={length}", length, parts, over_context)
     found += _heads_problems(model, mesh) if mesh.context > 1 and not zigzag else []
 
-    if model.experts:
+    if experts := model.moe.experts:
         over_expert = f"mesh.expert={mesh.expert}"
-        found += _divisibility_problems(f"model.experts={model.experts}", model.experts, mesh.expert, over_expert)
+        found += _divisibility_problems(f"model.moe.experts={experts}", experts, mesh.expert, over_expert)
 
     def over_tensor(tensor: int) -> list[str]:
         return tensor_problems(model, length, sharding.sequence_parallel, tensor, mesh.context)
@@ -38,9 +39,8 @@ def _heads_problems(model: ModelConfig, mesh: MeshConfig) -> list[str]:
         return []
     over = f"mesh.context={mesh.context}" + f" × mesh.tensor={mesh.tensor}" * (mesh.tensor > 1)
     return [
-        f"sharding.context_exchange=all_to_all splits the heads over devices, and model.heads={model.heads} is not "
-        f"divisible by {over}: set --sharding.context-exchange ring, which splits no heads, or use fewer devices along "
-        "these axes"
+        f"sharding.context_exchange=all_to_all splits the heads, and model.heads={model.heads} is not divisible by "
+        f"{over}: set --sharding.context-exchange ring, or use fewer devices along these axes"
     ]
 
 
@@ -50,15 +50,14 @@ def tensor_problems(
     """Check the sizes of all logical axes that the placement's tables map to `tensor`."""
     over, heads, kv_heads = f"mesh.tensor={tensor}", model.heads, model.kv_heads
     padded = pad_vocabulary_size(model.vocabulary_size)
-    dense = not all(map(model.has_experts, range(model.layers)))
-    names = ["mlp_width"] * dense + ["expert_width", "shared_expert_width"] * bool(model.experts)
-    widths = {f"model.{name}={getattr(model, name)}": getattr(model, name) for name in names}
+    dense = not all(map(model.moe.has_experts, range(model.layers)))
+    names = ["mlp_width"] * dense + ["moe.expert_width", "moe.shared_expert_width"] * bool(model.moe.experts)
+    widths = {f"model.{name}={get_field(model, name)}": get_field(model, name) for name in names}
     vocabulary = f"model.vocabulary_size={model.vocabulary_size}, padded to {padded},"
-    found = [
-        *_divisibility_problems(f"model.heads={heads}", heads, tensor, over, step=kv_heads),
-        *(problem for name, width in widths.items() for problem in _divisibility_problems(name, width, tensor, over)),
-        *_divisibility_problems(vocabulary, padded, tensor, over, step=VOCABULARY_MULTIPLE),
-    ]
+    found = _divisibility_problems(f"model.heads={heads}", heads, tensor, over, step=kv_heads)
+    for name, width in widths.items():
+        found += _divisibility_problems(name, width, tensor, over)
+    found += _divisibility_problems(vocabulary, padded, tensor, over, step=VOCABULARY_MULTIPLE)
     # Fewer key-value heads than `tensor` are replicated; see Placement.replicates.
     if kv_heads > tensor and kv_heads % tensor:
         valid = [n for n in range(1, heads + 1) if heads % n == 0 and (n < tensor or n % tensor == 0)]

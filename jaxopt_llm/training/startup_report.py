@@ -36,7 +36,7 @@ def describe_run(setup: Setup) -> Iterator[str]:
     )
     if program.attention.reason:
         yield f"attention: {program.attention}"
-    if experts := exchange.describe_exchange(config.model, placement):
+    if experts := exchange.describe_exchange(config.model.moe, placement):
         yield f"experts' tokens: {experts}"
     yield f"data: {data.corpus}"
     yield from (rows.summary for rows in (*data.training, data.held_out) if rows.summary)
@@ -69,9 +69,8 @@ def _list_unused_settings(setup: Setup) -> Iterator[str]:
     uncompressed = moments.find_uncompressed(program.specs.masters) if config.optimizer.state_dtype == "int8" else []
     if uncompressed:
         yield (
-            f"optimizer.state_dtype: the moments of {len(uncompressed)} matrices stay in 32 bits, the first one is "
-            f"{uncompressed[0]}: no block of {moments.BLOCK_SIZES[-1]} to {moments.BLOCK_SIZES[0]} values divides "
-            "their last dimension"
+            f"optimizer.state_dtype: {len(uncompressed)} matrices have moments in 32 bits (first: {uncompressed[0]}): "
+            f"no block of {moments.BLOCK_SIZES[-1]} to {moments.BLOCK_SIZES[0]} values divides their last dimension"
         )
     end = config.schedule.end_step
     if end is not None and end < config.training.steps:

@@ -17,16 +17,9 @@ from jaxopt_llm.model import param
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
-from jaxopt_llm.parallel import offload
+from jaxopt_llm.parallel import offload, zero
 from jaxopt_llm.parallel.gathering import cast_masters
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.parallel.zero import (
-    checkpoint_sharding,
-    has_compute_copy,
-    optimizer_state_sharding,
-    parameter_sharding,
-    resting_parameter_sharding,
-)
 from jaxopt_llm.training import update
 from jaxopt_llm.training.guard import Guard, guard_specs, initialize_guard
 from jaxopt_llm.training.loss_scale import LossScale, initialize_loss_scale, loss_scale_specs
@@ -34,6 +27,7 @@ from jaxopt_llm.training.update import Optimizers
 
 # Bytes per device of initial values in host memory that one program makes. One larger leaf has a program of its own.
 HOST_BYTES_PER_PROGRAM = 2**30
+STORED = ("masters", "moments", "frozen", "guard", "loss_scale")  # the fields of the state that have specs
 
 
 @struct.dataclass
@@ -100,14 +94,14 @@ def make_state_specs(
 def state_shardings(specs: StateSpecs, placement: Placement) -> TrainState:
     """Return the sharding of each leaf of the state between steps, as a TrainState of shardings."""
     # Adapters are small and stay on the device even if their base is offloaded.
-    trained_sharding = parameter_sharding if jax.tree.leaves(specs.frozen) else resting_parameter_sharding
-    update_sharding = optimizer_state_sharding if has_compute_copy(placement) else trained_sharding
+    trained_sharding = zero.parameter_sharding if jax.tree.leaves(specs.frozen) else zero.resting_parameter_sharding
+    update_sharding = zero.optimizer_state_sharding if zero.has_compute_copy(placement) else trained_sharding
     return TrainState(
         step=placement.replicated,
         masters=update_sharding(specs.masters, placement),
-        moments=optimizer_state_sharding(specs.moments, placement),
-        compute=trained_sharding(specs.masters, placement) if has_compute_copy(placement) else None,
-        frozen=resting_parameter_sharding(specs.frozen, placement),
+        moments=zero.optimizer_state_sharding(specs.moments, placement),
+        compute=trained_sharding(specs.masters, placement) if zero.has_compute_copy(placement) else None,
+        frozen=zero.resting_parameter_sharding(specs.frozen, placement),
         guard=jax.tree.map(lambda spec: placement.replicated, specs.guard),
         loss_scale=jax.tree.map(lambda spec: placement.replicated, specs.loss_scale),
     )
@@ -116,23 +110,15 @@ def state_shardings(specs: StateSpecs, placement: Placement) -> TrainState:
 def abstract_state(specs: StateSpecs, placement: Placement) -> TrainState:
     """Return the state as ShapeDtypeStructs with shardings, for compilation or as the target of a restore."""
 
-    def shape(spec: ParamSpec, dtype: jnp.dtype | str) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(spec.shape, dtype)
+    def shape(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
 
-    def shapes(specs: tree.Tree) -> tree.Tree:
-        return jax.tree.map(lambda spec: shape(spec, spec.dtype), specs)
+    def copy_shape(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, placement.precision.for_param(spec).compute_dtype)
 
-    state = TrainState(
-        step=jax.ShapeDtypeStruct((), jnp.int32),
-        masters=shapes(specs.masters),
-        moments=shapes(specs.moments),
-        compute=jax.tree.map(lambda spec: shape(spec, placement.precision.for_param(spec).compute_dtype), specs.masters)
-        if has_compute_copy(placement)
-        else None,
-        frozen=shapes(specs.frozen),
-        guard=shapes(specs.guard),
-        loss_scale=shapes(specs.loss_scale),
-    )
+    compute = jax.tree.map(copy_shape, specs.masters) if zero.has_compute_copy(placement) else None
+    stored = {name: jax.tree.map(shape, getattr(specs, name)) for name in STORED}
+    state = TrainState(step=jax.ShapeDtypeStruct((), jnp.int32), compute=compute, **stored)
     # Devices of a topology have no memory spaces, and a sharding over them loses the host memory kind. A sharding over
     # the abstract mesh keeps it.
     abstract = state_shardings(specs, replace(placement, mesh=placement.mesh.abstract_mesh))
@@ -224,8 +210,7 @@ def checkpoint_specs(specs: StateSpecs) -> dict[str, Params]:
     def stack_by_layer(spec: ParamSpec) -> ParamSpec:
         return spec if spec.layers is None else spec.unstack().stack(param.count_layers(spec))
 
-    names = ("masters", "moments", *(("frozen",) if specs.keep_frozen else ()), "guard", "loss_scale")
-    trees = {name: getattr(specs, name) for name in names}
+    trees = {name: getattr(specs, name) for name in STORED if name != "frozen" or specs.keep_frozen}
     return {name: jax.tree.map(stack_by_layer, each) for name, each in trees.items() if jax.tree.leaves(each)}
 
 
@@ -246,7 +231,7 @@ def make_checkpoint_converter(specs: StateSpecs, placement: Placement) -> Callab
         layers = np.ravel(np.asarray(spec.layers))
         # Remove the stage sharding first: each device then selects rows locally, without communication.
         rows = spec.unstack().stack(layers.size)
-        flat = jax.lax.with_sharding_constraint(array.reshape(rows.shape), checkpoint_sharding(rows, placement))
+        flat = jax.lax.with_sharding_constraint(array.reshape(rows.shape), zero.checkpoint_sharding(rows, placement))
         return flat[np.argsort(layers)[-param.count_layers(spec) :]]
 
     @functools.cache
@@ -254,7 +239,7 @@ def make_checkpoint_converter(specs: StateSpecs, placement: Placement) -> Callab
         def convert(array: jax.Array) -> jax.Array:
             return stack_by_layer(spec, offload.fetch_to_device(array))
 
-        return jax.jit(convert, out_shardings=checkpoint_sharding(saved_spec, placement))
+        return jax.jit(convert, out_shardings=zero.checkpoint_sharding(saved_spec, placement))
 
     def to_host(spec: ParamSpec, saved_spec: ParamSpec, array: jax.Array) -> jax.Array:
         converted = make_conversion(_layout_only(spec), _layout_only(saved_spec))(array)
@@ -273,22 +258,14 @@ def _layout_only(spec: ParamSpec) -> ParamSpec:
     return replace(spec, contracting=(), init=param.ones)
 
 
-def resume_state(
-    specs: StateSpecs,
-    step: int,
-    placement: Placement,
-    masters: Params,
-    moments: Params,
-    guard: Guard,
-    frozen: Params | None = None,
-    loss_scale: LossScale | None = None,
-) -> TrainState:
+def resume_state(specs: StateSpecs, step: int, placement: Placement, **trees: tree.Tree) -> TrainState:
     """Return the state after `step` from its checkpoint trees, and make the compute copy again.
 
     It deletes the arrays that it receives one by one, because the devices cannot hold the state twice.
 
     Args:
-        frozen: may already have its final sharding and layout.
+        trees: those of `checkpoint_specs`, and the frozen parameters if the checkpoint does not hold them, which may
+            already have their final sharding and layout.
     """
 
     def stack_by_stage(spec: ParamSpec, array: jax.Array) -> jax.Array:
@@ -318,12 +295,11 @@ def resume_state(
     def make(trees: dict[str, tree.Tree]) -> TrainState:
         return TrainState(step=jnp.int32(step), **trees)
 
+    def convert_tree(name: str) -> tree.Tree:
+        expected = getattr(specs, name)  # without leaves if the checkpoint has no such tree
+        return jax.tree.map(convert, expected, getattr(shardings, name), trees.get(name, expected))
+
     shardings = state_shardings(specs, placement)
-    frozen = specs.frozen if frozen is None else frozen
-    trees = {"masters": masters, "moments": moments, "frozen": frozen, "guard": guard, "loss_scale": loss_scale or {}}
-    converted = {
-        name: jax.tree.map(convert, getattr(specs, name), getattr(shardings, name), arrays)
-        for name, arrays in trees.items()
-    }
+    converted = {name: convert_tree(name) for name in STORED}
     compute = _make_compute_copy(specs.masters, converted["masters"], shardings.compute, placement)
     return jax.jit(make, out_shardings=shardings, donate_argnums=0)({**converted, "compute": compute})

@@ -1,8 +1,8 @@
 """One training step: loss, gradients, gradient clipping and the optimizer update.
 
-A step that is not finite, or whose gradient norm is an outlier, changes no parameters (see guard.py). With
-`optimizer.in_backward`, execution/in_backward.py takes the place of the executor: it updates each layer during the
-backward and cannot skip the update.
+The update is always computed. If the loss or the gradient norm is not finite, or the norm is an outlier, it is
+discarded (see guard.py, and the `jnp.where` in update.py). With `optimizer.in_backward`, execution/in_backward.py takes
+the place of the executor: it updates each period during the backward and cannot discard the update.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class StepSettings:
     Attributes:
         clip_norm: largest global gradient norm; 0 for no clip.
         skip_outliers: see guard.judge_step; 0 for no limit.
-        in_backward: update each layer during the backward (execution/in_backward.py). Then there is one microbatch, no
+        in_backward: update each period during the backward (execution/in_backward.py). Then there is one microbatch, no
             clip and no loss scale. A step that is not finite still updates the parameters, but counts as skipped.
         dropout_seed: seed of dropout, whose mask is a function of the seed and the step; None for no dropout.
         compiler_options: options of the XLA compiler.
@@ -78,7 +78,7 @@ def make_step(
     state_sharding = state_shardings(specs, placement)
     return jax.jit(
         parts.step,
-        in_shardings=(state_sharding, parts.rows),
+        in_shardings=(state_sharding, parts.batch_sharding),
         out_shardings=(state_sharding, placement.replicated),
         donate_argnums=0,
         compiler_options=settings.compiler_options,
@@ -108,7 +108,7 @@ class _Step:
     settings: StepSettings
 
     @property
-    def rows(self) -> jax.sharding.NamedSharding:
+    def batch_sharding(self) -> jax.sharding.NamedSharding:
         """Sharding of the batch fields [M, B, S]."""
         return self.placement.activation(None, "batch", "sequence")
 
@@ -118,18 +118,15 @@ class _Step:
         if dropout_seed is not None:
             key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
             noise = jax.random.bits(key, batch.tokens.shape, jnp.uint32)
-            batch = replace(batch, noise=jax.lax.with_sharding_constraint(noise, self.rows))
+            batch = replace(batch, noise=jax.lax.with_sharding_constraint(noise, self.batch_sharding))
         tokens = jnp.sum(batch.loss_mask)
         # An all-masked batch has loss 0 and gradient 0, not NaN.
         per_token = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
         advance = self._advance_in_backward if self.settings.in_backward else self._advance_after_backward
         outcome = advance(state, batch, per_token)
-        masters, moments, compute = outcome.updated
         new_state = TrainState(
-            step=state.step + 1,
-            masters=masters,
-            moments=moments,
-            compute=compute,
+            state.step + 1,
+            *outcome.updated,
             frozen=offload.store_like(state.frozen, state.frozen),
             guard=outcome.guard,
             loss_scale=adjust_loss_scale(state.loss_scale, outcome.overflow, precision.loss_scale_growth_interval),
@@ -148,37 +145,37 @@ class _Step:
         return new_state, metrics
 
     def _advance_after_backward(self, state: TrainState, batch: Batch, per_token: jax.Array) -> _Outcome:
-        """Compute all gradients, then update all layers."""
-        masters, placement, clip_norm = self.specs.masters, self.placement, self.settings.clip_norm
+        """Compute all gradients, then update all periods."""
+        specs, placement, clip_norm = self.specs.masters, self.placement, self.settings.clip_norm
         scale = state.loss_scale.get("scale", 1.0)
         # `trainable` is the compute copy where there is one, and the masters otherwise.
         loss, _, auxiliary, gradients = self.executor.loss_and_gradients(
             self.model, state.trainable, state.frozen, batch, scale * per_token, placement
         )
         # The update divides the gradients by the scale together with the clip: to divide here would make a second copy.
-        loss, norm = loss * per_token, jnp.sqrt(sum_of_squares(gradients, masters)) / scale
+        loss, norm = loss * per_token, jnp.sqrt(sum_of_squares(gradients, specs)) / scale
         overflow = placement.precision.scales_loss & ~jnp.isfinite(norm)
         good, guard = judge_step(state.guard, loss, norm, overflow, self.settings.skip_outliers)
         clip = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.float32(1)
         updated = update.apply_gradients(
-            self.optimizers, masters, state.updatable, gradients, clip / scale, good, placement
+            self.optimizers, specs, state.updatable, gradients, clip / scale, good, placement
         )
         return _Outcome(loss, norm, overflow, guard, updated, auxiliary)
 
     def _advance_in_backward(self, state: TrainState, batch: Batch, per_token: jax.Array) -> _Outcome:
-        """Update each layer during the backward."""
+        """Update each period during the backward."""
 
         def read_params(section_state: State) -> Params:
             masters, _, compute = section_state
             return masters if compute is None else compute
 
-        def update_layer(section: str, layer_state: State, gradients: Params) -> State:
-            layer_specs = param.layer_specs(self.specs.masters[section])
-            return update.update_layer(self.optimizers[section], layer_specs, self.placement, layer_state, gradients)
+        def update_period(section: str, period_state: State, gradients: Params) -> State:
+            specs = param.period_specs(self.specs.masters[section])
+            return update.update_period(self.optimizers[section], specs, self.placement, period_state, gradients)
 
         sections = update.split_sections(state.updatable)
         loss, squares, auxiliary, sections = loss_and_update(
-            self.model, sections, state.frozen, batch, per_token, self.placement, read_params, update_layer
+            self.model, sections, state.frozen, batch, per_token, self.placement, read_params, update_period
         )
         loss, norm, overflow = loss * per_token, jnp.sqrt(squares), jnp.bool(False)
         _, guard = judge_step(state.guard, loss, norm, overflow, outliers=0.0)

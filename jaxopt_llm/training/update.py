@@ -1,10 +1,11 @@
-"""Layer-wise update: the optimizer receives the leaves of one layer at a time.
+"""Update by period: the optimizer receives the leaves of one period of a segment at a time.
 
-The update then holds only one layer in addition to the state, also on the device if the optimizer state is in host
-memory, and optimizers that work on matrices receive matrices. A section is "outer", which is updated once, or a
-segment, whose layers are updated in a loop. Every layer has its own optimizer state, including its step count, stacked
-as the parameters are. In a pipeline all stages update one of their layers at the same time, chunk by chunk and slot by
-slot: an index into the axis that is sharded over the stages would make XLA gather it.
+The update then holds only one period in addition to the state, also on the device if the optimizer state is in host
+memory, and optimizers that work on matrices receive matrices. A section is "non_layer", which is updated once, or a
+segment, whose periods are updated in a loop. Every period has its own optimizer state, including its step count,
+stacked as the parameters are. With ZeRO stages 1 and 2, the new masters are then cast and gathered into the compute
+copy. In a pipeline all stages update one of their periods at the same time, chunk by chunk and slot by slot: an index
+into the axis that is sharded over the stages would make XLA gather it.
 """
 
 import functools
@@ -24,7 +25,7 @@ from jaxopt_llm.parallel.gathering import cast_masters
 from jaxopt_llm.parallel.placement import Placement
 
 Optimizers = dict[str, optax.GradientTransformation]  # by section
-# Masters, moments, and the compute copy or None: of all sections, of one section, or of one layer.
+# Masters, moments, and the compute copy or None: of all sections, of one section, or of one period.
 State = tuple[tree.Tree, tree.Tree, tree.Tree]
 UPDATE = "update"  # the named scope of the update in compiled programs and profiles
 
@@ -33,12 +34,9 @@ def make_optimizers(make: Callable[[str, tree.Tree], optax.GradientTransformatio
     """Make the optimizer of every section.
 
     Args:
-        make: (name of a section, specs of one of its layers) -> optimizer.
+        make: (name of a section, specs of one of its periods) -> optimizer.
     """
-    return {
-        section: make(section, leaves if param.layer_indices(leaves) is None else param.layer_specs(leaves))
-        for section, leaves in specs.items()
-    }
+    return {section: make(section, param.period_specs(leaves)) for section, leaves in specs.items()}
 
 
 def initialize_moments(optimizers: Optimizers, specs: Params, masters: Params) -> Params:
@@ -64,9 +62,7 @@ def moment_specs(optimizers: Optimizers, specs: Params) -> Params:
     def section_specs(section: str, state: tree.Tree) -> tree.Tree:
         layers = param.layer_indices(specs[section])
         leading = 0 if layers is None else layers.ndim
-        parameters = [
-            (tree.path_string(path), spec) for path, spec in jax.tree_util.tree_leaves_with_path(specs[section])
-        ]
+        parameters = tree.leaves_with_path(specs[section])
 
         def leaf_spec(path: str, leaf: jax.ShapeDtypeStruct) -> ParamSpec:
             # The path of a moment ends with the path of its parameter, followed by /codes or /scales in 8 bits.
@@ -110,26 +106,27 @@ def apply_gradients(
     """Return the state of all sections after a step.
 
     Args:
-        factor, good: see `update_layer`.
+        factor, good: see `update_period`.
     """
 
     def update_section(section: str, state: State) -> State:
-        layers = param.layer_indices(specs[section])
-        update = functools.partial(update_layer, optimizers[section], param.layer_specs(specs[section]), placement)
-        if layers is None:
+        periods = param.layer_indices(specs[section])
+        update = functools.partial(update_period, optimizers[section], param.period_specs(specs[section]), placement)
+        if periods is None:
             return update(state, gradients[section], factor, good)
-        on_stages = layers.ndim > 1
+        on_stages = periods.ndim > 1
         if on_stages:
             update = jax.vmap(update, (0, 0, None, None), spmd_axis_name="pipeline")
 
         def update_row(index: jax.Array, carry: State) -> State:
-            chunk, slot = jnp.divmod(index, layers.shape[-1])
+            # Without a pipeline, slot = index and the loop runs over all rows.
+            chunk, slot = jnp.divmod(index, periods.shape[-1])
             position = (chunk, None, slot) if on_stages else (slot,)
-            read, write = (functools.partial(jax.tree.map, functools.partial(f, position)) for f in (_read, _write))
-            return write(carry, update(read(carry), read(gradients[section]), factor, good))
+            new = update(_read(position, carry), _read(position, gradients[section]), factor, good)
+            return _write(position, carry, new)
 
         # The state is a carry, not xs and ys of a scan: XLA for GPUs updates only a carry in place.
-        return jax.lax.fori_loop(0, layers.size // (layers.shape[1] if on_stages else 1), update_row, state)
+        return jax.lax.fori_loop(0, periods.size // (periods.shape[1] if on_stages else 1), update_row, state)
 
     sections = split_sections(state)
     return join_sections({section: update_section(section, part) for section, part in sections.items()})
@@ -138,17 +135,25 @@ def apply_gradients(
 Position = tuple[jax.Array | None, ...]  # an index into each leading axis, None for the whole axis
 
 
-def _read(position: Position, stack: jax.Array) -> jax.Array:
-    """Return the part of a stack at a position."""
-    sizes = [size if index is None else 1 for index, size in zip(position, stack.shape, strict=False)]
-    part = jax.lax.dynamic_slice(stack, _start(position, stack), (*sizes, *stack.shape[len(position) :]))
-    return jnp.squeeze(part, _indexed_axes(position))
+def _read(position: Position, stacks: tree.Tree) -> tree.Tree:
+    """Return the parts of stacks at a position."""
+
+    def read(stack: jax.Array) -> jax.Array:
+        sizes = [size if index is None else 1 for index, size in zip(position, stack.shape, strict=False)]
+        part = jax.lax.dynamic_slice(stack, _start(position, stack), (*sizes, *stack.shape[len(position) :]))
+        return jnp.squeeze(part, _indexed_axes(position))
+
+    return jax.tree.map(read, stacks)
 
 
-def _write(position: Position, stack: jax.Array, part: jax.Array) -> jax.Array:
-    """Return the stack with `part` at a position."""
-    part = jnp.expand_dims(part, _indexed_axes(position))
-    return jax.lax.dynamic_update_slice(stack, part, _start(position, stack))
+def _write(position: Position, stacks: tree.Tree, parts: tree.Tree) -> tree.Tree:
+    """Return the stacks with `parts` at a position."""
+
+    def write(stack: jax.Array, part: jax.Array) -> jax.Array:
+        part = jnp.expand_dims(part, _indexed_axes(position))
+        return jax.lax.dynamic_update_slice(stack, part, _start(position, stack))
+
+    return jax.tree.map(write, stacks, parts)
 
 
 def _start(position: Position, stack: jax.Array) -> list[jax.Array | int]:
@@ -160,7 +165,7 @@ def _indexed_axes(position: Position) -> tuple[int, ...]:
 
 
 @jax.named_scope(UPDATE)
-def update_layer(
+def update_period(
     optimizer: optax.GradientTransformation,
     specs: tree.Tree,
     placement: Placement,
@@ -169,18 +174,18 @@ def update_layer(
     factor: jax.Array | float = 1.0,
     good: jax.Array | bool = True,
 ) -> State:
-    """Return the state of one layer, or of "outer", after a step.
+    """Return the state of one period, or of "non_layer", after a step.
 
     Args:
         factor: multiplies every gradient: the global clip divided by the loss scale. The clip is outside optax, because
-            inside it would use the norm of one layer.
+            inside it would use the norm of one period.
         good: bool; if False, masters and moments stay bitwise unchanged.
     """
     masters, moments = offload.fetch_to_device(state[:2])
     gradients = jax.tree.map(lambda x: x * factor, gradients)
     updates, new_moments = optimizer.update(gradients, moments, masters)
     new = optax.apply_updates(masters, updates), new_moments
-    # The selection is per layer: for whole stacks the device would hold the old state in addition to the new one.
+    # The selection is per period: for whole stacks the device would hold the old state in addition to the new one.
     masters, moments = jax.tree.map(functools.partial(jnp.where, good), new, (masters, moments))
     copy = None if state[2] is None else cast_masters(specs, masters, placement)
     return offload.store_like((masters, moments, copy), state)

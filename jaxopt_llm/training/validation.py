@@ -30,9 +30,7 @@ def validate(config: Config) -> None:
             *_quantisation_problems(config),
         ]
     if not found:
-        _, trained, _ = lora.adapt_model(
-            Decoder(config.model), config.lora, config.precision, config.training.trainable
-        )
+        trained = lora.adapt_model(Decoder(config.model), config.lora, config.precision, config.training.trainable)[1]
         mesh = AbstractMesh(dataclasses.astuple(config.mesh), AXES)
         placement = Placement(mesh, config.sharding, config.precision)
         found = [
@@ -46,13 +44,10 @@ def validate(config: Config) -> None:
 
 def _allow_change_problems(config: Config) -> list[str]:
     allowed = normalize_names(config.run.allow_change)
+    fixed = [name for name in allowed if name in METADATA and METADATA[name].resume == "never"]
     return [
         *(f"run.allow_change: {name}: no such field" for name in allowed if name not in METADATA),
-        *(
-            f"run.allow_change: {name} determines the arrays of a checkpoint, so no resume can change it"
-            for name in allowed
-            if name in METADATA and METADATA[name].resume == "never"
-        ),
+        *(f"run.allow_change: {name} shapes the checkpoint, so no resume can change it" for name in fixed),
     ]
 
 
@@ -62,10 +57,7 @@ def _remat_group_problems(config: Config) -> list[str]:
     if every == 1:
         return []
     if every % period:
-        return [
-            f"remat.every={every} is not a multiple of {period}, the number of layers after which the kinds of layers "
-            f"repeat: set --remat.every to a multiple of {period}"
-        ]
+        return [f"remat.every={every} is no multiple of {period}, the layers of a period: set --remat.every {period}"]
     segments = list_segments(config.model)
     layouts = stage_layout.split_periods(segments, config.mesh.pipeline, config.pipeline)
     chunks, stages, _ = layouts[0].shape
@@ -85,23 +77,14 @@ def _quantisation_problems(config: Config) -> list[str]:
     matmul, exempt, layers = config.precision.matmul, config.precision.compute_dtype_layers, config.model.layers
     found = []
     if config.precision.quantises and config.lora.rank:
-        found.append(
-            f"precision.matmul={matmul} supports only weights that are trained whole, not adapters over a frozen base: "
-            "set --precision.matmul compute_dtype"
-        )
-    name = f"precision.compute_dtype_layers={exempt}"
+        found.append(f"precision.matmul={matmul} does not support adapters: set --precision.matmul compute_dtype")
+    name, remedy = f"precision.compute_dtype_layers={exempt}", "set --precision.compute-dtype-layers 0"
     if exempt and 2 * exempt >= layers:
         found.append(f"{name} at each end exempts all of model.layers={layers}: set at most {(layers - 1) // 2}")
     if exempt and config.mesh.pipeline > 1:
-        found.append(
-            f"{name} does not support mesh.pipeline={config.mesh.pipeline}, because all stages run the same program: "
-            "set --precision.compute-dtype-layers 0"
-        )
+        found.append(f"{name} does not support mesh.pipeline={config.mesh.pipeline}: {remedy}")
     if exempt and config.remat.every > 1:
-        found.append(
-            f"{name} does not support remat.every={config.remat.every}: set --precision.compute-dtype-layers 0 or "
-            "--remat.every 1"
-        )
+        found.append(f"{name} does not support remat.every={config.remat.every}: {remedy} or --remat.every 1")
     return found
 
 

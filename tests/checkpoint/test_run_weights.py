@@ -80,7 +80,7 @@ def test_layers_come_from_other_stacks_than_they_go_to(run: Path) -> None:
         run_params["segment_0"]["block_1"],
         run_params["segment_1"],
     )
-    assert_equal(found["outer"], run_params["outer"])
+    assert_equal(found["non_layer"], run_params["non_layer"])
     assert_equal(found["segment_0"]["block_0"], jax.tree.map(lambda x: x[:1], first))
     assert_equal(found["segment_1"]["block_0"], jax.tree.map(lambda x: x[1:], first))
     assert_equal(found["segment_2"]["block_0"], jax.tree.map(lambda x: x[1:], second))
@@ -89,7 +89,7 @@ def test_layers_come_from_other_stacks_than_they_go_to(run: Path) -> None:
 
 def test_one_layer_and_the_stored_dtypes(run: Path) -> None:
     source, placement = open_weights(run), toy.placement()
-    assert source.dtype("outer/embedding/table") == source.dtype("segment_0/block_1/mlp/down") == np.float32
+    assert source.dtype("non_layer/embedding/table") == source.dtype("segment_0/block_1/mlp/down") == np.float32
     assert source.dtype("segment_1/block_0/mlp/down") == jnp.bfloat16
     spec = SPECS["segment_0"]["block_1"]["mlp"]["down"]
     one = spec.unstack().stack(np.array([1]))
@@ -113,16 +113,16 @@ def test_parameters_missing_from_a_checkpoint_are_read_from_its_base(tmp_path: P
     np.testing.assert_array_equal(source.read(path, spec, parameter_sharding(spec, placement)), expected)
     assert source.dtype(path) == np.float32
     with pytest.raises(CheckpointError, match="lacks parameters"):
-        replace(source, base=None).dtype("outer/embedding/table")
+        replace(source, base=None).dtype("non_layer/embedding/table")
 
 
 def test_values_that_overflow_the_dtype_are_refused(tmp_path: Path) -> None:
     large = jax.tree.map(lambda x: jax.device_put(1e6 * x, toy.placement().replicated), PARAMS)
     with Checkpoints(tmp_path / "checkpoints", CheckpointConfig()) as checkpoints:
         checkpoints.save(3, {"masters": large}, {})
-    spec = replace(SPECS["outer"]["final_norm"]["scale"], dtype=np.dtype(np.float16))
-    with pytest.raises(InputError, match="outer/final_norm/scale has values that are not finite in float16"):
-        open_weights(tmp_path).read("outer/final_norm/scale", spec, parameter_sharding(spec, toy.placement()))
+    spec = replace(SPECS["non_layer"]["final_norm"]["scale"], dtype=np.dtype(np.float16))
+    with pytest.raises(InputError, match="non_layer/final_norm/scale has values that are not finite in float16"):
+        open_weights(tmp_path).read("non_layer/final_norm/scale", spec, parameter_sharding(spec, toy.placement()))
 
 
 def test_is_run_directory(run: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from jaxopt_llm.core import tree
 from jaxopt_llm.model.param import ParamSpec
 
-PARAMS = {"outer": {"table": np.arange(3)}, "segment_0": {"block_0": {"gate": np.ones(2), "down": np.zeros(2)}}}
+PARAMS = {"non_layer": {"table": np.arange(3)}, "segment_0": {"block_0": {"gate": np.ones(2), "down": np.zeros(2)}}}
 
 
 def is_mlp(path: str) -> bool:
@@ -16,7 +16,7 @@ def is_mlp(path: str) -> bool:
 def test_a_path_is_the_keys_joined_by_slashes() -> None:
     paths = tree.map_with_path(lambda path, leaf: path, PARAMS)
     assert paths == {
-        "outer": {"table": "outer/table"},
+        "non_layer": {"table": "non_layer/table"},
         "segment_0": {"block_0": {"gate": "segment_0/block_0/gate", "down": "segment_0/block_0/down"}},
     }
 
@@ -29,8 +29,8 @@ def test_a_path_does_not_depend_on_the_leaf() -> None:
 
 def test_a_partition_has_every_leaf_in_exactly_one_half() -> None:
     selected, rest = tree.partition(PARAMS, is_mlp)
-    assert selected == {"outer": {"table": None}, "segment_0": PARAMS["segment_0"]}
-    assert rest == {"outer": PARAMS["outer"], "segment_0": {"block_0": {"gate": None, "down": None}}}
+    assert selected == {"non_layer": {"table": None}, "segment_0": PARAMS["segment_0"]}
+    assert rest == {"non_layer": PARAMS["non_layer"], "segment_0": {"block_0": {"gate": None, "down": None}}}
 
 
 def test_merge_joins_the_halves_in_either_order() -> None:

@@ -206,7 +206,7 @@ def test_a_missing_or_wrong_column_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"a.jsonl.*no column 'text' among \['body', 'id'\].*data.text_field"):
         read(write_jsonl(tmp_path / "a.jsonl", ["x", "y"], "body"), DataConfig())
     path = write_parquet(tmp_path / "a.parquet", ["x", "y"], "body")
-    with pytest.raises(InputError, match="a.parquet: no column 'text' among id, body.*data.text_field"):
+    with pytest.raises(InputError, match=r"a.parquet: no column 'text' among \['id', 'body'\].*data.text_field"):
         read(path, DataConfig())
     with pytest.raises(InputError, match="column 'id' cannot be read as text"):
         read(path, DataConfig(text_field="id"))

@@ -12,6 +12,7 @@ import toy
 
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import Intermediate, ModelConfig, RematConfig
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.stage_layout import EVEN, stack_by_stage
 from jaxopt_llm.model.batch import Batch
@@ -23,7 +24,9 @@ LENGTH = WIDTH  # so that each product of attention costs as much as [B, S, D] Ã
 MODEL = replace(
     toy.CONFIG, pattern=("global",), layers=LAYERS, width=WIDTH, heads=4, kv_heads=4, head_dim=16, mlp_width=2 * WIDTH
 )
-LATENT = replace(MODEL, latent_rank=32, query_rank=32, rotary_head_dim=8, value_head_dim=16)
+LATENT = replace_fields(
+    MODEL, {"mla.kv_rank": 32, "mla.query_rank": 32, "mla.rotary_head_dim": 8, "mla.value_head_dim": 16}
+)
 ROWS = toy.packed(2, LENGTH)
 TOKENS = np.float32(np.sum(ROWS.loss_mask))
 ACTIVATION = 2 * LENGTH * WIDTH * 4  # bytes of [B, S, D]

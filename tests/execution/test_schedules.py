@@ -26,12 +26,17 @@ SIZES = [
     (7, 5),
     (8, 24),
 ]
-CASES: list[Case] = [
+# The schedules whose numbers of ticks, buffers and phases have a formula below.
+WITH_FORMULAS: list[Case] = [
     *(("gpipe", stages, microbatches, 1) for stages, microbatches in SIZES),
     *(("1f1b", stages, microbatches, 1) for stages, microbatches in SIZES),
     *(("interleaved", stages, microbatches, chunks) for stages, microbatches in SIZES for chunks in (2, 3)),
 ]
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+CASES: list[Case] = [*WITH_FORMULAS]
+every_case, every_formula = (
+    pytest.mark.parametrize("case", cases, ids=lambda case: "-".join(map(str, case)))
+    for cases in (CASES, WITH_FORMULAS)
+)
 
 
 def forward_ticks(stages: int, microbatches: int, chunks: int) -> int:
@@ -148,7 +153,7 @@ def test_each_microbatch_is_once_at_each_end_of_the_model(case: Case) -> None:
     assert np.all(loss_backward >= loss)
 
 
-@every_case
+@every_formula
 def test_the_number_of_ticks_is_the_formulas(case: Case) -> None:
     schedule, stages, microbatches, chunks = case
     table = make_table(*case)
@@ -161,7 +166,7 @@ def test_the_number_of_ticks_is_the_formulas(case: Case) -> None:
     assert not np.any(table.forward.active[one_way:]) and not np.any(table.backward.active[:before_backward])
 
 
-@every_case
+@every_formula
 def test_the_idle_share_is_the_formulas(case: Case) -> None:
     _, stages, microbatches, chunks = case
     busy = chunks * microbatches
@@ -170,7 +175,7 @@ def test_the_idle_share_is_the_formulas(case: Case) -> None:
         assert make_table(*case).idle_share == pytest.approx((stages - 1) / (busy + stages - 1))
 
 
-@every_case
+@every_formula
 def test_the_number_of_buffers_is_the_formulas_and_none_is_spare(case: Case) -> None:
     schedule, stages, microbatches, chunks = case
     round_size = min(microbatches, stages)
@@ -186,7 +191,7 @@ def test_buffers_do_not_grow_with_the_microbatches(schedule: Schedule, chunks: i
     assert {make_table(schedule, 4, microbatches, chunks).buffers for microbatches in (7, 8, 64)} == {4 * chunks + 3}
 
 
-@every_case
+@every_formula
 def test_phases_are_consecutive_ticks_that_are_alike(case: Case) -> None:
     """The executor makes a loop of each phase: they are few for any number of microbatches."""
     schedule, stages, _, chunks = case
@@ -223,11 +228,12 @@ FORWARD, BACKWARD = ticks([[[0, 1], [1, 2]]]), ticks([[[2, 3], [1, 2]]])
 
 
 REFUSED = {
-    "late": (ticks([[[0, 1], [1, 3]]]), BACKWARD + 2, "does not follow"),
-    "early": (ticks([[[0, 1], [0, 1]]]), BACKWARD, "does not follow"),
-    "late backward": (FORWARD, ticks([[[3, 3], [1, 2]]]), "does not follow"),
-    "backward in the forward's order": (FORWARD, FORWARD + 3, "does not follow"),
-    "two microbatches in a tick": (ticks([[[0, 0], [1, 1]]]), BACKWARD + 1, "two chunks in a tick"),
+    "late": (ticks([[[0, 1], [1, 3]]]), BACKWARD + 2, "does not run one tick after"),
+    "early": (ticks([[[0, 1], [0, 1]]]), BACKWARD, "does not run one tick after"),
+    "late backward": (FORWARD, ticks([[[3, 3], [1, 2]]]), "does not run one tick after"),
+    "backward in the forward's order": (FORWARD, FORWARD + 3, "does not run one tick after"),
+    "two microbatches in a tick": (ticks([[[0, 0], [1, 1]]]), BACKWARD + 1, "microbatches in order"),
+    "backwards in reverse": (FORWARD, ticks([[[4, 3], [3, 2]]]), "microbatches in order"),
     "two chunks in a tick": (ticks([[[0, 2], [1, 3]], [[2, 4], [3, 5]]]), FORWARD, "two chunks in a tick"),
     "backward first": (FORWARD + 1, BACKWARD, "before its forward"),
     "before the first tick": (FORWARD - 1, BACKWARD, "before the first tick"),
@@ -252,7 +258,7 @@ def test_impossible_schedules_are_refused(forward: np.ndarray, backward: np.ndar
             PipelineConfig("1f1b", 2),
             ["pipeline.virtual_stages=2", "--pipeline.schedule interleaved, or --pipeline.virtual-stages 1"],
         ),
-        (PipelineConfig("gpipe", 0), ["pipeline.virtual_stages=0", "or --pipeline.virtual-stages 1"]),
+        (PipelineConfig("gpipe", 0), ["pipeline.virtual_stages=0: must be at least 1"]),
         (PipelineConfig(split=(4, 0)), ["pipeline.split=(4, 0)", "at least 1 layer"]),
     ],
 )

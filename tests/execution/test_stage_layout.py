@@ -1,7 +1,6 @@
 """The layers that each pipeline stage holds."""
 
 import itertools
-from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -11,6 +10,7 @@ import pytest
 import toy
 
 from jaxopt_llm.config import ModelConfig, PipelineConfig, RematConfig
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution.pipeline_stage import select_microbatch
 from jaxopt_llm.execution.segments import PeriodRunner
@@ -153,7 +153,7 @@ def test_padding_is_counted_in_layers() -> None:
 @pytest.mark.parametrize("occupied", [True, False])
 def test_in_an_empty_slot_every_token_is_padding(occupied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then no token goes to an expert."""
-    config = replace(toy.UNIFORM, experts=4, expert_width=8)
+    config = replace_fields(toy.UNIFORM, {"moe.experts": 4, "moe.expert_width": 8})
     model, packed = Decoder(config), toy.packed(2, 12)
     runner = PeriodRunner(model, cast(Any, None), model.make_context(packed, toy.placement()), RematConfig())
     masks = []
@@ -164,7 +164,7 @@ def test_in_an_empty_slot_every_token_is_padding(occupied: bool, monkeypatch: py
 
     monkeypatch.setattr(PeriodRunner, "run", run)
     carry = jnp.zeros((2, 12, config.width)), model.zero_auxiliary(), None
-    runner.step(carry, ({}, {}, {}, jnp.bool(occupied), None))
+    runner.scan_body(carry, ({}, {}, {}, jnp.bool(occupied), None))
     np.testing.assert_array_equal(masks[0], (packed.segment_ids != 0) & occupied)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import toy
 
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.execution import scan
 from jaxopt_llm.inference.decode import Sampling, TokenGenerator, filter_logits, sample_tokens
 from jaxopt_llm.kernels.attention_mask import make_document_ranges
@@ -84,7 +85,7 @@ def test_sharded_parameters_and_cache_give_the_same_tokens(axes: dict[str, int],
     params = jax.tree.map(
         lambda leaf, spec: jax.device_put(leaf, parameter_sharding(spec, placement)), PARAMS, PARTS.specs
     )
-    tables = params["outer"]["embedding"]["table"], params["segment_0"]["block_0"]["mlp"]["up"]
+    tables = params["non_layer"]["embedding"]["table"], params["segment_0"]["block_0"]["mlp"]["up"]
     assert all(part.data.size * placement.mesh.size == leaf.size for leaf in tables for part in leaf.addressable_shards)
     generator = TokenGenerator(PARTS, params, placement, SIZE, GREEDY, 0, len(PROMPTS), 12)
     np.testing.assert_array_equal(np.stack([*generator(PROMPTS, 6)], axis=1), greedy)
@@ -100,8 +101,15 @@ def test_sharded_parameters_and_cache_give_the_same_tokens(axes: dict[str, int],
 @pytest.mark.parametrize("axes", [{"expert": 4, "fsdp": 2}, {"expert": 2, "tensor": 2}], ids=str)
 def test_sharded_experts_give_the_same_tokens(axes: dict[str, int]) -> None:
     """This also holds if training would drop choices, and send each choice only to the device of its expert."""
-    config = dataclasses.replace(
-        toy.CONFIG, experts=8, experts_per_token=3, expert_width=24, shared_expert_width=8, expert_capacity=1.0
+    config = replace_fields(
+        toy.CONFIG,
+        {
+            "moe.experts": 8,
+            "moe.experts_per_token": 3,
+            "moe.expert_width": 24,
+            "moe.shared_expert_width": 8,
+            "moe.capacity_factor": 1.0,
+        },
     )
     parts = Decoder(config)
     params, placement = toy.params(parts.specs), toy.placement(3, **axes)

@@ -35,13 +35,13 @@ def test_parameters_use_all_devices_if_one_is_too_small() -> None:
 def test_parameters_are_sharded_and_in_compute_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Routers stay in float32."""
     experts = (
-        "--model.experts",
+        "--model.moe.experts",
         2,
-        "--model.expert-width",
+        "--model.moe.expert-width",
         8,
-        "--model.router",
+        "--model.moe.router",
         "sigmoid",
-        "--model.router-bias",
+        "--model.moe.router-bias",
         True,
     )
     done = train(tmp_path, "--training.steps", 1, "--precision.compute-dtype", "bfloat16", *experts)
@@ -51,7 +51,7 @@ def test_parameters_are_sharded_and_in_compute_dtype(tmp_path: Path, monkeypatch
     dtypes = {path: leaf.dtype for path, leaf in tree.leaves_with_path(loaded.params)}
     assert [dtypes.pop(f"segment_0/block_0/mlp/{name}") for name in ("router", "router_bias")] == [jnp.float32] * 2
     assert set(dtypes.values()) == {jnp.dtype("bfloat16")}
-    table = loaded.params["outer"]["embedding"]["table"]
+    table = loaded.params["non_layer"]["embedding"]["table"]
     assert table.sharding.num_devices == 8 and not table.is_fully_replicated
     monkeypatch.undo()
     split = run.load_model(tmp_path, tensor=2)
@@ -119,6 +119,6 @@ def test_offloaded_parameters_generate_the_same_text(tmp_path: Path, monkeypatch
         section: {x.sharding.memory_kind for x in jax.tree.leaves(on_host.params[section])}
         for section in on_host.params
     }
-    assert kinds == {"outer": {"device"}, "segment_0": {"pinned_host"}}
+    assert kinds == {"non_layer": {"device"}, "segment_0": {"pinned_host"}}
     texts = [generate(each, ["x"], 4, Sampling(), 0, ()) for each in (on_device, on_host)]
     assert texts[0] == texts[1]

@@ -183,13 +183,13 @@ def test_segments_repeat_the_pattern_and_the_remainder_is_a_second_segment() -> 
 
 def test_every_block_gets_its_layer_index() -> None:
     class Counting(Decoder):
-        def embed(self, outer: Params, tokens: jax.Array, context: Context) -> jax.Array:
+        def embed(self, non_layer: Params, tokens: jax.Array, context: Context) -> jax.Array:
             return jnp.zeros(tokens.shape, jnp.int32)
 
         def block(self, kind: str, params: Params, x: jax.Array, context: Context, layer: Any, cache: Any) -> Any:
             return x * 10 + layer["index"], cache, self.zero_auxiliary()
 
-        def logits(self, outer: Params, x: jax.Array, context: Context) -> jax.Array:
+        def logits(self, non_layer: Params, x: jax.Array, context: Context) -> jax.Array:
             return x
 
     counting = Counting(config(tied=False))
@@ -214,8 +214,8 @@ def test_auxiliary_losses_are_differentiated_and_statistics_summed() -> None:
             return x, cache, Auxiliary(jnp.where(is_last, penalty(x), 0.0), {"blocks": jnp.ones(())})
 
     class InHead(Decoder):
-        def loss(self, outer: Params, x: jax.Array, batch: Any, context: Context, loss_weight: jax.Array) -> Any:
-            objective, loss = super().loss(outer, x, batch, context, loss_weight)
+        def loss(self, non_layer: Params, x: jax.Array, batch: Any, context: Context, loss_weight: jax.Array) -> Any:
+            objective, loss = super().loss(non_layer, x, batch, context, loss_weight)
             return objective + loss_weight * penalty(x), loss + penalty(x)
 
     def compute(model: Model) -> Any:

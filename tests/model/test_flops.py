@@ -17,6 +17,7 @@ from jaxopt_llm.config import (
     ScheduleConfig,
     TrainingConfig,
 )
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.decoder_specs import param_specs
@@ -28,7 +29,7 @@ ROWS, SEQUENCE = 2, 8
 CONFIG = dataclasses.replace(toy.CONFIG, vocabulary_size=256, pattern=("global",))
 
 
-LATENT = {"kv_heads": 4, "head_dim": 6, "latent_rank": 12, "rotary_head_dim": 4, "value_head_dim": 3}
+LATENT = {"kv_heads": 4, "head_dim": 6, "mla.kv_rank": 12, "mla.rotary_head_dim": 4, "mla.value_head_dim": 3}
 
 
 @pytest.mark.parametrize(
@@ -40,11 +41,11 @@ LATENT = {"kv_heads": 4, "head_dim": 6, "latent_rank": 12, "rotary_head_dim": 4,
         ({"tied_head": False}, LoraConfig(rank=2)),
         ({"positions": "learned", "mlp": "gelu", "biases": "all"}, LoraConfig()),
         (LATENT, LoraConfig()),
-        (LATENT | {"query_rank": 10}, LoraConfig()),
+        (LATENT | {"mla.query_rank": 10}, LoraConfig()),
     ],
 )
 def test_compiled_step_has_the_counted_flops(switches: dict[str, Any], lora: LoraConfig) -> None:
-    config = dataclasses.replace(CONFIG, **switches)
+    config = replace_fields(CONFIG, switches)
     training = TrainingConfig(batch_size=ROWS, sequence_length=SEQUENCE)
     program = toy.make_program(
         config, training, OptimizerConfig(), ScheduleConfig(), RematConfig("none"), lora, toy.placement()
@@ -62,15 +63,17 @@ def test_compiled_step_has_the_counted_flops(switches: dict[str, Any], lora: Lor
 
 # ---- Experts: FLOPs and parameters that a token uses.
 
-EXPERTS = dataclasses.replace(
+EXPERTS = replace_fields(
     CONFIG,
-    layers=6,
-    experts=8,
-    experts_per_token=3,
-    expert_width=8,
-    shared_expert_width=4,
-    dense_layers=1,
-    expert_every=2,
+    {
+        "layers": 6,
+        "moe.experts": 8,
+        "moe.experts_per_token": 3,
+        "moe.expert_width": 8,
+        "moe.shared_expert_width": 4,
+        "moe.dense_layers": 1,
+        "moe.expert_every": 2,
+    },
 )
 MOE_LAYERS = 3  # the second, fourth and sixth of the layers
 
@@ -86,8 +89,8 @@ def test_flops_count_only_the_experts_that_a_token_uses(rank: int) -> None:
         return flops.count_per_token(config, trained, frozen, SEQUENCE)
 
     moe, dense = count(EXPERTS), count(dataclasses.replace(CONFIG, layers=6))
-    width, inner = EXPERTS.width, 3 * EXPERTS.expert_width
-    weights = 3 * width * (inner + EXPERTS.shared_expert_width - CONFIG.mlp_width) + width * EXPERTS.experts
+    width, inner = EXPERTS.width, 3 * EXPERTS.moe.expert_width
+    weights = 3 * width * (inner + EXPERTS.moe.shared_expert_width - CONFIG.mlp_width) + width * EXPERTS.moe.experts
     factors = rank * (3 * width + inner) - rank * (width + CONFIG.mlp_width)
     expected = MOE_LAYERS * ((4 if rank else 6) * weights + 6 * factors)
     assert (moe.causal - dense.causal, moe.full - dense.full) == pytest.approx((expected, expected), rel=1e-12)
@@ -98,8 +101,8 @@ def test_active_parameters_are_those_that_a_token_uses(rank: int) -> None:
     """Includes the adapters of experts."""
     lora = LoraConfig(rank=rank, targets=("*/mlp/up",), base="int8" if rank else "float")
     specs = adapt_model(Decoder(EXPERTS), lora, PrecisionConfig())[0].specs
-    idle = MOE_LAYERS * (EXPERTS.experts - EXPERTS.experts_per_token)
-    per_expert = 3 * EXPERTS.width * EXPERTS.expert_width + rank * (EXPERTS.width + EXPERTS.expert_width)
+    idle = MOE_LAYERS * (EXPERTS.moe.experts - EXPERTS.moe.experts_per_token)
+    per_expert = 3 * EXPERTS.width * EXPERTS.moe.expert_width + rank * (EXPERTS.width + EXPERTS.moe.expert_width)
     assert leaves.count_parameters(specs) - flops.count_active_parameters(EXPERTS, specs) == idle * per_expert
     assert flops.describe_parameters(10, 10) == "10 parameters"
     assert flops.describe_parameters(1000, 10) == "1,000 parameters (10 active)"
@@ -108,7 +111,7 @@ def test_active_parameters_are_those_that_a_token_uses(rank: int) -> None:
 def test_quantised_flops_exclude_experts() -> None:
     specs = param_specs(EXPERTS)
     attention = 4 * EXPERTS.width * EXPERTS.head_dim * (EXPERTS.heads + EXPERTS.kv_heads) // 2
-    shared, mlp = 3 * EXPERTS.width * EXPERTS.shared_expert_width, 3 * EXPERTS.width * EXPERTS.mlp_width
+    shared, mlp = 3 * EXPERTS.width * EXPERTS.moe.shared_expert_width, 3 * EXPERTS.width * EXPERTS.mlp_width
     for exempt, moe, dense in ((0, 3, 3), (1, 2, 2), (2, 1, 1)):
         precision = PrecisionConfig(matmul="int8", compute_dtype_layers=exempt)
         found = flops.count_quantised_per_token(EXPERTS, specs, precision)

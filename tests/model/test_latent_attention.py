@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import toy
 
-from jaxopt_llm.config import LoraConfig, ModelConfig, PrecisionConfig
+from jaxopt_llm.config import LoraConfig, MLAConfig, ModelConfig, PrecisionConfig
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import scan
 from jaxopt_llm.inference.decode import Sampling, TokenGenerator
@@ -23,10 +24,18 @@ from jaxopt_llm.training.lora import adapt_model
 
 pytestmark = pytest.mark.core
 
-CONFIG = replace(
-    toy.UNIFORM, kv_heads=4, head_dim=10, latent_rank=16, query_rank=16, rotary_head_dim=6, value_head_dim=3
+CONFIG = replace_fields(
+    toy.UNIFORM,
+    {
+        "kv_heads": 4,
+        "head_dim": 10,
+        "mla.kv_rank": 16,
+        "mla.query_rank": 16,
+        "mla.rotary_head_dim": 6,
+        "mla.value_head_dim": 3,
+    },
 )
-GROUPED = ("width", "latent_rank", "query_rank", "mlp_width")  # dimensions that int4 matmuls sum over
+GROUPED = ("width", "mla.kv_rank", "mla.query_rank", "mlp_width")  # dimensions that int4 matmuls sum over
 LENGTH, ROWS = 8, 2
 ADAPTED = {
     "dora over nf4": (
@@ -40,8 +49,8 @@ ADAPTED = {
 @pytest.mark.parametrize("name", ADAPTED)
 def test_cached_logits_match_uncached_logits_with_other_leaf_classes(name: str) -> None:
     lora, precision = ADAPTED[name]
-    sizes = {} if lora.rank else dict.fromkeys(GROUPED, 32) | {"value_head_dim": 32}
-    config = replace(CONFIG, layers=1, **sizes)
+    sizes = {} if lora.rank else dict.fromkeys(GROUPED, 32) | {"mla.value_head_dim": 32}
+    config = replace_fields(CONFIG, {"layers": 1, **sizes})
     model, _, _ = adapt_model(Decoder(config), lora, precision)
     random = np.random.default_rng(0)
 
@@ -93,24 +102,24 @@ def test_devices_that_split_heads_hold_the_whole_cache(axes: dict[str, int]) -> 
     [
         (
             {"kv_heads": 2},
-            "model.kv_heads=2: with model.latent_rank each query head has its own keys; set --model.kv-heads 4",
+            "model.kv_heads=2: with model.mla.kv_rank each query head has its own keys; set --model.kv-heads 4",
         ),
-        ({"rotary_head_dim": 10}, "model.rotary_head_dim=10: must be even, above 0 and below model.head_dim=10"),
-        ({"rotary_head_dim": 3}, "model.rotary_head_dim=3: must be even"),
-        ({"value_head_dim": 0}, "model.value_head_dim=0: must be at least 1"),
-        ({"latent_rank": -1}, "model.latent_rank=-1: must be at least 0"),
-        ({"query_rank": -1}, "model.query_rank=-1: must be at least 0"),
-        ({"positions": "learned"}, "model.positions=learned: must be rotary with model.latent_rank"),
-        ({"norm": "layer"}, "model.norm=layer: must be rms with model.latent_rank"),
-        ({"qk_norm": "head"}, "model.qk_norm=head: must be none with model.latent_rank"),
-        ({"biases": "qkv"}, "model.biases=qkv: must be none with model.latent_rank"),
-        ({"rope_scaling": "yarn", "rope_theta": 1.0}, "model.rope_theta=1.0: must be above 1 with"),
-        ({"rope_mscale_all_dim": -1.0}, "model.rope_mscale_all_dim=-1.0: must be at least 0"),
+        ({"mla.rotary_head_dim": 10}, "model.mla.rotary_head_dim=10: must be even and below model.head_dim=10"),
+        ({"mla.rotary_head_dim": 3}, "model.mla.rotary_head_dim=3: must be even"),
+        ({"mla.value_head_dim": 0}, "model.mla.value_head_dim=0: must be at least 1"),
+        ({"mla.kv_rank": -1}, "model.mla.kv_rank=-1: must be at least 0"),
+        ({"mla.query_rank": -1}, "model.mla.query_rank=-1: must be at least 0"),
+        ({"positions": "learned"}, "model.positions=learned: must be rotary with model.mla.kv_rank"),
+        ({"norm": "layer"}, "model.norm=layer: must be rms with model.mla.kv_rank"),
+        ({"qk_norm": "head"}, "model.qk_norm=head: must be none with model.mla.kv_rank"),
+        ({"biases": "qkv"}, "model.biases=qkv: must be none with model.mla.kv_rank"),
+        ({"rope.scaling": "yarn", "rope.theta": 1.0}, "model.rope.theta=1.0: must be above 1 with"),
+        ({"rope.mscale_all_dim": -1.0}, "model.rope.mscale_all_dim=-1.0: must be at least 0"),
     ],
 )  # fmt: skip
 def test_invalid_settings_are_reported(changes: dict[str, Any], start: str) -> None:
     assert replace(CONFIG).problems() == []
-    (found,) = replace(CONFIG, **changes).problems()
+    (found,) = replace_fields(CONFIG, changes).problems()
     assert found.startswith(start)
 
 
@@ -122,9 +131,7 @@ def test_parameter_count_of_deepseek_v2_lite() -> None:
         heads=16,
         kv_heads=16,
         head_dim=192,
-        latent_rank=512,
-        rotary_head_dim=64,
-        value_head_dim=128,
+        mla=MLAConfig(kv_rank=512, rotary_head_dim=64, value_head_dim=128),
     )
     specs = Decoder(lite).specs["segment_0"]["block_0"]
     query, down, up, output = 2048 * 16 * 192, 2048 * (512 + 64), 512 * 16 * (128 + 128), 16 * 128 * 2048

@@ -11,7 +11,7 @@ from jaxopt_llm.kernels.attention_mask import make_document_ranges
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.layers import Rotary, gelu, mlp, mlp_specs, norm, norm_specs
 from jaxopt_llm.model.self_attention import AttentionOptions, attention_specs, self_attention
-from jaxopt_llm.parallel.gathering import make_perturbations, place_weights
+from jaxopt_llm.parallel.gathering import attach_shardings, make_perturbations
 
 pytestmark = pytest.mark.core
 
@@ -25,7 +25,7 @@ def count_residuals(layer, specs, width: int) -> int:  # type: ignore[no-untyped
     placement = toy.placement()
 
     def run(x: jax.Array, perturbations: dict) -> jax.Array:
-        return layer(place_weights(specs, toy.params(specs), perturbations, placement, keep_gathered=False), x)
+        return layer(attach_shardings(specs, toy.params(specs), perturbations, placement, keep_gathered=False), x)
 
     _, backward = jax.vjp(run, jnp.ones((*ROWS, WIDTH)), make_perturbations(specs, placement))
     return sum(np.shape(leaf) == (*ROWS, width) for leaf in jax.tree.leaves(backward))
@@ -34,7 +34,7 @@ def count_residuals(layer, specs, width: int) -> int:  # type: ignore[no-untyped
 @pytest.mark.parametrize("kind, projections", [("swiglu", 2), ("geglu", 2), ("gelu", 1)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_an_mlp_keeps_only_its_input_and_projections(kind: str, projections: int, biased: bool) -> None:
-    specs = mlp_specs(kind, WIDTH, MLP_WIDTH, 1.0, biased)  # type: ignore[arg-type]
+    specs = mlp_specs(WIDTH, MLP_WIDTH, 1.0, has_gate=projections == 2, biased=biased)
 
     def layer(params: dict, x: jax.Array) -> jax.Array:
         return mlp(params, x, CONTEXT, norm=jnp.tanh, kind=kind)

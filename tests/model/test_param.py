@@ -18,7 +18,7 @@ UP = ParamSpec((32, 64), ("embed", "mlp"), (0,), normal())
 OUTPUT = ParamSpec((4, 8, 32), ("heads", "head_dim", "embed"), (0, 1), normal(0.5))
 TABLE = ParamSpec((128, 32), ("vocabulary", "embed"), (1,), normal())
 SCALE = ParamSpec((32,), ("embed",))
-SPECS = {"outer": {"table": TABLE, "scale": SCALE}, "segment_0": {"up": UP.stack(3), "output": OUTPUT.stack(3)}}
+SPECS = {"non_layer": {"table": TABLE, "scale": SCALE}, "segment_0": {"up": UP.stack(3), "output": OUTPUT.stack(3)}}
 
 
 def assert_trees_equal(actual: Tree, expected: Tree) -> None:
@@ -71,7 +71,7 @@ def test_unstack_is_the_inverse_of_stack(spec: ParamSpec) -> None:
 
 def test_layer_indices_and_parameter_count() -> None:
     np.testing.assert_array_equal(param.layer_indices(SPECS["segment_0"]), range(3))
-    assert param.layer_indices(SPECS["outer"]) is None
+    assert param.layer_indices(SPECS["non_layer"]) is None
     assert param.count_parameters(SPECS) == 128 * 32 + 32 + 3 * (32 * 64 + 4 * 8 * 32)
 
 
@@ -88,5 +88,5 @@ def test_values_are_the_same_to_the_bit_on_eight_devices() -> None:
 @pytest.mark.parametrize("ids, rows", [(1, 128), (128, 128), (129, 256), (258, 384)])
 def test_tables_have_the_next_multiple_of_128_rows(ids: int, rows: int) -> None:
     # Independent of the mesh: the model is made before it.
-    outer = param_specs(ModelConfig(vocabulary_size=ids, tied_head=False))["outer"]
-    assert outer["embedding"]["table"].shape[0] == outer["head"]["table"].shape[0] == rows
+    non_layer = param_specs(ModelConfig(vocabulary_size=ids, tied_head=False))["non_layer"]
+    assert non_layer["embedding"]["table"].shape[0] == non_layer["head"]["table"].shape[0] == rows

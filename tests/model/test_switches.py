@@ -12,7 +12,8 @@ import reference
 import toy
 from test_reference import assert_finite_differences
 
-from jaxopt_llm.config import LoraConfig, ModelConfig, OptimizerConfig, RematConfig
+from jaxopt_llm.config import LoraConfig, ModelConfig, MoEConfig, OptimizerConfig, RematConfig
+from jaxopt_llm.config.fields import get_field, replace_fields, walk_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import scan
 from jaxopt_llm.kernels.attention_mask import KeyRanges
@@ -55,26 +56,26 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "norm_placement": "post",
         "qk_norm": "projection",
         "biases": "qkv",
-        "rope_factor": 8.0,
-        "rope_original_length": 14,
-        "rope_low_frequency_factor": 0.5,
-        "rope_high_frequency_factor": 2.0,
+        "rope.factor": 8.0,
+        "rope.original_length": 14,
+        "rope.low_frequency_factor": 0.5,
+        "rope.high_frequency_factor": 2.0,
     },
     "deepseek": {
-        "latent_rank": 6,
-        "query_rank": 5,
-        "rope_scaling": "yarn",
-        "rope_factor": 8.0,
-        "rope_original_length": 64,
-        "rope_low_frequency_factor": 0.25,
-        "rope_high_frequency_factor": 2.0,
-        "rope_mscale": 0.7,
-        "rope_mscale_all_dim": 0.4,
+        "mla.kv_rank": 6,
+        "mla.query_rank": 5,
+        "rope.scaling": "yarn",
+        "rope.factor": 8.0,
+        "rope.original_length": 64,
+        "rope.low_frequency_factor": 0.25,
+        "rope.high_frequency_factor": 2.0,
+        "rope.mscale": 0.7,
+        "rope.mscale_all_dim": 0.4,
     },
 }
 BASE = dataclasses.replace(toy.CONFIG, head_dim=8)
-SIZES: dict[str, dict[str, Any]] = {"deepseek": {"kv_heads": 4, "rotary_head_dim": 6, "value_head_dim": 3}}
-MODELS = {name: dataclasses.replace(BASE, **switches, **SIZES.get(name, {})) for name, switches in SWITCHES.items()}
+SIZES: dict[str, dict[str, Any]] = {"deepseek": {"kv_heads": 4, "mla.rotary_head_dim": 6, "mla.value_head_dim": 3}}
+MODELS = {name: replace_fields(BASE, switches | SIZES.get(name, {})) for name, switches in SWITCHES.items()}
 
 
 @functools.cache
@@ -88,22 +89,21 @@ def paths(specs: tree.Tree) -> set[str]:
 
 def test_every_switch_is_on_in_some_model() -> None:
     sizes = {"vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width"}
-    sizes |= {"rotary_head_dim", "value_head_dim"}
+    sizes |= {"mla.rotary_head_dim", "mla.value_head_dim"}
     elsewhere = {
         "window",
-        "rope_theta",
+        "rope.theta",
         "norm_epsilon",
         "tied_head",
         "pretrained",
         "last_layers",
-        "router_bias_rate",
-        *toy.MOE_FIELDS,
+        *(name for name, _, _ in walk_fields(MoEConfig, "moe.")),
     }  # test_decoder.py, test_pretrained.py, test_trainable.py, test_router_bias.py, test_experts.py
-    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    fields = {name for name, _, _ in walk_fields(ModelConfig)}
     assert set().union(*SWITCHES.values()) == fields - sizes - elsewhere
 
 
-@pytest.mark.parametrize("name, policy", [("gpt", "none"), ("gemma", "full"), ("olmo", "none"), ("deepseek", "none")])
+@pytest.mark.parametrize("name, policy", [(name, "full" if name == "gemma" else "none") for name in MODELS])
 def test_loss_and_gradients_match_the_reference(name: str, policy: str) -> None:
     model, batch, remat = Decoder(MODELS[name]), toy.microbatches(BATCH, 1), RematConfig(policy)  # type: ignore[arg-type]
 
@@ -132,14 +132,19 @@ def test_gradients_of_the_reference_match_finite_differences(name: str) -> None:
 
 @pytest.mark.parametrize("name, switch", [(name, switch) for name, on in SWITCHES.items() for switch in on])
 def test_each_switch_changes_the_reference(name: str, switch: str) -> None:
-    off = dataclasses.replace(MODELS[name], **{switch: getattr(BASE, switch)})
+    off = replace_fields(MODELS[name], {switch: get_field(BASE, switch)})
     if paths(param_specs(off)) <= paths(param_specs(MODELS[name])):
         where = BATCH.tokens, BATCH.segment_ids, BATCH.positions
         models = MODELS[name], off
         on, without = (reference.logits(params(name), toy.reference_config(model), *where) for model in models)
         assert switch == "max_positions" or toy.distance(on, without) > 1e-3
     else:
-        assert switch in ("mlp", "norm_placement", "latent_rank", "query_rank")  # switches that need other parameters
+        assert switch in (
+            "mlp",
+            "norm_placement",
+            "mla.kv_rank",
+            "mla.query_rank",
+        )  # switches that need other parameters
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -188,7 +193,7 @@ def test_initial_norms_and_biases_are_the_identity() -> None:
 def test_only_matrices_and_tables_decay_and_have_adapters(name: str) -> None:
     model = Decoder(MODELS[name])
     block = jax.tree.map(lambda spec: spec.unstack(), model.specs["segment_0"]["block_0"])
-    for section, specs in (("outer", model.specs["outer"]), ("segment_0", block)):
+    for section, specs in (("non_layer", model.specs["non_layer"]), ("segment_0", block)):
         optimizer = make_optimizer(OptimizerConfig(), lambda step: 1.0, section, specs)
         ones = jax.tree.map(lambda spec: jnp.ones(spec.shape), specs)
         updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, ones), optimizer.init(ones), ones)

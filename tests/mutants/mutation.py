@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parent
 @dataclass(frozen=True)
 class Mutant:
     name: str
-    file: str  # of the package, from the root of the repository
+    file: str  # of the package or of docs/, from the root of the repository
     old: str  # text that stands exactly once in the file
     new: str  # text to put in its place
     test: str  # node id of the test that must fail; without parameters, one of its cases must

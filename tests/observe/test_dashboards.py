@@ -56,7 +56,7 @@ def test_nothing_is_written_if_dashboards_are_off(tmp_path: Path) -> None:
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match="logging.wandb_project=mine requires the package wandb .*pip install wandb"):
+    with pytest.raises(InputError, match="logging.wandb_project=mine requires wandb .*pip install wandb"):
         Dashboards(WANDB, tmp_path, resume_step=0, settings={}, say=print)
 
 

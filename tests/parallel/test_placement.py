@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.model.param import ParamSpec
-from jaxopt_llm.parallel.gathering import place_weights, reduce_groups
+from jaxopt_llm.parallel.gathering import attach_shardings, reduce_groups
 from jaxopt_llm.parallel.zero import (
     find_undivided,
-    gradient_groups,
+    gradient_group_axes,
     gradient_sharding,
     has_compute_copy,
     inside_gradient_group,
@@ -86,7 +86,7 @@ def test_each_zero_stage_divides_its_kinds_of_arrays(stage: int) -> None:
         expected = ("fsdp" if name in DIVIDED_BY_STAGE[stage] else None, "tensor")
         assert dims(sharding(UP, placement)) == expected, name
     assert has_compute_copy(placement) == (stage in (1, 2))
-    weight = place_weights(UP, jnp.zeros(UP.shape), None, placement, keep_gathered=False)
+    weight = attach_shardings(UP, jnp.zeros(UP.shape), None, placement, keep_gathered=False)
     assert dims(weight.shardings.resting) == dims(parameter_sharding(UP, placement))
     assert dims(weight.shardings.gathered) == (None, "tensor")
     assert dims(weight.shardings.gradient) == dims(gradient_sharding(UP, placement))
@@ -104,7 +104,7 @@ def test_fewer_key_value_heads_than_tensor_are_replicated(kv_heads: int, tensor:
 
 def test_two_dimensions_on_one_mesh_axis_are_an_error() -> None:
     square = ParamSpec((16, 16), ("mlp", "heads"))
-    with pytest.raises(InputError, match="same mesh axis"):
+    with pytest.raises(InputError, match="one mesh axis"):
         parameter_sharding(square, toy.placement(tensor=2))
     assert dims(parameter_sharding(square, toy.placement(fsdp=2))) == (None, None)
 
@@ -129,7 +129,7 @@ def test_sequence_parallelism_splits_only_the_residual_stream() -> None:
 @pytest.mark.parametrize("stage, left", [(0, None), (1, None), (2, "fsdp"), (3, "fsdp")])
 def test_inside_a_gradient_group_activations_are_not_split_over_groups(stage: int, left: str | None) -> None:
     placement = toy.placement(zero_stage=stage, data=2, fsdp=2, tensor=2)
-    assert gradient_groups(placement) == (("data",) if left else ("data", "fsdp"))
+    assert gradient_group_axes(placement) == (("data",) if left else ("data", "fsdp"))
     assert dims(inside_gradient_group(placement).activation("batch", "heads")) == (left, "tensor")
 
 
@@ -142,7 +142,7 @@ def test_groups_are_summed_and_divided_as_the_masters_are(stage: int) -> None:
     specs = {"up": UP, "odd": ParamSpec((6,), ("embed",))}
     random = np.random.default_rng(0)
     gradients = {name: random.normal(size=(8, *spec.shape)).astype(np.float32) for name, spec in specs.items()}
-    placed = jax.device_put(gradients, NamedSharding(placement.mesh, P(gradient_groups(placement))))
+    placed = jax.device_put(gradients, NamedSharding(placement.mesh, P(gradient_group_axes(placement))))
     summed = jax.jit(lambda gradients: reduce_groups(specs, gradients, placement))(placed)
     for name, spec in specs.items():
         np.testing.assert_allclose(summed[name], gradients[name].sum(axis=0), rtol=1e-6, atol=1e-6)

@@ -117,7 +117,7 @@ WIDE = changed(
 )
 
 
-def test_jax_0_11_fetches_outer_moments_early() -> None:
+def test_jax_0_11_fetches_non_layer_moments_early() -> None:
     found = advice.predict_footprint(changed(WIDE, sharding__zero_stage=0, offload__optimizer=True))
     moments = 2 * 4 * (32_000 + 1) * 1024  # of the embedding table and of the final norm
     early = moments if jax.__version_info__ >= (0, 11) else 0
@@ -216,7 +216,7 @@ def test_advice_moves_experts_to_more_or_fewer_devices() -> None:
         names = ["mesh.fsdp", "mesh.expert"]
         return next(each for each in advise(config, 60 * GIB) if list(each.settings) == names)
 
-    experts = {"model__experts": 8, "model__experts_per_token": 4, "model__expert_width": 4096}
+    experts = {"model__moe__experts": 8, "model__moe__experts_per_token": 4, "model__moe__expert_width": 4096}
     whole = divided(changed(SMALL, **experts, sharding__zero_stage=2))
     assert whole.same and whole.settings == {"mesh.fsdp": 1, "mesh.expert": 8}
     rows = changed(

@@ -8,12 +8,13 @@ import toy
 
 from jaxopt_llm.compiler.buffers import Buffer
 from jaxopt_llm.config import LoraConfig, OptimizerConfig, PipelineConfig, RematConfig, ScheduleConfig, TrainingConfig
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.planning import memory
 from jaxopt_llm.planning.activations import Activations
 from jaxopt_llm.planning.memory import GIB, KnownShapes, LiveArray, Memory
 
 KNOWN = KnownShapes(
-    gradients={(36, 640): "segment_0/block_0/mlp/up", (640,): "outer/final_norm/scale"},
+    gradients={(36, 640): "segment_0/block_0/mlp/up", (640,): "non_layer/final_norm/scale"},
     saved={(4, 36, 128): "block_input", (4, 8, 36, 128): "query, key"},
     fetched={(40, 640)},
 )
@@ -95,7 +96,16 @@ def test_known_shapes_of_an_interleaved_stage() -> None:
 
 def test_known_shapes_of_layers_with_experts() -> None:
     """Check the rows of a device's experts, from its own and others' tokens, and those of the shared expert."""
-    model = replace(toy.UNIFORM, layers=3, experts=8, experts_per_token=3, expert_width=20, shared_expert_width=12)
+    model = replace_fields(
+        toy.UNIFORM,
+        {
+            "layers": 3,
+            "moe.experts": 8,
+            "moe.experts_per_token": 3,
+            "moe.expert_width": 20,
+            "moe.shared_expert_width": 12,
+        },
+    )
     placement, training = toy.placement(expert=4, tensor=2), TrainingConfig(batch_size=8, sequence_length=16)
     remat = RematConfig("none")
     arguments = (OptimizerConfig(), ScheduleConfig(1, 10), remat, LoraConfig(), placement)
@@ -115,12 +125,12 @@ def test_known_shapes_of_layers_with_experts() -> None:
 
 def test_saved_latents() -> None:
     """Check that latents are whole on the devices along `tensor`, which divides heads."""
-    switches = {"kv_heads": 4, "head_dim": 10, "latent_rank": 8, "rotary_head_dim": 4, "value_head_dim": 3}
+    switches = {"kv_heads": 4, "head_dim": 10, "mla.kv_rank": 8, "mla.rotary_head_dim": 4, "mla.value_head_dim": 3}
     training, placement = TrainingConfig(batch_size=2, sequence_length=16), toy.placement(tensor=2)
-    latents = replace(toy.UNIFORM, **switches)
+    latents = replace_fields(toy.UNIFORM, switches)
     with_queries, without_queries, ordinary = (
         dict(Activations(model, training, placement).list_saved(RematConfig("save_qkv")))
-        for model in (replace(latents, query_rank=6), latents, toy.UNIFORM)
+        for model in (replace_fields(latents, {"mla.query_rank": 6}), latents, toy.UNIFORM)
     )
     assert {name: shape[2:] for name, shape in with_queries.items()} == {
         "block_input": (16,),

@@ -39,7 +39,7 @@ def lowered() -> jax.stages.Lowered:
     """Return a lowered step that holds 4 MiB, most of it in one array."""
 
     def step(x: jax.Array) -> jax.Array:
-        with jax.named_scope("outer_product"):
+        with jax.named_scope("non_layer_product"):
             return jax.numpy.sort(x[:, None] * x[None]).sum()
 
     return jax.jit(step).lower(jax.ShapeDtypeStruct((1024,), "float32"))
@@ -110,7 +110,7 @@ def test_a_failed_allocation_is_explained(tmp_path: Path, monkeypatch: pytest.Mo
     )
     said = "\n".join(refused.value.details)
     assert "f32[1024,1024]" in said
-    assert "master weights of outer/embedding/table: float32[384,16]" in said
+    assert "master weights of non_layer/embedding/table: float32[384,16]" in said
     assert "--lora" not in said and "--optimizer.state-dtype" not in said  # a resume cannot change them
     assert len(refused.value.details) < 25
 

@@ -68,8 +68,8 @@ def test_the_first_pattern_that_fits_decides_both_factors() -> None:
 
 def test_the_factor_of_the_rate_is_of_the_gradients_step_too() -> None:
     config = OptimizerConfig(name="sgd", weight_decay=0, rate_groups=("*scale=3", "*=1"))
-    optimizer = make_optimizer(config, lambda count: 1.0, "outer", SPECS["outer"])
-    ones = jax.tree.map(lambda spec: np.ones(spec.shape, np.float32), SPECS["outer"])
+    optimizer = make_optimizer(config, lambda count: 1.0, "non_layer", SPECS["non_layer"])
+    ones = jax.tree.map(lambda spec: np.ones(spec.shape, np.float32), SPECS["non_layer"])
     steps, _ = optimizer.update(ones, optimizer.init(ones), ones)
     assert np.unique(steps["final_norm"]["scale"]) == [-3] and np.unique(steps["embedding"]["table"]) == [-1]
 
@@ -77,7 +77,7 @@ def test_the_factor_of_the_rate_is_of_the_gradients_step_too() -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        (("*/attention/*=1", "*/mlp/*=1"), "no pattern matches outer/embedding/table; end with *=1"),
+        (("*/attention/*=1", "*/mlp/*=1"), "no pattern matches non_layer/embedding/table; end with *=1"),
         (("*/mpl/*=0", "*=1"), "*/mpl/* matches no parameter; correct or remove it"),
         (
             ("*/mlp/*=0", "*/up=2", "*=1"),
@@ -89,7 +89,7 @@ def test_the_factor_of_the_rate_is_of_the_gradients_step_too() -> None:
 def test_parameters_uncovered_and_patterns_idle_are_named(groups: tuple[str, ...], message: str) -> None:
     for name in ("decay_groups", "rate_groups"):
         (problem,) = group_problems(OptimizerConfig(**{name: groups}), SPECS)  # type: ignore[arg-type]
-        assert problem.startswith(f"optimizer.{name}: {message}") and "outer/embedding/table" in problem
+        assert problem.startswith(f"optimizer.{name}: {message}") and "non_layer/embedding/table" in problem
     assert group_problems(OptimizerConfig(), SPECS) == []
 
 

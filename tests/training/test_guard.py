@@ -43,9 +43,9 @@ def poisoned(executor: Executor) -> Executor:
         loss, tokens, auxiliary, gradients = executor.loss_and_gradients(parts, trainable, frozen, batch, *rest)
         loss = jnp.where(mark == POISON["loss"], jnp.inf, loss)
         gradients = jax.tree.map(lambda x: x * jnp.where(mark == POISON["large gradient"], 1000.0, 1.0), gradients)
-        scale = gradients["outer"]["final_norm"]["scale"]
+        scale = gradients["non_layer"]["final_norm"]["scale"]
         wrong = jnp.where(mark == POISON["gradient"], jnp.nan, scale[3])
-        gradients["outer"]["final_norm"]["scale"] = scale.at[3].set(wrong)
+        gradients["non_layer"]["final_norm"]["scale"] = scale.at[3].set(wrong)
         return loss, tokens, auxiliary, gradients
 
     return replace(executor, loss_and_gradients=loss_and_gradients)

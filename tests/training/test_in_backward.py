@@ -10,6 +10,7 @@ import pytest
 import toy
 
 from jaxopt_llm.config import LoraConfig, OffloadConfig, OptimizerConfig, RematConfig, ScheduleConfig, TrainingConfig
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import state as training_state
@@ -17,11 +18,14 @@ from jaxopt_llm.training import state as training_state
 MODELS = {
     "tied": replace(toy.CONFIG, pattern=("global",), layers=2),
     "two segments": replace(toy.CONFIG, tied_head=False),
-    "experts": replace(toy.UNIFORM, layers=2, experts=4, expert_width=8, expert_every=2, balance_loss=0.1),
+    "experts": replace_fields(
+        toy.UNIFORM,
+        {"layers": 2, "moe.experts": 4, "moe.expert_width": 8, "moe.expert_every": 2, "moe.balance_loss": 0.1},
+    ),
 }
 ADAPT = {
     "": LoraConfig(),
-    # Trains nothing in the second segment and in "outer".
+    # Trains nothing in the second segment and in "non_layer".
     "lora": LoraConfig(rank=4, targets=("segment_0/*/attention/*",), base="nf4", dora=True, dropout=0.1),
 }
 ROWS, LENGTH, STEPS = 8, 16, 3
@@ -32,7 +36,7 @@ ADAMW = OptimizerConfig(
     clip_norm=0,
     momentum=0.8,
     decay_groups=("*norm/*=0", "*/mlp/*=2", "*=1"),
-    rate_groups=("outer/*=0.5", "*=1"),
+    rate_groups=("non_layer/*=0.5", "*=1"),
 )
 
 
@@ -44,7 +48,7 @@ def train(placement: Placement, optimizer: OptimizerConfig, model: str, adapt: s
     state = training_state.initialize_state(program.specs, program.optimizers, 0, placement)
     values = []
     for step in range(STEPS):
-        batch = jax.device_put(toy.microbatches(toy.packed(ROWS, LENGTH, seed=step), 1), program.rows)
+        batch = jax.device_put(toy.microbatches(toy.packed(ROWS, LENGTH, seed=step), 1), program.batch_sharding)
         state, metrics = program.step(state, batch)
         values += [float(metrics[name]) for name in ("loss", "grad_norm", "router_entropy") if name in metrics]
     assert metrics["skipped"] == 0

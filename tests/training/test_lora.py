@@ -43,13 +43,13 @@ def test_by_default_every_matrix_of_the_blocks_is_adapted_and_nothing_else() -> 
 
 
 def test_a_pattern_selects_the_weights_that_it_fits() -> None:
-    config = LoraConfig(rank=2, targets=("segment_1/*/query", "outer/*"))
-    assert adapted(config) == {"segment_1/block_0/attention/query", "outer/embedding/table"}
+    config = LoraConfig(rank=2, targets=("segment_1/*/query", "non_layer/*"))
+    assert adapted(config) == {"segment_1/block_0/attention/query", "non_layer/embedding/table"}
 
 
 def test_all_linear_is_a_target_beside_others() -> None:
-    config = LoraConfig(rank=2, targets=("outer/*", "all-linear"))
-    assert adapted(config) == adapted(LoraConfig(rank=2)) | {"outer/embedding/table"}
+    config = LoraConfig(rank=2, targets=("non_layer/*", "all-linear"))
+    assert adapted(config) == adapted(LoraConfig(rank=2)) | {"non_layer/embedding/table"}
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ def test_all_linear_is_a_target_beside_others() -> None:
     [
         (
             ("*/mlp/*", "*/mpl/*"),
-            "*/mpl/* matches no parameter; correct or remove it (examples: outer/embedding/table, segment_0/block_0/",
+            "*/mpl/* matches no parameter; correct or remove it (examples: non_layer/embedding/table, ",
         ),
-        (("*norm/scale", "*"), "*norm/scale matches no matrix, only outer/final_norm/scale"),
+        (("*norm/scale", "*"), "*norm/scale matches no matrix, only non_layer/final_norm/scale"),
         (("*/mlp/*", "*/up"), "*/up has no effect, because earlier patterns match all its parameters; correct or"),
         (("all-linear", "*/up"), "*/up has no effect, because earlier patterns match all its parameters; correct or"),
     ],
@@ -73,7 +73,7 @@ def test_a_pattern_that_decides_no_weight_is_named(targets: tuple[str, ...], pro
 def test_a_head_of_its_own_is_among_what_exists() -> None:
     specs = Decoder(replace(toy.CONFIG, tied_head=False)).specs
     (found,) = lora.problems(specs, LoraConfig(rank=2, targets=("*/mpl/*",)))
-    assert "(examples: outer/embedding/table, outer/head/table, segment_0/block_0/attention/key, " in found
+    assert "(examples: non_layer/embedding/table, non_layer/head/table, segment_0/block_0/attention/key, " in found
 
 
 def test_what_a_configuration_gets_wrong_by_itself() -> None:
@@ -104,18 +104,18 @@ def test_what_a_configuration_gets_wrong_by_itself() -> None:
         (
             LoraConfig(),
             ("*/scale", "*/bais"),
-            "training.trainable: */bais matches no parameter; correct or remove it (examples: outer/embedding",
+            "training.trainable: */bais matches no parameter; correct or remove it (examples: non_layer/embedding",
         ),
         (
             LoraConfig(rank=2),
             ("*/mlp/up",),
-            "mlp/up is selected by training.trainable, which trains it whole, and by lora.targets, which adapts it",
+            "mlp/up is in training.trainable and in lora.targets: remove it from one of them",
         ),
-        (LoraConfig(rank=2, dora=True, targets=("*",)), (), "lora.dora=True supports only the matrices of the blocks"),
+        (LoraConfig(rank=2, dora=True, targets=("*",)), (), "lora.dora=True supports only matrices of blocks"),
         (
-            LoraConfig(rank=2, dropout=0.1, targets=("outer/*",)),
+            LoraConfig(rank=2, dropout=0.1, targets=("non_layer/*",)),
             (),
-            "lora.dropout=0.1 applies only to the inputs of the blocks, but lora.targets select only outer/embedding",
+            "lora.dropout=0.1 has no effect on non_layer/",
         ),
         (LoraConfig(rank=17), (), "lora.rank=17 is above 8, the largest possible rank of segment_"),
     ],
@@ -148,7 +148,7 @@ def test_without_adapters_everything_is_trained() -> None:
 
 @pytest.mark.parametrize("base", ["float", "int8", "nf4"])
 def test_the_base_rests_in_the_compute_dtype_or_as_codes(base: Any) -> None:
-    config = LoraConfig(rank=2, targets=("*/attention/*", "outer/*"), base=base)
+    config = LoraConfig(rank=2, targets=("*/attention/*", "non_layer/*"), base=base)
     _, trained, frozen = lora.adapt_model(PARTS, config, PrecisionConfig(compute_dtype="bfloat16"))
     assert {spec.dtype.name for spec in jax.tree.leaves(trained)} == {"float32"}
 
@@ -175,7 +175,9 @@ def run(adapters: LoraConfig, trainable: tuple[str, ...] = ()) -> tuple[list[Any
     state = training_state.initialize_state(program.specs, program.optimizers, 0, placement)
     states, recorded = [jax.tree.map(np.asarray, state)], []
     for seed in range(2):
-        state, metrics = program.step(state, jax.device_put(toy.microbatches(toy.packed(4, 16, seed), 1), program.rows))
+        state, metrics = program.step(
+            state, jax.device_put(toy.microbatches(toy.packed(4, 16, seed), 1), program.batch_sharding)
+        )
         states.append(jax.tree.map(np.asarray, state))
         recorded.append(metrics)
     return states, recorded

@@ -203,7 +203,7 @@ def test_blocks_that_would_straddle_devices_are_refused() -> None:
 
 MODEL = replace(toy.CONFIG, width=32, head_dim=16, mlp_width=128, layers=3, pattern=("global",))
 FEW = {  # a table, and two layers of a matrix and a scale
-    "outer": {"table": ParamSpec((128, 64), ("vocabulary", "embed"), (1,))},
+    "non_layer": {"table": ParamSpec((128, 64), ("vocabulary", "embed"), (1,))},
     "segment_0": {
         "up": ParamSpec((64, 128), ("embed", "mlp"), (0,)).stack(2),
         "scale": ParamSpec((64,), ("embed",)).stack(2),
@@ -294,7 +294,7 @@ def run(dtype: str, placed: str, state: TrainState, *seeds: int) -> TrainState:
     step, _ = program(dtype, placed)
     for seed in seeds:
         batch = toy.microbatches(toy.packed(8, 16, seed), step.batch.tokens.shape[0])
-        state, _ = step.step(state, jax.device_put(batch, step.rows))
+        state, _ = step.step(state, jax.device_put(batch, step.batch_sharding))
     return state
 
 

@@ -53,7 +53,7 @@ def program(trained: str, placed: str, offload: OffloadConfig, accumulation: int
 
 
 def batch(of: Program, seed: int) -> Any:
-    return jax.device_put(toy.microbatches(toy.packed(8, 16, seed), of.batch.tokens.shape[0]), of.rows)
+    return jax.device_put(toy.microbatches(toy.packed(8, 16, seed), of.batch.tokens.shape[0]), of.batch_sharding)
 
 
 def begin(of: Program, placement: Placement) -> TrainState:
@@ -61,11 +61,11 @@ def begin(of: Program, placement: Placement) -> TrainState:
 
 
 def memories(leaves: Params) -> dict[str, set[str]]:
-    """Return the memory kinds of the parameters in "outer", and of the stacks."""
-    kinds: dict[str, set[str]] = {"outer": set(), "stacks": set()}
+    """Return the memory kinds of the parameters in "non_layer", and of the stacks."""
+    kinds: dict[str, set[str]] = {"non_layer": set(), "stacks": set()}
     for section, each in leaves.items():
         found = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(each)}
-        kinds["outer" if section == "outer" else "stacks"] |= found
+        kinds["non_layer" if section == "non_layer" else "stacks"] |= found
     return kinds
 
 
@@ -104,7 +104,7 @@ def test_on_the_host_they_train_the_same_to_the_bit_and_resume(
     wanted = after(on_device[0], jax.device_put(start, on_device_shardings, may_alias=False), 0, 1)
     first = after(offloaded[0], start, 0)
     base = first.trainable if trained == "parameters" else first.frozen
-    assert memories(base) == {"outer": {"device"}, "stacks": {HOST}}
+    assert memories(base) == {"non_layer": {"device"}, "stacks": {HOST}}
     if trained != "parameters":
         assert memories(first.trainable)["stacks"] == {"device"}, "adapters"
     with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:

@@ -53,7 +53,7 @@ def start(device: jax.Device) -> tuple[Any, TrainState, Batch]:
     """Return the executable and its two arguments."""
     program, step = compiled(device)
     state = training_state.initialize_state(program.specs, program.optimizers, 0, placement(device))
-    return step, state, jax.device_put(toy.microbatches(toy.packed(ROWS, LENGTH), 1), program.rows)
+    return step, state, jax.device_put(toy.microbatches(toy.packed(ROWS, LENGTH), 1), program.batch_sharding)
 
 
 def memory(device: jax.Device) -> dict[str, int]:

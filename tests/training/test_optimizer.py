@@ -1,6 +1,7 @@
 """Tests of every optimizer: against the formula of its paper in NumPy, with several placements, and resumed."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from jaxopt_llm.config import (
     ScheduleConfig,
     TrainingConfig,
 )
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Params
@@ -37,7 +39,6 @@ from jaxopt_llm.training.program import Program
 from jaxopt_llm.training.state import TrainState
 
 SPECS = Decoder(toy.CONFIG).specs
-NAMES = ("adamw", "sgd", "lion", "adafactor", "muon")
 RATE, DECAY, STEPS = 0.01, 0.3, 4
 MIN_FACTORED_SIZE = 16  # with it, some matrices of the toy model are factored and some are not
 
@@ -143,7 +144,7 @@ def random_gradients(step: int) -> Params:
     return jax.tree.map(lambda spec: random.normal(size=spec.shape), SPECS)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMULAS)
 def test_steps_are_those_of_the_formula(name: str) -> None:
     def rate(count: jax.Array) -> jax.Array:
         return RATE * (count + 1)
@@ -164,7 +165,7 @@ def test_steps_are_those_of_the_formula(name: str) -> None:
     tree.map_with_path(check, SPECS, start, state[0], *gradients)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMULAS)
 def test_state_specs_are_those_of_the_state(name: str) -> None:
     optimizers = update.make_optimizers(functools.partial(make_optimizer, config(name), lambda count: RATE), SPECS)
     specs = update.moment_specs(optimizers, SPECS)
@@ -172,7 +173,11 @@ def test_state_specs_are_those_of_the_state(name: str) -> None:
     assert jax.tree.structure(specs) == jax.tree.structure(state)
     moments = 0
     for (path, spec), leaf in zip(items(specs), jax.tree.leaves(state), strict=True):
-        assert (spec.shape, spec.dtype, spec.leading) == (leaf.shape, leaf.dtype, 0 if path.startswith("outer") else 1)
+        assert (spec.shape, spec.dtype, spec.leading) == (
+            leaf.shape,
+            leaf.dtype,
+            0 if path.startswith("non_layer") else 1,
+        )
         if set(spec.axes) - {"layers", None}:
             assert any(path.endswith(of.split("/", 1)[1]) and spec.axes == each.axes for of, each in items(SPECS)), path
             moments += 1
@@ -187,6 +192,17 @@ def test_state_specs_are_those_of_the_state(name: str) -> None:
     # Moments with the shape of a parameter: all except Adafactor's row and column means.
     expected = {"adamw": 2 * all_of, "sgd": all_of, "lion": all_of, "muon": 2 * all_of - matrices, "adafactor": small}
     assert moments == expected[name]
+
+
+@pytest.mark.parametrize("name", [name for name in FORMULAS if name != "adafactor"])  # its moments are small
+def test_int8_makes_the_state_smaller(name: str) -> None:
+    def size(dtype: Any) -> int:
+        make = functools.partial(make_optimizer, replace(config(name), state_dtype=dtype), lambda count: RATE)
+        specs = Decoder(replace(toy.UNIFORM, width=128, mlp_width=128, head_dim=32, vocabulary_size=384)).specs
+        state = update.moment_specs(update.make_optimizers(make, specs), specs)
+        return sum(math.prod(spec.shape) * spec.dtype.itemsize for _, spec in items(state))
+
+    assert size("int8") < 0.35 * size("float32")
 
 
 def items(specs: Any) -> list[tuple[str, ParamSpec]]:
@@ -218,7 +234,7 @@ def run(name: str, placed: str, state: TrainState, *seeds: int) -> TrainState:
     step, _ = program(name, placed)
     for seed in seeds:
         batch = toy.microbatches(toy.packed(8, 16, seed), step.batch.tokens.shape[0])
-        state, _ = step.step(state, jax.device_put(batch, step.rows))
+        state, _ = step.step(state, jax.device_put(batch, step.batch_sharding))
     return state
 
 
@@ -309,7 +325,9 @@ def test_each_expert_is_a_matrix_of_its_own(name: Any) -> None:
 
 
 def test_a_router_decays_as_a_matrix() -> None:
-    specs = Decoder(replace(toy.UNIFORM, experts=2, expert_width=8)).specs["segment_0"]["block_0"]
+    specs = Decoder(replace_fields(toy.UNIFORM, {"moe.experts": 2, "moe.expert_width": 8})).specs["segment_0"][
+        "block_0"
+    ]
     specs = jax.tree.map(ParamSpec.unstack, specs)
     params, nothing = (jax.tree.map(lambda spec, x=x: np.full(spec.shape, x, np.float32), specs) for x in (1, 0))
     optimizer = make_optimizer(OptimizerConfig(weight_decay=DECAY), lambda count: RATE, "segment_0", {"block_0": specs})

@@ -173,7 +173,7 @@ def test_a_gpu_holds_a_layer_beside_what_rests_and_draws_nothing_that_is_given(
     monkeypatch.setattr(pretrained_weights, "_zeros", functools.partial(Shapes().read, ""))
     given = pretrained_weights.read_parameters(Shapes(), program.specs, placement)  # type: ignore[arg-type]
     coded = jax.tree.leaves(program.specs.frozen, is_leaf=leaves.is_wrapped)
-    matrices = sum(isinstance(each, (*leaves.QUANTISED, LoraWeight)) for each in coded)
+    matrices = sum(isinstance(each, leaves.QuantisedWeight | LoraWeight) for each in coded)
     assert len(memories) == model.layers * matrices
     matrix = model.width * model.mlp_width
     for each in memories:

@@ -21,6 +21,7 @@ from jaxopt_llm.config import (
     ScheduleConfig,
     TrainingConfig,
 )
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.segments import no_perturbations
 from jaxopt_llm.model.decoder import Decoder
@@ -35,18 +36,20 @@ from jaxopt_llm.training.program import Program
 from jaxopt_llm.training.state import TrainState
 
 # Only one layer has experts, so that its loads are the ones in the metrics.
-MODEL = replace(
+MODEL = replace_fields(
     toy.UNIFORM,
-    layers=2,
-    dense_layers=1,
-    experts=8,
-    expert_width=8,
-    router="sigmoid",
-    router_groups=2,
-    router_groups_per_token=2,
-    router_bias=True,
-    router_bias_rate=0.01,
-    balance_loss=0.0,
+    {
+        "layers": 2,
+        "moe.dense_layers": 1,
+        "moe.experts": 8,
+        "moe.expert_width": 8,
+        "moe.router": "sigmoid",
+        "moe.router_groups": 2,
+        "moe.router_groups_per_token": 2,
+        "moe.router_bias": True,
+        "moe.router_bias_rate": 0.01,
+        "moe.balance_loss": 0.0,
+    },
 )
 ROWS, LENGTH, STEPS = 16, 16, 3
 FLOAT32, BFLOAT16 = PrecisionConfig("float32", "float32"), PrecisionConfig("float32", "bfloat16", "bfloat16")
@@ -74,7 +77,7 @@ class Case:
 def program(case: Case, biased: bool = True) -> tuple[Program, Any]:
     placement = replace(toy.placement(case.zero, **dict(case.axes)), precision=case.precision)
     training = TrainingConfig(batch_size=ROWS, sequence_length=LENGTH, accumulation=case.accumulation)
-    model = replace(MODEL, router_bias=biased)
+    model = replace_fields(MODEL, {"moe.router_bias": biased})
     of = (model, training, case.optimizer, ScheduleConfig(1, 100), RematConfig("full"), LoraConfig())
     return toy.make_program(*of, placement), placement
 
@@ -87,7 +90,7 @@ def begin(case: Case, biased: bool = True, given: Any = None) -> TrainState:
 def step(case: Case, state: TrainState, seed: int, biased: bool = True) -> tuple[TrainState, dict[str, Any]]:
     of, _ = program(case, biased)
     batch = toy.microbatches(toy.packed(ROWS, LENGTH, seed), case.accumulation)
-    state, metrics = of.step(state, jax.device_put(batch, of.rows))
+    state, metrics = of.step(state, jax.device_put(batch, of.batch_sharding))
     return state, jax.tree.map(np.asarray, metrics)
 
 
@@ -98,7 +101,7 @@ def bias(case: Case, state: TrainState) -> np.ndarray:
 
 
 def rule(before: np.ndarray, metrics: dict[str, Any]) -> np.ndarray:
-    return before + np.float32(MODEL.router_bias_rate) * np.sign(1 - metrics["expert_load"])
+    return before + np.float32(MODEL.moe.router_bias_rate) * np.sign(1 - metrics["expert_load"])
 
 
 @functools.cache
@@ -127,7 +130,7 @@ def slow(case: Case) -> Any:
     ids=str,
 )
 def test_it_steps_by_the_sign_of_what_its_expert_lacks(case: Case) -> None:
-    state, before = begin(case), np.zeros(MODEL.experts, np.float32)
+    state, before = begin(case), np.zeros(MODEL.moe.experts, np.float32)
     for seed in range(STEPS):
         state, metrics = step(case, state, seed)
         assert np.ptp(metrics["expert_load"]) > 0.1, f"seed {seed}"
@@ -149,7 +152,7 @@ def test_a_step_that_overflows_leaves_it() -> None:
     scale = {**state.loss_scale, "scale": jnp.full_like(state.loss_scale["scale"], 2.0**8)}
     state, metrics = step(case, replace(state, loss_scale=scale), 0)
     assert not metrics["overflow"]
-    np.testing.assert_array_equal(bias(case, state), rule(np.zeros(MODEL.experts, np.float32), metrics))
+    np.testing.assert_array_equal(bias(case, state), rule(np.zeros(MODEL.moe.experts, np.float32), metrics))
 
 
 def test_it_is_read_in_float32_from_a_compute_copy_in_16_bits() -> None:
@@ -159,7 +162,9 @@ def test_it_is_read_in_float32_from_a_compute_copy_in_16_bits() -> None:
 
     def given(path: Any, spec: ParamSpec) -> jax.Array | None:
         name = jax.tree_util.keystr(path, simple=True, separator="/").rsplit("/", 1)[-1]
-        values = {"router": np.zeros(spec.shape), "router_bias": 1 + 1e-3 * np.arange(MODEL.experts)[None]}.get(name)
+        values = {"router": np.zeros(spec.shape), "router_bias": 1 + 1e-3 * np.arange(MODEL.moe.experts)[None]}.get(
+            name
+        )
         return None if values is None else jax.device_put(values.astype(np.float32), master_sharding(spec, placement))
 
     _, metrics = step(case, begin(case, given=jax.tree_util.tree_map_with_path(given, of.specs.masters)), 0)
@@ -177,9 +182,9 @@ def test_its_gradient_is_whole_counts_in_reductions_of_16_bits() -> None:
 
     _, _, auxiliary, gradients = jax.jit(of)(toy.params(parts.specs))
     load = np.asarray(auxiliary.statistics["expert_load"])[1]
-    assert np.max(np.abs(MODEL.experts * load - np.sum(load))) > 256
+    assert np.max(np.abs(MODEL.moe.experts * load - np.sum(load))) > 256
     found = gradients["segment_1"]["block_0"]["mlp"]["router_bias"]
-    np.testing.assert_array_equal(found, [MODEL.experts * load - np.sum(load)])
+    np.testing.assert_array_equal(found, [MODEL.moe.experts * load - np.sum(load)])
 
 
 def test_it_rests_in_float32_where_it_is_frozen() -> None:

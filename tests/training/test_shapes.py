@@ -8,6 +8,7 @@ import pytest
 import toy
 
 from jaxopt_llm.config import MeshConfig, ShardingConfig, TrainingConfig
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.parallel.axes import ACTIVATION_AXES, PARAMETER_AXES, SEQUENCE_PARALLEL_AXES
 from jaxopt_llm.training import shapes
 
@@ -70,7 +71,7 @@ def test_a_sequence_need_not_divide_unless_it_is_split() -> None:
 def test_all_is_said_at_once_about_every_axis_that_the_tables_lay_over_tensor() -> None:
     found = problems(5, batch_size=7, kv_heads=8)
     fields = ["batch_size", "heads", "mlp_width", "vocabulary_size", "kv_heads", "sequence_length"]
-    assert [re.match(r"\w+\.(\w+)=", each)[1] for each in found[:-1]] == fields  # type: ignore[index]
+    assert [re.match(r"\w+\.([\w.]+)=", each)[1] for each in found[:-1]] == fields  # type: ignore[index]
     tables = (PARAMETER_AXES, ACTIVATION_AXES, SEQUENCE_PARALLEL_AXES)
     split = {name for table in tables for name, axes in table.items() if "tensor" in axes}
     where_it_divides = {"sent_sequence"}  # it is only split where it is divisible, so it has no message
@@ -78,9 +79,11 @@ def test_all_is_said_at_once_about_every_axis_that_the_tables_lay_over_tensor() 
 
 
 def test_experts_divide_over_their_axis_and_their_width_over_tensor() -> None:
-    model = replace(MODEL, experts=6, expert_width=10, mlp_width=30, layers=4, expert_every=2)
+    model = replace_fields(
+        MODEL, {"moe.experts": 6, "moe.expert_width": 10, "mlp_width": 30, "layers": 4, "moe.expert_every": 2}
+    )
     for mlp_width in ({"mlp_width"}, set()):
         found = shapes.problems(model, TRAINING, MeshConfig(expert=4, tensor=4), ShardingConfig())
-        fields = {re.match(r"\w+\.(\w+)=", each)[1] for each in found[:-1]}  # type: ignore[index]
-        assert fields == {"experts", "expert_width"} | mlp_width
-        model = replace(model, expert_every=1)  # no layer has an MLP of its own
+        fields = {re.match(r"model\.([\w.]+)=", each)[1] for each in found[:-1]}  # type: ignore[index]
+        assert fields == {"moe.experts", "moe.expert_width"} | mlp_width
+        model = replace_fields(model, {"moe.expert_every": 1})  # no layer has an MLP of its own

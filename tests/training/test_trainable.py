@@ -41,7 +41,7 @@ def test_patterns_choose_what_trains() -> None:
     # The pattern applies to the path of the parameter, not to those of its codes, which have scales, too.
     assert not {path for path in adapters if path.endswith(("scales", "base"))}
     assert selected(toy.CONFIG, LoraConfig(rank=2, base="nf4"), "*/final_norm/*", "*/base") == adapters | {
-        "outer/final_norm/scale"
+        "non_layer/final_norm/scale"
     }
 
 
@@ -61,7 +61,7 @@ def test_the_same_model_is_computed_of_its_stacks_in_two() -> None:
     whole, parted = toy.UNIFORM, replace(toy.UNIFORM, last_layers=1)
     values = toy.params(Decoder(whole).specs)
     of_parts = {
-        "outer": values["outer"],
+        "non_layer": values["non_layer"],
         "segment_0": jax.tree.map(lambda x: x[:2], values["segment_0"]),
         "segment_1": jax.tree.map(lambda x: x[2:], values["segment_0"]),
     }
@@ -148,7 +148,7 @@ def test_what_is_dropped_is_a_function_of_seed_and_step() -> None:
 
     def norms(seed: int, *steps: int) -> list[float]:
         program = toy.make_program(model, *arguments, LoraConfig(rank=2, dropout=0.5), placement, seed)
-        batch = jax.device_put(toy.microbatches(toy.packed(2, 16), 1), program.rows)
+        batch = jax.device_put(toy.microbatches(toy.packed(2, 16), 1), program.batch_sharding)
         states = (training_state.initialize_state(program.specs, program.optimizers, 0, placement) for _ in steps)
         return [
             float(program.step(replace(state, step=np.int32(step)), batch)[1]["grad_norm"])

@@ -1,4 +1,4 @@
-"""Tests of the layer-wise update against optax on the whole tree, and of the clip."""
+"""Tests of the update by period against optax on the whole tree, and of the clip."""
 
 import functools
 from typing import Any
@@ -87,7 +87,7 @@ def test_the_update_is_that_of_optax_on_the_whole_tree() -> None:
 
 
 def test_every_layer_counts_its_steps() -> None:
-    for group, repeats in (("outer", ()), ("segment_0", (2,)), ("segment_1", (1,))):
+    for group, repeats in (("non_layer", ()), ("segment_0", (2,)), ("segment_1", (1,))):
         counts = [count for _, count in optax.tree.get_all_with_path(updated()[1][group], "count")]
         assert len(counts) == 2  # those of Adam and of the schedule
         for count in counts:
@@ -105,7 +105,7 @@ PLACES = {
 def test_stages_update_their_slots_as_layers_are_updated(chunks: str) -> None:
     """The optimizer sees matrices as on one stage, and a slot without a layer stays zero."""
     places = {section: np.array(each) for section, each in PLACES[chunks].items()}
-    staged = {"outer": SPECS["outer"]} | {
+    staged = {"non_layer": SPECS["non_layer"]} | {
         section: jax.tree.map(lambda spec, section=section: spec.unstack().stack(places[section]), SPECS[section])
         for section in places
     }

@@ -5,20 +5,21 @@ transformers read and that our model does not compute.
 """
 
 import math
-import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.config.fields import get_field, walk_fields
 from jaxopt_llm.config.model import MAX_LAYERS
+from jaxopt_llm.core.errors import InputError
 
 Settings = dict[str, Any]  # content of a Hugging Face config.json
-FIELD_TYPES = typing.get_type_hints(ModelConfig)
+FIELD_TYPES = {name: hint for name, hint, _ in walk_fields(ModelConfig)}
 TYPE_NAMES = {int: "a whole number below 2**31", float: "a finite number", bool: "true or false"}
 
 
-class Unsupported(Exception):
+class Unsupported(InputError):
     """A config.json without an equivalent ModelConfig, or the reverse. The message names the field."""
 
 
@@ -30,7 +31,7 @@ class Codec:
     write: Callable[[ModelConfig], Settings]
 
 
-def read_value(settings: Settings, name: str, kind: Any, default: Any = None) -> Any:
+def read_value(settings: Settings, name: str, kind: Any, default: Any = None, minimum: int | None = None) -> Any:
     """Return the value of a field.
 
     Args:
@@ -38,6 +39,7 @@ def read_value(settings: Settings, name: str, kind: Any, default: Any = None) ->
         name: name of the field.
         kind: type of the field: int, float, bool or str.
         default: value for a field that is null or missing; without a default such a field is an error.
+        minimum: smallest supported value.
 
     Raises:
         Unsupported: the field has another type, is out of range, or is missing.
@@ -51,6 +53,8 @@ def read_value(settings: Settings, name: str, kind: Any, default: Any = None) ->
         value = float(value)
     if type(value) is not kind or (kind is not bool and not abs(value) < (2**31 if kind is int else math.inf)):
         raise Unsupported(f"{name}={value!r}: must be {TYPE_NAMES[kind]}")
+    if minimum is not None and value < minimum:
+        raise Unsupported(f"{name}={value}: must be at least {minimum}")
     return value
 
 
@@ -61,23 +65,37 @@ def read_layer_count(settings: Settings) -> int:
     return count
 
 
-def copy_fields(**names: str) -> Codec:
-    """Return a codec for fields with the same value under two names, given as ours="theirs"."""
+def check_value(settings: Settings, name: str, *supported: Any) -> None:
+    """Raise Unsupported if a field is neither null or missing nor one of the supported values."""
+    if settings.get(name) not in (None, *supported):
+        first = repr(supported[0]) if supported else "null"
+        raise Unsupported(f"{name}={settings[name]!r}: only {first} is supported")
+
+
+def check_alias(settings: Settings, alias: str, name: str) -> None:
+    """Raise Unsupported if a field and its other name have different values."""
+    value = settings.get(name)
+    if value is not None and settings.get(alias) not in (None, value):
+        raise Unsupported(f"{alias}={settings[alias]!r}: it is another name of {name}, which is {value!r}")
+
+
+def check_multiple(settings: Settings, width_name: str, heads_name: str) -> tuple[int, int]:
+    """Return the width and the number of heads. Raise Unsupported if the width is not a multiple of it."""
+    width, heads = read_value(settings, width_name, int), read_value(settings, heads_name, int)
+    if heads > 0 and width % heads:
+        raise Unsupported(f"{width_name}={width}: must be a multiple of {heads_name}={heads}")
+    return width, heads
+
+
+def copy_fields(names: dict[str, str]) -> Codec:
+    """Return a codec for fields with the same value under two names, {our dotted name: their name}."""
     return Codec(
         lambda settings: {ours: read_value(settings, theirs, FIELD_TYPES[ours]) for ours, theirs in names.items()},
-        lambda config: {theirs: getattr(config, ours) for ours, theirs in names.items()},
+        lambda config: {theirs: get_field(config, ours) for ours, theirs in names.items()},
     )
 
 
-def copy_optional_fields(**names: str) -> Codec:
-    """Return a codec for fields, given as ours="theirs", that are 0 in our config and null in config.json."""
-    return Codec(
-        lambda settings: {ours: read_value(settings, theirs, float, 0.0) for ours, theirs in names.items()},
-        lambda config: {theirs: getattr(config, ours) or None for ours, theirs in names.items()},
-    )
-
-
-def set_fields(**fields: Any) -> Codec:
+def set_fields(fields: dict[str, Any]) -> Codec:
     """Return a codec for our fields that are the same in the whole family and have no field in config.json."""
     return Codec(lambda settings: fields, lambda config: {})
 
@@ -91,8 +109,7 @@ def require_values(**values: Any) -> Codec:
 
     def read(settings: Settings) -> dict[str, Any]:
         for name, allowed in choices.items():
-            if settings.get(name) not in (None, *allowed):
-                raise Unsupported(f"{name}={settings[name]!r}: only {allowed[0]!r} is supported")
+            check_value(settings, name, *allowed)
         return {}
 
     return Codec(read, lambda config: {name: allowed[0] for name, allowed in choices.items()})
@@ -103,8 +120,7 @@ def require_absent(*names: str) -> Codec:
 
     def read(settings: Settings) -> dict[str, Any]:
         for name in names:
-            if settings.get(name) is not None:
-                raise Unsupported(f"{name}={settings[name]!r}: only null is supported")
+            check_value(settings, name)
         return {}
 
     return Codec(read, lambda config: {})
@@ -129,25 +145,15 @@ GPT_ALIASES = {
 
 def _read_gpt(settings: Settings) -> dict[str, Any]:
     for alias, name in GPT_ALIASES.items():
-        if settings.get(alias) not in (None, settings.get(name)):
-            raise Unsupported(
-                f"{alias}={settings[alias]!r}: it is another name of {name}, which is {settings.get(name)!r}"
-            )
-    heads, width = read_value(settings, "n_head", int), read_value(settings, "n_embd", int)
-    if heads < 1 or width % heads:
-        raise Unsupported(f"n_embd={width}: must be a multiple of n_head={heads}")
-    return {
-        "kv_heads": heads,
-        "head_dim": width // heads,
-        "mlp_width": read_value(settings, "n_inner", int, 4 * width),
-    }
+        check_alias(settings, alias, name)
+    width, heads = check_multiple(settings, "n_embd", "n_head")
+    mlp_width = read_value(settings, "n_inner", int, 4 * width)
+    return {"kv_heads": heads, "head_dim": width // max(heads, 1), "mlp_width": mlp_width}
 
 
 def _check_divisible(settings: Settings) -> dict[str, Any]:
     """Check a restriction of the classes of Llama and Gemma 2, which holds regardless of head_dim."""
-    heads, width = read_value(settings, "num_attention_heads", int), read_value(settings, "hidden_size", int)
-    if heads > 0 and width % heads:
-        raise Unsupported(f"hidden_size={width}: must be a multiple of num_attention_heads={heads}")
+    check_multiple(settings, "hidden_size", "num_attention_heads")
     return {}
 
 
@@ -166,21 +172,14 @@ def _write_query_scalar(config: ModelConfig) -> Settings:
 
 
 def _read_query_scalar(settings: Settings) -> dict[str, Any]:
-    scalar = read_value(settings, "query_pre_attn_scalar", int)
-    if scalar < 1:
-        raise Unsupported(f"query_pre_attn_scalar={scalar}: must be at least 1")
-    return {"attention_scale": scalar**-0.5}
+    return {"attention_scale": read_value(settings, "query_pre_attn_scalar", int, minimum=1) ** -0.5}
 
 
 SIZES = copy_fields(
-    vocabulary_size="vocab_size",
-    width="hidden_size",
-    layers="num_hidden_layers",
-    heads="num_attention_heads",
-    norm_epsilon="rms_norm_eps",
-    tied_head="tie_word_embeddings",
+    {"vocabulary_size": "vocab_size", "width": "hidden_size", "layers": "num_hidden_layers"}
+    | {"heads": "num_attention_heads", "norm_epsilon": "rms_norm_eps", "tied_head": "tie_word_embeddings"}
 )
-MLP_SIZE = copy_fields(mlp_width="intermediate_size")
+MLP_SIZE = copy_fields({"mlp_width": "intermediate_size"})
 HEADS = Codec(read_heads, lambda config: {"num_key_value_heads": config.kv_heads, "head_dim": config.head_dim})
 DIVISIBLE = Codec(_check_divisible, lambda config: {})
 PROJECTION_NORMS = Codec(_check_projection_norms, lambda config: {})
@@ -188,13 +187,12 @@ QUERY_SCALAR = Codec(_read_query_scalar, _write_query_scalar)
 SWIGLU = require_values(hidden_act=("silu", "swish"))
 NO_BIASES = require_values(attention_bias=False, mlp_bias=False)
 GPT_SIZES = copy_fields(
-    vocabulary_size="vocab_size",
-    width="n_embd",
-    layers="n_layer",
-    heads="n_head",
-    max_positions="n_positions",
-    norm_epsilon="layer_norm_epsilon",
-    tied_head="tie_word_embeddings",
+    {"vocabulary_size": "vocab_size", "width": "n_embd", "layers": "n_layer", "heads": "n_head"}
+    | {"max_positions": "n_positions", "norm_epsilon": "layer_norm_epsilon", "tied_head": "tie_word_embeddings"}
 )
 GPT_HEADS = Codec(_read_gpt, lambda config: {"n_inner": config.mlp_width})
-SOFTCAPS = copy_optional_fields(attention_softcap="attn_logit_softcapping", logit_softcap="final_logit_softcapping")
+_SOFTCAP_NAMES = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
+SOFTCAPS = Codec(  # a softcap that is off is 0 in our config and null in config.json
+    lambda settings: {ours: read_value(settings, theirs, float, 0.0) for ours, theirs in _SOFTCAP_NAMES.items()},
+    lambda config: {theirs: get_field(config, ours) or None for ours, theirs in _SOFTCAP_NAMES.items()},
+)

@@ -12,45 +12,41 @@ def _read_latents(settings: Settings) -> dict[str, Any]:
     if kv_heads != heads:
         raise Unsupported(f"num_key_value_heads={kv_heads}: only num_attention_heads={heads} is supported")
     plain_dim, rotary_dim = (read_value(settings, f"qk_{part}_head_dim", int) for part in ("nope", "rope"))
-    rank = read_value(settings, "kv_lora_rank", int)
-    if rank < 1:
-        raise Unsupported(f"kv_lora_rank={rank}: must be at least 1")
     return {
         "kv_heads": heads,
         "head_dim": plain_dim + rotary_dim,
-        "latent_rank": rank,
-        "query_rank": read_value(settings, "q_lora_rank", int, 0),
-        "rotary_head_dim": rotary_dim,
-        "value_head_dim": read_value(settings, "v_head_dim", int),
+        "mla.kv_rank": read_value(settings, "kv_lora_rank", int, minimum=1),
+        "mla.query_rank": read_value(settings, "q_lora_rank", int, 0),
+        "mla.rotary_head_dim": rotary_dim,
+        "mla.value_head_dim": read_value(settings, "v_head_dim", int),
     }
 
 
 def _write_latents(config: ModelConfig) -> Settings:
     return {
         "num_key_value_heads": config.kv_heads,
-        "kv_lora_rank": config.latent_rank,
-        "q_lora_rank": config.query_rank or None,
+        "kv_lora_rank": config.mla.kv_rank,
+        "q_lora_rank": config.mla.query_rank or None,
         "qk_nope_head_dim": config.key_dim,
-        "qk_rope_head_dim": config.turned_dim,
+        "qk_rope_head_dim": config.rotary_dim,
         "v_head_dim": config.value_dim,
     }
 
 
 def _read_shared_experts(settings: Settings) -> dict[str, Any]:
-    count, width = (read_value(settings, name, int) for name in ("n_shared_experts", "moe_intermediate_size"))
-    if count < 1:
-        raise Unsupported(f"n_shared_experts={count}: must be at least 1")
-    return {"expert_width": width, "shared_expert_width": count * width}
+    count = read_value(settings, "n_shared_experts", int, minimum=1)
+    width = read_value(settings, "moe_intermediate_size", int)
+    return {"moe.expert_width": width, "moe.shared_expert_width": count * width}
 
 
 def _write_shared_experts(config: ModelConfig) -> Settings:
-    count, rest = divmod(config.shared_expert_width, max(config.expert_width, 1))
+    count, rest = divmod(config.moe.shared_expert_width, max(config.moe.expert_width, 1))
     if rest or not count:
         raise Unsupported(
-            f"model.shared_expert_width={config.shared_expert_width}: must be a multiple of "
-            f"model.expert_width={config.expert_width}"
+            f"model.moe.shared_expert_width={config.moe.shared_expert_width}: must be a multiple of "
+            f"model.moe.expert_width={config.moe.expert_width}"
         )
-    return {"n_shared_experts": count, "moe_intermediate_size": config.expert_width}
+    return {"n_shared_experts": count, "moe_intermediate_size": config.moe.expert_width}
 
 
 GREEDY, GROUP_LIMITED = "greedy", "group_limited_greedy"
@@ -61,13 +57,13 @@ def _read_expert_groups(settings: Settings) -> dict[str, Any]:
     if method not in (GREEDY, GROUP_LIMITED):
         raise Unsupported(f"topk_method={method!r}: only {GREEDY!r} and {GROUP_LIMITED!r} are supported")
     if method == GREEDY:
-        return {"router_groups": 1, "router_groups_per_token": 1}
+        return {"moe.router_groups": 1, "moe.router_groups_per_token": 1}
     groups, chosen = (read_value(settings, name, int) for name in ("n_group", "topk_group"))
-    return {"router_groups": groups, "router_groups_per_token": chosen}
+    return {"moe.router_groups": groups, "moe.router_groups_per_token": chosen}
 
 
 def _write_expert_groups(config: ModelConfig) -> Settings:
-    groups, chosen = config.router_groups, config.router_groups_per_token
+    groups, chosen = config.moe.router_groups, config.moe.router_groups_per_token
     return {"topk_method": GROUP_LIMITED if groups > 1 else GREEDY, "n_group": groups, "topk_group": chosen}
 
 

@@ -6,6 +6,7 @@ from jaxopt_llm.checkpoint.huggingface.codecs import (
     Codec,
     Settings,
     Unsupported,
+    check_alias,
     copy_fields,
     read_layer_count,
     read_value,
@@ -18,28 +19,20 @@ def find_expert_layers(has_experts: list[bool]) -> tuple[int, int] | None:
 
     None: no layer has experts, or these two fields cannot describe the layers.
     """
-    layers = range(len(has_experts))
-    expert_layers = [layer for layer in layers if has_experts[layer]]
-    if not expert_layers:
+    if not any(has_experts):
         return None
-    first = expert_layers[0]
-    if len(expert_layers) > 1:
-        every = expert_layers[1] - first
-    else:
-        candidates = range(1, first + 2)
-        fitting = (each for each in candidates if (first + 1) % each == 0 and first + each not in layers)
-        every = next(fitting, first + 1)
-    for dense in (0, first):
-        if has_experts == [layer >= dense and (layer + 1) % every == 0 for layer in layers]:
-            return dense, every
+    first = has_experts.index(True)
+    for every in range(1, first + 2):
+        for dense in (0, first) if (first + 1) % every == 0 else ():
+            if has_experts == [layer >= dense and (layer + 1) % every == 0 for layer in range(len(has_experts))]:
+                return dense, every
     return None
 
 
 def _read_expert_layers(settings: Settings) -> dict[str, Any]:
     """Read Qwen3-MoE's layers: each decoder_sparse_step-th has experts, except those in mlp_only_layers."""
-    every, dense_layers = read_value(settings, "decoder_sparse_step", int), settings.get("mlp_only_layers") or []
-    if every < 1:
-        raise Unsupported(f"decoder_sparse_step={every}: must be at least 1")
+    every = read_value(settings, "decoder_sparse_step", int, minimum=1)
+    dense_layers = settings.get("mlp_only_layers") or []
     if not isinstance(dense_layers, list) or any(type(each) is not int for each in dense_layers):
         raise Unsupported(f"mlp_only_layers={dense_layers!r}: must be a list of layers")
     layers, dense = range(read_layer_count(settings)), set(dense_layers)
@@ -49,12 +42,12 @@ def _read_expert_layers(settings: Settings) -> dict[str, Any]:
             f"mlp_only_layers={dense_layers!r}, decoder_sparse_step={every}: from some layer on, every n-th layer must "
             "have experts, and all others none"
         )
-    return dict(zip(("dense_layers", "expert_every"), found, strict=True))
+    return dict(zip(("moe.dense_layers", "moe.expert_every"), found, strict=True))
 
 
 def _write_expert_layers(config: ModelConfig) -> Settings:
-    every = config.expert_every
-    dense = [layer for layer in range(config.dense_layers) if (layer + 1) % every == 0]
+    every = config.moe.expert_every
+    dense = [layer for layer in range(config.moe.dense_layers) if (layer + 1) % every == 0]
     return {"decoder_sparse_step": every, "mlp_only_layers": dense}
 
 
@@ -62,17 +55,13 @@ def copy_expert_count(name: str, alias: str, default: int) -> Codec:
     """Return a codec for the number of experts, which versions of transformers write under one of two names."""
 
     def read(settings: Settings) -> dict[str, Any]:
-        given = {each: settings[each] for each in (name, alias) if settings.get(each) is not None}
-        if len(given) == 2 and given[name] != given[alias]:
-            raise Unsupported(f"{alias}={given[alias]!r}: it is another name of {name}, which is {given[name]!r}")
-        count = read_value({name: next(iter(given.values()), None)}, name, int, default)
-        if count < 1:
-            raise Unsupported(f"{name}={count}: must be at least 1")
-        return {"experts": count}
+        check_alias(settings, alias, name)
+        used = alias if settings.get(name) is None else name
+        return {"moe.experts": read_value(settings, used, int, default, minimum=1)}
 
-    return Codec(read, lambda config: {name: config.experts})
+    return Codec(read, lambda config: {name: config.moe.experts})
 
 
 EXPERT_LAYERS = Codec(_read_expert_layers, _write_expert_layers)
-TOP_K = copy_fields(experts_per_token="num_experts_per_tok", balance_loss="router_aux_loss_coef")
-RENORMALISES = copy_fields(router_renormalises="norm_topk_prob")
+TOP_K = copy_fields({"moe.experts_per_token": "num_experts_per_tok", "moe.balance_loss": "router_aux_loss_coef"})
+RENORMALISES = copy_fields({"moe.router_renormalises": "norm_topk_prob"})

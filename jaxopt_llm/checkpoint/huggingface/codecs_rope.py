@@ -3,23 +3,21 @@
 import functools
 from typing import Any
 
-from jaxopt_llm.checkpoint.huggingface.codecs import Codec, Settings, Unsupported, read_value
+from jaxopt_llm.checkpoint.huggingface.codecs import Codec, Settings, Unsupported, check_value, read_value
 from jaxopt_llm.config import ModelConfig
 
 
 def _read(settings: Settings, *, kinds: tuple[str, ...], scales_scores: bool) -> dict[str, Any]:
     kind, scaling = _read_scaling(settings)
-    fields = {"rope_theta": read_value(scaling, "rope_theta", float)}
+    fields = {"rope.theta": read_value(scaling, "rope_theta", float)}
     if kind == "default":
         return fields
     if kind not in kinds:
         supported = " and ".join(map(repr, ("default", *kinds)))
         raise Unsupported(f"rope_type={kind!r}: only {supported} are supported")
-    return fields | {
-        "rope_factor": read_value(scaling, "factor", float),
-        "rope_original_length": read_value(scaling, "original_max_position_embeddings", int),
-        **(_read_llama3(scaling) if kind == "llama3" else _read_yarn(scaling, scales_scores)),
-    }
+    fields["rope.factor"] = read_value(scaling, "factor", float)
+    fields["rope.original_length"] = read_value(scaling, "original_max_position_embeddings", int)
+    return fields | (_read_llama3(scaling) if kind == "llama3" else _read_yarn(scaling, scales_scores))
 
 
 def _read_scaling(settings: Settings) -> tuple[Any, Settings]:
@@ -43,48 +41,47 @@ def _read_scaling(settings: Settings) -> tuple[Any, Settings]:
 
 def _read_llama3(scaling: Settings) -> dict[str, Any]:
     return {
-        "rope_low_frequency_factor": read_value(scaling, "low_freq_factor", float),
-        "rope_high_frequency_factor": read_value(scaling, "high_freq_factor", float),
+        "rope.low_frequency_factor": read_value(scaling, "low_freq_factor", float),
+        "rope.high_frequency_factor": read_value(scaling, "high_freq_factor", float),
     }
 
 
 def _read_yarn(scaling: Settings, scales_scores: bool) -> dict[str, Any]:
-    for name, supported in (("attention_factor", None), ("truncate", True)):
-        if scaling.get(name) not in (None, supported):
-            raise Unsupported(f"{name}={scaling[name]!r}: only {supported} is supported")
+    check_value(scaling, "attention_factor")
+    check_value(scaling, "truncate", True)
     mscale, mscale_all_dim = (read_value(scaling, name, float, 0.0) for name in ("mscale", "mscale_all_dim"))
     if mscale_all_dim and not (scales_scores and mscale):
         where = "without mscale" if scales_scores else "in this family"
         raise Unsupported(f"mscale_all_dim={mscale_all_dim}: not supported {where}")
     return {
-        "rope_scaling": "yarn",
-        "rope_low_frequency_factor": read_value(scaling, "beta_slow", float, 1.0),
-        "rope_high_frequency_factor": read_value(scaling, "beta_fast", float, 32.0),
+        "rope.scaling": "yarn",
+        "rope.low_frequency_factor": read_value(scaling, "beta_slow", float, 1.0),
+        "rope.high_frequency_factor": read_value(scaling, "beta_fast", float, 32.0),
         # transformers reads mscale only together with mscale_all_dim.
-        **({"rope_mscale": mscale, "rope_mscale_all_dim": mscale_all_dim} if mscale_all_dim else {}),
+        **({"rope.mscale": mscale, "rope.mscale_all_dim": mscale_all_dim} if mscale_all_dim else {}),
     }
 
 
 def _write(config: ModelConfig, *, scales_scores: bool) -> Settings:
     """Write the older form, which all versions of transformers read."""
-    theta = {"rope_theta": config.rope_theta}
-    if config.rope_factor == 1:
+    theta = {"rope_theta": config.rope.theta}
+    if config.rope.factor == 1:
         return theta | {"rope_scaling": None}
-    low, high = config.rope_low_frequency_factor, config.rope_high_frequency_factor
-    mscales = {"mscale": config.rope_mscale, "mscale_all_dim": config.rope_mscale_all_dim}
-    use_mscales = scales_scores and config.rope_mscale_all_dim
-    parameters: dict[str, Settings] = {
-        "llama3": {"low_freq_factor": low, "high_freq_factor": high},
-        "yarn": {"beta_slow": low, "beta_fast": high, **(mscales if use_mscales else {})},
-    }
-    kind = config.rope_scaling
+    low, high = config.rope.low_frequency_factor, config.rope.high_frequency_factor
+    kind = config.rope.scaling
+    if kind == "llama3":
+        parameters: Settings = {"low_freq_factor": low, "high_freq_factor": high}
+    else:
+        parameters = {"beta_slow": low, "beta_fast": high}
+        if scales_scores and config.rope.mscale_all_dim:
+            parameters |= {"mscale": config.rope.mscale, "mscale_all_dim": config.rope.mscale_all_dim}
     return theta | {
         "rope_scaling": {
             "type": kind,
             "rope_type": kind,
-            "factor": config.rope_factor,
-            "original_max_position_embeddings": config.rope_original_length,
-            **parameters[kind],
+            "factor": config.rope.factor,
+            "original_max_position_embeddings": config.rope.original_length,
+            **parameters,
         }
     }
 

@@ -20,9 +20,7 @@ def find_shortest_period(pattern: Iterable[Kind]) -> tuple[Kind, ...]:
 
 def _read_one_window(settings: Settings) -> dict[str, Any]:
     """Read the window of Mistral and Phi-3, which all layers have or none."""
-    if settings.get("sliding_window") is None:
-        return {"pattern": ("global",)}
-    return {"pattern": ("sliding",), "window": read_value(settings, "sliding_window", int)}
+    return _read_windows(["global" if settings.get("sliding_window") is None else "sliding"], settings)
 
 
 def _write_one_window(config: ModelConfig) -> Settings:
@@ -56,14 +54,16 @@ def _read_layer_values(settings: Settings, name: str, default: Callable[[int], A
     return given[:count]
 
 
-def _read_windows(kinds: Iterable[Any], settings: Settings) -> dict[str, Any]:
+def _read_windows(kinds: Iterable[Kind], settings: Settings) -> dict[str, Any]:
     pattern = find_shortest_period(kinds)
     if "sliding" not in pattern:
         return {"pattern": pattern}
     return {"pattern": pattern, "window": read_value(settings, "sliding_window", int)}
 
 
-def _parse_layer_types(types: list[Any]) -> list[Kind]:
+def _read_layer_types(settings: Settings, default: Callable[[int], str]) -> list[Kind]:
+    """Return the kind of each layer from layer_types. default: layer -> its type, for a missing field."""
+    types = _read_layer_values(settings, "layer_types", default)
     if unknown := [each for each in types if not (isinstance(each, str) and each in LAYER_TYPES)]:
         raise Unsupported(f"layer_types: {unknown[0]!r} is not one of {', '.join(LAYER_TYPES)}")
     return [LAYER_TYPES[each] for each in types]
@@ -73,20 +73,18 @@ def _read_windows_from_layer(settings: Settings) -> dict[str, Any]:
     """Read Qwen's windows: of the layers from max_window_layers on, or of those that layer_types names."""
     used = read_value(settings, "use_sliding_window", bool, False) and settings.get("sliding_window") is not None
     first = read_value(settings, "max_window_layers", int) if used and settings.get("layer_types") is None else 0
-    types = _read_layer_values(
-        settings, "layer_types", lambda layer: "sliding_attention" if used and layer >= first else "full_attention"
+    kinds = _read_layer_types(
+        settings, lambda layer: "sliding_attention" if used and layer >= first else "full_attention"
     )
-    if "sliding_attention" in types and not used:
+    if "sliding" in kinds and not used:
         raise Unsupported("layer_types: sliding_attention requires use_sliding_window=true and a sliding_window")
-    return _read_windows(_parse_layer_types(types), settings)
+    return _read_windows(kinds, settings)
 
 
 def _read_alternating_windows(settings: Settings) -> dict[str, Any]:
     """Read Gemma 2's windows: of every second layer, starting with the first, or of those that layer_types names."""
-    types = _read_layer_values(
-        settings, "layer_types", lambda layer: "full_attention" if layer % 2 else "sliding_attention"
-    )
-    return _read_windows(_parse_layer_types(types), settings)
+    kinds = _read_layer_types(settings, lambda layer: "full_attention" if layer % 2 else "sliding_attention")
+    return _read_windows(kinds, settings)
 
 
 def _read_nope(settings: Settings) -> dict[str, Any]:
@@ -95,11 +93,9 @@ def _read_nope(settings: Settings) -> dict[str, Any]:
     Every no_rope_layer_interval-th layer has no positions, or no_rope_layers lists 1 for each layer with positions and
     0 for each layer without.
     """
-    interval = read_value(settings, "no_rope_layer_interval", int)
-    if interval < 1:
-        raise Unsupported(f"no_rope_layer_interval={interval}: must be at least 1")
+    interval = read_value(settings, "no_rope_layer_interval", int, minimum=1)
     has_positions = _read_layer_values(settings, "no_rope_layers", lambda layer: int((layer + 1) % interval != 0))
-    kinds = _parse_layer_types(_read_layer_values(settings, "layer_types", lambda layer: "full_attention"))
+    kinds = _read_layer_types(settings, lambda layer: "full_attention")
     if "sliding" in kinds or settings.get("use_sliding_window"):
         raise Unsupported("use_sliding_window: windows together with layers without positions are not supported")
     if any(each not in (0, 1) for each in has_positions):
@@ -114,10 +110,9 @@ def _layer_kinds(config: ModelConfig) -> list[Kind]:
 def _write_layer_types(config: ModelConfig) -> Settings:
     kinds = _layer_kinds(config)
     names = {kind: name for name, kind in LAYER_TYPES.items()}
-    windows = "sliding" in kinds
     return {
         "layer_types": [names.get(kind, "full_attention") for kind in kinds],
-        "sliding_window": config.window if windows else None,
+        "sliding_window": config.window if "sliding" in kinds else None,
     }
 
 

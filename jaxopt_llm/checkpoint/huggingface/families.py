@@ -3,6 +3,7 @@
 A family fits a ModelConfig if the config.json that it writes reads back as the same model.
 """
 
+from jaxopt_llm.checkpoint.huggingface import names
 from jaxopt_llm.checkpoint.huggingface.codecs import (
     DIVISIBLE,
     GPT_HEADS,
@@ -18,6 +19,7 @@ from jaxopt_llm.checkpoint.huggingface.codecs import (
     Codec,
     Settings,
     Unsupported,
+    check_value,
     copy_fields,
     require_absent,
     require_values,
@@ -34,25 +36,6 @@ from jaxopt_llm.checkpoint.huggingface.codecs_windows import (
     WINDOWS_FROM_LAYER,
 )
 from jaxopt_llm.checkpoint.huggingface.family import Family
-from jaxopt_llm.checkpoint.huggingface.names import (
-    ATTENTION,
-    EXPERTS,
-    FUSED,
-    GEMMA_NORMS,
-    GPT,
-    LATENT_ATTENTION,
-    LLAMA,
-    MIXTRAL_EXPERTS,
-    MLP,
-    NORMS,
-    OUTSIDE,
-    POST_NORMS,
-    QK_NORMS,
-    QKV_BIASES,
-    ROUTER_BIAS,
-    SHARED_EXPERTS,
-    stacked_expert_names,
-)
 from jaxopt_llm.config import ModelConfig
 
 
@@ -65,8 +48,7 @@ def find_by_settings(settings: Settings) -> Family:
         raise Unsupported(f"model_type={model_type!r}: not a supported family ({supported})")
     if architectures not in (None, [family.architecture]):
         raise Unsupported(f"architectures={architectures}: only {family.architecture} is supported")
-    if settings.get("is_causal") not in (None, True):
-        raise Unsupported(f"is_causal={settings['is_causal']!r}: only True is supported")
+    check_value(settings, "is_causal", True)
     if settings.get("per_layer_config"):
         raise Unsupported("per_layer_config: settings that differ between layers are not supported")
     if model_type == "mistral" and settings.get("layer_types") is not None:
@@ -100,154 +82,134 @@ def find_by_model(config: ModelConfig, preferred: str | None = None) -> Family:
 
 BASIC_CODECS = (SIZES, HEADS, ROPE)
 ROTARY_CODECS = (*BASIC_CODECS, MLP_SIZE)
+GATED_CODECS = (*ROTARY_CODECS, SWIGLU)
 UNTIED_DEFAULTS: Settings = {"tie_word_embeddings": False, "rope_theta": 10_000.0}
 
 
-DEEPSEEK_NAMES = OUTSIDE | LATENT_ATTENTION | MLP | NORMS | EXPERTS | SHARED_EXPERTS
+DEEPSEEK_NAMES = names.OUTSIDE | names.LATENT_ATTENTION | names.MLP | names.NORMS | names.EXPERTS | names.SHARED_EXPERTS
 DEEPSEEK_CODECS: tuple[Codec, ...] = (
     *(SIZES, MLP_SIZE, LATENTS, YARN, SWIGLU, SHARED_EXPERT_SIZES),
     copy_fields(
-        dense_layers="first_k_dense_replace",
-        experts="n_routed_experts",
-        experts_per_token="num_experts_per_tok",
-        router_scale="routed_scaling_factor",
-        balance_loss="aux_loss_alpha",
+        {"moe.dense_layers": "first_k_dense_replace", "moe.experts": "n_routed_experts"}
+        | {"moe.experts_per_token": "num_experts_per_tok", "moe.router_scale": "routed_scaling_factor"}
+        | {"moe.balance_loss": "aux_loss_alpha"}
     ),
     require_values(attention_bias=False, moe_layer_freq=1),
 )
-
+DEEPSEEK_DEFAULTS = UNTIED_DEFAULTS | {
+    **{"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    "aux_loss_alpha": 0.001,
+}
 
 FAMILIES = (
-    Family("llama", "LlamaForCausalLM", LLAMA, (*ROTARY_CODECS, DIVISIBLE, SWIGLU, NO_BIASES), UNTIED_DEFAULTS),
+    Family("llama", "LlamaForCausalLM", names.LLAMA, (*GATED_CODECS, DIVISIBLE, NO_BIASES), UNTIED_DEFAULTS),
     Family(
         "mistral",
         "MistralForCausalLM",
-        LLAMA,
-        (*ROTARY_CODECS, SWIGLU, ONE_WINDOW),
+        names.LLAMA,
+        (*GATED_CODECS, ONE_WINDOW),
         UNTIED_DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096},
     ),
     Family(
         "qwen2",
         "Qwen2ForCausalLM",
-        LLAMA | QKV_BIASES,
-        (*ROTARY_CODECS, SWIGLU, WINDOWS_FROM_LAYER, set_fields(biases="qkv")),
+        names.LLAMA | names.QKV_BIASES,
+        (*GATED_CODECS, WINDOWS_FROM_LAYER, set_fields({"biases": "qkv"})),
         UNTIED_DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28},
     ),
     Family(
         "qwen3",
         "Qwen3ForCausalLM",
-        LLAMA | QK_NORMS,
-        (*ROTARY_CODECS, SWIGLU, WINDOWS_FROM_LAYER, require_values(attention_bias=False), set_fields(qk_norm="head")),
+        names.LLAMA | names.QK_NORMS,
+        (*GATED_CODECS, WINDOWS_FROM_LAYER, require_values(attention_bias=False), set_fields({"qk_norm": "head"})),
         UNTIED_DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
     ),
     Family(
         "gemma2",
         "Gemma2ForCausalLM",
-        OUTSIDE | ATTENTION | MLP | GEMMA_NORMS,
+        names.OUTSIDE | names.ATTENTION | names.MLP | names.GEMMA_NORMS,
         (
             *ROTARY_CODECS,
             DIVISIBLE,
             ALTERNATING_WINDOWS,
             QUERY_SCALAR,
             SOFTCAPS,
-            require_values(
-                hidden_activation="gelu_pytorch_tanh", attention_bias=False, use_bidirectional_attention=False
-            ),
-            set_fields(norm_placement="both", norm_zero_centered=True, mlp="geglu", scale_embedding=True),
+            require_values(hidden_activation="gelu_pytorch_tanh", attention_bias=False),
+            require_values(use_bidirectional_attention=False),
+            set_fields({"norm_placement": "both", "norm_zero_centered": True, "mlp": "geglu", "scale_embedding": True}),
         ),
-        UNTIED_DEFAULTS
-        | {
-            "tie_word_embeddings": True,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
+        {"tie_word_embeddings": True, "rope_theta": 10_000.0, "num_key_value_heads": 4, "head_dim": 256}
+        | {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+        | {"sliding_window": 4096},
     ),
-    Family("phi3", "Phi3ForCausalLM", OUTSIDE | FUSED | NORMS, (*ROTARY_CODECS, SWIGLU, ONE_WINDOW), UNTIED_DEFAULTS),
+    Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        names.OUTSIDE | names.FUSED | names.NORMS,
+        (*GATED_CODECS, ONE_WINDOW),
+        UNTIED_DEFAULTS,
+    ),
     Family(
         "olmo2",
         "Olmo2ForCausalLM",
-        OUTSIDE | ATTENTION | MLP | QK_NORMS | POST_NORMS,
+        names.OUTSIDE | names.ATTENTION | names.MLP | names.QK_NORMS | names.POST_NORMS,
         (
-            *ROTARY_CODECS,
-            SWIGLU,
+            *GATED_CODECS,
             require_values(attention_bias=False),
-            set_fields(norm_placement="post", qk_norm="projection"),
+            set_fields({"norm_placement": "post", "qk_norm": "projection"}),
         ),
         UNTIED_DEFAULTS,
     ),
     Family(
         "smollm3",
         "SmolLM3ForCausalLM",
-        LLAMA,
-        (*ROTARY_CODECS, SWIGLU, NO_BIASES, NOPE),
-        {
-            "tie_word_embeddings": True,
-            "rope_theta": 2_000_000.0,
-            "num_key_value_heads": 4,
-            "no_rope_layer_interval": 4,
-        },
+        names.LLAMA,
+        (*GATED_CODECS, NO_BIASES, NOPE),
+        {"tie_word_embeddings": True, "rope_theta": 2_000_000.0, "num_key_value_heads": 4, "no_rope_layer_interval": 4},
     ),
     Family(
         "mixtral",
         "MixtralForCausalLM",
-        OUTSIDE | ATTENTION | NORMS | MIXTRAL_EXPERTS,
+        names.OUTSIDE | names.ATTENTION | names.NORMS | names.MIXTRAL_EXPERTS,
         (
             *BASIC_CODECS,
             SWIGLU,
             ONE_WINDOW,
             copy_expert_count("num_local_experts", "num_experts", 8),
             TOP_K,
-            copy_fields(expert_width="intermediate_size"),
+            copy_fields({"moe.expert_width": "intermediate_size"}),
             require_values(router_jitter_noise=0.0),
             require_absent("layer_types"),
         ),
-        {
-            "tie_word_embeddings": False,
-            "rope_theta": 1_000_000.0,
-            "num_key_value_heads": 8,
-            "num_experts_per_tok": 2,
-            "router_aux_loss_coef": 0.001,
-        },
-        in_memory_names=stacked_expert_names("block_sparse_moe", "w1", "w3", "w2")
-        | {"model.layers.{}.mlp.gate.weight": "model.layers.{}.block_sparse_moe.gate.weight"},
+        {"tie_word_embeddings": False, "rope_theta": 1_000_000.0, "num_key_value_heads": 8}
+        | {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
+        in_memory_names=names.STACKED_MIXTRAL_EXPERTS,
     ),
     Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        LLAMA | QK_NORMS | EXPERTS,
+        names.LLAMA | names.QK_NORMS | names.EXPERTS,
         (
-            *ROTARY_CODECS,
-            SWIGLU,
+            *GATED_CODECS,
             MOE_WINDOW,
             copy_expert_count("num_experts", "num_local_experts", 128),
             TOP_K,
             RENORMALISES,
             EXPERT_LAYERS,
-            copy_fields(expert_width="moe_intermediate_size"),
+            copy_fields({"moe.expert_width": "moe_intermediate_size"}),
             require_values(attention_bias=False),
             require_absent("layer_types"),
-            set_fields(qk_norm="head"),
+            set_fields({"qk_norm": "head"}),
         ),
         UNTIED_DEFAULTS
-        | {
-            "num_key_value_heads": 4,
-            "sliding_window": 4096,
-            "decoder_sparse_step": 1,
-            "moe_intermediate_size": 768,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": False,
-            "router_aux_loss_coef": 0.001,
-        },
-        in_memory_names=stacked_expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
+        | {"num_key_value_heads": 4, "sliding_window": 4096, "decoder_sparse_step": 1, "moe_intermediate_size": 768}
+        | {"num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.001},
+        in_memory_names=names.STACKED_EXPERTS,
     ),
     Family(
         "olmoe",
         "OlmoeForCausalLM",
-        OUTSIDE | ATTENTION | NORMS | QK_NORMS | EXPERTS,
+        names.OUTSIDE | names.ATTENTION | names.NORMS | names.QK_NORMS | names.EXPERTS,
         (
             *BASIC_CODECS,
             SWIGLU,
@@ -255,18 +217,13 @@ FAMILIES = (
             copy_expert_count("num_experts", "num_local_experts", 64),
             TOP_K,
             RENORMALISES,
-            copy_fields(expert_width="intermediate_size"),
+            copy_fields({"moe.expert_width": "intermediate_size"}),
             require_values(attention_bias=False),
             require_absent("clip_qkv", "sliding_window", "layer_types"),
-            set_fields(qk_norm="projection"),
+            set_fields({"qk_norm": "projection"}),
         ),
-        UNTIED_DEFAULTS
-        | {
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": False,
-            "router_aux_loss_coef": 0.01,
-        },
-        in_memory_names=stacked_expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
+        UNTIED_DEFAULTS | {"num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
+        in_memory_names=names.STACKED_EXPERTS,
     ),
     Family(
         "deepseek_v2",
@@ -277,61 +234,36 @@ FAMILIES = (
             DIVISIBLE,
             EXPERT_GROUPS,
             require_values(mlp_bias=False, scoring_func="softmax", norm_topk_prob=False),
-            set_fields(router_renormalises=False),
+            set_fields({"moe.router_renormalises": False}),
         ),
-        UNTIED_DEFAULTS
-        | {
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1536,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "first_k_dense_replace": 0,
-            "n_routed_experts": 64,
-            "n_shared_experts": 2,
-            "moe_intermediate_size": 1407,
-            "routed_scaling_factor": 1.0,
-            "aux_loss_alpha": 0.001,
-        },
-        in_memory_names=stacked_expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
+        DEEPSEEK_DEFAULTS
+        | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407}
+        | {"first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
+        in_memory_names=names.STACKED_EXPERTS,
     ),
     Family(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
-        DEEPSEEK_NAMES | ROUTER_BIAS,
+        DEEPSEEK_NAMES | names.ROUTER_BIAS,
         (
             *DEEPSEEK_CODECS,
             RENORMALISES,
-            copy_fields(router_groups="n_group", router_groups_per_token="topk_group"),
+            copy_fields({"moe.router_groups": "n_group", "moe.router_groups_per_token": "topk_group"}),
             require_values(topk_method="noaux_tc", scoring_func="sigmoid", rope_interleave=True),
-            set_fields(router="sigmoid", router_bias=True),
+            set_fields({"moe.router": "sigmoid", "moe.router_bias": True}),
             Codec(lambda settings: {}, lambda config: {"num_nextn_predict_layers": 0}),
         ),
-        UNTIED_DEFAULTS
-        | {
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1536,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "first_k_dense_replace": 3,
-            "n_routed_experts": 256,
-            "n_shared_experts": 1,
-            "moe_intermediate_size": 2048,
-            "routed_scaling_factor": 2.5,
-            "num_experts_per_tok": 8,
-            "n_group": 8,
-            "topk_group": 4,
-            "norm_topk_prob": True,
-            "aux_loss_alpha": 0.001,
-        },
+        DEEPSEEK_DEFAULTS
+        | {"n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "num_experts_per_tok": 8}
+        | {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+        | {"n_group": 8, "topk_group": 4},
         mtp_prefix="model.layers.{}.",
-        in_memory_names=stacked_expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
+        in_memory_names=names.STACKED_EXPERTS,
     ),
     Family(
         "gpt2",
         "GPT2LMHeadModel",
-        GPT,
+        names.GPT,
         (
             GPT_SIZES,
             GPT_HEADS,
@@ -341,7 +273,7 @@ FAMILIES = (
                 scale_attn_by_inverse_layer_idx=False,
                 add_cross_attention=False,
             ),
-            set_fields(positions="learned", norm="layer", biases="all", mlp="gelu"),
+            set_fields({"positions": "learned", "norm": "layer", "biases": "all", "mlp": "gelu"}),
         ),
         {"tie_word_embeddings": True},
         input_first=True,

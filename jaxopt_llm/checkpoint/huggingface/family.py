@@ -6,7 +6,8 @@ from typing import Any
 from jaxopt_llm.checkpoint.huggingface.codecs import FIELD_TYPES, Codec, Settings, Unsupported
 from jaxopt_llm.checkpoint.huggingface.codecs_moe import find_expert_layers
 from jaxopt_llm.checkpoint.huggingface.codecs_windows import find_shortest_period
-from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from jaxopt_llm.config.fields import METADATA, get_field, replace_fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,7 @@ class Family:
         fields: dict[str, Any] = {}
         for codec in self.codecs:
             fields |= codec.read(settings)
-        config = ModelConfig(**fields)
+        config = replace_fields(ModelConfig(), fields)
         found = config.problems()
         if found:
             raise Unsupported("; ".join(found))
@@ -69,53 +70,42 @@ class Family:
         except Unsupported as error:
             return [str(error)]
         return [
-            f"model.{name}={getattr(expected, name)}"
+            f"model.{name}={get_field(expected, name)}"
             for name in FIELD_TYPES
-            if getattr(expected, name) != getattr(restored, name)
+            if get_field(expected, name) != get_field(restored, name)
         ]
 
 
 def canonicalise(config: ModelConfig) -> ModelConfig:
     """Return the same model with defaults in the fields that it does not read, so that equal models compare equal."""
-    # The last three fields affect training only. config.json has no fields for them: transformers drops no tokens.
-    unread = ["pretrained", "last_layers", "router_z_loss", "router_bias_rate", "expert_capacity"]
-    changed: dict[str, Any] = {}
-    has_experts = [config.has_experts(layer) for layer in range(config.layers)]
-    if expert_layers := find_expert_layers(has_experts):
-        changed = dict(zip(("dense_layers", "expert_every"), expert_layers, strict=True))
-        unread += ["mlp_width"] if all(has_experts) else []
-    else:
-        unread += EXPERT_FIELDS
-    if "sliding" not in config.pattern:
-        unread.append("window")
+    rope, moe = config.rope, MoEConfig()
     if config.positions == "learned":
-        unread += ["rope_theta"]
-    else:
-        unread += ["max_positions"]
-    if config.positions == "learned" or config.rope_factor == 1:
-        unread += ROPE_SCALING_FIELDS
-    elif config.rope_scaling == "llama3":
-        unread += YARN_FIELDS
-    unread += [] if config.latent_rank else LATENT_FIELDS
-    return replace(
+        rope = RopeConfig()
+    elif rope.factor == 1:
+        rope = RopeConfig(theta=rope.theta)
+    elif rope.scaling == "llama3":
+        rope = replace(rope, mscale=RopeConfig.mscale, mscale_all_dim=RopeConfig.mscale_all_dim)
+    has_experts = [config.moe.has_experts(layer) for layer in range(config.layers)]
+    if expert_layers := find_expert_layers(has_experts):
+        moe = replace(config.moe, dense_layers=expert_layers[0], expert_every=expert_layers[1])
+    unread = {
+        "max_positions": config.positions != "learned",
+        "window": "sliding" not in config.pattern,
+        "mlp_width": all(has_experts),
+    }
+    model = replace(
         config,
-        **{name: getattr(ModelConfig, name) for name in unread},
-        **changed,
+        rope=rope,
+        moe=moe,
+        mla=config.mla if config.mla.kv_rank else MLAConfig(),
         pattern=find_shortest_period([config.pattern[i % len(config.pattern)] for i in range(config.layers)]),
         attention_scale=config.attention_scale or config.head_dim**-0.5,
+        **{name: getattr(ModelConfig, name) for name, is_unread in unread.items() if is_unread},
     )
+    return replace_fields(model, TRAINING_ONLY)
 
 
-# Fields that a model without experts does not read.
-EXPERT_FIELDS = (
-    *("experts", "experts_per_token", "expert_width", "shared_expert_width", "dense_layers", "expert_every"),
-    *("router", "router_renormalises", "router_scale", "router_groups", "router_groups_per_token", "router_bias"),
-    "balance_loss",
-)
-# Fields that only MLA reads.
-LATENT_FIELDS = ("query_rank", "rotary_head_dim", "value_head_dim")
-YARN_FIELDS = ("rope_mscale", "rope_mscale_all_dim")
-ROPE_SCALING_FIELDS = (
-    *("rope_scaling", "rope_low_frequency_factor", "rope_high_frequency_factor", "rope_original_length"),
-    *YARN_FIELDS,
-)
+# Defaults of the fields that no folder sets: they affect training only.
+TRAINING_ONLY = {
+    name: get_field(ModelConfig(), name) for name in FIELD_TYPES if not METADATA[f"model.{name}"].in_pretrained
+}

@@ -34,12 +34,7 @@ MAX_DIGEST_BYTES = 2**29  # of all tensors; with many tensors, fewer bytes of ea
 
 def read_settings(path: Path) -> Settings:
     """Read the config.json of a folder. Raise InputError if the folder or the file is missing or invalid."""
-    file = path / CONFIG_FILE
-    if not path.is_dir():
-        raise InputError(f"{path}: no such folder; download the model first: hf download NAME --local-dir DIR")
-    if not file.is_file():
-        raise InputError(f"{path}: not a Hugging Face model folder: it has no {CONFIG_FILE}; choose another folder")
-    return safetensors.parse_json(file.read_bytes(), file)
+    return safetensors.read_json(path, CONFIG_FILE, "Hugging Face model")
 
 
 def read_config(path: Path) -> tuple[Family, ModelConfig]:
@@ -68,11 +63,7 @@ def choose_family(config: ModelConfig, source: Path | None = None) -> Family:
     Raises:
         InputError: no family fits the model.
     """
-    preferred = None if source is None else read_settings(source).get("model_type")
-    try:
-        return families.find_by_model(config, preferred)
-    except Unsupported as error:
-        raise InputError(str(error)) from error
+    return families.find_by_model(config, None if source is None else read_settings(source).get("model_type"))
 
 
 def build_leaf(
@@ -89,13 +80,10 @@ def build_leaf(
     shards: dict[str, np.ndarray] = {}  # devices with the same shard share one array
 
     def get_shard(index: Any) -> np.ndarray:  # index: a slice for each dimension
-        if (key := str(index)) not in shards:
-            shards[key] = build_shard(index)
-        return shards[key]
-
-    def build_shard(index: tuple[slice, ...]) -> np.ndarray:
+        if (key := str(index)) in shards:
+            return shards[key]
         ranges = [range(size)[each] for size, each in zip(spec.shape, index, strict=True)]
-        out = np.zeros([len(each) for each in ranges], spec.dtype)
+        shards[key] = out = np.zeros([len(each) for each in ranges], spec.dtype)
         stack = np.zeros((), np.int64) if spec.layers is None else np.asarray(spec.layers)
         layers = stack[index[: spec.leading]]
         for row in np.ndindex(layers.shape):
@@ -105,6 +93,19 @@ def build_leaf(
         return out
 
     return jax.make_array_from_callback(spec.shape, sharding, get_shard)
+
+
+def copy_finite(source: np.ndarray, out: np.ndarray, what: str) -> None:
+    """Copy an array to the start of `out`, whose padding at the ends stays 0.
+
+    Raises:
+        InputError: a value is not finite in the dtype of `out`. The message names `what`.
+    """
+    out = out[tuple(slice(size) for size in source.shape)]
+    with np.errstate(over="ignore"):  # an overflow is reported below
+        out[...] = source
+    if not np.isfinite(out).all():
+        raise InputError(f"{what} has values that are not finite in {out.dtype}; use a wider dtype")
 
 
 @dataclass(frozen=True)
@@ -169,12 +170,7 @@ class ModelFolder:
         self, name: str, layout: TensorLayout, piece: TensorPiece, out: np.ndarray, index: tuple[slice, ...]
     ) -> None:
         stored = self.stored[name]
-        source = layout.view(stored.array, piece)[index]
-        out = out[tuple(slice(size) for size in source.shape)]  # without our padding rows
-        with np.errstate(over="ignore"):  # an overflow is reported below
-            out[...] = source
-        if not np.isfinite(out).all():
-            raise InputError(f"{stored.file}: tensor {name!r} has values that are not finite in {out.dtype}")
+        copy_finite(layout.view(stored.array, piece)[index], out, f"{stored.file}: tensor {name!r}")
         stored.release()
 
 
@@ -229,7 +225,7 @@ def _use_published_names(
                 views = {parts[0].format(layer): tensor.array}
             else:
                 rows, columns = first.shape
-                _check_shape(name, tensor, (config.experts, len(parts) * rows, columns))
+                _check_shape(name, tensor, (config.moe.experts, len(parts) * rows, columns))
                 views = {
                     part.format(layer, expert): view
                     for expert, expert_array in enumerate(tensor.array)
@@ -254,7 +250,7 @@ def _check_shape(name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> Non
 def _remove_tied_head(family: Family, stored: dict[str, StoredTensor]) -> None:
     """Remove the head of a model whose embedding table is the head, too. Raise InputError if the two differ."""
     head = "lm_head.weight"
-    table = next(name for name, leaves in family.names.items() if leaves == "outer/embedding/table")
+    table = next(name for name, leaves in family.names.items() if leaves == "non_layer/embedding/table")
     if head not in stored:
         return
     head_tensor, table_tensor = stored.pop(head), stored[table]

@@ -19,7 +19,6 @@ from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder, TensorSpec
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorLayout, TensorPiece, list_tensor_layouts
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.core import tree
-from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel import offload
@@ -28,15 +27,8 @@ from jaxopt_llm.parallel import offload
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 COPIED_SETTINGS = (*TOKEN_IDS, "max_position_embeddings", "initializer_range")
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json"),
 )
 
 
@@ -100,10 +92,7 @@ def write_model_folder(
 
 
 def _tensor_getter(
-    path: Path,
-    layouts: Mapping[str, TensorLayout],
-    specs: Mapping[str, TensorSpec],
-    values: Mapping[str, tree.Leaf],
+    path: Path, layouts: Mapping[str, TensorLayout], specs: Mapping[str, TensorSpec], values: Mapping[str, tree.Leaf]
 ) -> Callable[[str], np.ndarray]:
     """Return a function that fetches a tensor by its name. values: the leaves by path."""
 
@@ -120,14 +109,8 @@ def _tensor_getter(
 
     def get_tensor(name: str) -> np.ndarray:
         layout = layouts[name]
-        arrays = [get_piece(piece) for piece in layout.pieces]
-        with np.errstate(over="ignore"):  # an overflow is reported below
-            joined = layout.join(arrays).astype(specs[name].dtype, copy=False)
-        if not np.isfinite(joined).all():
-            raise InputError(
-                f"{path}: tensor {name!r} has values that are not finite in {joined.dtype}; choose a wider dtype"
-            )
-        return joined
+        joined = layout.join([get_piece(piece) for piece in layout.pieces])
+        return safetensors.round_finite(joined, specs[name].dtype, f"{path}: tensor {name!r}")
 
     return get_tensor
 

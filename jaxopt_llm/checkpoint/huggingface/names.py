@@ -3,9 +3,9 @@
 BY_HEAD = " by head "  # separates leaves that lie next to each other within each head of a tensor's output
 
 OUTSIDE = {
-    "model.embed_tokens.weight": "outer/embedding/table",
-    "model.norm.weight": "outer/final_norm/scale",
-    "lm_head.weight": "outer/head/table",
+    "model.embed_tokens.weight": "non_layer/embedding/table",
+    "model.norm.weight": "non_layer/final_norm/scale",
+    "lm_head.weight": "non_layer/head/table",
 }
 
 
@@ -14,13 +14,13 @@ def layer_names(names: dict[str, str]) -> dict[str, str]:
     return {f"model.layers.{{}}.{name}": ours for name, ours in names.items()}
 
 
+def mlp_names(module: str, prefix: str = "mlp/") -> dict[str, str]:
+    """Return the names of the three projections of a gated MLP. prefix: start of our leaves' paths."""
+    return layer_names({f"{module}.{name}_proj.weight": f"{prefix}{name}" for name in ("gate", "up", "down")})
+
+
 ATTENTION = layer_names(
-    {
-        "self_attn.q_proj.weight": "attention/query",
-        "self_attn.k_proj.weight": "attention/key",
-        "self_attn.v_proj.weight": "attention/value",
-        "self_attn.o_proj.weight": "attention/output",
-    }
+    {f"self_attn.{name[0]}_proj.weight": f"attention/{name}" for name in ("query", "key", "value", "output")}
 )
 FUSED = layer_names(
     {
@@ -33,10 +33,8 @@ FUSED = layer_names(
 QKV_BIASES = layer_names(
     {f"self_attn.{name[0]}_proj.bias": f"attention/{name}_bias" for name in ("query", "key", "value")}
 )
-QK_NORMS = layer_names(
-    {"self_attn.q_norm.weight": "query_norm/scale", "self_attn.k_norm.weight": "key_norm/scale"},
-)
-MLP = layer_names({f"mlp.{name}_proj.weight": f"mlp/{name}" for name in ("gate", "up", "down")})
+QK_NORMS = layer_names({"self_attn.q_norm.weight": "query_norm/scale", "self_attn.k_norm.weight": "key_norm/scale"})
+MLP = mlp_names("mlp")
 NORMS = layer_names(
     {"input_layernorm.weight": "attention_norm/scale", "post_attention_layernorm.weight": "mlp_norm/scale"}
 )
@@ -68,15 +66,8 @@ MIXTRAL_EXPERTS = layer_names(
         "block_sparse_moe.experts.{}.w2.weight": "mlp/down",
     }
 )
-EXPERTS = layer_names(
-    {
-        "mlp.gate.weight": "mlp/router",
-        **{f"mlp.experts.{{}}.{name}_proj.weight": f"mlp/{name}" for name in ("gate", "up", "down")},
-    }
-)
-SHARED_EXPERTS = layer_names(
-    {f"mlp.shared_experts.{name}_proj.weight": f"mlp/shared_{name}" for name in ("gate", "up", "down")}
-)
+EXPERTS = layer_names({"mlp.gate.weight": "mlp/router"}) | mlp_names("mlp.experts.{}")
+SHARED_EXPERTS = mlp_names("mlp.shared_experts", "mlp/shared_")
 ROUTER_BIAS = layer_names({"mlp.gate.e_score_correction_bias": "mlp/router_bias"})
 
 
@@ -90,18 +81,20 @@ def stacked_expert_names(module: str, gate: str, up: str, down: str) -> dict[str
         down: name of the down projection there.
     """
     gate, up, down = (f"model.layers.{{}}.{module}.experts.{{}}.{name}.weight" for name in (gate, up, down))
-    return {
-        "model.layers.{}.mlp.experts.gate_up_proj": f"{gate} {up}",
-        "model.layers.{}.mlp.experts.down_proj": down,
-    }
+    return {"model.layers.{}.mlp.experts.gate_up_proj": f"{gate} {up}", "model.layers.{}.mlp.experts.down_proj": down}
 
 
+STACKED_EXPERTS = stacked_expert_names("mlp", "gate_proj", "up_proj", "down_proj")
+STACKED_MIXTRAL_EXPERTS = {
+    **stacked_expert_names("block_sparse_moe", "w1", "w3", "w2"),
+    "model.layers.{}.mlp.gate.weight": "model.layers.{}.block_sparse_moe.gate.weight",
+}
 GPT = {
-    "transformer.wte.weight": "outer/embedding/table",
-    "transformer.wpe.weight": "outer/positions/table",
-    "transformer.ln_f.weight": "outer/final_norm/scale",
-    "transformer.ln_f.bias": "outer/final_norm/bias",
-    "lm_head.weight": "outer/head/table",
+    "transformer.wte.weight": "non_layer/embedding/table",
+    "transformer.wpe.weight": "non_layer/positions/table",
+    "transformer.ln_f.weight": "non_layer/final_norm/scale",
+    "transformer.ln_f.bias": "non_layer/final_norm/bias",
+    "lm_head.weight": "non_layer/head/table",
     "transformer.h.{}.ln_1.weight": "attention_norm/scale",
     "transformer.h.{}.ln_1.bias": "attention_norm/bias",
     "transformer.h.{}.ln_2.weight": "mlp_norm/scale",

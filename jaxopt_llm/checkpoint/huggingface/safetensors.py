@@ -61,10 +61,8 @@ def open_folder(folder: Path) -> dict[str, StoredTensor]:
     """Open the tensors of a folder, by name.
 
     Raises:
-        InputError: the folder is missing or incomplete, or has no safetensors files.
+        InputError: the folder is incomplete or has no safetensors files.
     """
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder; download the model first: hf download NAME --local-dir DIR")
     index = folder / INDEX
     if index.is_file():
         return _open_shards(folder, _read_index(index))
@@ -72,20 +70,26 @@ def open_folder(folder: Path) -> dict[str, StoredTensor]:
         return open_file(folder / SINGLE)
     names = sorted(path.name for path in folder.iterdir())
     if any(name.endswith(".safetensors") for name in names):
-        raise InputError(
-            f"{folder}: it has neither {SINGLE} nor {INDEX}, only parts of them; download the folder again"
-        )
+        raise InputError(f"{folder}: no {SINGLE} and no {INDEX}, only parts of them; download the folder again")
     if any(name.endswith(PICKLE_SUFFIXES) for name in names):
         code = (
             "import sys; from transformers import AutoModelForCausalLM as M; "
             "M.from_pretrained(sys.argv[1], dtype='auto').save_pretrained(sys.argv[2])"
         )
-        paths = f"{shlex.quote(str(folder))} {shlex.quote(f'{folder}-safetensors')}"
-        raise InputError(
-            f"{folder}: its weights are pickles, which can run code and are not opened; if you trust them, convert "
-            f'them to safetensors: python -c "{code}" {paths}'
-        )
+        raise pickle_error(folder, code, str(folder), f"{folder}-safetensors")
     raise InputError(f"{folder}: it has no weights, neither {SINGLE} nor {INDEX}; download the model again")
+
+
+def pickle_error(folder: Path, code: str, *arguments: str) -> InputError:
+    """Return the error for pickled weights. code: Python that converts them, given the arguments."""
+    return InputError(
+        f"{folder}: its weights are pickles, which can run code and are not opened; if you trust them, convert them to "
+        f'safetensors: python -c "{code}" {shlex.join(arguments)}'
+    )
+
+
+def _damaged(file: Path, problem: str) -> InputError:
+    return InputError(f"{file}: damaged: {problem}; download the file again")
 
 
 def open_file(file: Path) -> dict[str, StoredTensor]:
@@ -100,9 +104,7 @@ def open_file(file: Path) -> dict[str, StoredTensor]:
             prefix = stream.read(8)
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-                raise InputError(
-                    f"{file}: damaged: header of {length:,} bytes in a file of {size:,} bytes; download it again"
-                )
+                raise _damaged(file, f"header of {length:,} bytes in a file of {size:,} bytes")
             header = parse_json(stream.read(length), file)
             mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
@@ -113,30 +115,21 @@ def open_file(file: Path) -> dict[str, StoredTensor]:
     for name, entry in header.items():
         dtype, shape, begin, end = _parse_entry(file, name, entry)
         if end > data.size:
-            raise InputError(
-                f"{file}: truncated: tensor {name!r} ends at byte {end:,} of {data.size:,}; download the file again"
-            )
+            raise _damaged(file, f"truncated: tensor {name!r} ends at byte {end:,} of {data.size:,}")
         ranges.append((begin, end, name))
         try:
             array = data[begin:end].view(dtype).reshape(shape)
-        except (
-            ValueError
-        ) as error:  # more dimensions than NumPy supports, or a 0 next to sizes with an overflowing product
-            raise InputError(
-                f"{file}: damaged: tensor {name!r} has an impossible shape; download the file again"
-            ) from error
+        except ValueError as error:
+            # More dimensions than NumPy supports, or a 0 next to sizes with an overflowing product.
+            raise _damaged(file, f"tensor {name!r} has an impossible shape") from error
         tensors[name] = StoredTensor(file, array, mapped)
     expected_begin = 0
     for begin, end, name in sorted(ranges):
         if begin != expected_begin:
-            raise InputError(
-                f"{file}: damaged: tensor {name!r} begins at byte {begin:,} instead of {expected_begin:,}; download "
-                "the file again"
-            )
+            raise _damaged(file, f"tensor {name!r} begins at byte {begin:,} instead of {expected_begin:,}")
         expected_begin = end
     if expected_begin != data.size:
-        extra = data.size - expected_begin
-        raise InputError(f"{file}: damaged: {extra:,} bytes after the last tensor; download the file again")
+        raise _damaged(file, f"{data.size - expected_begin:,} bytes after the last tensor")
     return tensors
 
 
@@ -148,15 +141,13 @@ def _parse_entry(file: Path, name: str, entry: Any) -> tuple[np.dtype, tuple[int
 
     valid = isinstance(entry, dict) and is_size_list(entry.get("shape")) and is_size_list(entry.get("data_offsets"))
     if not valid or len(entry["data_offsets"]) != 2 or not isinstance(entry.get("dtype"), str):
-        raise InputError(f"{file}: damaged: invalid header entry for tensor {name!r}; download the file again")
+        raise _damaged(file, f"invalid header entry for tensor {name!r}")
     dtype = (FLOAT_DTYPES | MASK_DTYPES).get(entry["dtype"])
     if dtype is None:
         raise dtype_error(file, name, entry["dtype"])
     shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
     if end - begin != math.prod(shape) * dtype.itemsize:
-        raise InputError(
-            f"{file}: damaged: tensor {name!r} of shape {list(shape)} has {end - begin:,} bytes; download it again"
-        )
+        raise _damaged(file, f"tensor {name!r} of shape {list(shape)} has {end - begin:,} bytes")
     return dtype, shape, begin, end
 
 
@@ -171,15 +162,12 @@ def _open_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, StoredTe
     for shard in sorted(set(weight_map.values())):
         for name, stored in open_file(folder / shard).items():
             if name in tensors:
-                raise InputError(
-                    f"{stored.file}: tensor {name!r} is also in {tensors[name].file.name}; download the folder again"
-                )
+                other = tensors[name].file.name
+                raise InputError(f"{stored.file}: tensor {name!r} is also in {other}; download the folder again")
             tensors[name] = stored
     for name, shard in weight_map.items():
         if name not in tensors or tensors[name].file.name != shard:
-            raise InputError(
-                f"{folder / shard}: tensor {name!r} is missing, but {INDEX} lists it; download the folder again"
-            )
+            raise InputError(f"{folder / shard}: tensor {name!r} of {INDEX} is missing; download the folder again")
     for name in tensors.keys() - weight_map.keys():
         raise InputError(f"{tensors[name].file}: tensor {name!r} is not in {INDEX}; download the folder again")
     return tensors
@@ -193,6 +181,15 @@ def _read_index(index: Path) -> dict[str, str]:
         if not isinstance(shard, str) or not re.fullmatch(r"[\w.-]+\.safetensors", shard):
             raise InputError(f"{index}: tensor {name!r} is in {shard!r}, which is not a plain *.safetensors file name")
     return weight_map
+
+
+def read_json(folder: Path, name: str, kind: str) -> dict[str, Any]:
+    """Read a JSON file of a folder. Raise InputError if it is missing or invalid. kind: what the folder holds."""
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; download the {kind} first: hf download NAME --local-dir DIR")
+    if not (folder / name).is_file():
+        raise InputError(f"{folder}: not a {kind} folder: it has no {name}; choose another folder")
+    return parse_json((folder / name).read_bytes(), folder / name)
 
 
 def parse_json(content: bytes, file: Path) -> dict[str, Any]:
@@ -251,8 +248,8 @@ def write_folder(
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         write_file(folder / file, shard, get_tensor)
         weight_map |= dict.fromkeys(shard, file)
-    total = sum(spec.nbytes for spec in specs.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    total_size = sum(spec.nbytes for spec in specs.values())
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -275,6 +272,15 @@ def write_file(file: Path, specs: Mapping[str, TensorSpec], get_tensor: Callable
             stream.write(array.reshape(-1).view(np.uint8).data)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def round_finite(array: np.ndarray, dtype: np.dtype, what: str) -> np.ndarray:
+    """Return an array in another dtype. Raise InputError, which names `what`, if a value is not finite there."""
+    with np.errstate(over="ignore"):  # an overflow is reported below
+        rounded = array.astype(dtype, copy=False)
+    if not np.isfinite(rounded).all():
+        raise InputError(f"{what} has values that are not finite in {dtype}; choose a wider --dtype")
+    return rounded
 
 
 def check_path_is_free(path: Path) -> None:

@@ -128,7 +128,7 @@ def list_tensor_layouts(family: Family, config: ModelConfig) -> dict[str, Tensor
                 continue
             piece_specs = [spec.drop_leading(1) if has_experts else spec for spec in layer_specs]
             groups = config.heads if BY_HEAD in leaves else 1
-            for expert in range(config.experts) if has_experts else (None,):
+            for expert in range(config.moe.experts) if has_experts else (None,):
                 pieces: list[TensorPiece] = []
                 for path, spec in zip(paths, piece_specs, strict=True):
                     begin = sum(piece.width for piece in pieces) // groups

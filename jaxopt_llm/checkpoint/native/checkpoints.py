@@ -105,9 +105,8 @@ class Checkpoints:
                 return step
             if self._config is None and not os.path.lexists(path):  # deleted in the meantime by the running training
                 return self.latest_verified_step()
-            aside = ""
-            if self._config is not None and self._is_first:
-                aside = f"; set aside as {step_directories.set_aside(path).name}"
+            sets_aside = self._config is not None and self._is_first
+            aside = f"; set aside as {step_directories.set_aside(path).name}" if sets_aside else ""
             self._report(f"checkpoint {path} is damaged: {damage}{aside}")
             any_damaged = True
         if any_damaged or step_directories.find_set_aside(self.directory):
@@ -227,8 +226,8 @@ class Checkpoints:
 
         async def copy() -> list[Any]:
             saves = [
-                self._handler.async_save(epath.Path(path / name), args=ocp.args.StandardSave(trees[name]))
-                for name in trees
+                self._handler.async_save(epath.Path(path / name), args=ocp.args.StandardSave(each))
+                for name, each in trees.items()
             ]
             return [write for writes in await asyncio.gather(*saves) for write in writes]
 
@@ -319,10 +318,8 @@ def _check_leaves(path: Path, trees: Mapping[str, tree.Tree]) -> None:
         saved, expected = recorded.get(name, {}), _describe_leaves(each)
         for leaf in sorted(saved.keys() | expected.keys()):
             if saved.get(leaf) != expected.get(leaf):
-                differences.append(
-                    f"{name}/{leaf} is {saved.get(leaf, 'absent')} in the checkpoint and "
-                    f"{expected.get(leaf, 'absent')} in the model"
-                )
+                in_checkpoint, in_model = saved.get(leaf, "absent"), expected.get(leaf, "absent")
+                differences.append(f"{name}/{leaf} is {in_checkpoint} in the checkpoint and {in_model} in the model")
     if differences:
         more = f" (and {len(differences) - 1} more leaves differ)" if len(differences) > 1 else ""
         raise CheckpointError(

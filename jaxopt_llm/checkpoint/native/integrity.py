@@ -4,6 +4,7 @@ The manifest is written last. A directory without a valid manifest does not coun
 because TensorStore loads a flipped byte without an error.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -99,22 +100,17 @@ def count_bytes(path: Path) -> int:
 
 def _list_files(directory: Path, prefix: str = "") -> list[str]:
     """Return the sorted relative paths of everything below a directory that is not a directory."""
-    with os.scandir(directory) as iterator:
-        entries = sorted(iterator, key=lambda entry: entry.name)
-    return [
-        name
-        for entry in entries
-        for name in (
-            _list_files(Path(entry.path), f"{prefix}{entry.name}/")
-            if entry.is_dir(follow_symlinks=False)
-            else [prefix + entry.name]
-        )
-    ]
+    names = []
+    with os.scandir(directory) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            name, is_directory = prefix + entry.name, entry.is_dir(follow_symlinks=False)
+            names += _list_files(Path(entry.path), f"{name}/") if is_directory else [name]
+    return names
 
 
 def _sync_and_hash_files(directory: Path, names: list[str]) -> FileEntries:
     with ThreadPoolExecutor(THREADS) as pool:
-        hashes = pool.map(_sync_and_hash_file, (directory / name for name in names))
+        hashes = pool.map(functools.partial(_hash, sync=True), (directory / name for name in names))
         return {
             name: {"size": (directory / name).stat().st_size, "sha256": sha256}
             for name, sha256 in zip(names, hashes, strict=True)
@@ -135,12 +131,8 @@ def _digest(files: FileEntries) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def _hash(path: Path) -> str:
+def _hash(path: Path, sync: bool = False) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_and_hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -159,12 +159,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
     Raises:
         InputError: the folder has no LoRA adapter, or a field has a value that is not supported.
     """
-    file = folder / FILE
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder; download the adapter first: hf download NAME --local-dir DIR")
-    if not file.is_file():
-        raise InputError(f"{folder}: not a PEFT adapter folder: it has no {FILE}; choose another folder")
-    settings = safetensors.parse_json(file.read_bytes(), file)
+    file, settings = folder / FILE, safetensors.read_json(folder, FILE, "PEFT adapter")
     for name, values in SUPPORTED_VALUES.items():
         value = settings.get(name)
         if not any(type(value) is type(each) and value == each for each in values):
@@ -176,9 +171,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
     for name, value in given.items():
         if name not in (*FIELD_CHECKS, *IGNORED_FIELDS) and value not in (False, [], {}, ""):
             raise InputError(f"{file}: {name}={value!r}: not supported; an adapter must be plain LoRA or DoRA")
-    for each in fields(PeftConfig):
-        name = each.name
-        description, is_valid = FIELD_CHECKS[name]
+    for name, (description, is_valid) in FIELD_CHECKS.items():
         if name in given and not is_valid(given[name]):
             raise InputError(f"{file}: {name}={given[name]!r}: must be {description}")
         if name not in given and name in ("r", "lora_alpha", "target_modules"):

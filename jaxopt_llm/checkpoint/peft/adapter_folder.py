@@ -11,7 +11,6 @@ in both modules.
 
 import functools
 import math
-import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,20 +27,9 @@ from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder
 from jaxopt_llm.checkpoint.huggingface.safetensors import StoredTensor
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorLayout, TensorPiece, list_tensor_layouts
 from jaxopt_llm.checkpoint.peft import adapter_config
+from jaxopt_llm.checkpoint.peft import modules as peft
 from jaxopt_llm.checkpoint.peft.adapter_config import PeftConfig, find_endings, read_peft_config
-from jaxopt_llm.checkpoint.peft.modules import (
-    BASE,
-    EMBEDDING,
-    EMBEDDING_FACTORS,
-    HEAD,
-    KINDS,
-    LINEAR_FACTORS,
-    MAGNITUDE,
-    MLP,
-    PREFIX,
-    PeftModule,
-    find_modules,
-)
+from jaxopt_llm.checkpoint.peft.modules import PeftModule, find_modules
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
@@ -61,6 +49,9 @@ class LoraFactors(NamedTuple):
     magnitude: np.ndarray | None
     alpha: float
     scale: float
+
+    def has_values_of(self, other: "LoraFactors") -> bool:
+        return self.scale == other.scale and np.array_equal(self.a, other.a) and np.array_equal(self.b, other.b)
 
 
 class AdapterPart(NamedTuple):
@@ -139,12 +130,7 @@ class AdapterFolder:
         ratio = np.float32(part.factors.scale / self.scale)
         if kind == "lora_b" and ratio != 1:
             source = source.astype(np.float32) * ratio
-        out = out[tuple(slice(size) for size in source.shape)]  # without our padding
-        with np.errstate(over="ignore"):  # an overflow is reported below
-            out[...] = source
-        if not np.isfinite(out).all():
-            module = part.factors.module
-            raise InputError(f"{self.file.file}: adapter of {module} has values that are not finite in {out.dtype}")
+        huggingface.copy_finite(source, out, f"{self.file.file}: adapter of {part.factors.module}")
 
     def check_base(self, folder: ModelFolder | None) -> None:
         """Check the tables of the base model that PEFT saved with the adapters.
@@ -158,10 +144,10 @@ class AdapterFolder:
         for module, stored in self.base.items():
             if folder is None:
                 raise InputError(
-                    f"{stored.file}: it contains base weights of {module}; set --model.pretrained to the base model"
+                    f"{stored.file}: it has base weights of {module}; set --model.pretrained to their model"
                 )
-            table = next(name for name, path in folder.family.names.items() if path == EMBEDDING)
-            name = table if module == HEAD and folder.config.tied_head else f"{module}.weight"
+            table = next(name for name, path in folder.family.names.items() if path == peft.EMBEDDING)
+            name = table if module == peft.HEAD and folder.config.tied_head else f"{module}.weight"
             if not huggingface.have_equal_values(stored, folder.stored[name]):
                 raise InputError(
                     f"{stored.file}: the base weights of {module} differ from those in {folder.path}; use the base "
@@ -178,15 +164,15 @@ def open_adapter_folder(path: Path, family: Family, config: ModelConfig) -> Adap
     peft_config = read_peft_config(path)
     modules = find_modules(family, config)
     selected = {name for name, module in modules.items() if peft_config.selects(name, module.in_block)}
-    if peft_config.ensure_weight_tying and any(modules[name].layout is modules[HEAD].layout for name in selected):
-        selected.add(HEAD)  # PEFT copies the table's adapter to the head
+    if peft_config.ensure_weight_tying and any(modules[name].layout is modules[peft.HEAD].layout for name in selected):
+        selected.add(peft.HEAD)  # PEFT copies the table's adapter to the head
     if not selected:
         raise InputError(
             f"{path / adapter_config.FILE}: target_modules={peft_config.target_modules!r}, with layers_to_transform="
             f"{peft_config.layers_to_transform}, selects no module of the model; check that the adapter belongs to it"
         )
     stored = _read_tensors(path, modules, list_tensor_layouts(family, config))
-    base = {name: tensors.pop(BASE) for name, tensors in stored.items() if BASE in tensors}
+    base = {name: tensors.pop(peft.BASE) for name, tensors in stored.items() if peft.BASE in tensors}
     for name, tensors in stored.items():
         if name not in selected and tensors:
             raise InputError(
@@ -203,7 +189,7 @@ def open_adapter_folder(path: Path, family: Family, config: ModelConfig) -> Adap
     parts = {
         (part.piece.path, part.piece.layer): part
         for name, each in factors.items()
-        if not (name == HEAD and config.tied_head)
+        if not (name == peft.HEAD and config.tied_head)
         for part in _split_factors(each, modules[name])
     }
     locations = {(piece.path, piece.layer) for module in modules.values() for piece in module.layout.pieces}
@@ -252,23 +238,17 @@ def _read_tensors(
             "import sys, torch; from safetensors.torch import save_file; "
             "save_file(torch.load(sys.argv[1], weights_only=True), sys.argv[2])"
         )
-        paths = f"{shlex.quote(str(path / PICKLE))} {shlex.quote(str(file))}"
-        raise InputError(
-            f"{path}: its weights are a pickle, which can run code and is not opened; if you trust it, convert it to "
-            f'safetensors: python -c "{code}" {paths}'
-        )
+        raise safetensors.pickle_error(path, code, str(path / PICKLE), str(file))
     if not file.is_file():
         raise InputError(f"{path}: it has no adapter weights, {WEIGHTS}; download the folder again")
     tensors: dict[str, dict[str, StoredTensor]] = {}
     for name, stored in safetensors.open_file(file).items():
-        kind = next((kind for kind in KINDS if name.endswith(f".{kind}")), "")
-        module = name.removeprefix(PREFIX).removesuffix(f".{kind}")
+        kind = next((kind for kind in peft.KINDS if name.endswith(f".{kind}")), "")
+        module = name.removeprefix(peft.PREFIX).removesuffix(f".{kind}")
         layout = layouts.get(f"{module}.weight")
-        if layout is not None and module not in modules and MLP in layout.pieces[0].path:
-            raise InputError(
-                f"{file}: tensor {name!r}: adapters of experts, and of MLPs in a model with experts, are not supported"
-            )
-        if not (kind and name.startswith(PREFIX) and module in modules):
+        if layout is not None and module not in modules and peft.MLP in layout.pieces[0].path:
+            raise InputError(f"{file}: tensor {name!r}: adapters of MLPs of a model with experts are not supported")
+        if not (kind and name.startswith(peft.PREFIX) and module in modules):
             raise InputError(
                 f"{file}: tensor {name!r} belongs to no adapter of the model's matrices; check that the adapter "
                 "belongs to the model"
@@ -283,12 +263,9 @@ def _make_factors(
     path: Path, peft_config: PeftConfig, module: PeftModule, stored: Mapping[str, StoredTensor]
 ) -> LoraFactors:
     if peft_config.use_dora and not module.in_block:
-        raise InputError(
-            f"{path / adapter_config.FILE}: use_dora on {module.name} is not supported; use it on matrices of the "
-            "blocks only"
-        )
+        raise InputError(f"{path / adapter_config.FILE}: use_dora on {module.name}: only matrices of blocks support it")
     shapes = module.shapes(peft_config.rank(module.name), peft_config.use_dora)
-    file, name = path / WEIGHTS, f"{PREFIX}{module.name}"
+    file, name = path / WEIGHTS, f"{peft.PREFIX}{module.name}"
     for kind, shape in shapes.items():
         if kind not in stored:
             raise InputError(f"{file}: tensor '{name}.{kind}' is missing; download the folder again")
@@ -305,9 +282,9 @@ def _make_factors(
     arrays = {kind: each.array for kind, each in stored.items()}
     return LoraFactors(
         module.name,
-        a=arrays[EMBEDDING_FACTORS[0]] if module.is_embedding else arrays[LINEAR_FACTORS[0]].T,
-        b=arrays[EMBEDDING_FACTORS[1]].T if module.is_embedding else arrays[LINEAR_FACTORS[1]],
-        magnitude=arrays.get(MAGNITUDE),
+        a=arrays[peft.EMBEDDING_FACTORS[0]] if module.is_embedding else arrays[peft.LINEAR_FACTORS[0]].T,
+        b=arrays[peft.EMBEDDING_FACTORS[1]].T if module.is_embedding else arrays[peft.LINEAR_FACTORS[1]],
+        magnitude=arrays.get(peft.MAGNITUDE),
         alpha=peft_config.alpha(module.name),
         scale=peft_config.scale(module.name),
     )
@@ -315,17 +292,9 @@ def _make_factors(
 
 def _check_tied(path: Path, modules: Mapping[str, PeftModule], factors: Mapping[str, LoraFactors]) -> None:
     """Raise InputError unless the table and the head, which share their weights, have the same adapter or none."""
-    names = [name for name, module in modules.items() if module.layout is modules[HEAD].layout]
+    names = [name for name, module in modules.items() if module.layout is modules[peft.HEAD].layout]
     table, head = (factors.get(name) for name in names)
-    if table is head:  # both None
-        return
-    if (
-        table
-        and head
-        and table.scale == head.scale
-        and np.array_equal(table.a, head.a)
-        and np.array_equal(table.b, head.b)
-    ):
+    if table is head or (table and head and table.has_values_of(head)):  # the same object: both None
         return
     raise InputError(
         f"{path}: the model's head is its embedding table, but {' and '.join(names)} do not have the same adapter; "

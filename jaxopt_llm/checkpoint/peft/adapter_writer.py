@@ -16,18 +16,10 @@ from jaxopt_llm.checkpoint.huggingface.family import Family
 from jaxopt_llm.checkpoint.huggingface.model_writer import collect_leaves, fetch_layer
 from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder, TensorSpec
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorPiece
+from jaxopt_llm.checkpoint.peft import modules as peft
 from jaxopt_llm.checkpoint.peft.adapter_config import PeftConfig, find_endings, write_peft_config
 from jaxopt_llm.checkpoint.peft.adapter_folder import WEIGHTS
-from jaxopt_llm.checkpoint.peft.modules import (
-    EMBEDDING_FACTORS,
-    HEAD,
-    KINDS,
-    LINEAR_FACTORS,
-    MAGNITUDE,
-    PREFIX,
-    PeftModule,
-    find_modules,
-)
+from jaxopt_llm.checkpoint.peft.modules import PeftModule, find_modules
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.model.linear.leaves import LoraWeight
@@ -78,12 +70,12 @@ def write_adapter_folder(
             )
         tensor_dtype = jnp.dtype(dtype or pieces[0][1].lora_a.dtype)
         shapes = module.shapes(rank * len(pieces), dora)
-        specs |= {f"{PREFIX}{name}.{kind}": TensorSpec(tensor_dtype, shape) for kind, shape in shapes.items()}
+        specs |= {f"{peft.PREFIX}{name}.{kind}": TensorSpec(tensor_dtype, shape) for kind, shape in shapes.items()}
     counts = {name: len(pieces) for name, pieces in adapted.items()}
     peft_config = dataclasses.replace(
         _describe_targets(counts, modules, rank, alpha, rslora),
         use_dora=dora,
-        ensure_weight_tying=config.tied_head and HEAD in adapted,
+        ensure_weight_tying=config.tied_head and peft.HEAD in adapted,
     )
     with NewFolder(path) as folder:
         safetensors.write_file(folder / WEIGHTS, specs, _tensor_getter(path, adapted, modules, specs))
@@ -131,31 +123,25 @@ def _tensor_getter(
 
     def join(name: str, kind: str) -> np.ndarray:
         pieces = adapted[name]
-        if kind == MAGNITUDE:
+        if kind == peft.MAGNITUDE:
             magnitude = np.zeros(modules[name].outputs, np.float32)
             for piece, weight in pieces:
                 magnitude[piece.output_index] = _fetch_factor(weight.magnitude, piece, outputs=True)[:, 0]
             return magnitude
-        if kind in (LINEAR_FACTORS[0], EMBEDDING_FACTORS[0]):
+        if kind in (peft.LINEAR_FACTORS[0], peft.EMBEDDING_FACTORS[0]):
             a = np.concatenate([_fetch_factor(weight.lora_a, piece, outputs=False) for piece, weight in pieces], axis=1)
-            return a if kind == EMBEDDING_FACTORS[0] else a.T
+            return a if kind == peft.EMBEDDING_FACTORS[0] else a.T
         rank = pieces[0][1].lora_a.shape[-1]
         b = np.zeros((modules[name].outputs, rank * len(pieces)), np.float32)
         for block, (piece, weight) in enumerate(pieces):
             columns = slice(block * rank, (block + 1) * rank)
             b[piece.output_index, columns] = _fetch_factor(weight.lora_b, piece, outputs=True)
-        return b.T if kind == EMBEDDING_FACTORS[1] else b
+        return b.T if kind == peft.EMBEDDING_FACTORS[1] else b
 
     def get_tensor(tensor: str) -> np.ndarray:
-        kind = next(kind for kind in KINDS if tensor.endswith(f".{kind}"))
-        joined = join(tensor.removeprefix(PREFIX).removesuffix(f".{kind}"), kind)
-        with np.errstate(over="ignore"):  # an overflow is reported below
-            joined = joined.astype(specs[tensor].dtype, copy=False)
-        if not np.isfinite(joined).all():
-            raise InputError(
-                f"{path}: tensor {tensor!r} has values that are not finite in {joined.dtype}; choose a wider --dtype"
-            )
-        return joined
+        kind = next(kind for kind in peft.KINDS if tensor.endswith(f".{kind}"))
+        joined = join(tensor.removeprefix(peft.PREFIX).removesuffix(f".{kind}"), kind)
+        return safetensors.round_finite(joined, specs[tensor].dtype, f"{path}: tensor {tensor!r}")
 
     return get_tensor
 

@@ -8,9 +8,9 @@ from jaxopt_llm.config import ModelConfig
 
 PREFIX = "base_model.model."
 HEAD = "lm_head"  # in every family
-EMBEDDING = "outer/embedding/table"
+EMBEDDING = "non_layer/embedding/table"
 MLP = "/mlp/"
-EMBEDDING_TABLES = (EMBEDDING, "outer/positions/table")  # their modules look up rows; their factors have other names
+EMBEDDING_TABLES = (EMBEDDING, "non_layer/positions/table")  # their modules look up rows; factors have other names
 
 LINEAR_FACTORS = ("lora_A.weight", "lora_B.weight")  # [rank, in], [out, rank]
 EMBEDDING_FACTORS = ("lora_embedding_B", "lora_embedding_A")  # [width, rank], [rank, rows]
@@ -41,9 +41,9 @@ class PeftModule(NamedTuple):
     def shapes(self, rank: int, dora: bool) -> dict[str, tuple[int, ...]]:
         """Return the shapes of its adapter's tensors by kind."""
         if self.is_embedding:
-            return dict(zip(EMBEDDING_FACTORS, ((self.inputs, rank), (rank, self.outputs)), strict=True))
-        factors = dict(zip(LINEAR_FACTORS, ((rank, self.inputs), (self.outputs, rank)), strict=True))
-        return {**factors, MAGNITUDE: (self.outputs,)} if dora else {**factors}
+            return {EMBEDDING_FACTORS[0]: (self.inputs, rank), EMBEDDING_FACTORS[1]: (rank, self.outputs)}
+        factors = {LINEAR_FACTORS[0]: (rank, self.inputs), LINEAR_FACTORS[1]: (self.outputs, rank)}
+        return factors | ({MAGNITUDE: (self.outputs,)} if dora else {})
 
 
 def find_modules(family: Family, config: ModelConfig) -> dict[str, PeftModule]:
@@ -55,7 +55,7 @@ def find_modules(family: Family, config: ModelConfig) -> dict[str, PeftModule]:
     modules = {}
     for tensor_name, layout in list_tensor_layouts(family, config).items():
         name, first = tensor_name.removesuffix(".weight"), layout.pieces[0]
-        if first.spec.contracting and not (config.experts and MLP in first.path):
+        if first.spec.contracting and not (config.moe.experts and MLP in first.path):
             modules[name] = PeftModule(name, layout, first.path in EMBEDDING_TABLES)
             if first.path == EMBEDDING and config.tied_head:
                 modules[HEAD] = PeftModule(HEAD, layout, is_embedding=False)

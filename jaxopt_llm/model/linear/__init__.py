@@ -1,4 +1,4 @@
-"""The only package in which a weight meets computation.
+"""The only folder in which a weight meets computation.
 
 A block passes each weight on as it received it, and never learns how the weight is stored. It calls one of these:
 
@@ -29,10 +29,12 @@ reductions' dtype, and no gradient is formed of a frozen weight. The residuals a
 remat policy: the input, the weight at rest, and the gathered weight only with `keep_gathered`.
 
 Gradient perturbation. JAX requires that a cotangent has the shape and dtype of its primal. A weight may rest in
-bfloat16 or as int8 codes, and its gradient needs another dtype and another sharding. So the executor does not
-differentiate by the weight but by `PlacedWeight.perturbation`: zeros of the weight's shape, in the reductions' dtype,
-with the gradient's sharding. No computation reads the zeros. The backward returns None for the weight, and the reduced
-gradient as the cotangent of the perturbation. A weight whose perturbation is None is frozen. (Flax's `perturb` is the
+bfloat16 or as int8 codes, and its gradient needs another dtype and another sharding. So the executor differentiates not
+with respect to the weight but with respect to `PlacedWeight.perturbation`: zeros of the weight's shape, in the
+reductions' dtype, with the gradient's sharding. No computation reads the zeros. The backward returns None for the
+weight, and the gradient as the cotangent of the perturbation: reduced over all mesh axes except those of the gradient
+groups (`data`; in ZeRO stages 0 and 1 also `fsdp`), over which `gradients.sum_over_groups` reduces it once, after the
+last microbatch. A weight whose perturbation is None is frozen. (Flax's `perturb` is the
 same idea for activations.)
 
 Leaf classes (leaves.py). A weight of shape [D, F], contracted over D, is one of:

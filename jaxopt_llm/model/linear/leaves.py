@@ -18,6 +18,7 @@ from flax import struct
 from jaxopt_llm.core import tree
 from jaxopt_llm.model import param
 from jaxopt_llm.model.linear import nf4
+from jaxopt_llm.model.linear.quantised import to_integers
 from jaxopt_llm.model.param import FLOAT32, Initializer, ParamSpec, normal, ones, zeros
 
 INT8, UINT8 = np.dtype(np.int8), np.dtype(np.uint8)
@@ -53,7 +54,6 @@ class Nf4Weight:
 
 
 QuantisedWeight = Int8Weight | Nf4Weight
-QUANTISED = (Int8Weight, Nf4Weight)
 
 
 @struct.dataclass
@@ -183,11 +183,8 @@ def quantise(array: jax.Array, specs: QuantisedWeight) -> QuantisedWeight:
     if isinstance(specs, Nf4Weight):
         codes, scales, tops = nf4.encode(array, specs.dim, double=specs.tops is not None)
         return Nf4Weight(codes, scales, tops, specs.dim)
-    # Symmetric: the largest magnitude of a channel has code ±127.
-    array = array.astype(jnp.float32)
-    scales = jnp.max(jnp.abs(array), axis=specs.codes.contracting, keepdims=True) / 127
-    codes = jnp.round(array / jnp.where(scales > 0, scales, 1))
-    return Int8Weight(codes.astype(jnp.int8), scales)
+    quantised = to_integers(array, specs.codes.contracting, max_code=127)
+    return Int8Weight(quantised.codes, quantised.scales)
 
 
 def dequantise(weight: QuantisedWeight) -> jax.Array:
@@ -224,20 +221,20 @@ def make_leaf(spec: ParamSpec | QuantisedWeight | LoraWeight, array: jax.Array) 
 
 def initial_magnitude(spec: LoraWeight, base: tree.Leaf) -> jax.Array:
     """Return an adapter's initial magnitude, float32: the norms of the base at rest, so that products do not change."""
-    array = dequantise(base) if isinstance(base, QUANTISED) else base
+    array = dequantise(base) if isinstance(base, QuantisedWeight) else base
     return channel_norms(array, unwrap_specs(spec.base).contracting)
 
 
 def is_wrapped(leaf: tree.Leaf) -> bool:
     """Return whether this is a leaf class, which has several arrays for one bare parameter."""
-    return isinstance(leaf, (*QUANTISED, LoraWeight))
+    return isinstance(leaf, QuantisedWeight | LoraWeight)
 
 
 def weight_dtype(weight: tree.Leaf) -> np.dtype:
     """Return the dtype of the bare parameter: the base's, and float32 for a quantised base."""
     if isinstance(weight, LoraWeight):
         return weight_dtype(weight.base)
-    return FLOAT32 if isinstance(weight, QUANTISED) else np.dtype(weight.dtype)
+    return FLOAT32 if isinstance(weight, QuantisedWeight) else np.dtype(weight.dtype)
 
 
 def merge_to_array(weight: tree.Leaf, contracting: tuple[int, ...]) -> jax.Array:
@@ -246,7 +243,7 @@ def merge_to_array(weight: tree.Leaf, contracting: tuple[int, ...]) -> jax.Array
     contracting: the dimensions that a product sums over.
     """
     if not isinstance(weight, LoraWeight):
-        return dequantise(weight) if isinstance(weight, QUANTISED) else weight
+        return dequantise(weight) if isinstance(weight, QuantisedWeight) else weight
     base = merge_to_array(weight.base, contracting).astype(jnp.float32)
     dims = list(range(base.ndim))
     others = [dim for dim in dims if dim not in contracting]

@@ -17,7 +17,6 @@ from flax import struct
 
 from jaxopt_llm.config import Matmul
 from jaxopt_llm.core import tree
-from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import GROUP_AXIS, gathered_sharding
 
@@ -52,7 +51,7 @@ def quantise_weight(matmul: Matmul, array: jax.Array, summed: tuple[int, ...]) -
 
 
 def quantise_inputs(matmul: Matmul, x: jax.Array, summed: tuple[int, ...], grouped: bool) -> Operand:
-    """Quantise the input of a product, where `matmul` does so.
+    """Return x quantised if `matmul` is fp8 or int8; otherwise return x unchanged.
 
     grouped: whether a `vmap` over gradient groups surrounds the call, so that x is a part of the tensor.
     """
@@ -62,7 +61,7 @@ def quantise_inputs(matmul: Matmul, x: jax.Array, summed: tuple[int, ...], group
 
 
 def quantise_gradient(matmul: Matmul, dy: jax.Array, grouped: bool) -> Operand:
-    """Quantise the gradient of a product's result, where `matmul` does so."""
+    """Return dy quantised if `matmul` is fp8; otherwise return dy unchanged."""
     return to_float8(dy, E5M2, grouped) if matmul == "fp8" else dy
 
 
@@ -130,28 +129,21 @@ def einsum(
         y = (summed.astype(jnp.float32) * next(scales) * next(scales)).astype(dtype)
         # Not jnp.sum: it would widen 16-bit values to float32, and so the bytes between devices.
         return y if split is None else jax.lax.reduce(y, jnp.zeros((), y.dtype), jax.lax.add, (0,))
-    return jnp.einsum(
-        subscripts, dequantise(x, compute_dtype), dequantise(y, compute_dtype), preferred_element_type=dtype
-    )
+    left, right = (dequantise(operand, compute_dtype) for operand in (x, y))
+    return jnp.einsum(subscripts, left, right, preferred_element_type=dtype)
 
 
 def problems(matmul: Matmul, specs: tree.Tree, placement: Placement) -> list[str]:
     """Return an error message if groups of INT4_GROUP do not divide the segments' weights on each `tensor` device."""
-    if matmul != "int4_qat":
-        return []
-
-    def find_remainder(path: str, spec: ParamSpec) -> tuple[str, int] | None:
-        if not (spec.leading and spec.contracting):
-            return None
-        size = gathered_sharding(spec, placement).shard_shape(spec.shape)[spec.contracting[-1]]
-        return (path, size) if size % INT4_GROUP else None
-
-    found = jax.tree.leaves(tree.map_with_path(find_remainder, specs), is_leaf=lambda leaf: isinstance(leaf, tuple))
-    return [
-        f"precision.matmul=int4_qat: {path} sums over {size} values on each device, which is not a multiple of "
-        f"{INT4_GROUP}: set --precision.matmul int8_qat, or change the model or --mesh.tensor"
-        for path, size in found[:1]
-    ]
+    for path, spec in tree.leaves_with_path(specs) if matmul == "int4_qat" else ():
+        if spec.leading and spec.contracting:
+            size = gathered_sharding(spec, placement).shard_shape(spec.shape)[spec.contracting[-1]]
+            if size % INT4_GROUP:
+                return [
+                    f"precision.matmul=int4_qat: {path} sums over {size} values on each device, not a multiple of "
+                    f"{INT4_GROUP}: set --precision.matmul int8_qat, or change the model or --mesh.tensor"
+                ]
+    return []
 
 
 def _split_dim(array: jax.Array, dim: int, parts: int) -> jax.Array:

@@ -1,7 +1,7 @@
 """Operations on tables of the vocabulary: embedding look-up, and the head with its cross-entropy loss.
 
-`tensor` divides the rows of these tables (vocabulary parallelism), and so do the stages of a pipeline. The package
-docstring explains the design.
+`tensor` divides the rows of these tables (vocabulary parallelism), and so do the stages of a pipeline. The
+docstring of `__init__.py` explains the design.
 """
 
 import functools
@@ -14,16 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxopt_llm.kernels import cross_entropy as kernel
 from jaxopt_llm.kernels.cross_entropy import Classifier, Losses, Tokens
+from jaxopt_llm.model.linear import weights
 from jaxopt_llm.model.linear.leaves import LoraWeight
-from jaxopt_llm.model.linear.weights import (
-    GRADIENT,
-    BaseWeight,
-    Weight,
-    einsum,
-    gather_weight,
-    shardings_of,
-    split_perturbation,
-)
+from jaxopt_llm.model.linear.weights import BaseWeight, Weight, einsum, gather_weight, shardings_of, split_perturbation
 from jaxopt_llm.parallel.gathering import reduce_gradient
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.stages import sent_sharding
@@ -39,7 +32,7 @@ def look_up(table: Weight, ids: jax.Array, placement: Placement) -> jax.Array:
         axes = "XYZ"[: ids.ndim]
         low = table.scale * look_up(table.lora_b, ids, placement)
         return look_up(table.base, ids, placement) + einsum(f"{axes}r,Dr->{axes}D", low, table.lora_a)
-    if shardings_of(table).stage_rows:
+    if shardings_of(table).pipeline_stage_rows:
         return _look_up_staged(placement, *split_perturbation(table), ids)
     return _look_up(*split_perturbation(table), ids)
 
@@ -49,8 +42,8 @@ def cross_entropy(
 ) -> Losses:
     """Return loss_weight × objective, and the cross-entropy, both summed over the tokens that count.
 
-    The logits are x · tableᵀ. Only the objective has gradients, by x and by the table. The table is gathered once, and
-    its gradient reduced once (see kernels/cross_entropy.py).
+    The logits are x · tableᵀ. Only the objective has gradients, with respect to x and to the table. The table is
+    gathered once, and its gradient reduced once (see kernels/cross_entropy.py).
 
     x: [B, S, D], with all positions of the device's sequence; table: [V, D].
     loss_weight: float32 scalar. It is an argument because the forward computes the gradients in 16 bits: scaled only
@@ -94,14 +87,14 @@ def _look_up_backward(residuals, dy):
     if not shardings.trainable:
         return None, None, None
     # In float32: a frequent token's row sums over thousands of positions.
-    with jax.named_scope(GRADIENT):
+    with jax.named_scope(weights.GRADIENT):
         gradient = jnp.zeros(table.array.shape, jnp.float32).at[ids].add(dy.astype(jnp.float32))
     # Constrained to whole rows first: with divided rows XLA gathers every device's positions instead of reducing rows.
     gradient = jax.lax.with_sharding_constraint(gradient, shardings.gathered)
     return None, reduce_gradient(gradient, shardings), None
 
 
-_look_up.defvjp(_look_up_forward, _look_up_backward)
+_look_up.defvjp(lambda table, perturbation, ids: (_look_up(table, perturbation, ids), (table, ids)), _look_up_backward)
 
 
 # In a pipeline, stages and `tensor` divide a table's rows. Each device looks up its own rows, and the sums are written
@@ -143,7 +136,7 @@ def _look_up_staged_backward(placement, residuals, dy):
         rows = jnp.zeros((count, dy.shape[-1]), jnp.float32)
         return rows.at[jnp.where(is_local, row, count)].add(dy.astype(jnp.float32), mode="drop")[None]
 
-    with jax.named_scope(GRADIENT):
+    with jax.named_scope(weights.GRADIENT):
         parts = PartitionSpec(specs.rows, *specs.tables[0])
         gradient = placement.shard_map(on_device, (sent.spec, specs.tokens), parts)(dy, ids)
         gradient = _sum_parts(gradient, jnp.float32(1), shardings.reduce_dtype)
@@ -203,7 +196,7 @@ def _cross_entropy_backward(classifier, placement, residuals, cotangents):
     scale = cotangents[0]  # 1 if the executor differentiates nothing else: XLA then removes the multiplication
     d_xs = tuple(_sum_parts(parts, scale, parts.dtype) for parts in d_xs)
 
-    @jax.named_scope(GRADIENT)
+    @jax.named_scope(weights.GRADIENT)
     def perturbation_gradient(table, gradient):
         shardings = shardings_of(table)
         if not shardings.trainable:
@@ -243,7 +236,7 @@ class _TableSpecs:
             xs=placement.activation("batch", "sequence", "embed").spec,
             tokens=placement.activation("batch", "sequence").spec,
             tables=tuple(shardings_of(table).gathered.spec for table in tables),
-            staged=shardings_of(tables[0]).stage_rows,
+            staged=shardings_of(tables[0]).pipeline_stage_rows,
         )
 
     @property

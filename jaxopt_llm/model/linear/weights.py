@@ -1,4 +1,4 @@
-"""Operations on weights: `einsum`, `grouped_matmul` and `materialise`. The package docstring explains the design."""
+"""Operations on weights: `einsum`, `grouped_matmul` and `materialise`; `__init__.py` explains the design."""
 
 import functools
 import math
@@ -12,14 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxopt_llm.core import tree
 from jaxopt_llm.kernels.grouped_matmul import Implementation
 from jaxopt_llm.model.linear import dropout, quantised
-from jaxopt_llm.model.linear.leaves import (
-    QUANTISED,
-    LoraWeight,
-    QuantisedWeight,
-    channel_norms,
-    dequantise,
-    merge_to_array,
-)
+from jaxopt_llm.model.linear.leaves import LoraWeight, QuantisedWeight, channel_norms, dequantise, merge_to_array
 from jaxopt_llm.model.linear.quantised import Operand, Quantised
 from jaxopt_llm.parallel.gathering import PlacedWeight, WeightShardings, gather_array, reduce_gradient
 from jaxopt_llm.parallel.placement import Placement
@@ -89,7 +82,7 @@ def gather_merged(weight: Weight, contracting: tuple[int, ...]) -> jax.Array:
     """
     if not isinstance(weight, LoraWeight):
         return quantised.dequantise(_gather_operand(weight, contracting), shardings_of(weight).compute_dtype)
-    arrays = jax.tree.map(gather_weight, weight, is_leaf=lambda leaf: isinstance(leaf, (PlacedWeight, *QUANTISED)))
+    arrays = jax.tree.map(gather_weight, weight, is_leaf=lambda leaf: isinstance(leaf, BaseWeight))
     return merge_to_array(arrays, contracting).astype(shardings_of(weight.base).compute_dtype)
 
 
@@ -149,11 +142,9 @@ def _low_rank_subscripts(subscripts: str) -> tuple[str, str]:
 
 def split_perturbation(weight: BaseWeight) -> tuple[BaseWeight, jax.Array | None]:
     """Return the weight without its perturbation, which no backward needs to keep, and the perturbation."""
-    return (
-        (replace(weight, perturbation=None), weight.perturbation)
-        if isinstance(weight, PlacedWeight)
-        else (weight, None)
-    )
+    if not isinstance(weight, PlacedWeight):
+        return weight, None
+    return replace(weight, perturbation=None), weight.perturbation
 
 
 def split_perturbations(weights: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
@@ -174,15 +165,15 @@ def _is_placed(leaf: tree.Leaf) -> bool:
 
 
 def shardings_of(weight: BaseWeight) -> WeightShardings:
-    return weight.codes.shardings if isinstance(weight, QUANTISED) else weight.shardings
+    return weight.codes.shardings if isinstance(weight, QuantisedWeight) else weight.shardings
 
 
 def gather_weight(weight: BaseWeight) -> jax.Array:
-    """Return the weight in compute dtype, gathered over all mesh axes but `tensor`.
+    """Return the weight in compute dtype, gathered over the storage axes of ZeRO.
 
     Codes are gathered as codes and dequantised afterwards.
     """
-    if isinstance(weight, QUANTISED):
+    if isinstance(weight, QuantisedWeight):
         gathered = jax.tree.map(lambda x: gather_array(x, x.array.dtype), weight, is_leaf=_is_placed)
         return dequantise(gathered).astype(shardings_of(weight).compute_dtype)
     return gather_array(weight)
@@ -194,17 +185,14 @@ def _gather_operand(weight: BaseWeight, summed: tuple[int, ...]) -> Operand:
     summed: the dimensions that the products sum over.
     """
     shardings = shardings_of(weight)
-    if isinstance(weight, QUANTISED) or shardings.matmul == "compute_dtype":
+    if isinstance(weight, QuantisedWeight) or shardings.matmul == "compute_dtype":
         return gather_weight(weight)
     if shardings.matmul == "int4_qat":  # gathered first: a device's shard may not consist of whole groups
         return quantised.quantise_weight(shardings.matmul, gather_weight(weight), summed)
     operand = quantised.quantise_weight(shardings.matmul, weight.array, summed)
-    return Quantised(
-        gather_array(replace(weight, array=operand.codes), operand.codes.dtype),
-        gather_array(
-            PlacedWeight(operand.scales, None, _scale_shardings(shardings, operand.scales.shape)), jnp.float32
-        ),
-    )
+    scales = PlacedWeight(operand.scales, None, _scale_shardings(shardings, operand.scales.shape))
+    codes = gather_array(replace(weight, array=operand.codes), operand.codes.dtype)
+    return Quantised(codes, gather_array(scales, jnp.float32))
 
 
 def _scale_shardings(shardings: WeightShardings, shape: tuple[int, ...]) -> WeightShardings:
@@ -261,8 +249,9 @@ def _keep_gathered(gathered: Operand, shardings: WeightShardings) -> Operand | N
 def _weight_gradient(left: str, result: str, right: str, x: jax.Array, dy: jax.Array, shardings: WeightShardings):
     rows = "".join(axis for axis in left if axis not in right)  # contracted: batch and sequence
     inputs, outputs = left.removeprefix(rows), result.removeprefix(rows)
-    # A split sequence cannot be merged with the batch, nor head sizes that ZeRO splits with their heads: XLA would sum
-    # whole gradients on every device.
+    # Dimensions are merged only if no device boundary lies inside them: not batch and sequence if `context` divides the
+    # sequence, and not heads and head size if ZeRO divides the head size. Otherwise XLA all-reduces the whole gradient
+    # instead of reduce-scattering it.
     whole_rows = shardings.resting.mesh.shape["context"] == 1
     split = {axis for axis, by in zip(right, shardings.gradient.spec, strict=True) if by}
     mergeable = whole_rows and split <= {*inputs[:1], *outputs[:1]}

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.config import MoEConfig
 from jaxopt_llm.parallel.placement import Placement
 
 
@@ -77,9 +77,9 @@ def _sort(experts: jax.Array, count: int) -> SortedChoices:
     return SortedChoices(order, place, jnp.sum(experts < jnp.arange(count + 1)[:, None], axis=1, dtype=jnp.int32))
 
 
-def make_gather_plan(experts: jax.Array, config: ModelConfig, placement: Placement) -> DispatchPlan:
-    """Return the plan of `gather`. experts: int32 [B, S, k], config.experts for a choice without an expert."""
-    mesh, local_count = ExpertMesh(placement), config.experts // placement.size("expert")
+def make_gather_plan(experts: jax.Array, moe: MoEConfig, placement: Placement) -> DispatchPlan:
+    """Return the plan of `gather`. experts: int32 [B, S, k], moe.experts for a choice without an expert."""
+    mesh, local_count = ExpertMesh(placement), moe.experts // placement.size("expert")
 
     def on_device(experts: jax.Array) -> DispatchPlan:
         experts = mesh.all_gather(experts)
@@ -102,35 +102,30 @@ def make_gather_plan(experts: jax.Array, config: ModelConfig, placement: Placeme
     return placement.shard_map(on_device, mesh.tokens, mesh.local)(experts)
 
 
-def sort_choices(experts: jax.Array, config: ModelConfig, placement: Placement) -> SortedChoices:
+def sort_choices(experts: jax.Array, moe: MoEConfig, placement: Placement) -> SortedChoices:
     """Sort each device's own choices, which all rounds of `all_to_all` send. experts: as for `make_gather_plan`."""
     mesh = ExpertMesh(placement)
 
     def on_device(experts: jax.Array) -> SortedChoices:
-        return _stack(_sort(experts.reshape(-1), config.experts))
+        return _stack(_sort(experts.reshape(-1), moe.experts))
 
     return placement.shard_map(on_device, mesh.tokens, mesh.local)(experts)
 
 
 def make_round_plan(
-    choices: tuple[jax.Array, SortedChoices],
-    round_index: Any,
-    *,
-    ragged: bool,
-    config: ModelConfig,
-    placement: Placement,
+    choices: tuple[jax.Array, SortedChoices], round_index: Any, *, ragged: bool, moe: MoEConfig, placement: Placement
 ) -> DispatchPlan:
     """Return the plan of one round of `all_to_all`.
 
     choices: the experts of each token, int32 [B, S, k], and `sort_choices` of them. round_index: int32, from 0.
     """
     mesh, devices = ExpertMesh(placement), placement.size("expert")
-    local_count = config.experts // devices
+    local_count = moe.experts // devices
 
     def on_device(round_index: jax.Array, experts: jax.Array, by_expert: SortedChoices) -> DispatchPlan:
         order, place, begins = by_expert.order[0], by_expert.place[0], by_expert.begins[0]
         count = experts.shape[2]
-        per_pair, _ = round_sizes(config, placement, order.size // count)
+        per_pair, _ = round_sizes(moe, placement, order.size // count)
         slots = jnp.arange(devices * per_pair, dtype=jnp.int32).reshape(devices, per_pair)
         first = begins[:-1:local_count] + round_index * per_pair  # [P], first position of this round's window
         leaving = order[jnp.minimum(first[:, None] + slots[0], order.size - 1)]
@@ -155,7 +150,7 @@ def make_round_plan(
         flat = experts.reshape(-1)
         device = jnp.minimum(flat // local_count, devices - 1)
         offset = place - first[device]
-        in_round = (offset >= 0) & (offset < per_pair) & (flat < config.experts)
+        in_round = (offset >= 0) & (offset < per_pair) & (flat < moe.experts)
         plan = DispatchPlan(
             order=leaving.reshape(-1),
             place=jnp.where(in_round, device * per_pair + offset, slots.size).reshape(-1, count),
@@ -175,14 +170,14 @@ def _stack(plan: Any) -> Any:
     return jax.tree.map(lambda array: array[None], plan)
 
 
-def round_sizes(config: ModelConfig, placement: Placement, tokens: int) -> tuple[int, int]:
+def round_sizes(moe: MoEConfig, placement: Placement, tokens: int) -> tuple[int, int]:
     """Return two limits of `all_to_all`, for a number of tokens per device.
 
     Returns:
         The choices that one device can send to another in one round, and the number of rounds that any load fits in.
     """
-    devices, count = placement.size("expert"), config.experts_per_token
-    most = tokens * min(count, config.experts // devices)
+    devices, count = placement.size("expert"), moe.experts_per_token
+    most = tokens * min(count, moe.experts // devices)
     per_pair = min(math.ceil(placement.sharding.expert_room * tokens * count / devices), most)
     return per_pair, -(-most // per_pair)
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxopt_llm.compiler.instructions import taken_scope_name
-from jaxopt_llm.config import ModelConfig, ShardingConfig
+from jaxopt_llm.config import MoEConfig, ShardingConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.model.linear import weights
 from jaxopt_llm.model.moe import dispatch_plan
@@ -35,31 +35,31 @@ Exchange = Literal["gather", "all_to_all", "ragged"]
 ExpertFunction = Callable[..., jax.Array]  # (params, *inputs, plan) -> y [B, S, D]
 
 
-def choose_exchange(config: ModelConfig, sharding: ShardingConfig, devices: int) -> Exchange:
+def choose_exchange(moe: MoEConfig, sharding: ShardingConfig, devices: int) -> Exchange:
     """Return the configured exchange, or the one that sends the fewest bytes. devices: along `expert`."""
     if devices == 1:
         return "gather"
     if sharding.expert_exchange != "auto":
         return sharding.expert_exchange
-    return "all_to_all" if sharding.expert_room * config.experts_per_token < devices else "gather"
+    return "all_to_all" if sharding.expert_room * moe.experts_per_token < devices else "gather"
 
 
-def describe_exchange(config: ModelConfig, placement: Placement) -> str:
+def describe_exchange(moe: MoEConfig, placement: Placement) -> str:
     """Return a description for people; "" if the model or the mesh has no exchange."""
     devices = placement.size("expert")
-    exchange = choose_exchange(config, placement.sharding, devices)
-    if not config.experts or devices == 1:
+    exchange = choose_exchange(moe, placement.sharding, devices)
+    if not moe.experts or devices == 1:
         return ""
     buffers = f", with buffers for {placement.sharding.expert_room:g} times an even load"
     return f"{exchange} over {devices} devices{'' if exchange == 'gather' else buffers}"
 
 
-def count_rows(config: ModelConfig, placement: Placement, tokens: int) -> int:
+def count_rows(moe: MoEConfig, placement: Placement, tokens: int) -> int:
     """Return the number of rows for which a device has room in one round, for a number of tokens per device."""
     devices = placement.size("expert")
-    if choose_exchange(config, placement.sharding, devices) == "gather":
-        return devices * tokens * min(config.experts_per_token, config.experts // devices)
-    return devices * dispatch_plan.round_sizes(config, placement, tokens)[0]
+    if choose_exchange(moe, placement.sharding, devices) == "gather":
+        return devices * tokens * min(moe.experts_per_token, moe.experts // devices)
+    return devices * dispatch_plan.round_sizes(moe, placement, tokens)[0]
 
 
 def run_experts(
@@ -68,27 +68,27 @@ def run_experts(
     has_cache: bool,
     params: tree.Tree,
     inputs: tuple[jax.Array, ...],
-    config: ModelConfig,
+    moe: MoEConfig,
     placement: Placement,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the sum of run(params, *inputs, plan) [B, S, D] over rounds, and the number of rounds, int32.
 
     run: calls `dispatch` and `combine` with the plan of the round.
-    experts: int32 [B, S, k], config.experts for a choice that goes nowhere.
+    experts: int32 [B, S, k], moe.experts for a choice that goes nowhere.
     has_cache: generation has few tokens, and always gathers them.
     """
-    exchange, once = choose_exchange(config, placement.sharding, placement.size("expert")), jnp.int32(1)
+    exchange, once = choose_exchange(moe, placement.sharding, placement.size("expert")), jnp.int32(1)
     if has_cache or exchange == "gather":
-        return run(params, *inputs, dispatch_plan.make_gather_plan(experts, config, placement)), once
-    by_expert = dispatch_plan.sort_choices(experts, config, placement)
+        return run(params, *inputs, dispatch_plan.make_gather_plan(experts, moe, placement)), once
+    by_expert = dispatch_plan.sort_choices(experts, moe, placement)
     make_plan = functools.partial(
-        dispatch_plan.make_round_plan, ragged=exchange == "ragged", config=config, placement=placement
+        dispatch_plan.make_round_plan, ragged=exchange == "ragged", moe=moe, placement=placement
     )
-    tokens = by_expert.order.shape[1] // config.experts_per_token
-    per_pair, max_rounds = dispatch_plan.round_sizes(config, placement, tokens)
+    tokens = by_expert.order.shape[1] // moe.experts_per_token
+    per_pair, max_rounds = dispatch_plan.round_sizes(moe, placement, tokens)
     if max_rounds == 1:
         return run(params, *inputs, make_plan((experts, by_expert), 0)), once
-    to_device = by_expert.begins[:, :: config.experts // placement.size("expert")]  # [N, P + 1]
+    to_device = by_expert.begins[:, :: moe.experts // placement.size("expert")]  # [N, P + 1]
     count = jnp.maximum(-(-jnp.max(jnp.diff(to_device, axis=1)) // per_pair), 1)
     if placement.grouped:
         count = jax.lax.pmax(count, GROUP_AXIS)

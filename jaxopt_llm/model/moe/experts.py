@@ -28,22 +28,22 @@ HIGHEST = jax.lax.Precision.HIGHEST  # for the router's matmul: a choice near a 
 
 
 def moe_specs(config: ModelConfig, residual_scale: float) -> dict[str, ParamSpec]:
-    count, width, inner = config.experts, config.width, config.expert_width
+    count, width, inner = config.moe.experts, config.width, config.moe.expert_width
     inward = ParamSpec((count, width, inner), ("experts", "embed", "expert_mlp"), (1,), normal())
     outward = ParamSpec((count, inner, width), ("experts", "expert_mlp", "embed"), (1,), normal(residual_scale))
     # Exact: all steps of the bias have the same small size, and 16 bits would lose some of them.
-    bias = ParamSpec((count,), (None,), init=zeros, exact=True, sign_rate=config.router_bias_rate)
+    bias = ParamSpec((count,), (None,), init=zeros, exact=True, sign_rate=config.moe.router_bias_rate)
     specs = {
         # A router has no contracting dimension, so that it is never adapted or quantised, and not a matrix for Muon. If
         # it were rounded in some ZeRO stages only, a token near a tie would go to other experts there.
         "router": ParamSpec((width, count), ("embed", None), (), normal(width**-0.5), exact=True),
-        **({"router_bias": bias} if config.router_bias else {}),
-        **({} if config.mlp == "gelu" else {"gate": inward}),
+        **({"router_bias": bias} if config.moe.router_bias else {}),
+        **({"gate": inward} if config.has_gate else {}),
         "up": inward,
         "down": outward,
     }
-    if config.shared_expert_width:
-        shared = mlp_specs(config.mlp, width, config.shared_expert_width, residual_scale, biased=False)
+    if shared_width := config.moe.shared_expert_width:
+        shared = mlp_specs(width, shared_width, residual_scale, has_gate=config.has_gate, biased=False)
         specs |= {f"shared_{name}": spec for name, spec in shared.items()}
     return specs
 
@@ -76,8 +76,6 @@ def moe_layer(
     def apply_experts(
         matrices: dict[str, Weight], x: jax.Array, choice_weights: jax.Array, plan: DispatchPlan
     ) -> jax.Array:
-        """Return the weighted sum of the experts' outputs, for the choices of the plan."""
-
         def project(rows: jax.Array, name: str) -> jax.Array:
             with hlo.filled_rows_scope(plan.filled, rows.shape[1]):
                 return weights.grouped_matmul(rows, matrices[name], plan.sizes, kernel, placement)
@@ -97,17 +95,18 @@ def moe_layer(
         return combine(placement, project_out(row_weights, *project_in(rows)), plan)
 
     normed, logits = compute_logits(x)
-    bias = weights.materialise(params["router_bias"], jnp.dtype(jnp.float32)) if config.router_bias else None
+    bias = weights.materialise(params["router_bias"], jnp.dtype(jnp.float32)) if config.moe.router_bias else None
     # The last key that a token sees is its own row. Generation drops nothing: otherwise the answer to a prompt would
     # depend on the other prompts of the batch.
     rows = None if context.loss_mask is None else context.key_ranges.last
-    routing = router.choose_experts(logits, bias, rows, context.token_mask, config, placement)
-    experts = jnp.where(routing.kept, routing.experts, config.experts)
+    routing = router.choose_experts(logits, bias, rows, context.token_mask, config.moe, placement)
+    experts = jnp.where(routing.kept, routing.experts, config.moe.experts)
     matrices = {name: params[name] for name in ("gate", "up", "down") if name in params}
     inputs = (normed, routing.weights)
-    y, rounds = exchange.run_experts(apply_experts, experts, rows is None, matrices, inputs, config, placement)
-    if config.shared_expert_width:
-        y = y + mlp(_select_shared(params), x, context, norm=norm, kind=config.mlp)
+    y, rounds = exchange.run_experts(apply_experts, experts, rows is None, matrices, inputs, config.moe, placement)
+    if config.moe.shared_expert_width:
+        shared = {name.removeprefix("shared_"): param for name, param in params.items() if name.startswith("shared_")}
+        y = y + mlp(shared, x, context, norm=norm, kind=config.mlp)
     return tag(y, "mlp_output"), _make_auxiliary(routing, logits, bias, rounds, context, layer, config)
 
 
@@ -123,12 +122,7 @@ def zero_statistics(config: ModelConfig) -> dict[str, jax.Array]:
     """
     names = ("router_tokens", "router_entropy", "dropped", "exchanges", "rounds")
     scalars = {name: jnp.zeros((), jnp.float32) for name in names}
-    return {"expert_load": jnp.zeros((config.layers, config.experts), jnp.float32), **scalars}
-
-
-def _select_shared(params: dict[str, Weight]) -> dict[str, Weight]:
-    """Return the parameters of the shared expert, with the names of an MLP's."""
-    return {name.removeprefix("shared_"): param for name, param in params.items() if name.startswith("shared_")}
+    return {"expert_load": jnp.zeros((config.layers, config.moe.experts), jnp.float32), **scalars}
 
 
 def _make_auxiliary(
@@ -143,10 +137,10 @@ def _make_auxiliary(
     if context.loss_mask is None:
         return Auxiliary(jnp.zeros((), jnp.float32), zero_statistics(config))
     loss_mask = context.loss_mask
-    loss = config.balance_loss * router.balance_loss(routing, loss_mask, config)
-    loss = loss + config.router_z_loss * router.z_loss(logits, loss_mask)
+    loss = config.moe.balance_loss * router.balance_loss(routing, loss_mask, config.moe)
+    loss = loss + config.moe.router_z_loss * router.z_loss(logits, loss_mask)
     # Constrained: for a divided gradient XLA would gather all choices on every device.
-    load = context.placement.replicate(jnp.sum(router.expert_loads(routing, loss_mask, config), axis=0))
+    load = context.placement.replicate(jnp.sum(router.expert_loads(routing, loss_mask, config.moe), axis=0))
     if bias is not None:
         loss = loss + router.bias_update_loss(bias, load)
     is_layer = jnp.arange(config.layers)[:, None] == layer

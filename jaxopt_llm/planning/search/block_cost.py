@@ -34,20 +34,21 @@ class BlockCost:
     @classmethod
     def from_config(cls, config: Config) -> "BlockCost":
         model, tensor, moe = config.model, config.mesh.tensor, MoECost.from_config(config)
-        width, heads, mlp = model.width, model.heads / tensor, _mlp_width(model, moe) / tensor
+        width, heads = model.width, model.heads / tensor
         # Key-value heads that are fewer than the devices are stored and computed whole on each device.
         kv_heads = model.kv_heads / (tensor if model.kv_heads >= tensor else 1)
         queries, mixed = heads * model.head_dim, heads * model.value_dim
         keys, values = kv_heads * model.key_dim, kv_heads * model.value_dim
-        latent, query_latent = model.latent_rank, model.latent_rank and model.query_rank
-        shared = model.rotary_head_dim if latent else 0  # latents and the shared rotary key are whole on each device
+        latent, query_latent = model.mla.kv_rank, model.mla.kv_rank and model.mla.query_rank
+        shared = model.mla.rotary_head_dim if latent else 0  # whole on each device, as latents are
         residual = width / tensor if config.sharding.sequence_parallel else width
-        gated = model.mlp != "gelu"
+        gated = model.has_gate
         # Means over all layers. A mixture needs room for the most rows that can arrive, but multiplies only those that
         # do arrive with an even load.
-        inner, rows = model.expert_width / tensor, moe.share * moe.rows
-        chosen = moe.share * model.experts_per_token
-        dense = 1 - moe.share * (model.shared_expert_width == 0)
+        inner, rows = model.moe.expert_width / tensor, moe.share * moe.rows
+        chosen = moe.share * model.moe.experts_per_token
+        dense = 1 - moe.share * (model.moe.shared_expert_width == 0)
+        mlp = (moe.share * model.moe.shared_expert_width + (1 - moe.share) * model.mlp_width) / tensor  # of all tokens
         hidden, multiplied = mlp + rows * inner, width * (mlp + chosen * inner)
         return cls(
             elements={
@@ -79,16 +80,11 @@ class BlockCost:
                 "mlp_gate": multiplied * gated,
                 "mlp_up": multiplied,
                 "mlp_output": multiplied,
-                "router": moe.share * width * model.experts,
+                "router": moe.share * width * model.moe.experts,
             },
             residual=residual,
             dense=dense,
         )
-
-
-def _mlp_width(model: ModelConfig, moe: MoECost) -> float:
-    """Return the mean width of the MLPs that all tokens pass."""
-    return moe.share * model.shared_expert_width + (1 - moe.share) * model.mlp_width
 
 
 def list_saved(remat: RematConfig, model: ModelConfig) -> frozenset[Result]:
@@ -102,7 +98,7 @@ def list_saved(remat: RematConfig, model: ModelConfig) -> frozenset[Result]:
 def list_recomputed(remat: RematConfig, model: ModelConfig) -> frozenset[Result]:
     """Return the results of matmuls and of attention that the backward computes again."""
     read: set[Result] = {*QKV, "attention", "attention_output", "mlp_gate", "mlp_up"}
-    read |= MOE_RESULTS if model.experts else set()
+    read |= MOE_RESULTS if model.moe.experts else set()
     if _reads_mlp_output(model):
         read.add("mlp_output")
     return frozenset(read - list_saved(remat, model) - set(remat.offload))

@@ -18,49 +18,36 @@ from jaxopt_llm.planning.search.roofline import LABELS
 
 @dataclass(frozen=True)
 class _Level:
-    """One decision: its name, the part of a configuration that is decided, and its description."""
+    """One decision: its name, the section or the setting that is decided, and its description."""
 
     name: str
-    select: Callable[[Config], Hashable]
+    part: str
     describe: Callable[[Config], str]
 
 
 LEVELS = (
-    _Level("mesh", lambda config: config.mesh, lambda config: describe_mesh(config.mesh)),
-    _Level("pipeline", lambda config: config.pipeline, lambda config: describe_pipeline(config.pipeline)),
-    _Level(
-        "sharding",
-        lambda config: config.sharding,
-        lambda config: ", ".join(describe_sharding(config)),
-    ),
+    _Level("mesh", "mesh", lambda config: describe_mesh(config.mesh)),
+    _Level("pipeline", "pipeline", lambda config: describe_pipeline(config.pipeline)),
+    _Level("sharding", "sharding", lambda config: ", ".join(describe_sharding(config))),
     _Level(
         "accumulation",
-        lambda config: config.training.accumulation,
+        "training.accumulation",
         lambda config: f"{config.training.accumulation} microbatch{'es' * (config.training.accumulation > 1)}",
     ),
-    _Level("remat", lambda config: config.remat, lambda config: describe_remat(config.remat)),
+    _Level("remat", "remat", lambda config: describe_remat(config.remat)),
     _Level(
         "optimizer state",
-        lambda config: config.offload.optimizer,
+        "offload.optimizer",
         lambda config: "on the host" if config.offload.optimizer else "on the GPU",
     ),
-    *(
-        _Level(
-            name,
-            lambda config, name=name: fields.get_field(config, name),  # type: ignore[misc]
-            lambda config, name=name: str(fields.get_field(config, name)),  # type: ignore[misc]
-        )
-        for name in SEARCHED
-    ),
+    *(_Level(name, name, lambda config, name=name: str(fields.get_field(config, name))) for name in SEARCHED),  # type: ignore[misc]
 )
 
 
 def format_tree(result: SearchResult) -> str:
     """Return the tree as text. Times and bytes are estimates, for the best setting of each branch."""
-    if result.winner:
-        chosen = result.winner.candidate
-    else:
-        chosen = min(result.candidates, key=lambda candidate: candidate.footprint.peak)
+    smallest = min(result.candidates, key=lambda candidate: candidate.footprint.peak)
+    chosen = result.winner.candidate if result.winner else smallest
     return "\n".join(
         [
             f"decisions, by arithmetic (limit {result.limit / GIB:.1f} GiB; * compiled; time and memory of each "
@@ -78,8 +65,8 @@ def _format_branches(
     level, *rest = levels
     groups: dict[Hashable, list[Candidate]] = {}
     for candidate in candidates:
-        groups.setdefault(level.select(candidate.config), []).append(candidate)
-    branch = groups[level.select(chosen.config)]
+        groups.setdefault(fields.get_field(candidate.config, level.part), []).append(candidate)
+    branch = groups[fields.get_field(chosen.config, level.part)]
     if len(groups) == 1 and not (depth == 0 and result.illegal):
         yield from _format_branches(result, chosen, branch, rest, depth)
         return
@@ -97,10 +84,8 @@ def _format_branches(
 
 def _find_best(result: SearchResult, group: Sequence[Candidate]) -> Candidate:
     """Return the fastest candidate that fits by arithmetic, or the one that needs least memory."""
-    fitting = [candidate for candidate in group if result.may_fit(candidate)]
-    if fitting:
-        return fitting[0]
-    return min(group, key=lambda candidate: candidate.footprint.peak)
+    smallest = min(group, key=lambda candidate: candidate.footprint.peak)
+    return next(filter(result.may_fit, group), smallest)
 
 
 def _format_branch(
@@ -120,9 +105,7 @@ def _format_branch(
 
 def _explain_slowdown(best: Candidate, chosen: Candidate) -> str:
     """Return the part of the step's time that grew most, or "" if none grew."""
-    growth = {
-        field.name: getattr(best.time, field.name) - getattr(chosen.time, field.name)
-        for field in dataclasses.fields(best.time)
-    }
+    before = dataclasses.asdict(chosen.time)
+    growth = {name: seconds - before[name] for name, seconds in dataclasses.asdict(best.time).items()}
     name = max(growth, key=lambda name: growth[name])
     return f": {LABELS[name]} {growth[name] * 1e3:+,.0f} ms" if growth[name] > 5e-4 else ""

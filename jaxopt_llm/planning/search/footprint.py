@@ -23,7 +23,7 @@ from jaxopt_llm.planning.search.state_sizes import StateSizes
 
 # XLA of jax 0.11 brings offloaded state outside the stacks to the device long before the update. Offloaded state in the
 # stacks it brings one layer at a time.
-FETCHES_OUTER_EARLY = jax.__version_info__ >= (0, 11)
+FETCHES_NON_LAYER_EARLY = jax.__version_info__ >= (0, 11)
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ def compute_footprint(config: Config, state: StateSizes) -> Footprint:
     on_host = passes.layers * tokens * compute * sum(block.elements[name] for name in config.remat.offload)
     return Footprint(
         parameters=state.parameters,
-        optimizer=state.optimizer + FETCHES_OUTER_EARLY * state.outer_host,
+        optimizer=state.optimizer + FETCHES_NON_LAYER_EARLY * state.non_layer_host,
         gradients=_gradients(config, state, passes, reduced),
         activations=tokens * compute * _saved_elements(config, block, passes),
         working=_working(config, state, tokens, passes),
         loss=_loss(config, state, tokens, block, passes),
-        reduction=4 * (state.layers.masters + state.outer.masters) if config.sharding.zero_stage == 1 else 0,
+        reduction=4 * (state.layers.masters + state.non_layer.masters) if config.sharding.zero_stage == 1 else 0,
         host=state.host + on_host,
     )
 
@@ -77,9 +77,9 @@ def _gradients(config: Config, state: StateSizes, passes: Passes, reduced: int) 
     """
     if config.optimizer.in_backward:  # gradients of one layer, whole and divided
         one = (state.layers.trained + state.layers.gradients) / config.model.layers
-        return reduced * (one + state.outer.gradients)
-    summed = state.layers.gradients + state.outer.gradients
-    one = state.layers.gradients / passes.chunks + state.outer.gradients
+        return reduced * (one + state.non_layer.gradients)
+    summed = state.layers.gradients + state.non_layer.gradients
+    one = state.layers.gradients / passes.chunks + state.non_layer.gradients
     return one * reduced + summed * 4 * (accumulates_gradients(config) + passes.unrolled)
 
 
@@ -111,7 +111,7 @@ def _loss(config: Config, state: StateSizes, tokens: int, block: BlockCost, pass
     model, compute = config.model, BYTES[config.precision.compute_dtype]
     rows, gradient = count_table_rows(config), _head_gradient(config, state)
     chunk = min(config.training.loss_chunk or tokens, tokens)
-    summed = 4 * (state.layers.gradients + state.outer.gradients) if accumulates_gradients(config) else 0
+    summed = 4 * (state.layers.gradients + state.non_layer.gradients) if accumulates_gradients(config) else 0
     logits = 4 * rows * chunk + gradient if tokens > chunk else max(4 * rows * chunk, gradient)
     # XLA allocates the zeros that the layers' gradients are written into from the beginning.
     reduced = 0 if config.optimizer.in_backward else BYTES[config.precision.reduce_dtype]
@@ -124,13 +124,13 @@ def _loss(config: Config, state: StateSizes, tokens: int, block: BlockCost, pass
     if _gathers_weights(config):
         head = 1.0
     else:  # a copy of the master weights; in stages 1 and 2 the copy is part of the train state
-        head = state.outer.trained / state.outer.weights * (config.sharding.zero_stage in (0, 3))
+        head = state.non_layer.trained / state.non_layer.weights * (config.sharding.zero_stage in (0, 3))
     return summed + zeros + ahead + logits + rows * compute * (chunk + head * model.width)
 
 
 def _head_gradient(config: Config, state: StateSizes) -> float:
     """Return the bytes of the head's gradient, whole and in float32, which waits for its reduction."""
-    return 4 * count_table_rows(config) * config.model.width * state.outer.trained / state.outer.weights
+    return 4 * count_table_rows(config) * config.model.width * state.non_layer.trained / state.non_layer.weights
 
 
 def _working(config: Config, state: StateSizes, tokens: int, passes: Passes) -> float:
@@ -140,7 +140,7 @@ def _working(config: Config, state: StateSizes, tokens: int, passes: Passes) -> 
     """
     model, compute = config.model, BYTES[config.precision.compute_dtype]
     cost = AttentionCost.from_config(config)
-    scores = _count_rows(config, tokens) * cost.live_scores
+    scores = tokens * config.mesh.context / config.training.sequence_length * cost.live_scores  # of all rows
     # Scores and their gradient, each in float32 and in compute dtype.
     attention = scores * (2 * 4 + 2 * compute)
     if cost.exchange == RING:  # keys and values of two parts, and their gradients in float32
@@ -148,8 +148,11 @@ def _working(config: Config, state: StateSizes, tokens: int, passes: Passes) -> 
     # Without scores XLA holds the arrays before attention and those of the MLP at the same time.
     residual = compute * tokens * (9 if cost.flash else 5) * model.width
     weights = compute * state.layers.weights / (passes.layers * passes.chunks)
-    # Within attention its masks, after attention the next layer's weights.
-    ahead = max(scores * 4 * _mask_copies(cost), weights) if _gathers_ahead(config) else 0
+    # The four parts of attention see 1/4, 2/4, 3/4 and all of the keys. In a ring there are no parts.
+    masks = 4 * scores * (1.0 if cost.exchange == RING else (CAUSAL_PARTS + 1) / 2)
+    ahead = (
+        max(masks, weights) if _gathers_ahead(config) else 0
+    )  # masks within attention, then the next layer's weights
     waiting, running = (compute * tokens * elements for elements in _mlp_elements(config))
     matmuls = max(attention + ahead + waiting, running) + residual + weights
     # After all matmuls of a layer, its gradients are whole and wait for their reduction.
@@ -167,25 +170,13 @@ def _mlp_elements(config: Config) -> tuple[float, float]:
     projection, and what is exchanged.
     """
     model, moe, tensor = config.model, MoECost.from_config(config), config.mesh.tensor
-    dense = 4 * (model.mlp_width if moe.share < 1 else model.shared_expert_width) / tensor
+    dense = 4 * (model.mlp_width if moe.share < 1 else model.moe.shared_expert_width) / tensor
     if not moe.share:
         return dense, 0.0
-    hidden, width, shared = model.expert_width / tensor, model.width, 4 * model.shared_expert_width / tensor
+    hidden, width, shared = model.moe.expert_width / tensor, model.width, 4 * model.moe.shared_expert_width / tensor
     waiting = moe.rows * (3 * hidden + 2 * width)
     running = moe.rows * (3 * hidden + 3 * width + max(hidden, width)) + moe.exchanged * width
     return max(dense, waiting + shared), running + shared
-
-
-def _count_rows(config: Config, tokens: int) -> float:
-    return tokens * config.mesh.context / config.training.sequence_length
-
-
-def _mask_copies(cost: AttentionCost) -> float:
-    """Return the size of attention's masks, relative to the scores of all keys.
-
-    The four parts of attention see 1/4, 2/4, 3/4 and all of the keys. In a ring there are no parts.
-    """
-    return 1.0 if cost.exchange == RING else (CAUSAL_PARTS + 1) / 2
 
 
 def _gathers_ahead(config: Config) -> bool:

@@ -26,15 +26,15 @@ class MoECost:
     @classmethod
     def from_config(cls, config: Config) -> "MoECost":
         model, devices = config.model, config.mesh.expert
-        share = sum(map(model.has_experts, range(model.layers))) / model.layers
+        share = sum(map(model.moe.has_experts, range(model.layers))) / model.layers
         if not share:
             return cls(share, rows=0, exchanged=0, dispatch="all-gather", combine="reduce-scatter")
         # The most choices that can arrive, if all tokens choose this device's experts.
-        rows: float = devices * min(model.experts_per_token, model.experts // devices)
-        form = exchange.choose_exchange(model, config.sharding, devices)
+        rows: float = devices * min(model.moe.experts_per_token, model.moe.experts // devices)
+        form = exchange.choose_exchange(model.moe, config.sharding, devices)
         if form == "gather":
             return cls(share, rows, exchanged=devices, dispatch="all-gather", combine="reduce-scatter")
-        rows = min(config.sharding.expert_room * model.experts_per_token, rows)
-        filled = rows if form == "all_to_all" else model.experts_per_token
+        rows = min(config.sharding.expert_room * model.moe.experts_per_token, rows)
+        filled = rows if form == "all_to_all" else model.moe.experts_per_token
         kind = {"all_to_all": "all-to-all", "ragged": "ragged-all-to-all"}[form]
         return cls(share, rows, exchanged=filled, dispatch=kind, combine=kind)

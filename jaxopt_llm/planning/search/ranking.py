@@ -143,12 +143,7 @@ def _has_kernel(config: Config, cluster: Cluster) -> bool:
 
 
 def search_settings(
-    config: Config,
-    cluster: Cluster,
-    limit: int,
-    allowed: tuple[str, ...],
-    compile_all: CompileAll,
-    at_once: int = 1,
+    config: Config, cluster: Cluster, limit: int, allowed: tuple[str, ...], compile_all: CompileAll, at_once: int = 1
 ) -> SearchResult:
     """Find the fastest settings of a recipe's model, data and global batch that fit these GPUs.
 
@@ -176,12 +171,7 @@ def search_settings(
 
 
 def _compile_best(
-    recipe: Config,
-    candidates: Sequence[Candidate],
-    cluster: Cluster,
-    limit: int,
-    compile_all: CompileAll,
-    at_once: int,
+    recipe: Config, candidates: Sequence[Candidate], cluster: Cluster, limit: int, compile_all: CompileAll, at_once: int
 ) -> list[CompiledCandidate]:
     compiled: list[CompiledCandidate] = []
 
@@ -202,7 +192,7 @@ def _compile_best(
             if candidate.time.total * (1 - TIME_SLACK) > best:
                 return
             fits = candidate.footprint.peak <= limit * (1 + MEMORY_SLACK)
-            if fits and candidate.config != recipe and not is_hopeless(candidate) and _is_valid(candidate.config):
+            if fits and candidate.config != recipe and not is_hopeless(candidate) and is_valid(candidate.config):
                 yield candidate
 
     def compile_some(some: Sequence[Candidate]) -> None:
@@ -214,13 +204,13 @@ def _compile_best(
         compile_some(some)
     if not any(candidate.fits for candidate in compiled):
         by_memory = sorted(candidates, key=lambda candidate: candidate.footprint.peak)
-        least = next(candidate for candidate in by_memory if _is_valid(candidate.config))
+        least = next(candidate for candidate in by_memory if is_valid(candidate.config))
         if all(other.candidate is not least for other in compiled):
             compile_some([least])
     return compiled
 
 
-def _is_valid(config: Config) -> bool:
+def is_valid(config: Config) -> bool:
     """Return whether `train` accepts a setting; `enumerate_settings` does not check everything."""
     try:
         validate(config)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import textwrap
-from collections.abc import Iterator
 from typing import Any
 
 from jaxopt_llm.config import Config
@@ -13,12 +12,11 @@ LINE_WIDTH = 120
 
 def format_recipe(config: Config, docstring: str) -> str:
     """Return the text of a recipe file with the fields that differ from the defaults, section by section."""
-    sections = list(_list_changes(config))
-    classes: set[type] = {Config, *(type(getattr(config, name)) for name in sections)}
+    escaped = docstring.strip().replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
     lines = [
-        *_format_docstring(docstring),
+        *f'"""{escaped}\n"""'.splitlines(),
         "",
-        _format_import(sorted(each.__name__ for each in classes)),
+        _format_import(sorted(_find_classes(config))),
         "",
         "",
         "def get_config() -> Config:",
@@ -27,16 +25,17 @@ def format_recipe(config: Config, docstring: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _find_classes(section: Any) -> set[str]:
+    """Return the names of the classes that the recipe constructs."""
+    nested = [value for value in _list_changes(section).values() if dataclasses.is_dataclass(value)]
+    return {type(section).__name__}.union(*map(_find_classes, nested))
+
+
 def _format_import(names: list[str]) -> str:
     one_line = f"from jaxopt_llm.config import {', '.join(names)}"
     if len(one_line) <= LINE_WIDTH:
         return one_line
     return "from jaxopt_llm.config import (\n" + "".join(f"    {name},\n" for name in names) + ")"
-
-
-def _format_docstring(text: str) -> Iterator[str]:
-    escaped = text.strip().replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
-    yield from f'"""{escaped}\n"""'.splitlines()
 
 
 def _list_changes(section: Any) -> dict[str, Any]:

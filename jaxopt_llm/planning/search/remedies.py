@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.config import Config
-from jaxopt_llm.config.fields import SEARCHED
+from jaxopt_llm.config.fields import METADATA, SEARCHED
 from jaxopt_llm.planning.memory import GIB
 from jaxopt_llm.planning.search.ranking import Candidate, SearchResult, estimate_all
 from jaxopt_llm.planning.search.report import format_flags
@@ -14,7 +14,7 @@ from jaxopt_llm.planning.search.roofline import Cluster
 
 ADAPTER_RANK = 16  # rank of the adapters that are suggested
 MAX_REMEDIES = 3
-MAX_HOST_FACTOR = 64  # the most hosts that are tried, as a multiple of the given hosts
+HOST_FACTORS = (2, 4, 8, 16, 32, 64)  # numbers of hosts that are tried, as multiples of the given hosts
 
 
 def find_remedies(result: SearchResult, allowed: tuple[str, ...], fraction: float) -> list[str]:
@@ -27,7 +27,7 @@ def find_remedies(result: SearchResult, allowed: tuple[str, ...], fraction: floa
     found = itertools.chain(
         _try_narrower(result, allowed), _try_larger_gpus(result, allowed, fraction), _try_more_hosts(result, allowed)
     )
-    most = MAX_HOST_FACTOR * result.cluster.hosts
+    most = HOST_FACTORS[-1] * result.cluster.hosts
     none = f"shorten --training.sequence-length, because up to {most} hosts do not help"
     return [*itertools.islice(found, MAX_REMEDIES)] or [none]
 
@@ -37,7 +37,7 @@ def _try_narrower(result: SearchResult, allowed: tuple[str, ...]) -> Iterator[st
     recipe = result.recipe
     for name in SEARCHED:
         if name not in allowed and (found := _find_fitting(recipe, result.cluster, result.limit, (*allowed, name))):
-            yield f"--allow {name}: {_describe(found, recipe)}"
+            yield f"--allow {name} ({METADATA[name].price}): {_describe(found, recipe)}"
     if recipe.lora.rank == 0:
         adapted = replace(recipe, lora=replace(recipe.lora, rank=ADAPTER_RANK))
         if found := _find_fitting(adapted, result.cluster, result.limit, allowed):
@@ -55,13 +55,11 @@ def _try_larger_gpus(result: SearchResult, allowed: tuple[str, ...], fraction: f
 
 
 def _try_more_hosts(result: SearchResult, allowed: tuple[str, ...]) -> Iterator[str]:
-    cluster, factor = result.cluster, 2
-    while factor <= MAX_HOST_FACTOR:
-        larger = replace(cluster, hosts=factor * cluster.hosts)
+    for factor in HOST_FACTORS:
+        larger = replace(result.cluster, hosts=factor * result.cluster.hosts)
         if found := _find_fitting(result.recipe, larger, result.limit, allowed):
             yield f"--hosts {larger.hosts}: {_describe(found, result.recipe)}"
             return
-        factor *= 2
 
 
 def _find_fitting(config: Config, cluster: Cluster, limit: int, allowed: tuple[str, ...]) -> Candidate | None:

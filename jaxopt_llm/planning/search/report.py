@@ -36,6 +36,7 @@ def describe_remat(remat: RematConfig) -> str:
 
 def describe_setting(config: Config, recipe: Config) -> str:
     """Return a setting in one line, including other fields that differ from the recipe's."""
+    changes = list_changes(config, recipe)
     parts = [
         describe_mesh(config.mesh),
         *([describe_pipeline(config.pipeline)] if config.mesh.pipeline > 1 else []),
@@ -43,11 +44,7 @@ def describe_setting(config: Config, recipe: Config) -> str:
         f"remat {describe_remat(config.remat)}",
         *([f"accumulation {config.training.accumulation}"] if config.training.accumulation > 1 else []),
         *(["optimizer on the host"] if config.offload.optimizer else []),
-        *(
-            f"{name} {fields.get_field(config, name)}"
-            for name in SEARCHED
-            if fields.get_field(config, name) != fields.get_field(recipe, name)
-        ),
+        *(f"{name} {changes[name]}" for name in SEARCHED if name in changes),
     ]
     return ", ".join(parts)
 
@@ -85,11 +82,11 @@ def format_table(result: SearchResult, seconds: float) -> str:
     ]
     for rank, candidate in enumerate(result.compiled, 1):
         memory, time = candidate.plan.memory, candidate.time
-        kinds = [getattr(memory, field.name) for field in dataclasses.fields(memory)]
-        sizes = " ".join(f"{size / GIB:6.2f}" for size in (*kinds, memory.peak, candidate.plan.spare))
+        sizes = (*dataclasses.astuple(memory), memory.peak, candidate.plan.spare)
+        columns = " ".join(f"{size / GIB:6.2f}" for size in sizes)
         mark = " (the recipe)" if candidate.config == recipe else ""
         lines += [
-            f"{rank:3} {time.total:7.3f} {compute_mfu(candidate, result):4.0%}  {time.bottleneck:16}  {sizes}",
+            f"{rank:3} {time.total:7.3f} {compute_mfu(candidate, result):4.0%}  {time.bottleneck:16}  {columns}",
             f"{'':4}{describe_setting(candidate.config, recipe)}{mark}{'' if candidate.fits else ': DOES NOT FIT'}",
         ]
     if result.winner:

@@ -97,13 +97,7 @@ class Work:
     idle: float
 
 
-LABELS = {
-    "compute": "compute",
-    "memory": "memory bandwidth",
-    "links": "links",
-    "pcie": "PCIe",
-    "idle": "idle pipeline",
-}
+LABELS = {"compute": "compute", "memory": "memory bandwidth", "links": "links", "pcie": "PCIe", "idle": "idle pipeline"}
 
 
 @dataclass(frozen=True)

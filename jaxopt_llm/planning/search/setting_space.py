@@ -54,29 +54,21 @@ def enumerate_settings(
     pipelines = list_pipelines(config, mesh)
     if lean:
         remats, accumulations, pipelines = remats[-1:], accumulations[-1:], pipelines[-1:]
-    for variant in list_variants(config, allowed):
+    shardings = [
+        (sharding, replace(config.offload, optimizer=offloads))
+        for offloads in (False, True)
+        for sharding in _enumerate_shardings(config, mesh, offloads)
+    ]
+    for variant in list_variants(replace(config, mesh=mesh), allowed):
         choices = itertools.product(remats, accumulations)
         if variant.optimizer.in_backward:  # requires full recomputation, one microbatch and no pipeline
             choices = itertools.product([RematConfig("full")], [1] * (mesh.pipeline == 1))
-        shardings = [
-            (sharding, offloads)
-            for offloads in (False, True)
-            for sharding in _enumerate_shardings(config, mesh, offloads)
-        ]
-        for (sharding, offloads), pipeline, (remat, accumulation) in itertools.product(
-            shardings, pipelines, [*choices]
-        ):
-            if not _is_context_useful(config, mesh, accumulation):
-                continue
-            yield replace(
-                variant,
-                mesh=mesh,
-                sharding=sharding,
-                pipeline=pipeline,
-                remat=remat,
-                offload=replace(config.offload, optimizer=offloads),
-                training=replace(variant.training, accumulation=accumulation),
-            )
+        for (sharding, offload), pipeline, (remat, accumulation) in itertools.product(shardings, pipelines, choices):
+            if _is_context_useful(config, mesh, accumulation):
+                training = replace(variant.training, accumulation=accumulation)
+                yield replace(
+                    variant, sharding=sharding, pipeline=pipeline, remat=remat, offload=offload, training=training
+                )
 
 
 def _is_context_useful(config: Config, mesh: MeshConfig, accumulation: int) -> bool:
@@ -93,7 +85,7 @@ def enumerate_meshes(config: Config, cluster: Cluster) -> Iterator[MeshConfig]:
 
     `tensor` stays within a host, because it exchanges activations in every layer.
     """
-    experts = config.model.experts
+    experts = config.model.moe.experts
     for tensor in list_divisors(cluster.gpus_per_host):
         for context in list_divisors(cluster.devices // tensor):
             if context > 1 and config.training.sequence_length < context * MIN_CONTEXT_TOKENS:
@@ -140,11 +132,7 @@ def list_variants(config: Config, allowed: tuple[str, ...]) -> list[Config]:
     """Return the configuration with each legal combination of the allowed fields' values, its own or narrower."""
     found = [config]
     for name in allowed:
-        found = [
-            fields.replace_fields(variant, {name: value})
-            for variant in found
-            for value in _list_narrower(variant, name)
-        ]
+        found = [fields.replace_fields(each, {name: value}) for each in found for value in list_narrower(each, name)]
     found = [
         fields.replace_fields(variant, fields.WITH_IN_BACKWARD) if variant.optimizer.in_backward else variant
         for variant in found
@@ -152,7 +140,7 @@ def list_variants(config: Config, allowed: tuple[str, ...]) -> list[Config]:
     return [variant for variant in found if not variant.precision.problems() + variant.optimizer.problems()]
 
 
-def _list_narrower(config: Config, name: str) -> tuple[Any, ...]:
+def list_narrower(config: Config, name: str) -> tuple[Any, ...]:
     """Return a field's current value and those after it; attention kernels have no order, so all of them."""
     current, values = fields.get_field(config, name), fields.SEARCHED[name]
     if name == "training.attention":

@@ -49,19 +49,19 @@ class StateSizes:
     parameters: bytes of parameters, master weights and compute copy together.
     optimizer: bytes of the moments.
     host: bytes of both that are on the host.
-    outer_host: the part of `host` that is outside the stacks.
+    non_layer_host: the part of `host` that is outside the stacks.
     blocks: parameters in the stacks of this device's stage that all tokens pass.
     experts: parameters of this device's experts.
-    outer: parameters outside the stacks.
+    non_layer: parameters outside the stacks.
     """
 
     parameters: int
     optimizer: int
     host: int
-    outer_host: int
+    non_layer_host: int
     blocks: ParameterCounts
     experts: ParameterCounts
-    outer: ParameterCounts
+    non_layer: ParameterCounts
 
     @property
     def layers(self) -> ParameterCounts:
@@ -74,13 +74,8 @@ def compute_state_sizes(config: Config) -> StateSizes | None:
     Returns None if blocks of 8-bit moments would straddle two devices, which `train` refuses.
     """
     specs = _state_specs(
-        config.model,
-        config.lora,
-        config.training.trainable,
-        config.optimizer,
-        config.precision,
-        config.mesh.pipeline,
-        config.pipeline,
+        *(config.model, config.lora, config.training.trainable, config.optimizer, config.precision),
+        *(config.mesh.pipeline, config.pipeline),
     )
     mesh = AbstractMesh(dataclasses.astuple(config.mesh), AXES)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
@@ -89,16 +84,18 @@ def compute_state_sizes(config: Config) -> StateSizes | None:
     stored = state.abstract_state(specs, placement)
     everything = tree.merge(specs.masters, specs.frozen)
     count = functools.partial(_count_parameters, specs.masters, everything, placement)
-    stacks = [name for name in specs.masters if name != "outer"]
-    outer = [part["outer"] for part in (stored.masters, stored.moments, stored.compute) if part and "outer" in part]
+    stacks = [name for name in specs.masters if name != "non_layer"]
+    non_layer = [
+        part["non_layer"] for part in (stored.masters, stored.moments, stored.compute) if part and "non_layer" in part
+    ]
     return StateSizes(
         parameters=count_resting_bytes((stored.masters, stored.compute, stored.frozen)),
         optimizer=count_resting_bytes(stored.moments),
         host=count_resting_bytes(stored, HOST),
-        outer_host=count_resting_bytes(outer, HOST),
+        non_layer_host=count_resting_bytes(non_layer, HOST),
         blocks=count(stacks),
         experts=count(stacks, of_experts=True),
-        outer=count(["outer"]),
+        non_layer=count(["non_layer"]),
     )
 
 

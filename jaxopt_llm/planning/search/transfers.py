@@ -46,7 +46,7 @@ def estimate_transfers(
     """Yield the collectives of a step."""
     step = _Step(config, cluster, block, passes)
     # `expert` divides experts. For parameters that all tokens pass it divides rows and storage, as `fsdp` does.
-    yield from step.transfer_weights(state.blocks, state.outer, ("expert",))
+    yield from step.transfer_weights(state.blocks, state.non_layer, ("expert",))
     yield from step.transfer_weights(state.experts, ParameterCounts(0, 0, 0, 0), ())
     yield from step.transfer_tokens()
     yield from step.transfer_over_tensor()
@@ -65,10 +65,6 @@ class _Step:
     def compute_bytes(self) -> int:
         return BYTES[self.config.precision.compute_dtype]
 
-    @property
-    def on_stages(self) -> bool:
-        return self.config.mesh.pipeline > 1
-
     @functools.cached_property
     def residual(self) -> int:
         """Bytes of the residual stream of a microbatch."""
@@ -82,22 +78,13 @@ class _Step:
     def moe(self) -> MoECost:
         return MoECost.from_config(self.config)
 
-    @property
-    def dispatches(self) -> int:
-        """Number of times that an MoE layer sends rows to the experts.
+    def count_exchanges(self, result: Result) -> int:
+        """Return the number of times that devices exchange a result of a layer, or its gradient.
 
-        Tokens go there in each forward, and again if rows are recomputed. The gradients of results go there in each
-        backward.
+        A result is exchanged in each forward, and again if it is recomputed. An MoE layer sends "expert_rows" to the
+        experts and brings their "mlp_output" back; in each backward, the gradients of both go the other way.
         """
-        return self.passes.forwards + (1 + ("expert_rows" in self.recomputed)) * self.passes.backwards
-
-    @property
-    def combines(self) -> int:
-        """Number of times that an MoE layer brings rows back from the experts.
-
-        Results come back in each forward, gradients of rows in each backward.
-        """
-        return self.passes.forwards + (1 + ("mlp_output" in self.recomputed)) * self.passes.backwards
+        return self.passes.forwards + (1 + (result in self.recomputed)) * self.passes.backwards
 
     def transfer(
         self,
@@ -122,7 +109,7 @@ class _Step:
         yield EstimatedTransfer(axes, link, kind, moved, moved / rate, overlapped)
 
     def transfer_weights(
-        self, layers: ParameterCounts, outer: ParameterCounts, expert: tuple[str, ...]
+        self, layers: ParameterCounts, non_layer: ParameterCounts, expert: tuple[str, ...]
     ) -> Iterator[EstimatedTransfer]:
         """Yield gathers of weights and reductions of gradients.
 
@@ -131,41 +118,43 @@ class _Step:
         """
         config, passes, mesh = self.config, self.passes, self.config.mesh
         stage, reduced = config.sharding.zero_stage, BYTES[config.precision.reduce_dtype]
+        on_stages = mesh.pipeline > 1
         storage = tuple(axis for axis in STORAGE_AXES if axis != "expert" or expert)
         # Number of times that parameters outside the stacks are read, and their gradients formed. On stages a table
         # that is both embedding and head is used in two places.
-        outer_uses = passes.microbatches * (1 + config.model.tied_head) if self.on_stages else passes.backwards
+        non_layer_uses = passes.microbatches * (1 + config.model.tied_head) if on_stages else passes.backwards
         if stage < 2:
             # Gradients are whole. Devices that share a sequence, or lie along `expert`, sum theirs in each layer.
-            summed = layers.trained / passes.chunks * passes.backwards + outer.trained
+            summed = layers.trained / passes.chunks * passes.backwards + non_layer.trained
             yield from self.transfer((*expert, "context"), "all-reduce", reduced * summed, 2)
         if stage == 0:
-            whole = reduced * (layers.trained + outer.trained)
+            whole = reduced * (layers.trained + non_layer.trained)
             yield from self.transfer(("data", "fsdp"), "all-reduce", whole, 2, OVERLAP_AT_END)
             return
-        formed: float = layers.trained + outer.trained
-        read: float = layers.weights + outer.weights
+        formed: float = layers.trained + non_layer.trained
+        read: float = layers.weights + non_layer.weights
         overlapped = OVERLAP_IN_LAYERS if stage >= 2 else OVERLAP_AT_END
         if stage >= 2:
-            formed = layers.trained / passes.chunks * passes.backwards + outer.trained * outer_uses
+            formed = layers.trained / passes.chunks * passes.backwards + non_layer.trained * non_layer_uses
         if stage == 3:
-            outer_uses *= 1 if self.on_stages else 2  # gathered within the loop over layers, and again around it
-            read = layers.weights / passes.chunks * (passes.forwards + passes.backwards) + outer.weights * outer_uses
+            non_layer_uses *= 1 if on_stages else 2  # gathered within the loop over layers, and again around it
+            layer_uses = passes.forwards + passes.backwards
+            read = layers.weights / passes.chunks * layer_uses + non_layer.weights * non_layer_uses
         if stage == 1:  # XLA does not scatter gradients that it has already summed over other axes
             summed_before = any(getattr(mesh, axis) > 1 for axis in (*expert, "context"))
             kind, rounds = ("all-reduce", 2) if summed_before else ("reduce-scatter", 1)
             yield from self.transfer(("fsdp",), kind, reduced * formed, rounds, overlapped)
         else:
             yield from self.transfer(storage, "reduce-scatter", reduced * formed, 1, overlapped)
-        masters = reduced * (layers.masters + outer.masters)
+        masters = reduced * (layers.masters + non_layer.masters)
         yield from self.transfer(("data",), "all-reduce", masters, 2, OVERLAP_AT_END)
         yield from self.transfer(storage, "all-gather", self.compute_bytes * read, 1, overlapped)
 
     def transfer_tokens(self) -> Iterator[EstimatedTransfer]:
         """Yield the transfers of tokens to their experts and back."""
         moved = self.passes.layers * self.moe.share * self.residual * self.moe.exchanged
-        yield from self.transfer(("expert",), self.moe.dispatch, moved * self.dispatches)
-        yield from self.transfer(("expert",), self.moe.combine, moved * self.combines)
+        yield from self.transfer(("expert",), self.moe.dispatch, moved * self.count_exchanges("expert_rows"))
+        yield from self.transfer(("expert",), self.moe.combine, moved * self.count_exchanges("mlp_output"))
 
     def transfer_over_tensor(self) -> Iterator[EstimatedTransfer]:
         """Yield the transfers of tensor parallelism."""
@@ -173,16 +162,15 @@ class _Step:
         layers, residual, axes = passes.layers, self.residual, ("tensor",)
         # Attention and an MLP each have one sum over `tensor` per forward and one per backward, and one more if the
         # result is recomputed. What comes back from experts is summed, too.
-        sums: float = passes.forwards + (1 + ("attention_output" in self.recomputed)) * passes.backwards
-        sums += block.dense * (passes.forwards + (1 + ("mlp_output" in self.recomputed)) * passes.backwards)
-        sums += moe.share * self.combines
+        mlp_sums = self.count_exchanges("mlp_output")
+        sums = self.count_exchanges("attention_output") + block.dense * mlp_sums + moe.share * mlp_sums
         ends = 2 * passes.microbatches  # loss and embedding, each once per microbatch
         if config.sharding.sequence_parallel:
             inputs = ({"query", "key", "value"}, {"mlp_gate", "mlp_up"})
             attention, mlp = (
                 passes.forwards + (2 + bool(self.recomputed & names)) * passes.backwards for names in inputs
             )
-            gathers = attention + block.dense * mlp + moe.share * self.dispatches
+            gathers = attention + block.dense * mlp + moe.share * self.count_exchanges("expert_rows")
             yield from self.transfer(axes, "all-gather", residual * (layers * gathers + ends))
             yield from self.transfer(axes, "reduce-scatter", residual * (layers * sums + ends))
         elif self._stage_split > 1:  # a chunk gathers its input; so do the head and the embedding's gradient
@@ -197,7 +185,7 @@ class _Step:
     def _stage_split(self) -> int:
         """Model into which `tensor` divides the activations between pipeline stages, if it can."""
         tensor = self.config.mesh.tensor
-        return tensor if self.on_stages and self.config.training.sequence_length % tensor == 0 else 1
+        return tensor if self.config.mesh.pipeline > 1 and self.config.training.sequence_length % tensor == 0 else 1
 
     def transfer_over_pipeline(self) -> Iterator[EstimatedTransfer]:
         """Yield the transfers between pipeline stages.

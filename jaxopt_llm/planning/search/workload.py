@@ -89,7 +89,7 @@ def _streamed_bytes(
     streamed += state.layers.trained / passes.chunks * 2 * reduced * passes.backwards
     if accumulates_gradients(config):
         streamed += 12 * state.layers.gradients / passes.chunks * passes.backwards
-        streamed += 12 * state.outer.gradients * passes.microbatches
+        streamed += 12 * state.non_layer.gradients * passes.microbatches
     if attention.exchange == RING:
         queries, keys = (tokens * model.head_dim * heads for heads in (attention.heads, attention.kv_heads))
         merged = queries * (attention_forwards + passes.backwards) + 2 * keys * passes.backwards
@@ -100,5 +100,5 @@ def _streamed_bytes(
     streamed += passes.microbatches * chunks * 8 * rows * model.width
     # The update reads and writes the train state, and reads the gradients twice: first for their norm.
     streamed += 2 * (state.parameters + state.optimizer + state.host)
-    streamed += 8 * (state.layers.masters + state.outer.masters)
+    streamed += 8 * (state.layers.masters + state.non_layer.masters)
     return streamed

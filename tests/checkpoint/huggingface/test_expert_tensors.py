@@ -23,7 +23,8 @@ from jaxopt_llm.checkpoint.huggingface import model_writer, safetensors
 from jaxopt_llm.checkpoint.huggingface.family import canonicalise
 from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
 from jaxopt_llm.checkpoint.pretrained import resolve_pretrained
-from jaxopt_llm.config import Config, ModelConfig
+from jaxopt_llm.config import Config, ModelConfig, MoEConfig
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.execution.stage_layout import stack_by_stage
@@ -35,21 +36,25 @@ from jaxopt_llm.parallel.zero import parameter_sharding
 pytestmark = pytest.mark.core
 
 EXPERTS = 4
-BASE = replace(folders.CONFIG, pattern=("global",), biases="none", experts=EXPERTS, expert_width=6)
+BASE = replace_fields(
+    folders.CONFIG, {"pattern": ("global",), "biases": "none", "moe.experts": EXPERTS, "moe.expert_width": 6}
+)
 MIXTRAL = BASE
-QWEN = replace(BASE, qk_norm="head", expert_every=2, router_renormalises=False)
+QWEN = replace_fields(BASE, {"qk_norm": "head", "moe.expert_every": 2, "moe.router_renormalises": False})
 OLMOE = replace(BASE, qk_norm="projection", kv_heads=4, width=16)
 LATENT: dict[str, Any] = {
     "kv_heads": 4,
     "head_dim": 10,
-    "latent_rank": 8,
-    "rotary_head_dim": 6,
-    "value_head_dim": 12,
-    "dense_layers": 1,
-    "shared_expert_width": 12,
+    "mla.kv_rank": 8,
+    "mla.rotary_head_dim": 6,
+    "mla.value_head_dim": 12,
+    "moe.dense_layers": 1,
+    "moe.shared_expert_width": 12,
 }
-DEEPSEEK2 = replace(BASE, **LATENT, router_renormalises=False, router_groups=2)
-DEEPSEEK3 = replace(BASE, **LATENT, query_rank=16, router="sigmoid", router_bias=True, router_scale=2.5)
+DEEPSEEK2 = replace_fields(BASE, {**LATENT, "moe.router_renormalises": False, "moe.router_groups": 2})
+DEEPSEEK3 = replace_fields(
+    BASE, {**LATENT, "mla.query_rank": 16, "moe.router": "sigmoid", "moe.router_bias": True, "moe.router_scale": 2.5}
+)
 CONFIGS = {
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN,
@@ -97,7 +102,7 @@ def test_tensors_have_their_published_names_and_shapes(tmp_path: Path) -> None:
 
 def test_host_holds_one_tensor_in_addition_to_the_shards(tmp_path: Path) -> None:
     """Check 16-bit tensors that are read into float32."""
-    config = replace(MIXTRAL, layers=2, experts=16, width=256, expert_width=1024)
+    config = replace_fields(MIXTRAL, {"layers": 2, "moe.experts": 16, "width": 256, "moe.expert_width": 1024})
     folder = huggingface.open_model_folder(folders.folder(tmp_path / "folder", config, jnp.bfloat16, most=10**9))
     placement, specs = toy.placement(expert=4), Decoder(config).specs["segment_0"]["block_0"]["mlp"]
     path = "segment_0/block_0/mlp/"
@@ -156,17 +161,23 @@ def test_router_bias_stays_in_float32(tmp_path: Path) -> None:
 
 def test_router_training_fields_are_set_by_the_run(tmp_path: Path) -> None:
     """All other fields of a model come from the folder."""
-    folder = folders.folder(tmp_path / "folder", replace(MIXTRAL, balance_loss=0.02))
-    assert huggingface.read_config(folder)[1].balance_loss == 0.02
+    folder = folders.folder(tmp_path / "folder", replace_fields(MIXTRAL, {"moe.balance_loss": 0.02}))
+    assert huggingface.read_config(folder)[1].moe.balance_loss == 0.02
     model = ModelConfig(
-        pretrained=str(folder), balance_loss=0.5, router_z_loss=0.1, router_bias_rate=0.2, expert_capacity=2.0
+        pretrained=str(folder),
+        moe=MoEConfig(balance_loss=0.5, router_z_loss=0.1, router_bias_rate=0.2, capacity_factor=2.0),
     )
     found = resolve_pretrained(Config(model=model)).model
-    training_fields = found.balance_loss, found.router_z_loss, found.router_bias_rate, found.expert_capacity
+    training_fields = (
+        found.moe.balance_loss,
+        found.moe.router_z_loss,
+        found.moe.router_bias_rate,
+        found.moe.capacity_factor,
+    )
     assert training_fields == (0.5, 0.1, 0.2, 2.0)
-    assert (found.experts, found.width) == (EXPERTS, 32)
-    with pytest.raises(InputError, match="leave out model.experts_per_token=3"):
-        resolve_pretrained(Config(model=replace(model, experts_per_token=3)))
+    assert (found.moe.experts, found.width) == (EXPERTS, 32)
+    with pytest.raises(InputError, match="leave out model.moe.experts_per_token=3"):
+        resolve_pretrained(Config(model=replace_fields(model, {"moe.experts_per_token": 3})))
 
 
 def test_loaded_folder_uses_the_expert_kernel_chosen_for_the_device(
@@ -181,7 +192,7 @@ def test_loaded_folder_uses_the_expert_kernel_chosen_for_the_device(
             return grouped_matmul_xla.forward(x, w, *of, **settings)
 
     monkeypatch.setattr(
-        "jaxopt_llm.inference.run.choose_expert_products", lambda device, *of: asked.append(of) or "pallas"
+        "jaxopt_llm.inference.run.choose_grouped_matmul", lambda device, *of: asked.append(of) or "pallas"
     )
     monkeypatch.setitem(IMPLEMENTATIONS, "pallas", Kernel())
     load_pretrained(folders.folder(tmp_path / "folder", MIXTRAL)).logits([[1, 2, 3]])
@@ -212,7 +223,7 @@ def stack_experts(family: str, arrays: dict[str, np.ndarray]) -> None:
     gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     mixture = "block_sparse_moe" if family == "mixtral" else "mlp"
     for layer in range(CONFIGS[family].layers):
-        if not CONFIGS[family].has_experts(layer):
+        if not CONFIGS[family].moe.has_experts(layer):
             continue
         experts = f"model.layers.{layer}.{mixture}.experts."
         both = [np.concatenate([arrays.pop(f"{experts}{e}.{n}.weight") for n in (gate, up)]) for e in range(EXPERTS)]
@@ -355,6 +366,6 @@ def test_adapters_of_experts_are_not_read(module: str, tmp_path: Path) -> None:
     rewrite_adapters(path, lambda arrays: arrays.update({name: arrays[QUERY]}))
     with pytest.raises(
         InputError,
-        match=f"tensor '{name}': adapters of experts, and of MLPs in a model with experts, are not supported",
+        match=f"tensor '{name}': adapters of MLPs of a model with experts are not supported",
     ):
         open_adapters(path, MIXTRAL)

@@ -1,7 +1,6 @@
 """Published config.json files as our models, checked against the published numbers of parameters."""
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +9,8 @@ from jaxopt_llm.checkpoint.huggingface import codecs_moe, families
 from jaxopt_llm.checkpoint.huggingface.codecs import Unsupported
 from jaxopt_llm.checkpoint.huggingface.family import canonicalise
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import list_tensor_layouts
-from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from jaxopt_llm.config.fields import get_field, replace_fields
 
 pytestmark = pytest.mark.core
 
@@ -51,12 +51,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "llama": (
         sizes(32000, 4096, 11008, 32, 32, 32, tie_word_embeddings=False, rope_scaling=None, pretraining_tp=1),
         6_738_415_616,
-        {"rope_theta": 10_000.0, "head_dim": 128, "tied_head": False},
+        {"rope.theta": 10_000.0, "head_dim": 128, "tied_head": False},
     ),
     "llama 3.1": (
         sizes(128256, 4096, 14336, 32, 32, 8, rope_theta=500000.0, rope_scaling=LLAMA3_ROPE, mlp_bias=False),
         8_030_261_248,
-        {"rope_factor": 8.0, "rope_theta": 500_000.0, "rope_original_length": 8192},
+        {"rope.factor": 8.0, "rope.theta": 500_000.0, "rope.original_length": 8192},
     ),
     "mistral": (
         sizes(32000, 4096, 14336, 32, 32, 8, sliding_window=4096, rope_theta=10000.0, tie_word_embeddings=False),
@@ -77,7 +77,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
             sliding_window=None, max_window_layers=36, rope_theta=1000000, tie_word_embeddings=False,
         ),
         8_190_735_360,
-        {"qk_norm": "head", "rope_theta": 1_000_000.0},
+        {"qk_norm": "head", "rope.theta": 1_000_000.0},
     ),
     "gemma2": (
         sizes(
@@ -115,7 +115,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
             num_local_experts=8, num_experts_per_tok=2, router_aux_loss_coef=0.02, output_router_logits=False,
         ),
         46_702_792_704,
-        {"experts": 8, "experts_per_token": 2, "expert_width": 14336, "balance_loss": 0.02},
+        {"moe.experts": 8, "moe.experts_per_token": 2, "moe.expert_width": 14336, "moe.balance_loss": 0.02},
     ),
     "qwen3_moe": (
         sizes(
@@ -125,7 +125,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
             num_experts_per_tok=8, router_aux_loss_coef=0.001, output_router_logits=False,
         ),
         30_532_122_624,
-        {"experts": 128, "experts_per_token": 8, "expert_width": 768, "qk_norm": "head", "pattern": ("global",)},
+        {"moe.experts": 128, "moe.experts_per_token": 8, "moe.expert_width": 768, "qk_norm": "head"},
     ),
     "olmoe": (
         sizes(
@@ -134,7 +134,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
             router_aux_loss_coef=0.01, output_router_logits=False,
         ),
         6_919_161_856,
-        {"experts": 64, "expert_width": 1024, "qk_norm": "projection", "router_renormalises": False},
+        {"moe.experts": 64, "moe.expert_width": 1024, "qk_norm": "projection", "moe.router_renormalises": False},
     ),
     "deepseek_v2 lite": (
         sizes(
@@ -146,7 +146,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
             topk_method="greedy", v_head_dim=128, max_position_embeddings=163840,
         ),
         15_706_484_224,
-        {"latent_rank": 512, "query_rank": 0, "head_dim": 192, "rope_factor": 40.0, "shared_expert_width": 2816},
+        {"mla.kv_rank": 512, "mla.query_rank": 0, "rope.factor": 40.0, "moe.shared_expert_width": 2816},
     ),
     "deepseek_v2": (
         sizes(
@@ -158,7 +158,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
             topk_method="group_limited_greedy", max_position_embeddings=163840,
         ),
         235_741_434_880,
-        {"query_rank": 1536, "router_groups": 8, "router_groups_per_token": 3, "router_scale": 16.0},
+        {"mla.query_rank": 1536, "moe.router_groups": 8, "moe.router_groups_per_token": 3, "moe.router_scale": 16.0},
     ),
     "deepseek_v3": (
         sizes(
@@ -170,7 +170,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
             topk_method="noaux_tc", num_nextn_predict_layers=1, tie_word_embeddings=False, v_head_dim=128,
         ),
         671_026_419_200,
-        {"router": "sigmoid", "router_bias": True, "dense_layers": 3, "rope_mscale_all_dim": 1.0},
+        {"moe.router": "sigmoid", "moe.router_bias": True, "moe.dense_layers": 3, "rope.mscale_all_dim": 1.0},
     ),
     "gpt2": (
         {
@@ -185,11 +185,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 
 DEEPSEEK: dict[str, Any] = {
     "kv_heads": 4,
-    "latent_rank": 8,
-    "experts": 4,
-    "expert_width": 8,
-    "shared_expert_width": 16,
-    "router_renormalises": False,
+    "mla.kv_rank": 8,
+    "moe.experts": 4,
+    "moe.expert_width": 8,
+    "moe.shared_expert_width": 16,
+    "moe.router_renormalises": False,
 }
 
 
@@ -205,7 +205,7 @@ def read(settings: dict[str, Any]) -> ModelConfig:
 def test_published_models_have_their_sizes(name: str) -> None:
     settings, (_, parameters, fields) = published(name), PUBLISHED[name]
     family, config = families.find_by_settings(settings), read(settings)
-    assert {key: getattr(config, key) for key in fields} == fields
+    assert {key: get_field(config, key) for key in fields} == fields
     shapes = [layout.shape for layout in list_tensor_layouts(family, config).values()]
     assert sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes) == parameters
 
@@ -243,22 +243,25 @@ def test_layer_kinds(name: str, changes: dict[str, Any], pattern: tuple[str, ...
 @pytest.mark.parametrize(
     ("changes", "fields"),
     [
-        ({"mlp_only_layers": [0, 1]}, {"dense_layers": 2, "expert_every": 1}),
-        ({"decoder_sparse_step": 3}, {"dense_layers": 0, "expert_every": 3}),
-        ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 1, 3]}, {"dense_layers": 5, "expert_every": 2}),
-        ({"mlp_only_layers": list(range(0, 48, 2))}, {"dense_layers": 0, "expert_every": 2}),
-        ({"mlp_only_layers": list(range(46)), "num_hidden_layers": 47}, {"dense_layers": 46, "expert_every": 1}),
+        ({"mlp_only_layers": [0, 1]}, {"moe.dense_layers": 2, "moe.expert_every": 1}),
+        ({"decoder_sparse_step": 3}, {"moe.dense_layers": 0, "moe.expert_every": 3}),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 1, 3]}, {"moe.dense_layers": 5, "moe.expert_every": 2}),
+        ({"mlp_only_layers": list(range(0, 48, 2))}, {"moe.dense_layers": 0, "moe.expert_every": 2}),
+        (
+            {"mlp_only_layers": list(range(46)), "num_hidden_layers": 47},
+            {"moe.dense_layers": 46, "moe.expert_every": 1},
+        ),
         (
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
             {"pattern": ("sliding",), "window": 8},
         ),
-        ({"num_experts": None, "num_local_experts": 16}, {"experts": 16}),
-        ({"num_experts": None}, {"experts": 128}),
+        ({"num_experts": None, "num_local_experts": 16}, {"moe.experts": 16}),
+        ({"num_experts": None}, {"moe.experts": 128}),
     ],
 )
 def test_expert_layers_and_windows(changes: dict[str, Any], fields: dict[str, Any]) -> None:
     config = read(published("qwen3_moe") | changes)
-    assert {name: getattr(config, name) for name in fields} == fields
+    assert {name: get_field(config, name) for name in fields} == fields
     family = families.find_by_settings(published("qwen3_moe"))
     written = family.write(config)
     assert read(written) == config
@@ -269,7 +272,7 @@ def test_expert_layers_and_windows(changes: dict[str, Any], fields: dict[str, An
             layer not in settings["mlp_only_layers"] and (layer + 1) % settings["decoder_sparse_step"] == 0
             for layer in range(config.layers)
         ]
-        assert sparse == [config.has_experts(layer) for layer in range(config.layers)]
+        assert sparse == [config.moe.has_experts(layer) for layer in range(config.layers)]
 
 
 @pytest.mark.parametrize("count", range(1, 8))
@@ -293,7 +296,7 @@ def test_expert_layers_have_the_smallest_description(count: int) -> None:
 def test_rope_fields_have_the_precedence_of_transformers() -> None:
     both = published("llama") | {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
     config = read(both | {"rope_scaling": LLAMA3_ROPE, "original_max_position_embeddings": 4096})
-    assert (config.rope_factor, config.rope_theta, config.rope_original_length) == (8.0, 10_000.0, 4096)
+    assert (config.rope.factor, config.rope.theta, config.rope.original_length) == (8.0, 10_000.0, 4096)
 
 
 @pytest.mark.parametrize(
@@ -305,17 +308,32 @@ def test_rope_fields_have_the_precedence_of_transformers() -> None:
         (ModelConfig(pattern=("global", "sliding"), biases="qkv"), "qwen2"),
         (ModelConfig(pattern=("global", "sliding"), qk_norm="head"), "qwen3"),
         (ModelConfig(pattern=("global_nope", "global")), "smollm3"),
-        (ModelConfig(experts=4, mlp_width=7), "mixtral"),  # no layer reads mlp_width
-        (ModelConfig(experts=4, dense_layers=1, qk_norm="head"), "qwen3_moe"),
-        (ModelConfig(experts=4, expert_every=5, experts_per_token=3), "llama"),  # none of the 4 layers has experts
+        (ModelConfig(mlp_width=7, moe=MoEConfig(experts=4)), "mixtral"),  # no layer reads mlp_width
+        (ModelConfig(qk_norm="head", moe=MoEConfig(experts=4, dense_layers=1)), "qwen3_moe"),
+        (
+            ModelConfig(moe=MoEConfig(experts=4, expert_every=5, experts_per_token=3)),
+            "llama",
+        ),  # none of the 4 layers has experts
         # These fields do not change logits, except for the capacity, which generation does not use.
-        (ModelConfig(experts=4, router_z_loss=0.1, router_bias_rate=0.1, expert_capacity=1.5), "mixtral"),
-        (ModelConfig(experts=4, qk_norm="projection", head_dim=32, width=128), "olmoe"),
-        (ModelConfig(balance_loss=0.5), "llama"),
-        (ModelConfig(rope_scaling="yarn", rope_factor=2.0), "llama"),
-        (ModelConfig(**DEEPSEEK), "deepseek_v2"),
-        (ModelConfig(**DEEPSEEK, router_bias=True, router="sigmoid", router_bias_rate=0.0), "deepseek_v3"),
-        (ModelConfig(rope_scaling="yarn", rope_mscale=2.0, query_rank=7), "llama"),  # no layer reads these fields
+        (
+            ModelConfig(moe=MoEConfig(experts=4, router_z_loss=0.1, router_bias_rate=0.1, capacity_factor=1.5)),
+            "mixtral",
+        ),
+        (ModelConfig(qk_norm="projection", head_dim=32, width=128, moe=MoEConfig(experts=4)), "olmoe"),
+        (ModelConfig(moe=MoEConfig(balance_loss=0.5)), "llama"),
+        (ModelConfig(rope=RopeConfig(scaling="yarn", factor=2.0)), "llama"),
+        (replace_fields(ModelConfig(), DEEPSEEK), "deepseek_v2"),
+        (
+            replace_fields(
+                ModelConfig(),
+                DEEPSEEK | {"moe.router_bias": True, "moe.router": "sigmoid", "moe.router_bias_rate": 0.0},
+            ),
+            "deepseek_v3",
+        ),
+        (
+            ModelConfig(rope=RopeConfig(scaling="yarn", mscale=2.0), mla=MLAConfig(query_rank=7)),
+            "llama",
+        ),  # no layer reads these fields
     ],
 )
 def test_find_by_model(config: ModelConfig, family: str) -> None:
@@ -328,28 +346,28 @@ def test_find_by_model(config: ModelConfig, family: str) -> None:
         ({"logit_softcap": 3.0}, "model.logit_softcap=3.0"),
         ({"norm_zero_centered": True}, "model.norm_zero_centered=True"),
         ({"pattern": ("sliding", "global")}, "model.pattern="),
-        ({"experts": 4, "router": "sigmoid"}, "model.router=sigmoid"),
-        ({"experts": 4, "router_bias": True}, "model.router_bias=True"),
-        ({"experts": 4, "router_groups": 2}, "model.router_groups=2"),
-        ({"experts": 4, "router_scale": 2.0}, "model.router_scale=2.0"),
-        ({"experts": 4, "shared_expert_width": 8}, "model.shared_expert_width=8"),
-        ({"experts": 4, "dense_layers": 1}, "model.dense_layers=1"),
-        ({"kv_heads": 4, "latent_rank": 8}, "model.latent_rank=8"),
-        ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_mscale": 2.0}, "model.rope_mscale=2.0"),
+        ({"moe.experts": 4, "moe.router": "sigmoid"}, "model.moe.router=sigmoid"),
+        ({"moe.experts": 4, "moe.router_bias": True}, "model.moe.router_bias=True"),
+        ({"moe.experts": 4, "moe.router_groups": 2}, "model.moe.router_groups=2"),
+        ({"moe.experts": 4, "moe.router_scale": 2.0}, "model.moe.router_scale=2.0"),
+        ({"moe.experts": 4, "moe.shared_expert_width": 8}, "model.moe.shared_expert_width=8"),
+        ({"moe.experts": 4, "moe.dense_layers": 1}, "model.moe.dense_layers=1"),
+        ({"kv_heads": 4, "mla.kv_rank": 8}, "model.mla.kv_rank=8"),
+        ({"rope.scaling": "yarn", "rope.factor": 2.0, "rope.mscale": 2.0}, "model.rope.mscale=2.0"),
         (
-            DEEPSEEK | {"shared_expert_width": 9},
-            "model.shared_expert_width=9: must be a multiple of model.expert_width=8",
+            DEEPSEEK | {"moe.shared_expert_width": 9},
+            "model.moe.shared_expert_width=9: must be a multiple of model.moe.expert_width=8",
         ),
-        ({"rope_scaling": "yarn", "rope_factor": 2.0, "rope_mscale_all_dim": 0.5}, "model.rope_mscale_all_dim=0.5"),
-        (DEEPSEEK | {"expert_every": 2}, "model.expert_every=2"),
-        (DEEPSEEK | {"router": "sigmoid"}, "model.router=sigmoid"),
+        ({"rope.scaling": "yarn", "rope.factor": 2.0, "rope.mscale_all_dim": 0.5}, "model.rope.mscale_all_dim=0.5"),
+        (DEEPSEEK | {"moe.expert_every": 2}, "model.moe.expert_every=2"),
+        (DEEPSEEK | {"moe.router": "sigmoid"}, "model.moe.router=sigmoid"),
     ],
 )
 def test_model_that_fits_no_family_is_refused(changes: dict[str, Any], missing: str) -> None:
     with pytest.raises(
         Unsupported, match="no Hugging Face family fits the model; the nearest, .*, does not support .*" + missing
     ):
-        families.find_by_model(replace(ModelConfig(), **changes))
+        families.find_by_model(replace_fields(ModelConfig(), changes))
 
 
 @pytest.mark.parametrize(
@@ -390,7 +408,7 @@ def test_model_that_fits_no_family_is_refused(changes: dict[str, Any], missing: 
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: only 0.0"),
         ("mixtral", {"num_local_experts": 0}, "num_local_experts=0: must be at least 1"),
         ("mixtral", {"num_experts": 4}, "num_experts=4: it is another name of num_local_experts, which is 8"),
-        ("mixtral", {"num_experts_per_tok": 9}, "experts_per_token=9: must be at most model.experts=8"),
+        ("mixtral", {"num_experts_per_tok": 9}, "experts_per_token=9: must be at most model.moe.experts=8"),
         ("mixtral", {"layer_types": ["full_attention"] * 32}, "layer_types=.*: only null"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("qwen3_moe", {"mlp_only_layers": [3]}, "mlp_only_layers=\\[3\\], decoder_sparse_step=1: from some layer on"),
@@ -399,7 +417,7 @@ def test_model_that_fits_no_family_is_refused(changes: dict[str, Any], missing: 
         (
             "qwen3_moe",
             {"num_experts": 2**31 - 1},
-            "model.experts=2147483647 × model.layers=48: must be at most 200,000",
+            "model.moe.experts=2147483647 × model.layers=48: must be at most 200,000",
         ),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0: must be at least 1"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias=True"),
@@ -414,19 +432,19 @@ def test_model_that_fits_no_family_is_refused(changes: dict[str, Any], missing: 
         ("deepseek_v2", {"n_group": None}, "n_group is missing"),
         ("deepseek_v2", {"n_shared_experts": 0}, "n_shared_experts=0: must be at least 1"),
         ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq=2: only 1"),
-        ("deepseek_v2", {"first_k_dense_replace": 60}, "model.dense_layers=60: must be at least 0, and below"),
+        ("deepseek_v2", {"first_k_dense_replace": 60}, "model.moe.dense_layers=60: must be below"),
         ("deepseek_v2", {"rope_scaling": LLAMA3_ROPE}, "rope_type='llama3': only 'default' and 'yarn'"),
         (
             "deepseek_v2",
             {"rope_scaling": YARN_ROPE | {"mscale": None}},
             "mscale_all_dim=0.707: not supported without mscale",
         ),
-        ("deepseek_v2", {"rope_scaling": YARN_ROPE | {"attention_factor": 1.5}}, "attention_factor=1.5: only None"),
+        ("deepseek_v2", {"rope_scaling": YARN_ROPE | {"attention_factor": 1.5}}, "attention_factor=1.5: only null"),
         ("deepseek_v2", {"rope_scaling": YARN_ROPE | {"truncate": False}}, "truncate=False: only True"),
         ("deepseek_v2", {"rope_scaling": YARN_ROPE | {"factor": None}}, "factor is missing"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False: only True"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax': only 'sigmoid'"),
-        ("deepseek_v3", {"n_group": 7}, "model.experts=256: must be a multiple of model.router_groups=7"),
+        ("deepseek_v3", {"n_group": 7}, "model.moe.experts=256: must be a multiple of model.moe.router_groups=7"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not supported"),
         ("llama", {"rope_scaling": YARN_ROPE}, "mscale_all_dim=0.707: not supported in this family"),
         ("gemma2", {"num_attention_heads": 15}, "hidden_size=3584: must be a multiple of num_attention_heads=15"),

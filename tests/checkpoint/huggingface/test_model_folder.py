@@ -19,6 +19,7 @@ from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface import safetensors
 from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
 from jaxopt_llm.checkpoint.huggingface.safetensors import TensorSpec
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.execution.stage_layout import stack_by_stage
@@ -48,7 +49,7 @@ def test_leaves_are_read_into_any_mesh(name: str, folder: Path) -> None:
         parts = stack_by_stage(parts, stages)
         expected = toy.on_stages(parts.specs, expected)
     opened = huggingface.open_model_folder(folder)
-    assert opened.config == replace(folders.CONFIG, rope_original_length=opened.config.rope_original_length)
+    assert opened.config == replace_fields(folders.CONFIG, {"rope.original_length": opened.config.rope.original_length})
 
     def check(path: str, spec: Any, values: np.ndarray) -> None:
         sharding = parameter_sharding(spec, placement)

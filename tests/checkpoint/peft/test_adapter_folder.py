@@ -216,7 +216,7 @@ CONFIG_ERRORS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"layers_to_transform": "0"}, "layers_to_transform='0': must be a whole number or a list of them"),
     ({"rank_pattern": {"0.self_attn.q_proj": 3}}, "has shape \\[2, 32\\], but .* require \\[3, 32\\]"),
-    ({"use_dora": True}, "use_dora on lm_head is not supported; use it on matrices of the blocks only"),
+    ({"use_dora": True}, "use_dora on lm_head: only matrices of blocks support it"),
 ]
 
 
@@ -254,7 +254,7 @@ def test_incomplete_folders_are_refused(folder_copy: Path) -> None:
     with pytest.raises(InputError, match="no such folder"):
         open_adapters(folder_copy / "none")
     (folder_copy / adapter_folder.WEIGHTS).rename(folder_copy / adapter_folder.PICKLE)
-    with pytest.raises(InputError, match=r"are a pickle, .* python -c .*weights_only=True"):
+    with pytest.raises(InputError, match=r"are pickles, .* python -c .*weights_only=True"):
         open_adapters(folder_copy)
     (folder_copy / adapter_folder.PICKLE).unlink()
     with pytest.raises(InputError, match="it has no adapter weights, adapter_model.safetensors"):

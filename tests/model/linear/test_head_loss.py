@@ -19,26 +19,26 @@ from jaxopt_llm.execution.segments import no_perturbations
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.decoder_specs import pad_vocabulary_size
 from jaxopt_llm.model.model import Model, Params
-from jaxopt_llm.parallel.gathering import make_perturbations, place_weights
+from jaxopt_llm.parallel.gathering import attach_shardings, make_perturbations
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training.lora import adapt_model
 
 BATCH = toy.packed(rows=4, length=16)
 Z_LOSS = 0.01
 CONFIG = replace(toy.CONFIG, logit_softcap=4.0)
-HEADS = {"full": LoraConfig(), "lora": LoraConfig(rank=4, targets=("outer/*/table",)), "frozen": LoraConfig(rank=4)}
+HEADS = {"full": LoraConfig(), "lora": LoraConfig(rank=4, targets=("non_layer/*/table",)), "frozen": LoraConfig(rank=4)}
 X = np.random.default_rng(0).normal(size=(4, 16, CONFIG.width)).astype(np.float32)
 
 
 def model_and_params(placement: Placement, head: str, chunk: int = 7) -> tuple[Model, Params, Params]:
     """Return the model, and its parameters outside the segments: trained ones and frozen ones."""
     model, trained, frozen = adapt_model(Decoder(CONFIG, chunk, Z_LOSS), HEADS[head], placement.precision)
-    values = toy.params(tree.merge(trained, frozen))["outer"]
-    return model, tree.restrict(values, trained["outer"]), tree.restrict(values, frozen["outer"])
+    values = toy.params(tree.merge(trained, frozen))["non_layer"]
+    return model, tree.restrict(values, trained["non_layer"]), tree.restrict(values, frozen["non_layer"])
 
 
-def unfused_objective(model: Model, outer: Params, x: jax.Array, context: Any, loss_weight: float) -> jax.Array:
-    logits = model.logits(outer, x, context)[..., : CONFIG.vocabulary_size]
+def unfused_objective(model: Model, non_layer: Params, x: jax.Array, context: Any, loss_weight: float) -> jax.Array:
+    logits = model.logits(non_layer, x, context)[..., : CONFIG.vocabulary_size]
     log_sum = jax.nn.logsumexp(logits, axis=-1)
     label = jnp.take_along_axis(logits, BATCH.targets[..., None], axis=-1)[..., 0]
     return loss_weight * jnp.sum(jnp.where(BATCH.loss_mask, log_sum - label + Z_LOSS * log_sum**2, 0.0))
@@ -48,11 +48,11 @@ def unfused_objective(model: Model, outer: Params, x: jax.Array, context: Any, l
 def gradients(placement: Placement, head: str, loss_weight: float, in_chunks: bool) -> tuple[Any, Any]:
     """Return the objective, and its gradients by x and by the trained parameters outside the segments, in float64."""
     model, trained, frozen = model_and_params(placement, head)
-    specs, values = model.specs["outer"], tree.merge(trained, frozen)
+    specs, values = model.specs["non_layer"], tree.merge(trained, frozen)
 
     def objective(perturbations: Params, x: jax.Array) -> jax.Array:
         context = model.make_context(BATCH, placement)
-        outer = place_weights(
+        non_layer = attach_shardings(
             specs,
             values,
             tree.merge(perturbations, no_perturbations(tree.restrict(specs, frozen))),
@@ -60,8 +60,8 @@ def gradients(placement: Placement, head: str, loss_weight: float, in_chunks: bo
             keep_gathered=True,
         )
         if in_chunks:
-            return model.loss(outer, x, BATCH, context, jnp.float32(loss_weight))[0]
-        return unfused_objective(model, outer, x, context, loss_weight)
+            return model.loss(non_layer, x, BATCH, context, jnp.float32(loss_weight))[0]
+        return unfused_objective(model, non_layer, x, context, loss_weight)
 
     perturbations = make_perturbations(tree.restrict(specs, trained), placement)
     run = jax.jit(jax.value_and_grad(objective, argnums=(0, 1)), compiler_options=toy.QUICK_COMPILE)
@@ -105,11 +105,11 @@ def test_the_objective_can_be_scaled_again() -> None:
 
     def gradient(outside: float, loss_weight: float) -> jax.Array:
         def objective(x: jax.Array) -> jax.Array:
-            outer = place_weights(
-                model.specs["outer"], trained, no_perturbations(trained), toy.placement(), keep_gathered=True
+            non_layer = attach_shardings(
+                model.specs["non_layer"], trained, no_perturbations(trained), toy.placement(), keep_gathered=True
             )
             context = model.make_context(BATCH, toy.placement())
-            value, loss = model.loss(outer, x, BATCH, context, jnp.float32(loss_weight))
+            value, loss = model.loss(non_layer, x, BATCH, context, jnp.float32(loss_weight))
             return outside * value + 100 * loss  # the reported loss has no gradient
 
         return jax.jit(jax.grad(objective), compiler_options=toy.QUICK_COMPILE)(X)
@@ -120,10 +120,12 @@ def test_the_objective_can_be_scaled_again() -> None:
 def test_the_reported_loss_excludes_z_loss() -> None:
     def losses(z_loss: float) -> tuple[float, float]:
         model, placement = Decoder(CONFIG, 7, z_loss), toy.placement()
-        values = toy.params(model.specs)["outer"]
-        outer = place_weights(model.specs["outer"], values, no_perturbations(values), placement, keep_gathered=True)
+        values = toy.params(model.specs)["non_layer"]
+        non_layer = attach_shardings(
+            model.specs["non_layer"], values, no_perturbations(values), placement, keep_gathered=True
+        )
         context = model.make_context(BATCH, placement)
-        return jax.jit(lambda x: model.loss(outer, x, BATCH, context, jnp.float32(1)))(X)
+        return jax.jit(lambda x: model.loss(non_layer, x, BATCH, context, jnp.float32(1)))(X)
 
     (penalised, loss), (plain_objective, plain_loss) = losses(Z_LOSS), losses(0.0)
     assert loss == plain_loss == plain_objective

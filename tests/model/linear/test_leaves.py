@@ -13,9 +13,16 @@ import toy
 from jaxopt_llm.core import tree
 from jaxopt_llm.model import param
 from jaxopt_llm.model.linear import leaves, vocabulary, weights
-from jaxopt_llm.model.linear.leaves import QUANTISED, LoraWeight, int8_specs, lora_specs, nf4_specs, quantised_specs
+from jaxopt_llm.model.linear.leaves import (
+    LoraWeight,
+    QuantisedWeight,
+    int8_specs,
+    lora_specs,
+    nf4_specs,
+    quantised_specs,
+)
 from jaxopt_llm.model.param import ParamSpec, normal
-from jaxopt_llm.parallel.gathering import make_perturbations, place_weights
+from jaxopt_llm.parallel.gathering import attach_shardings, make_perturbations
 
 pytestmark = pytest.mark.core
 
@@ -25,7 +32,7 @@ QUERY = ParamSpec((32, 4, 6), ("embed", "heads", "head_dim"), (0,), normal())
 OUTPUT = ParamSpec((4, 6, 32), ("heads", "head_dim", "embed"), (0, 1), normal())
 TABLE = ParamSpec((16, 32), ("vocabulary", "embed"), (1,), normal())
 PRODUCTS = {"query": ("BSD,DHK->BSHK", QUERY), "output": ("BSHK,HKD->BSD", OUTPUT), "table": ("BSD,VD->BSV", TABLE)}
-BARE = {"outer": {"table": TABLE}, "segment_0": {"query": QUERY.stack(3), "output": OUTPUT.stack(3)}}
+BARE = {"non_layer": {"table": TABLE}, "segment_0": {"query": QUERY.stack(3), "output": OUTPUT.stack(3)}}
 
 
 def wrapped(spec: ParamSpec, base: str = "float", dora: bool = False) -> LoraWeight:
@@ -61,7 +68,7 @@ def test_the_specs_of_a_wrapped_stack_are_those_of_its_wrapped_layers(spec: Para
     def describe(specs: tree.Tree) -> list[Any]:
         return [(spec.shape, spec.axes, spec.contracting, spec.dtype) for spec in jax.tree.leaves(specs)]
 
-    assert describe(param.layer_specs(wrapped(spec.stack(5), "int8"))) == describe(wrapped(spec, "int8"))
+    assert describe(param.period_specs(wrapped(spec.stack(5), "int8"))) == describe(wrapped(spec, "int8"))
 
 
 def test_unwrap_specs_inverts_wrapping_and_only_adapters_add_parameters() -> None:
@@ -136,14 +143,14 @@ def placed(spec: LoraWeight, keep: bool) -> tuple[LoraWeight, LoraWeight, Any]:
     return (
         values,
         perturbations,
-        lambda perturbations: place_weights(spec, values, perturbations, placement, keep_gathered=keep),
+        lambda perturbations: attach_shardings(spec, values, perturbations, placement, keep_gathered=keep),
     )
 
 
 def dense(weight: LoraWeight, a: jax.Array, b: jax.Array, contracting: tuple[int, ...]) -> jax.Array:
     """Return base + scale × A·B as one array."""
     base = weight.base
-    if isinstance(base, QUANTISED):
+    if isinstance(base, QuantisedWeight):
         base = leaves.dequantise(base)
     product = jnp.tensordot(a, b, (-1, -1))
     return base + ALPHA / RANK * jnp.moveaxis(product, range(len(contracting)), contracting)
@@ -212,7 +219,7 @@ def test_a_product_with_magnitudes_matches_the_dense_weight(product: str, base: 
 
 
 def place_frozen(spec: Any, values: Any) -> Any:
-    return place_weights(spec, values, jax.tree.map(lambda _: None, spec), toy.placement(), keep_gathered=True)
+    return attach_shardings(spec, values, jax.tree.map(lambda _: None, spec), toy.placement(), keep_gathered=True)
 
 
 def test_initial_magnitudes_leave_the_base_unchanged() -> None:

@@ -25,13 +25,13 @@ from jaxopt_llm.config import (
     TrainingConfig,
 )
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.execution import gradients, scan, segments
+from jaxopt_llm.execution import gradients, segments
 from jaxopt_llm.execution.layer_groups import PrecisionSpan, scan_spans
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.linear import quantised, weights
 from jaxopt_llm.model.param import ParamSpec
-from jaxopt_llm.parallel.gathering import make_perturbations, place_weights
+from jaxopt_llm.parallel.gathering import attach_shardings, make_perturbations
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import inside_gradient_group, parameter_sharding
 from jaxopt_llm.plan import make_plan
@@ -145,7 +145,7 @@ def three_products(subscripts: str, matmul: Matmul, placement: Placement) -> tup
 
         def product(x: jax.Array, perturbation: jax.Array) -> jax.Array:
             return weights.einsum(
-                subscripts, x, place_weights(spec, w, perturbation, placement, keep_gathered=True, matmul=matmul)
+                subscripts, x, attach_shardings(spec, w, perturbation, placement, keep_gathered=True, matmul=matmul)
             )
 
         y, pull = jax.vjp(product, x, make_perturbations(spec, placement))
@@ -198,14 +198,14 @@ def test_gradient_groups_share_a_scale() -> None:
             x = batch.tokens[0].astype(jnp.float32)[..., None] * basis  # [B, S, D]
 
             def loss(perturbations: Any) -> jax.Array:
-                placed = place_weights(spec, w, perturbations["outer"], inside, keep_gathered=True, matmul="fp8")
+                placed = attach_shardings(spec, w, perturbations["non_layer"], inside, keep_gathered=True, matmul="fp8")
                 return jnp.sum(jnp.square(weights.einsum("BSD,DF->BSF", x, placed)))
 
-            value, found = jax.value_and_grad(loss)({"outer": make_perturbations(spec, inside)})
+            value, found = jax.value_and_grad(loss)({"non_layer": make_perturbations(spec, inside)})
             return value, jnp.float32(0), found
 
-        run = jax.jit(lambda batch: gradients.sum_over_groups(one_group, batch, {"outer": spec}, placement)[2])
-        return np.asarray(run(batch)["outer"])
+        run = jax.jit(lambda batch: gradients.sum_over_groups(one_group, batch, {"non_layer": spec}, placement)[2])
+        return np.asarray(run(batch)["non_layer"])
 
     assert toy.distance(gradient(toy.placement(0, data=2, fsdp=2)), gradient(toy.placement())) < 1e-6
 
@@ -255,10 +255,9 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Matmul]]:
 
     def spy(specs: Any, *args: Any, matmul: Matmul = "compute_dtype", **kwargs: Any) -> Any:
         calls.append((min(specs), matmul))
-        return place_weights(specs, *args, matmul=matmul, **kwargs)
+        return attach_shardings(specs, *args, matmul=matmul, **kwargs)
 
-    for executor in (scan, segments):
-        monkeypatch.setattr(executor, "place_weights", spy)
+    monkeypatch.setattr(segments, "attach_shardings", spy)
     return calls
 
 
@@ -391,7 +390,7 @@ def one_step(
     state = training_state.initialize_state(program.specs, program.optimizers, 0, placement)
     before = jax.tree.map(np.asarray, program.to_checkpoint(state)["masters"])
     rows = toy.microbatches(toy.packed(8, 16), accumulation)
-    state, metrics = program.step(state, jax.device_put(rows, program.rows))
+    state, metrics = program.step(state, jax.device_put(rows, program.batch_sharding))
     after = jax.tree.map(np.asarray, program.to_checkpoint(state)["masters"])
     return float(metrics["loss"]), jax.tree.map(np.subtract, before, after)
 

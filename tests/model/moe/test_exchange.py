@@ -11,6 +11,7 @@ import toy
 from test_experts import CONFIG, CONFIGS, LENGTH, ROWS, run
 
 from jaxopt_llm.config import ModelConfig, ShardingConfig
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Params
@@ -73,13 +74,13 @@ def test_sequence_parallelism_matches_one_device(method: Any) -> None:
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("per_token", [1, 2, 3, 4, 8])
 def test_the_automatic_exchange_sends_the_fewest_bytes(devices: int, per_token: int) -> None:
-    config, room = replace(CONFIG, experts=8, experts_per_token=per_token), 1.5
+    config, room = replace_fields(CONFIG, {"moe.experts": 8, "moe.experts_per_token": per_token}), 1.5
     sent = {"gather": devices - 1, "all_to_all": room * per_token * (devices - 1) / devices}  # per token, one way
-    found = exchange.choose_exchange(config, ShardingConfig(expert_room=room), devices)
+    found = exchange.choose_exchange(config.moe, ShardingConfig(expert_room=room), devices)
     assert sent[found] == min(sent.values())
     for asked in ("gather", "all_to_all", "ragged"):
         expected = asked if devices > 1 else "gather"
-        assert exchange.choose_exchange(config, ShardingConfig(expert_exchange=asked), devices) == expected
+        assert exchange.choose_exchange(config.moe, ShardingConfig(expert_exchange=asked), devices) == expected
 
 
 def ragged_all_to_all(
@@ -119,10 +120,10 @@ def test_ragged_exchange_matches_one_device(load: str, monkeypatch: pytest.Monke
 @pytest.mark.core
 def test_the_exchange_is_described() -> None:
     expected = "all_to_all over 4 devices, with buffers for 1.5 times an even load"
-    assert exchange.describe_exchange(CONFIG, placement(replace(ALL_TO_ALL, expert_room=1.5), expert=4)) == expected
-    assert exchange.describe_exchange(CONFIG, placement(ShardingConfig(), expert=2)) == "gather over 2 devices"
-    assert exchange.describe_exchange(CONFIG, placement(fsdp=2)) == ""
-    assert exchange.describe_exchange(toy.CONFIG, placement(expert=2)) == ""
+    assert exchange.describe_exchange(CONFIG.moe, placement(replace(ALL_TO_ALL, expert_room=1.5), expert=4)) == expected
+    assert exchange.describe_exchange(CONFIG.moe, placement(ShardingConfig(), expert=2)) == "gather over 2 devices"
+    assert exchange.describe_exchange(CONFIG.moe, placement(fsdp=2)) == ""
+    assert exchange.describe_exchange(toy.CONFIG.moe, placement(expert=2)) == ""
 
 
 @pytest.mark.core

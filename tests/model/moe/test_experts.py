@@ -1,5 +1,6 @@
 """MoE layers against a reference in float64 that computes every expert on every token."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,8 @@ import pytest
 import reference
 import toy
 
-from jaxopt_llm.config import ModelConfig, PrecisionConfig, RematConfig
+from jaxopt_llm.config import ModelConfig, MoEConfig, PrecisionConfig, RematConfig
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.segments import no_perturbations
@@ -23,25 +25,48 @@ from jaxopt_llm.parallel.placement import Placement
 
 pytestmark = pytest.mark.core
 
-CONFIG = replace(toy.UNIFORM, experts=4, experts_per_token=2, expert_width=12)
+CONFIG = replace_fields(toy.UNIFORM, {"moe.experts": 4, "moe.experts_per_token": 2, "moe.expert_width": 12})
 CONFIGS = {
     "mixtral": CONFIG,
-    "switch": replace(CONFIG, experts_per_token=1, router_renormalises=False, router_z_loss=1e-3, mlp="gelu"),
-    "qwen": replace(CONFIG, experts=6, experts_per_token=3, layers=4, expert_every=2, router_renormalises=False),
-    "deepseek": replace(
-        CONFIG, layers=4, dense_layers=1, router="sigmoid", router_scale=2.5, shared_expert_width=8, balance_loss=0.1
+    "switch": replace_fields(
+        CONFIG, {"moe.experts_per_token": 1, "moe.router_renormalises": False, "moe.router_z_loss": 1e-3, "mlp": "gelu"}
     ),
-    "deepseek_v2": replace(CONFIG, experts=6, experts_per_token=3, router_groups=3, router_groups_per_token=2),
-    "deepseek_v3": replace(
+    "qwen": replace_fields(
         CONFIG,
-        experts=9,
-        experts_per_token=4,
-        router="sigmoid",
-        router_groups=3,
-        router_groups_per_token=2,
-        router_bias=True,
+        {
+            "moe.experts": 6,
+            "moe.experts_per_token": 3,
+            "layers": 4,
+            "moe.expert_every": 2,
+            "moe.router_renormalises": False,
+        },
     ),
-    "capacity": replace(CONFIG, expert_capacity=1.0),
+    "deepseek": replace_fields(
+        CONFIG,
+        {
+            "layers": 4,
+            "moe.dense_layers": 1,
+            "moe.router": "sigmoid",
+            "moe.router_scale": 2.5,
+            "moe.shared_expert_width": 8,
+            "moe.balance_loss": 0.1,
+        },
+    ),
+    "deepseek_v2": replace_fields(
+        CONFIG, {"moe.experts": 6, "moe.experts_per_token": 3, "moe.router_groups": 3, "moe.router_groups_per_token": 2}
+    ),
+    "deepseek_v3": replace_fields(
+        CONFIG,
+        {
+            "moe.experts": 9,
+            "moe.experts_per_token": 4,
+            "moe.router": "sigmoid",
+            "moe.router_groups": 3,
+            "moe.router_groups_per_token": 2,
+            "moe.router_bias": True,
+        },
+    ),
+    "capacity": replace_fields(CONFIG, {"moe.capacity_factor": 1.0}),
 }
 ROWS, LENGTH = 4, 24
 
@@ -84,8 +109,9 @@ def assert_matches_reference(config: ModelConfig, params: Params) -> None:
 
 
 def test_every_moe_switch_is_on_in_some_config() -> None:
-    for name in toy.MOE_FIELDS:
-        assert any(getattr(each, name) != getattr(toy.UNIFORM, name) for each in CONFIGS.values()), name
+    for field in dataclasses.fields(MoEConfig):
+        if field.name != "router_bias_rate":
+            assert any(getattr(each.moe, field.name) != field.default for each in CONFIGS.values()), field.name
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -95,7 +121,7 @@ def test_loss_and_gradients_match_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("per_token", [1, 2])
 def test_equal_scores_choose_the_first_experts(per_token: int) -> None:
-    config = replace(CONFIG, experts_per_token=per_token)
+    config = replace_fields(CONFIG, {"moe.experts_per_token": per_token})
     params = tree.map_with_path(
         lambda path, leaf: np.zeros_like(leaf) if path.endswith("router") else leaf,
         toy.params(Decoder(config).specs),
@@ -111,20 +137,24 @@ def test_equal_scores_choose_the_first_experts(per_token: int) -> None:
 def test_equal_scores_choose_the_first_group(name: str, levels: list[float]) -> None:
     """At -800 a sigmoid is 0 in float32; experts of groups that are not chosen must still come after it."""
     config, random = CONFIGS[name], np.random.default_rng(0)
-    logits = random.choice(levels, size=(2, 40, config.experts))
-    bias = random.choice([-0.5, 0.0, 0.25], size=config.experts) if config.router_bias else np.zeros(config.experts)
-    routing = router.choose_experts(
-        jnp.asarray(logits, jnp.float32), jnp.asarray(bias), None, None, config, toy.placement()
+    logits = random.choice(levels, size=(2, 40, config.moe.experts))
+    bias = (
+        random.choice([-0.5, 0.0, 0.25], size=config.moe.experts)
+        if config.moe.router_bias
+        else np.zeros(config.moe.experts)
     )
-    if config.router == "sigmoid":
+    routing = router.choose_experts(
+        jnp.asarray(logits, jnp.float32), jnp.asarray(bias), None, None, config.moe, toy.placement()
+    )
+    if config.moe.router == "sigmoid":
         scores = np.exp(logits) / (1 + np.exp(logits))
     else:
         shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
         scores = shifted / shifted.sum(axis=-1, keepdims=True)
     expected = reference.choose(scores + bias, toy.reference_config(config))
-    chosen = np.any(np.asarray(routing.experts)[..., None] == np.arange(config.experts), axis=2)
+    chosen = np.any(np.asarray(routing.experts)[..., None] == np.arange(config.moe.experts), axis=2)
     np.testing.assert_array_equal(chosen, expected)
-    assert np.all(chosen.sum(axis=-1) == config.experts_per_token)
+    assert np.all(chosen.sum(axis=-1) == config.moe.experts_per_token)
 
 
 @pytest.mark.parametrize("matmul", ["int8", "fp8"])
@@ -161,13 +191,13 @@ def test_router_metrics() -> None:
 
 
 def test_scores_that_underflow_to_0_give_no_nan() -> None:
-    config = replace(CONFIGS["deepseek"], shared_expert_width=0)
-    routing = router.choose_experts(jnp.full((1, 3, 4), -110.0), None, None, None, config, toy.placement())
+    config = replace_fields(CONFIGS["deepseek"], {"moe.shared_expert_width": 0})
+    routing = router.choose_experts(jnp.full((1, 3, 4), -110.0), None, None, None, config.moe, toy.placement())
     assert np.isfinite(routing.weights).all()
 
     def loss(logits: jax.Array) -> jax.Array:
-        routing = router.choose_experts(logits, None, None, None, config, toy.placement())
-        return router.balance_loss(routing, jnp.ones((1, 3), bool), config) + jnp.sum(routing.weights)
+        routing = router.choose_experts(logits, None, None, None, config.moe, toy.placement())
+        return router.balance_loss(routing, jnp.ones((1, 3), bool), config.moe) + jnp.sum(routing.weights)
 
     assert np.isfinite(jax.grad(loss)(jnp.full((1, 3, 4), -88.0))).all()
 
@@ -175,14 +205,14 @@ def test_scores_that_underflow_to_0_give_no_nan() -> None:
 def test_nothing_is_dropped_with_a_cache() -> None:
     config = CONFIGS["capacity"]
     logits = jnp.zeros((1, 6, 4))
-    assert not router.choose_experts(logits, None, jnp.arange(6)[None], None, config, toy.placement()).kept.all()
-    assert router.choose_experts(logits, None, None, None, config, toy.placement()).kept.all()
+    assert not router.choose_experts(logits, None, jnp.arange(6)[None], None, config.moe, toy.placement()).kept.all()
+    assert router.choose_experts(logits, None, None, None, config.moe, toy.placement()).kept.all()
 
 
 def test_a_capacity_above_all_tokens_drops_none() -> None:
-    config = replace(CONFIG, expert_capacity=1e30)
+    config = replace_fields(CONFIG, {"moe.capacity_factor": 1e30})
     assert router.choose_experts(
-        jnp.zeros((1, 6, 4)), None, jnp.arange(6)[None], None, config, toy.placement()
+        jnp.zeros((1, 6, 4)), None, jnp.arange(6)[None], None, config.moe, toy.placement()
     ).kept.all()
 
 
@@ -190,6 +220,6 @@ def test_padding_takes_no_capacity_from_tokens() -> None:
     """The second choice of tokens is the first choice of padding, and first choices come before second ones."""
     real = jnp.arange(8)[None] < 4
     logits = jnp.where(real[..., None], jnp.array([4.0, 3.0, 0.0, 0.0]), jnp.array([0.0, 4.0, 3.0, 0.0]))
-    routing = router.choose_experts(logits, None, jnp.arange(8)[None], real, CONFIGS["capacity"], toy.placement())
+    routing = router.choose_experts(logits, None, jnp.arange(8)[None], real, CONFIGS["capacity"].moe, toy.placement())
     assert routing.kept[:, :4].all()
     assert not routing.kept[:, 4:].any() and not routing.weights[:, 4:].any()

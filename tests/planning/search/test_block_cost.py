@@ -1,6 +1,5 @@
 """Cost of a block."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -8,18 +7,25 @@ import pytest
 import toy
 
 from jaxopt_llm.config import Config, MeshConfig, RematConfig, ShardingConfig
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.planning.search.block_cost import BlockCost, list_recomputed, list_saved
 
 
 def block(tensor: int = 1, expert: int = 1, exchange: Any = "auto", **switches: Any) -> BlockCost:
-    model = dataclasses.replace(toy.CONFIG, layers=4, **switches)
+    model = replace_fields(toy.CONFIG, {"layers": 4, **switches})
     mesh, sharding = MeshConfig(expert=expert, tensor=tensor), ShardingConfig(expert_exchange=exchange)
     return BlockCost.from_config(Config(model=model, mesh=mesh, sharding=sharding))
 
 
-MIXED = {"experts": 8, "experts_per_token": 3, "expert_width": 10, "shared_expert_width": 6, "dense_layers": 1}
+MIXED = {
+    "moe.experts": 8,
+    "moe.experts_per_token": 3,
+    "moe.expert_width": 10,
+    "moe.shared_expert_width": 6,
+    "moe.dense_layers": 1,
+}
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -37,7 +43,7 @@ def test_expert_rows_of_each_exchange() -> None:
 
     Matmuls are those of an even load.
     """
-    switches = {"experts": 8, "experts_per_token": 3, "expert_width": 10}
+    switches = {"moe.experts": 8, "moe.experts_per_token": 3, "moe.expert_width": 10}
 
     def rows(exchange: str) -> dict[int, float]:
         found = {expert: block(expert=expert, exchange=exchange, **switches) for expert in (1, 2, 4, 8)}
@@ -60,7 +66,7 @@ def test_few_key_value_heads_are_whole_on_each_device() -> None:
 
 
 def test_no_policy_saves_moe_results() -> None:
-    model, own = dataclasses.replace(toy.CONFIG, experts=8), {"router", "expert_rows"}
+    model, own = replace_fields(toy.CONFIG, {"moe.experts": 8}), {"router", "expert_rows"}
     for remat in (RematConfig("dots"), RematConfig("full"), RematConfig("none", offload=("query",))):
         assert list_recomputed(remat, model) >= own and not list_saved(remat, model) & own
     assert list_saved(RematConfig("none"), model) >= own
@@ -69,12 +75,12 @@ def test_no_policy_saves_moe_results() -> None:
 
 
 def test_a_block_with_latents_counts_its_matrices() -> None:
-    switches = {"kv_heads": 4, "head_dim": 10, "latent_rank": 8, "rotary_head_dim": 4, "value_head_dim": 3}
-    for each in (switches | {"query_rank": 6}, switches, {"kv_heads": 2}):
-        layer = param_specs(dataclasses.replace(toy.UNIFORM, layers=1, **each))["segment_0"]
+    switches = {"kv_heads": 4, "head_dim": 10, "mla.kv_rank": 8, "mla.rotary_head_dim": 4, "mla.value_head_dim": 3}
+    for each in (switches | {"mla.query_rank": 6}, switches, {"kv_heads": 2}):
+        layer = param_specs(replace_fields(toy.UNIFORM, {"layers": 1, **each}))["segment_0"]
         matrices = [spec for spec in jax.tree.leaves(layer) if spec.contracting]
         assert sum(block(**each).weights.values()) == param.count_parameters(matrices)
-    halves, whole = (block(tensor, **switches, query_rank=6).elements for tensor in (2, 1))
+    halves, whole = (block(tensor, **switches, **{"mla.query_rank": 6}).elements for tensor in (2, 1))
     divided = {name for name in whole if halves[name] != whole[name]}
     assert divided == {"query", "key", "value", "attention", "mlp_gate", "mlp_up"}
     assert (whole["latent"], whole["rotary_key"], whole["key"], whole["attention"]) == (8, 4, 4 * 6, 4 * 3)

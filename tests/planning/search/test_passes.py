@@ -53,6 +53,6 @@ def test_state_and_work_follow_the_largest_chunk() -> None:
     (rests, more), cluster = [compute_state_sizes(each) for each in (even, lopsided)], Cluster("h100", 1, 8)
     assert rests is not None and more is not None
     assert more.layers.weights == pytest.approx(12 / 9 * rests.layers.weights)
-    assert more.outer == rests.outer  # all stages divide its rows
+    assert more.non_layer == rests.non_layer  # all stages divide its rows
     work, longer = estimate_work(even, rests, cluster), estimate_work(lopsided, more, cluster)
     assert longer.repeated_flops == pytest.approx(12 / 9 * work.repeated_flops)

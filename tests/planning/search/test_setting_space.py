@@ -16,7 +16,7 @@ from jaxopt_llm.planning.search.setting_space import (
 from jaxopt_llm.training.validation import validate
 
 RECIPE = cli.load_recipe("10b.py")
-MIXED = fields.replace_fields(RECIPE, {"model.experts": 12, "model.expert_width": 1024})
+MIXED = fields.replace_fields(RECIPE, {"model.moe.experts": 12, "model.moe.expert_width": 1024})
 
 
 def test_meshes_use_all_gpus_and_keep_tensor_within_a_host() -> None:
