@@ -85,7 +85,11 @@ class RunWeights:
         if run_prefix + name not in self._run_leaves:
             self._base.fill(path, out, layer, index)
             return
-        copy_finite(self._read_slice(run_prefix + name, row, index), out, f"{self.checkpoint}: {path}")
+        source = self._read_slice(run_prefix + name, row, index)
+        if source.shape != out.shape:  # `copy_finite` would leave the rest of `out` at zero
+            problem = f"{path} has shape {source.shape}, not {out.shape}"
+            raise CheckpointError(f"checkpoint {self.checkpoint} belongs to another model: {problem}")
+        copy_finite(source, out, f"{self.checkpoint}: {path}")
 
     @property
     def _base(self) -> ModelFolder:

@@ -129,3 +129,10 @@ def test_is_run_directory(run: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert is_run_directory(run)
     assert not is_run_directory(tmp_path) and not is_run_directory(tmp_path / "nowhere")
+
+
+def test_a_parameter_of_another_shape_is_not_filled_with_zeros(run: Path) -> None:
+    path, placement = "non_layer/final_norm/scale", toy.placement()
+    spec = replace(SPECS["non_layer"]["final_norm"]["scale"], shape=(toy.CONFIG.width + 4,))
+    with pytest.raises(CheckpointError, match=rf"belongs to another model: {path} has shape \(16,\), not \(20,\)"):
+        open_weights(run).read(path, spec, parameter_sharding(spec, placement))

@@ -105,7 +105,9 @@ def canonicalise(config: ModelConfig) -> ModelConfig:
     return replace_fields(model, TRAINING_ONLY)
 
 
-# Defaults of the fields that no folder sets: they affect training only.
+# Defaults of the fields that no config.json has: they affect training only. It has the weight of the balance loss.
 TRAINING_ONLY = {
-    name: get_field(ModelConfig(), name) for name in FIELD_TYPES if not METADATA[f"model.{name}"].in_pretrained
+    name: get_field(ModelConfig(), name)
+    for name in FIELD_TYPES
+    if not METADATA[f"model.{name}"].in_pretrained and name != "moe.balance_loss"
 }

@@ -1,0 +1,78 @@
+"""The worked examples of docs/extending.md: applied to a copy of the repository, and their tests run there."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "extending.md"
+BLOCK = re.compile(r'^```(diff|python) title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+NAMES = ("relu2", "arcee", "dense", "signum", "half_rate")
+
+
+def apply_block(kind: str, file: Path, text: str) -> None:
+    """Write a new file, or replace the lines of a diff that begin with " " and "-" by those with " " and "+"."""
+    if kind == "python":
+        assert not file.exists(), file
+        file.write_text(text)
+        return
+    lines = text.splitlines(keepends=True)
+    old = "".join(line[1:] for line in lines if line[0] in " -")
+    new = "".join(line[1:] for line in lines if line[0] in " +")
+    before = file.read_text()
+    count = before.count(old)
+    if count != 1:
+        pytest.fail(f"docs/extending.md quotes lines that {file.name} has {count} times; correct the page:\n{old}")
+    file.write_text(before.replace(old, new))
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yield a copy of the repository with all examples of the page."""
+    copy = tmp_path_factory.mktemp("extended")
+    for name in ("jaxopt_llm", "tests", "configs", "benchmarks", "scripts", "docs", "pyproject.toml", "README.md"):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, copy / name)
+    for kind, name, text in BLOCK.findall(PAGE.read_text()):
+        apply_block(kind, copy / name, text)
+    yield copy
+    shutil.rmtree(copy)
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(folder)}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_tests_of_the_examples_pass(extended: Path) -> None:
+    """All tests that the page names, in one process: it imports JAX once."""
+    files = sorted(set(re.findall(r"(tests/\S+\.py)", "\n".join(re.findall(r"pytest ([^`]*)`", PAGE.read_text())))))
+    assert len(files) == 7
+    done = run(extended, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", " or ".join(NAMES), *files)
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = run(extended, "-m", "pytest", "--collect-only", "-q", "-k", " or ".join(NAMES), *files).stdout
+    for name in NAMES:
+        assert name in passed, f"no test of {name} ran"
+
+
+def test_the_examples_are_settings_of_the_commands(extended: Path) -> None:
+    switches = ("--model.mlp", "relu2", "--optimizer.name", "signum", "--training.attention", "dense")
+    staged = ("--mesh.pipeline", "2", "--training.accumulation", "2", "--pipeline.schedule", "half_rate")
+    plan = ("-m", "jaxopt_llm.plan", "--config", "quickstart.py", "--gpu", "h100", "--gpus-per-host", "2")
+    done = run(extended, *plan, *switches, *staged)
+    assert done.returncode == 0, done.stderr
+    assert "attention: dense" in done.stdout
+    page = run(extended, "scripts/settings_page.py")
+    assert page.returncode == 0 and "`relu2`" in (extended / "docs" / "configuration.md").read_text()
