@@ -329,7 +329,7 @@ CASES = {
     ),
     "groups of partial periods": (
         ["--remat.every", "3", "--model.layers", "6", "--model.pattern", "sliding", "global"],
-        ["remat.every=3", "remat.every=3 is no multiple of 2"],
+        ["remat.every=3 does not divide into periods", "set --remat.every to a multiple of 2"],
     ),
     "groups that leave nothing to offload": (
         ["--remat.every", "2", "--remat.offload", "block_input"],

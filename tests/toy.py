@@ -47,7 +47,7 @@ CONFIG = ModelConfig(
     mlp_width=24,
     pattern=("sliding", "global"),
     window=3,
-    norm_epsilon=0.1,
+    norm_epsilon=0.1,  # as large as the mean square of an embedding, so that a dropped epsilon shows
     rope=RopeConfig(theta=100.0),
 )
 

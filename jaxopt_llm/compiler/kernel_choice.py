@@ -69,8 +69,10 @@ def choose_grouped_matmul(device: Any, requested: str, dtype: str) -> str:
     Raises:
         InputError: the requested implementation does not support the device or the dtype.
     """
-    capability, found = get_compute_capability(device), [f"it runs on GPUs only, not on {device.device_kind}"]
-    if capability is not None:
+    capability = get_compute_capability(device)
+    if capability is None:
+        found = [f"it runs on GPUs only, not on {device.device_kind}"]
+    else:
         found = grouped_matmul_pallas.problems(dtype, capability)
     if requested == "auto":
         return "xla" if found else "pallas"

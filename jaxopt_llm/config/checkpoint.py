@@ -19,7 +19,8 @@ class CheckpointConfig:
     """Number of checkpoints with the lowest held-out loss to keep, among those of steps that are evaluated. 0 = off."""
 
     def problems(self) -> list[str]:
-        found, every, kept = find_out_of_range("checkpoint", self), self.every, self.keep_every
+        found = find_out_of_range("checkpoint", self)
+        every, kept = self.every, self.keep_every
         if every > 0 and kept > 0 and kept % every:
             found.append(f"checkpoint.keep_every={kept}: must be a multiple of checkpoint.every={every}")
         return found

@@ -65,7 +65,8 @@ class DataConfig:
             found.append(f"data.weights has {weights} values for {paths} data.paths: give one weight for each path")
         repeated = ", ".join(sorted({path for path in self.paths if self.paths.count(path) > 1}))
         if repeated:
-            found.append(f"data.paths names {repeated} more than once: name it once, with a larger data.weights")
+            remedy = "name each path once, with a larger weight in data.weights"
+            found.append(f"data.paths names {repeated} more than once: {remedy}")
         if any(weight < 0 for weight in self.weights):
             found.append(f"data.weights={self.weights}: weights must not be negative")
         elif self.weights and not any(self.weights):

@@ -51,9 +51,8 @@ class RematConfig:
         if not self.policy:
             found.append("remat.policy is empty: give a policy or an intermediate; full keeps only block inputs")
         if self.every > 1 and self.offload:
-            found.append(
-                f"remat.every={self.every} keeps nothing to offload: set --remat.every 1 or no --remat.offload"
-            )
+            remedy = "set --remat.every 1, or leave out --remat.offload"
+            found.append(f"remat.every={self.every} keeps nothing to offload: {remedy}")
         return found
 
     def group_size(self, kinds: int, repeats: int) -> int:

@@ -11,7 +11,7 @@ class RopeConfig:
     theta: float = setting(10_000.0, bounds=POSITIVE)
     """Base of the RoPE frequencies."""
     scaling: Literal["llama3", "yarn"] = "llama3"
-    """Interpolation by which factor lowers the RoPE frequencies between the two bounds below. llama3: by the
+    """Interpolation with which rope.factor lowers the RoPE frequencies between the two bounds below. llama3: by the
     number of turns (Llama 3.1); yarn: by the index of the frequency (YaRN, DeepSeek; published bounds 1 and 32)."""
     factor: float = setting(1.0, bounds=AT_LEAST_ONE)
     """Factor by which low RoPE frequencies are lowered, for sequences this many times longer. 1 = no scaling."""

@@ -27,7 +27,7 @@ class TrainingConfig:
         resume="freely",
         search=("pallas", "triton"),
         search_rank=0,
-        price="scores stay on the chip; for GPUs from Ampere on, speed not measured yet",
+        price="none known, but its speed is not measured yet; GPUs from Ampere on (pallas) or Hopper on (triton)",
     )
     """Implementation of attention. xla: XLA's operations, on any device. pallas: our flash attention kernel in Pallas,
     for GPUs from Ampere on. triton: our flash attention kernel in Triton, for Hopper and Blackwell. auto: of those that
@@ -86,7 +86,7 @@ class OptimizerConfig:
     name: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = setting("adamw", resume="never")
     """Optimizer. With muon, only the matrices of the blocks use it; the other parameters use adamw."""
     state_dtype: StateDtype = setting(
-        "float32", resume="never", search=("float32", "bfloat16", "int8"), search_rank=1, price="moments are rounded"
+        "float32", resume="never", search=("float32", "bfloat16", "int8"), search_rank=1, price="rounded moments"
     )
     """Dtype of the stored moments of matrices and tables, for all optimizers except adafactor: 8, 4 or 2.06 bytes per
     parameter for adamw. int8 stores codes in blocks along the last dimension, each with a scale (8-bit optimizer)."""

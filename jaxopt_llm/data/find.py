@@ -41,7 +41,7 @@ def find_corpus_files(config: DataConfig) -> list[list[File]]:
             other, path = seen.setdefault(resolved, (pattern, file.path))
             if (other, path) != (pattern, file.path):
                 problem = f"{other} and {pattern} both read {resolved}, so its documents would occur twice"
-                raise InputError(f"data.paths: {problem}; remove one, or give one more weight with data.weights")
+                raise InputError(f"data.paths: {problem}; remove one, or give one a larger weight with data.weights")
     return found
 
 

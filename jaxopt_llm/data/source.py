@@ -222,8 +222,8 @@ def _find_safe_start(stream: BinaryIO, at: int, separator: bytes) -> int:
 
 def _check_size(where: str, document: bytes | bytearray) -> bytes:
     if len(document) > MAX_DOCUMENT_BYTES:
-        most = f"{MAX_DOCUMENT_BYTES / 2**30:g} GiB, which memory has to hold"
-        raise InputError(f"{where}: a document has more than {most}; split it (a text file: with data.separator)")
+        problem = f"a document is larger than {MAX_DOCUMENT_BYTES / 2**30:g} GiB and must fit in memory"
+        raise InputError(f"{where}: {problem}; split it (a text file: with data.separator)")
     return bytes(document)
 
 

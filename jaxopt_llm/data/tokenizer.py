@@ -102,10 +102,8 @@ class JsonTokenizer:
         self.vocabulary_size = max(vocabulary.values()) + 1  # ids may have gaps
         added = self._library.get_added_tokens_decoder().values()
         self.special_tokens: Sequence[str] = [str(token.content) for token in added if token.special]
-        special, declared = (
-            self.special_tokens,
-            declared_tokens(read_json_object(file.with_name("tokenizer_config.json"))),
-        )
+        special = self.special_tokens
+        declared = declared_tokens(read_json_object(file.with_name("tokenizer_config.json")))
 
         def find_id(setting: str, name: str, key: str, known: tuple[str, ...]) -> int | None:
             if name and name not in vocabulary:

@@ -54,7 +54,8 @@ def find_job(config: DistributedConfig, environment: Mapping[str, str]) -> Job:
         found.index if config.process_id < 0 else config.process_id,
     )
     if job.processes == 0:
-        raise InputError("the number of pods is unknown; set --distributed.processes to the job's completions")
+        problem = "Kubernetes tells a pod its index, but not the number of pods"
+        raise InputError(f"{problem}; set --distributed.processes to the job's completions")
     if job.index >= job.processes:
         raise InputError(
             f"distributed.process_id={job.index}: must be less than distributed.processes={job.processes}; start no "

@@ -70,7 +70,8 @@ def converse(
                 ended = extend_continuations(steps, [answer], print_text)
             print(flush=True)
             if not ended and room <= max_answer_tokens and not interrupted.is_set():
-                raise InputError(f"--context {context}: the answer is cut off, the conversation is full; {remedy}")
+                problem = "the answer is cut off because the conversation is full"
+                raise InputError(f"--context {context}: {problem}; {remedy}")
             messages.append({"role": "assistant", "content": answer.text})
 
 

@@ -7,10 +7,10 @@ from jaxopt_llm.core.tree import Leaf
 
 @struct.dataclass
 class Batch:
-    """Packed token sequences. All fields have one shape.
+    """Packed token sequences.
 
-    It is [M·B, S] as read, and [M, B, S] after the split into M microbatches of B sequences of S tokens.
-
+    All fields have the shape [M·B, S] as read, and [M, B, S] after the split into M microbatches of B sequences of S
+    tokens.
 
     tokens:      int32, ids below the tokenizer's vocabulary size.
     targets:     int32, the token that follows each token.

@@ -63,8 +63,9 @@ def param_specs(config: ModelConfig) -> Params:
         non_layer["positions"] = {"table": rows}
     if not config.tied_head:
         non_layer["head"] = {"table": table}
+    biased = config.biases == "all"
     # Each block adds to the residual stream twice. This scale keeps the variance near 1 (Radford et al. 2019, GPT-2).
-    residual_scale, biased = 1 / math.sqrt(2 * config.layers), config.biases == "all"
+    residual_scale = 1 / math.sqrt(2 * config.layers)
     dense = layers.mlp_specs(config.width, config.mlp_width, residual_scale, has_gate=config.has_gate, biased=biased)
     moe = experts.moe_specs(config, residual_scale) if config.moe.experts else {}
     attention = latent_attention.latent_attention_specs if config.mla.kv_rank else attention_specs

@@ -1,7 +1,7 @@
 """Gathering of weights from where they rest to where they are used, and the way back of their gradients.
 
-zero.py says where both rest. Weights are gathered over the storage axes of ZeRO; the mesh axes of the parameters' table
-still divide them. Gradients are divided over the storage axes again.
+zero.py says where both rest. Weights are gathered over the storage axes of ZeRO that the parameters' table does not use
+for them; the axes of the table still divide them. Gradients are divided over these storage axes again.
 """
 
 from dataclasses import dataclass

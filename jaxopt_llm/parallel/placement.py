@@ -156,6 +156,7 @@ class Placement:
         """
         used = [axis for dim in dims for axis in dim]
         if len(used) != len(set(used)):
-            raise InputError(f"sharding: two dimensions on one mesh axis: {dims}; give it to one in parallel/axes.py")
+            remedy = "give each axis to one dimension in parallel/axes.py"
+            raise InputError(f"sharding: two dimensions on one mesh axis: {dims}; {remedy}")
         entries = [dim if len(dim) > 1 else dim[0] if dim else None for dim in dims]
         return NamedSharding(self.mesh, PartitionSpec(*entries))

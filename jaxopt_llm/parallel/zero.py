@@ -67,7 +67,7 @@ def parameter_sharding(specs: Any, placement: Placement) -> Any:
 def gathered_sharding(specs: Any, placement: Placement) -> Any:
     """Return the sharding of parameters while they are used and of gradients before they are reduced.
 
-    The mesh axes of the parameters' table (`tensor`, `expert`, `pipeline`) divide them; the storage axes do not.
+    Only the mesh axes of the parameters' table divide them: `tensor` and `pipeline`, and `expert` those of experts.
     """
     return jax.tree.map(placement.parameter, specs)
 

@@ -181,6 +181,8 @@ def _narrower(config: Config, simulated: bool) -> Iterator[list[Option]]:
         if name == "training.attention":
             used = simulated or current in KERNELS
             values = [] if used else [value for value in values if not unsupported[value]]
+        if name == "precision.reduce_dtype" and config.precision.compute_dtype == "float32":
+            values = []  # who computes in float32 asked for exact gradients
         yield [({name: value}, fields.METADATA[name].price) for value in values]
 
 

@@ -91,7 +91,9 @@ def _table_problems(matrices: list[str], config: LoraConfig) -> list[str]:
         return [f"lora.dropout={config.dropout} has no effect on {tables[0]}, outside the blocks: set --lora.dropout 0"]
     if not (config.dora and tables):
         return []
-    return [f"lora.dora=True supports only matrices of blocks: remove {tables[0]} from --lora.targets"]
+    return [
+        f"lora.dora=True supports only matrices of blocks, and lora.targets select {tables[0]}: change --lora.targets"
+    ]
 
 
 def _expert_problems(specs: Params, config: LoraConfig) -> list[str]:
@@ -99,7 +101,8 @@ def _expert_problems(specs: Params, config: LoraConfig) -> list[str]:
     experts = (path for path, spec in tree.leaves_with_path(specs) if spec.expert_dims)
     adapted = next((path for path in experts if _first_target(path, config.targets)), None)
     return [
-        f"lora.{name}={getattr(config, name)} does not support experts: remove it, or {adapted} from --lora.targets"
+        f"lora.{name}={getattr(config, name)} does not support experts, and lora.targets select {adapted}: leave out "
+        f"--lora.{name}, or change --lora.targets"
         for name in ("dora", "dropout")
         if adapted and getattr(config, name)
     ]

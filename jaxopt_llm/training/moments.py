@@ -173,4 +173,11 @@ def compress_moments(
         updates, moments = optimizer.update(updates, moments, params)
         return updates, compress(moments)
 
-    return optax.GradientTransformation(lambda params: compress(optimizer.init(params)), update)
+    def init(params: tree.Tree) -> tree.Tree:
+        state = optimizer.init(params)
+        paths = [f"/{path}" for path, _ in tree.leaves_with_path(state)]
+        compressible = any(f"/{field}/" in path for field in SIGNED + SQUARES for path in paths)
+        assert compressible or not blocks, f"no field of the state is in SIGNED or SQUARES: {paths}"
+        return compress(state)
+
+    return optax.GradientTransformation(init, update)

@@ -107,6 +107,7 @@ def _make_direction(config: OptimizerConfig, section: str, specs: tree.Tree) -> 
         in_blocks = section != "non_layer"
         labels = jax.tree.map(lambda spec: "muon" if in_blocks and _matrix_dims(spec) else "adamw", specs)
         return optax.partition({"muon": _muon(config.momentum, specs, labels), "adamw": adam}, labels)
+    assert config.name == "adamw", f"optimizer.name={config.name} has no direction"
     return adam
 
 

@@ -125,7 +125,8 @@ def check_run_directory(config: Config, corpus: Corpus) -> None:
         old = fields.from_json((directory / "config.json").read_text())
         old_corpus = json.loads((directory / "corpus.json").read_text())["sha256"]
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise InputError(f"run.directory={directory}: no run to continue ({error}); set another directory") from error
+        problem = f"this version cannot continue the run there ({error})"
+        raise InputError(f"run.directory={directory}: {problem}; set another --run.directory") from error
     found = fields.forbidden_changes(old, config)
     if found:
         fixed = any(fields.METADATA[change.split()[0]].resume == "never" for change in found)

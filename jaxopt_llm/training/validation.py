@@ -57,7 +57,8 @@ def _remat_group_problems(config: Config) -> list[str]:
     if every == 1:
         return []
     if every % period:
-        return [f"remat.every={every} is no multiple of {period}, the layers of a period: set --remat.every {period}"]
+        remedy = f"set --remat.every to a multiple of {period}, the number of layers of a period"
+        return [f"remat.every={every} does not divide into periods: {remedy}"]
     segments = list_segments(config.model)
     layouts = stage_layout.split_periods(segments, config.mesh.pipeline, config.pipeline)
     chunks, stages, _ = layouts[0].shape

@@ -218,7 +218,7 @@ def test_a_document_too_large_for_memory_is_rejected(tmp_path: Path, monkeypatch
     write_jsonl(tmp_path / "a.jsonl", ["x" * 1001])
     write_jsonl(tmp_path / "a.jsonl.gz", ["x" * 1001])
     for name, separator in (("a.txt", ""), ("a.txt", "<|end|>"), ("a.jsonl", ""), ("a.jsonl.gz", "")):
-        with pytest.raises(source.InputError, match=rf"{name}.*a document has more than.*data.separator"):
+        with pytest.raises(source.InputError, match=rf"{name}.*a document is larger than.*data.separator"):
             config = DataConfig(paths=(str(tmp_path / name),), separator=separator)
             open_corpus(config, ByteTokenizer())
 

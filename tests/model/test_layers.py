@@ -7,9 +7,10 @@ import pytest
 import toy
 
 from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.config.model import GATED
 from jaxopt_llm.kernels.attention_mask import make_document_ranges
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.layers import Rotary, gelu, mlp, mlp_specs, norm, norm_specs
+from jaxopt_llm.model.layers import ACTIVATIONS, Rotary, gelu, mlp, mlp_specs, norm, norm_specs
 from jaxopt_llm.model.self_attention import AttentionOptions, attention_specs, self_attention
 from jaxopt_llm.parallel.gathering import attach_shardings, make_perturbations
 
@@ -31,7 +32,7 @@ def count_residuals(layer, specs, width: int) -> int:  # type: ignore[no-untyped
     return sum(np.shape(leaf) == (*ROWS, width) for leaf in jax.tree.leaves(backward))
 
 
-@pytest.mark.parametrize("kind, projections", [("swiglu", 2), ("geglu", 2), ("gelu", 1)])
+@pytest.mark.parametrize("kind, projections", [(kind, 1 + (kind in GATED)) for kind in ACTIVATIONS])
 @pytest.mark.parametrize("biased", [False, True])
 def test_an_mlp_keeps_only_its_input_and_projections(kind: str, projections: int, biased: bool) -> None:
     specs = mlp_specs(WIDTH, MLP_WIDTH, 1.0, has_gate=projections == 2, biased=biased)

@@ -101,6 +101,19 @@ def test_optimizer_in_backward_holds_gradients_of_one_layer() -> None:
     )
 
 
+def test_narrower_settings_are_advised_only_where_they_fit_the_run() -> None:
+    def advised(config: Config) -> set[str]:
+        return {name for settings in advice._list_series(config, False) for each, _ in settings for name in each}
+
+    exact = llama(precision__compute_dtype="float32", precision__reduce_dtype="float32")
+    assert "precision.reduce_dtype" in advised(llama()) - advised(exact)
+    # The settings that `optimizer.in_backward` requires are the user's own: advice does not set them.
+    alone = llama(mesh__fsdp=1, optimizer__clip_norm=0, training__skip_limit=1)
+    for config, is_advised in ((alone, True), (llama(mesh__fsdp=1), False)):
+        found = advice.advise(config, 10 * GIB)
+        assert any(each.settings == {"optimizer.in_backward": True} for each in found) == is_advised
+
+
 def test_offloaded_activations_count_as_host_memory() -> None:
     inputs = 32 * 4096 * 4096 * 2  # of all layers, a row on each GPU
     assert advice.predict_footprint(llama(remat__offload=("block_input",))).host == inputs

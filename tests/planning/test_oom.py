@@ -39,7 +39,7 @@ def lowered() -> jax.stages.Lowered:
     """Return a lowered step that holds 4 MiB, most of it in one array."""
 
     def step(x: jax.Array) -> jax.Array:
-        with jax.named_scope("non_layer_product"):
+        with jax.named_scope("outer_product"):
             return jax.numpy.sort(x[:, None] * x[None]).sum()
 
     return jax.jit(step).lower(jax.ShapeDtypeStruct((1024,), "float32"))

@@ -150,9 +150,8 @@ def _working(config: Config, state: StateSizes, tokens: int, passes: Passes) -> 
     weights = compute * state.layers.weights / (passes.layers * passes.chunks)
     # The four parts of attention see 1/4, 2/4, 3/4 and all of the keys. In a ring there are no parts.
     masks = 4 * scores * (1.0 if cost.exchange == RING else (CAUSAL_PARTS + 1) / 2)
-    ahead = (
-        max(masks, weights) if _gathers_ahead(config) else 0
-    )  # masks within attention, then the next layer's weights
+    # Masks are held within attention, then the next layer's weights.
+    ahead = max(masks, weights) if _gathers_ahead(config) else 0
     waiting, running = (compute * tokens * elements for elements in _mlp_elements(config))
     matmuls = max(attention + ahead + waiting, running) + residual + weights
     # After all matmuls of a layer, its gradients are whole and wait for their reduction.

@@ -16,7 +16,7 @@ def format_recipe(config: Config, docstring: str) -> str:
     lines = [
         *f'"""{escaped}\n"""'.splitlines(),
         "",
-        _format_import(sorted(_find_classes(config))),
+        _format_import(sorted(_find_classes(config), key=str.lower)),
         "",
         "",
         "def get_config() -> Config:",

@@ -37,7 +37,7 @@ def _try_narrower(result: SearchResult, allowed: tuple[str, ...]) -> Iterator[st
     recipe = result.recipe
     for name in SEARCHED:
         if name not in allowed and (found := _find_fitting(recipe, result.cluster, result.limit, (*allowed, name))):
-            yield f"--allow {name} ({METADATA[name].price}): {_describe(found, recipe)}"
+            yield f"--allow {name} (price: {METADATA[name].price}): {_describe(found, recipe)}"
     if recipe.lora.rank == 0:
         adapted = replace(recipe, lora=replace(recipe.lora, rank=ADAPTER_RANK))
         if found := _find_fitting(adapted, result.cluster, result.limit, allowed):

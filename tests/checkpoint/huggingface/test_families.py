@@ -1,11 +1,12 @@
 """Published config.json files as our models, checked against the published numbers of parameters."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from jaxopt_llm.checkpoint.huggingface import codecs_moe, families
+from jaxopt_llm.checkpoint.huggingface import codecs, codecs_moe, families
 from jaxopt_llm.checkpoint.huggingface.codecs import Unsupported
 from jaxopt_llm.checkpoint.huggingface.family import canonicalise
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import list_tensor_layouts
@@ -125,7 +126,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
             num_experts_per_tok=8, router_aux_loss_coef=0.001, output_router_logits=False,
         ),
         30_532_122_624,
-        {"moe.experts": 128, "moe.experts_per_token": 8, "moe.expert_width": 768, "qk_norm": "head"},
+        {"moe.experts": 128, "moe.experts_per_token": 8, "moe.expert_width": 768, "qk_norm": "head",
+         "pattern": ("global",)},
     ),
     "olmoe": (
         sizes(
@@ -146,7 +148,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
             topk_method="greedy", v_head_dim=128, max_position_embeddings=163840,
         ),
         15_706_484_224,
-        {"mla.kv_rank": 512, "mla.query_rank": 0, "rope.factor": 40.0, "moe.shared_expert_width": 2816},
+        {"mla.kv_rank": 512, "mla.query_rank": 0, "head_dim": 192, "rope.factor": 40.0,
+         "moe.shared_expert_width": 2816},
     ),
     "deepseek_v2": (
         sizes(
@@ -338,6 +341,14 @@ def test_rope_fields_have_the_precedence_of_transformers() -> None:
 )
 def test_find_by_model(config: ModelConfig, family: str) -> None:
     assert families.find_by_model(config).model_type == family
+
+
+def test_a_family_that_cannot_express_the_balance_loss_does_not_fit() -> None:
+    mixtral = next(family for family in families.FAMILIES if family.model_type == "mixtral")
+    without = codecs.copy_fields({"moe.experts_per_token": "num_experts_per_tok"})
+    lacking = replace(mixtral, codecs=tuple(without if each is codecs_moe.TOP_K else each for each in mixtral.codecs))
+    config = ModelConfig(moe=MoEConfig(experts=4, balance_loss=0.5))
+    assert (mixtral.find_differences(config), lacking.find_differences(config)) == ([], ["model.moe.balance_loss=0.5"])
 
 
 @pytest.mark.parametrize(
