@@ -95,6 +95,11 @@ def _export_adapters(directory: Path, path: Path, config: Config, dtype: str | N
             f"--checkpoint {directory}: it also trains weights without adapters, {config.training.trainable[0]}, which "
             "a PEFT folder cannot hold; write both with `convert merge`"
         )
+    if config.model.resize_vocabulary:
+        raise InputError(
+            f"--checkpoint {directory}: its base has the added rows of --model.resize-vocabulary, which a PEFT folder "
+            "does not hold; write both with `convert merge`"
+        )
     family = huggingface.choose_family(config.model, pretrained.find_source_folder(config))
     base = config.model.pretrained
     _, params, _, step = run.restore_run(directory, config, config.precision.param_dtype, "absent")

@@ -81,6 +81,13 @@ def tiny(directory: Path) -> list[object]:
     return ["--config", "quickstart.py", "--run.directory", directory, *overrides]
 
 
+def some_text(path: Path) -> tuple[object, ...]:
+    """Write a few documents and return the flags that name them."""
+    documents = (json.dumps({"text": f"document {number} " * 40}) for number in range(20))
+    path.write_text("\n".join(documents))
+    return ("--data.paths", path)
+
+
 def metrics(directory: Path) -> list[dict[str, Any]]:
     """Read the metrics without those that depend on the clock."""
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]

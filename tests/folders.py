@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import toy
+from texts import write_byte_tokenizer
 
 from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
 from jaxopt_llm.config import ModelConfig
@@ -30,7 +31,12 @@ def params(config: ModelConfig = CONFIG, dtype: Any = np.float32) -> Params:
 
 
 def folder(path: Path, config: ModelConfig = CONFIG, dtype: Any = np.float32, most: int = 20_000) -> Path:
-    """Write a folder with several files of weights."""
+    """Write a folder with several files of weights, without a tokenizer."""
     arrays = jax.device_put(params(config, dtype), toy.placement().replicated)
     write_model_folder(path, arrays, config, max_file_bytes=most)
+    return path
+
+
+def folder_with_tokenizer(path: Path, config: ModelConfig = CONFIG) -> Path:
+    write_byte_tokenizer(folder(path, config) / "tokenizer.json")
     return path

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from commands import checkpoint, start_training, tiny, train
+from commands import checkpoint, some_text, start_training, tiny, train
 
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.config import Config, cli, fields
@@ -35,7 +35,7 @@ def refused(*arguments: object) -> str:
 def test_a_run_begins_where_another_ended(run: Path, tmp_path: Path) -> None:
     """In another mesh, and named from where the run is; then again, from elsewhere."""
     second = tmp_path / "second"
-    options = ("--mesh.pipeline", 2, "--sharding.zero-stage", 1, *STILL)
+    options = ("--mesh.pipeline", 2, "--sharding.zero-stage", 1, *STILL, *some_text(tmp_path / "a.jsonl"))
     process = start_training(second, *options, "--model.pretrained", run.name, folder=run.parent)
     out, error = process.communicate(timeout=300)
     assert process.returncode == 0, error
@@ -52,7 +52,7 @@ def test_a_run_begins_where_another_ended(run: Path, tmp_path: Path) -> None:
 def test_adapters_begin_over_a_run_and_are_no_beginning_themselves(run: Path, tmp_path: Path) -> None:
     adapted = tmp_path / "adapted"
     lora = ("--lora.rank", 2, "--lora.base", "int8", "--precision.compute-dtype", "bfloat16")
-    done = train(adapted, "--model.pretrained", run, *lora, *STILL)
+    done = train(adapted, "--model.pretrained", run, *lora, *STILL, *some_text(tmp_path / "a.jsonl"))
     assert done.returncode == 0, done.stderr
     masters, frozen = checkpoint(run, 2)["masters"], checkpoint(adapted, 1, ("frozen",))["frozen"]
     query, codes = (each["segment_0"]["block_0"]["attention"]["query"] for each in (masters, frozen))
@@ -66,7 +66,7 @@ def test_adapters_begin_over_a_run_and_are_no_beginning_themselves(run: Path, tm
 def test_what_cannot_be_begun_from_is_one_line(run: Path, tmp_path: Path) -> None:
     said = refused(*tiny(tmp_path), "--model.pretrained", run, "--model.width", 24)
     assert said == f"model.pretrained={run} sets the model's fields; leave out model.width=24 (the stored value is 16)"
-    found = train(run, "--model.pretrained", run)
+    found = train(run, "--model.pretrained", run, *some_text(tmp_path / "a.jsonl"))
     assert found.returncode == 2 and "is also run.directory, and a run cannot start from itself" in found.stderr
     broken = shutil.copytree(run, tmp_path / "broken")
     (broken / "config.json").write_text("{")
@@ -74,7 +74,7 @@ def test_what_cannot_be_begun_from_is_one_line(run: Path, tmp_path: Path) -> Non
     said = refused(*tiny(tmp_path), "--model.pretrained", broken)
     assert said.startswith(f"model.pretrained={broken}: not a run directory (")
     shutil.copy(run / "config.json", broken)
-    found = train(tmp_path / "second", "--model.pretrained", broken)
+    found = train(tmp_path / "second", "--model.pretrained", broken, *some_text(tmp_path / "a.jsonl"))
     assert (found.returncode, len(found.stderr.splitlines())) == (4, 1)
     assert "the run has no checkpoint;" in found.stderr
 

@@ -214,8 +214,8 @@ def test_metadata_of_a_section_holds_for_its_settings_unless_they_have_their_own
     not_in_folder = {
         f"model.{name}"
         for name in (
-            *("pretrained", "last_layers", "moe.balance_loss", "moe.router_z_loss", "moe.router_bias_rate"),
-            "moe.capacity_factor",
+            *("pretrained", "resize_vocabulary", "last_layers", "moe.balance_loss", "moe.router_z_loss"),
+            *("moe.router_bias_rate", "moe.capacity_factor"),
         )
     }
     of_adapter = {f"lora.{name}" for name in ("rank", "alpha", "targets", "rslora", "dora")}

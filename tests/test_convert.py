@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from commands import ROOT, checkpoint, command, metrics, train
+from commands import ROOT, checkpoint, command, metrics, some_text, train
 from test_evaluate import evaluated
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -41,7 +41,7 @@ def get_config():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folders.folder(tmp_path_factory.mktemp("model") / "folder", CONFIG)
+    return folders.folder_with_tokenizer(tmp_path_factory.mktemp("model") / "folder", CONFIG)
 
 
 def tensors(path: Path) -> dict[str, np.ndarray]:
@@ -93,7 +93,7 @@ def test_training_begins_from_a_folder_and_ends_as_one(folder: Path, tmp_path: P
     recipe.write_text(RECIPE.format(path=str(folder)))
     # So slow that nothing changes: the checkpoint and the loss are the folder's.
     still = ("--optimizer.learning-rate", 1e-30, "--optimizer.weight-decay", 0, "--evaluation.batches", 1)
-    options = ("--config", recipe, "--run.directory", run, "--mesh.fsdp", 2, *still)
+    options = ("--config", recipe, "--run.directory", run, "--mesh.fsdp", 2, *still, *some_text(tmp_path / "a.jsonl"))
     assert f"starts from the weights of {folder}" in done("train", *options)
     config = json.loads((run / "config.json").read_text())["model"]
     assert (config["pretrained"], config["width"], config["biases"]) == (str(folder), CONFIG.width, "qkv")
@@ -119,11 +119,11 @@ def test_experts_are_trained_from_a_folder_and_end_as_one(tmp_path: Path) -> Non
             "layers": 3,
         },
     )
-    folder, recipe = folders.folder(tmp_path / "folder", model), tmp_path / "recipe.py"
+    folder, recipe = folders.folder_with_tokenizer(tmp_path / "folder", model), tmp_path / "recipe.py"
     run, out = tmp_path / "run", tmp_path / "out"
     recipe.write_text(RECIPE.format(path=str(folder)))
     still = ("--optimizer.learning-rate", 1e-30, "--optimizer.weight-decay", 0, "--evaluation.batches", 1)
-    mesh = ("--mesh.expert", 2, "--mesh.fsdp", 2, "--model.moe.balance-loss", 0.1)
+    mesh = (*some_text(tmp_path / "a.jsonl"), "--mesh.expert", 2, "--mesh.fsdp", 2, "--model.moe.balance-loss", 0.1)
     said = done("train", "--config", recipe, "--run.directory", run, *mesh, *still)
     specs = param_specs(model)
     assert (
@@ -144,6 +144,7 @@ def test_adapters_go_out_are_merged_and_begin_a_run(folder: Path, tmp_path: Path
     shutil.copytree(folder, base)
     recipe.write_text(RECIPE.format(path=str(base)))
     options = ("train", "--config", recipe, "--evaluation.batches", 1, "--precision.compute-dtype", "float32")
+    options += some_text(tmp_path / "a.jsonl")
     lora = ("--lora.rank", 2, "--lora.alpha", 3, "--lora.targets", "*/attention/*", "*/mlp/down")
     done(*options, *lora, "--run.directory", run, "--optimizer.learning-rate", 1e-2)
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
@@ -274,7 +275,8 @@ def test_bad_input_is_one_line(folder: Path, tmp_path: Path) -> None:
     said = refused(*begins, "--model.width", 64, "--model.layers", 3)
     assert "sets the model's fields; leave out model.width=64 (the stored value is 32), model.layers=3" in said
     assert "no such folder" in refused(*begins, "--model.pretrained", tmp_path / "none")
-    assert "not a readable tokenizer.json" in refused("convert", "import", "--from", folder, "--to", tmp_path / "run")
+    bare = folders.folder(tmp_path / "bare", CONFIG)
+    assert "not a readable tokenizer.json" in refused("convert", "import", "--from", bare, "--to", tmp_path / "run")
     small = folders.folder(tmp_path / "small", replace(CONFIG, vocabulary_size=100))
     line = refused("convert", "import", "--from", small, "--to", tmp_path / "run", "--tokenizer", "bytes")
     assert "the tokenizer bytes has 258 tokens, but the model has only 100: give the model's own tokenizer" in line

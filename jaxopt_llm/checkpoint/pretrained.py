@@ -1,4 +1,4 @@
-"""Configuration fields that a pretrained model or adapter sets: `model.pretrained` and `lora.pretrained`."""
+"""Settings that depend on a pretrained model or adapter: `model.pretrained` and `lora.pretrained`."""
 
 import dataclasses
 import os
@@ -9,12 +9,14 @@ from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.peft import adapter_folder
 from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
-from jaxopt_llm.config import Config, ModelConfig, cli, fields
+from jaxopt_llm.config import Config, DataConfig, ModelConfig, cli, fields
 from jaxopt_llm.core.errors import InputError
 
 
 def resolve_pretrained(config: Config) -> Config:
     """Return the configuration with the fields that `model.pretrained` and `lora.pretrained` set.
+
+    `data.tokenizer` is a name or path afterwards, never `auto`.
 
     Raises:
         InputError: a source cannot be used, or the configuration sets one of these fields to another value.
@@ -22,7 +24,7 @@ def resolve_pretrained(config: Config) -> Config:
     if config.model.pretrained:
         # Absolute, because commands that read this run's directory may start in another directory.
         path = Path(os.path.abspath(config.model.pretrained))
-        model = read_model_config(path)
+        model = _resize_vocabulary(read_model_config(path), config.model)
         stored = {
             name: fields.get_field(model, name)
             for name, _, _ in fields.walk_fields(ModelConfig)
@@ -30,6 +32,7 @@ def resolve_pretrained(config: Config) -> Config:
         }
         resolved = _set_fields("model", config.model, stored)
         config = dataclasses.replace(config, model=dataclasses.replace(resolved, pretrained=str(path)))
+    config = dataclasses.replace(config, data=_resolve_tokenizer(config.data, config.model.pretrained))
     if config.lora.pretrained and not config.model.problems():
         config = fields.replace_fields(config, {"lora.pretrained": os.path.abspath(config.lora.pretrained)})
         lora = _set_fields("lora", config.lora, open_pretrained_adapter(config).lora)
@@ -52,6 +55,34 @@ def read_model_config(path: Path) -> ModelConfig:
             f"jaxopt_llm.convert merge --checkpoint {path} --to FOLDER"
         )
     return config.model
+
+
+def _resize_vocabulary(model: ModelConfig, requested: ModelConfig) -> ModelConfig:
+    """Return a pretrained model with the vocabulary size that `model.resize_vocabulary` sets."""
+    size = requested.resize_vocabulary
+    if size and size < model.vocabulary_size:
+        raise InputError(
+            f"model.resize_vocabulary={size}: {requested.pretrained} has {model.vocabulary_size} token ids, and rows "
+            "can only be added; set a larger number, or leave it out"
+        )
+    return dataclasses.replace(model, vocabulary_size=size or model.vocabulary_size)
+
+
+def _resolve_tokenizer(data: DataConfig, source: str) -> DataConfig:
+    """Replace `data.tokenizer=auto` by the tokenizer of `model.pretrained`, or by `bytes` if that is empty."""
+    if source and data.tokenizer == "bytes" and not is_run_directory(Path(source)):
+        raise InputError(
+            f"data.tokenizer=bytes: the ids of {source} are not bytes; leave it out to use the tokenizer of that "
+            "folder, or name a tokenizer.json"
+        )
+    if data.tokenizer != "auto":
+        return data
+    if not source:
+        return dataclasses.replace(data, tokenizer="bytes")
+    if not is_run_directory(Path(source)):
+        return dataclasses.replace(data, tokenizer=source)
+    stored = cli.load_run_config(Path(source), "model.pretrained=").data
+    return dataclasses.replace(data, tokenizer=stored.tokenizer, bos=data.bos or stored.bos, eos=data.eos or stored.eos)
 
 
 def _set_fields(name: str, section: Any, stored: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorstore
 from jax.sharding import NamedSharding
 
-from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, build_leaf, copy_finite
+from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, build_leaf, copy_finite, copy_table
 from jaxopt_llm.checkpoint.native import step_directories
 from jaxopt_llm.checkpoint.native.checkpoints import STORAGE_ERRORS
 from jaxopt_llm.config import ModelConfig
@@ -34,7 +34,8 @@ class RunWeights:
         path: the run directory.
         checkpoint: the directory of the verified step.
         run_config: the model as the run has it.
-        config: the model to read into. It has the same layers, possibly grouped into other stacks.
+        config: the model to read into. It has the same layers, possibly grouped into other stacks. Its vocabulary may
+            be larger.
         base: the folder that the parameters missing from the checkpoint came from, opened for `config`; None if the
             checkpoint has all parameters.
     """
@@ -77,7 +78,13 @@ class RunWeights:
         Raises:
             InputError: a value is not finite in the dtype of the spec.
         """
-        return build_leaf(spec, sharding, functools.partial(self._fill, path))
+        grows = "vocabulary" in spec.axes and self.config.vocabulary_size > self.run_config.vocabulary_size
+        fill = self._fill_larger_table if grows and path in self._run_leaves else self._fill
+        return build_leaf(spec, sharding, functools.partial(fill, path))
+
+    def _fill_larger_table(self, path: str, out: np.ndarray, layer: None, index: tuple[slice, ...]) -> None:
+        table = self._read_slice(path, layer, (slice(self.run_config.vocabulary_size),))
+        copy_table(table, out, index, self.config.vocabulary_size, f"{self.checkpoint}: {path}")
 
     def _fill(self, path: str, out: np.ndarray, layer: int | None, index: tuple[slice, ...]) -> None:
         prefix, name = _split_path(path)

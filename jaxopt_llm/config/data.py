@@ -38,8 +38,9 @@ class DataConfig:
     """Treatment of documents longer than a row. split: documents continue in the next row, and each row treats its
     part as a separate document; cut: rows hold whole documents, and only the first part of a longer document is kept;
     drop: rows hold whole documents, and longer documents are dropped; auto: cut for conversations, split otherwise."""
-    tokenizer: str = "bytes"
-    """Tokenizer: bytes (256 bytes plus BOS and EOS), or the path of a Hugging Face tokenizer.json or its folder."""
+    tokenizer: str = "auto"
+    """Tokenizer: bytes (256 bytes plus BOS and EOS), or the path of a Hugging Face tokenizer.json or its folder. auto:
+    the tokenizer of model.pretrained, or bytes if there is none."""
     bos: str = ""
     """Token before each document (BOS). Empty = the tokenizer's own, if it has one."""
     eos: str = ""
@@ -51,6 +52,11 @@ class DataConfig:
     """Share of the documents that is held out of training for evaluation, above 0 and below 1."""
     stall_seconds: float = setting(600.0, resume="freely", bounds=POSITIVE)
     """Longest wait for one batch, in seconds. After that the run ends with an error."""
+
+    @property
+    def uses_bytes(self) -> bool:
+        """Use of the byte tokenizer. `resolve_pretrained` replaces `auto` if there is a pretrained model."""
+        return self.tokenizer in ("auto", "bytes")
 
     def problems(self) -> list[str]:
         found = find_out_of_range("data", self)

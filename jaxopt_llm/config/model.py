@@ -21,9 +21,12 @@ MAX_LAYERS = 10_000  # the layout lists every layer
 class ModelConfig:
     pretrained: str = setting("", resume="freely", in_pretrained=False)
     """Folder of a Hugging Face model, or directory of a run of this program, to start from. The initial parameters are
-    its weights (of a run: its last checkpoint). Its config.json sets all fields of this section except last_layers,
-    moe.capacity_factor, moe.balance_loss, moe.router_z_loss and moe.router_bias_rate. Empty = random initial
-    parameters."""
+    its weights (of a run: its last checkpoint). Its config.json sets all fields of this section except
+    resize_vocabulary, last_layers, moe.capacity_factor, moe.balance_loss, moe.router_z_loss and moe.router_bias_rate.
+    Empty = random initial parameters."""
+    resize_vocabulary: int = setting(0, resume="never", in_pretrained=False, bounds=NON_NEGATIVE)
+    """Number of token ids after rows are added to the tables of the model that `pretrained` names, for a tokenizer with
+    more tokens. Each added row is the mean of the others (Hewitt 2021). 0 = as many as the model has."""
     vocabulary_size: int = setting(258, resume="never", bounds=AT_LEAST_ONE)
     """Number of token ids (vocab_size). The byte tokenizer has 258."""
     width: int = setting(128, resume="never", bounds=AT_LEAST_ONE)
@@ -114,6 +117,11 @@ class ModelConfig:
         found = find_out_of_range("model", self)
         found += self.rope.problems() + self.mla.problems(self.head_dim) + self.moe.problems(self.layers)
         found += self._latent_problems() if self.mla.kv_rank else []
+        if self.resize_vocabulary and not self.pretrained:
+            found.append(
+                f"model.resize_vocabulary={self.resize_vocabulary}: there is no model whose tables to resize; set "
+                "--model.vocabulary-size instead"
+            )
         if self.last_layers >= max(self.layers, 1):
             found.append(f"model.last_layers={self.last_layers}: must be below model.layers={self.layers}")
         if not self.pattern:

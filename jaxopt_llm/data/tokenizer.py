@@ -91,7 +91,7 @@ class JsonTokenizer:
             content = file.read_bytes()
             self._library = Library.from_buffer(content)
         except Exception as error:  # the library raises no narrower type
-            remedy = "name a tokenizer.json or its folder, or set data.tokenizer=bytes"
+            remedy = "name a tokenizer.json, or a folder that holds one, with --data.tokenizer"
             raise InputError(f"data.tokenizer={path}: not a readable tokenizer.json ({error}); {remedy}") from error
         self._library.no_truncation()
         self._library.no_padding()
@@ -139,7 +139,7 @@ class JsonTokenizer:
 
 def find_tokenizer_folder(config: DataConfig) -> Path | None:
     """Return the folder with the files of the tokenizer, or None for the tokenizer of bytes."""
-    if config.tokenizer == "bytes":
+    if config.uses_bytes:
         return None
     path = Path(config.tokenizer)
     return path if path.is_dir() else path.parent
@@ -147,7 +147,7 @@ def find_tokenizer_folder(config: DataConfig) -> Path | None:
 
 def load_tokenizer(config: DataConfig) -> Tokenizer:
     """Load the tokenizer that `data.tokenizer` names. Raises InputError if it cannot be loaded."""
-    if config.tokenizer != "bytes":
+    if not config.uses_bytes:
         return JsonTokenizer(Path(config.tokenizer), config.bos, config.eos)
     if config.bos or config.eos:
         raise InputError("data.bos and data.eos do not apply to data.tokenizer=bytes, which has its own: remove them")

@@ -35,7 +35,7 @@ from jaxopt_llm.parallel.mesh import make_mesh, visible_devices
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint, resting_parameter_sharding
 from jaxopt_llm.training import lora, pretrained_weights, shapes
-from jaxopt_llm.training.initial_weights import open_frozen_base
+from jaxopt_llm.training.initial_weights import open_frozen_base, read_tokenizer_digest
 
 FrozenAs = Literal["resting", "original", "absent"]
 
@@ -207,11 +207,7 @@ def restore_run(
 
 def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     """Raise InputError if the tokenizer differs from the run's. A changed file would silently give other ids."""
-    try:
-        trained = json.loads((directory / "corpus.json").read_text())["tokenizer_sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"--checkpoint {directory}: corpus.json names no tokenizer ({error!r}); restore it") from error
-    if trained != tokenizer.sha256:
+    if read_tokenizer_digest(directory) != tokenizer.sha256:
         raise InputError(
             f"--checkpoint {directory}: data.tokenizer, data.bos or data.eos differs from the run's: restore the "
             "tokenizer that the run was trained with"

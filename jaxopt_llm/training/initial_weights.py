@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -70,14 +71,14 @@ def open_pretrained(config: Config, say: Callable[[str], None], processes: Proce
     """
     path = Path(config.model.pretrained)
     if not is_run_directory(path):
-        return replace(huggingface.open_model_folder(path), config=config.model)
+        return huggingface.open_model_folder(path).for_model(config.model)
     with Checkpoints(path / "checkpoints", None, say, processes) as checkpoints:
         step = checkpoints.latest_verified_step()
     if step is None:
         raise CheckpointError(f"model.pretrained={path}: the run has no checkpoint; train it, or name another")
     run_config = cli.load_run_config(path, "model.pretrained=")
     base = open_frozen_base(path, run_config) if run_config.training.trainable else None
-    base = base and replace(base, config=config.model)
+    base = base and base.for_model(config.model)
     return RunWeights(path, path / "checkpoints" / str(step), run_config.model, config.model, base)
 
 
@@ -88,11 +89,21 @@ def stores_frozen_weights(config: Config) -> bool:
 
 def read_base_digest(directory: Path) -> str | None:
     """Return the digest of the Hugging Face folder that a run started from, or None if there is no folder."""
-    try:
-        digest: str | None = json.loads((directory / "corpus.json").read_text())["base_sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{directory}: corpus.json does not name the base model ({error!r}); restore it") from error
+    digest: str | None = _read_identity(directory, "base_sha256", "base model")
     return digest
+
+
+def read_tokenizer_digest(directory: Path) -> str:
+    """Return `Tokenizer.sha256` of the tokenizer that a run was trained with."""
+    digest: str = _read_identity(directory, "tokenizer_sha256", "tokenizer")
+    return digest
+
+
+def _read_identity(directory: Path, key: str, what: str) -> Any:
+    try:
+        return json.loads((directory / "corpus.json").read_text())[key]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{directory}: corpus.json does not name the {what} ({error!r}); restore it") from error
 
 
 def open_frozen_base(directory: Path, config: Config) -> ModelFolder | None:
@@ -118,4 +129,4 @@ def open_frozen_base(directory: Path, config: Config) -> ModelFolder | None:
             f"model.pretrained={config.model.pretrained}: its weights differ from those that {directory} started from, "
             "and the checkpoints of that run hold only adapters: restore the original weights"
         )
-    return replace(folder, config=config.model)
+    return folder.for_model(config.model)

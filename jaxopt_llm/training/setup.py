@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import Config, fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
@@ -19,7 +20,7 @@ from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.rows import LocalRows
-from jaxopt_llm.training.initial_weights import read_base_digest, stores_frozen_weights
+from jaxopt_llm.training.initial_weights import read_base_digest, read_tokenizer_digest, stores_frozen_weights
 from jaxopt_llm.training.program import Program, make_program
 
 
@@ -93,11 +94,20 @@ def open_data(config: Config, processes: Processes) -> Data:
     Raises:
         InputError: the data cannot be read, differs between processes, or has more tokens than the model's vocabulary.
     """
+    source = config.model.pretrained
+    if source and not config.data.paths:
+        raise InputError(f"data.paths: name the data on which to train {source}; files, folders or globs")
     tokenizer = load_tokenizer(config.data)
+    if source and is_run_directory(Path(source)) and tokenizer.sha256 != read_tokenizer_digest(Path(source)):
+        raise InputError(
+            f"data.tokenizer={config.data.tokenizer}: its ids, BOS or EOS differ from those that {source} was trained "
+            "with; leave out --data.tokenizer, --data.bos and --data.eos to use the tokenizer of that run"
+        )
     if tokenizer.vocabulary_size > config.model.vocabulary_size:
+        flag = "resize-vocabulary" if source else "vocabulary-size"
         raise InputError(
             f"model.vocabulary_size={config.model.vocabulary_size}: the tokenizer {config.data.tokenizer} has "
-            f"{tokenizer.vocabulary_size} tokens; set --model.vocabulary-size {tokenizer.vocabulary_size}"
+            f"{tokenizer.vocabulary_size} tokens; set --model.{flag} {tokenizer.vocabulary_size}"
         )
     corpus = open_corpus(config.data, tokenizer)
     processes.check_same("data.paths", corpus.sha256)

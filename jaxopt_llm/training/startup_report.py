@@ -38,7 +38,10 @@ def describe_run(setup: Setup) -> Iterator[str]:
         yield f"attention: {program.attention}"
     if experts := exchange.describe_exchange(config.model.moe, placement):
         yield f"experts' tokens: {experts}"
-    yield f"data: {data.corpus}"
+    tokenizer = data.tokenizer
+    ends = "no BOS" if tokenizer.bos is None else f"BOS {tokenizer.bos}"
+    yield f"tokenizer: {config.data.tokenizer}, {tokenizer.vocabulary_size:,} tokens, {ends}, EOS {tokenizer.eos}"
+    yield f"data: {data.corpus.name}: {data.corpus}"
     yield from (rows.summary for rows in (*data.training, data.held_out) if rows.summary)
     if 1 < config.mesh.pipeline <= config.training.accumulation:
         yield f"pipeline: {_describe_idle_share(setup)}"

@@ -331,7 +331,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
 def test_an_incomplete_corpus_or_one_of_another_tokenizer_is_rejected(tmp_path: Path) -> None:
     documents = some_documents()
     file = str(train_tokenizer(tmp_path / "tokenizer.json", documents))
-    folder = prepare(tmp_path / "prepared", write_jsonl(tmp_path / "a.jsonl", documents), DataConfig())
+    folder = prepare(tmp_path / "prepared", write_jsonl(tmp_path / "a.jsonl", documents), DataConfig(tokenizer="bytes"))
     with pytest.raises(InputError, match="prepared with another tokenizer .data.tokenizer=bytes"):
         read(folder, DataConfig(tokenizer=file))
     for path in [prepared.array_path(folder, name) for name in ("tokens", "ends", "keys")]:

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -108,14 +108,41 @@ def copy_finite(source: np.ndarray, out: np.ndarray, what: str) -> None:
         raise InputError(f"{what} has values that are not finite in {out.dtype}; use a wider dtype")
 
 
+def copy_table(stored: np.ndarray, out: np.ndarray, index: tuple[slice, ...], size: int, what: str) -> None:
+    """Copy the slices `index` of a table [V, ...] into `out`, with rows added up to `size`: see `copy_finite`.
+
+    Each added row is the mean of the stored rows, so that its logit is not above those of real tokens (Hewitt 2021,
+    "Initializing New Word Embeddings for Pretrained Language Models"). Every host and every mesh computes the same
+    values.
+    """
+    copy_finite(stored[index], out, what)
+    first = index[0].start or 0
+    added = slice(max(len(stored) - first, 0), max(size - first, 0))
+    if len(out[added]):
+        columns = stored[(slice(None), *index[1:])]
+        out[added] = columns.mean(axis=0, dtype=np.float64)
+
+
 @dataclass(frozen=True)
 class ModelFolder:
-    """Folder with verified headers: each tensor of the model is present once, in its shape, and there are no others."""
+    """Folder with verified headers: each tensor of the model is present once, in its shape, and there are no others.
+
+    Attributes:
+        config: the model, with the vocabulary size of the folder.
+        stored: the tensors by name.
+        vocabulary_size: rows of the tables to read into; see `copy_table`.
+    """
 
     path: Path
     family: Family
     config: ModelConfig
     stored: Mapping[str, StoredTensor]
+    vocabulary_size: int
+
+    def for_model(self, config: ModelConfig) -> "ModelFolder":
+        """Return the folder for a model that may group the layers into other stacks and have a larger vocabulary."""
+        stored_config = replace(config, vocabulary_size=self.config.vocabulary_size)
+        return replace(self, config=stored_config, vocabulary_size=config.vocabulary_size)
 
     @functools.cached_property
     def _locations(self) -> dict[tuple[str, int | None], list[tuple[str, TensorLayout, TensorPiece]]]:
@@ -170,7 +197,11 @@ class ModelFolder:
         self, name: str, layout: TensorLayout, piece: TensorPiece, out: np.ndarray, index: tuple[slice, ...]
     ) -> None:
         stored = self.stored[name]
-        copy_finite(layout.view(stored.array, piece)[index], out, f"{stored.file}: tensor {name!r}")
+        view, what = layout.view(stored.array, piece), f"{stored.file}: tensor {name!r}"
+        if "vocabulary" in piece.spec.axes:
+            copy_table(view, out, index, self.vocabulary_size, what)
+        else:
+            copy_finite(view[index], out, what)
         stored.release()
 
 
@@ -206,7 +237,7 @@ def open_model_folder(path: Path) -> ModelFolder:
                 f"{tensor.file}: tensor {name!r} does not belong to a {family.architecture} as {CONFIG_FILE} describes "
                 "it; use the config.json of these weights"
             )
-    return ModelFolder(path, family, config, stored)
+    return ModelFolder(path, family, config, stored, config.vocabulary_size)
 
 
 def _use_published_names(
