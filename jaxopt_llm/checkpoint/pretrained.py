@@ -1,11 +1,11 @@
 """Configuration fields that a pretrained model or adapter sets: `model.pretrained` and `lora.pretrained`."""
 
-import dataclasses
 import os
 from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
+from jaxopt_llm.checkpoint.huggingface.codecs import PRETRAINED_FIELDS
 from jaxopt_llm.checkpoint.peft import adapter_folder
 from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
@@ -23,17 +23,13 @@ def resolve_pretrained(config: Config) -> Config:
         # Absolute, because commands that read this run's directory may start in another directory.
         path = Path(os.path.abspath(config.model.pretrained))
         model = read_model_config(path)
-        stored = {
-            name: fields.get_field(model, name)
-            for name, _, _ in fields.walk_fields(ModelConfig)
-            if fields.METADATA[f"model.{name}"].in_pretrained
-        }
+        stored = {name: fields.get_field(model, name) for name in PRETRAINED_FIELDS}
         resolved = _set_fields("model", config.model, stored)
-        config = dataclasses.replace(config, model=dataclasses.replace(resolved, pretrained=str(path)))
+        config = fields.replace_fields(config, {"model": resolved, "model.pretrained": str(path)})
     if config.lora.pretrained and not config.model.problems():
         config = fields.replace_fields(config, {"lora.pretrained": os.path.abspath(config.lora.pretrained)})
         lora = _set_fields("lora", config.lora, open_pretrained_adapter(config).lora)
-        config = dataclasses.replace(config, lora=lora)
+        config = fields.replace_fields(config, {"lora": lora})
     return config
 
 
