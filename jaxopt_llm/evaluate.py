@@ -4,7 +4,6 @@ python -m jaxopt_llm.evaluate --checkpoint RUN_DIR [--batches N] [--data.paths P
 """
 
 import argparse
-import dataclasses
 import functools
 import math
 import sys
@@ -49,9 +48,8 @@ def evaluate(source: LoadedModel, rows: PackedRows, batch_size: int, max_batches
     )
     batch_size += -batch_size % source.placement.size(*BATCH_AXES)
     total, tokens = 0.0, 0
-    batches = -(-len(rows) // batch_size)
-    for index in range(batches if max_batches is None else min(max_batches, batches)):
-        batch_rows = [rows[row] for row in range(index * batch_size, min((index + 1) * batch_size, len(rows)))]
+    for first in range(0, len(rows), batch_size)[:max_batches]:
+        batch_rows = [rows[row] for row in range(first, min(first + batch_size, len(rows)))]
         # The last batch is padded with empty rows, so that one program serves all batches.
         empty = jax.tree.map(np.zeros_like, batch_rows[0])
         batch_rows += [empty] * (batch_size - len(batch_rows))
@@ -111,10 +109,9 @@ def _override(trained: Config, overrides: list[str], reads_other_data: bool) -> 
     """Return the configuration of a run with the overrides of the command line, validated."""
     # Evaluation runs without the mesh, the microbatches and the remat groups of the run, so the batch and the layers
     # need not be divisible by them.
-    training = dataclasses.replace(trained.training, accumulation=1)
-    trained = dataclasses.replace(trained, training=training, mesh=MeshConfig(), remat=RematConfig())
+    trained = fields.replace_fields(trained, {"training.accumulation": 1, "mesh": MeshConfig(), "remat": RematConfig()})
     if reads_other_data:  # data.weights belong to the paths of the run
-        trained = dataclasses.replace(trained, data=dataclasses.replace(trained.data, weights=(), format="auto"))
+        trained = fields.replace_fields(trained, {"data.weights": (), "data.format": "auto"})
     config = cli.override_config(trained, overrides, PROGRAM)
     validate(config)
     for name in fields.FIELDS:

@@ -137,8 +137,7 @@ def _check_output(directory: Path, plan: dict[str, Any]) -> None:
     except (OSError, ValueError, TypeError) as error:
         problem = "is not empty and holds no prepared corpus"
         raise InputError(f"--output {directory} {problem}; choose another directory") from error
-    differences = [name for name in sorted({*plan, *old}) if old.get(name) != plan.get(name)]
-    if differences:
+    if differences := [name for name in sorted({*plan, *old}) if old.get(name) != plan.get(name)]:
         problem = f"holds another prepared corpus, which differs in {', '.join(differences)}"
         raise InputError(f"--output {directory} {problem}; choose another directory")
 

@@ -42,7 +42,7 @@ def train(config: Config, preemption: Preemption, processes: Processes = SINGLE_
 
     Raises:
         Preempted: a signal to any process asked for a stop before the last step. It is raised after the current step
-            and its checkpoint.
+            and its checkpoint; a skipped step has no checkpoint.
     """
     setup, steps = prepare_run(config, processes), config.training.steps
     directory = setup.directory

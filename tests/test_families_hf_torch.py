@@ -316,7 +316,7 @@ def test_the_formats_own_library_reads_what_is_written(tmp_path: Path) -> None:
         "d": np.array(1.5, np.float16),
     }
     described = {name: safetensors.TensorSpec(array.dtype, array.shape) for name, array in arrays.items()}
-    safetensors.write_folder(tmp_path, described, arrays.__getitem__)
+    safetensors.write_folder(tmp_path, described, arrays.__getitem__, safetensors.MAX_FILE_BYTES)
     found = library.load_file(tmp_path / safetensors.SINGLE)
     assert found.keys() == arrays.keys()
     for name, array in arrays.items():

@@ -1,11 +1,11 @@
 """Settings that depend on a pretrained model or adapter: `model.pretrained` and `lora.pretrained`."""
 
-import dataclasses
 import os
 from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
+from jaxopt_llm.checkpoint.huggingface.codecs import PRETRAINED_FIELDS
 from jaxopt_llm.checkpoint.peft import adapter_folder
 from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
@@ -25,18 +25,14 @@ def resolve_pretrained(config: Config) -> Config:
         # Absolute, because commands that read this run's directory may start in another directory.
         path = Path(os.path.abspath(config.model.pretrained))
         model = _resize_vocabulary(read_model_config(path), config.model)
-        stored = {
-            name: fields.get_field(model, name)
-            for name, _, _ in fields.walk_fields(ModelConfig)
-            if fields.METADATA[f"model.{name}"].in_pretrained
-        }
+        stored = {name: fields.get_field(model, name) for name in PRETRAINED_FIELDS}
         resolved = _set_fields("model", config.model, stored)
-        config = dataclasses.replace(config, model=dataclasses.replace(resolved, pretrained=str(path)))
-    config = dataclasses.replace(config, data=_resolve_tokenizer(config.data, config.model.pretrained))
+        config = fields.replace_fields(config, {"model": resolved, "model.pretrained": str(path)})
+    config = fields.replace_fields(config, {"data": _resolve_tokenizer(config.data, config.model.pretrained)})
     if config.lora.pretrained and not config.model.problems():
         config = fields.replace_fields(config, {"lora.pretrained": os.path.abspath(config.lora.pretrained)})
         lora = _set_fields("lora", config.lora, open_pretrained_adapter(config).lora)
-        config = dataclasses.replace(config, lora=lora)
+        config = fields.replace_fields(config, {"lora": lora})
     return config
 
 
@@ -59,30 +55,30 @@ def read_model_config(path: Path) -> ModelConfig:
 
 def _resize_vocabulary(model: ModelConfig, requested: ModelConfig) -> ModelConfig:
     """Return a pretrained model with the vocabulary size that `model.resize_vocabulary` sets."""
-    size = requested.resize_vocabulary
-    if size and size < model.vocabulary_size:
+    size = requested.resize_vocabulary or model.vocabulary_size
+    if size < model.vocabulary_size:
         raise InputError(
             f"model.resize_vocabulary={size}: {requested.pretrained} has {model.vocabulary_size} token ids, and rows "
             "can only be added; set a larger number, or leave it out"
         )
-    return dataclasses.replace(model, vocabulary_size=size or model.vocabulary_size)
+    return fields.replace_fields(model, {"vocabulary_size": size})
 
 
 def _resolve_tokenizer(data: DataConfig, source: str) -> DataConfig:
     """Replace `data.tokenizer=auto` by the tokenizer of `model.pretrained`, or by `bytes` if that is empty."""
-    if source and data.tokenizer == "bytes" and not is_run_directory(Path(source)):
+    is_folder = bool(source) and not is_run_directory(Path(source))
+    if is_folder and data.tokenizer == "bytes":
         raise InputError(
             f"data.tokenizer=bytes: the ids of {source} are not bytes; leave it out to use the tokenizer of that "
             "folder, or name a tokenizer.json"
         )
     if data.tokenizer != "auto":
         return data
-    if not source:
-        return dataclasses.replace(data, tokenizer="bytes")
-    if not is_run_directory(Path(source)):
-        return dataclasses.replace(data, tokenizer=source)
+    if is_folder or not source:
+        return fields.replace_fields(data, {"tokenizer": source or "bytes"})
     stored = cli.load_run_config(Path(source), "model.pretrained=").data
-    return dataclasses.replace(data, tokenizer=stored.tokenizer, bos=data.bos or stored.bos, eos=data.eos or stored.eos)
+    ends = {"bos": data.bos or stored.bos, "eos": data.eos or stored.eos}
+    return fields.replace_fields(data, {"tokenizer": stored.tokenizer, **ends})
 
 
 def _set_fields(name: str, section: Any, stored: dict[str, Any]) -> Any:

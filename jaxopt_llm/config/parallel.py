@@ -49,8 +49,8 @@ class MeshConfig:
 @dataclass(frozen=True)
 class ShardingConfig:
     zero_stage: Literal[0, 1, 2, 3] = 3
-    """ZeRO stage: the state that mesh.fsdp shards. 0 = nothing, 1 = master weights and moments, 2 = also gradients, 3 =
-    also compute parameters (Rajbhandari et al. 2020; DeepSpeed: stage)."""
+    """ZeRO stage: the state that mesh.fsdp, mesh.context and mesh.expert shard together. 0 = nothing, 1 = master
+    weights and moments, 2 = also gradients, 3 = also compute parameters (Rajbhandari et al. 2020; DeepSpeed: stage)."""
     sequence_parallel: bool = False
     """Also split norms and the residual stream along the sequence over mesh.tensor (Korthikanti et al. 2022;
     Megatron-LM: sequence-parallel)."""

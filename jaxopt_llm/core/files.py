@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import IO, Any
 
 
 def replace_durably(path: Path, text: str) -> None:
@@ -9,10 +10,15 @@ def replace_durably(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
     temporary.replace(path)
     sync_directory(path.parent)
+
+
+def sync_file(file: IO[Any]) -> None:
+    """Flush a file to disk. Otherwise a power failure could leave a file name without its contents."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def sync_directory(directory: Path) -> None:

@@ -24,8 +24,8 @@ def map_with_path(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree
     return jax.tree_util.tree_map_with_path(lambda path, *leaves: function(path_string(path), *leaves), tree, *rest)
 
 
-def leaves_with_path(tree: Tree) -> list[tuple[str, Leaf]]:
-    return [(path_string(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+def leaves_with_path(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Leaf]]:
+    return [(path_string(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)]
 
 
 def first_match(path: str, patterns: Sequence[str]) -> str | None:

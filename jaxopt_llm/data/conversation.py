@@ -46,18 +46,16 @@ def normalize_conversation(row: Any, form: str) -> str:
         raise Malformed(f"truncated, or without the fields of the form {form} ({', '.join(sorted(FORMS[form]))})")
     if row.keys() & {"chosen", "rejected"}:
         raise Malformed("it holds a preference pair (chosen, rejected) instead of one conversation")
-    if form == "messages":
-        messages = row["messages"]
-    elif form == "pairs":
+    if form == "pairs":
         if not isinstance(row["prompt"], str) or not isinstance(row["completion"], str):
             raise Malformed("prompt or completion is not text; put lists of messages into one field, messages")
         messages = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
     else:
-        messages = row["conversations"]
-        if isinstance(messages, list):
-            messages = [_from_sharegpt(message) for message in messages]
+        messages = row["messages" if form == "messages" else "conversations"]
     if not isinstance(messages, list):
         raise Malformed("messages is not a list")
+    if form == "sharegpt":
+        messages = [_from_sharegpt(message) for message in messages]
     messages = [_message(message) for message in messages]
     if isinstance(row.get("system"), str):
         if messages and messages[0]["role"] == "system":

@@ -35,9 +35,6 @@ class Loader:
 
     Attributes:
         current_source: name of the source that is being read, for messages.
-
-    Raises:
-        InputError: the batch size is below 1, or the seed is negative.
     """
 
     def __init__(
@@ -48,9 +45,6 @@ class Loader:
         seed: int,
         local_rows: Sequence[int] | None = None,
     ) -> None:
-        _check_batch_size(batch_size)
-        if seed < 0:
-            raise InputError(f"run.seed={seed}: must be at least 0")
         self._batch_size = batch_size
         self._local_rows = range(batch_size) if local_rows is None else local_rows
         self._names = [rows.name for rows in sources]
@@ -155,7 +149,6 @@ def read_held_out_batches(
     Raises:
         InputError: there are not enough rows for one batch, or the loss counts no token of them.
     """
-    _check_batch_size(batch_size)
     if len(rows) < batch_size:
         raise InputError(
             f"the held-out split has {len(rows)} rows of {rows.sequence_length} tokens, fewer than one batch of "
@@ -170,15 +163,9 @@ def read_held_out_batches(
 
 
 def _stack(rows: Iterable[Batch]) -> Batch:
-    batch: Batch = jax.tree.map(lambda *fields: np.stack(fields), *rows)
-    return batch
+    return jax.tree.map(lambda *fields: np.stack(fields), *rows)
 
 
 def _integer_shares(weights: Sequence[float]) -> list[int]:
     """Return weights as integers, in millionths of their sum. With floats, row counts would be rounded."""
     return [max(round(weight / sum(weights) * 10**6), 1) for weight in weights]
-
-
-def _check_batch_size(batch_size: int) -> None:
-    if batch_size < 1:
-        raise InputError(f"training.batch_size={batch_size}: must be at least 1")

@@ -51,8 +51,6 @@ class PackedRows:
     _bounds: NDArray[np.int64] | None = field(init=False, default=None)  # [rows, 2]: positions [first, last) of a row
 
     def __post_init__(self) -> None:
-        if self.sequence_length < 1:
-            raise InputError(f"training.sequence_length={self.sequence_length}: must be at least 1")
         if self.long_documents in ("cut", "drop") or (self.long_documents == "auto" and self.stream.has_mask):
             self._pack_whole(drop=self.long_documents == "drop")
             return
@@ -87,8 +85,7 @@ class PackedRows:
         )
         if count > self.sequence_length:
             return row
-        padded: Batch = jax.tree.map(lambda field: np.pad(field, (0, self.sequence_length + 1 - count)), row)
-        return padded
+        return jax.tree.map(lambda field: np.pad(field, (0, self.sequence_length + 1 - count)), row)
 
     def _pack_whole(self, drop: bool) -> None:
         starts = self.stream.document_starts(0, self.stream.size)

@@ -28,7 +28,7 @@ import numpy as np
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.core.files import replace_durably
+from jaxopt_llm.core.files import replace_durably, sync_file
 from jaxopt_llm.data.find import File
 from jaxopt_llm.data.mapped import MappedArray
 from jaxopt_llm.data.source import Part, split_into_parts
@@ -127,7 +127,7 @@ def write_shard(directory: Path, index: int, parts: Sequence[Part], config: Data
                     file.write(array.data)
                 documents, end = documents + lengths.size, end + tokens.size
         for file in files:
-            _sync(file)
+            sync_file(file)
     for path in paths:
         os.replace(_temporary_path(path), path)
     record: dict[str, Any] = {"documents": documents, "tokens": end, "tokens_sha256": digests[0].hexdigest()}
@@ -160,15 +160,16 @@ class ShardMerger:
     def __init__(self, directory: Path, dtype: str, conversations: bool = False) -> None:
         self._directory = directory
         self._names = _array_names(conversations)
-        self._types = dict(zip(_ARRAYS, map(np.dtype, (dtype, "<i8", "<u8", "?")), strict=True))
         (directory / SHARDS).touch()
         written = (directory / SHARDS).read_bytes()
         os.truncate(directory / SHARDS, written.rfind(b"\n") + 1)
         self.shards = read_shard_records(directory)
         self._documents = sum(shard["documents"] for shard in self.shards)
         self._tokens = sum(shard["tokens"] for shard in self.shards)
+        types = dict(zip(_ARRAYS, map(np.dtype, (dtype, "<i8", "<u8", "?")), strict=True))
+        counts = {"tokens": self._tokens, "ends": self._documents, "keys": self._documents, "mask": self._tokens}
         for name in self._names:
-            path, size = array_path(directory, name), self._byte_size(name)
+            path, size = array_path(directory, name), counts[name] * types[name].itemsize
             path.touch()
             if (has := path.stat().st_size) < size:
                 remedy = f"remove {directory} and prepare the corpus again"
@@ -195,12 +196,12 @@ class ShardMerger:
                         file.write(ends.data)
                     else:
                         shutil.copyfileobj(source, file, _BLOCK)
-                    _sync(file)
+                    sync_file(file)
             digest.update(paths["keys"].read_bytes())
             counts["documents_sha256"] = digest.hexdigest()
             with (self._directory / SHARDS).open("a") as file:
                 file.write(json.dumps(counts) + "\n")
-                _sync(file)
+                sync_file(file)
             self.shards.append(counts)
             self._documents += counts["documents"]
             self._tokens += counts["tokens"]
@@ -212,9 +213,6 @@ class ShardMerger:
         digest = hashlib.sha256((self._directory / SHARDS).read_bytes()).hexdigest()
         totals = {"documents": self._documents, "tokens": self._tokens, "shards_sha256": digest}
         write_json(self._directory / MANIFEST, {"plan": plan, **totals})
-
-    def _byte_size(self, name: str) -> int:
-        return (self._tokens if name in ("tokens", "mask") else self._documents) * self._types[name].itemsize
 
 
 def read_shard_records(directory: Path) -> list[dict[str, Any]]:
@@ -352,18 +350,10 @@ def _hash_range(files: Sequence[Path], first: int, last: int) -> str:
     for path in files:
         with path.open("rb") as file:
             file.seek(first)
-            left = last - first
-            while left and (block := file.read(min(_BLOCK, left))):
-                digest.update(block)
-                left -= len(block)
+            for begin in range(first, last, _BLOCK):
+                digest.update(file.read(min(_BLOCK, last - begin)))
     return digest.hexdigest()
 
 
 def _temporary_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.getpid()}.tmp")
-
-
-def _sync(file: Any) -> None:
-    """Flush a file to the disk. Otherwise a power failure could leave a file name without its contents."""
-    file.flush()
-    os.fsync(file.fileno())

@@ -220,8 +220,7 @@ def main() -> None:
             except Exception as error:  # an untrusted program can raise any exception
                 kind = type(error).__name__
                 answer = json.dumps({"error": f"{kind}: {error}" if str(error) else kind})
-            sys.stdout.write(answer + "\n")
-            sys.stdout.flush()
+            print(answer, flush=True)
             faulthandler.cancel_dump_traceback_later()
 
 

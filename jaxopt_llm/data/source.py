@@ -94,8 +94,7 @@ def read_documents(part: Part, config: DataConfig, skipped: Counter[str]) -> Ite
                 reject(f"{where}: {content}", config)
                 skipped["truncated or without text" if config.content == "text" else "not a conversation"] += 1
                 continue
-            problem = _find_utf8_error(content)
-            if problem:
+            if problem := _find_utf8_error(content):
                 reject(f"{where}: not UTF-8 ({problem} of the text)", config)
                 skipped["not UTF-8" if config.malformed == "skip" else "not UTF-8, replaced"] += 1
                 if config.malformed == "skip":

@@ -102,19 +102,18 @@ class JsonTokenizer:
         self.vocabulary_size = max(vocabulary.values()) + 1  # ids may have gaps
         added = self._library.get_added_tokens_decoder().values()
         self.special_tokens: Sequence[str] = [str(token.content) for token in added if token.special]
-        special = self.special_tokens
         declared = declared_tokens(read_json_object(file.with_name("tokenizer_config.json")))
 
         def find_id(setting: str, name: str, key: str, known: tuple[str, ...]) -> int | None:
             if name and name not in vocabulary:
-                choices = f"one of its tokens, for example a special token: {special}"
+                choices = f"one of its tokens, for example a special token: {self.special_tokens}"
                 raise InputError(f"data.{setting}={name}: {file} has no such token; choose {choices}")
-            names = (name, declared.get(key), *(token for token in known if token in special))
+            names = (name, declared.get(key), *(token for token in known if token in self.special_tokens))
             return next((vocabulary[token] for token in names if token in vocabulary), None)
 
         eos_id = find_id("eos", eos, "eos_token", _EOS_NAMES)
         if eos_id is None:
-            remedy = f"set data.eos to one of its special tokens: {special}"
+            remedy = f"set data.eos to one of its special tokens: {self.special_tokens}"
             raise InputError(f"data.tokenizer={path}: the tokenizer does not declare an EOS token; {remedy}")
         self.eos: int = eos_id
         bos_id = find_id("bos", bos, "bos_token", _BOS_NAMES)
@@ -133,8 +132,7 @@ class JsonTokenizer:
         return [(np.array(each.ids, np.int32), offset) for each, offset in zip(encoded, offsets, strict=True)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        text: str = self._library.decode([int(i) for i in ids], skip_special_tokens=True)
-        return text
+        return self._library.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
 def find_tokenizer_folder(config: DataConfig) -> Path | None:

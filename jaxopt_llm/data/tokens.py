@@ -191,7 +191,7 @@ def join_ranges(pieces: Sequence[Piece], ranges: Sequence[GroupRanges]) -> Token
     Raises InputError if the index of a piece is damaged.
     """
     nothing = np.empty(0, np.int64)
-    origins, lengths, documents = [nothing], [nothing], [0]
+    origins, lengths, documents = [nothing], [nothing], 0
     bounds = _cumulative([piece.size for piece in pieces])
     for piece, of_piece, bound in zip(pieces, ranges, bounds, strict=False):
         edges = piece.group_starts(of_piece.ravel())
@@ -200,11 +200,10 @@ def join_ranges(pieces: Sequence[Piece], ranges: Sequence[GroupRanges]) -> Token
         nonempty = ends > begins
         origins.append(bound + begins[nonempty])
         lengths.append((ends - begins)[nonempty])
-        if piece.documents is not None:
-            documents.append(int((of_piece[:, 1] - of_piece[:, 0]).sum()))
+        documents += int((of_piece[:, 1] - of_piece[:, 0]).sum())
     known = all(piece.documents is not None for piece in pieces)
     starts = _cumulative(np.concatenate(lengths))
-    return TokenStream(tuple(pieces), starts, np.concatenate(origins), sum(documents) if known else None)
+    return TokenStream(tuple(pieces), starts, np.concatenate(origins), documents if known else None)
 
 
 def join_all(pieces: Sequence[Piece]) -> TokenStream:

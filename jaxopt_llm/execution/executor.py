@@ -23,9 +23,9 @@ class Executor:
     batch: fields [M, B, S], M microbatches.
     loss_weight: float32 scalar, 1 / tokens for the gradient of the mean, times the loss scale if there is one.
 
-    The loss is summed over the tokens where `loss_mask` is True; `tokens` is their number. The gradients are
-    d(loss_weight × losses)/d(trainable). With gradient groups they have the sharding of the masters, otherwise that of
-    `zero.gradient_sharding`.
+    The loss is the cross-entropy, summed over the tokens where `loss_mask` is True; `tokens` is their number. The
+    gradients are those of the objective, d(loss_weight × (cross-entropy + z-loss + auxiliary losses))/d(trainable).
+    With gradient groups they have the sharding of the masters, otherwise that of `zero.gradient_sharding`.
     """
 
     loss_and_gradients: Callable[

@@ -46,10 +46,8 @@ def converse(
     tokenizer, data = source.tokenizer, source.config.data
     data = replace(data, date=data.date or date.today().isoformat())  # templates expect the current date
     template = find_template(data, tokenizer)
-    size = source.config.model.vocabulary_size
-    generator = TokenGenerator(
-        source.model, source.params, source.placement, size, sampling, seed, rows=1, length=context
-    )
+    loaded = source.model, source.params, source.placement, source.config.model.vocabulary_size
+    generator = TokenGenerator(*loaded, sampling, seed, rows=1, length=context)
     remedy = "start a new one, or increase --context"
     messages = [] if system is None else [{"role": "system", "content": system}]
     with open_renderer(template) as renderer:

@@ -1,6 +1,7 @@
 """A model as the executors, the state, the update, the checkpoints and the planner see it.
 
-A model is written for one device: it knows neither the mesh nor the loop that runs it. Decoder (decoder.py) is one.
+A model computes on global arrays, as for one device. It names logical axes and passes the placement on; it does not
+know the loop that runs it. Decoder (decoder.py) is one.
 Letters: B batch, S sequence, D width, V vocabulary (padded).
 """
 

@@ -49,8 +49,8 @@ class ParamSpec:
     contracting:  the dimensions that a matmul sums over; their sizes multiply to the fan-in.
     init:         (key, shape, fan-in) -> float32 values; for one layer if the parameter is a stack.
     exact:        whether it is float32 everywhere, including compute copies, frozen parameters and reductions.
-    layers:       of a stack, nested by its leading axes: at each place, the index of the period in its segment, -1 for
-                  an empty place; None for a parameter outside the segments.
+    layers:       of a stack, nested by its leading axes: for each row of the stack ("layer"), the index of the period
+                  in its segment, -1 for an empty row; None for a parameter outside the segments.
     sign_rate:    of a parameter that is not learned from the loss: a step subtracts sign_rate × sign(gradient), with
                   any optimizer, and the gradient does not count in the gradient norm. None for all others.
     """

@@ -26,7 +26,9 @@ class MetricsLog:
         """
         if path.exists():
             try:
-                lines = [line for line in _read_whole_lines(path) if json.loads(line)["step"] <= resume_step]
+                # A line without a newline was cut short when its writer died.
+                whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+                lines = [line for line in whole if json.loads(line)["step"] <= resume_step]
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(f"{path} has a line that is not a record ({error}); fix or move the file") from error
             replace_durably(path, "".join(lines))
@@ -64,8 +66,3 @@ class MetricsLog:
         """
         with self._file:
             self._append()
-
-
-def _read_whole_lines(path: Path) -> list[str]:
-    """Return the lines that end with a newline. A line without one was cut short when its writer died."""
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

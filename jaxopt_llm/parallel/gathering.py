@@ -1,7 +1,8 @@
 """Gathering of weights from where they rest to where they are used, and the way back of their gradients.
 
-zero.py says where both rest. Weights are gathered over the storage axes of ZeRO that the parameters' table does not use
-for them; the axes of the table still divide them. Gradients are divided over these storage axes again.
+zero.py says where both rest. Only ZeRO's storage axes are gathered, and gradients are divided over them again. The axes
+of the parameters' table stay: a weight that `tensor` divides remains divided by `tensor`, and experts remain divided by
+`expert`.
 """
 
 from dataclasses import dataclass
@@ -134,8 +135,8 @@ def gather_array(weight: PlacedWeight, dtype: Any = None) -> jax.Array:
 def reduce_gradient(gradient: jax.Array, shardings: WeightShardings) -> jax.Array:
     """Cast a weight's gradient to the reduction's dtype, and constrain it to the gradient's sharding.
 
-    It is `gather_array` transposed. For the devices' partial sums, XLA inserts a reduce-scatter or all-reduce over all
-    mesh axes except those of the gradient groups.
+    It is `gather_array` transposed. For the devices' partial sums, XLA inserts a reduce-scatter or all-reduce over the
+    mesh axes that divide the tokens, except those of the gradient groups.
     """
     return jax.lax.with_sharding_constraint(gradient.astype(shardings.reduce_dtype), shardings.gradient)
 

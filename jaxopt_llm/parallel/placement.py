@@ -46,7 +46,8 @@ class Spec(Exactness, Protocol):
 class Placement:
     """The mesh, the settings of what is divided over it, the dtypes, and what rests in host memory.
 
-    grouped: the batch axes that a surrounding `vmap` over gradient groups stands for (zero.py).
+    grouped: the mesh axes that a surrounding `vmap` over gradient groups already divides (zero.py). Shardings inside it
+        do not name them.
     """
 
     mesh: Mesh | AbstractMesh

@@ -1,8 +1,9 @@
 """ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): where parameters, gradients and optimizer state rest.
 
-It is four shardings on top of the parameters' table (Placement.dims). The storage axes (`fsdp`, `context` and `expert`
-together) divide master weights and moments from stage 1 on, gradients from stage 2 on, and compute parameters in
-stage 3.
+It adds storage axes (`fsdp`, `context` and `expert` together) to the parameters' table (`Placement.dims`). They divide
+masters and moments from stage 1 on, gradients from stage 2 on, and in stage 3 (the default) also the parameters that
+the model reads. Stages 1 and 2 keep a whole compute copy next to the divided masters; in stages 0 and 3 the model reads
+the masters.
 
 A function `..._sharding` takes a ParamSpec and returns a NamedSharding, or takes a pytree of ParamSpecs and returns a
 pytree of NamedShardings.
@@ -131,7 +132,7 @@ def find_undivided(specs: tree.Tree, placement: Placement) -> list[str]:
 
 
 def storage_axes(zero_stage: int, placement: Placement) -> tuple[str, ...]:
-    """Return the axes that divide an array that ZeRO divides from this stage of ZeRO on."""
+    """Return STORAGE_AXES if the configured stage is at least `zero_stage`, otherwise no axes."""
     return STORAGE_AXES if placement.sharding.zero_stage >= zero_stage else ()
 
 

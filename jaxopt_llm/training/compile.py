@@ -12,8 +12,8 @@ from jaxopt_llm.training.setup import Setup
 
 
 @dataclass(frozen=True)
-class Programs:
-    """Lowered or compiled programs of a run.
+class Executables:
+    """Step and held-out loss of a run, lowered or compiled from its `Program`.
 
     Attributes:
         step: (state, batch) -> (state, metrics).
@@ -31,14 +31,14 @@ class Programs:
         return f"{peak / 2**30:.2f} GiB per device{host_memory} while it runs"
 
 
-def lower_programs(setup: Setup) -> Programs:
+def lower_programs(setup: Setup) -> Executables:
     """Lower both programs for the state and the batch of the run."""
     program = setup.program
     held_out = make_held_out_loss(program.model, program.executor, setup.placement, setup.config.xla)
-    return Programs(*(each.lower(program.state, program.batch) for each in (program.step, held_out)))
+    return Executables(*(each.lower(program.state, program.batch) for each in (program.step, held_out)))
 
 
-def compile_programs(setup: Setup, lowered: Programs) -> Programs:
+def compile_programs(setup: Setup, lowered: Executables) -> Executables:
     """Compile both programs. With `run.deterministic` on GPUs, they return the same bits every time."""
     repeats = setup.config.run.deterministic and jax.default_backend() == "gpu"
 
@@ -46,4 +46,4 @@ def compile_programs(setup: Setup, lowered: Programs) -> Programs:
         options = repeatable_options(program, setup.directory, setup.processes.first) if repeats else None
         return program.compile(compiler_options=options)
 
-    return Programs(compile(lowered.step), compile(lowered.held_out))
+    return Executables(compile(lowered.step), compile(lowered.held_out))

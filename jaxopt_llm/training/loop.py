@@ -22,7 +22,7 @@ from jaxopt_llm.observe.progress import ProgressLine
 from jaxopt_llm.parallel.zero import abstract_checkpoint
 from jaxopt_llm.training import pretrained_weights
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.compile import Programs
+from jaxopt_llm.training.compile import Executables
 from jaxopt_llm.training.evaluation import evaluate
 from jaxopt_llm.training.initial_weights import InitialWeights
 from jaxopt_llm.training.setup import Setup, set_aside_log, write_run_files
@@ -58,7 +58,12 @@ class Loop:
     """
 
     def __init__(
-        self, setup: Setup, programs: Programs, checkpoints: Checkpoints, progress: ProgressLine, preemption: Preemption
+        self,
+        setup: Setup,
+        programs: Executables,
+        checkpoints: Checkpoints,
+        progress: ProgressLine,
+        preemption: Preemption,
     ) -> None:
         self.current = 0
         self._setup: Setup = setup
@@ -102,7 +107,7 @@ class Loop:
         self._state = training_state.initialize_state(specs, optimizers, seed, placement, given)
 
     def start(self, start: int, initial: InitialWeights) -> None:
-        """Open the records of the run and start to read batches.
+        """Open the records of the run and the iterator of batches, which starts to read at the first step.
 
         Raises:
             Preempted: a stop was requested.

@@ -124,9 +124,10 @@ def _nf4_problems(specs: Params, config: LoraConfig) -> list[str]:
 def adapt_model(
     model: Model, config: LoraConfig, precision: PrecisionConfig, trainable: tuple[str, ...] = ()
 ) -> tuple[Model, Params, Params]:
-    """Return the model with adapters, and the specs of its trained and of its frozen parameters.
+    """Divide the parameters of a model into trained and frozen ones, and add adapters if `lora.rank` is set.
 
-    The specs are the two halves of a `tree.partition`, with the dtypes in which the parameters are stored.
+    Returns the model, and the specs of its trained and of its frozen parameters: the two halves of a `tree.partition`,
+    with the dtypes in which the parameters are stored.
 
     Args:
         trainable: see TrainingConfig.

@@ -1,4 +1,4 @@
-"""Program of a run: everything that it compiles, made from a configuration and a placement."""
+"""Program of a run: its model, executor, optimizers and step, made from a configuration and a placement."""
 
 import functools
 from collections.abc import Callable
@@ -33,10 +33,10 @@ from jaxopt_llm.training.update import Optimizers
 
 @dataclass(frozen=True)
 class Program:
-    """Model, specs and functions of a run.
+    """Model, specs and functions of a run. Nothing is compiled; compile.py compiles the step.
 
     Attributes:
-        attention: the resolved `training.attention`.
+        attention: the implementation that `training.attention` resolved to, and the reason.
         step: jitted (state, batch) -> (state, metrics).
         to_checkpoint: state -> its checkpoint trees.
         state, batch: abstract arguments of `step`.

@@ -54,11 +54,11 @@ class TrainState:
 
     @property
     def trainable(self) -> Params:
-        """Parameters that the model reads and differentiates."""
+        """Values of the trained parameters that the model reads: the compute copy if there is one, else the masters."""
         return self.masters if self.compute is None else self.compute
 
     @property
-    def updatable(self) -> update.State:
+    def updatable(self) -> update.Updatable:
         """Masters, moments and compute copy, which the optimizer updates."""
         return self.masters, self.moments, self.compute
 

@@ -1,8 +1,9 @@
 """One training step: loss, gradients, gradient clipping and the optimizer update.
 
 The update is always computed. If the loss or the gradient norm is not finite, or the norm is an outlier, it is
-discarded (see guard.py, and the `jnp.where` in update.py). With `optimizer.in_backward`, execution/in_backward.py takes
-the place of the executor: it updates each period during the backward and cannot discard the update.
+discarded (see guard.py, and the `jnp.where` in update.py). With `optimizer.in_backward`, the step calls
+`in_backward.loss_and_update` instead of the executor: it updates each period during the backward and cannot discard the
+update.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from jaxopt_llm.training import update
 from jaxopt_llm.training.guard import Guard, judge_step
 from jaxopt_llm.training.loss_scale import adjust_loss_scale
 from jaxopt_llm.training.state import StateSpecs, TrainState, state_shardings
-from jaxopt_llm.training.update import Optimizers, State
+from jaxopt_llm.training.update import Optimizers, Updatable
 
 Metrics = dict[str, jax.Array]
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
@@ -93,7 +94,7 @@ class _Outcome:
     norm: jax.Array
     overflow: jax.Array
     guard: Guard
-    updated: State
+    updated: Updatable
     auxiliary: Auxiliary
 
 
@@ -165,11 +166,11 @@ class _Step:
     def _advance_in_backward(self, state: TrainState, batch: Batch, per_token: jax.Array) -> _Outcome:
         """Update each period during the backward."""
 
-        def read_params(section_state: State) -> Params:
+        def read_params(section_state: Updatable) -> Params:
             masters, _, compute = section_state
             return masters if compute is None else compute
 
-        def update_period(section: str, period_state: State, gradients: Params) -> State:
+        def update_period(section: str, period_state: Updatable, gradients: Params) -> Updatable:
             specs = param.period_specs(self.specs.masters[section])
             return update.update_period(self.optimizers[section], specs, self.placement, period_state, gradients)
 

@@ -26,7 +26,7 @@ from jaxopt_llm.parallel.placement import Placement
 
 Optimizers = dict[str, optax.GradientTransformation]  # by section
 # Masters, moments, and the compute copy or None: of all sections, of one section, or of one period.
-State = tuple[tree.Tree, tree.Tree, tree.Tree]
+Updatable = tuple[tree.Tree, tree.Tree, tree.Tree]
 UPDATE = "update"  # the named scope of the update in compiled programs and profiles
 
 
@@ -82,13 +82,13 @@ def moment_specs(optimizers: Optimizers, specs: Params) -> Params:
     return {section: section_specs(section, state[section]) for section in optimizers}
 
 
-def split_sections(state: State) -> dict[str, State]:
+def split_sections(state: Updatable) -> dict[str, Updatable]:
     """Split the state of all sections into the states of the sections, by name."""
     masters, moments, compute = state
     return {name: (masters[name], moments[name], compute and compute[name]) for name in masters}
 
 
-def join_sections(sections: dict[str, State]) -> State:
+def join_sections(sections: dict[str, Updatable]) -> Updatable:
     """Join the states of the sections; the inverse of `split_sections`."""
     masters, moments, copies = ({name: state[i] for name, state in sections.items()} for i in range(3))
     return masters, moments, copies if jax.tree.leaves(copies) else None
@@ -97,19 +97,19 @@ def join_sections(sections: dict[str, State]) -> State:
 def apply_gradients(
     optimizers: Optimizers,
     specs: Params,
-    state: State,
+    state: Updatable,
     gradients: Params,
     factor: jax.Array,
     good: jax.Array,
     placement: Placement,
-) -> State:
+) -> Updatable:
     """Return the state of all sections after a step.
 
     Args:
         factor, good: see `update_period`.
     """
 
-    def update_section(section: str, state: State) -> State:
+    def update_section(section: str, state: Updatable) -> Updatable:
         periods = param.layer_indices(specs[section])
         update = functools.partial(update_period, optimizers[section], param.period_specs(specs[section]), placement)
         if periods is None:
@@ -118,7 +118,7 @@ def apply_gradients(
         if on_stages:
             update = jax.vmap(update, (0, 0, None, None), spmd_axis_name="pipeline")
 
-        def update_row(index: jax.Array, carry: State) -> State:
+        def update_row(index: jax.Array, carry: Updatable) -> Updatable:
             # Without a pipeline, slot = index and the loop runs over all rows.
             chunk, slot = jnp.divmod(index, periods.shape[-1])
             position = (chunk, None, slot) if on_stages else (slot,)
@@ -169,11 +169,11 @@ def update_period(
     optimizer: optax.GradientTransformation,
     specs: tree.Tree,
     placement: Placement,
-    state: State,
+    state: Updatable,
     gradients: tree.Tree,
     factor: jax.Array | float = 1.0,
     good: jax.Array | bool = True,
-) -> State:
+) -> Updatable:
     """Return the state of one period, or of "non_layer", after a step.
 
     Args:

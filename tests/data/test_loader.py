@@ -108,18 +108,6 @@ def test_fewer_held_out_rows_than_one_batch_is_an_input_error_with_the_numbers()
         read_held_out_batches(numbered_rows(10), batch_size=11, count=1)
 
 
-def test_a_batch_size_below_one_is_an_input_error() -> None:
-    with pytest.raises(InputError, match="training.batch_size=0: must be at least 1"):
-        make_loader(10, batch_size=0, seed=0)
-    with pytest.raises(InputError, match="training.batch_size=0: must be at least 1"):
-        read_held_out_batches(numbered_rows(10), batch_size=0, count=1)
-
-
-def test_a_negative_seed_is_an_input_error() -> None:
-    with pytest.raises(InputError, match="run.seed=-1: must be at least 0"):
-        make_loader(10, batch_size=1, seed=-1)
-
-
 def test_an_epoch_reads_every_token_once() -> None:
     """Check unique tokens in documents of random lengths, so that every lost or repeated token is found."""
     random = np.random.default_rng(0)

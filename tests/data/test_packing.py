@@ -138,11 +138,6 @@ def test_too_little_for_one_row_is_an_input_error_with_the_numbers(documents: li
         packed(documents, 4)
 
 
-def test_a_sequence_length_below_one_is_an_input_error() -> None:
-    with pytest.raises(InputError, match="training.sequence_length=0: must be at least 1"):
-        packed([b"ab"], 0)
-
-
 @pytest.mark.parametrize("wrong", [-1, 300, 2**32 + 5])
 def test_an_id_outside_the_vocabulary_is_an_input_error_with_its_position(wrong: int) -> None:
     ids = np.array([0, 1, 299, 2, wrong, 5, 6, 7], np.int64)

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxopt_llm.config import ModelConfig
-from jaxopt_llm.config.fields import get_field, walk_fields
+from jaxopt_llm.config.fields import METADATA, get_field, walk_fields
 from jaxopt_llm.config.model import MAX_LAYERS
 from jaxopt_llm.core.errors import InputError
 
 Settings = dict[str, Any]  # content of a Hugging Face config.json
 FIELD_TYPES = {name: hint for name, hint, _ in walk_fields(ModelConfig)}
+PRETRAINED_FIELDS = [name for name in FIELD_TYPES if METADATA[f"model.{name}"].in_pretrained]
 TYPE_NAMES = {int: "a whole number below 2**31", float: "a finite number", bool: "true or false"}
 
 

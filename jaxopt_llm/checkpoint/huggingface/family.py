@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxopt_llm.checkpoint.huggingface.codecs import FIELD_TYPES, Codec, Settings, Unsupported
+from jaxopt_llm.checkpoint.huggingface.codecs import FIELD_TYPES, PRETRAINED_FIELDS, Codec, Settings, Unsupported
 from jaxopt_llm.checkpoint.huggingface.codecs_moe import find_expert_layers
 from jaxopt_llm.checkpoint.huggingface.codecs_windows import find_shortest_period
 from jaxopt_llm.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig
-from jaxopt_llm.config.fields import METADATA, get_field, replace_fields
+from jaxopt_llm.config.fields import get_field, replace_fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +51,7 @@ class Family:
         for codec in self.codecs:
             fields |= codec.read(settings)
         config = replace_fields(ModelConfig(), fields)
-        found = config.problems()
-        if found:
+        if found := config.problems():
             raise Unsupported("; ".join(found))
         return config
 
@@ -109,5 +108,5 @@ def canonicalise(config: ModelConfig) -> ModelConfig:
 TRAINING_ONLY = {
     name: get_field(ModelConfig(), name)
     for name in FIELD_TYPES
-    if not METADATA[f"model.{name}"].in_pretrained and name != "moe.balance_loss"
+    if name not in PRETRAINED_FIELDS and name != "moe.balance_loss"
 }

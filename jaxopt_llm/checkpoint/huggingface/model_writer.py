@@ -66,13 +66,10 @@ def write_model_folder(
     values = collect_leaves(params)
     layouts = list_tensor_layouts(family, config)
     fixed = {name for name, layout in layouts.items() if layout.pieces[0].spec.sign_rate is not None}
-
-    def choose_dtype(name: str) -> np.dtype:
-        """Return the dtype of a tensor; all of its pieces have the same one."""
-        own_dtype = leaves.weight_dtype(values[layouts[name].pieces[0].path])
-        return own_dtype if dtype is None or name in fixed else jnp.dtype(dtype)
-
-    dtypes = {name: choose_dtype(name) for name in layouts}
+    # All pieces of a tensor have the same dtype.
+    dtypes = {name: leaves.weight_dtype(values[layout.pieces[0].path]) for name, layout in layouts.items()}
+    if dtype is not None:
+        dtypes |= {name: jnp.dtype(dtype) for name in layouts if name not in fixed}
     # The widest dtypes come first, so that each tensor is aligned in its file.
     widest_first = sorted(layouts, key=lambda name: -dtypes[name].itemsize)
     specs = {name: TensorSpec(dtypes[name], layouts[name].shape) for name in widest_first}
@@ -117,8 +114,7 @@ def _tensor_getter(
 
 def collect_leaves(params: Params) -> dict[str, tree.Leaf]:
     """Return path -> leaf, where quantised weights and weights with adapters are single leaves."""
-    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=leaves.is_wrapped)
-    return {tree.path_string(path): leaf for path, leaf in found}
+    return dict(tree.leaves_with_path(params, is_leaf=leaves.is_wrapped))
 
 
 def fetch_layer(

@@ -7,7 +7,6 @@ its own folder. Pickles are never opened.
 import json
 import math
 import mmap
-import os
 import re
 import shlex
 import shutil
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.core.files import sync_directory
+from jaxopt_llm.core.files import sync_directory, sync_file
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -219,10 +218,7 @@ def parse_json(content: bytes, file: Path) -> dict[str, Any]:
 
 
 def write_folder(
-    folder: Path,
-    specs: Mapping[str, TensorSpec],
-    get_tensor: Callable[[str], np.ndarray],
-    max_file_bytes: int = MAX_FILE_BYTES,
+    folder: Path, specs: Mapping[str, TensorSpec], get_tensor: Callable[[str], np.ndarray], max_file_bytes: int
 ) -> None:
     """Write tensors into an existing folder, one after the other.
 
@@ -270,8 +266,7 @@ def write_file(file: Path, specs: Mapping[str, TensorSpec], get_tensor: Callable
             array = np.asarray(get_tensor(name), order="C")
             assert (array.dtype, array.shape) == spec, (name, array.dtype, array.shape, spec)
             stream.write(array.reshape(-1).view(np.uint8).data)
-        stream.flush()
-        os.fsync(stream.fileno())
+        sync_file(stream)
 
 
 def round_finite(array: np.ndarray, dtype: np.dtype, what: str) -> np.ndarray:

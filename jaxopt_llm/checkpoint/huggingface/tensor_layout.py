@@ -138,8 +138,7 @@ def list_tensor_layouts(family: Family, config: ModelConfig) -> dict[str, Tensor
                 # Tables are [rows, width], whatever the layout of the matrices.
                 layouts[name.format(layer, expert)] = TensorLayout(tuple(pieces), family.input_first and bool(prefix))
             used |= set(paths)
-    missing = specs.keys() - used
-    if missing:
+    if missing := specs.keys() - used:
         raise Unsupported(f"{family.model_type} has no tensor for {min(missing)}")
     return layouts
 

@@ -306,8 +306,7 @@ class Checkpoints:
 
 def _describe_leaves(arrays: tree.Tree) -> dict[str, str]:
     """Return leaf path -> dtype and shape, as in float32[2,3]."""
-    leaves = jax.tree_util.tree_leaves_with_path(arrays)
-    return {tree.path_string(path): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for path, leaf in leaves}
+    return {path: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for path, leaf in tree.leaves_with_path(arrays)}
 
 
 def _check_leaves(path: Path, trees: Mapping[str, tree.Tree]) -> None:

@@ -40,8 +40,7 @@ def find_damage(path: Path, share: tuple[int, int] = (0, 1)) -> str | None:
 
 def read_record(path: Path) -> dict[str, Any]:
     """Read the record of an intact checkpoint."""
-    record: dict[str, Any] = json.loads((path / RECORD).read_text())
-    return record
+    return json.loads((path / RECORD).read_text())
 
 
 def read_summary(path: Path) -> tuple[float | None, str | None]:

@@ -32,10 +32,10 @@ Gradient perturbation. JAX requires that a cotangent has the shape and dtype of 
 bfloat16 or as int8 codes, and its gradient needs another dtype and another sharding. So the executor differentiates not
 with respect to the weight but with respect to `PlacedWeight.perturbation`: zeros of the weight's shape, in the
 reductions' dtype, with the gradient's sharding. No computation reads the zeros. The backward returns None for the
-weight, and the gradient as the cotangent of the perturbation: reduced over all mesh axes except those of the gradient
-groups (`data`; in ZeRO stages 0 and 1 also `fsdp`), over which `gradients.sum_over_groups` reduces it once, after the
-last microbatch. A weight whose perturbation is None is frozen. (Flax's `perturb` is the
-same idea for activations.)
+weight, and the gradient as the cotangent of the perturbation. It is summed over the mesh axes that divide the tokens,
+except those of the gradient groups (`data`; in ZeRO stages 0 and 1 also `fsdp`). `gradients.sum_over_groups` sums over
+these once, after the last microbatch. A weight whose perturbation is None is frozen. (Flax's `perturb` is the same idea
+for activations.)
 
 Leaf classes (leaves.py). A weight of shape [D, F], contracted over D, is one of:
 

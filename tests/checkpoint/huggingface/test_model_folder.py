@@ -132,7 +132,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> Non
     for file in [*folder.glob("*.safetensors"), folder / safetensors.INDEX]:
         file.unlink(missing_ok=True)
     specs = {name: TensorSpec(array.dtype, array.shape) for name, array in arrays.items()}
-    safetensors.write_folder(folder, specs, arrays.__getitem__)
+    safetensors.write_folder(folder, specs, arrays.__getitem__, safetensors.MAX_FILE_BYTES)
 
 
 def set_value(arrays: dict[str, np.ndarray], value: float) -> None:
