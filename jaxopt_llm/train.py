@@ -30,7 +30,7 @@ from jaxopt_llm.planning.oom import OomExplainer
 from jaxopt_llm.training.compile import compile_programs, lower_programs
 from jaxopt_llm.training.initial_weights import open_initial_weights
 from jaxopt_llm.training.loop import Loop
-from jaxopt_llm.training.setup import prepare_run
+from jaxopt_llm.training.setup import check_inputs, prepare_run
 from jaxopt_llm.training.startup_report import print_report
 from jaxopt_llm.training.validation import validate
 
@@ -94,6 +94,7 @@ def main() -> int:
     if PRINT_CONFIG in sys.argv[1:]:
         print(fields.to_json(config))
         return 0
+    check_inputs(config)
     job = launchers.find_job(config.distributed, os.environ)
     process_group.check_devices_divide(config.mesh.devices, job)
     runtime.configure_jax(config.mesh.devices, job.processes, cache=not config.run.deterministic)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from commands import checkpoint, some_text, start_training, tiny, train
+from texts import write_byte_tokenizer
 
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.config import Config, cli, fields
@@ -77,6 +78,23 @@ def test_what_cannot_be_begun_from_is_one_line(run: Path, tmp_path: Path) -> Non
     found = train(tmp_path / "second", "--model.pretrained", broken, *some_text(tmp_path / "a.jsonl"))
     assert (found.returncode, len(found.stderr.splitlines())) == (4, 1)
     assert "the run has no checkpoint;" in found.stderr
+
+
+def test_a_run_has_its_tokenizer_and_its_data_must_be_named(run: Path, tmp_path: Path) -> None:
+    tokenizer, text = write_byte_tokenizer(tmp_path / "tokenizer.json"), some_text(tmp_path / "a.jsonl")
+    second = (tmp_path / "second", "--model.pretrained", run)
+    assert train(*second).stderr.endswith(f"name the data on which to train {run}; files, folders, globs\n")
+    found = train(*second, *text, "--data.tokenizer", tokenizer)
+    assert found.returncode == 2 and f"differ from those that {run} was trained with; leave out" in found.stderr
+
+    # The tokenizer of a run that names a file and a BOS of its own.
+    first = (tmp_path / "first", *text, *STILL, "--data.tokenizer", tokenizer, "--data.bos", "a")
+    assert train(*first).returncode == 0
+    arguments = (*tiny(tmp_path), "--model.pretrained", tmp_path / "first")
+    data = pretrained.resolve_pretrained(cli.parse_config([*map(str, arguments)], "train")).data
+    assert (data.tokenizer, data.bos, data.eos) == (str(tokenizer), "a", "")
+    done = train(tmp_path / "third", *text, *STILL, "--model.pretrained", tmp_path / "first")
+    assert f"tokenizer: {tokenizer}, 257 tokens, BOS " in done.stdout, done.stderr
 
 
 def test_layers_are_stacked_as_the_run_that_begins_wants_them(run: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import texts
 import toy
 from commands import ROOT, checkpoint, command, metrics, some_text, train
 from test_evaluate import evaluated
@@ -103,6 +104,37 @@ def test_training_begins_from_a_folder_and_ends_as_one(folder: Path, tmp_path: P
     done("convert", "export", "--checkpoint", run, "--to", out, "--dtype", "bfloat16")
     expected = folders.params(CONFIG, jnp.bfloat16)
     jax.tree.map(np.testing.assert_array_equal, load_pretrained(out).params, expected)
+
+
+def test_a_larger_tokenizer_needs_more_rows_and_they_are_exported(folder: Path, tmp_path: Path) -> None:
+    recipe, run, out = tmp_path / "recipe.py", tmp_path / "run", tmp_path / "out"
+    recipe.write_text(RECIPE.format(path=str(folder)))
+    tokenizer = texts.write_byte_tokenizer(tmp_path / "tokenizer.json", more=43)
+    still = ("--optimizer.learning-rate", 1e-30, "--optimizer.weight-decay", 0, "--evaluation.batches", 1)
+    options = ("--config", recipe, *still, *some_text(tmp_path / "a.jsonl"), "--data.tokenizer", tokenizer)
+    said = refused("train", *options, "--run.directory", run)
+    assert f"the tokenizer {tokenizer} has 300 tokens; set --model.resize-vocabulary 300" in said
+    options += ("--model.resize-vocabulary", 300)
+    said = done("train", *options, "--run.directory", run)
+    assert f"tokenizer: {tokenizer}, 300 tokens, no BOS, EOS 256\n" in said
+    assert "is finished at step 2" in done("train", *options, "--run.directory", run)
+    done("convert", "export", "--checkpoint", run, "--to", out)
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == 300
+    assert (out / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+    one, two = tensors(folder), tensors(out)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        np.testing.assert_array_equal(two[name][:258], one[name])
+        np.testing.assert_array_equal(two[name][258:], np.tile(one[name].mean(0, np.float64).astype("f4"), (42, 1)))
+    assert load_pretrained(out).logits([[1, 299]]).shape == (1, 2, 300)
+
+    adapted = (*options, "--lora.rank", 2, "--run.directory", tmp_path / "adapted")
+    done("train", *adapted)
+    done("train", *adapted, "--training.steps", 3)  # reads the frozen base again
+    with pytest.raises(InputError, match=r"the added rows .* write both with `convert merge`"):
+        convert.export_run(tmp_path / "adapted", tmp_path / "adapter", None, 10**9)
+    convert.merge_run(tmp_path / "adapted", tmp_path / "merged", None, 10**9)
+    merged = tensors(tmp_path / "merged")
+    assert all(np.array_equal(merged[name], two[name]) for name in ("model.embed_tokens.weight", "lm_head.weight"))
 
 
 @pytest.mark.slow
@@ -275,6 +307,12 @@ def test_bad_input_is_one_line(folder: Path, tmp_path: Path) -> None:
     said = refused(*begins, "--model.width", 64, "--model.layers", 3)
     assert "sets the model's fields; leave out model.width=64 (the stored value is 32), model.layers=3" in said
     assert "no such folder" in refused(*begins, "--model.pretrained", tmp_path / "none")
+    assert refused(*begins).endswith(f"data.paths: name the data on which to train {folder}; files, folders, globs")
+    text = some_text(tmp_path / "a.jsonl")
+    assert f"the ids of {folder} are not bytes" in refused(*begins, *text, "--data.tokenizer", "bytes")
+    assert f"{folder} has 258 token ids, and rows can only be added" in refused(*begins, "--model.resize-vocabulary", 9)
+    fresh = ("train", "--config", "quickstart.py", "--run.directory", tmp_path / "run")
+    assert "there is no model whose tables to resize" in refused(*fresh, "--model.resize-vocabulary", 300)
     bare = folders.folder(tmp_path / "bare", CONFIG)
     assert "not a readable tokenizer.json" in refused("convert", "import", "--from", bare, "--to", tmp_path / "run")
     small = folders.folder(tmp_path / "small", replace(CONFIG, vocabulary_size=100))

@@ -61,14 +61,14 @@ def write_megatron(prefix: Path, documents: Sequence[np.ndarray], dtype: str = "
     return prefix
 
 
-def write_byte_tokenizer(path: Path) -> Path:
-    """Write a tokenizer.json with the 256 bytes and </s>: 257 tokens."""
+def write_byte_tokenizer(path: Path, more: int = 0) -> Path:
+    """Write a tokenizer.json with the 256 bytes, </s> and `more` special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    library = Tokenizer(models.BPE(vocab={token: id for id, token in enumerate(alphabet)}, merges=[]))
+    library = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
     library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    library.add_special_tokens(["</s>"])
+    library.add_special_tokens(["</s>", *(f"<|{index}|>" for index in range(more))])
     library.save(str(path))
     return path
 

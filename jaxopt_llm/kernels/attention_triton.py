@@ -71,7 +71,7 @@ def problems(head_dim: int, dtype: Any, capability: tuple[int, int]) -> list[str
 
     capability: compute capability of the GPU.
     """
-    found = []
+    found = installation_problems()
     if head_dim not in TILES:
         found.append(f"head_dim={head_dim}: the triton kernel supports {sorted(TILES)}, xla supports any")
     if jnp.dtype(dtype).name not in DTYPES:
@@ -79,6 +79,12 @@ def problems(head_dim: int, dtype: Any, capability: tuple[int, int]) -> list[str
         found.append(f"dtype={dtype}: the triton kernel supports {' or '.join(DTYPES)}, xla supports any")
     if not CAPABILITIES[0] <= capability < CAPABILITIES[1]:
         found.append(f"capability={capability}: the triton kernel supports H100, H200, B200 and B300, xla supports any")
+    return found
+
+
+def installation_problems() -> list[str]:
+    """List the packages that are missing or too old for this implementation."""
+    found = []
     if jax.__version_info__ < JAX:
         found.append(f"jax {jax.__version__}: triton requires jax 0.11, which requires Python 3.12; xla supports any")
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]

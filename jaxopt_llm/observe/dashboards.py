@@ -15,6 +15,17 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.observe.metrics import Say
 
 
+def import_packages(config: LoggingConfig) -> None:
+    """Import the packages of the dashboards that are configured. Raise InputError if one is missing.
+
+    A run calls this before it reads its data, which can take hours.
+    """
+    if config.tensorboard:
+        _import_tensorboard()
+    if config.wandb_project:
+        _import_wandb(config.wandb_project)
+
+
 class Dashboards:
     """Writer of every number of a record under its name and step. A context manager.
 
@@ -33,7 +44,7 @@ class Dashboards:
             settings: the configuration of the run.
 
         Raises:
-            InputError: a package is missing, or Weights & Biases reports an error.
+            InputError: `import_packages` raises it, or Weights & Biases reports an error.
         """
         self._board = _Board(directory / "tensorboard", resume_step + 1, say) if config.tensorboard else None
         self._run = _start_wandb(config.wandb_project, directory, settings) if config.wandb_project else None
@@ -59,15 +70,15 @@ class Dashboards:
 
 def _start_wandb(project: str, directory: Path, settings: dict[str, Any]) -> Any:
     """Begin a run of Weights & Biases, or continue it after a resume."""
-    setting = f"logging.wandb_project={project}"
-    wandb = _import_package("wandb", setting, '--logging.wandb-project ""')
+    wandb = _import_wandb(project)
     # The id depends on the directory only, so that a resume continues the same wandb run.
     path = directory.resolve()
     run_id = f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     try:
         run = wandb.init(project=project, id=run_id, name=path.name, dir=directory, config=settings, resume="allow")
     except wandb.Error as error:
-        raise InputError(f"{setting}: {error}; set WANDB_MODE=offline to log without a server") from error
+        remedy = "set WANDB_MODE=offline to log without a server"
+        raise InputError(f"logging.wandb_project={project}: {error}; {remedy}") from error
     # Use our own step: wandb ignores records whose wandb step is below the last one.
     run.define_metric("*", step_metric="step")
     return run
@@ -82,9 +93,7 @@ class _Board:
 
     def __init__(self, folder: Path, step: int, say: Say) -> None:
         """Begin a file. step: first step that will be written."""
-        # tensorboardX imports torch if it is installed. This takes seconds, and tensorboardX does not need torch.
-        with _hidden_package("torch"):
-            self._package = _import_package("tensorboardX", "logging.tensorboard=True", "--logging.tensorboard False")
+        self._package = _import_tensorboard()
         self._folder, self._say = folder, say
         folder.mkdir(exist_ok=True)
         self._begin(step)
@@ -122,6 +131,16 @@ def _hidden_package(name: str) -> Iterator[None]:
         yield
     finally:
         del sys.modules[name]
+
+
+def _import_tensorboard() -> ModuleType:
+    # tensorboardX imports torch if it is installed. This takes seconds, and tensorboardX does not need torch.
+    with _hidden_package("torch"):
+        return _import_package("tensorboardX", "logging.tensorboard=True", "--logging.tensorboard False")
+
+
+def _import_wandb(project: str) -> ModuleType:
+    return _import_package("wandb", f"logging.wandb_project={project}", '--logging.wandb-project ""')
 
 
 def _import_package(name: str, setting: str, alternative: str) -> ModuleType:

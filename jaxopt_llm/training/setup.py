@@ -16,7 +16,9 @@ from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens import TokenStream
 from jaxopt_llm.distributed.process_group import Processes
+from jaxopt_llm.kernels import attention_triton
 from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.observe import dashboards
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.rows import LocalRows
@@ -64,6 +66,16 @@ class Setup:
         return Path(self.config.run.directory)
 
 
+def check_inputs(config: Config) -> None:
+    """Raise InputError if data or a package of the configuration is missing, before the run directory exists."""
+    if config.model.pretrained and not config.data.paths:
+        raise InputError(
+            f"data.paths: name the data on which to train {config.model.pretrained}: files, folders, globs"
+        )
+    if config.training.attention == "triton" and (found := attention_triton.installation_problems()):
+        raise InputError(f"training.attention=triton: {'; '.join(found)}")
+
+
 def prepare_run(config: Config, processes: Processes) -> Setup:
     """Open the data, and make the mesh and the program.
 
@@ -72,6 +84,8 @@ def prepare_run(config: Config, processes: Processes) -> Setup:
             must be equal.
     """
     processes.check_shared(Path(config.run.directory))
+    if processes.first:
+        dashboards.import_packages(config.logging)
     data = open_data(config, processes)
     check_run_directory(config, data.corpus)
     placement = Placement(make_mesh(config.mesh), config.sharding, config.precision, config.offload)
@@ -95,8 +109,6 @@ def open_data(config: Config, processes: Processes) -> Data:
         InputError: the data cannot be read, differs between processes, or has more tokens than the model's vocabulary.
     """
     source = config.model.pretrained
-    if source and not config.data.paths:
-        raise InputError(f"data.paths: name the data on which to train {source}; files, folders or globs")
     tokenizer = load_tokenizer(config.data)
     if source and is_run_directory(Path(source)) and tokenizer.sha256 != read_tokenizer_digest(Path(source)):
         raise InputError(
