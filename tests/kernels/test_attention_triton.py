@@ -215,7 +215,9 @@ def test_under_vmap_the_axis_joins_the_batch() -> None:
     found = jax.jit(jax.vmap(single))(*many)
     for i in range(3):
         for got, want in zip(found, jax.jit(single)(*(x[i] for x in many)), strict=True):
-            assert toy.distance(got[i], want) < 1e-5  # the caller's delta is summed in another order
+            # The caller's delta is summed in another order. A float16 value that then rounds to its other neighbour
+            # moves the result by up to 2^-11 / sqrt(number of values). On some processors a few of them do.
+            assert toy.distance(got[i], want) < math.sqrt(16 / k.size) * 2**-11
 
 
 @needs_triton
