@@ -43,18 +43,17 @@ from outcomes import compared, save
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
-from jaxopt_llm.kernels import attention_auto, attention_pallas, attention_triton, attention_xla
+from jaxopt_llm.kernels import attention_auto, attention_pallas, attention_triton, attention_xla, pallas_support
 from jaxopt_llm.kernels.attention import attend, get_compute_capability
 from jaxopt_llm.kernels.attention import attention as by_name
 from jaxopt_llm.kernels.attention_auto import Measurement
 from jaxopt_llm.kernels.attention_mask import make_document_ranges
-from jaxopt_llm.kernels.attention_pallas import BLOCKS, Blocks
-from jaxopt_llm.kernels.attention_pallas_kernels import Tile
-from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
+from jaxopt_llm.kernels.attention_pallas import BLOCKS
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, Tile, Tiles
 
 CALLS = 10  # calls in a row per measurement: the time of a single call would include the host
 ON_CPU = jax.default_backend() == "cpu"
-CAPABILITY = get_compute_capability(jax.devices()[0]) or attention_pallas.CAPABILITY  # the interpreter has none
+CAPABILITY = get_compute_capability(jax.devices()[0]) or pallas_support.CAPABILITY  # the interpreter has none
 TOKENS, WIDTH, GROUPED = (256, 128, 4) if ON_CPU else (16_384, 4096, 4)
 
 OWN = ("xla", "pallas", "triton", "cudnn")
@@ -66,7 +65,7 @@ Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q, k, v ->
 class Pallas:
     """Pallas implementation with given tiles, which runs in the interpreter on a CPU."""
 
-    blocks: Blocks | None = None
+    blocks: Tiles | None = None
 
     @property
     def forward(self) -> Any:
@@ -251,17 +250,17 @@ def tune(case: Case, runs: int) -> dict[str, list[dict[str, Any]]]:
     delta = jnp.einsum("BSHK,BSHK->BHS", gradient, out, preferred_element_type=jnp.float32)
     residuals = AttentionResiduals(q, k, v, key_ranges, log_sum, delta)
 
-    def forward(blocks: Blocks) -> Callable[[], Any]:
+    def forward(blocks: Tiles) -> Callable[[], Any]:
         run = jax.jit(functools.partial(attention_pallas.forward, parameters, blocks=blocks, interpret=ON_CPU))
         return functools.partial(run, q, k, v, key_ranges)
 
-    def backward(which: tuple[int, ...], blocks: Blocks) -> Callable[[], Any]:
+    def backward(which: tuple[int, ...], blocks: Tiles) -> Callable[[], Any]:
         """Return only these results of the backward, so that XLA runs only the kernel that they need."""
         whole = functools.partial(attention_pallas.backward, parameters, blocks=blocks, interpret=ON_CPU)
         run = jax.jit(lambda *of: [whole(*of)[i] for i in which])
         return functools.partial(run, residuals, gradient)
 
-    kernels: dict[str, Callable[[Blocks], Callable[[], Any]]] = {
+    kernels: dict[str, Callable[[Tiles], Callable[[], Any]]] = {
         "forward": forward,
         "d_queries": functools.partial(backward, (0,)),
         "d_keys": functools.partial(backward, (1, 2)),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from jaxopt_llm.config import Schedule
+from jaxopt_llm.config.parallel import WITH_CHUNKS, Schedule
 from jaxopt_llm.core import errors
 from jaxopt_llm.execution.schedules import Table, make_table
 
@@ -114,7 +114,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("docs"), help="folder to write to (default: docs)")
     asked = parser.parse_args()
     for schedule in get_args(Schedule):
-        chunks = asked.chunks if schedule == "interleaved" else 1
+        chunks = asked.chunks if schedule in WITH_CHUNKS else 1
         file = asked.folder / f"pipeline-{schedule}.svg"
         file.write_text(picture(schedule, asked.stages, asked.microbatches, chunks))
         print(file)

@@ -41,7 +41,6 @@ from jaxopt_llm.model.moe import exchange
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning import links
-from jaxopt_llm.planning.activations import Activations
 from jaxopt_llm.planning.advice import Advice, advise, format_advice
 from jaxopt_llm.planning.memory import (
     GIB,
@@ -55,7 +54,6 @@ from jaxopt_llm.planning.memory import (
 )
 from jaxopt_llm.planning.search import decision_tree, ranking, recipe, report
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
-from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.remedies import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
@@ -149,8 +147,7 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
     resolved = resolve_attention(config, chip.compute_capability)
     work = estimate_work(resolved, state_sizes, Cluster(gpu, hosts, gpus_per_host))
     pcie_bytes = hlo.count_host_bytes(text)
-    activations = Activations(config.model, config.training, placement)
-    known = KnownShapes.from_program(program, activations, config.remat, Passes.from_config(config).waiting_inputs)
+    known = KnownShapes.from_program(program, config, placement)
     by_kind, limit = sum_by_kind(program, known, memory, temporaries), int(chip.memory_bytes * float(MEMORY_FRACTION))
     return Plan(
         gpu=chip.name,

@@ -2,10 +2,11 @@
 
 import math
 
+import programs
 import pytest
 from test_bytes import SEQUENCE, Compiled, compiled, slow
 
-from jaxopt_llm.compiler import hlo, instructions
+from jaxopt_llm.compiler import instructions
 from jaxopt_llm.config import MeshConfig
 from jaxopt_llm.kernels import attention_xla
 
@@ -49,7 +50,7 @@ def test_each_device_attends_to_its_own(mesh: MeshConfig, stage: int) -> None:
 
 def test_no_array_has_a_score_for_every_query_and_key() -> None:
     text = compiled(LAYERS, SPLIT, 3, attention="pallas").text
-    assert not [each for each in hlo.list_array_shapes(text) if each.shape[-2:] == (SEQUENCE, SEQUENCE)]
+    assert not [each for each in programs.list_array_shapes(text) if each.shape[-2:] == (SEQUENCE, SEQUENCE)]
 
 
 def test_heads_that_devices_share_are_repeated_for_each_device_alone() -> None:
@@ -68,7 +69,9 @@ def test_masks_are_of_a_block_of_queries() -> None:
     rows, length = 8, 4096
     text = compiled(LAYERS, MeshConfig(fsdp=8), 3, shape=(rows, length)).text
     masks = [
-        each for each in hlo.list_array_shapes(text) if each.dtype == "pred" and length in each.shape and not each.fused
+        each
+        for each in programs.list_array_shapes(text)
+        if each.dtype == "pred" and length in each.shape and not each.fused
     ]
     assert masks
     assert max(math.prod(each.shape) for each in masks) <= rows // 8 * attention_xla.QUERY_BLOCK * length

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import programs
 import pytest
 import toy
 
@@ -208,7 +209,7 @@ def test_stage_3_holds_one_layer_at_a_time(remat: str) -> None:
     assert {dtype for each in gathers for dtype in each.dtypes} == {"bf16"}
     assert max(each.array_bytes for each in gathers) <= max(one_layer, one_table) + 2 * WIDTH
     stacks = {spec.shape for spec in jax.tree.leaves(step.program.specs.masters["segment_0"]) if len(spec.shape) > 2}
-    assert not stacks & {each.shape for each in hlo.list_array_shapes(step.text)}, "a gathered stack is kept"
+    assert not stacks & {each.shape for each in programs.list_array_shapes(step.text)}, "a gathered stack is kept"
 
 
 @pytest.mark.core
@@ -258,7 +259,7 @@ def test_tables_are_reduced_once_a_microbatch(stage: int, tied: bool) -> None:
 @pytest.mark.core
 @pytest.mark.parametrize("stage", [3, *slow((0,), (1,), (2,))])
 def test_program_does_not_grow_with_depth(stage: int) -> None:
-    deep, shallow = (hlo.count_instructions(compiled(layers, FSDP, stage).text) for layers in (16, 8))
+    deep, shallow = (programs.count_instructions(compiled(layers, FSDP, stage).text) for layers in (16, 8))
     assert deep <= 1.01 * shallow  # XLA may copy a buffer or two more
 
 
@@ -464,7 +465,7 @@ def test_a_base_in_codes_is_gathered_as_codes_a_layer_at_a_time(base: str, remat
     # What else is gathered is smaller than any matrix: scales, norms, adapters.
     assert sum(each.array_bytes for each in inside if dtypes not in each.dtypes) < WIDTH * WIDTH
     stacks = {spec.shape for spec in jax.tree.leaves(step.program.specs.frozen) if spec.dtype == dtype}
-    assert not stacks & {each.shape for each in hlo.list_array_shapes(step.text)}, "a gathered stack is kept"
+    assert not stacks & {each.shape for each in programs.list_array_shapes(step.text)}, "a gathered stack is kept"
     # Nor does widening the codes cost more than 16 bits from the start (jax 0.11.2: 1.7% more).
     assert step.memory.temporaries <= 1.05 * compiled(8, FSDP, 3, remat, adapters_over="float").memory.temporaries
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import programs
 import pytest
 
 from jaxopt_llm.compiler import hlo, topology
@@ -83,7 +84,7 @@ def test_beyond_the_weight_and_its_gradient_there_is_less_than_a_gigabyte(mesh: 
     assert step.memory.temporaries - whole < 1e9
     # Not only for want of what it should compute.
     logits = CHUNK * VOCABULARY // mesh.tensor
-    assert any(each.bytes == 4 * logits for each in hlo.list_array_shapes(step.text))
+    assert any(each.bytes == 4 * logits for each in programs.list_array_shapes(step.text))
 
 
 def test_the_head_is_gathered_once_and_its_gradient_reduced_once() -> None:

@@ -1,10 +1,11 @@
 """What a pipeline holds and moves by each schedule, read off programs compiled for eight H200s."""
 
 import jax
+import programs
 import pytest
 from test_bytes import ROWS, SEQUENCE, WIDTH, Compiled, compiled, slow
 
-from jaxopt_llm.compiler import hlo, instructions
+from jaxopt_llm.compiler import instructions
 from jaxopt_llm.compiler.hlo import Collective
 from jaxopt_llm.config import MeshConfig, PipelineConfig
 from jaxopt_llm.execution.schedules import make_table
@@ -131,7 +132,7 @@ def test_each_stage_holds_its_layers_and_its_rows_alone(
 @pytest.mark.parametrize("pipelined", [EVEN, *slow((GPIPE,), (INTERLEAVED,))])
 def test_the_program_does_not_grow_with_depth_nor_with_microbatches(pipelined: PipelineConfig) -> None:
     base, *others = (
-        hlo.count_instructions(compiled(layers, DEEP, 1, accumulation=count, pipelined=pipelined).text)
+        programs.count_instructions(compiled(layers, DEEP, 1, accumulation=count, pipelined=pipelined).text)
         for layers, count in (
             (2 * LAYERS, 8),
             (4 * LAYERS, 8),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import programs
 import pytest
 import toy
 
@@ -247,7 +248,7 @@ def test_weights_are_gathered_while_matrices_multiply() -> None:
 
 def test_nothing_of_sequence_by_sequence_is_whole() -> None:
     _, text = compiled(4, 8, 3)
-    assert not [each for each in hlo.list_array_shapes(text) if each.shape.count(4096) > 1]
+    assert not [each for each in programs.list_array_shapes(text) if each.shape.count(4096) > 1]
 
 
 def test_the_readme_has_the_memory_of_the_docstrings() -> None:

@@ -5,11 +5,11 @@ import re
 from collections import defaultdict
 
 import jax
+import programs
 import pytest
 import remat
 from test_bytes import FSDP, ROWS, SEQUENCE, VOCABULARY, WIDTH, Compiled, assert_read_from_the_last, compiled
 
-from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import MeshConfig, RematConfig, cli
 from jaxopt_llm.model import param
 from jaxopt_llm.plan import make_plan
@@ -40,7 +40,7 @@ def test_offloaded_intermediates_wait_in_host_memory_alone() -> None:
     gathered = sum(each.array_bytes * each.times for each in step.collectives if each.kind == "all-gather")
     assert gathered == pytest.approx(2 * 2 * (param.count_parameters(specs) + VOCABULARY * WIDTH), rel=0.01)
     whole = {spec.shape for spec in jax.tree.leaves(specs) if len(spec.shape) > 2}
-    assert not whole & {each.shape for each in hlo.list_array_shapes(step.text)}
+    assert not whole & {each.shape for each in programs.list_array_shapes(step.text)}
 
 
 @pytest.mark.slow

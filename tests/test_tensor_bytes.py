@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 
+import programs
 import pytest
 from test_bytes import (
     DEVICES,
@@ -19,7 +20,6 @@ from test_bytes import (
     slow,
 )
 
-from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import MeshConfig
 
 TENSOR = MeshConfig(tensor=DEVICES)
@@ -55,9 +55,9 @@ def test_tensor_parallelism_reduces_as_megatron_does(remat: str, reductions: int
 @pytest.mark.parametrize("mesh", [TENSOR, MeshConfig(fsdp=4, tensor=2)])
 def test_split_vocabulary_is_never_whole(mesh: MeshConfig) -> None:
     step = compiled(8, mesh, 3 if mesh.fsdp > 1 else 0)
-    whole = [each for each in hlo.list_array_shapes(step.text) if VOCABULARY in each.shape]
+    whole = [each for each in programs.list_array_shapes(step.text) if VOCABULARY in each.shape]
     assert all(math.prod(each.shape) < LOSS_CHUNK * VOCABULARY for each in whole)
-    assert any(each.shape == (LOSS_CHUNK, VOCABULARY // mesh.tensor) for each in hlo.list_array_shapes(step.text))
+    assert any(each.shape == (LOSS_CHUNK, VOCABULARY // mesh.tensor) for each in programs.list_array_shapes(step.text))
 
 
 @pytest.mark.core

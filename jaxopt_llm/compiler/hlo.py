@@ -7,7 +7,7 @@ The text is the program of one device (SPMD), so every number here is per device
 import contextlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from jaxopt_llm.compiler.instructions import (
     Instruction,
     count_runs,
     parse_integers,
-    parse_module,
     walk_instructions,
 )
 
@@ -90,22 +89,6 @@ class Collective:
             return self.array_bytes
         rounds = 2 if self.kind == "all-reduce" else 1
         return rounds * (self.group_size - 1) * self.array_bytes // self.group_size
-
-
-@dataclass(frozen=True)
-class ArrayShape:
-    """Array that is a result of an instruction.
-
-    Attributes:
-        fused: whether the instruction is inside a fusion. The array then need not exist in memory.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    bytes: int
-    opcode: str
-    fused: bool
-    source: str
 
 
 def read_memory(compiled: jax.stages.Compiled) -> Memory:
@@ -195,27 +178,6 @@ def count_host_bytes(text: str) -> int:
         for computation, instruction, execution in walk_instructions(text)
         if (moved := _count_moved_bytes(computation, instruction))
     )
-
-
-def count_instructions(text: str) -> int:
-    """Return the number of instructions in all computations: the size of the program that XLA compiled.
-
-    An instruction counts once, however often it runs.
-    """
-    return sum(len(computation) for computation in parse_module(text).values())
-
-
-def list_array_shapes(text: str) -> Iterator[ArrayShape]:
-    """Yield every array that is a result of an instruction. A result that is a tuple gives each of its arrays.
-
-    The same memory can appear several times, in tuples and under other shapes (`bitcast`). So look for sizes rather
-    than shapes, and take maxima rather than sums.
-    """
-    for _, instruction, execution in walk_instructions(text):
-        for array in instruction.results:
-            yield ArrayShape(
-                array.dtype, array.shape, array.bytes, instruction.opcode, execution.fused, instruction.source
-            )
 
 
 # ---- Matmuls.

@@ -71,6 +71,7 @@ class ShardingConfig:
 
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
+WITH_CHUNKS = ("interleaved",)  # the schedules with several chunks of a stage
 
 
 @dataclass(frozen=True)
@@ -87,15 +88,15 @@ class PipelineConfig:
 
     def problems(self) -> list[str]:
         found, chunks = find_out_of_range("pipeline", self), self.virtual_stages
-        if self.schedule == "interleaved" and chunks < 2:
+        if self.schedule in WITH_CHUNKS and chunks < 2:
             found.append(
-                f"pipeline.schedule=interleaved with pipeline.virtual_stages={chunks}: set --pipeline.virtual-stages "
-                "to at least 2"
+                f"pipeline.schedule={self.schedule} with pipeline.virtual_stages={chunks}: set "
+                "--pipeline.virtual-stages to at least 2"
             )
-        if self.schedule != "interleaved" and chunks > 1:
+        if self.schedule not in WITH_CHUNKS and chunks > 1:
             found.append(
                 f"pipeline.virtual_stages={chunks} with pipeline.schedule={self.schedule}: set "
-                "--pipeline.schedule interleaved, or --pipeline.virtual-stages 1"
+                f"--pipeline.schedule {' or '.join(WITH_CHUNKS)}, or --pipeline.virtual-stages 1"
             )
         if any(layers < 1 for layers in self.split):
             found.append(f"pipeline.split={self.split}: each chunk needs at least 1 layer")

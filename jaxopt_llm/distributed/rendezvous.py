@@ -178,8 +178,8 @@ def _accept_all(listener: socket.socket, job: Job, facts: Mapping[str, Any], dea
             if (now := time.monotonic()) >= deadline:
                 problem = (
                     f"process(es) {', '.join(missing)} of {job.processes} did not connect in {now - began:.0f} s; "
+                    "start them, one per host, or lower --distributed.processes"
                 )
-                problem += "start them, one per host, or lower --distributed.processes"
             continue
         if arrival is None:
             continue

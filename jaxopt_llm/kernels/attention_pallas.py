@@ -9,7 +9,6 @@ Letters: B batch, S queries, T keys, H heads, G key-value heads, R = H / G, K he
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,32 +18,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jaxopt_llm.kernels import attention_pallas_kernels as kernels
+from jaxopt_llm.kernels import pallas_support
 from jaxopt_llm.kernels.attention_mask import KeyRanges
-from jaxopt_llm.kernels.attention_pallas_kernels import Tile
-from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
-
-CAPABILITY = (8, 0)  # minimum compute capability
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Tiles of the three kernels."""
-
-    forward: Tile
-    d_queries: Tile
-    d_keys: Tile  # gradients of keys and values
-
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, Tile, Tiles
 
 # By head size and bytes of an element; powers of two, at least 16. The same blocks serve A100, RTX 4090, H100 and B200:
 # they fit into the smallest shared memory of these (101,376 bytes per block), also at float32's highest precision, and
 # spill no more than a few registers. They were compiled for all of these GPUs, and timed on none.
 BLOCKS = {
-    (64, 2): Blocks(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
-    (128, 2): Blocks(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
-    (256, 2): Blocks(Tile(64, 32, 8, 2), Tile(64, 16, 8, 2), Tile(16, 64, 8, 2)),
-    (64, 4): Blocks(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
-    (128, 4): Blocks(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
-    (256, 4): Blocks(Tile(32, 16, 8, 2), Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
+    (64, 2): Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
+    (128, 2): Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
+    (256, 2): Tiles(Tile(64, 32, 8, 2), Tile(64, 16, 8, 2), Tile(16, 64, 8, 2)),
+    (64, 4): Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
+    (128, 4): Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
+    (256, 4): Tiles(Tile(32, 16, 8, 2), Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
 }
 # Specs of the kernels' operands: bounds, first and last, q, k, v; in the backward also d_out, log_sum and delta.
 OPERANDS = "bounds", "key_ranges", "key_ranges", "queries", "keys", "keys", "queries", "statistics", "statistics"
@@ -52,16 +39,9 @@ OPERANDS = "bounds", "key_ranges", "key_ranges", "queries", "keys", "keys", "que
 
 def problems(head_dim: int, dtype: Any, capability: tuple[int, int]) -> list[str]:
     """List the properties of a call that are not supported. capability: compute capability of the GPU."""
-    found = []
     sizes = sorted({size for size, _ in BLOCKS})
-    if head_dim not in sizes:
-        found.append(f"head_dim={head_dim}: the pallas kernel supports {sizes}, xla supports any")
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        dtype = jnp.dtype(dtype).name
-        found.append(f"dtype={dtype}: the pallas kernel supports bfloat16, float16 or float32, xla supports any")
-    if capability < CAPABILITY:
-        found.append(f"capability={capability}: pallas requires {CAPABILITY} (Ampere) or later, xla supports any")
-    return found
+    found = [] if head_dim in sizes else [f"head_dim={head_dim}: the pallas kernel supports {sizes}, xla supports any"]
+    return found + pallas_support.problems(dtype, capability)
 
 
 def forward(
@@ -71,7 +51,7 @@ def forward(
     v: jax.Array,
     key_ranges: KeyRanges,
     *,
-    blocks: Blocks | None = None,
+    blocks: Tiles | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the output and the log of the softmax sum; see attention.Implementation.
@@ -92,7 +72,7 @@ def backward(
     residuals: AttentionResiduals,
     gradient: jax.Array,
     *,
-    blocks: Blocks | None = None,
+    blocks: Tiles | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of q, k and v; see attention.Implementation. blocks, interpret: as in `forward`.
@@ -112,7 +92,7 @@ def backward(
     return d_q, d_k, d_v
 
 
-def _default_blocks(q: jax.Array) -> Blocks:
+def _default_blocks(q: jax.Array) -> Tiles:
     return BLOCKS[q.shape[-1], q.dtype.itemsize]
 
 

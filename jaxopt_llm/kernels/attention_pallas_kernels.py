@@ -14,22 +14,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jaxopt_llm.kernels.attention_types import AttentionParameters
+from jaxopt_llm.kernels.attention_types import AttentionParameters, Tile
 
 LOG2_E = math.log2(math.e)  # GPUs have an instruction for exp2
 MASKED = float(jnp.finfo(jnp.float32).min)  # finite: score - peak of a query that sees nothing must not be NaN
 
 Carry = TypeVar("Carry")
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Rows that one program of a kernel works on at once, and options of Triton's compiler."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int  # loads of the loop that are in flight, each with its own shared memory
 
 
 def attention_forward(parameters: AttentionParameters, tile: Tile, *refs: Any) -> None:

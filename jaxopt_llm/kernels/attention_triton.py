@@ -15,14 +15,13 @@ import importlib.metadata
 import importlib.util
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxopt_llm.kernels.attention_mask import KeyRanges
-from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, Tile, Tiles
 
 # From Hopper up to, but not including, the chips with compute capability 12.0, which have 99 KiB of shared memory.
 CAPABILITIES = (9, 0), (12, 0)
@@ -38,31 +37,12 @@ ROW_ALIGNMENT = 4  # of int32 and float32: the TMA unit requires rows that begin
 PTX_VERSION = 88
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Block sizes of a kernel, warps of a program, and copies that are in flight at the same time."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Tiles of the three kernels."""
-
-    forward: Tile
-    backward_queries: Tile
-    backward_keys: Tile
-
-
 # By head size. On Hopper, almost no register spills in a loop; with a soft-cap, a few words do. Other tiles that fit
 # registers and 227 KiB of shared memory may be faster: none was measured.
 TILES: Mapping[int, Tiles] = {
-    64: Tiles(forward=Tile(128, 64, 4, 3), backward_queries=Tile(128, 64, 4, 3), backward_keys=Tile(64, 128, 8, 3)),
-    128: Tiles(forward=Tile(128, 128, 8, 2), backward_queries=Tile(128, 128, 8, 2), backward_keys=Tile(64, 128, 8, 2)),
-    256: Tiles(forward=Tile(128, 64, 8, 2), backward_queries=Tile(128, 32, 8, 2), backward_keys=Tile(32, 64, 8, 2)),
+    64: Tiles(forward=Tile(128, 64, 4, 3), d_queries=Tile(128, 64, 4, 3), d_keys=Tile(64, 128, 8, 3)),
+    128: Tiles(forward=Tile(128, 128, 8, 2), d_queries=Tile(128, 128, 8, 2), d_keys=Tile(64, 128, 8, 2)),
+    256: Tiles(forward=Tile(128, 64, 8, 2), d_queries=Tile(128, 32, 8, 2), d_keys=Tile(32, 64, 8, 2)),
 }
 
 
@@ -157,7 +137,7 @@ def _backward(parameters: AttentionParameters, tiles: Tiles, *arrays: jax.Array)
         q_heads, gradient_heads = _describe_heads(tile.queries, q, gradient)
         return (q_heads, *_describe_heads(tile.keys, k, v), gradient_heads, *_describe_rows(tile.queries, *rows))
 
-    tile = tiles.backward_queries
+    tile = tiles.d_queries
     (d_q,) = _call(
         parameters,
         kernels.backward_queries,
@@ -171,7 +151,7 @@ def _backward(parameters: AttentionParameters, tiles: Tiles, *arrays: jax.Array)
         SCALE=parameters.scale,
         **_constants(parameters, q, k),
     )
-    tile = tiles.backward_keys
+    tile = tiles.d_keys
     d_k, d_v = _call(
         parameters,
         kernels.backward_keys,

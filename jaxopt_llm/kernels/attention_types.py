@@ -1,4 +1,4 @@
-"""Parameters and residuals that every implementation of attention takes.
+"""Parameters and residuals that every implementation of attention takes, and the tiles of its GPU kernels.
 
 Letters: B batch, S queries, T keys, H heads, G key-value heads, K head size, V head size of the values.
 """
@@ -48,3 +48,22 @@ class AttentionResiduals(NamedTuple):
     key_ranges: KeyRanges
     log_sum: jax.Array
     delta: jax.Array
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows that one program of a kernel works on at once, and options of Triton's compiler."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int  # loads of the loop that are in flight, each with its own shared memory
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of the three kernels."""
+
+    forward: Tile
+    d_queries: Tile
+    d_keys: Tile  # gradients of keys and values

@@ -19,7 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-CAPABILITY = (8, 0)  # minimum compute capability
+from jaxopt_llm.kernels.pallas_support import problems as problems  # this kernel has no other limits
+
 # Tiles of rows in a band. Consecutive programs work in one band, column by column: what they read stays in the cache.
 BAND = 8
 
@@ -43,17 +44,6 @@ class Blocks:
 # less), that spill no register on any of them, also at float32's highest precision. On an H100 the matmuls of a step
 # run during the loads of the next two steps. They were compiled for all of these GPUs, and timed on none.
 BLOCKS = {2: Blocks(128, 256, 64, 8, 3), 4: Blocks(128, 128, 32, 8, 4)}
-
-
-def problems(dtype: Any, capability: tuple[int, int] = CAPABILITY) -> list[str]:
-    """List the properties of a call that are not supported. capability: compute capability of the GPU."""
-    found = []
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        dtype = jnp.dtype(dtype).name
-        found.append(f"dtype={dtype}: the pallas kernel supports bfloat16, float16 or float32, xla supports any")
-    if capability < CAPABILITY:
-        found.append(f"capability={capability}: pallas requires {CAPABILITY} (Ampere) or later, xla supports any")
-    return found
 
 
 def forward(

@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass
 
 from jaxopt_llm.config import Intermediate, ModelConfig, RematConfig, TrainingConfig
-from jaxopt_llm.execution.remat import saved_intermediates
 from jaxopt_llm.model.intermediates import INTERMEDIATE_AXES
 from jaxopt_llm.model.layers import INPUT_PROJECTIONS
 from jaxopt_llm.model.moe import exchange
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.stages import sent_sharding
+from jaxopt_llm.planning.search.block_cost import list_saved
 
 EXPERT_ROWS = "expert rows"  # tokens sorted by expert, as the experts read them; no remat policy can name them
 
@@ -74,11 +74,9 @@ class Activations:
 
     def list_saved(self, remat: RematConfig) -> list[tuple[str, tuple[int, ...]]]:
         """Return name and shape of what a layer saves on the device from its forward to its backward."""
-        names = {"block_input", *saved_intermediates(remat)} - {*remat.offload}
-        # Only a norm after the MLP reads the MLP's output again; without one it is not saved.
-        unread = {"mlp_output"} if self.model.norm_placement == "pre" else set()
+        names = list_saved(remat, self.model)
         saved: list[tuple[str, tuple[int, ...]]] = [
-            (name, shape) for name in self._existing if name in names - unread for shape in self.local_shapes(name)
+            (name, shape) for name in self._existing if name in names for shape in self.local_shapes(name)
         ]
         if self.model.moe.experts and not remat.enabled:
             saved.append((EXPERT_ROWS, (self._expert_rows, self.model.width)))

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -10,16 +9,17 @@ import jax
 
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.compiler.buffers import Buffer
-from jaxopt_llm.config import RematConfig
+from jaxopt_llm.config import Config, RematConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution.in_backward import FORWARD_SCOPE
 from jaxopt_llm.model import param
 from jaxopt_llm.model.linear.weights import GRADIENT
 from jaxopt_llm.parallel.gathering import GATHER_SCOPE
 from jaxopt_llm.parallel.offload import HOST, count_resting_bytes
-from jaxopt_llm.parallel.placement import Spec
+from jaxopt_llm.parallel.placement import Placement, Spec
 from jaxopt_llm.parallel.zero import gathered_sharding, gradient_sharding, master_sharding, parameter_sharding
 from jaxopt_llm.planning.activations import Activations
+from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.training.program import Program
 from jaxopt_llm.training.update import UPDATE
 
@@ -88,27 +88,21 @@ class KnownShapes:
     fetched: Set[Shape]
 
     @classmethod
-    def from_program(
-        cls, program: Program, activations: Activations, remat: RematConfig, waiting_inputs: int
-    ) -> "KnownShapes":
-        """Collect the shapes of a program.
-
-        Args:
-            waiting_inputs: inputs of chunks that wait on a pipeline stage for their backward; 0 without a pipeline.
-        """
-        placement = activations.placement
+    def from_program(cls, program: Program, config: Config, placement: Placement) -> "KnownShapes":
+        """Collect the shapes of the program of a configuration on a placement."""
+        activations = Activations(config.model, config.training, placement)
         gradients: dict[Shape, dict[str, None]] = {}
         saved: dict[Shape, dict[str, None]] = {}
         for section, blocks in program.specs.masters.items():
             for path, spec in tree.leaves_with_path(blocks):
-                for shape in _gradient_shapes(spec, activations, remat, len(blocks)):
+                for shape in _gradient_shapes(spec, placement, config.remat, len(blocks)):
                     gradients.setdefault(_squeezed(shape), {})[f"{section}/{path}"] = None
         for section, blocks in program.model.specs.items():
             numbers = param.layer_indices(blocks)
             if section != "non_layer" and numbers is not None:
-                for name, shape in activations.list_saved(remat):
+                for name, shape in activations.list_saved(config.remat):
                     saved.setdefault(_sorted((numbers.shape[-1], *shape)), {})[name] = None
-        if waiting_inputs:
+        if waiting_inputs := Passes.from_config(config).waiting_inputs:  # 0 without a pipeline
             saved[_sorted((waiting_inputs, *activations.stage_input_shape))] = {"chunk inputs": None}
         fetched = {
             _squeezed(parameter_sharding(spec, placement).shard_shape(spec.shape)[spec.leading :])
@@ -119,13 +113,12 @@ class KnownShapes:
         return cls(named[0], named[1], fetched)
 
 
-def _gradient_shapes(spec: Spec, activations: Activations, remat: RematConfig, blocks: int) -> Iterator[Shape]:
+def _gradient_shapes(spec: Spec, placement: Placement, remat: RematConfig, blocks: int) -> Iterator[Shape]:
     """Yield the shapes in which the gradient of a parameter can occur on each device.
 
     Args:
         blocks: number of blocks in one period of the stack.
     """
-    placement = activations.placement
     # From ZeRO stage 2 on, the gradient of each layer of a stack is divided before it joins those of the others.
     divided = spec.leading and placement.sharding.zero_stage >= 2
     for sharding in (gradient_sharding, master_sharding, *(() if divided else (gathered_sharding,))):
@@ -166,12 +159,12 @@ def find_largest(program: Program, known: KnownShapes, temporaries: Sequence[Buf
         "frozen": (state.frozen, "parameters"),
         "moments": (state.moments, "optimizer"),
     }
-    arrays = [
-        LiveArray(_device_bytes(leaf), _describe(leaf.dtype.name, _device_shape(leaf)), kind, f"{name} {path}")
-        for name, (leaves, kind) in trees.items()
-        for path, leaf in tree.leaves_with_path(leaves)
-        if leaf.sharding.memory_kind != HOST
-    ]
+    arrays = []
+    for name, (leaves, kind) in trees.items():
+        for path, leaf in tree.leaves_with_path(leaves):
+            if leaf.sharding.memory_kind != HOST:
+                array = _describe(leaf.dtype.name, leaf.sharding.shard_shape(leaf.shape))
+                arrays.append(LiveArray(count_resting_bytes(leaf), array, kind, f"{name} {path}"))
     for each in temporaries:
         array = _describe(each.dtype, each.shape)
         arrays.append(LiveArray(each.bytes, array, classify(each, known), name_buffer(each, known)))
@@ -240,14 +233,6 @@ def format_largest(largest: Sequence[LiveArray]) -> list[str]:
     """Return the lines of the table of the largest arrays."""
     rows = ((live.kind.replace("_", " "), live.bytes / GIB, live) for live in largest)
     return ["largest arrays", *(f"  {kind:18} {size:9.2f}   {live.name}: {live.array}" for kind, size, live in rows)]
-
-
-def _device_shape(leaf: jax.ShapeDtypeStruct) -> Shape:
-    return tuple(leaf.sharding.shard_shape(leaf.shape))
-
-
-def _device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    return int(math.prod(_device_shape(leaf)) * leaf.dtype.itemsize)
 
 
 def _describe(dtype: str, shape: Sequence[int]) -> str:

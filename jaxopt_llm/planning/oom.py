@@ -20,11 +20,9 @@ from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import InputError, OutOfMemory
 from jaxopt_llm.kernels.attention import get_compute_capability
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.planning.activations import Activations
 from jaxopt_llm.planning.advice import advise, format_advice
 from jaxopt_llm.planning.memory import GIB, KnownShapes, find_largest, format_kinds, format_largest, sum_by_kind
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
-from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.training.program import Program
 
 EXHAUSTED = "RESOURCE_EXHAUSTED"  # prefix of XLA's error
@@ -109,9 +107,7 @@ class OomExplainer:
             compiled, temporaries = compile_and_list_temporaries(lowered, _compile_without_autotuning)
         except (JaxRuntimeError, ValueError) as error:  # no room on the GPU for the program, or XLA dumped nothing
             return [f"the arrays in memory cannot be listed: {' '.join(str(error).split())[:200]}"]
-        activations = Activations(self.config.model, self.config.training, self.placement)
-        waiting_inputs = Passes.from_config(self.config).waiting_inputs
-        known = KnownShapes.from_program(self.program, activations, self.config.remat, waiting_inputs)
+        known = KnownShapes.from_program(self.program, self.config, self.placement)
         memory = sum_by_kind(self.program, known, hlo.read_memory(compiled), temporaries)
         return [*format_kinds(memory), *format_largest(find_largest(self.program, known, temporaries))]
 

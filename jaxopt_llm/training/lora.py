@@ -22,18 +22,19 @@ def problems(specs: Params, config: LoraConfig, trainable: tuple[str, ...] = ())
         trainable: see TrainingConfig.
     """
     paths = [path for path, _ in tree.leaves_with_path(specs)]
-    found = [f"training.trainable: {problem}" for problem in _pattern_problems(paths, paths, trainable, "parameter")]
+    found = [f"training.trainable: {each}" for each in _pattern_problems(paths, paths, trainable, "parameter")]
     if not config.rank:
         return found
-    matrices = [path for path, spec in tree.leaves_with_path(specs) if spec.contracting]
-    found += [f"lora.targets: {problem}" for problem in _pattern_problems(paths, matrices, config.targets, "matrix")]
-    both = [path for path in matrices if _first_target(path, config.targets) and tree.first_match(path, trainable)]
+    matrices = {path: spec for path, spec in tree.leaves_with_path(specs) if spec.contracting}
+    found += [f"lora.targets: {each}" for each in _pattern_problems(paths, [*matrices], config.targets, "matrix")]
+    adapted = {path: spec for path, spec in matrices.items() if _first_target(path, config.targets)}
+    both = [path for path in adapted if tree.first_match(path, trainable)]
     if both:
         found.append(f"{both[0]} is in training.trainable and in lora.targets: remove it from one of them")
     return found or [
-        *_rank_problems(specs, config),
-        *_table_problems(matrices, config),
-        *_expert_problems(specs, config),
+        *_rank_problems(adapted, config),
+        *_table_problems(adapted, config),
+        *_expert_problems(adapted, config),
         *_nf4_problems(specs, config),
     ]
 
@@ -70,24 +71,22 @@ def _first_target(path: str, targets: tuple[str, ...]) -> str | None:
     return next((target for target, glob in globs.items() if tree.first_match(path, (glob,))), None)
 
 
-def _rank_problems(specs: Params, config: LoraConfig) -> list[str]:
+def _rank_problems(adapted: dict[str, ParamSpec], config: LoraConfig) -> list[str]:
     """Find a matrix whose smaller side is below the rank: its adapter would be larger than the matrix itself."""
     ranks = []
-    for path, spec in tree.leaves_with_path(specs):
-        if spec.contracting and _first_target(path, config.targets):
-            layer = spec.unstack()
-            experts = math.prod(layer.shape[dim] for dim in layer.expert_dims)
-            ranks.append((min(layer.fan_in, math.prod(layer.shape) // experts // layer.fan_in), path))
+    for path, spec in adapted.items():
+        layer = spec.unstack()
+        experts = math.prod(layer.shape[dim] for dim in layer.expert_dims)
+        ranks.append((min(layer.fan_in, math.prod(layer.shape) // experts // layer.fan_in), path))
     rank, path = min(ranks)
     if config.rank <= rank:
         return []
     return [f"lora.rank={config.rank} is above {rank}, the largest possible rank of {path}: set --lora.rank {rank}"]
 
 
-def _table_problems(matrices: list[str], config: LoraConfig) -> list[str]:
-    adapted = [path for path in matrices if _first_target(path, config.targets)]
+def _table_problems(adapted: dict[str, ParamSpec], config: LoraConfig) -> list[str]:
     tables = [path for path in adapted if path.startswith("non_layer/")]
-    if config.dropout and adapted == tables:
+    if config.dropout and len(tables) == len(adapted):
         return [f"lora.dropout={config.dropout} has no effect on {tables[0]}, outside the blocks: set --lora.dropout 0"]
     if not (config.dora and tables):
         return []
@@ -96,15 +95,14 @@ def _table_problems(matrices: list[str], config: LoraConfig) -> list[str]:
     ]
 
 
-def _expert_problems(specs: Params, config: LoraConfig) -> list[str]:
+def _expert_problems(adapted: dict[str, ParamSpec], config: LoraConfig) -> list[str]:
     """Find settings that adapters of experts do not support."""
-    experts = (path for path, spec in tree.leaves_with_path(specs) if spec.expert_dims)
-    adapted = next((path for path in experts if _first_target(path, config.targets)), None)
+    expert = next((path for path, spec in adapted.items() if spec.expert_dims), None)
     return [
-        f"lora.{name}={getattr(config, name)} does not support experts, and lora.targets select {adapted}: leave out "
+        f"lora.{name}={getattr(config, name)} does not support experts, and lora.targets select {expert}: leave out "
         f"--lora.{name}, or change --lora.targets"
         for name in ("dora", "dropout")
-        if adapted and getattr(config, name)
+        if expert and getattr(config, name)
     ]
 
 

@@ -140,7 +140,7 @@ def compress_moments(
     """Return the optimizer with its moments stored in `dtype`.
 
     Args:
-        specs: specs of the parameters of one layer.
+        specs: specs of the parameters of one period.
     """
     if dtype == "float32":
         return optimizer
@@ -176,8 +176,11 @@ def compress_moments(
     def init(params: tree.Tree) -> tree.Tree:
         state = optimizer.init(params)
         paths = [f"/{path}" for path, _ in tree.leaves_with_path(state)]
-        compressible = any(f"/{field}/" in path for field in SIGNED + SQUARES for path in paths)
-        assert compressible or not blocks, f"no field of the state is in SIGNED or SQUARES: {paths}"
+        moments = {path for path in paths for parameter in blocks if path.endswith(f"/{parameter}")}
+        unknown = {path for path in moments if not any(f"/{field}/" in path for field in SIGNED + SQUARES)}
+        assert not unknown, f"fields of the state that are neither in SIGNED nor in SQUARES: {unknown}"
+        squares = any(f"/{field}/" in path for field in SQUARES for path in moments)
+        assert not squares or any(path.endswith("/count") for path in paths), "SQUARES need a `count` in the state"
         return compress(state)
 
     return optax.GradientTransformation(init, update)

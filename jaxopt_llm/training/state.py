@@ -123,11 +123,8 @@ def abstract_state(specs: StateSpecs, placement: Placement) -> TrainState:
     # the abstract mesh keeps it.
     abstract = state_shardings(specs, replace(placement, mesh=placement.mesh.abstract_mesh))
 
-    def add_sharding(
-        leaf: jax.ShapeDtypeStruct, concrete: NamedSharding, abstract: NamedSharding
-    ) -> jax.ShapeDtypeStruct:
-        sharding = abstract if abstract.memory_kind == offload.HOST else concrete
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    def add_sharding(leaf: jax.ShapeDtypeStruct, concrete: NamedSharding, abstract: NamedSharding) -> tree.Leaf:
+        return leaf.update(sharding=abstract if abstract.memory_kind == offload.HOST else concrete)
 
     return jax.tree.map(add_sharding, state, state_shardings(specs, placement), abstract)
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -414,8 +415,8 @@ def test_a_start_that_nothing_overlaps_is_not_asynchronous(is_sync: str) -> None
 def test_computations_that_nothing_calls_do_not_count() -> None:
     text = module("  ROOT %p = f32[16]{0} parameter(0)", WRAPPED)
     assert hlo.list_collectives(text, mesh_of(jax.devices("cpu"))) == ()
-    assert len(list(hlo.list_array_shapes(text))) == 1
-    assert hlo.count_instructions(text) == 4
+    assert len(list(programs.list_array_shapes(text))) == 1
+    assert programs.count_instructions(text) == 4
 
 
 # ---- Memory and arrays.
@@ -475,7 +476,7 @@ def test_array_shapes_in_memory_and_in_fusions(gpus: Mesh) -> None:
         return jnp.sum(jnp.exp(jnp.sin(x)[:, None, :] * jnp.cos(w)[None, :, :]), axis=(0, 1))
 
     x, w = array(gpus, (128, 256)), array(gpus, (96, 256))
-    shapes = list(hlo.list_array_shapes(compiled_text(forward, x, w)))
+    shapes = list(programs.list_array_shapes(compiled_text(forward, x, w)))
     cube = 128 * 96 * 256 * 4
     assert any(s.bytes == cube and s.fused for s in shapes)
     assert not any(s.bytes == cube and not s.fused for s in shapes)
@@ -497,14 +498,14 @@ NESTED_FUSIONS = """%inner (i: f32[7]) -> f32[7] {
 
 def test_computations_that_a_fusion_calls_are_fused() -> None:
     body = "  %p = f32[16]{0} parameter(0)\n  ROOT %f = f32[7]{0} fusion(%p), kind=kLoop, calls=%outer"
-    shapes = hlo.list_array_shapes(module(body, NESTED_FUSIONS))
+    shapes = programs.list_array_shapes(module(body, NESTED_FUSIONS))
     assert [s.fused for s in shapes] == [True, True, True, False, False]
 
 
 def test_the_largest_result_of_a_gather(mesh: Mesh) -> None:
     function = manual(mesh, lambda a: lax.all_gather(a, "y", axis=0, tiled=True), P("x", "y"), P(None, "x"))
     text = compiled_text(function, array(mesh, (128, 512), "x", "y"))
-    gathers = [s for s in hlo.list_array_shapes(text) if s.opcode.startswith("all-gather")]
+    gathers = [s for s in programs.list_array_shapes(text) if s.opcode.startswith("all-gather")]
     assert max(s.bytes for s in gathers) == 4 * SHARD
     assert all(s.source.endswith("all_gather") and s.dtype == "f32" for s in gathers)
 
@@ -512,20 +513,20 @@ def test_the_largest_result_of_a_gather(mesh: Mesh) -> None:
 def test_bytes_of_types() -> None:
     arrays = "pred[3], s4[5]{0:E(4)}, f8e4m3fn[2,2]{1,0}, bf16[3]{0}, c64[], f32[<=8]{0}, token[], u2[9]"
     text = module(f"  ROOT %p = ({arrays}) parameter(0)")
-    assert [shape.bytes for shape in hlo.list_array_shapes(text)] == [3, 3, 4, 6, 8, 32, 0, 3]
+    assert [shape.bytes for shape in programs.list_array_shapes(text)] == [3, 3, 4, 6, 8, 32, 0, 3]
 
 
 def test_instruction_count() -> None:
-    assert hlo.count_instructions(module(STARTED, WRAPPED)) == 8
+    assert programs.count_instructions(module(STARTED, WRAPPED)) == 8
 
 
 def test_instruction_count_of_a_scan_does_not_grow_with_its_length(mesh: Mesh) -> None:
     def count(length: int) -> int:
-        return hlo.count_instructions(compiled_text(layers, array(mesh, (length, 64, 64)), array(mesh, (32, 64))))
+        return programs.count_instructions(compiled_text(layers, array(mesh, (length, 64, 64)), array(mesh, (32, 64))))
 
     assert count(16) == count(8) > 10
 
 
 def test_other_text_is_an_error() -> None:
     with pytest.raises(ValueError, match="not the text of an HLO module"):
-        hlo.count_instructions("module @jit_f {\n}\n")
+        programs.count_instructions("module @jit_f {\n}\n")

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -60,7 +61,7 @@ def test_a_program_without_machine_code_is_the_same() -> None:
     found, expected = str(without_code.as_text()), str(with_code.as_text())
     assert hlo.list_collectives(found, mesh) == hlo.list_collectives(expected, mesh)
     assert hlo.count_dot_flops(found) == hlo.count_dot_flops(expected)
-    assert list(hlo.list_array_shapes(found)) == list(hlo.list_array_shapes(expected))
+    assert list(programs.list_array_shapes(found)) == list(programs.list_array_shapes(expected))
 
 
 @pytest.mark.usefixtures("compiled_anew")

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 import reference
 import toy
@@ -22,14 +23,12 @@ from jaxopt_llm.compiler.topology import gpu_topology
 from jaxopt_llm.kernels import attention_pallas as kernel
 from jaxopt_llm.kernels import attention_xla
 from jaxopt_llm.kernels.attention_mask import KeyRanges
-from jaxopt_llm.kernels.attention_pallas import Blocks
-from jaxopt_llm.kernels.attention_pallas_kernels import Tile
-from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, Tile, Tiles
 
 pytestmark = pytest.mark.core
 
 BATCH, HEAD_DIM = 2, 8
-SMALL = Blocks(Tile(16, 8, 4, 2), Tile(8, 16, 4, 2), Tile(16, 8, 4, 2))
+SMALL = Tiles(Tile(16, 8, 4, 2), Tile(8, 16, 4, 2), Tile(16, 8, 4, 2))
 PLAIN = AttentionParameters(scale=0.6)
 CAPPED = AttentionParameters(scale=0.6, softcap=1.5)
 NAMES = ("out", "log_sum", "d_q", "d_k", "d_v")
@@ -419,7 +418,7 @@ def test_blocks_of_float32_fit_into_shared_memory(chip: str, precision: str, hea
 def test_the_program_holds_no_scores_and_repeats_no_keys() -> None:
     compiled = program("h100", 128, jnp.bfloat16)
     q, statistics = 2048 * 8 * 128, 2048 * 8
-    assert max(math.prod(array.shape) for array in hlo.list_array_shapes(str(compiled.as_text()))) == q
+    assert max(math.prod(array.shape) for array in programs.list_array_shapes(str(compiled.as_text()))) == q
     # delta, key ranges and bounds, in 32 bits; k repeated for every query head would be as large as q.
     assert hlo.read_memory(compiled).temporaries < 2 * statistics * 4
 

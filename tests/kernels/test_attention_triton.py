@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 import reference
 import toy
@@ -21,14 +22,14 @@ import triton_interpreter
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm import kernels
-from jaxopt_llm.compiler import hlo, topology
+from jaxopt_llm.compiler import topology
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.kernels import attention_triton as kernel
 from jaxopt_llm.kernels import attention_xla
 from jaxopt_llm.kernels.attention import attend
 from jaxopt_llm.kernels.attention_mask import KeyRanges, make_document_ranges
-from jaxopt_llm.kernels.attention_triton import TILES, Tile, Tiles, problems
-from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
+from jaxopt_llm.kernels.attention_triton import TILES, problems
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, Tile, Tiles
 
 pytestmark = pytest.mark.core
 
@@ -214,7 +215,9 @@ def test_under_vmap_the_axis_joins_the_batch() -> None:
     found = jax.jit(jax.vmap(single))(*many)
     for i in range(3):
         for got, want in zip(found, jax.jit(single)(*(x[i] for x in many)), strict=True):
-            assert toy.distance(got[i], want) < 1e-5  # the caller's delta is summed in another order
+            # The caller's delta is summed in another order. A float16 value that then rounds to its other neighbour
+            # moves the result by up to 2^-11 / sqrt(number of values). On some processors a few of them do.
+            assert toy.distance(got[i], want) < math.sqrt(16 / k.size) * 2**-11
 
 
 @needs_triton
@@ -354,7 +357,7 @@ def test_the_program_holds_no_scores_and_repeats_no_keys(
     text = program.as_text()
     assert text is not None and text.count("custom_call_target") == 3
     assert not re.search("all-gather|all-reduce|all-to-all|permute|reduce-scatter", text)
-    largest = max(math.prod(array.shape) for array in hlo.list_array_shapes(text))
+    largest = max(math.prod(array.shape) for array in programs.list_array_shapes(text))
     assert largest == LENGTH * HEADS * size  # q, which is smaller than one head's scores
     memory = program.memory_analysis()
     statistics = 2 * LENGTH * HEADS * 4  # log_sum and delta

@@ -14,8 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxopt_llm.kernels import attention_pallas, attention_xla
 from jaxopt_llm.kernels.all_to_all import AllToAll
 from jaxopt_llm.kernels.attention_mask import KeyRanges, make_document_ranges
-from jaxopt_llm.kernels.attention_pallas_kernels import Tile
-from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, Tile, Tiles
 from jaxopt_llm.kernels.ring import Ring, to_zigzag
 
 pytestmark = pytest.mark.core
@@ -72,7 +71,7 @@ def test_any_key_ranges_match_one_device_and_empty_ones_give_zero(exchange: Any)
 def test_a_flash_kernel_on_each_device(exchange: Any) -> None:
     """Run Pallas's kernel, interpreted, on packed documents and a window that begins and ends within a part."""
     tile = Tile(4, 4, 4, 2)
-    settings: Any = {"blocks": attention_pallas.Blocks(tile, tile, tile), "interpret": True}
+    settings: Any = {"blocks": Tiles(tile, tile, tile), "interpret": True}
     kernel = SimpleNamespace(
         forward=functools.partial(attention_pallas.forward, **settings),
         backward=functools.partial(attention_pallas.backward, **settings),

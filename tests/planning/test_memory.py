@@ -7,11 +7,12 @@ import pytest
 import toy
 
 from jaxopt_llm.compiler.buffers import Buffer
-from jaxopt_llm.config import LoraConfig, OptimizerConfig, PipelineConfig, RematConfig, ScheduleConfig, TrainingConfig
+from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, RematConfig, TrainingConfig
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.planning import memory
 from jaxopt_llm.planning.activations import Activations
 from jaxopt_llm.planning.memory import GIB, KnownShapes, LiveArray, Memory
+from jaxopt_llm.training.program import make_program
 
 KNOWN = KnownShapes(
     gradients={(36, 640): "segment_0/block_0/mlp/up", (640,): "non_layer/final_norm/scale"},
@@ -79,13 +80,13 @@ def test_known_shapes_of_an_interleaved_stage() -> None:
     """Check the gradients of all chunks and of one, and the inputs that wait on a stage."""
     model = replace(toy.CONFIG, layers=8, pattern=("global",))
     placement = toy.placement(pipeline=2, tensor=2)
-    training, pipeline = (
-        TrainingConfig(batch_size=8, sequence_length=16, accumulation=4),
-        PipelineConfig("interleaved", 2),
+    config = Config(
+        model=model,
+        training=TrainingConfig(batch_size=8, sequence_length=16, accumulation=4),
+        mesh=MeshConfig(pipeline=2, tensor=2),
+        pipeline=PipelineConfig("interleaved", 2),
     )
-    arguments = (OptimizerConfig(), ScheduleConfig(1, 10), RematConfig(), LoraConfig(), placement)
-    program = toy.make_program(model, training, *arguments, pipelined=pipeline)
-    known = KnownShapes.from_program(program, Activations(model, training, placement), RematConfig(), waiting_inputs=5)
+    known = KnownShapes.from_program(make_program(config, placement), config, placement)
     width, mlp = model.width, model.mlp_width // 2
     for layers in ((2, 2), (4,), (2,)):  # as stored, summed, of one chunk
         assert "segment_0/block_0/mlp/up" in known.gradients[(*layers, width, mlp)]
@@ -107,11 +108,8 @@ def test_known_shapes_of_layers_with_experts() -> None:
         },
     )
     placement, training = toy.placement(expert=4, tensor=2), TrainingConfig(batch_size=8, sequence_length=16)
-    remat = RematConfig("none")
-    arguments = (OptimizerConfig(), ScheduleConfig(1, 10), remat, LoraConfig(), placement)
-    known = KnownShapes.from_program(
-        toy.make_program(model, training, *arguments), Activations(model, training, placement), remat, 0
-    )
+    config = Config(model=model, training=training, remat=RematConfig("none"))
+    known = KnownShapes.from_program(make_program(config, placement), config, placement)
 
     def name(*shape: int) -> str:
         return memory.name_buffer(buffer("jit(step)/jvp()/while", "while", (3, *shape)), known)

@@ -386,5 +386,5 @@ def test_loss_on_text_is_that_of_32_bits(dtype: str, tmp_path: Path) -> None:
 def test_a_state_whose_moments_are_unknown_is_refused() -> None:
     specs = {"weight": ParamSpec((16, 128), ("embed", "mlp"), (0,), param.normal())}
     optimizer = moments.compress_moments(optax.scale_by_rss(), "int8", specs)
-    with pytest.raises(AssertionError, match="no field of the state is in SIGNED or SQUARES"):
+    with pytest.raises(AssertionError, match="neither in SIGNED nor in SQUARES"):
         optimizer.init({"weight": jnp.zeros((16, 128))})

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 import toy
 
-from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import LoraConfig, RematConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import scan
@@ -138,6 +138,8 @@ def test_held_out_loss_never_holds_the_logits_of_a_microbatch() -> None:
     loss = functools.partial(scan.loss, model, placement=placement, remat=RematConfig("none"))
     text = jax.jit(loss).lower(params, toy.microbatches(BATCH, 1)).compile().as_text()
     columns = pad_vocabulary_size(CONFIG.vocabulary_size)
-    logits = [array.shape for array in hlo.list_array_shapes(str(text)) if columns in array.shape and 8 in array.shape]
+    logits = [
+        array.shape for array in programs.list_array_shapes(str(text)) if columns in array.shape and 8 in array.shape
+    ]
     assert logits
     assert max(math.prod(shape) for shape in logits) < tokens * columns
