@@ -1,7 +1,6 @@
 """QLoRA (Dettmers et al. 2023, arXiv:2305.14314) of Llama 2 70B: 68,976,648,192 parameters.
 
-    python -m jaxopt_llm.train --config llama2_70b_qlora.py --model.pretrained FOLDER --data.tokenizer FOLDER \
-        --data.paths chats.jsonl
+    python -m jaxopt_llm.train --config llama2_70b_qlora.py --model.pretrained FOLDER --data.paths chats.jsonl
 
 Hardware: 8 GPUs of 80 GB in one host. Memory and communication per GPU and step, as compiled by
 

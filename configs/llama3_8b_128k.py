@@ -1,7 +1,6 @@
 """Llama 3.1 8B (Llama team 2024, arXiv:2407.21783) on sequences of 131,072 tokens: 8,030,261,248 parameters.
 
-    python -m jaxopt_llm.train --config llama3_8b_128k.py --model.pretrained FOLDER --data.tokenizer FOLDER \
-        --data.paths prepared
+    python -m jaxopt_llm.train --config llama3_8b_128k.py --model.pretrained FOLDER --data.paths prepared
 
 Hardware: 8 GPUs of 141 GB in one host. Memory and communication per GPU and step, as compiled by
 

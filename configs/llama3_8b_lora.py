@@ -1,7 +1,6 @@
 """LoRA of Llama 3 8B (Llama team 2024, arXiv:2407.21783) with the base in bf16: 8,030,261,248 parameters.
 
-    python -m jaxopt_llm.train --config llama3_8b_lora.py --model.pretrained FOLDER --data.tokenizer FOLDER \
-        --data.paths chats.jsonl
+    python -m jaxopt_llm.train --config llama3_8b_lora.py --model.pretrained FOLDER --data.paths chats.jsonl
 
 Hardware: one GPU of 24 GB. Memory and communication per GPU and step, as compiled by
 

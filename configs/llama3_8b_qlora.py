@@ -1,7 +1,6 @@
 """QLoRA (Dettmers et al. 2023, arXiv:2305.14314) of Llama 3 8B: 8,030,261,248 parameters.
 
-    python -m jaxopt_llm.train --config llama3_8b_qlora.py --model.pretrained FOLDER --data.tokenizer FOLDER \
-        --data.paths chats.jsonl
+    python -m jaxopt_llm.train --config llama3_8b_qlora.py --model.pretrained FOLDER --data.paths chats.jsonl
 
 Hardware: one GPU of 12 GB. Memory and communication per GPU and step, as compiled by
 

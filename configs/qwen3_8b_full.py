@@ -1,7 +1,6 @@
 """Full fine-tuning of Qwen3 8B (Qwen team 2025, arXiv:2505.09388): 8,190,735,360 parameters.
 
-    python -m jaxopt_llm.train --config qwen3_8b_full.py --model.pretrained FOLDER --data.tokenizer FOLDER \
-        --data.paths chats.jsonl
+    python -m jaxopt_llm.train --config qwen3_8b_full.py --model.pretrained FOLDER --data.paths chats.jsonl
 
 Hardware: 8 GPUs of 80 GB in one host. Memory and communication per GPU and step, as compiled by
 

@@ -94,8 +94,8 @@ def main() -> int:
     if PRINT_CONFIG in sys.argv[1:]:
         print(fields.to_json(config))
         return 0
-    check_inputs(config)
     job = launchers.find_job(config.distributed, os.environ)
+    check_inputs(config, first=job.index == 0)
     process_group.check_devices_divide(config.mesh.devices, job)
     runtime.configure_jax(config.mesh.devices, job.processes, cache=not config.run.deterministic)
     directory = Path(config.run.directory)

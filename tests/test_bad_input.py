@@ -53,6 +53,10 @@ CASES = {
         ["training.loss_chunk=-1", "training.z_loss=-0.1"],
     ),
     "no such norm": (["--model.norm", "batch"], ["--model.norm", "rms"]),
+    "missing package, before data is read": (
+        ["--logging.wandb-project", "x", "--data.paths", "missing.jsonl"],
+        ["logging.wandb_project=x requires wandb", "pip install wandb", '--logging.wandb-project ""'],
+    ),
     "no directory": (["--run.directory="], ["run.directory is empty"]),
     "rank above the matrix": (["--lora.rank", "100"], ["lora.rank=100", "attention"]),
     "pattern given twice": (

@@ -182,14 +182,15 @@ def test_what_is_recorded_and_compiled_is_as_configured(tmp_path: Path, monkeypa
     config = dataclasses.replace(
         config,
         run=dataclasses.replace(config.run, deterministic=True),
-        training=dataclasses.replace(config.training, steps=9, skip_outliers=1.001),
-        logging=LoggingConfig(every=2),
+        training=dataclasses.replace(config.training, steps=8, skip_outliers=1.001),
+        evaluation=dataclasses.replace(config.evaluation, every=8),
+        logging=LoggingConfig(every=3),
     )
     with Preemption() as preemption:
         command.train(config, preemption)
     assert repeated == ["@jit_step", "@jit_sums"]
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == [2, 4, 6, 8, 9]
+    assert [record["step"] for record in records] == [3, 6, 8]
     assert all(record["data_seconds"] > 0.1 for record in records)
     assert records[-1]["skipped"] > 0
     shown = [event for event in events(tmp_path / "run") if event.summary.value]
@@ -218,6 +219,21 @@ def test_a_held_out_loss_that_is_not_finite_ends_the_run(tmp_path: Path, monkeyp
     monkeypatch.setattr(loop, "evaluate", lambda *_: math.nan)
     with Preemption() as preemption, pytest.raises(TrainingDiverged, match="step 4: held-out loss nan"):
         command.train(tiny(tmp_path / "run"), preemption)
+
+
+def test_a_run_that_ends_without_an_update_has_diverged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After two updates every step is an outlier. Steps 4 and 5 are skipped after the record of step 3."""
+    monkeypatch.setattr(guard, "HISTORY", 2)
+    config = tiny(tmp_path / "run")
+    config = dataclasses.replace(
+        config,
+        training=dataclasses.replace(config.training, skip_outliers=1e-6),
+        evaluation=dataclasses.replace(config.evaluation, every=3),
+        logging=LoggingConfig(every=10, tensorboard=False),
+    )
+    with Preemption() as preemption, pytest.raises(TrainingDiverged, match=r"step 5: .* \(steps: 2\) updated"):
+        command.train(config, preemption)
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

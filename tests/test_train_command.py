@@ -62,6 +62,21 @@ def test_stopped_and_resumed_equals_not_stopped(whole: Path, tmp_path: Path, pla
             np.testing.assert_allclose(*values, rtol=1e-4, err_msg=name)
 
 
+def test_a_run_that_was_killed_between_records_records_the_same_means(whole: Path, tmp_path: Path) -> None:
+    directory, options = tmp_path / "run", ("--training.steps", 8, "--logging.every", 4)
+    options += ("--checkpoint.every", 3, "--checkpoint.keep", 3)
+    done = train(directory, *options)
+    assert done.returncode == 0, done.stderr
+    undisturbed = metrics(directory)
+    losses = [record["loss"] for record in metrics(whole)]  # recorded after every step
+    assert [record["loss"] for record in undisturbed] == [sum(losses[:4]) / 4, sum(losses[4:]) / 4]
+    for step in (6, 8):
+        shutil.rmtree(directory / "checkpoints" / str(step))
+    done = train(directory, *options)
+    assert "continues from step 3" in done.stdout, done.stderr
+    assert metrics(directory) == undisturbed
+
+
 @pytest.mark.slow  # tests/training/test_state.py and test_moments.py have one go to a pipeline and back
 def test_a_pipelines_checkpoint_is_everyones(tmp_path: Path) -> None:
     """Written by stages and read by one device, and by others, and the run ends as if there had been no pipeline."""

@@ -1,9 +1,38 @@
-"""Speed of a run: tokens and seconds between two records."""
+"""Losses and speed of a run between two records."""
 
+import math
 import time
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+
+
+@dataclass(frozen=True)
+class LossWindow:
+    """Losses of the steps since the last record. A checkpoint holds it, so that a resumed run records the same means.
+
+    Attributes:
+        steps: number of steps.
+        updates: number of steps that updated the parameters.
+        finite: number of steps whose loss was finite.
+        total: sum of these losses.
+    """
+
+    steps: int = 0
+    updates: int = 0
+    finite: int = 0
+    total: float = 0.0
+
+    def add(self, loss: float, updated: bool) -> "LossWindow":
+        """Return the window with one more step."""
+        window = replace(self, steps=self.steps + 1, updates=self.updates + updated)
+        return replace(window, finite=self.finite + 1, total=self.total + loss) if math.isfinite(loss) else window
+
+    @property
+    def mean(self) -> float | None:
+        """Mean of the finite losses; None without any."""
+        return self.total / self.finite if self.finite else None
 
 
 class Meter:

@@ -33,6 +33,10 @@ class ProgressLine:
     def advance(self, step: int) -> None:
         self._progress.update(self._task, completed=step)
 
+    def start_training(self) -> None:
+        """Say "training" instead of "compiling", until the first record."""
+        self._progress.update(self._task, description="training")
+
     def show(self, record: dict[str, Any]) -> None:
         """Show a record of metrics.jsonl."""
         numbers = f"loss {_decimals(record['loss'], 4)}"

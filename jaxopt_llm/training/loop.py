@@ -14,7 +14,7 @@ from jaxopt_llm.config import Config, ProfileConfig
 from jaxopt_llm.core.errors import InputError, Preempted, TrainingDiverged
 from jaxopt_llm.data.loader import read_ahead
 from jaxopt_llm.observe.dashboards import Dashboards
-from jaxopt_llm.observe.meter import Meter
+from jaxopt_llm.observe.meter import LossWindow, Meter
 from jaxopt_llm.observe.metrics import MetricsLog
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.observe.profile import Profiler
@@ -44,7 +44,7 @@ class FinishedStep:
 
     step: int
     metrics: Metrics
-    summary: dict[str, float] | None = None
+    summary: dict[str, Any] | None = None
 
 
 class Loop:
@@ -75,6 +75,7 @@ class Loop:
         self._log: MetricsLog | None = None
         self._recorders: list[Callable[[dict[str, Any]], None]] = []
         self._finished: FinishedStep | None = None
+        self._window = LossWindow()
         self._postponed = False  # a checkpoint was due after a skipped step
 
     def __enter__(self) -> "Loop":
@@ -94,6 +95,7 @@ class Loop:
             if initial.weights is not None:
                 restored["frozen"] = pretrained_weights.read_frozen(initial.weights, specs.frozen, placement)
             self._state = training_state.resume_state(specs, start, placement, **restored)
+            self._window = LossWindow(**self._checkpoints.read_record(start)["window"])
             self._progress.say(f"continues from step {start}")
             return
         given = None
@@ -130,6 +132,7 @@ class Loop:
         batches = read_ahead(self._setup.loader, start, config.data.stall_seconds, self._preemption.requested)
         self._batches = self._scope.enter_context(contextlib.closing(batches))
         self.current = start
+        self._progress.start_training()
 
     def step(self, step: int) -> None:
         """Run a step on the next batch, and record the previous step.
@@ -200,14 +203,27 @@ class Loop:
 
         Args:
             measured: the state after the step, if its held-out loss is due.
+
+        Raises:
+            TrainingDiverged: `check_skips` raises it, the held-out loss is not finite, or the run ends and
+                no step since the last record updated the parameters.
         """
         config, step, metrics = self._setup.config, finished.step, finished.metrics
         check_skips(step, metrics, config, self._progress.say)
-        finished.summary = {"tokens": step * self._tokens}
-        if measured is None and step % config.logging.every:
+        window = self._window.add(float(metrics["loss"]), made_update(metrics))
+        if step == config.training.steps and not window.updates and not int(metrics["overflow"]):
+            raise TrainingDiverged(
+                f"step {step}: the run ends, and no step since the last record (steps: {window.steps}) updated the "
+                f"parameters; {config.run.directory} {REMEDY}"
+            )
+        due = measured is not None or step % config.logging.every == 0
+        self._window = LossWindow() if due else window
+        finished.summary = {"tokens": step * self._tokens, "window": dataclasses.asdict(self._window)}
+        if not due:
             return
         values = {name: to_json_number(value) for name, value in metrics.items() if name not in NOT_RECORDED}
-        entry = self._meter.make_record(step, {**values, "skipped": int(metrics["skipped"])})
+        counts = {"loss": window.mean, "skipped": int(metrics["skipped"])}
+        entry = self._meter.make_record(step, values | counts)
         if measured is not None:
             batches = map(self._setup.local_rows.make_global, self._setup.held_out)
             loss = evaluate(self._programs.held_out, measured, batches)

@@ -66,14 +66,19 @@ class Setup:
         return Path(self.config.run.directory)
 
 
-def check_inputs(config: Config) -> None:
-    """Raise InputError if data or a package of the configuration is missing, before the run directory exists."""
+def check_inputs(config: Config, first: bool) -> None:
+    """Raise InputError if data or a package of the configuration is missing, before the run directory exists.
+
+    first: whether this is the first process, which writes the dashboards.
+    """
     if config.model.pretrained and not config.data.paths:
         raise InputError(
-            f"data.paths: name the data on which to train {config.model.pretrained}: files, folders, globs"
+            f"data.paths: name the data on which to train {config.model.pretrained}: files, folders or globs"
         )
     if config.training.attention == "triton" and (found := attention_triton.installation_problems()):
         raise InputError(f"training.attention=triton: {'; '.join(found)}")
+    if first:
+        dashboards.import_packages(config.logging)
 
 
 def prepare_run(config: Config, processes: Processes) -> Setup:
@@ -84,8 +89,6 @@ def prepare_run(config: Config, processes: Processes) -> Setup:
             must be equal.
     """
     processes.check_shared(Path(config.run.directory))
-    if processes.first:
-        dashboards.import_packages(config.logging)
     data = open_data(config, processes)
     check_run_directory(config, data.corpus)
     placement = Placement(make_mesh(config.mesh), config.sharding, config.precision, config.offload)

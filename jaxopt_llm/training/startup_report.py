@@ -51,6 +51,12 @@ def describe_run(setup: Setup) -> Iterator[str]:
 def list_warnings(setup: Setup) -> Iterator[str]:
     """Yield a line for each setting that is allowed but is probably a mistake."""
     config = setup.config
+    tokenizer, vocabulary = setup.data.tokenizer.vocabulary_size, config.model.vocabulary_size
+    if tokenizer < vocabulary / 2:
+        yield (
+            f"the tokenizer {config.data.tokenizer} has {tokenizer:,} tokens, but the model has "
+            f"{vocabulary:,}; is this the tokenizer that --data.tokenizer should name?"
+        )
     if config.precision.compute_dtype == "float16" and not config.precision.scales_loss:
         yield "float16 without loss scaling rounds small gradients to zero; set --precision.loss-scaling dynamic"
     if config.mesh.pipeline > config.training.accumulation:

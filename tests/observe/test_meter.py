@@ -1,10 +1,11 @@
 """Speed in the records of a run."""
 
+import math
 import time
 
 import pytest
 
-from jaxopt_llm.observe.meter import Meter
+from jaxopt_llm.observe.meter import LossWindow, Meter
 
 
 @pytest.fixture
@@ -42,3 +43,11 @@ def test_time_before_a_restart_does_not_count(clock: list[float]) -> None:
     clock[0] += 2.0
     record = meter.make_record(2, {})
     assert (record["step_seconds"], record["data_seconds"]) == (2.0, 0.0)
+
+
+def test_the_mean_of_a_window_leaves_out_losses_that_are_not_finite() -> None:
+    window = LossWindow()
+    assert window.mean is None
+    for loss, updated in ((3.0, True), (math.nan, False), (math.inf, False), (6.0, False)):
+        window = window.add(loss, updated)
+    assert window == LossWindow(steps=4, updates=1, finite=2, total=9.0) and window.mean == 4.5

@@ -188,6 +188,10 @@ class Checkpoints:
             + "; free disk space there, then run again to continue"
         )
 
+    def read_record(self, step: int) -> dict[str, Any]:
+        """Return the values that were saved as `record` with a verified checkpoint."""
+        return step_directories.read_record(self.directory / str(step))
+
     def restore(
         self, step: int, dtypes: Mapping[str, tree.Tree] | None = None, **abstract: tree.Tree
     ) -> dict[str, tree.Tree]:
