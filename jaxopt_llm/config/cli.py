@@ -14,19 +14,22 @@ from jaxopt_llm.config import fields
 from jaxopt_llm.config.run import Config
 from jaxopt_llm.core.errors import InputError
 
-RECIPES = Path(__file__).parent.parent.parent / "configs"
+_PACKAGE = Path(__file__).parent.parent
+# The recipes of this package. A wheel has them in the package; a clone has them next to it.
+RECIPES = next(folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if folder.is_dir())
 
 
 def load_recipe(path: str) -> Config:
-    """Load a recipe by its path, or by its name in configs/.
+    """Load a recipe by its path, or by its name in ./configs or among the recipes of this package.
 
     Raises:
         InputError: the file does not exist, fails to run, or does not return a valid Config.
     """
-    file = next((candidate for candidate in (Path(path), RECIPES / path) if candidate.is_file()), None)
+    file = next((folder / path for folder in (Path(), Path("configs"), RECIPES) if (folder / path).is_file()), None)
     if file is None:
-        names = sorted(recipe.name for recipe in RECIPES.glob("*.py"))
-        raise InputError(f"--config {path}: no such file, here or in configs/ (which has {', '.join(names)})")
+        own = sorted(str(recipe) for recipe in Path("configs").glob("*.py"))
+        names = ", ".join([*own, *sorted(recipe.name for recipe in RECIPES.glob("*.py"))])
+        raise InputError(f"--config {path}: no such file, here, in ./configs or among the recipes: {names}")
     try:
         if file.suffix == ".json":  # --print-config writes this format, and every run directory has such a file
             return fields.from_json(file.read_text())
@@ -107,8 +110,8 @@ def override_config(config: Config, overrides: list[str], program: str) -> Confi
                 default=config,
                 prog=program,
                 description=f"{program} --config FILE [--section.field VALUE ...]\n\n"
-                "FILE is a path, or the name of a recipe in configs/. Its values are the defaults below. With "
-                "--print-config, the command checks the whole configuration, prints it as JSON and stops.",
+                "FILE is a path, or the name of a recipe in ./configs or of this package. Its values are the defaults "
+                "below. With --print-config, the command checks the whole configuration, prints it as JSON and stops.",
                 config=(tyro.conf.FlagConversionOff,),
             )
     except SystemExit as stop:
