@@ -16,6 +16,7 @@ INTERLEAVED = ("--pipeline.schedule", "interleaved", "--pipeline.virtual-stages"
 CASES = {
     "misspelt field": (["--model.widht", "3"], ["--model.widht", "--model.width"]),
     "misspelt section": (["--modle.width=3"], ["--modle.width", "--model.width"]),
+    "name of another trainer": (["--lr", "1e-4"], ["--lr: no such field; did you mean --optimizer.learning_rate?"]),
     "wrong type": (["--training.steps", "many"], ["--training.steps", "many"]),
     "not a choice": (["--sharding.zero-stage", "5"], ["zero-stage", "5"]),
     "no value": (["--training.steps"], ["--training.steps"]),

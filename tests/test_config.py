@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from jaxopt_llm.config import Config
+from jaxopt_llm.config.cli import KNOWN_AS, find_settings
 from jaxopt_llm.config.fields import (
     FIELDS,
     METADATA,
@@ -221,6 +222,16 @@ def test_metadata_of_a_section_holds_for_its_settings_unless_they_have_their_own
     of_adapter = {f"lora.{name}" for name in ("rank", "alpha", "targets", "rslora", "dora")}
     in_pretrained = {name for name, each in METADATA.items() if each.in_pretrained}
     assert in_pretrained == of_model - not_in_folder | of_adapter
+
+
+def test_names_of_other_trainers_lead_to_one_setting_each() -> None:
+    names = [name for known in KNOWN_AS.values() for name in known]
+    assert len(names) == len(set(names)) and KNOWN_AS.keys() <= set(FIELDS)
+    assert find_settings("lr") == find_settings("training.lr") == ["optimizer.learning_rate"]
+    assert find_settings("output_dir") == ["run.directory"]
+    assert find_settings("batch_size") == ["training.batch_size"]  # the last part of a name of ours
+    assert find_settings("model.widht") == ["model.width"]
+    assert find_settings("xyzzy") == []
 
 
 BOUNDED = [name for name, metadata in METADATA.items() if metadata.bounds]

@@ -6,18 +6,22 @@ import functools
 import re
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import folders
 import jax
 import programs
 import pytest
 import toy
 
+from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.compiler.topology import gpu_topology
 from jaxopt_llm.compiler.xla_options import PIPELINED_ALL_GATHER
 from jaxopt_llm.config import MeshConfig, ShardingConfig, cli, fields
 from jaxopt_llm.config.cli import RECIPES
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.model import flops, param
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.parallel.mesh import make_mesh
@@ -89,6 +93,22 @@ def test_a_recipe_is_valid_and_has_the_parameters_that_it_says(name: str) -> Non
         number("parameters", docstring(name)), rel=1e-3
     )
     assert f"--config {name}.py" in docstring(name)
+
+
+@pytest.mark.parametrize("name", ["finetune", "pretrain"])
+def test_a_recipe_without_sizes_takes_those_of_any_folder(name: str, tmp_path: Path) -> None:
+    folder = folders.folder(tmp_path / "folder")
+    small = ["--lora.rank", "2"] if name == "finetune" else []
+    arguments = ["--config", f"{name}.py", "--model.pretrained", str(folder), *small]
+    config = pretrained.resolve_pretrained(cli.parse_config(arguments, "train"))
+    validate(config)
+    assert config.model.width == folders.CONFIG.width and config.data.tokenizer == str(folder)
+    assert bool(config.lora.rank) == (name == "finetune")
+    assert f"--config {name}.py" in docstring(name)
+    with pytest.raises(InputError, match="FOLDER: no such folder"):
+        pretrained.resolve_pretrained(cli.load_recipe(f"{name}.py"))
+    with pytest.raises(InputError, match=r"take a recipe without sizes, --config finetune.py .* and \d+ more"):
+        pretrained.resolve_pretrained(cli.parse_config(["--config", "10b.py", *arguments[2:4]], "train"))
 
 
 # DeepSeek's paper says 2.4B, without the table that is looked up.

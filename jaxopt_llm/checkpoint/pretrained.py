@@ -91,9 +91,13 @@ def _set_fields(name: str, section: Any, stored: dict[str, Any]) -> Any:
     ]
     if conflicts:
         owner = "model's" if name == "model" else "adapter's"
-        raise InputError(
-            f"{name}.pretrained={section.pretrained} sets the {owner} fields; leave out {', '.join(conflicts)}"
-        )
+        remedy = f"leave out {', '.join(conflicts)}"
+        if len(conflicts) > 2 and name == "model":
+            remedy = (
+                "take a recipe without sizes, --config finetune.py (adapters) or pretrain.py (all parameters), or "
+                f"leave out {', '.join(conflicts[:2])} and {len(conflicts) - 2} more"
+            )
+        raise InputError(f"{name}.pretrained={section.pretrained} sets the {owner} fields; {remedy}")
     return fields.replace_fields(section, stored)
 
 

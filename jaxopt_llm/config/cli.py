@@ -18,6 +18,55 @@ _PACKAGE = Path(__file__).parent.parent
 # The recipes of this package. A wheel has them in the package; a clone has them next to it.
 RECIPES = next(folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if folder.is_dir())
 
+# Settings by the names that other trainers and papers use; the names that are ours are found without this table.
+KNOWN_AS = {
+    "training.steps": ("max_steps", "train_steps", "num_steps", "train_iters", "iterations"),
+    "training.batch_size": ("global_batch_size", "train_batch_size", "bs"),
+    "training.sequence_length": (
+        "seq_len",
+        "seq_length",
+        "max_seq_len",
+        "max_seq_length",
+        "sequence_len",
+        "max_length",
+    ),
+    "training.accumulation": ("gradient_accumulation_steps", "grad_accum", "microbatches", "num_microbatches"),
+    "optimizer.learning_rate": ("lr", "peak_lr", "max_lr"),
+    "optimizer.weight_decay": ("wd",),
+    "optimizer.clip_norm": ("clip_grad", "grad_clip", "max_grad_norm", "max_norm", "gradient_clipping"),
+    "optimizer.name": ("optim",),
+    "schedule.warmup_steps": ("warmup", "warmup_iters", "lr_warmup_steps"),
+    "schedule.kind": ("lr_scheduler", "lr_scheduler_type", "scheduler", "lr_decay_style"),
+    "lora.rank": ("r", "lora_r", "lora_rank"),
+    "lora.alpha": ("lora_alpha",),
+    "lora.targets": ("target_modules", "lora_target_modules"),
+    "lora.dropout": ("lora_dropout",),
+    "model.pretrained": ("model_name_or_path", "base_model", "checkpoint", "load"),
+    "model.width": ("hidden_size", "d_model", "dim", "n_embd"),
+    "model.layers": ("num_layers", "num_hidden_layers", "n_layers", "n_layer"),
+    "model.heads": ("num_heads", "num_attention_heads", "n_heads", "n_head"),
+    "model.kv_heads": ("num_key_value_heads", "n_kv_heads", "num_query_groups"),
+    "model.mlp_width": ("intermediate_size", "ffn_hidden_size", "d_ff"),
+    "data.paths": ("dataset", "datasets", "data_path", "train_data", "train_file", "data_files", "dataset_path"),
+    "data.tokenizer": ("tokenizer_path", "tokenizer_name", "tokenizer_model"),
+    "run.directory": ("output_dir", "out_dir", "save", "save_dir", "run_dir"),
+    "run.seed": ("random_seed",),
+    "checkpoint.every": ("save_steps", "save_interval", "checkpoint_interval"),
+    "evaluation.every": ("eval_steps", "eval_interval"),
+    "logging.every": ("logging_steps", "log_interval", "log_every"),
+    "logging.wandb_project": ("wandb", "report_to"),
+    "mesh.tensor": ("tp", "tensor_parallel", "tensor_model_parallel_size", "tensor_parallel_degree"),
+    "mesh.pipeline": ("pp", "pipeline_parallel", "pipeline_model_parallel_size", "pipeline_parallel_degree"),
+    "mesh.context": ("cp", "context_parallel", "context_parallel_size", "sequence_parallel_degree"),
+    "mesh.expert": ("ep", "expert_parallel", "expert_model_parallel_size"),
+    "mesh.fsdp": ("fsdp_size", "dp_shard", "data_parallel_shard_degree"),
+    "mesh.data": ("dp", "data_parallel", "dp_replicate", "data_parallel_replicate_degree"),
+    "sharding.zero_stage": ("zero", "deepspeed", "stage"),
+    "precision.compute_dtype": ("dtype", "bf16", "fp16", "mixed_precision", "torch_dtype"),
+    "remat.policy": ("gradient_checkpointing", "activation_checkpointing", "recompute_activations", "ac_mode"),
+    "training.attention": ("flash_attention", "use_flash_attn", "attn_implementation", "attention_backend"),
+}
+
 
 def load_recipe(path: str) -> Config:
     """Load a recipe by its path, or by its name in ./configs or among the recipes of this package.
@@ -136,13 +185,23 @@ def _split_config(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _refuse_unknown(overrides: list[str]) -> None:
-    known = [f"--{name}" for name in fields.FIELDS]
     for argument in overrides:
-        name = argument.split("=")[0].replace("-", "_").replace("__", "--", 1)
-        if argument.startswith("--") and argument != "--help" and name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else "--help lists all fields"
-            raise InputError(f"{argument.split('=')[0]}: no such field; {hint}")
+        flag = argument.split("=")[0]
+        name = flag.removeprefix("--").replace("-", "_")
+        if argument.startswith("--") and flag != "--help" and name not in fields.FIELDS:
+            near = find_settings(name)
+            hint = f"did you mean {' or '.join(f'--{each}' for each in near)}?" if near else "--help lists all fields"
+            raise InputError(f"{flag}: no such field; {hint}")
+
+
+def find_settings(name: str) -> list[str]:
+    """Return the settings that an unknown name may mean: by a name in KNOWN_AS, the last part or the spelling."""
+    last = name.rpartition(".")[2].lower()
+    known = [setting for setting, names in KNOWN_AS.items() if last in names]
+    same = [setting for setting in fields.FIELDS if setting.rpartition(".")[2] == last]
+    if known or 1 <= len(same) <= 3:
+        return known or same
+    return difflib.get_close_matches(name, fields.FIELDS, n=1, cutoff=0.5)
 
 
 def _first_paragraph(box: str) -> str:

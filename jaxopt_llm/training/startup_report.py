@@ -57,6 +57,8 @@ def list_warnings(setup: Setup) -> Iterator[str]:
             f"the tokenizer {config.data.tokenizer} has {tokenizer:,} tokens, but the model has "
             f"{vocabulary:,}; is this the tokenizer that --data.tokenizer should name?"
         )
+    if config.lora.rank and not config.model.pretrained:
+        yield "the adapters train over random parameters; name a model with --model.pretrained"
     if config.precision.compute_dtype == "float16" and not config.precision.scales_loss:
         yield "float16 without loss scaling rounds small gradients to zero; set --precision.loss-scaling dynamic"
     if config.mesh.pipeline > config.training.accumulation:

@@ -1,0 +1,36 @@
+"""LoRA of the model that `model.pretrained` names, on conversations.
+
+    python -m jaxopt_llm.train --config finetune.py --model.pretrained FOLDER --data.paths chats.jsonl
+
+FOLDER is a downloaded Hugging Face model with its tokenizer and chat template, or a run of this program. It has the
+sizes, so the recipe has none. For chats.jsonl see docs/chat.md. To see whether it fits, run
+
+    python -m jaxopt_llm.plan --config finetune.py --model.pretrained FOLDER --gpu 4090
+
+With `--lora.base nf4` the base takes a quarter of the memory (QLoRA). All matrices of the blocks have adapters and
+alpha is twice the rank, as Biderman et al. advise (2024, arXiv:2405.09673).
+"""
+
+from jaxopt_llm.config import (
+    Config,
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+
+
+def get_config() -> Config:
+    steps = 1000
+    return Config(
+        run=RunConfig(directory="runs/finetune"),
+        model=ModelConfig(pretrained="FOLDER"),
+        data=DataConfig(paths=("chats.jsonl",), content="chat"),
+        training=TrainingConfig(steps=steps, batch_size=16, accumulation=16, sequence_length=2048),
+        lora=LoraConfig(rank=16, alpha=32.0),
+        optimizer=OptimizerConfig(learning_rate=2e-4, beta2=0.999, weight_decay=0.01),
+        schedule=ScheduleConfig(warmup_steps=50, decay_steps=steps),
+    )
