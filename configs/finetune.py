@@ -24,13 +24,12 @@ from jaxopt_llm.config import (
 
 
 def get_config() -> Config:
-    steps = 1000
     return Config(
         run=RunConfig(directory="runs/finetune"),
         model=ModelConfig(pretrained="FOLDER"),
         data=DataConfig(paths=("chats.jsonl",), content="chat"),
-        training=TrainingConfig(steps=steps, batch_size=16, accumulation=16, sequence_length=2048),
+        training=TrainingConfig(steps=0, epochs=3.0, batch_size=16, accumulation=16, sequence_length=2048),
         lora=LoraConfig(rank=16, alpha=32.0),
         optimizer=OptimizerConfig(learning_rate=2e-4, beta2=0.999, weight_decay=0.01),
-        schedule=ScheduleConfig(warmup_steps=50, decay_steps=steps),
+        schedule=ScheduleConfig(warmup_steps=20),
     )

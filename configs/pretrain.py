@@ -20,12 +20,11 @@ from jaxopt_llm.config import (
 
 
 def get_config() -> Config:
-    steps = 1000
     return Config(
         run=RunConfig(directory="runs/pretrain"),
         model=ModelConfig(pretrained="FOLDER"),
         data=DataConfig(paths=("corpus/*.jsonl",)),
-        training=TrainingConfig(steps=steps, batch_size=32, accumulation=8, sequence_length=4096),
+        training=TrainingConfig(steps=0, epochs=1.0, batch_size=32, accumulation=8, sequence_length=4096),
         optimizer=OptimizerConfig(learning_rate=1e-5),
-        schedule=ScheduleConfig(warmup_steps=50, decay_steps=steps),
+        schedule=ScheduleConfig(warmup_steps=20),
     )

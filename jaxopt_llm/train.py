@@ -37,15 +37,16 @@ from jaxopt_llm.training.validation import validate
 PRINT_CONFIG = "--print-config"  # print the checked configuration and stop
 
 
-def train(config: Config, preemption: Preemption, processes: Processes = SINGLE_PROCESS) -> None:
+def train(requested: Config, preemption: Preemption, processes: Processes = SINGLE_PROCESS) -> None:
     """Train from the last checkpoint of the run directory, or from the start, to `training.steps`.
 
     Raises:
         Preempted: a signal to any process asked for a stop before the last step. It is raised after the current step
             and its checkpoint; a skipped step has no checkpoint.
     """
-    setup, steps = prepare_run(config, processes), config.training.steps
-    directory = setup.directory
+    setup = prepare_run(requested, processes)
+    config: Config = setup.config  # the requested one, with epochs as steps
+    directory, steps = setup.directory, config.training.steps
     with (
         ProgressLine(steps, processes.first) as progress,
         Checkpoints(directory / "checkpoints", config.checkpoint, progress.say, processes) as checkpoints,

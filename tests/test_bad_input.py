@@ -20,7 +20,7 @@ CASES = {
     "wrong type": (["--training.steps", "many"], ["--training.steps", "many"]),
     "not a choice": (["--sharding.zero-stage", "5"], ["zero-stage", "5"]),
     "no value": (["--training.steps"], ["--training.steps"]),
-    "zero steps": (["--training.steps", "0"], ["training.steps=0", "at least 1"]),
+    "zero steps": (["--training.steps", "0"], ["training.steps=0 and training.epochs=0", "give one of them"]),
     "indivisible batch": (
         ["--mesh.fsdp", "3", "--training.accumulation", "2"],
         ["training.batch_size=4", "mesh.fsdp=3", "training.accumulation=2", "nearest", "6"],

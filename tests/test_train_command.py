@@ -1,6 +1,7 @@
 """The main command and its run directory: start, stop, resume, finish."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from commands import ENVIRONMENT, TIMINGS, TINY, checkpoint, command, metrics, tiny, train
+from commands import ENVIRONMENT, TIMINGS, TINY, checkpoint, command, metrics, some_text, tiny, train
 
 from jaxopt_llm.config.fields import from_json
 
@@ -240,3 +241,27 @@ def test_print_config_says_what_would_be_trained(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     refused = train(tmp_path, "--print-config", "--training.steps", 0)
     assert refused.returncode == 2
+
+
+def test_epochs_are_steps_of_the_schedule_too_and_a_longer_run_keeps_its_schedule(tmp_path: Path) -> None:
+    directory, recipe = tmp_path / "run", tmp_path / "recipe.py"
+    recipe.write_text(
+        "from jaxopt_llm.config import *\n\n"
+        "def get_config():\n"
+        "    return Config(training=TrainingConfig(steps=7), schedule=ScheduleConfig(warmup_steps=1))\n"
+    )
+    options = ("--config", recipe, "--run.directory", directory, *tiny(directory)[4:], *some_text(tmp_path / "a.jsonl"))
+    done = command("train", *options, "--training.epochs", 1.5)
+    assert done.returncode == 0, done.stderr
+    config = json.loads((directory / "config.json").read_text())
+    steps = config["training"]["steps"]
+    # 19 documents of about 500 bytes are packed into rows of 32 tokens; a step has 4 rows.
+    assert config["training"]["epochs"] == 0 and config["schedule"]["decay_steps"] == steps
+    rows = {round(steps * 4 / 1.5) - 2, round(steps * 4 / 1.5), round(steps * 4 / 1.5) - 1}
+    assert metrics(directory)[-1]["step"] == steps and any(math.ceil(1.5 * each / 4) == steps for each in rows)
+    assert "is finished" in command("train", *options, "--training.epochs", 1.5).stdout
+    longer = command("train", *options, "--training.steps", steps + 1)
+    assert longer.returncode == 0, longer.stderr
+    assert json.loads((directory / "config.json").read_text())["schedule"]["decay_steps"] == steps
+    both = command("train", *options, "--training.epochs", 1, "--training.steps", 3)
+    assert both.returncode == 2 and "training.steps=3 and training.epochs=1.0: set one of them to 0" in both.stderr

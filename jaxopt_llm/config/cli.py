@@ -20,6 +20,7 @@ RECIPES = next(folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "co
 
 # Settings by the names that other trainers and papers use; the names that are ours are found without this table.
 KNOWN_AS = {
+    "training.epochs": ("num_train_epochs", "num_epochs", "n_epochs"),
     "training.steps": ("max_steps", "train_steps", "num_steps", "train_iters", "iterations"),
     "training.batch_size": ("global_batch_size", "train_batch_size", "bs"),
     "training.sequence_length": (
@@ -148,6 +149,10 @@ def override_config(config: Config, overrides: list[str], program: str) -> Confi
     _refuse_unknown(overrides)
     if not overrides:
         return config
+    given = {argument.split("=")[0] for argument in overrides} & {"--training.steps", "--training.epochs"}
+    if len(given) == 1:  # the recipe's value of the other one does not count
+        other = "training.epochs" if given == {"--training.steps"} else "training.steps"
+        config = fields.replace_fields(config, {other: type(fields.get_field(config, other))()})
     import tyro  # imported here, because loading a recipe does not need it: see scripts/gpu_check
 
     errors = io.StringIO()

@@ -115,7 +115,7 @@ class Config:
                 f"multiple of evaluation.every={evaluated}"
             )
         start, steps = self.profile.start_step, self.training.steps
-        if start > steps:
+        if start > steps > 0:
             found.append(f"profile.start_step={start}: must be at most training.steps={steps}")
         model, length = self.model, self.training.sequence_length
         if model.positions == "learned" and length > model.max_positions:

@@ -10,8 +10,12 @@ from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, SHA
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    steps: int = setting(1000, resume="freely", bounds=AT_LEAST_ONE)
-    """Number of optimizer steps of the whole run (Hugging Face: max_steps)."""
+    steps: int = setting(1000, resume="freely", bounds=NON_NEGATIVE)
+    """Number of optimizer steps of the whole run (Hugging Face: max_steps). 0 = as training.epochs says."""
+    epochs: float = setting(0.0, resume="freely", bounds=NON_NEGATIVE)
+    """Passes over the rows of the training data, in place of training.steps (Hugging Face: num_train_epochs). The start
+    of the run resolves them to training.steps in config.json. A flag of one of the two sets the other to 0. 0 = as
+    training.steps says."""
     batch_size: int = setting(32, bounds=AT_LEAST_ONE)
     """Sequences per step, over all devices and microbatches (global batch size)."""
     sequence_length: int = setting(256, bounds=AT_LEAST_ONE)
@@ -53,6 +57,10 @@ class TrainingConfig:
 
     def problems(self) -> list[str]:
         found = find_out_of_range("training", self)
+        if self.steps and self.epochs:
+            found.append(f"training.steps={self.steps} and training.epochs={self.epochs}: set one of them to 0")
+        if not self.steps and not self.epochs:
+            found.append("training.steps=0 and training.epochs=0: give one of them")
         if self.skip_outliers and not self.skip_outliers > 1:
             found.append(f"training.skip_outliers={self.skip_outliers}: must be above 1, or 0 to skip no outliers")
         return found
@@ -117,9 +125,10 @@ class OptimizerConfig:
 class ScheduleConfig:
     warmup_steps: int = setting(100, bounds=NON_NEGATIVE)
     """Steps over which the learning rate rises linearly from 0 to the peak."""
-    decay_steps: int = 1000
+    decay_steps: int = setting(0, bounds=NON_NEGATIVE)
     """Step at which cosine, linear and wsd reach their final learning rate. It is separate from training.steps, so that
-    a run can be extended."""
+    a run can be extended. 0 = training.steps at the first start of the run, or the end of the warm-up if that is
+    later."""
     final_share: float = setting(0.1, bounds=Bounds(minimum=0, maximum=1))
     """Final learning rate as a share of the peak. inverse_sqrt does not fall below it; constant does not use it."""
     kind: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
@@ -133,8 +142,15 @@ class ScheduleConfig:
         """First step with the final learning rate; None if the schedule has no end."""
         return self.decay_steps if self.kind in ("cosine", "linear", "wsd") else None
 
+    def choose_end(self, steps: int) -> int:
+        """Return `decay_steps`, or the step that 0 stands for in a run of so many steps."""
+        fall = self.cooldown_steps if self.kind == "wsd" else 1
+        return self.decay_steps or max(steps, self.warmup_steps + fall)
+
     def problems(self) -> list[str]:
         found, warmup, end = find_out_of_range("schedule", self), self.warmup_steps, self.decay_steps
+        if not end:  # it will be after the warm-up: see `choose_end`
+            return found
         if self.end_step is not None and warmup >= end:
             found.append(f"schedule.warmup_steps={warmup}: must be below schedule.decay_steps={end}")
         elif self.kind == "wsd" and not 1 <= self.cooldown_steps <= end - warmup:

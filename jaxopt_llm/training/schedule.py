@@ -7,8 +7,10 @@ import optax
 from jaxopt_llm.config import ScheduleConfig
 
 
-def make_schedule(peak: float, config: ScheduleConfig) -> optax.Schedule:
+def make_schedule(peak: float, config: ScheduleConfig, steps: int) -> optax.Schedule:
     """Return the learning rate as a function of the number of finished steps.
+
+    steps: number of steps of the run, at which the schedule ends if `decay_steps` is 0.
 
     After a linear warm-up, `schedule.kind` is one of:
 
@@ -20,7 +22,7 @@ def make_schedule(peak: float, config: ScheduleConfig) -> optax.Schedule:
 
     The first step already has a rate above 0. The step with number `decay_steps`, counted from 1, has the final rate.
     """
-    warmup = max(config.warmup_steps, 1)
+    warmup, end = max(config.warmup_steps, 1), config.choose_end(steps)
 
     def rate(count: jax.Array) -> jax.Array:
         step = jnp.asarray(count + 1, jnp.float32)
@@ -29,9 +31,9 @@ def make_schedule(peak: float, config: ScheduleConfig) -> optax.Schedule:
         elif config.kind == "inverse_sqrt":
             share = jnp.maximum(jnp.sqrt(warmup / step), config.final_share)
         else:
-            # 1 until `steps` steps before the end, then a line down to 0.
-            steps = config.cooldown_steps if config.kind == "wsd" else config.decay_steps - config.warmup_steps
-            fall = jnp.clip((config.decay_steps - step) / steps, 0.0, 1.0)
+            # 1 until `length` steps before the end, then a line down to 0.
+            length = config.cooldown_steps if config.kind == "wsd" else end - config.warmup_steps
+            fall = jnp.clip((end - step) / length, 0.0, 1.0)
             if config.kind == "cosine":
                 fall = (1 - jnp.cos(jnp.pi * fall)) / 2
             share = config.final_share + (1 - config.final_share) * fall

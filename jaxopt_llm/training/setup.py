@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,7 @@ def prepare_run(config: Config, processes: Processes) -> Setup:
     """
     processes.check_shared(Path(config.run.directory))
     data = open_data(config, processes)
+    config = resolve_length(config, sum(map(len, data.training)))
     check_run_directory(config, data.corpus)
     placement = Placement(make_mesh(config.mesh), config.sharding, config.precision, config.offload)
     program = make_program(config, placement, stores_frozen_weights(config))
@@ -103,6 +105,37 @@ def prepare_run(config: Config, processes: Processes) -> Setup:
     loader = Loader(data.training, weights, size, config.run.seed, local_rows.indices)
     held_out = read_held_out_batches(data.held_out, size, config.evaluation.batches, local_rows.indices)
     return Setup(config, processes, data, placement, program, local_rows, loader, held_out)
+
+
+def resolve_length(config: Config, rows: int) -> Config:
+    """Return the configuration with `training.steps` and `schedule.decay_steps` in place of what stands for them.
+
+    A run that continues keeps the `decay_steps` of its first start.
+
+    Args:
+        rows: rows of the training split.
+    """
+    training, schedule = config.training, config.schedule
+    steps = training.steps or math.ceil(training.epochs * rows / training.batch_size)
+    stored = None if schedule.decay_steps else read_decay_steps(Path(config.run.directory))
+    lengths = {"training.steps": steps, "training.epochs": 0.0}
+    return fields.replace_fields(config, lengths | {"schedule.decay_steps": stored or schedule.choose_end(steps)})
+
+
+def read_decay_steps(directory: Path) -> int | None:
+    """Return the `schedule.decay_steps` of the run in a directory, or None if no run has started there."""
+    if not has_checkpoint(directory):
+        return None
+    try:
+        return fields.from_json((directory / "config.json").read_text()).schedule.decay_steps
+    except (ValueError, TypeError, OSError):
+        return None  # `check_run_directory` reports it
+
+
+def has_checkpoint(directory: Path) -> bool:
+    """Return whether there is something to continue from: otherwise an earlier run left only its log."""
+    checkpoints = directory / "checkpoints"
+    return checkpoints.exists() and any(checkpoints.iterdir())
 
 
 def open_data(config: Config, processes: Processes) -> Data:
@@ -143,9 +176,8 @@ def check_run_directory(config: Config, corpus: Corpus) -> None:
             f"model.pretrained={config.model.pretrained} is also run.directory, and a run cannot start from itself: "
             "set another --run.directory, or continue the run with its original --model.pretrained"
         )
-    checkpoints = directory / "checkpoints"
-    if not checkpoints.exists() or not any(checkpoints.iterdir()):
-        return  # nothing to continue: an earlier run here left only its log
+    if not has_checkpoint(directory):
+        return
     try:
         old = fields.from_json((directory / "config.json").read_text())
         old_corpus = json.loads((directory / "corpus.json").read_text())["sha256"]

@@ -83,6 +83,11 @@ def _list_unused_settings(setup: Setup) -> Iterator[str]:
             f"optimizer.state_dtype: {len(uncompressed)} matrices have moments in 32 bits (first: {uncompressed[0]}): "
             f"no block of {moments.BLOCK_SIZES[-1]} to {moments.BLOCK_SIZES[0]} values divides their last dimension"
         )
+    if config.schedule.warmup_steps >= config.training.steps:
+        yield (
+            f"the learning rate rises to the end: --schedule.warmup-steps {config.schedule.warmup_steps} of "
+            f"{config.training.steps} steps"
+        )
     end = config.schedule.end_step
     if end is not None and end < config.training.steps:
         yield f"the learning rate has its final value from step {end} on: see --schedule.decay-steps"

@@ -24,7 +24,7 @@ SHARES: dict[str, Callable[[int], float]] = {
 
 def rates(config: ScheduleConfig, steps: int) -> np.ndarray:
     """Return the rates of the first steps. The argument of a schedule is the number of finished steps."""
-    return np.asarray(make_schedule(PEAK, config)(np.arange(steps)))
+    return np.asarray(make_schedule(PEAK, config, 20)(np.arange(steps)))
 
 
 @pytest.mark.parametrize("kind", SHARES)
@@ -55,3 +55,11 @@ def test_a_schedule_that_cannot_be_is_named(config: ScheduleConfig, named: str) 
     assert named in problem
     # Kinds without an end allow a longer warm-up.
     assert SCHEDULE.problems() == ScheduleConfig(kind="constant", warmup_steps=5000).problems() == []
+
+
+def test_without_decay_steps_the_schedule_ends_with_the_run_and_after_its_warm_up() -> None:
+    follows = replace(SCHEDULE, decay_steps=0, kind="cosine")
+    np.testing.assert_array_equal(rates(follows, 20), rates(replace(SCHEDULE, kind="cosine"), 20))
+    assert follows.problems() == []
+    assert [replace(follows, warmup_steps=warmup).choose_end(20) for warmup in (4, 20, 50)] == [20, 21, 51]
+    assert replace(follows, kind="wsd", warmup_steps=18).choose_end(20) == 18 + 5
