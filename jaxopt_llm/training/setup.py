@@ -82,16 +82,16 @@ def check_inputs(config: Config, first: bool) -> None:
         dashboards.import_packages(config.logging)
 
 
-def prepare_run(config: Config, processes: Processes) -> Setup:
+def prepare_run(requested: Config, processes: Processes) -> Setup:
     """Open the data, and make the mesh and the program.
 
     Raises:
         InputError: the data cannot be read, the run directory holds another run, or processes differ in something that
             must be equal.
     """
-    processes.check_shared(Path(config.run.directory))
-    data = open_data(config, processes)
-    config = resolve_length(config, sum(map(len, data.training)))
+    processes.check_shared(Path(requested.run.directory))
+    data = open_data(requested, processes)
+    config: Config = resolve_length(requested, sum(map(len, data.training)))
     check_run_directory(config, data.corpus)
     placement = Placement(make_mesh(config.mesh), config.sharding, config.precision, config.offload)
     program = make_program(config, placement, stores_frozen_weights(config))
