@@ -113,6 +113,7 @@ def main() -> int:
     parser.add_argument("--chunks", type=int, default=2, help="chunks per stage, if interleaved (default: 2)")
     parser.add_argument("--folder", type=Path, default=Path("docs"), help="folder to write to (default: docs)")
     asked = parser.parse_args()
+    asked.folder.mkdir(parents=True, exist_ok=True)
     for schedule in get_args(Schedule):
         chunks = asked.chunks if schedule in WITH_CHUNKS else 1
         file = asked.folder / f"pipeline-{schedule}.svg"

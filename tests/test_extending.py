@@ -16,20 +16,24 @@ BLOCK = re.compile(r'^```(diff|python) title="([^"]+)"\n(.*?)^```$', re.MULTILIN
 NAMES = ("relu2", "arcee", "dense", "signum", "half_rate")
 
 
-def apply_block(kind: str, file: Path, text: str) -> None:
-    """Write a new file, or replace the lines of a diff that begin with " " and "-" by those with " " and "+"."""
+def apply_block(kind: str, file: Path, text: str) -> str:
+    """Write a new file, or replace the lines of a diff that begin with " " and "-" by those with " " and "+".
+
+    Return a message if the file has not the lines that the diff quotes.
+    """
     if kind == "python":
         assert not file.exists(), file
         file.write_text(text)
-        return
+        return ""
     lines = text.splitlines(keepends=True)
     old = "".join(line[1:] for line in lines if line[0] in " -")
     new = "".join(line[1:] for line in lines if line[0] in " +")
     before = file.read_text()
     count = before.count(old)
     if count != 1:
-        pytest.fail(f"docs/extending.md quotes lines that {file.name} has {count} times; correct the page:\n{old}")
+        return f"docs/extending.md quotes lines that {file.name} has {count} times; correct the page:\n{old}"
     file.write_text(before.replace(old, new))
+    return ""
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +46,8 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, copy / name)
-    for kind, name, text in BLOCK.findall(PAGE.read_text()):
-        apply_block(kind, copy / name, text)
+    wrong = [apply_block(kind, copy / name, text) for kind, name, text in BLOCK.findall(PAGE.read_text())]
+    assert not any(wrong), "\n".join(filter(None, wrong))
     yield copy
     shutil.rmtree(copy)
 

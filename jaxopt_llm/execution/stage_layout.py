@@ -92,13 +92,17 @@ def _explicit_split_problems(ends: np.ndarray, chunks: int, settings: str, split
 
 def describe_waste(layout: tuple[Segment, ...], stages: int, microbatches: int, pipeline: PipelineConfig) -> str:
     """Return a message with the share of a step's time that is idle, and the layer slots that are empty."""
-    idle_share = make_table(pipeline.schedule, stages, microbatches, pipeline.virtual_stages).idle_share
+    idle_share, idle_with_twice = (
+        make_table(pipeline.schedule, stages, count, pipeline.virtual_stages).idle_share
+        for count in (microbatches, 2 * microbatches)
+    )
+    remedy = "; raise --training.accumulation to reduce it" if idle_with_twice < idle_share else ""
     periods = zip(layout, split_periods(layout, stages, pipeline), strict=True)
     slots, layers = sum(len(segment.kinds) * each.size for segment, each in periods), int(period_ends(layout)[-1])
     padding = f"; {slots - layers} of {slots} layer slots are padding" if slots > layers else ""
     return (
         f"{pipeline.schedule}, {idle_share:.0%} of a step is idle with training.accumulation={microbatches} and "
-        f"mesh.pipeline={stages}; raise --training.accumulation to reduce it{padding}"
+        f"mesh.pipeline={stages}{remedy}{padding}"
     )
 
 

@@ -129,6 +129,13 @@ def test_one_buffer_less_is_too_few(schedule: Schedule, chunks: int) -> None:
 
 
 @every_case
+def test_the_program_has_three_loops_at_most(case: Case) -> None:
+    """For each phase there is a loop: warm-up, steady state, cool-down, for any number of microbatches."""
+    _, stages, _, _ = case
+    assert stages == 1 or len(make_table(*case).phases) <= 3
+
+
+@every_case
 def test_each_chunk_runs_once_for_each_microbatch_in_each_direction(case: Case) -> None:
     _, stages, microbatches, chunks = case
     table = make_table(*case)
