@@ -22,7 +22,6 @@ from jaxopt_llm.config import (
 
 
 def get_config() -> Config:
-    steps = 100_000
     return Config(
         run=RunConfig(directory="runs/10b"),
         model=ModelConfig(
@@ -35,8 +34,8 @@ def get_config() -> Config:
             mlp_width=13_824,
             tied_head=False,
         ),
-        training=TrainingConfig(steps=steps, batch_size=32, sequence_length=4096),
+        training=TrainingConfig(steps=100_000, batch_size=32, sequence_length=4096),
         optimizer=OptimizerConfig(learning_rate=3e-4),
-        schedule=ScheduleConfig(warmup_steps=2000, decay_steps=steps),
+        schedule=ScheduleConfig(warmup_steps=2000),
         mesh=MeshConfig(fsdp=8),
     )

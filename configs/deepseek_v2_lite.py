@@ -30,7 +30,6 @@ from jaxopt_llm.config import (
 
 
 def get_config() -> Config:
-    steps = 500_000
     return Config(
         run=RunConfig(directory="runs/deepseek_v2_lite"),
         model=ModelConfig(
@@ -62,8 +61,8 @@ def get_config() -> Config:
                 mscale_all_dim=0.707,
             ),
         ),
-        training=TrainingConfig(steps=steps, batch_size=64, sequence_length=4096, accumulation=4),
+        training=TrainingConfig(steps=500_000, batch_size=64, sequence_length=4096, accumulation=4),
         optimizer=OptimizerConfig(learning_rate=4.2e-4),
-        schedule=ScheduleConfig(warmup_steps=2000, decay_steps=steps),
+        schedule=ScheduleConfig(warmup_steps=2000),
         mesh=MeshConfig(expert=8),
     )

@@ -28,7 +28,6 @@ from jaxopt_llm.config import (
 
 
 def get_config() -> Config:
-    steps = 95_000
     return Config(
         run=RunConfig(directory="runs/gpt3_175b"),
         model=ModelConfig(
@@ -46,8 +45,8 @@ def get_config() -> Config:
             mlp="gelu",
             tied_head=True,
         ),
-        training=TrainingConfig(steps=steps, batch_size=48, sequence_length=2048),
+        training=TrainingConfig(steps=95_000, batch_size=48, sequence_length=2048),
         optimizer=OptimizerConfig(learning_rate=0.6e-4),
-        schedule=ScheduleConfig(warmup_steps=120, decay_steps=steps),
+        schedule=ScheduleConfig(warmup_steps=120),
         mesh=MeshConfig(fsdp=12, tensor=8),
     )

@@ -31,7 +31,6 @@ from jaxopt_llm.config import (
 
 
 def get_config() -> Config:
-    steps = 500_000
     return Config(
         run=RunConfig(directory="runs/llama2_70b"),
         model=ModelConfig(
@@ -44,9 +43,9 @@ def get_config() -> Config:
             mlp_width=28_672,
             tied_head=False,
         ),
-        training=TrainingConfig(steps=steps, batch_size=1024, sequence_length=4096, accumulation=256),
+        training=TrainingConfig(steps=500_000, batch_size=1024, sequence_length=4096, accumulation=256),
         optimizer=OptimizerConfig(learning_rate=1.5e-4, epsilon=1e-5),
-        schedule=ScheduleConfig(warmup_steps=2000, decay_steps=steps),
+        schedule=ScheduleConfig(warmup_steps=2000),
         mesh=MeshConfig(pipeline=16, tensor=8),
         sharding=ShardingConfig(sequence_parallel=True),
         pipeline=PipelineConfig("interleaved", virtual_stages=5),

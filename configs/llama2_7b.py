@@ -22,7 +22,6 @@ from jaxopt_llm.config import (
 
 
 def get_config() -> Config:
-    steps = 500_000
     return Config(
         run=RunConfig(directory="runs/llama2_7b"),
         model=ModelConfig(
@@ -35,8 +34,8 @@ def get_config() -> Config:
             mlp_width=11_008,
             tied_head=False,
         ),
-        training=TrainingConfig(steps=steps, batch_size=32, sequence_length=4096),
+        training=TrainingConfig(steps=500_000, batch_size=32, sequence_length=4096),
         optimizer=OptimizerConfig(learning_rate=3e-4, epsilon=1e-5),
-        schedule=ScheduleConfig(warmup_steps=2000, decay_steps=steps),
+        schedule=ScheduleConfig(warmup_steps=2000),
         mesh=MeshConfig(fsdp=8),
     )

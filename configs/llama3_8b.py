@@ -23,7 +23,6 @@ from jaxopt_llm.config import (
 
 
 def get_config() -> Config:
-    steps = 1_000_000
     return Config(
         run=RunConfig(directory="runs/llama3_8b"),
         model=ModelConfig(
@@ -37,8 +36,8 @@ def get_config() -> Config:
             tied_head=False,
             rope=RopeConfig(theta=500_000.0),
         ),
-        training=TrainingConfig(steps=steps, batch_size=16, sequence_length=8192),
+        training=TrainingConfig(steps=1_000_000, batch_size=16, sequence_length=8192),
         optimizer=OptimizerConfig(learning_rate=3e-4),
-        schedule=ScheduleConfig(warmup_steps=8000, decay_steps=steps),
+        schedule=ScheduleConfig(warmup_steps=8000),
         mesh=MeshConfig(fsdp=8),
     )

@@ -28,7 +28,6 @@ from jaxopt_llm.config import (
 
 
 def get_config() -> Config:
-    steps = 1000
     return Config(
         run=RunConfig(directory="runs/llama3_8b_128k"),
         model=ModelConfig(
@@ -44,9 +43,9 @@ def get_config() -> Config:
                 theta=500_000.0, factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192
             ),
         ),
-        training=TrainingConfig(steps=steps, batch_size=8, accumulation=8, sequence_length=131_072, attention="pallas"),
+        training=TrainingConfig(steps=1000, batch_size=8, accumulation=8, sequence_length=131_072, attention="pallas"),
         optimizer=OptimizerConfig(learning_rate=1e-5),
-        schedule=ScheduleConfig(warmup_steps=50, decay_steps=steps),
+        schedule=ScheduleConfig(warmup_steps=50),
         mesh=MeshConfig(context=8),
         remat=RematConfig("none"),
     )

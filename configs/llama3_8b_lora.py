@@ -25,7 +25,6 @@ from jaxopt_llm.config import (
 
 
 def get_config() -> Config:
-    steps = 1000
     return Config(
         run=RunConfig(directory="runs/llama3_8b_lora"),
         model=ModelConfig(
@@ -40,8 +39,8 @@ def get_config() -> Config:
             rope=RopeConfig(theta=500_000.0),
         ),
         data=DataConfig(paths=("chats.jsonl",), content="chat"),
-        training=TrainingConfig(steps=steps, batch_size=16, accumulation=16, sequence_length=2048),
+        training=TrainingConfig(steps=1000, batch_size=16, accumulation=16, sequence_length=2048),
         lora=LoraConfig(rank=16, alpha=32.0),
         optimizer=OptimizerConfig(learning_rate=2e-4, beta2=0.999, weight_decay=0.01),
-        schedule=ScheduleConfig(warmup_steps=50, decay_steps=steps),
+        schedule=ScheduleConfig(warmup_steps=50),
     )

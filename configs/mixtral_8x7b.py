@@ -29,7 +29,6 @@ from jaxopt_llm.config import (
 
 
 def get_config() -> Config:
-    steps = 500_000
     return Config(
         run=RunConfig(directory="runs/mixtral_8x7b"),
         model=ModelConfig(
@@ -43,8 +42,8 @@ def get_config() -> Config:
             moe=MoEConfig(experts=8, experts_per_token=2, expert_width=14_336, balance_loss=0.02),
             rope=RopeConfig(theta=1_000_000.0),
         ),
-        training=TrainingConfig(steps=steps, batch_size=64, sequence_length=4096, accumulation=4),
+        training=TrainingConfig(steps=500_000, batch_size=64, sequence_length=4096, accumulation=4),
         optimizer=OptimizerConfig(learning_rate=3e-4),
-        schedule=ScheduleConfig(warmup_steps=2000, decay_steps=steps),
+        schedule=ScheduleConfig(warmup_steps=2000),
         mesh=MeshConfig(expert=8),
     )

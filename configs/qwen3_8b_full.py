@@ -24,7 +24,6 @@ from jaxopt_llm.config import (
 
 
 def get_config() -> Config:
-    steps = 1000
     return Config(
         run=RunConfig(directory="runs/qwen3_8b_full"),
         model=ModelConfig(
@@ -41,8 +40,8 @@ def get_config() -> Config:
             rope=RopeConfig(theta=1_000_000.0),
         ),
         data=DataConfig(paths=("chats.jsonl",), content="chat"),
-        training=TrainingConfig(steps=steps, batch_size=64, accumulation=4, sequence_length=4096),
+        training=TrainingConfig(steps=1000, batch_size=64, accumulation=4, sequence_length=4096),
         optimizer=OptimizerConfig(learning_rate=1e-5, weight_decay=0.0),
-        schedule=ScheduleConfig(warmup_steps=50, decay_steps=steps),
+        schedule=ScheduleConfig(warmup_steps=50),
         mesh=MeshConfig(fsdp=8),
     )

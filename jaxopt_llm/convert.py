@@ -25,7 +25,7 @@ from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import CheckpointConfig, Config, fields
 from jaxopt_llm.core import errors, tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
-from jaxopt_llm.data.tokenizer import find_tokenizer_folder, load_tokenizer
+from jaxopt_llm.data.tokenizer import load_tokenizer
 from jaxopt_llm.inference import load, run
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import Decoder
@@ -120,8 +120,9 @@ def _export_model(directory: Path, path: Path, config: Config, dtype: str | None
         if config.model.positions == "rotary":
             settings["max_position_embeddings"] = config.training.sequence_length
     _, params, _, step = run.restore_run(directory, config, config.precision.param_dtype, "original")
-    dtype, tokenizer_folder = dtype or _read_dtype(source), find_tokenizer_folder(config.data)
-    write_model_folder(path, params, config.model, source, tokenizer_folder, dtype, max_file_bytes, settings)
+    dtype = dtype or _read_dtype(source)
+    tokenizer_path = None if config.data.uses_bytes else Path(config.data.tokenizer)
+    write_model_folder(path, params, config.model, source, tokenizer_path, dtype, max_file_bytes, settings)
     print(f"step {step} of {directory} is in {path}, in {dtype}")
 
 

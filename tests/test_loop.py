@@ -25,6 +25,7 @@ from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.decoder_specs import param_specs
+from jaxopt_llm.observe.meter import LossWindow
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.training import compile, guard, loop, program, setup, utilisation
 
@@ -231,9 +232,24 @@ def test_a_run_that_ends_without_an_update_has_diverged(tmp_path: Path, monkeypa
         evaluation=dataclasses.replace(config.evaluation, every=3),
         logging=LoggingConfig(every=10, tensorboard=False),
     )
-    with Preemption() as preemption, pytest.raises(TrainingDiverged, match=r"step 5: .* \(steps: 2\) updated"):
+    message = r"step 5: the run has ended, and none of the steps since the last record \(2\) updated"
+    with Preemption() as preemption, pytest.raises(TrainingDiverged, match=message):
         command.train(config, preemption)
-    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    # The parameters are those of step 2, and nothing is lost.
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["5"]
+
+
+def test_only_a_lone_overflow_at_the_end_is_no_divergence() -> None:
+    def ends(steps: int, updates: int, overflow: bool, skipped: int) -> None:
+        metrics = {"overflow": np.bool_(overflow), "skipped": np.int32(skipped)}
+        loop.check_end(loop.FinishedStep(9, metrics, None, LossWindow(steps, updates)), Config())  # type: ignore[arg-type]
+
+    ends(1, 1, False, 0)
+    ends(3, 1, False, 2)
+    ends(1, 0, True, 3)
+    for wrong in ((1, 0, False, 3), (2, 0, True, 3), (1, 0, True, 9)):
+        with pytest.raises(TrainingDiverged):
+            ends(*wrong)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 from commands import ENVIRONMENT, TIMINGS, TINY, checkpoint, command, metrics, some_text, tiny, train
 
+from jaxopt_llm.config import cli
 from jaxopt_llm.config.fields import from_json
+from jaxopt_llm.distributed.process_group import SINGLE_PROCESS
+from jaxopt_llm.training.setup import open_data
 
 
 @pytest.fixture(scope="module")
@@ -250,18 +253,23 @@ def test_epochs_are_steps_of_the_schedule_too_and_a_longer_run_keeps_its_schedul
         "def get_config():\n"
         "    return Config(training=TrainingConfig(steps=7), schedule=ScheduleConfig(warmup_steps=1))\n"
     )
-    options = ("--config", recipe, "--run.directory", directory, *tiny(directory)[4:], *some_text(tmp_path / "a.jsonl"))
-    done = command("train", *options, "--training.epochs", 1.5)
+    text = some_text(tmp_path / "a.jsonl")
+    options = ("--config", recipe, "--run.directory", directory, *tiny(directory)[4:], *text)
+    done = command("train", *options, "--training.epochs", 0.25)
     assert done.returncode == 0, done.stderr
-    config = json.loads((directory / "config.json").read_text())
-    steps = config["training"]["steps"]
-    # 19 documents of about 500 bytes are packed into rows of 32 tokens; a step has 4 rows.
-    assert config["training"]["epochs"] == 0 and config["schedule"]["decay_steps"] == steps
-    rows = {round(steps * 4 / 1.5) - 2, round(steps * 4 / 1.5), round(steps * 4 / 1.5) - 1}
-    assert metrics(directory)[-1]["step"] == steps and any(math.ceil(1.5 * each / 4) == steps for each in rows)
-    assert "is finished" in command("train", *options, "--training.epochs", 1.5).stdout
+    # Of 20 documents one is held out. Each of the others is split into rows of 32 tokens; a step has 4 rows.
+    config = cli.load_run_config(directory, "")
+    rows = len(open_data(config, SINGLE_PROCESS).training[0])
+    tokens = sum(len(line) for line in (tmp_path / "a.jsonl").read_text().splitlines())
+    assert 0.9 * tokens / 33 < rows < 1.1 * tokens / 31
+    steps = math.ceil(rows / 16)
+    assert (config.training.steps, config.training.epochs, config.schedule.decay_steps) == (steps, 0, steps)
+    assert metrics(directory)[-1]["step"] == steps
+    assert "is finished" in command("train", *options, "--training.epochs", 0.25).stdout
     longer = command("train", *options, "--training.steps", steps + 1)
     assert longer.returncode == 0, longer.stderr
-    assert json.loads((directory / "config.json").read_text())["schedule"]["decay_steps"] == steps
+    assert cli.load_run_config(directory, "").schedule.decay_steps == steps
     both = command("train", *options, "--training.epochs", 1, "--training.steps", 3)
     assert both.returncode == 2 and "training.steps=3 and training.epochs=1.0: set one of them to 0" in both.stderr
+    never = command("train", *options, "--training.steps", steps + 2, "--schedule.warmup-steps", steps)
+    assert never.returncode == 2 and f"must be below schedule.decay_steps={steps}" in never.stderr

@@ -55,13 +55,13 @@ def read_model_config(path: Path) -> ModelConfig:
 
 def _resize_vocabulary(model: ModelConfig, requested: ModelConfig) -> ModelConfig:
     """Return a pretrained model with the vocabulary size that `model.resize_vocabulary` sets."""
-    size = requested.resize_vocabulary or model.vocabulary_size
-    if size < model.vocabulary_size:
+    size = requested.resize_vocabulary
+    if 0 < size <= model.vocabulary_size:
         raise InputError(
             f"model.resize_vocabulary={size}: {requested.pretrained} has {model.vocabulary_size} token ids, and rows "
             "can only be added; set a larger number, or leave it out"
         )
-    return fields.replace_fields(model, {"vocabulary_size": size})
+    return fields.replace_fields(model, {"vocabulary_size": size}) if size > 0 else model
 
 
 def _resolve_tokenizer(data: DataConfig, source: str) -> DataConfig:
@@ -72,8 +72,10 @@ def _resolve_tokenizer(data: DataConfig, source: str) -> DataConfig:
             f"data.tokenizer=bytes: the ids of {source} are not bytes; leave it out to use the tokenizer of that "
             "folder, or name a tokenizer.json"
         )
-    if data.tokenizer != "auto":
+    if data.tokenizer == "bytes":
         return data
+    if data.tokenizer != "auto":  # absolute, as `model.pretrained` is
+        return fields.replace_fields(data, {"tokenizer": os.path.abspath(data.tokenizer)})
     if is_folder or not source:
         return fields.replace_fields(data, {"tokenizer": source or "bytes"})
     stored = cli.load_run_config(Path(source), "model.pretrained=").data

@@ -16,7 +16,7 @@ from jaxopt_llm.core.errors import InputError
 
 _PACKAGE = Path(__file__).parent.parent
 # The recipes of this package. A wheel has them in the package; a clone has them next to it.
-RECIPES = next(folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if folder.is_dir())
+RECIPES = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
 
 # Settings by the names that other trainers and papers use; the names that are ours are found without this table.
 KNOWN_AS = {
@@ -204,7 +204,7 @@ def find_settings(name: str) -> list[str]:
     last = name.rpartition(".")[2].lower()
     known = [setting for setting, names in KNOWN_AS.items() if last in names]
     same = [setting for setting in fields.FIELDS if setting.rpartition(".")[2] == last]
-    if known or 1 <= len(same) <= 3:
+    if known or 1 <= len(same) <= 6:
         return known or same
     return difflib.get_close_matches(name, fields.FIELDS, n=1, cutoff=0.5)
 

@@ -38,7 +38,7 @@ class DataConfig:
     """Treatment of documents longer than a row. split: documents continue in the next row, and each row treats its
     part as a separate document; cut: rows hold whole documents, and only the first part of a longer document is kept;
     drop: rows hold whole documents, and longer documents are dropped; auto: cut for conversations, split otherwise."""
-    tokenizer: str = "auto"
+    tokenizer: str = setting("auto", resume="freely")
     """Tokenizer: bytes (256 bytes plus BOS and EOS), or the path of a Hugging Face tokenizer.json or its folder. auto:
     the tokenizer of model.pretrained, or bytes if there is none."""
     bos: str = ""

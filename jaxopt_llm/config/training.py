@@ -13,9 +13,9 @@ class TrainingConfig:
     steps: int = setting(1000, resume="freely", bounds=NON_NEGATIVE)
     """Number of optimizer steps of the whole run (Hugging Face: max_steps). 0 = as training.epochs says."""
     epochs: float = setting(0.0, resume="freely", bounds=NON_NEGATIVE)
-    """Passes over the rows of the training data, in place of training.steps (Hugging Face: num_train_epochs). The start
-    of the run resolves them to training.steps in config.json. A flag of one of the two sets the other to 0. 0 = as
-    training.steps says."""
+    """Passes over the training rows of all data.paths together, in place of training.steps (Hugging Face:
+    num_train_epochs). The start of the run resolves them to training.steps in config.json. A flag of one of the two
+    sets the other to 0. 0 = as training.steps says."""
     batch_size: int = setting(32, bounds=AT_LEAST_ONE)
     """Sequences per step, over all devices and microbatches (global batch size)."""
     sequence_length: int = setting(256, bounds=AT_LEAST_ONE)
@@ -134,7 +134,7 @@ class ScheduleConfig:
     kind: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
     """Shape of the schedule after the warm-up (Hugging Face: lr_scheduler_type). wsd stays at the peak and falls
     linearly in the last cooldown_steps (warmup-stable-decay, Hu et al. 2024)."""
-    cooldown_steps: int = 100
+    cooldown_steps: int = setting(100, bounds=AT_LEAST_ONE)
     """wsd: number of steps of the final fall, which ends at decay_steps."""
 
     @property
@@ -153,10 +153,10 @@ class ScheduleConfig:
             return found
         if self.end_step is not None and warmup >= end:
             found.append(f"schedule.warmup_steps={warmup}: must be below schedule.decay_steps={end}")
-        elif self.kind == "wsd" and not 1 <= self.cooldown_steps <= end - warmup:
+        elif self.kind == "wsd" and self.cooldown_steps > end - warmup:
             found.append(
-                f"schedule.cooldown_steps={self.cooldown_steps}: must be at least 1 and at most {end - warmup}, the "
-                "steps from schedule.warmup_steps to schedule.decay_steps"
+                f"schedule.cooldown_steps={self.cooldown_steps}: must be at most {end - warmup}, the steps from "
+                "schedule.warmup_steps to schedule.decay_steps"
             )
         return found
 

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ class Tokenizer(Protocol):
         bos: id before each document; None if the tokenizer's family has no BOS token.
         eos: id after each document.
         special_tokens: tokens that do not stand for text.
+        vocabulary: id of each token; empty if the tokens have no names.
         sha256: hash of everything that the ids depend on, including BOS and EOS.
     """
 
@@ -32,6 +34,7 @@ class Tokenizer(Protocol):
     bos: int | None
     eos: int
     special_tokens: Sequence[str]
+    vocabulary: Mapping[str, int]
     sha256: str
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
@@ -53,6 +56,7 @@ class ByteTokenizer:
     bos: int | None = 256
     eos = 257
     special_tokens: Sequence[str] = ()
+    vocabulary: Mapping[str, int] = MappingProxyType({})
     vocabulary_size = 258
     sha256 = hashlib.sha256(b"bytes").hexdigest()
 
@@ -97,6 +101,7 @@ class JsonTokenizer:
         self._library.no_padding()
         self._library.post_processor = None  # it does not change the ids, but can change token offsets
         vocabulary = self._library.get_vocab(with_added_tokens=True)
+        self.vocabulary: Mapping[str, int] = vocabulary
         if not vocabulary:
             raise InputError(f"data.tokenizer={path}: the vocabulary is empty; name another tokenizer")
         self.vocabulary_size = max(vocabulary.values()) + 1  # ids may have gaps

@@ -121,7 +121,8 @@ def open_frozen_base(directory: Path, config: Config) -> ModelFolder | None:
     if not path.is_dir():
         raise InputError(
             f"model.pretrained={path}: the folder does not exist, but the checkpoints of {directory} do not hold its "
-            f"frozen weights: restore it, or set model.pretrained in {directory / 'config.json'} to its new location"
+            f"frozen weights: restore it, or set model.pretrained and data.tokenizer in {directory / 'config.json'} to "
+            "its new location"
         )
     folder = huggingface.open_model_folder(path)
     if folder.sha256 != expected:

@@ -40,11 +40,13 @@ class FinishedStep:
 
     Attributes:
         summary: entries for its checkpoint; None until its metrics have been read, which waits for the device.
+        window: losses of the steps since the record before this step.
     """
 
     step: int
     metrics: Metrics
     summary: dict[str, Any] | None = None
+    window: LossWindow = dataclasses.field(default_factory=LossWindow)
 
 
 class Loop:
@@ -95,7 +97,7 @@ class Loop:
             if initial.weights is not None:
                 restored["frozen"] = pretrained_weights.read_frozen(initial.weights, specs.frozen, placement)
             self._state = training_state.resume_state(specs, start, placement, **restored)
-            self._window = LossWindow(**self._checkpoints.read_record(start)["window"])
+            self._window = LossWindow(**self._checkpoints.read_record(start).get("window", {}))
             self._progress.say(f"continues from step {start}")
             return
         given = None
@@ -181,12 +183,17 @@ class Loop:
             due: a checkpoint is due.
             exits: the run stops here and waits until the checkpoint is complete.
             last: this is the last step of the run.
+
+        Raises:
+            TrainingDiverged: the run ends, and no step since the last record updated the parameters.
         """
         assert self._finished is not None and self._finished.summary is not None
         step, updated = self._finished.step, made_update(self._finished.metrics)
         self._postponed = due and not updated
         if last or (exits and updated):
             self._checkpoints.save_last(step, self._setup.program.to_checkpoint(self._state), self._finished.summary)
+            if last:
+                check_end(self._finished, self._setup.config)
         elif due and not self._postponed:
             self._checkpoints.save(step, self._setup.program.to_checkpoint(self._state), self._finished.summary)
             self._meter.restart(step)
@@ -205,17 +212,11 @@ class Loop:
             measured: the state after the step, if its held-out loss is due.
 
         Raises:
-            TrainingDiverged: `check_skips` raises it, the held-out loss is not finite, or the run ends and
-                no step since the last record updated the parameters.
+            TrainingDiverged: `check_skips` raises it, or the held-out loss is not finite.
         """
         config, step, metrics = self._setup.config, finished.step, finished.metrics
         check_skips(step, metrics, config, self._progress.say)
-        window = self._window.add(float(metrics["loss"]), made_update(metrics))
-        if step == config.training.steps and not window.updates and not int(metrics["overflow"]):
-            raise TrainingDiverged(
-                f"step {step}: the run ends, and no step since the last record (steps: {window.steps}) updated the "
-                f"parameters; {config.run.directory} {REMEDY}"
-            )
+        window = finished.window = self._window.add(float(metrics["loss"]), made_update(metrics))
         due = measured is not None or step % config.logging.every == 0
         self._window = LossWindow() if due else window
         finished.summary = {"tokens": step * self._tokens, "window": dataclasses.asdict(self._window)}
@@ -245,6 +246,20 @@ def to_json_number(value: jax.Array) -> Any:
     if value.ndim:
         return [to_json_number(element) for element in jax.device_get(value)]
     return float(value) if math.isfinite(value) else None
+
+
+def check_end(finished: FinishedStep, config: Config) -> None:
+    """Raise TrainingDiverged if no step since the last record before the end of a run updated the parameters.
+
+    A last step that is the only one, and whose gradients overflowed, is normal with a dynamic loss scale.
+    """
+    window, skipped = finished.window, int(finished.metrics["skipped"])
+    alone = window.steps == 1 and int(finished.metrics["overflow"]) and skipped < finished.step
+    if not window.updates and not alone:
+        raise TrainingDiverged(
+            f"step {finished.step}: the run has ended, and none of the steps since the last record ({window.steps}) "
+            f"updated the parameters, which the checkpoint holds as they were before; {config.run.directory} {REMEDY}"
+        )
 
 
 def check_skips(step: int, metrics: Metrics, config: Config, say: Callable[[str], None]) -> None:

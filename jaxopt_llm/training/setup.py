@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
-from jaxopt_llm.config import Config, fields
+from jaxopt_llm.config import Config, cli, fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.data.corpus import Corpus, open_corpus
@@ -92,7 +92,7 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
     processes.check_shared(Path(requested.run.directory))
     data = open_data(requested, processes)
     config: Config = resolve_length(requested, sum(map(len, data.training)))
-    check_run_directory(config, data.corpus)
+    check_run_directory(config, data.corpus, data.tokenizer)
     placement = Placement(make_mesh(config.mesh), config.sharding, config.precision, config.offload)
     program = make_program(config, placement, stores_frozen_weights(config))
     processes.check_same(
@@ -114,12 +114,18 @@ def resolve_length(config: Config, rows: int) -> Config:
 
     Args:
         rows: rows of the training split.
+
+    Raises:
+        InputError: the stored `decay_steps` does not fit to the schedule.
     """
     training, schedule = config.training, config.schedule
     steps = training.steps or math.ceil(training.epochs * rows / training.batch_size)
     stored = None if schedule.decay_steps else read_decay_steps(Path(config.run.directory))
     lengths = {"training.steps": steps, "training.epochs": 0.0}
-    return fields.replace_fields(config, lengths | {"schedule.decay_steps": stored or schedule.choose_end(steps)})
+    config = fields.replace_fields(config, lengths | {"schedule.decay_steps": stored or schedule.choose_end(steps)})
+    if found := config.schedule.problems():
+        raise InputError("; ".join(found))
+    return config
 
 
 def read_decay_steps(directory: Path) -> int | None:
@@ -146,11 +152,8 @@ def open_data(config: Config, processes: Processes) -> Data:
     """
     source = config.model.pretrained
     tokenizer = load_tokenizer(config.data)
-    if source and is_run_directory(Path(source)) and tokenizer.sha256 != read_tokenizer_digest(Path(source)):
-        raise InputError(
-            f"data.tokenizer={config.data.tokenizer}: its ids, BOS or EOS differ from those that {source} was trained "
-            "with; leave out --data.tokenizer, --data.bos and --data.eos to use the tokenizer of that run"
-        )
+    if source and is_run_directory(Path(source)):
+        check_tokenizer_of_run(config, tokenizer)
     if tokenizer.vocabulary_size > config.model.vocabulary_size:
         flag = "resize-vocabulary" if source else "vocabulary-size"
         raise InputError(
@@ -168,7 +171,29 @@ def open_data(config: Config, processes: Processes) -> Data:
     return Data(tokenizer, corpus, training, pack(corpus.held_out, "the held-out split"))
 
 
-def check_run_directory(config: Config, corpus: Corpus) -> None:
+def check_tokenizer_of_run(config: Config, tokenizer: Tokenizer) -> None:
+    """Raise InputError if the tokenizer differs from that of the run that `model.pretrained` names.
+
+    With `model.resize_vocabulary` it may have additional tokens.
+    """
+    source, name = Path(config.model.pretrained), config.data.tokenizer
+    if tokenizer.sha256 == read_tokenizer_digest(source):
+        return
+    if not config.model.resize_vocabulary:
+        raise InputError(
+            f"data.tokenizer={name}: its ids, BOS or EOS differ from those that {source} was trained with; leave out "
+            "--data.tokenizer, --data.bos and --data.eos to use the tokenizer of that run, or set "
+            "--model.resize-vocabulary for a tokenizer with additional tokens"
+        )
+    original = load_tokenizer(cli.load_run_config(source, "model.pretrained=").data)
+    if not original.vocabulary or not original.vocabulary.items() <= tokenizer.vocabulary.items():
+        raise InputError(
+            f"data.tokenizer={name}: it does not have every token of {source} under the same id; name a tokenizer that "
+            "only adds tokens"
+        )
+
+
+def check_run_directory(config: Config, corpus: Corpus, tokenizer: Tokenizer) -> None:
     """Raise InputError if the run directory holds another run, which this configuration does not continue."""
     directory = Path(config.run.directory)
     if config.model.pretrained and directory.absolute() == Path(config.model.pretrained):
@@ -185,6 +210,8 @@ def check_run_directory(config: Config, corpus: Corpus) -> None:
         problem = f"this version cannot continue the run there ({error})"
         raise InputError(f"run.directory={directory}: {problem}; set another --run.directory") from error
     found = fields.forbidden_changes(old, config)
+    if read_tokenizer_digest(directory) != tokenizer.sha256:
+        found.append(f"data.tokenizer {config.data.tokenizer} gives other ids, BOS or EOS than {old.data.tokenizer}")
     if found:
         fixed = any(fields.METADATA[change.split()[0]].resume == "never" for change in found)
         allow = "" if fixed else ", or allow the change of a field with --run.allow-change NAME"

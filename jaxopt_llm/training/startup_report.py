@@ -91,3 +91,5 @@ def _list_unused_settings(setup: Setup) -> Iterator[str]:
     end = config.schedule.end_step
     if end is not None and end < config.training.steps:
         yield f"the learning rate has its final value from step {end} on: see --schedule.decay-steps"
+    if end is not None and end > config.training.steps > config.schedule.warmup_steps:
+        yield f"the run ends before its schedule, which has {end} steps: see --schedule.decay-steps"

@@ -48,6 +48,7 @@ def test_without_warm_up_the_rate_falls_from_the_peak_to_its_end() -> None:
         (ScheduleConfig(final_share=1.5), "schedule.final_share=1.5"),
         (replace(SCHEDULE, kind="wsd", cooldown_steps=17), "schedule.cooldown_steps=17"),
         (replace(SCHEDULE, kind="wsd", cooldown_steps=0), "schedule.cooldown_steps=0"),
+        (ScheduleConfig(kind="wsd", cooldown_steps=-5), "schedule.cooldown_steps=-5"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_named(config: ScheduleConfig, named: str) -> None:

@@ -52,7 +52,7 @@ def write_model_folder(
         params: the parameters, possibly quantised or with adapters.
         config: the model.
         source: the folder that the parameters came from; its token ids are kept.
-        tokenizer: the folder of the tokenizer, whose files are copied.
+        tokenizer: the folder of the tokenizer, or its file; the files of the tokenizer are copied.
         dtype: dtype of the tensors instead of the parameters' dtype. Parameters that are updated by steps of a fixed
             size (`ParamSpec.sign_rate`) keep their dtype.
         max_file_bytes: largest number of tensor bytes in one file.
@@ -83,9 +83,18 @@ def write_model_folder(
             "torch_dtype": str(next(dtypes[name] for name in widest_first if name not in fixed)),
         }
         (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
-        for name in TOKENIZER_FILES:
-            if tokenizer is not None and (tokenizer / name).is_file():
-                shutil.copyfile(tokenizer / name, folder / name)
+        if tokenizer is not None:
+            _copy_tokenizer(tokenizer, folder)
+
+
+def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
+    """Copy the files of a tokenizer. A file that has another name is copied as tokenizer.json."""
+    source = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if tokenizer.is_file():
+        shutil.copyfile(tokenizer, folder / "tokenizer.json")
 
 
 def _tensor_getter(
