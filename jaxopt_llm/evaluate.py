@@ -78,7 +78,7 @@ def main() -> int:
         source = run.load_model(options.checkpoint, config.data, attention=attention.name)
     if reads_other_data:
         stream, skipped = open_all_documents(config.data, source.tokenizer)
-        name = ", ".join([*config.data.paths, *(f"{count:,} {reason}" for reason, count in skipped.items())])
+        name = ", ".join([*config.data.paths, *skipped.describe()])
     else:
         stream, name = open_corpus(config.data, source.tokenizer).held_out, "the held-out split"
     rows = PackedRows(stream, length, size, name, config.data.long_documents)

@@ -19,8 +19,6 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice, pairwise
@@ -40,7 +38,8 @@ from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data import prepared, source
 from jaxopt_llm.data.find import PLAN, find_corpus_files
-from jaxopt_llm.data.source import Part
+from jaxopt_llm.data.rows import Part
+from jaxopt_llm.data.skipped import Skipped
 from jaxopt_llm.data.template import open_reader
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens import in_spans
@@ -55,12 +54,13 @@ def prepare(config: DataConfig, directory: Path, workers: int) -> None:
     tokenizer = load_tokenizer(config)
     files = list(chain.from_iterable(find_corpus_files(config)))
     for file in files:
-        if file.format not in ("text", "jsonl", "parquet"):
+        if file.format not in source.FORMATS:
             raise InputError(f"--input {file.path} holds tokens, not text: give it to training with --data.paths")
     console = Console(highlight=False, soft_wrap=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("inspecting files", total=len(files))
         inspected = prepared.inspect_files(files, config, lambda: progress.advance(task))
+    shards = prepared.group_into_shards(files, [parts for _, parts in inspected])
     plan = prepared.make_plan(files, [fingerprint for fingerprint, _ in inspected], config, tokenizer)
     _check_output(directory, plan)
     with lock_directory(directory, "--output"):
@@ -72,15 +72,14 @@ def prepare(config: DataConfig, directory: Path, workers: int) -> None:
             console.print(f"{directory} is already finished", markup=False)
         else:
             merger = prepared.ShardMerger(directory, plan["dtype"], config.content != "text")
-            shards = prepared.group_into_shards(files, [parts for _, parts in inspected])
             _write_shards(shards, merger, config, directory, workers, console)
             if not sum(record["tokens"] for record in merger.shards):
-                paths, skipped = " ".join(config.paths), _describe_skipped(merger.shards) or "empty"
+                paths, skipped = " ".join(config.paths), _describe_skipped(merger.shards, shards) or "empty"
                 raise InputError(f"--input {paths}: no tokens to train on ({skipped}); give other files")
             merger.finish(plan)
     records = prepared.read_shard_records(directory)
     documents, tokens = (sum(record[name] for record in records) for name in ("documents", "tokens"))
-    skipped = _describe_skipped(records) or "nothing"
+    skipped = _describe_skipped(records, shards) or "nothing"
     console.print(f"{documents:,} documents, {tokens:,} tokens in {directory}; skipped: {skipped}", markup=False)
     console.print(f"train on it with --data.paths {directory} --data.tokenizer {config.tokenizer}", markup=False)
 
@@ -95,7 +94,7 @@ def preview(config: DataConfig, count: int) -> None:
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     console = Console(highlight=False, soft_wrap=True)
     tokenizer = load_tokenizer(config)
-    skipped: Counter[str] = Counter()
+    skipped = Skipped()
     files = chain.from_iterable(find_corpus_files(config))
     parts = chain.from_iterable(source.split_into_parts(file, config) for file in files)
     with open_reader(config, tokenizer) as read:
@@ -105,8 +104,8 @@ def preview(config: DataConfig, count: int) -> None:
             learned = in_spans(starts, document.spans or ())
             console.print(f"--- {document.name}: {ids.size:,} tokens, {learned.sum():,} learned", markup=False)
             console.print(_mark_learned(document.content.decode(), starts, learned, console.color_system is not None))
-    if skipped:
-        console.print(f"skipped: {_format_counts(skipped)}", markup=False)
+    if reasons := skipped.describe():
+        console.print(f"skipped: {'; '.join(reasons)}", markup=False)
 
 
 def _mark_learned(text: str, starts: NDArray[np.int64], learned: NDArray[np.bool_], coloured: bool) -> Text:
@@ -203,12 +202,8 @@ def _write_shard(directory: Path, index: int, parts: list[Part]) -> None:
     prepared.write_shard(directory, index, parts, *_worker)
 
 
-def _describe_skipped(records: Sequence[dict[str, Any]]) -> str:
-    return _format_counts(sum((Counter(record["skipped"]) for record in records), Counter()))
-
-
-def _format_counts(skipped: Counter[str]) -> str:
-    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
+def _describe_skipped(records: list[dict[str, Any]], shards: list[list[Part]]) -> str:
+    return "; ".join(prepared.add_skipped(records, shards).describe())
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -217,14 +212,14 @@ def _make_parser() -> argparse.ArgumentParser:
         prog="python -m jaxopt_llm.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--input", nargs="+", metavar="PATH", help="files, folders or globs of text, JSONL or Parquet")
+    add("--input", nargs="+", metavar="PATH", help="files, folders or globs of text, JSONL, JSON, CSV or Parquet")
     add("--output", type=Path, metavar="DIR", help="new directory, or one with an unfinished prepared corpus")
     add("--verify", type=Path, metavar="DIR", help="instead, read a prepared corpus and print which parts are damaged")
     add("--preview", type=int, metavar="N", help="instead, print the first N conversations with learned tokens marked")
     add("--tokenizer", default="bytes", metavar="FILE", help="a tokenizer.json, or bytes (default: bytes)")
     add("--bos", default=default.bos, metavar="TOKEN", help="token before each document (default: the tokenizer's BOS)")
     add("--eos", default=default.eos, metavar="TOKEN", help="token after each document (default: the tokenizer's EOS)")
-    formats, contents = ("auto", "text", "jsonl", "parquet"), get_args(Content)
+    formats, contents = ("auto", *source.FORMATS), get_args(Content)
     add("--format", default=default.format, choices=formats, help="format of the files (default: auto, by suffix)")
     separator = "text between the documents of a text file (default: none, the file is one document)"
     add("--separator", default=default.separator, metavar="TEXT", help=separator)

@@ -167,6 +167,21 @@ def test_another_preparation_is_not_overwritten(corpus: Path, tmp_path: Path) ->
     assert contents(tmp_path / "out") == before
 
 
+def test_skipped_rows_are_printed_by_reason_with_an_example(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    path.write_text(path.read_text() + '{"text": "cut\n{"text": 1}\n')
+    (tmp_path / "b.csv").write_text("text\nthree\n")
+    files = ("--input", path, tmp_path / "b.csv")
+    refused = command("prepare", *files, "--output", tmp_path / "none")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert refused.stderr.startswith(f"error: {path}, line 3: not valid JSON (")
+    for _ in range(2):  # the second command finds the corpus finished
+        done = command("prepare", *files, "--output", tmp_path / "out", "--malformed", "skip", "--workers", 1)
+        assert (done.returncode, done.stderr) == (0, "") and "\n3 documents" in "\n" + done.stdout
+        unreadable = f"1 not valid JSON (first: {path}, line 3)"
+        assert f"skipped: {unreadable}; 1 without text in column 'text' (first: {path}, line 4)\n" in done.stdout
+
+
 def test_bad_input_of_the_command(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("kept")

@@ -6,8 +6,8 @@ from typing import Literal
 
 from jaxopt_llm.config.metadata import POSITIVE, Bounds, find_out_of_range, setting
 
-Format = Literal["auto", "text", "jsonl", "parquet", "prepared", "megatron", "numpy"]
-Content = Literal["text", "chat", "messages", "pairs", "sharegpt"]
+Format = Literal["auto", "text", "jsonl", "json", "csv", "parquet", "prepared", "megatron", "numpy"]
+Content = Literal["text", "chat", "messages", "pairs", "sharegpt", "alpaca"]
 LongDocuments = Literal["auto", "split", "cut", "drop"]
 
 
@@ -19,17 +19,18 @@ class DataConfig:
     """Share of the rows that each of data.paths gives, relative to the sum of the weights. Empty = an epoch reads every
     token once."""
     format: Format = "auto"
-    """Format of the files. auto: by suffix; prepared: the output of jaxopt_llm.prepare; megatron: a .bin/.idx pair;
-    numpy: a one-dimensional .npy of token ids."""
+    """Format of the files. auto: by suffix; json: one array of objects, or one object per line; prepared: the
+    output of jaxopt_llm.prepare; megatron: a .bin/.idx pair; numpy: a one-dimensional .npy of token ids."""
     separator: str = ""
     """Text between two documents of a text file, for example <|endoftext|>. Empty = each file is one document. A
     document may have up to 1 GiB."""
     text_field: str = "text"
-    """Column of JSONL and Parquet files that holds the text."""
+    """Column of JSONL, JSON, CSV and Parquet files that holds the text."""
     content: Content = "text"
-    """Content of a row of a JSONL or Parquet file: text, or a conversation. The chat template renders a conversation as
-    text, and the loss counts only the assistant's tokens. messages: a list of role and content; pairs: prompt and
-    completion; sharegpt: a list of from and value; chat: detect the form from the fields of each file."""
+    """Content of a row of a JSONL, JSON, CSV or Parquet file: text, or a conversation. The chat template renders a
+    conversation as text, and the loss counts only the assistant's tokens. messages: a list of role and content; pairs:
+    prompt and completion, each a text or a list of messages; sharegpt: a list of from and value; alpaca: instruction,
+    input and output; chat: detect the form from the fields of each file."""
     chat_template: str = ""
     """File with a chat template in Jinja. Empty = the template that comes with data.tokenizer."""
     date: str = ""
@@ -46,8 +47,8 @@ class DataConfig:
     eos: str = ""
     """Token after each document (EOS). Empty = the tokenizer's own."""
     malformed: Literal["error", "skip", "replace"] = "error"
-    """Treatment of documents that are not UTF-8 or are truncated. error: stop the command; skip: skip and count them;
-    replace: replace invalid UTF-8 by U+FFFD (and skip rows that are not valid JSON)."""
+    """Treatment of malformed rows: not UTF-8, not valid JSON, without text, no conversation. error: stop the command;
+    skip: skip them and count them by reason; replace: replace invalid UTF-8 by U+FFFD, and skip the other rows."""
     held_out: float = setting(0.05, bounds=Bounds(above=0, below=1))
     """Share of the documents that is held out of training for evaluation, above 0 and below 1."""
     stall_seconds: float = setting(600.0, resume="freely", bounds=POSITIVE)

@@ -1,28 +1,40 @@
-"""Conversion of conversations to one form: {"messages": [{"role", "content", ...}], "tools": [...]}."""
+"""Conversion of conversations to one form: {"messages": [{"role", "content", ...}], "tools": [...], "context": N}.
+
+`context` is the number of leading messages of which nothing is learned; it is absent if it makes no difference.
+"""
 
 import json
 from collections.abc import Collection
 from typing import Any
 
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data.skipped import Malformed
 
 # Required columns of each form.
-FORMS = {"messages": {"messages"}, "pairs": {"prompt", "completion"}, "sharegpt": {"conversations"}}
-OPTIONAL_COLUMNS = {"tools", "system", "chosen", "rejected"}  # read if they exist
+FORMS = {
+    "messages": {"messages"},
+    "pairs": {"prompt", "completion"},
+    "sharegpt": {"conversations"},
+    "alpaca": {"instruction", "output"},
+}
+_OPTIONAL_COLUMNS = {"tools", "system", "chosen", "rejected"}  # read if they exist
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}  # other names of roles
 _ROLES = ("user", "assistant", "system", "tool")
 
 
-class Malformed(Exception):
-    """Exception for a row that does not hold a valid text or conversation; its message is the reason."""
+def columns(form: str) -> set[str]:
+    """Return the columns that are read if they exist."""
+    return FORMS[form] | _OPTIONAL_COLUMNS | ({"input"} if form == "alpaca" else set())
 
 
 def matching_forms(columns: Collection[str]) -> list[str]:
     """Return the forms whose required columns are all present."""
-    return [form for form, required in FORMS.items() if required <= {*columns}]
+    forms = [form for form, required in FORMS.items() if required <= {*columns}]
+    # Conversations that were made from instructions often keep the instructions in other columns.
+    return [form for form in forms if form != "alpaca"] or forms
 
 
-def detect_form(columns: Collection[str], where: str) -> str:
+def detect_form(columns: Collection[str], where: object) -> str:
     """Return the form that has these columns. Raises InputError if no form or several forms match."""
     forms = matching_forms(columns)
     if len(forms) == 1:
@@ -35,43 +47,74 @@ def detect_form(columns: Collection[str], where: str) -> str:
     )
 
 
-def normalize_conversation(row: Any, form: str) -> str:
+def normalize_conversation(row: dict[str, Any], form: str) -> str:
     """Return a row of a form as JSON text in the common form.
 
     Null values count as absent, because Parquet gives every message every field. Raises Malformed if the row is not a
     valid conversation.
     """
     row = _without_nulls(row)
-    if not isinstance(row, dict) or not row.keys() >= FORMS[form]:
-        raise Malformed(f"truncated, or without the fields of the form {form} ({', '.join(sorted(FORMS[form]))})")
+    if not row.keys() >= FORMS[form]:
+        raise Malformed(f"without the fields of the form {form} ({', '.join(sorted(FORMS[form]))})")
     if row.keys() & {"chosen", "rejected"}:
-        raise Malformed("it holds a preference pair (chosen, rejected) instead of one conversation")
-    if form == "pairs":
-        if not isinstance(row["prompt"], str) or not isinstance(row["completion"], str):
-            raise Malformed("prompt or completion is not text; put lists of messages into one field, messages")
-        messages = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
-    else:
-        messages = row["messages" if form == "messages" else "conversations"]
-    if not isinstance(messages, list):
-        raise Malformed("messages is not a list")
-    if form == "sharegpt":
-        messages = [_from_sharegpt(message) for message in messages]
-    messages = [_message(message) for message in messages]
+        raise Malformed("with a preference pair (chosen, rejected) instead of one conversation")
+    context, learned = _split_messages(row, form)
     if isinstance(row.get("system"), str):
-        if messages and messages[0]["role"] == "system":
-            raise Malformed("it has both a system field and a system message")
-        messages.insert(0, {"role": "system", "content": row["system"]})
-    if not any(message["role"] == "assistant" for message in messages):
-        raise Malformed("it has no assistant message")
-    tools = row.get("tools", [])
-    if isinstance(tools, str):  # datasets whose columns must have a single type store tools as JSON text
+        if any(message["role"] == "system" for message in (context + learned)[:1]):
+            raise Malformed("with both a system field and a system message")
+        context.insert(0, {"role": "system", "content": row["system"]})
+    if not _speaks(learned):
+        place = "in the completion" if form == "pairs" else ""
+        raise Malformed("without an assistant message", place)
+    tools = _parse_list(row.get("tools", []), "tools")
+    conversation: dict[str, Any] = {"messages": context + learned}
+    if tools:
+        conversation["tools"] = tools
+    if _speaks(context):
+        conversation["context"] = len(context)
+    return json.dumps(conversation, ensure_ascii=False)
+
+
+def _split_messages(row: dict[str, Any], form: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the messages of which nothing is learned, and the messages whose assistant turns are learned."""
+    if form == "pairs":
+        prompt, completion = _read_turns(row["prompt"], "user"), _read_turns(row["completion"], "assistant")
+        return [_message(message) for message in prompt], [_message(message) for message in completion]
+    if form == "alpaca":
+        texts = [row["instruction"], row.get("input", ""), row["output"]]
+        if not all(isinstance(text, str) for text in texts):
+            raise Malformed("with an instruction, input or output that is not text")
+        instruction, given, output = texts
+        asked = f"{instruction}\n\n{given}" if given else instruction
+        return [], [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]
+    (name,) = FORMS[form]
+    messages = _without_nulls(_parse_list(row[name], name))
+    return [], [_message(_from_sharegpt(message) if form == "sharegpt" else message) for message in messages]
+
+
+def _read_turns(value: Any, role: str) -> list[Any]:
+    """Return a prompt or a completion as messages."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list):
+        raise Malformed("with a prompt or completion that is neither text nor a list of messages")
+    return value
+
+
+def _parse_list(value: Any, name: str) -> list[Any]:
+    """Return a list. A table whose columns have a single type, such as CSV, stores it as JSON text."""
+    if isinstance(value, str):
         try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError):
-            raise Malformed("tools is not valid JSON") from None
-    if not isinstance(tools, list):
-        raise Malformed("tools is not a list")
-    return json.dumps({"messages": messages, **({"tools": tools} if tools else {})}, ensure_ascii=False)
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise Malformed(f"with {name} that are not a list or its JSON text", str(error)) from None
+    if not isinstance(value, list):
+        raise Malformed(f"with {name} that are not a list or its JSON text")
+    return value
+
+
+def _speaks(messages: list[dict[str, Any]]) -> bool:
+    return any(message["role"] == "assistant" for message in messages)
 
 
 def _from_sharegpt(message: Any) -> Any:
@@ -79,24 +122,25 @@ def _from_sharegpt(message: Any) -> Any:
         return message
     sender = message.get("from")
     if sender not in (*_SHAREGPT, *_ROLES):
-        raise Malformed(f"a message is from {sender!r}; it must be from one of {', '.join((*_SHAREGPT, *_ROLES))}")
+        detail = f"it is from {sender!r}; it must be from one of {', '.join((*_SHAREGPT, *_ROLES))}"
+        raise Malformed("with a message from an unknown sender", detail)
     return {"role": _SHAREGPT.get(sender, sender), "content": message.get("value")}
 
 
 def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise Malformed("a message has no role")
+        raise Malformed("with a message without a role")
     if isinstance(message.get("content"), list):
         # Most templates only support text, and would write the list in Python's syntax.
         message = {**message, "content": "".join(map(_text, message["content"]))}
     if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-        raise Malformed(f"the content of a message of role {message['role']} is not text")
+        raise Malformed("with a message whose content is not text", f"its role is {message['role']}")
     return message
 
 
 def _text(part: Any) -> str:
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise Malformed("a part of a message is not text")
+        raise Malformed("with a part of a message that is not text")
     return str(part["text"])
 
 

@@ -1,7 +1,6 @@
 """Corpus of a run: its sources, each split into training and held-out documents."""
 
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -14,6 +13,7 @@ from jaxopt_llm.data import tokens
 from jaxopt_llm.data.find import File, find_corpus_files
 from jaxopt_llm.data.indexed import open_megatron, open_numpy
 from jaxopt_llm.data.prepared import open_prepared
+from jaxopt_llm.data.skipped import Skipped
 from jaxopt_llm.data.source import read_standard_library, split_into_parts
 from jaxopt_llm.data.template import Reader, open_reader
 from jaxopt_llm.data.tokenizer import Tokenizer
@@ -42,13 +42,13 @@ class Corpus:
         held_out: held-out documents of all sources.
         sha256: hash of every token and of its position in the documents; independent of the split. It covers only
             samples of files that another program tokenized. A run stores it and compares it on resume.
-        skipped: number of skipped documents, by reason.
+        skipped: skipped documents by reason.
     """
 
     sources: tuple[Source, ...]
     held_out: tokens.TokenStream
     sha256: str
-    skipped: Counter[str]
+    skipped: Skipped
 
     @property
     def name(self) -> str:
@@ -70,7 +70,7 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
     Raises:
         InputError: `find_files` or a reader raises it, or a source has fewer than two documents.
     """
-    skipped: Counter[str] = Counter()
+    skipped = Skipped()
     opened: list[tuple[str, list[tokens.Piece], str]] = []
     if config.paths:
         with open_reader(config, tokenizer) as read:
@@ -79,7 +79,7 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
                 pieces = list(chain.from_iterable(pieces for pieces, _ in found))
                 opened.append((pattern, pieces, "\n".join(digest for _, digest in found)))
     else:
-        library = [tokens.tokenize(document.name, [document], tokenizer) for document in read_standard_library()]
+        library = [tokens.tokenize(str(document.name), [document], tokenizer) for document in read_standard_library()]
         opened.append(("Python's standard library", [*library], _sha256(library)))
     if not config.weights:  # one source, so that an epoch reads every token once
         names, lists, digests = zip(*opened, strict=True)
@@ -103,12 +103,12 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
     return Corpus(tuple(sources), tokens.join_ranges(pieces, held_out), identity, skipped)
 
 
-def open_all_documents(config: DataConfig, tokenizer: Tokenizer) -> tuple[tokens.TokenStream, Counter[str]]:
+def open_all_documents(config: DataConfig, tokenizer: Tokenizer) -> tuple[tokens.TokenStream, Skipped]:
     """Open every document of data.paths, without held-out split and weights.
 
-    Returns the documents, and the number of skipped documents by reason.
+    Returns the documents, and the skipped documents by reason.
     """
-    skipped: Counter[str] = Counter()
+    skipped = Skipped()
     files = chain.from_iterable(find_corpus_files(config))
     with open_reader(config, tokenizer) as read:
         pieces = list(chain.from_iterable(_open_file(file, read, config, tokenizer, skipped)[0] for file in files))
@@ -116,7 +116,7 @@ def open_all_documents(config: DataConfig, tokenizer: Tokenizer) -> tuple[tokens
 
 
 def _open_file(
-    file: File, read: Reader, config: DataConfig, tokenizer: Tokenizer, skipped: Counter[str]
+    file: File, read: Reader, config: DataConfig, tokenizer: Tokenizer, skipped: Skipped
 ) -> tuple[Sequence[tokens.Piece], str]:
     """Return the pieces of a file and the hash of its contents."""
     if file.format == "prepared":
@@ -131,8 +131,8 @@ def _open_file(
     return pieces, _sha256(pieces)
 
 
-def _format_reasons(skipped: Counter[str]) -> str:
-    return "".join(f"; {count:,} {why}" for why, count in sorted(skipped.items()))
+def _format_reasons(skipped: Skipped) -> str:
+    return "".join(f"; {reason}" for reason in skipped.describe())
 
 
 def _sha256(pieces: Sequence[tokens.IndexedPiece]) -> str:

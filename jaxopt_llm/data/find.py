@@ -12,8 +12,12 @@ from jaxopt_llm.core.errors import InputError
 SUFFIXES = {
     **dict.fromkeys((".txt", ".text", ".md"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
+    **{".json": "json", ".csv": "csv"},
     **{".parquet": "parquet", ".npy": "numpy", ".idx": "megatron", ".bin": "megatron"},
 }
+# Formats of files that often only describe a folder, such as dataset_info.json. So a search of a folder takes them only
+# if data.format names them.
+_NAMED_FORMATS = {"json", "csv"}
 COMPRESSED = (".gz", ".bz2", ".zst")
 PLAN = "prepared-plan.json"  # in every folder that jaxopt_llm.prepare has started to write
 
@@ -49,8 +53,8 @@ def find_files(pattern: str, config: DataConfig) -> list[File]:
     """Return the files of one of data.paths, sorted by name.
 
     A path is a file, a folder (searched recursively) or a glob (with `**`). In a folder, data.format=auto takes all
-    files with a known suffix, text takes all files, and other formats take the files with their suffix. A Megatron pair
-    is named by either file or by their common prefix.
+    files with a known suffix except .json and .csv, text takes all files, and other formats take the files with their
+    suffix. A Megatron pair is named by either file or by their common prefix.
 
     Raises:
         InputError: there are no files, or none of a known format.
@@ -60,7 +64,8 @@ def find_files(pattern: str, config: DataConfig) -> list[File]:
         return [File(path.name, path, "prepared")]
     if path.is_dir():
         root = path
-        formats = {*SUFFIXES.values(), "prepared"} if config.format == "auto" else {config.format}
+        known = {*SUFFIXES.values(), "prepared"} - _NAMED_FORMATS
+        formats = known if config.format == "auto" else {config.format}
         found = [p for p in _walk(path) if (config.format == "text" and p.is_file()) or _guess_format(p) in formats]
     else:
         pair = path.with_name(path.name + ".idx")
@@ -76,8 +81,16 @@ def find_files(pattern: str, config: DataConfig) -> list[File]:
         files.add(File(file.relative_to(root).as_posix(), file, file_format))
     if not files:
         what = f"no file of the format {config.format}" if path.is_dir() else "no such file or folder"
+        if path.is_dir() and config.format == "auto" and (left := _find_left_out(path)):
+            problem = f"a folder's .json and .csv files, such as {left}, are read only if they are named"
+            raise InputError(f"data.paths {pattern}: {problem}; name them with a glob, or set data.format")
         raise InputError(f"data.paths {pattern}: {what}; correct the path (known suffixes: {', '.join(SUFFIXES)})")
     return sorted(files, key=lambda file: file.name)
+
+
+def _find_left_out(folder: Path) -> Path | None:
+    """Return a file in a folder that data.format=auto does not take, although its format is known."""
+    return min((path for path in _walk(folder) if _guess_format(path) in _NAMED_FORMATS), default=None)
 
 
 def _walk(folder: Path) -> Iterator[Path]:

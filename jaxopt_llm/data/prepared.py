@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -31,7 +30,9 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably, sync_file
 from jaxopt_llm.data.find import File
 from jaxopt_llm.data.mapped import MappedArray
-from jaxopt_llm.data.source import Part, split_into_parts
+from jaxopt_llm.data.rows import Part
+from jaxopt_llm.data.skipped import Skipped
+from jaxopt_llm.data.source import split_into_parts
 from jaxopt_llm.data.template import find_template, open_reader
 from jaxopt_llm.data.tokenizer import Tokenizer
 from jaxopt_llm.data.tokens import IndexedPiece, fingerprint_file, token_dtype, tokenize_batches
@@ -112,7 +113,7 @@ def write_shard(directory: Path, index: int, parts: Sequence[Part], config: Data
     If the process is killed at any moment, the files of the shard are either complete or lack the JSON record. Memory
     holds only a few megabytes of text at a time.
     """
-    skipped: Counter[str] = Counter()
+    skipped = Skipped()
     paths = [directory / f"shard-{index:05}.{name}" for name in _array_names(config.content != "text")]
     digests = hashlib.sha256(), hashlib.sha256()  # of the tokens and of the mask
     documents = end = 0
@@ -133,7 +134,7 @@ def write_shard(directory: Path, index: int, parts: Sequence[Part], config: Data
     record: dict[str, Any] = {"documents": documents, "tokens": end, "tokens_sha256": digests[0].hexdigest()}
     if config.content != "text":
         record["mask_sha256"] = digests[1].hexdigest()
-    write_json(shard_record_path(directory, index), record | {"skipped": dict(sorted(skipped.items()))})
+    write_json(shard_record_path(directory, index), record | skipped.to_record([part.file for part in parts]))
 
 
 def _array_names(conversations: bool) -> tuple[str, ...]:
@@ -222,6 +223,14 @@ def read_shard_records(directory: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in path.read_bytes().splitlines()]
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is damaged ({error}): remove {directory} and prepare the corpus again") from error
+
+
+def add_skipped(records: Sequence[dict[str, Any]], shards: Sequence[Sequence[Part]]) -> Skipped:
+    """Return the skipped documents of all shards."""
+    skipped = Skipped()
+    for record, parts in zip(records, shards, strict=True):
+        skipped.add_record(record, [part.file for part in parts])
+    return skipped
 
 
 def array_path(directory: Path, name: str) -> Path:

@@ -4,10 +4,11 @@ A chat template is a program, and comes with weights from any source. Jinja's sa
 objects. Only a separate process can bound its time and its memory. This program imports nothing of this package.
 
 Standard input has one JSON object per line. The first is {"template", "special" (tokens by name), "ends" (tokens that
-can end a turn), "date"}, the others are conversations: {"messages", "tools"}. Each line is answered by one line on
-standard output: {"text", "spans" (ranges [begin, end) of the assistant's text, in characters)}, {"refused": reason} if
-the template itself raises an exception, or {"error": reason}. A conversation with "add_generation_prompt", which is
-true if the assistant speaks next, is answered without spans.
+can end a turn), "date"}, the others are conversations: {"messages", "tools", "context" (number of leading messages
+without spans; 0 if absent)}. Each line is answered by one line on standard output: {"text", "spans" (ranges
+[begin, end) of the assistant's text, in characters)}, {"refused": reason} if the template itself raises an exception,
+or {"error": reason}. A conversation with "add_generation_prompt", which is true if the assistant speaks next, is
+answered without spans.
 """
 
 import faulthandler
@@ -106,9 +107,13 @@ class Renderer:
         self._special, self._ends = special, tuple(ends)
 
     def render(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, add_generation_prompt: bool | None = None
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        context: int = 0,
     ) -> dict[str, Any]:
-        """Return the answer for one conversation: its text and the spans of the assistant's text."""
+        """Return the answer for one conversation: its text and the spans of the assistant's text after `context`."""
 
         def render_first(count: int, add_generation_prompt: bool = False) -> str:
             rendered = self._template.render(
@@ -123,12 +128,16 @@ class Renderer:
             return rendered
 
         self._generation.rendered = 0
+        if context and self._generation.used:
+            render_first(context)
+        context_blocks, self._generation.rendered = self._generation.rendered, 0
         text = render_first(len(messages), bool(add_generation_prompt))
         if self._generation.used:
-            return _remove_marks(text, self._generation.rendered)
+            answer = _remove_marks(text, self._generation.rendered)
+            return answer | {"spans": answer["spans"][context_blocks:]}
         if add_generation_prompt is not None:
             return {"text": text, "spans": []}
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= context]
         return {"text": text, "spans": [self._find_span(text, index, render_first) for index in turns]}
 
     def _find_span(self, text: str, index: int, render_first: Callable[..., str]) -> tuple[int, int]:

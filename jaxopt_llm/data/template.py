@@ -4,7 +4,6 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,9 @@ from typing import Any
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.source import Document, Part, read_documents, reject
+from jaxopt_llm.data.rows import Part
+from jaxopt_llm.data.skipped import Skipped
+from jaxopt_llm.data.source import Document, read_documents, reject
 from jaxopt_llm.data.tokenizer import Tokenizer, declared_tokens, find_tokenizer_folder, read_json_object
 
 SANDBOX_PROGRAM = Path(__file__).with_name("sandbox.py")
@@ -112,7 +113,7 @@ class Renderer:
         answer = self._request(document.content, document.name)
         if "refused" in answer:
             problem = f"the chat template {self._template.path} rejects the conversation ({answer['refused']})"
-            reject(f"{document.name}: {problem}", config)
+            reject(document.name, problem, config)
             return None
         spans = tuple((begin, end) for begin, end in answer["spans"])
         return Document(document.name, answer["text"].encode(), document.key, spans)
@@ -136,7 +137,7 @@ class Renderer:
             raise InputError(f"{self._template.path}: {problem}; start a new one, or correct the template")
         return str(answer["text"])
 
-    def _request(self, line: bytes, where: str) -> dict[str, Any]:
+    def _request(self, line: bytes, where: object) -> dict[str, Any]:
         try:
             self._stdin.write(line + b"\n")
             self._stdin.flush()
@@ -152,7 +153,7 @@ class Renderer:
         return answer
 
 
-Reader = Callable[[Part, Counter[str]], Iterator[Document]]
+Reader = Callable[[Part, Skipped], Iterator[Document]]
 
 
 @contextmanager
@@ -166,13 +167,13 @@ def open_reader(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Reader]:
 
 
 def _render_all(
-    documents: Iterable[Document], renderer: Renderer, config: DataConfig, skipped: Counter[str]
+    documents: Iterable[Document], renderer: Renderer, config: DataConfig, skipped: Skipped
 ) -> Iterator[Document]:
     for document in documents:
         rendered = renderer.render(document, config)
         if rendered is None:
-            skipped["rejected by the chat template"] += 1
+            skipped.add("rejected by the chat template", document.name)
         elif not any(begin < end for begin, end in rendered.spans or ()):
-            skipped["without assistant tokens"] += 1
+            skipped.add("without assistant tokens")
         else:
             yield rendered

@@ -1,5 +1,6 @@
 """Conversations in every form and file format, and rows that are rejected."""
 
+import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,15 @@ def pair(messages: Messages) -> dict[str, Any]:
     return {"prompt": messages[0]["content"], "completion": messages[1]["content"]}
 
 
+def lists(messages: Messages) -> dict[str, Any]:
+    """Return prompt and completion as lists. The prompt has no answer, of which nothing would be learned."""
+    return {"prompt": messages[:1], "completion": messages[1:]}
+
+
+def alpaca(messages: Messages) -> dict[str, Any]:
+    return {"instruction": messages[0]["content"], "input": "", "output": messages[1]["content"]}
+
+
 def sharegpt(messages: Messages) -> dict[str, Any]:
     names = {"user": "human", "assistant": "gpt"}
     return {"conversations": [{"from": names[m["role"]], "value": m["content"]} for m in messages]}
@@ -44,7 +54,20 @@ def parts(messages: Messages) -> dict[str, Any]:
     }
 
 
-FORMS = {"messages": lambda messages: {"messages": messages}, "pairs": pair, "sharegpt": sharegpt, "parts": parts}
+def json_text(messages: Messages) -> dict[str, Any]:
+    return {"messages": json.dumps(messages), "tools": ""}
+
+
+FORMS = {
+    "messages": lambda messages: {"messages": messages},
+    "pairs": pair,
+    "lists": lists,
+    "sharegpt": sharegpt,
+    "alpaca": alpaca,
+    "parts": parts,
+}
+NAMED = {"parts": "messages", "lists": "pairs"}
+TABLE_FORMS = {"messages": json_text, "pairs": pair, "alpaca": alpaca}
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -53,6 +76,13 @@ def write(path: Path, rows: list[Any]) -> Path:
         from pyarrow import parquet
 
         parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=5)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            table = csv.DictWriter(file, list(rows[0]))
+            table.writeheader()
+            table.writerows(rows)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -68,10 +98,10 @@ def read(path: Path, config: DataConfig) -> tuple[list[list[int]], str]:
 
 def text(path: Path, config: DataConfig) -> tuple[str, dict[str, int]]:
     stream, skipped = open_all_documents(replace(config, paths=(str(path),)), load_tokenizer(config))
-    return load_tokenizer(config).decode(stream.read(0, stream.size).tolist()), dict(skipped)
+    return load_tokenizer(config).decode(stream.read(0, stream.size).tolist()), dict(skipped.counts)
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_and_format_is_the_same_conversations(
     form: str, suffix: str, config: DataConfig, tmp_path: Path
@@ -80,10 +110,59 @@ def test_every_form_and_format_is_the_same_conversations(
     path = write(tmp_path / f"a.{suffix}", [{"id": 1, **FORMS[form](each)} for each in CHATS])
     found, sha256 = read(path, config)
     assert found == expected and len(expected[2]) > 0
-    named, same = read(path, replace(config, content="messages" if form == "parts" else form))
+    named, same = read(path, replace(config, content=NAMED.get(form, form)))
     assert (named, same) == (found, sha256)
     with pytest.raises(InputError, match="no column 'text'.*or read conversations with data.content=chat"):
         read(path, DataConfig())
+
+
+@pytest.mark.parametrize("form", TABLE_FORMS)
+def test_csv_holds_the_same_conversations(form: str, config: DataConfig, tmp_path: Path) -> None:
+    """An empty field of an optional column counts as absent."""
+    expected, _ = read(write(tmp_path / "expected.jsonl", [FORMS["messages"](each) for each in CHATS]), config)
+    rows = [{"id": 1, **TABLE_FORMS[form](each), "system": "", "chosen": ""} for each in CHATS]
+    found, sha256 = read(write(tmp_path / "a.csv", rows), config)
+    assert found == expected
+    assert read(tmp_path / "a.csv", replace(config, content=form)) == (found, sha256)
+    with pytest.raises(InputError, match="a.csv: no column 'text'.*or read conversations with data.content=chat"):
+        read(tmp_path / "a.csv", DataConfig())
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
+def test_the_input_of_an_instruction_follows_it(suffix: str, config: DataConfig, tmp_path: Path) -> None:
+    rows = [{"instruction": "Add.", "input": "1, 2", "output": "3"}, {"instruction": "Go.", "input": "", "output": ""}]
+    answers = "<|im_start|>assistant\n{}<|im_end|>\n"
+    expected = "<|im_start|>user\nAdd.\n\n1, 2<|im_end|>\n" + answers.format(3)
+    expected += "<|im_start|>user\nGo.<|im_end|>\n" + answers.format("")
+    assert text(write(tmp_path / f"a.{suffix}", rows), config) == (expected, {})
+    without = [{key: value for key, value in row.items() if key != "input"} for row in rows[1:]]
+    assert text(write(tmp_path / f"b.{suffix}", without), config)[0] in expected
+
+
+def test_instructions_beside_conversations_do_not_count(config: DataConfig, tmp_path: Path) -> None:
+    """Such files were read before the form alpaca existed."""
+    rows = [{**FORMS["messages"](each), "instruction": "x", "output": "y"} for each in CHATS]
+    expected, _ = read(write(tmp_path / "expected.jsonl", [FORMS["messages"](each) for each in CHATS]), config)
+    assert read(write(tmp_path / "a.jsonl", rows), config)[0] == expected
+    (tmp_path / "a.jsonl").write_text(json.dumps({"instruction": "x", "output": 1}))
+    with pytest.raises(InputError, match=r"a.jsonl, line 1: with an instruction, input or output that is not text"):
+        text(tmp_path / "a.jsonl", config)
+
+
+def test_prompts_and_completions_may_mix_texts_and_lists(config: DataConfig, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": CHATS[1][0]["content"], "completion": CHATS[1][1:]},
+        {"prompt": CHATS[1][:1], "completion": CHATS[1][1]["content"]},
+    ]
+    expected = text(write(tmp_path / "expected.jsonl", [pair(CHATS[1])] * 2), config)
+    assert text(write(tmp_path / "a.jsonl", rows), config) == expected
+    for row, message in (
+        ({"prompt": CHATS[1], "completion": []}, r"without an assistant message \(in the completion\)"),
+        ({"prompt": 1, "completion": "x"}, "with a prompt or completion that is neither text nor a list of messages"),
+        ({"prompt": ["x"], "completion": "x"}, "with a message without a role"),
+    ):
+        with pytest.raises(InputError, match=f"a.jsonl, line 1: {message}"):
+            text(write(tmp_path / "a.jsonl", [row]), config)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -134,21 +213,21 @@ GOOD = {"messages": CHATS[1]}
 BAD: dict[str, tuple[Any, str]] = {
     "two systems": (
         {"messages": [{"role": "system", "content": "x"}], "system": "y"},
-        "both a system field and a",
+        "with both a system field and a",
     ),
     "another form": (pair(CHATS[1]), "without the fields of the form messages"),
-    "no object": ([1], "without the fields of the form messages"),
-    "no list": ({"messages": "hello"}, "messages is not a list"),
-    "no role": ({"messages": [{"content": "x"}]}, "a message has no role"),
-    "no message": ({"messages": ["x"]}, "a message has no role"),
-    "no content": ({"messages": [{"role": "user"}]}, "the content of a message of role user is not text"),
+    "no object": ([1], "not a JSON object"),
+    "no list": ({"messages": "hello"}, "with messages that are not a list or its JSON text"),
+    "no role": ({"messages": [{"content": "x"}]}, "with a message without a role"),
+    "no message": ({"messages": ["x"]}, "with a message without a role"),
+    "no content": ({"messages": [{"role": "user"}]}, "with a message whose content is not text"),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image", "image": "x"}]}]},
-        "a part of a message is not text",
+        "with a part of a message that is not text",
     ),
-    "no assistant": ({"messages": CHATS[1][:1]}, "it has no assistant message"),
-    "a preference": ({**GOOD, "chosen": "a", "rejected": "b"}, "it holds a preference pair"),
-    "tools": ({**GOOD, "tools": "{"}, "tools is not valid JSON"),
+    "no assistant": ({"messages": CHATS[1][:1]}, "without an assistant message"),
+    "a preference": ({**GOOD, "chosen": "a", "rejected": "b"}, "with a preference pair"),
+    "tools": ({**GOOD, "tools": "{"}, "with tools that are not a list or its JSON text"),
 }
 
 
@@ -156,15 +235,10 @@ BAD: dict[str, tuple[Any, str]] = {
 def test_malformed_conversations_are_rejected_or_counted(case: str, config: DataConfig, tmp_path: Path) -> None:
     row, message = BAD[case]
     path = write(tmp_path / "a.jsonl", [GOOD, row, GOOD])
-    with pytest.raises(InputError, match=rf"a.jsonl, byte \d+: .*{message}.*data.malformed to skip"):
+    with pytest.raises(InputError, match=rf"a.jsonl, line 2: {message}.*data.malformed to skip"):
         text(path, config)
-    assert text(path, replace(config, malformed="skip"))[1] == {"not a conversation": 1}
-
-
-def test_pairs_of_lists_are_rejected_with_a_remedy(config: DataConfig, tmp_path: Path) -> None:
-    lists = {"prompt": CHATS[1][:1], "completion": CHATS[1][1:]}
-    with pytest.raises(InputError, match="put lists of messages into one field, messages"):
-        text(write(tmp_path / "a.jsonl", [pair(CHATS[1]), lists]), config)
+    (skipped,) = text(path, replace(config, malformed="skip"))[1].items()
+    assert skipped[0].startswith(message) and skipped[1] == 1
 
 
 def test_half_a_character_and_deep_lists(config: DataConfig, tmp_path: Path) -> None:
@@ -174,7 +248,7 @@ def test_half_a_character_and_deep_lists(config: DataConfig, tmp_path: Path) -> 
     path.write_text(f"{json.dumps(GOOD)}\n{half}\n{deep}\n")
     found, skipped = text(path, replace(config, malformed="replace"))
     assert "\N{REPLACEMENT CHARACTER}!" in found
-    assert skipped == {"not UTF-8, replaced": 1, "not a conversation": 1}
+    assert skipped == {"not UTF-8, replaced": 1, "with lists that are nested too deeply": 1}
 
 
 @pytest.mark.parametrize(
@@ -200,13 +274,15 @@ def test_fields_of_no_form_or_of_several(
 
 def test_a_message_from_an_unknown_role(config: DataConfig, tmp_path: Path) -> None:
     row = {"conversations": [{"from": "narrator", "value": "x"}]}
-    with pytest.raises(InputError, match="a message is from 'narrator'; it must be from one of human, "):
+    with pytest.raises(
+        InputError, match="with a message from an unknown sender .it is from 'narrator'; it must be from one of human, "
+    ):
         text(write(tmp_path / "a.jsonl", [row]), config)
 
 
 def test_text_files_hold_no_conversations(config: DataConfig, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
-    with pytest.raises(InputError, match="a.txt: data.content=chat requires JSONL or Parquet files"):
+    with pytest.raises(InputError, match="a.txt: data.content=chat requires JSONL, JSON, CSV or Parquet files"):
         text(tmp_path / "a.txt", config)
     (tmp_path / "empty.jsonl").write_text("")
     assert text(tmp_path / "empty.jsonl", config) == ("", {})

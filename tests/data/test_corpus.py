@@ -157,27 +157,28 @@ def test_a_glob_and_a_folder_take_what_they_say(tmp_path: Path) -> None:
 
 
 LINES = {
-    "not UTF-8": b'{"text": "caf\xe9"}',
-    "half a pair": b'{"text": "\\ud83d"}',
-    "cut": b'{"text": "caf',
-    "another type": b'{"text": 3}',
-    "null": b'{"text": null}',
-    "no object": b"[1]",
+    "not UTF-8": (b'{"text": "caf\xe9"}', "not UTF-8"),
+    "half a pair": (b'{"text": "\\ud83d"}', "not UTF-8"),
+    "cut": (b'{"text": "caf', "not valid JSON"),
+    "another type": (b'{"text": 3}', "without text in column 'text'"),
+    "null": (b'{"text": null}', "without text in column 'text'"),
+    "no object": (b"[1]", "not a JSON object"),
 }
 
 
 @pytest.mark.parametrize("case", LINES)
 def test_malformed_lines_are_rejected_or_counted(case: str, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "one"}\n{"text": ""}\n' + LINES[case] + b'\n{"text": "two"}\n')
-    with pytest.raises(InputError, match=r"a.jsonl, byte 29: .*data.malformed"):
+    path.write_bytes(b'{"text": "one"}\n{"text": ""}\n' + LINES[case][0] + b'\n{"text": "two"}\n')
+    with pytest.raises(InputError, match=r"a.jsonl, line 3: .*data.malformed"):
         read(path, DataConfig())
-    reason = "not UTF-8" if case in ("not UTF-8", "half a pair") else "truncated or without text"
+    reason = LINES[case][1]
     skipping = read(path, DataConfig(malformed="skip"))
-    assert skipping.skipped == Counter({reason: 1, "empty": 1}) and f"1 {reason}" in str(skipping)
+    assert skipping.skipped.counts == Counter({reason: 1, "empty": 1})
+    assert f"; 1 empty; 1 {reason} (first: {path}, line 3)" in str(skipping)
     replacing = read(path, DataConfig(malformed="replace"))
     replaced = reason == "not UTF-8"
-    assert replacing.skipped == Counter({"not UTF-8, replaced" if replaced else reason: 1, "empty": 1})
+    assert replacing.skipped.counts == Counter({"not UTF-8, replaced" if replaced else reason: 1, "empty": 1})
     contents = {bytes(each[1:-1]).decode() for each in every_document(path, DataConfig(malformed="replace"))}
     assert {"one", "two"} < contents if replaced else {"one", "two"} == contents
     if case == "not UTF-8":
@@ -194,12 +195,16 @@ def test_malformed_text_and_parquet_are_treated_alike(tmp_path: Path) -> None:
         (tmp_path / f"{number}.txt").write_bytes(each)
     for path, where, others in (
         (tmp_path / "*.txt", "1.txt", {}),
-        (tmp_path / "a.parquet", "row 1", {"truncated or without text": 1}),
+        (tmp_path / "a.parquet", "row 2", {"without text in column 'text'": 1}),
     ):
         with pytest.raises(InputError, match=f"{where}.*: not UTF-8"):
             read(path, DataConfig())
-        assert read(path, DataConfig(malformed="skip")).skipped == {"not UTF-8": 1, "empty": 1, **others}
-        assert read(path, DataConfig(malformed="replace")).skipped == {"not UTF-8, replaced": 1, "empty": 1, **others}
+        assert read(path, DataConfig(malformed="skip")).skipped.counts == {"not UTF-8": 1, "empty": 1, **others}
+        assert read(path, DataConfig(malformed="replace")).skipped.counts == {
+            "not UTF-8, replaced": 1,
+            "empty": 1,
+            **others,
+        }
 
 
 def test_a_missing_or_wrong_column_is_named(tmp_path: Path) -> None:
@@ -226,7 +231,7 @@ def test_a_column_that_no_row_has_is_rejected_with_any_policy(tmp_path: Path) ->
             read(path, skipping)
     for path in (many, few):
         mixed.write_bytes(b'{"text": "a"}\n' + path.read_bytes() + b'{"text": "b"}\n')
-        assert read(mixed, skipping).skipped == {"truncated or without text": 200 if path == many else 2}
+        assert read(mixed, skipping).skipped.counts == {"without the column 'text'": 200 if path == many else 2}
 
 
 def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
@@ -412,7 +417,7 @@ def test_a_separator_divides_text_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one<|end|>two\n<|end|>")
     config = DataConfig(separator="<|end|>")
     assert sorted(bytes(each[1:-1]) for each in every_document(tmp_path / "a.txt", config)) == [b"one", b"two\n"]
-    assert read(tmp_path / "a.txt", config).skipped == {"empty": 1}
+    assert read(tmp_path / "a.txt", config).skipped.counts == {"empty": 1}
 
 
 @pytest.mark.parametrize("documents", [[], ["alone"], ["", "alone"]])

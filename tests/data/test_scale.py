@@ -4,7 +4,6 @@ import io
 import os
 import resource
 import tracemalloc
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +14,11 @@ import pytest
 from texts import write_jsonl, write_megatron
 
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.data import find, mapped, prepared, source, tokens
+from jaxopt_llm.data import find, mapped, prepared, source, stream, text_rows, tokens
 from jaxopt_llm.data.corpus import open_corpus
 from jaxopt_llm.data.indexed import DelimitedPiece, open_megatron
 from jaxopt_llm.data.mapped import MappedArray
+from jaxopt_llm.data.skipped import Skipped
 from jaxopt_llm.data.tokenizer import ByteTokenizer
 from jaxopt_llm.data.tokens import IndexedPiece, Piece, TokenStream, hash_indices, join_all, join_ranges, split_held_out
 
@@ -121,8 +121,8 @@ def test_a_numpy_file_is_read_only_where_documents_are_held_out() -> None:
     assert piece.tokens.read < values.size / 4  # type: ignore[union-attr]
     assert 0.03 < held_out.size / values.size < 0.07
     assert training.size + held_out.size == values.size and training.documents is None
-    for stream in (training, held_out):
-        assert stream.document_starts(0, stream.size).tolist() == list(range(0, stream.size, 100))
+    for part in (training, held_out):
+        assert part.document_starts(0, part.size).tolist() == list(range(0, part.size, 100))
 
 
 def test_a_numpy_file_that_grows_keeps_its_split() -> None:
@@ -166,9 +166,9 @@ def test_text_is_read_whole_wherever_its_parts_are_cut(
     content = (tmp_path / "a.txt").read_bytes()
     config = DataConfig(separator=separator)
     monkeypatch.setattr(source, "PART_BYTES", size)
-    monkeypatch.setattr(source, "_BLOCK", 40)
+    monkeypatch.setattr(text_rows, "_BLOCK", 40)
     file = source.File("a.txt", tmp_path / "a.txt", "text")
-    skipped: Counter[str] = Counter()
+    skipped = Skipped()
     found = [
         d.content
         for part in source.split_into_parts(file, config)
@@ -176,7 +176,7 @@ def test_text_is_read_whole_wherever_its_parts_are_cut(
     ]
     expected = content.split(separator.encode())
     assert found == [each for each in expected if each]
-    assert skipped["empty"] == sum(not each for each in expected)
+    assert skipped.counts["empty"] == sum(not each for each in expected)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
@@ -200,20 +200,20 @@ def test_one_document_across_all_parts_is_read_about_once(
         return Stream(file.path.read_bytes())
 
     monkeypatch.setattr(source, "PART_BYTES", 1000)
-    monkeypatch.setattr(source, "_BLOCK", 100)
-    monkeypatch.setattr(source, "_open_stream", opened)
+    monkeypatch.setattr(text_rows, "_BLOCK", 100)
+    monkeypatch.setattr(stream, "open_stream", opened)
     path = tmp_path / name
     path.write_text('{"text": "' + "x" * 100_000 + '"}\n{"text": "y"}\n\n\n')
     file, config = find.File(name, path, find.SUFFIXES[path.suffix]), DataConfig(separator="\n\n")
     parts = source.split_into_parts(file, config)
     assert len(parts) == 101
-    found = [d.content for part in parts for d in source.read_documents(part, config, Counter())]
+    found = [d.content for part in parts for d in source.read_documents(part, config, Skipped())]
     assert max(map(len, found)) >= 100_000
     assert read[0] < 3 * path.stat().st_size
 
 
 def test_a_document_too_large_for_memory_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "MAX_DOCUMENT_BYTES", 1000)
+    monkeypatch.setattr(stream, "MAX_DOCUMENT_BYTES", 1000)
     (tmp_path / "a.txt").write_text("x" * 1001)
     write_jsonl(tmp_path / "a.jsonl", ["x" * 1001])
     write_jsonl(tmp_path / "a.jsonl.gz", ["x" * 1001])

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import subprocess
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -52,10 +51,10 @@ def config(folder: Path, **settings: Any) -> DataConfig:
     return DataConfig(tokenizer=str(folder), content="chat", **settings)
 
 
-def read(path: Path, config: DataConfig) -> tuple[list[int], list[bool], Counter[str]]:
+def read(path: Path, config: DataConfig) -> tuple[list[int], list[bool], dict[str, int]]:
     """Return the tokens of a file, whether the loss counts each, and the skipped documents."""
     stream, skipped = open_all_documents(replace(config, paths=(str(path),)), load_tokenizer(config))
-    return stream.read(0, stream.size).tolist(), stream.read_mask(0, stream.size).tolist(), skipped
+    return stream.read(0, stream.size).tolist(), stream.read_mask(0, stream.size).tolist(), dict(skipped.counts)
 
 
 @pytest.mark.parametrize(
@@ -270,11 +269,34 @@ def test_loop_controls_and_dicts_work() -> None:
     assert made and made.content == b'013{"a": 1}' and made.spans == ((3, 11),)
 
 
+@pytest.mark.parametrize("source", [CHATML, MARKED])
+def test_nothing_is_learned_of_a_prompts_messages(source: str, tmp_path: Path) -> None:
+    """As in TRL, the assistant's turns in a prompt are only context."""
+    settings = config(write_tokenizer(tmp_path / "tokenizer", source))
+    library = load_tokenizer(settings)
+    whole, _, _ = read(write_chats(tmp_path / "whole.jsonl", [CONVERSATION]), settings)
+    for row, learnt in (
+        ({"prompt": CONVERSATION[:4], "completion": CONVERSATION[4:]}, "Welcome é"),
+        (
+            {"prompt": CONVERSATION[1:4], "completion": CONVERSATION[4:], "system": CONVERSATION[0]["content"]},
+            "Welcome é",
+        ),
+        (
+            {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:]},
+            "  It is 2, naïve\nuser.\nWelcome é",
+        ),
+    ):
+        (tmp_path / "a.jsonl").write_text(json.dumps(row))
+        ids, mask, _ = read(tmp_path / "a.jsonl", settings)
+        assert ids == whole
+        assert library.decode(token for token, counts in zip(ids, mask, strict=True) if counts) == learnt
+
+
 def test_a_rejected_conversation_is_malformed(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer", LLAMA_2)
     twice = [CONVERSATION[1], CONVERSATION[1], CONVERSATION[2]]
     path = write_chats(tmp_path / "a.jsonl", [CONVERSATION, twice, CONVERSATION])
-    with pytest.raises(InputError, match=r"a.jsonl, byte \d+: the chat template .*rejects .* .roles must alternate"):
+    with pytest.raises(InputError, match=r"a.jsonl, line 2: the chat template .*rejects .* .roles must alternate"):
         read(path, config(folder))
     ids, _, skipped = read(path, config(folder, malformed="skip"))
     assert skipped == {"rejected by the chat template": 1}

@@ -91,7 +91,7 @@ def test_a_preview_marks_the_assistants_tokens(folder: Path, tmp_path: Path) -> 
     path = write_chats(tmp_path / "a.jsonl", [steering, conversation(3), conversation(4)])
     plain = command("prepare", *preview(folder, path, 2))
     assert (plain.returncode, plain.stderr) == (0, "")
-    first, second = plain.stdout.split("--- a.jsonl, byte ")[1:]
+    first, second = plain.stdout.split(f"--- {path}, line ")[1:]
     assert "\n<|im_start|>user\na\\x1b[2Jb<|im_end|>\n<|im_start|>assistant\n⟦[red]c[/red]<|im_end|>⟧\n" in first
     assert "⟦1 2 3 done<|im_end|>⟧\n<|im_start|>user\nAnd which was 3?" in second
     process = start("prepare", *preview(folder, path, 1), FORCE_COLOR="1", TERM="xterm")
