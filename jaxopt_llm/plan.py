@@ -134,7 +134,6 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
     work = estimate_work(resolved, state_sizes, Cluster(gpu, hosts, gpus_per_host))
     work = roofline.use_compiled_figures(work, sum(computed.values()), collectives, pcie_bytes)
     mfu_per_token = compute_utilisation(config, program, placement, chip)["mfu"]
-    parts = break_down_step(text, collectives, chip)
     known = KnownShapes.from_program(program, config, placement)
     by_kind, limit = sum_by_kind(program, known, memory, temporaries), int(chip.memory_bytes * float(MEMORY_FRACTION))
     return Plan(
@@ -160,7 +159,7 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
         flops_seconds=seconds_at_peak(chip, computed),
         model_flops=needed.causal * tokens / len(devices),
         repeated_flops=work.repeated_flops,
-        speed=compute_speed(config, chip, parts, mfu_per_token, work),
+        speed=compute_speed(config, chip, break_down_step(text, collectives, chip), mfu_per_token, work),
         idle=work.idle,
     )
 
