@@ -1,15 +1,14 @@
-"""Command `plan`: memory and traffic of a training step, and a search for the fastest settings.
+"""Command `plan`: memory, traffic and speed of a training step, and a search for the fastest settings.
 
 python -m jaxopt_llm.plan --config FILE [--gpu CHIP --hosts N --gpus-per-host N] [--json] [--section.field VALUE ...]
 python -m jaxopt_llm.plan --search [--explain] [--write FILE] [--allow FIELD ...] --config FILE ...
 
 Compile the training step of a recipe for GPUs that this machine need not have, and print the memory and the traffic of
-each GPU. With --search, find the fastest settings for the recipe's model and batch that fit these GPUs: mesh, ZeRO
-stage, rematerialisation, offload and gradient accumulation.
+each GPU, the speed of the run, and where a step spends its time. With --search, find the fastest settings for the
+recipe's model and batch that fit these GPUs: mesh, ZeRO stage, rematerialisation, offload and gradient accumulation.
 """
 
 import argparse
-import collections
 import dataclasses
 import functools
 import json
@@ -17,18 +16,17 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-from jax.sharding import Mesh
 
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.compiler.buffers import compile_and_list_temporaries
-from jaxopt_llm.compiler.chips import CHIPS, Chip, seconds_at_peak
+from jaxopt_llm.compiler.chips import CHIPS, seconds_at_peak
 from jaxopt_llm.config import Config, cli
 from jaxopt_llm.config.fields import SEARCHED
 from jaxopt_llm.core import errors
@@ -42,6 +40,7 @@ from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning import links
 from jaxopt_llm.planning.advice import Advice, advise, format_advice
+from jaxopt_llm.planning.breakdown import break_down_step
 from jaxopt_llm.planning.memory import (
     GIB,
     KnownShapes,
@@ -52,36 +51,19 @@ from jaxopt_llm.planning.memory import (
     format_largest,
     sum_by_kind,
 )
-from jaxopt_llm.planning.search import decision_tree, ranking, recipe, report
+from jaxopt_llm.planning.search import decision_tree, ranking, recipe, report, roofline
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
 from jaxopt_llm.planning.search.remedies import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
 from jaxopt_llm.planning.search.workload import estimate_work
+from jaxopt_llm.planning.speed import Speed, compute_speed, format_speed
 from jaxopt_llm.training.program import make_program
+from jaxopt_llm.training.utilisation import compute_utilisation
 from jaxopt_llm.training.validation import validate
 
 PROGRAM = "python -m jaxopt_llm.plan"
 MAX_COMPILES = 8  # programs that a search compiles at the same time, at most: each takes a core and 1 to 2 GB
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Collectives of one kind over the same mesh axes, in a step.
-
-    bytes: bytes that each GPU sends, on a ring.
-    seconds: bytes divided by the rate of the slowest link, without latency. Overlap with computation is not subtracted.
-    overlapped: share of the bytes in collectives that have other work scheduled between their start and their end.
-    """
-
-    axes: tuple[str, ...]
-    link: str  # "nvlink", or "network" if the axes cross hosts
-    kind: str
-    dtypes: tuple[str, ...]
-    times: int
-    bytes: int
-    seconds: float
-    overlapped: float
 
 
 @dataclass(frozen=True)
@@ -102,13 +84,15 @@ class Plan:
     advice: tuple[Advice, ...]  # changes that save most memory; empty if the step fits
     host_bytes: int  # host memory per GPU
     pcie_bytes: int  # bytes between each GPU and its host in a step
+    host_link: str  # name of the link to the host
     pcie_seconds: float  # pcie_bytes at the rate of the link, reads after writes
     limit: int  # bytes of a GPU that XLA may use
-    collectives: tuple[Traffic, ...]
+    collectives: tuple[links.Traffic, ...]
     flops: int  # matmuls of each GPU in a step, as compiled; those in attention kernels are calculated
     flops_seconds: float  # flops at the peak rate of the chip
     model_flops: float  # FLOPs per GPU and step that the model needs: no recomputation, causal attention
     repeated_flops: float  # FLOPs per GPU and step of recomputed forwards, calculated
+    speed: Speed
     idle: float  # share of the stages' time without a microbatch, or in a slot for a layer that holds none
 
     @property
@@ -140,13 +124,16 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
     text, memory = str(compiled.as_text()), hlo.read_memory(compiled)
     specs, length = program.specs, config.training.sequence_length
     tokens = config.training.batch_size * length
+    collectives = tuple(links.sum_traffic(hlo.list_collectives(text, mesh), mesh, chip, gpus_per_host))
     needed = flops.count_per_token(config.model, specs.masters, specs.frozen, length)
     computed = hlo.count_dot_flops_by_dtype(text)
     state_sizes = compute_state_sizes(config)
     assert state_sizes is not None, "`validate` rejects such a configuration"
     resolved = resolve_attention(config, chip.compute_capability)
-    work = estimate_work(resolved, state_sizes, Cluster(gpu, hosts, gpus_per_host))
     pcie_bytes = hlo.count_host_bytes(text)
+    work = estimate_work(resolved, state_sizes, Cluster(gpu, hosts, gpus_per_host))
+    work = roofline.use_compiled_figures(work, sum(computed.values()), collectives, pcie_bytes)
+    mfu_per_token = compute_utilisation(config, program, placement, chip)["mfu"]
     known = KnownShapes.from_program(program, config, placement)
     by_kind, limit = sum_by_kind(program, known, memory, temporaries), int(chip.memory_bytes * float(MEMORY_FRACTION))
     return Plan(
@@ -164,32 +151,17 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
         advice=advise(resolved, by_kind.peak - limit) if by_kind.peak > limit else (),
         host_bytes=memory.host,
         pcie_bytes=pcie_bytes,
-        pcie_seconds=pcie_bytes / chip.pcie_bytes_per_second,
+        host_link=chip.host_link,
+        pcie_seconds=pcie_bytes / chip.host_bytes_per_second,
         limit=limit,
-        collectives=tuple(_sum_traffic(hlo.list_collectives(text, mesh), mesh, chip, gpus_per_host)),
+        collectives=collectives,
         flops=sum(computed.values()),
         flops_seconds=seconds_at_peak(chip, computed),
         model_flops=needed.causal * tokens / len(devices),
         repeated_flops=work.repeated_flops,
+        speed=compute_speed(config, chip, break_down_step(text, collectives, chip), mfu_per_token, work),
         idle=work.idle,
     )
-
-
-# --- Traffic
-
-
-def _sum_traffic(
-    collectives: Sequence[hlo.Collective], mesh: Mesh, chip: Chip, gpus_per_host: int
-) -> Iterator[Traffic]:
-    groups = collections.defaultdict(list)
-    for collective in collectives:
-        groups[collective.axes, collective.kind, collective.dtypes].append(collective)
-    for (axes, kind, dtypes), group in groups.items():
-        link, rate = links.find_link(axes, kind, mesh, chip, gpus_per_host)
-        times = sum(each.times for each in group)
-        sent = sum(each.wire_bytes * each.times for each in group)
-        overlapped = sum(each.wire_bytes * each.times for each in group if each.asynchronous) / sent if sent else 0.0
-        yield Traffic(axes, link, kind, dtypes, times, sent, sent / rate, overlapped)
 
 
 # --- Output
@@ -220,22 +192,27 @@ def format_plan(plan: Plan) -> str:
     lines += [
         f"  {'all':42} {'':7} {sum(each.bytes for each in plan.collectives) / GIB:9.3f} {seconds * 1e3:9.2f}",
         "",
-        f"matmuls of each GPU: {plan.flops / 1e12:,.1f} TFLOP, {plan.flops_seconds * 1e3:,.1f} ms at the chip's peak; "
-        f"the model needs {plan.model_flops / 1e12:,.1f} (no recomputation, causal attention)",
-        f"  of these, about {plan.repeated_flops / 1e12:,.1f} TFLOP recompute forwards",
+        f"matmuls of each GPU: {plan.flops / 1e12:,.4g} TFLOP, {plan.flops_seconds * 1e3:,.4g} ms at the chip's peak; "
+        f"the model needs {plan.model_flops / 1e12:,.4g} (no recomputation, causal attention)",
+        f"  of these, about {plan.repeated_flops / 1e12:,.4g} TFLOP recompute forwards",
         *([f"  and {plan.idle:.1%} of the ticks and layer slots of a stage do no work"] if plan.idle else []),
+        "",
+        *format_speed(plan.speed),
     ]
     return "\n".join(lines)
 
 
 def _format_host_memory(plan: Plan) -> str:
-    traffic = f"{plan.pcie_bytes / GIB:.2f} GiB over PCIe a step, {plan.pcie_seconds * 1e3:,.0f} ms at its rate"
+    traffic = (
+        f"{plan.pcie_bytes / GIB:.2f} GiB over {plan.host_link} a step, {plan.pcie_seconds * 1e3:,.0f} ms at its rate"
+    )
     return f"  {'host, for each GPU':18} {plan.host_bytes / GIB:9.2f}   {traffic}"
 
 
 def to_json(plan: Plan) -> str:
-    """Return the fields of a plan as JSON, with memory.peak, spare and fits added."""
+    """Return the fields of a plan and of its speed as JSON, with memory.peak, spare and fits added."""
     values = dataclasses.asdict(plan)
+    values |= values.pop("speed")
     values["memory"]["peak"] = plan.memory.peak
     return json.dumps(values | {"spare": plan.spare, "fits": plan.spare >= 0}, indent=2)
 
@@ -266,7 +243,7 @@ def main() -> int:
             raise InputError(f"--{name} requires --search")
     config = pretrained.resolve_pretrained(cli.parse_config(arguments, PROGRAM))
     validate(config)
-    _disable_gpus()
+    prepare_jax()
     if options.search:
         return _search(config, options)
     plan = make_plan(config, options.gpu, options.hosts, options.gpus_per_host)
@@ -274,9 +251,13 @@ def main() -> int:
     return 0
 
 
-def _disable_gpus() -> None:
+def prepare_jax() -> None:
+    """Configure JAX to compile for GPUs without using one."""
     jax.config.update("jax_platforms", "cpu")  # also if there are GPUs: planning does not use them
     jax.config.update("jax_enable_compilation_cache", False)  # a cached program dumps no buffers
+    # XLA warns that it compiles without a GPU. It reads this when JAX first looks for devices.
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # JAX sets 1; another value is the user's
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 
 def _search(config: Config, options: argparse.Namespace) -> int:
@@ -291,7 +272,7 @@ def _search(config: Config, options: argparse.Namespace) -> int:
     limit = int(cluster.chip.memory_bytes * float(MEMORY_FRACTION))
     clock, compiles = time.perf_counter(), min(os.cpu_count() or 1, MAX_COMPILES)
     plan_config = functools.partial(make_plan, gpu=gpu, hosts=hosts, gpus_per_host=gpus_per_host)
-    with ProcessPoolExecutor(compiles, multiprocessing.get_context("spawn"), _disable_gpus) as processes:
+    with ProcessPoolExecutor(compiles, multiprocessing.get_context("spawn"), prepare_jax) as processes:
 
         def compile_all(candidates: Sequence[Config]) -> Iterable[Plan]:
             for candidate in candidates:

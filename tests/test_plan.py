@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -27,7 +29,8 @@ from jaxopt_llm.config import (
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.plan import Plan, make_plan
-from jaxopt_llm.planning.search import ranking
+from jaxopt_llm.planning import breakdown
+from jaxopt_llm.planning.search import ranking, roofline
 from jaxopt_llm.planning.search.ranking import estimate
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
@@ -72,6 +75,40 @@ def test_memory_by_kind(plans: dict[int, Plan]) -> None:
     # Each layer's input is saved: 2 bytes for every position and dimension.
     assert many.activations - few.activations > 15 * 128 * 1024 * 2 * 8
     assert (many.parameters, many.optimizer) == (few.parameters, few.optimizer)
+
+
+def test_the_parts_of_a_step_are_its_whole(plans: dict[int, Plan]) -> None:
+    plan, config = plans[16], with_rows(16)
+    speed, parts = plan.speed, {part.name: part for part in plan.speed.breakdown}
+    assert sum(part.flops for part in parts.values()) == plan.flops
+    assert speed.step_seconds == sum(part.seconds for part in parts.values())
+    assert set(breakdown.KERNELS) - {"copies into stacks"} <= set(parts)
+    # XLA's attention multiplies scores: forward, recomputed forward and backward of each layer.
+    assert parts["attention"].flops > 0.01 * plan.flops and parts["matmuls"].flops > 0.8 * plan.flops
+    # The update reads and writes masters and both moments, and reads gradients: 28 bytes for each parameter of the GPU.
+    # XLA makes a kernel for each of the three arrays, and these read some of the others once more.
+    assert 28 <= parts["optimizer"].bytes / (plan.parameters / 8) <= 46
+    links = parts["collectives over fsdp (nvlink)"]
+    full_rate = sum(each.seconds for each in plan.collectives if each.axes == ("fsdp",))
+    assert links.seconds + links.hidden_seconds == pytest.approx(full_rate / roofline.NVLINK_EFFICIENCY)
+    tokens = config.training.batch_size * config.training.sequence_length
+    assert speed.tokens_per_second == pytest.approx(tokens / speed.step_seconds)
+    assert speed.days == pytest.approx(config.training.steps * speed.step_seconds / 86_400)
+    peak = CHIPS["h200"].peak_flops["bfloat16"]
+    assert speed.mfu == pytest.approx(plan.model_flops / (peak * speed.step_seconds), rel=1e-6)
+
+
+def test_speed_in_words_and_as_json(plans: dict[int, Plan]) -> None:
+    plan = plans[16]
+    text, values = planning.format_plan(plan), json.loads(planning.to_json(plan))
+    for name in ("step_seconds", "tokens_per_second", "mfu", "days", "search_step_seconds"):
+        assert values[name] == getattr(plan.speed, name)
+    assert sum(part["seconds"] for part in values["breakdown"]) == pytest.approx(values["step_seconds"])
+    assert f"{plan.speed.step_seconds:,.4g} s a step, {plan.speed.tokens_per_second:,.0f} tokens/s, MFU " in text
+    assert "assumed: matmuls 70% of the chip's peak" in text and "left out: launches of " in text
+    # The other estimate of the same step is named next to this one.
+    assert f"estimates {plan.speed.search_step_seconds:,.4g} s" in text
+    assert values["search_step_seconds"] == pytest.approx(values["step_seconds"], rel=0.25)
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -376,6 +413,25 @@ def test_the_command() -> None:
     memory = output["memory"]
     assert memory.pop("peak") == sum(memory.values()) == output["limit"] - output["spare"]
     assert output["fits"] is True and output["hosts"] == 1 and output["flops"] > 0 and output["collectives"]
+    assert output["step_seconds"] == pytest.approx(sum(part["seconds"] for part in output["breakdown"]))
+    assert output["days"] > 0 and 0 < output["mfu"] < 1
+
+
+def test_xla_prints_nothing() -> None:
+    """Check a program for which XLA warns that it compiles without a GPU."""
+    script = """if True:
+        import jax, numpy as np
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec
+        from jaxopt_llm import plan
+        from jaxopt_llm.compiler import topology
+        plan.prepare_jax()
+        mesh = Mesh(np.array(topology.gpu_topology("h200", 1, 1)), ("x",))
+        keys = jax.ShapeDtypeStruct((262_144,), "int32", sharding=NamedSharding(mesh, PartitionSpec()))
+        topology.compile_without_gpu(jax.jit(jax.numpy.argsort).lower(keys))
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_without_the_plan_extra_the_error_names_it(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def count_dot_flops_by_dtype(text: str) -> Mapping[str, int]:
     of a conditional counts once.
 
     Counted: dots (also in fusions), calls of cuBLAS, and the kernels of this package for attention and for the grouped
-    matmuls of experts (see `_count_attention_products`, `_count_grouped_products`). Not counted: other kernels,
+    matmuls of experts (see `count_attention_products`, `_count_grouped_products`). Not counted: other kernels,
     including those of cuDNN, convolutions, and products with a vector that XLA writes as multiply and reduce.
 
     Raises:
@@ -132,16 +132,10 @@ def count_dot_flops_by_dtype(text: str) -> Mapping[str, int]:
     """
     flops: dict[str, int] = {}
     for computation, instruction, execution in walk_instructions(text):
-        if _is_matmul(instruction):
-            dtype = computation[instruction.operands[0]].results[0].dtype
-            products = math.prod(instruction.results[0].shape) * _contracted_size(computation, instruction)
-        elif counted := (
-            _count_grouped_products(computation, instruction) or _count_attention_products(computation, instruction)
-        ):
+        counted = count_matmul_products(computation, instruction) or count_attention_products(computation, instruction)
+        if counted:
             dtype, products = counted
-        else:
-            continue
-        flops[dtype] = flops.get(dtype, 0) + 2 * products * count_runs(instruction, execution)
+            flops[dtype] = flops.get(dtype, 0) + 2 * products * count_runs(instruction, execution)
     return flops
 
 
@@ -176,11 +170,22 @@ def count_host_bytes(text: str) -> int:
     return sum(
         moved * count_runs(instruction, execution)
         for computation, instruction, execution in walk_instructions(text)
-        if (moved := _count_moved_bytes(computation, instruction))
+        if (moved := count_moved_bytes(computation, instruction))
     )
 
 
 # ---- Matmuls.
+
+
+def count_matmul_products(computation: Computation, instruction: Instruction) -> tuple[str, int] | None:
+    """Return the dtype of the first operand and the multiply-adds of one run of a matmul; None for others.
+
+    A matmul is a dot, a call of cuBLAS, or this package's kernel for the grouped matmuls of experts.
+    """
+    if _is_matmul(instruction):
+        dtype = computation[instruction.operands[0]].results[0].dtype
+        return dtype, math.prod(instruction.results[0].shape) * _contracted_size(computation, instruction)
+    return _count_grouped_products(computation, instruction)
 
 
 def _is_matmul(instruction: Instruction) -> bool:
@@ -211,7 +216,7 @@ def attention_scope(window: int | None, parts: int = 1) -> contextlib.AbstractCo
     return jax.named_scope(f"within_{window or 'all'}_keys_in_{parts}_parts")
 
 
-def _count_attention_products(computation: Computation, call: Instruction) -> tuple[str, int] | None:
+def count_attention_products(computation: Computation, call: Instruction) -> tuple[str, int] | None:
     """Return the dtype and the multiply-adds of an attention kernel, or None for other instructions.
 
     An attention kernel is recognized by its arrays. The first are q, k and v: q [..., S, H, K] or [..., S, H × K]; k
@@ -269,7 +274,7 @@ def _count_grouped_products(computation: Computation, call: Instruction) -> tupl
 # ---- Host memory.
 
 
-def _count_moved_bytes(computation: Computation, instruction: Instruction) -> int:
+def count_moved_bytes(computation: Computation, instruction: Instruction) -> int:
     """Return the bytes that an instruction moves between device and host memory; 0 if they stay in one memory."""
     if instruction.opcode not in ("copy", "copy-start", "dynamic-slice", "dynamic-update-slice"):
         return 0

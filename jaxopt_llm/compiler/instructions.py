@@ -135,19 +135,20 @@ def taken_scope_name(taken: int, times: int) -> str:
 def walk_instructions(text: str) -> Iterator[tuple[Computation, Instruction, Execution]]:
     """Yield every instruction that can run, with its computation and that computation's executions."""
     module = parse_module(text)
-    executions = _count_executions(module)
+    executions = count_executions(module)
     for name, computation in module.items():
         if executions[name].times != 0:
             yield from ((computation, instruction, executions[name]) for instruction in computation.values())
 
 
-def _count_executions(module: Module) -> Mapping[str, Execution]:
+def count_executions(module: Module) -> Mapping[str, Execution]:
+    """Return the executions of every computation of a module."""
     executions = dict.fromkeys(module, Execution()) | {"ENTRY": Execution(times=1)}
     for name, computation in reversed(list(module.items())):  # callers first
         caller = executions[name]
         for instruction in computation.values():
             trips = _find_trip_count(module, computation, instruction) if instruction.opcode == "while" else 1
-            for callee in _list_callees(instruction):
+            for callee in list_callees(instruction):
                 past = executions[callee]
                 times = None
                 if past.times is not None and caller.times is not None and trips is not None:
@@ -160,7 +161,8 @@ def _count_executions(module: Module) -> Mapping[str, Execution]:
     return executions
 
 
-def _list_callees(instruction: Instruction) -> list[str]:
+def list_callees(instruction: Instruction) -> list[str]:
+    """Return the names of the computations that an instruction calls or applies."""
     attributes = instruction.attributes.partition(", metadata=")[0]
     names = re.findall(r"\b(?:calls|to_apply|condition|body|\w+_computations?)=(\{[^}]*\}|[%\w.-]+)", attributes)
     return re.findall(r"[\w.-]+", " ".join(names))
@@ -230,7 +232,7 @@ def _trace_scalar(module: Module, computation: Computation, name: str, arguments
         case "copy":
             return operands()[0]
         case "fusion":
-            callee = module[_list_callees(instruction)[0]]
+            callee = module[list_callees(instruction)[0]]
             return _trace_scalar(module, callee, _find_root(callee).name, operands())
         case "add":
             return "add", *operands()

@@ -26,6 +26,7 @@ from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionRes
 
 # Name of the output and the log-sum-exp for jax.checkpoint: a policy that saves it runs no forward again.
 CHECKPOINT_NAME = "attention"
+SCOPE = "attention"  # the named scope of every implementation in compiled programs and profiles
 
 
 class Implementation(Protocol):
@@ -231,14 +232,17 @@ def attend(
     key_ranges: KeyRanges,
 ) -> jax.Array:
     """Attend to the keys k [B, T, G, K] and the values v [B, T, G, V] in `key_ranges`; see `attention`."""
-    return implementation.forward(parameters, q, k, v, key_ranges)[0]
+    with jax.named_scope(SCOPE):
+        return implementation.forward(parameters, q, k, v, key_ranges)[0]
 
 
+@jax.named_scope(SCOPE)
 def _forward(implementation: Implementation, parameters: AttentionParameters, *operands: Any) -> tuple[jax.Array, Any]:
     out, log_sum = checkpoint_name(implementation.forward(parameters, *operands), CHECKPOINT_NAME)
     return out, (*operands, out, log_sum)
 
 
+@jax.named_scope(SCOPE)
 def _backward(implementation: Implementation, parameters: AttentionParameters, saved: Any, gradient: jax.Array) -> Any:
     q, k, v, key_ranges, out, log_sum = saved
     delta = jnp.einsum("BSHV,BSHV->BHS", gradient, out, preferred_element_type=jnp.float32)

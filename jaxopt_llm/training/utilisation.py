@@ -2,7 +2,7 @@
 
 import jax
 
-from jaxopt_llm.compiler.chips import chip_of
+from jaxopt_llm.compiler.chips import Chip, chip_of
 from jaxopt_llm.config import Config
 from jaxopt_llm.model import flops
 from jaxopt_llm.parallel.placement import Placement
@@ -15,9 +15,13 @@ def utilisation_per_token(config: Config, program: Program, placement: Placement
     It is the time that the operations of one token take on all devices, each operation at the peak of its dtype. The
     result is empty if the peak of the device is not known.
     """
-    chip, precision = chip_of(jax.devices()[0].device_kind), config.precision
-    if chip is None:
-        return {}
+    chip = chip_of(jax.devices()[0].device_kind)
+    return compute_utilisation(config, program, placement, chip) if chip else {}
+
+
+def compute_utilisation(config: Config, program: Program, placement: Placement, chip: Chip) -> dict[str, float]:
+    """Return the same for devices that are this chip."""
+    precision = config.precision
     masters = program.specs.masters
     needed = flops.count_per_token(config.model, masters, program.specs.frozen, config.training.sequence_length)
     narrow = flops.count_quantised_per_token(config.model, masters, precision)

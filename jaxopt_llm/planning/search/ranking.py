@@ -7,7 +7,7 @@ roofline with the compiler's own figures.
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jaxopt_llm.config import Config, MeshConfig
@@ -16,7 +16,14 @@ from jaxopt_llm.kernels.attention import KERNELS
 from jaxopt_llm.model.self_attention import kernel_head_dim
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
 from jaxopt_llm.planning.search.footprint import Footprint, compute_footprint
-from jaxopt_llm.planning.search.roofline import Cluster, StepTime, Transfer, Work, compute_step_time
+from jaxopt_llm.planning.search.roofline import (
+    Cluster,
+    StepTime,
+    Transfer,
+    Work,
+    compute_step_time,
+    use_compiled_figures,
+)
 from jaxopt_llm.planning.search.setting_space import enumerate_meshes, enumerate_settings, list_mesh_problems
 from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_state_sizes
 from jaxopt_llm.planning.search.workload import estimate_work
@@ -220,13 +227,6 @@ def is_valid(config: Config) -> bool:
 
 
 def _measure(candidate: Candidate, cluster: Cluster, plan: CompiledPlan) -> CompiledCandidate:
-    """Replace the estimated FLOPs, collectives and copies by those of the compiled program."""
-    work = replace(
-        candidate.work,
-        flops=max(plan.flops - candidate.work.attention_flops, 0.0),
-        transfers=tuple(plan.collectives),
-        pcie_bytes=plan.pcie_bytes,
-        pcie_overlapped_bytes=min(candidate.work.pcie_overlapped_bytes, plan.pcie_bytes),
-    )
+    work = use_compiled_figures(candidate.work, plan.flops, plan.collectives, plan.pcie_bytes)
     time = compute_step_time(work, cluster.chip, candidate.config.precision.compute_dtype)
     return CompiledCandidate(candidate, plan, time)

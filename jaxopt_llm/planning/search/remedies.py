@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jaxopt_llm.compiler.chips import CHIPS
+from jaxopt_llm.compiler.chips import CHIPS, Chip
 from jaxopt_llm.config import Config
 from jaxopt_llm.config.fields import METADATA, SEARCHED
 from jaxopt_llm.planning.memory import GIB
@@ -45,11 +45,20 @@ def _try_narrower(result: SearchResult, allowed: tuple[str, ...]) -> Iterator[st
 
 
 def _try_larger_gpus(result: SearchResult, allowed: tuple[str, ...], fraction: float) -> Iterator[str]:
-    memory = result.cluster.chip.memory_bytes
+    """Try the chips that have more memory and are slower in nothing, smallest first."""
+    given = result.cluster.chip
+
+    def figures(chip: Chip) -> tuple[float, ...]:
+        rates = (chip.memory_bytes_per_second, chip.peer_bytes_per_second, chip.network_bytes_per_second)
+        return chip.peak_flops["bfloat16"], *rates
+
     for name, chip in sorted(CHIPS.items(), key=lambda item: item[1].memory_bytes):
         limit = int(fraction * chip.memory_bytes)
         cluster = replace(result.cluster, gpu=name)
-        if chip.memory_bytes > memory and (found := _find_fitting(result.recipe, cluster, limit, allowed)):
+        slower = any(new < old for new, old in zip(figures(chip), figures(given), strict=True))
+        if chip.memory_bytes <= given.memory_bytes or slower:
+            continue
+        if found := _find_fitting(result.recipe, cluster, limit, allowed):
             yield f"--gpu {name}: {_describe(found, result.recipe)}"
             return
 

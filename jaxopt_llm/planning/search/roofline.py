@@ -5,7 +5,8 @@ so times for matmuls and for memory add up. Transfers that overlap with kernels 
 longer than the kernels.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from jaxopt_llm.compiler.chips import CHIPS, Chip
@@ -22,12 +23,15 @@ FLASH_EFFICIENCY = 0.35
 # Rings on 8 GPUs, by the bus bandwidth of nccl-tests: 230 to 240 of 300 GB/s (A100), 360 to 370 of 450 (H100).
 NVLINK_EFFICIENCY = 0.8
 NETWORK_EFFICIENCY = 0.8
+# Rings over PCIe have not been measured. Without direct transfers between GPUs (GeForce) they are slower than this.
+PCIE_RING_EFFICIENCY = 0.8
 # 55 of 64 GB/s into or out of pinned memory.
 PCIE_EFFICIENCY = 0.85
 
 # Share of the time of offloaded activations' copies that kernels hide. XLA schedules these copies next to kernels. The
 # share has not been measured; all GPUs of a host share its memory.
 COPY_OVERLAP = 0.5
+LINK_EFFICIENCY = {"nvlink": NVLINK_EFFICIENCY, "pcie": PCIE_RING_EFFICIENCY, "network": NETWORK_EFFICIENCY}
 # Axes whose transfers the next matmul waits for, because it reads their result: XLA may schedule a kernel next to such
 # a transfer, but none that takes long. The same holds for the heads that an all-to-all brings, and for transfers over
 # only `expert`: tokens on the way to their experts and back.
@@ -97,6 +101,21 @@ class Work:
     idle: float
 
 
+def use_compiled_figures(work: Work, flops: float, transfers: Sequence[Transfer], pcie_bytes: float) -> Work:
+    """Replace estimated FLOPs, collectives and copies by those of the compiled program.
+
+    Args:
+        flops: all matmuls, those of attention included.
+    """
+    return replace(
+        work,
+        flops=max(flops - work.attention_flops, 0.0),
+        transfers=tuple(transfers),
+        pcie_bytes=pcie_bytes,
+        pcie_overlapped_bytes=min(work.pcie_overlapped_bytes, pcie_bytes),
+    )
+
+
 LABELS = {"compute": "compute", "memory": "memory bandwidth", "links": "links", "pcie": "PCIe", "idle": "idle pipeline"}
 
 
@@ -129,40 +148,85 @@ def compute_step_time(work: Work, chip: Chip, compute_dtype: str) -> StepTime:
     Raises:
         KeyError: the chip has no matmuls in this dtype.
     """
-    matmul_rate = MATMUL_EFFICIENCY * chip.peak_flops[compute_dtype]
-    memory_rate = MEMORY_EFFICIENCY * chip.memory_bytes_per_second
-    compute, streaming = work.flops / matmul_rate, work.bytes / memory_rate
-    efficiency = FLASH_EFFICIENCY if work.flash else MATMUL_EFFICIENCY
-    attention_compute = work.attention_flops / (efficiency * chip.peak_flops[compute_dtype])
-    attention_streaming = work.attention_bytes / memory_rate
+    compute = seconds_of_matmuls(work.flops, chip, compute_dtype)
+    streaming = seconds_in_memory(work.bytes, chip)
+    attention_compute = seconds_of_matmuls(work.attention_flops, chip, compute_dtype, flash=work.flash)
+    attention_streaming = seconds_in_memory(work.attention_bytes, chip)
     if attention_compute > attention_streaming:
         compute += attention_compute
     else:
         streaming += attention_streaming
-    efficiencies = {"nvlink": NVLINK_EFFICIENCY, "network": NETWORK_EFFICIENCY}
-    transfers = [(each, each.seconds / efficiencies[each.link]) for each in work.transfers]
-    hidden = sum(seconds * _hidden_share(each) for each, seconds in transfers)
-    exposed = sum(seconds * (1 - _hidden_share(each)) for each, seconds in transfers)
-    in_ring = sum(seconds * _hidden_share(each) for each, seconds in transfers if _is_ring_attention(each))
-    pcie = work.pcie_bytes / (PCIE_EFFICIENCY * chip.pcie_bytes_per_second)
-    pcie_hidden = pcie * COPY_OVERLAP * work.pcie_overlapped_bytes / max(work.pcie_bytes, 1)
-    kernels = compute + streaming
-    # Kernels, links and PCIe run at the same time, and the slowest takes the time. The time of the others is subtracted
-    # from it.
-    attention = max(attention_compute, attention_streaming)
-    links_longer = max(0.0, hidden - kernels, in_ring - attention)
-    pcie_longer = max(0.0, pcie_hidden - max(hidden, kernels))
+    kernels, attention = compute + streaming, max(attention_compute, attention_streaming)
+    links = compute_link_time(work.transfers, kernels, attention)
+    host = compute_host_time(work.pcie_bytes, work.pcie_overlapped_bytes, chip, max(links.hidden, kernels))
     busy = 1 - work.idle
     return StepTime(
         compute=busy * compute,
         memory=busy * streaming,
-        links=exposed + links_longer,
-        pcie=pcie - pcie_hidden + pcie_longer,
+        links=links.exposed,
+        pcie=host.exposed,
         idle=work.idle * kernels,
     )
 
 
-def _hidden_share(transfer: Transfer) -> float:
+def seconds_of_matmuls(flops: float, chip: Chip, dtype: str, flash: bool = False) -> float:
+    """Return the time of matmuls, or of the matmuls in a flash attention kernel.
+
+    Args:
+        dtype: a key of Chip.peak_flops.
+    """
+    return flops / ((FLASH_EFFICIENCY if flash else MATMUL_EFFICIENCY) * chip.peak_flops[dtype])
+
+
+def seconds_in_memory(read_and_written: float, chip: Chip) -> float:
+    """Return the time in which this many bytes are read and written."""
+    return read_and_written / (MEMORY_EFFICIENCY * chip.memory_bytes_per_second)
+
+
+@dataclass(frozen=True)
+class TransferTime:
+    """Seconds of transfers.
+
+    exposed: the part that makes the step longer, including the time by which hidden transfers take longer than kernels.
+    hidden: the part scheduled next to kernels.
+    """
+
+    exposed: float
+    hidden: float
+
+
+def compute_link_time(transfers: Sequence[Transfer], kernels: float, attention: float) -> TransferTime:
+    """Return the time of collectives next to kernels that take this long.
+
+    Args:
+        attention: the part of the kernels that is attention, the only one that hides a ring's keys and values.
+    """
+    hidden = sum(seconds_on_link(each) * hidden_share(each) for each in transfers)
+    exposed = sum(seconds_on_link(each) * (1 - hidden_share(each)) for each in transfers)
+    in_ring = sum(seconds_on_link(each) * hidden_share(each) for each in transfers if _is_ring_attention(each))
+    # Kernels and links run at the same time, and the slower takes the time.
+    links_longer = max(0.0, hidden - kernels, in_ring - attention)
+    return TransferTime(exposed + links_longer, hidden)
+
+
+def compute_host_time(moved: float, overlapped: float, chip: Chip, others: float) -> TransferTime:
+    """Return the time of copies to the host and back, next to kernels and links that take `others` seconds.
+
+    Args:
+        moved: bytes in both directions together.
+        overlapped: the part of these bytes that is scheduled next to kernels.
+    """
+    rate = PCIE_EFFICIENCY * chip.host_bytes_per_second
+    hidden = COPY_OVERLAP * overlapped / rate
+    return TransferTime(moved / rate - hidden + max(0.0, hidden - others), hidden)
+
+
+def seconds_on_link(transfer: Transfer) -> float:
+    """Return the time of a transfer at the rate that its link attains."""
+    return transfer.seconds / LINK_EFFICIENCY[transfer.link]
+
+
+def hidden_share(transfer: Transfer) -> float:
     """Return the share of a transfer that kernels hide."""
     waited_for = BLOCKING_AXES & {*transfer.axes} or transfer.axes == ("expert",) or transfer.kind == "all-to-all"
     return 0.0 if waited_for else transfer.overlapped

@@ -13,6 +13,7 @@ from jaxopt_llm.config import Config, MeshConfig, ShardingConfig, cli
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.plan import Memory, Plan
+from jaxopt_llm.planning.breakdown import Part
 from jaxopt_llm.planning.search import decision_tree, ranking, report
 from jaxopt_llm.planning.search.ranking import (
     MAX_COMPILED,
@@ -26,6 +27,7 @@ from jaxopt_llm.planning.search.ranking import (
 from jaxopt_llm.planning.search.remedies import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_state_sizes
+from jaxopt_llm.planning.speed import compute_speed
 
 RECIPE = dataclasses.replace(cli.load_recipe("10b.py"), mesh=MeshConfig(fsdp=4))
 CLUSTER = Cluster("h200", 1, 4)
@@ -67,6 +69,7 @@ def as_estimated(config: Config, more: float = 1.0, limit: int = LIMIT) -> Plan:
         memory=Memory(*map(round, sizes), round(found.footprint.peak * more - sum(sizes)), 0, 0),
         host_bytes=0,
         pcie_bytes=round(found.work.pcie_bytes),
+        host_link="PCIe",
         pcie_seconds=0.0,
         limit=limit,
         collectives=found.work.transfers,  # type: ignore[arg-type]
@@ -74,6 +77,7 @@ def as_estimated(config: Config, more: float = 1.0, limit: int = LIMIT) -> Plan:
         flops_seconds=0.0,
         model_flops=found.work.flops,
         repeated_flops=found.work.repeated_flops,
+        speed=compute_speed(config, CLUSTER.chip, (Part("matmuls", 1.0, 0.0, 1, 1, 1),), 0.0, found.work),
         idle=found.work.idle,
     )
 

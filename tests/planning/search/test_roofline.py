@@ -92,7 +92,7 @@ def test_an_all_to_all_is_exposed() -> None:
 
 
 def test_half_of_offloaded_activations_is_hidden_and_none_of_the_optimizer() -> None:
-    moved = PCIE_EFFICIENCY * CHIP.pcie_bytes_per_second
+    moved = PCIE_EFFICIENCY * CHIP.host_bytes_per_second
     assert time(pcie_bytes=moved).total == pytest.approx(2)
     assert time(pcie_bytes=moved, pcie_overlapped_bytes=moved).total == pytest.approx(1.5)
 

@@ -1,0 +1,108 @@
+"""Bytes that the kernels of a compiled program read and write in GPU memory.
+
+A kernel is an instruction that runs on its own: a fusion, a library call, a copy. Instructions inside a fusion do not
+touch memory; the fusion's operands and results do. A fusion that reads a slice of an operand, such as one layer of a
+stack, reads only the slice, and one that writes a layer into a stack writes only the layer.
+"""
+
+from collections.abc import Iterator
+
+from jaxopt_llm.compiler.instructions import Computation, Instruction, Module, count_executions, list_callees
+
+_CONTROL = ("while", "conditional", "call", "async-start")  # they run computations, and are no kernels themselves
+_NO_WORK = (
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
+    *("opt-barrier", "domain", "async-update", "add-dependency"),
+)
+_SLICES = ("dynamic-slice", "slice", "gather")
+_IN_PLACE = "dynamic-update-slice"
+_VIEWS = ("bitcast", "reshape")
+
+
+def walk_kernels(module: Module) -> Iterator[tuple[Computation, Instruction, int]]:
+    """Yield every kernel and collective, with its computation and its number of runs.
+
+    A loop without a fixed trip count counts as one run. The end of an asynchronous instruction is not yielded.
+    """
+    executions = count_executions(module)
+    pending, seen = ["ENTRY"], {"ENTRY"}
+    while pending:
+        name = pending.pop()
+        for instruction in module[name].values():
+            if instruction.opcode in _CONTROL:
+                called = [callee for callee in list_callees(instruction) if callee not in seen]
+                pending += called
+                seen.update(called)
+            elif instruction.opcode not in _NO_WORK and not instruction.opcode.endswith("-done"):
+                times = executions[name].times
+                if times != 0:
+                    yield module[name], instruction, 1 if times is None else times
+
+
+def list_fused(module: Module, kernel: Instruction) -> list[tuple[Computation, Instruction]]:
+    """Return the instructions inside a fusion, also those of fusions inside it; none for other instructions."""
+    if not kernel.opcode.startswith("fusion"):
+        return []
+    body = module[list_callees(kernel)[0]]
+    inner = [each for instruction in body.values() for each in list_fused(module, instruction)]
+    return [*((body, instruction) for instruction in body.values()), *inner]
+
+
+def count_kernel_bytes(module: Module, computation: Computation, kernel: Instruction) -> int:
+    """Return the bytes that one run of a kernel reads and writes."""
+    if kernel.opcode.startswith("fusion"):
+        body = module[list_callees(kernel)[0]]
+        parameters = [instruction for instruction in body.values() if instruction.opcode == "parameter"]
+        return sum(_count_read(module, body, each.name) for each in parameters) + _count_written(body)
+    operands = [array.bytes for name in kernel.operands if name in computation for array in computation[name].results]
+    results = [array.bytes for array in kernel.results]
+    if kernel.opcode in _SLICES:
+        return 2 * sum(results)
+    if kernel.opcode == _IN_PLACE:
+        return 2 * operands[1]
+    if kernel.opcode == "copy-start":  # its results include the operand
+        return 2 * sum(operands)
+    if kernel.find(r'custom_call_target="(__cublas)'):  # the other results are workspace
+        return sum(operands) + results[0]
+    return sum(operands) + sum(results)
+
+
+def _count_read(module: Module, body: Computation, name: str) -> int:
+    """Return the bytes of an array that the instructions of a fusion read."""
+    whole, read = body[name].results[0].bytes, 0
+    for user in body.values():
+        if user.opcode == "constant" or name not in user.operands:
+            continue
+        if user.opcode in _SLICES and user.operands[0] == name:
+            read += user.results[0].bytes
+        elif user.opcode in _VIEWS:
+            read += _count_read(module, body, user.name)
+        elif user.opcode == "fusion":
+            inner = module[list_callees(user)[0]]
+            inputs = [each for each in inner.values() if each.opcode == "parameter"]
+            read += sum(
+                _count_read(module, inner, each.name) for each in inputs if user.operands[int(each.operands[0])] == name
+            )
+        elif user.opcode != _IN_PLACE or name in user.operands[1:]:
+            return whole
+    return min(read, whole)
+
+
+def _count_written(body: Computation) -> int:
+    root = next(instruction for instruction in body.values() if instruction.is_root)
+    outputs = [body[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    return sum(_count_output(body, output) for output in outputs)
+
+
+def _count_output(body: Computation, output: Instruction) -> int:
+    """Return the bytes that a fusion writes for one of its outputs."""
+    source = _look_through_views(body, output)
+    if source.opcode == _IN_PLACE and _look_through_views(body, body[source.operands[0]]).opcode == "parameter":
+        return body[source.operands[1]].results[0].bytes
+    return sum(array.bytes for array in output.results)
+
+
+def _look_through_views(body: Computation, instruction: Instruction) -> Instruction:
+    while instruction.opcode in _VIEWS:
+        instruction = body[instruction.operands[0]]
+    return instruction

@@ -1,0 +1,92 @@
+"""Speed of a run, from the time of its step by the breakdown of the compiled program."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxopt_llm.compiler.chips import Chip
+from jaxopt_llm.config import Config
+from jaxopt_llm.planning.breakdown import HOST_COPIES, KERNELS, Part, format_breakdown
+from jaxopt_llm.planning.search import roofline
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Speed of a run by arithmetic; nothing is measured.
+
+    Attributes:
+        step_seconds: sum of the breakdown.
+        tokens_per_second: of all GPUs together, with padding.
+        mfu: model FLOPs per second divided by the chip's peak, with causal attention, as `train` reports it.
+        days: time of all steps of the run, without evaluations and checkpoints.
+        steps: steps of the run.
+        search_step_seconds: the same step by the arithmetic with which `--search` ranks settings; None if that
+            arithmetic does not cover the model.
+        assumptions: rates, and what the estimate leaves out.
+    """
+
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float
+    days: float
+    steps: int
+    search_step_seconds: float | None
+    assumptions: tuple[str, ...]
+    breakdown: tuple[Part, ...]
+
+
+def compute_speed(
+    config: Config, chip: Chip, breakdown: tuple[Part, ...], mfu_per_token: float, work: roofline.Work
+) -> Speed:
+    """Return the speed of a run.
+
+    Args:
+        mfu_per_token: MFU at one token per second.
+        work: the step's work as `--search` counts it, with the compiled FLOPs and transfers.
+    """
+    training = config.training
+    seconds = sum(part.seconds for part in breakdown)
+    tokens_per_second = training.batch_size * training.sequence_length / seconds
+    by_search = roofline.compute_step_time(work, chip, config.precision.compute_dtype).total
+    return Speed(
+        step_seconds=seconds,
+        tokens_per_second=tokens_per_second,
+        mfu=mfu_per_token * tokens_per_second,
+        days=training.steps * seconds / 86_400,
+        steps=training.steps,
+        search_step_seconds=None if config.model.mla.kv_rank else by_search,
+        assumptions=list_assumptions(chip, breakdown, work.transfers),
+        breakdown=breakdown,
+    )
+
+
+def list_assumptions(chip: Chip, breakdown: Sequence[Part], transfers: Sequence[roofline.Transfer]) -> tuple[str, ...]:
+    """Return the rates that the step's time assumes, and what it leaves out."""
+    links = dict.fromkeys(each.link for each in transfers)
+    rates = {"network": chip.network_bytes_per_second, chip.peer_link: chip.peer_bytes_per_second}
+    used = [f"{link} {roofline.LINK_EFFICIENCY[link]:.0%} of {rates[link] / 1e9:,.4g} GB/s" for link in links]
+    if any(part.name.startswith(HOST_COPIES) for part in breakdown):
+        rate = f"{chip.host_bytes_per_second / 1e9:,.4g} GB/s"
+        used.append(f"{chip.host_link} to the host {roofline.PCIE_EFFICIENCY:.0%} of {rate}")
+    memory = f"memory {roofline.MEMORY_EFFICIENCY:.0%} of {chip.memory_bytes_per_second / 1e12:.4g} TB/s"
+    matmuls = f"matmuls {roofline.MATMUL_EFFICIENCY:.0%} of the chip's peak"
+    kernels = f"attention kernels {roofline.FLASH_EFFICIENCY:.0%}"
+    launches = sum(part.runs for part in breakdown if part.name in KERNELS)
+    return (
+        f"assumed: {', '.join([f'{matmuls} ({kernels})', memory, *used])}",
+        f"left out: launches of {launches:,} kernels, latency of transfers, reading of data, evaluations, checkpoints",
+    )
+
+
+def format_speed(speed: Speed) -> list[str]:
+    """Return the lines of the speed, its assumptions and the breakdown."""
+    search = speed.search_step_seconds
+    days = f"{speed.days:,.1f} days" if speed.days >= 1 else f"{24 * speed.days:,.2f} hours"
+    return [
+        "speed, by a roofline of the compiled program (not measured)",
+        f"  {speed.step_seconds:,.4g} s a step, {speed.tokens_per_second:,.0f} tokens/s, MFU {speed.mfu:.1%}, "
+        f"{days} for {speed.steps:,} steps",
+        *(f"  {line}" for line in speed.assumptions),
+        *([f"  --search, which counts memory traffic by arithmetic, estimates {search:,.4g} s"] if search else []),
+        "",
+        *format_breakdown(speed.breakdown),
+    ]
