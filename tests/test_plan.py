@@ -15,6 +15,7 @@ import pytest
 from commands import ROOT, command, start
 
 from jaxopt_llm import plan as planning
+from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.config import (
     Config,
@@ -357,7 +358,7 @@ def test_the_search_command(
     validate(written)
     assert written.mesh.devices == 2 and written.training.batch_size == 4
     flags = output.split("fastest that fits: ")[1].splitlines()[0].split()
-    assert cli.override_config(cli.load_recipe(str(TINY)), flags, "plan") == written
+    assert pretrained.resolve_pretrained(cli.override_config(cli.load_recipe(str(TINY)), flags, "plan")) == written
     with pytest.raises(InputError, match=r"--write .*found.py: exists and is not overwritten; give a new file"):
         search("--write", file)
 

@@ -102,7 +102,7 @@ def test_many_processes_begin_from_one_folder(corpus: tuple[str, Path], tmp_path
     """Check that processes read a pretrained model together: each reads the parts of its own devices."""
     sizes = {name.removeprefix("model.").replace("-", "_"): value for name, value in TINY.items() if "model." in name}
     model = ModelConfig(**sizes | {"pattern": (sizes["pattern"],)})
-    path = folders.folder(tmp_path / "model", model)
+    path = folders.folder_with_tokenizer(tmp_path / "model", model)
     # The learning rate is so small that nothing changes.
     still = ("--optimizer.learning-rate", 1e-30, "--optimizer.weight-decay", 0, "--training.steps", 1)
     train_job(2, tmp_path / "run", *MESH, *corpus, "--model.pretrained", path, *still)

@@ -83,7 +83,8 @@ def load_recipe(path: str) -> Config:
     try:
         if file.suffix == ".json":  # --print-config writes this format, and every run directory has such a file
             return fields.from_json(file.read_text())
-        get_config = runpy.run_path(str(file)).get("get_config")
+        # Absolute, because a recipe may derive paths from its __file__, and other commands may start elsewhere.
+        get_config = runpy.run_path(str(file.absolute())).get("get_config")
         if get_config is None:
             raise InputError(f"--config {file}: must define get_config() -> Config")
         config = get_config()

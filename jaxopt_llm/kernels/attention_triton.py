@@ -51,7 +51,7 @@ def problems(head_dim: int, dtype: Any, capability: tuple[int, int]) -> list[str
 
     capability: compute capability of the GPU.
     """
-    found = installation_problems()
+    found = []
     if head_dim not in TILES:
         found.append(f"head_dim={head_dim}: the triton kernel supports {sorted(TILES)}, xla supports any")
     if jnp.dtype(dtype).name not in DTYPES:
@@ -59,7 +59,7 @@ def problems(head_dim: int, dtype: Any, capability: tuple[int, int]) -> list[str
         found.append(f"dtype={dtype}: the triton kernel supports {' or '.join(DTYPES)}, xla supports any")
     if not CAPABILITIES[0] <= capability < CAPABILITIES[1]:
         found.append(f"capability={capability}: the triton kernel supports H100, H200, B200 and B300, xla supports any")
-    return found
+    return found + installation_problems()
 
 
 def installation_problems() -> list[str]:

@@ -17,8 +17,8 @@ class Speed:
         step_seconds: sum of the breakdown.
         tokens_per_second: of all GPUs together, with padding.
         mfu: model FLOPs per second divided by the chip's peak, with causal attention, as `train` reports it.
-        days: time of all steps of the run, without evaluations and checkpoints.
-        steps: steps of the run.
+        days: time of all steps of the run, without evaluations and checkpoints; None if epochs determine the steps.
+        steps: steps of the run; 0 if epochs determine them.
         search_step_seconds: the same step by the arithmetic with which `--search` ranks settings; None if that
             arithmetic does not cover the model.
         assumptions: rates, and what the estimate leaves out.
@@ -27,7 +27,7 @@ class Speed:
     step_seconds: float
     tokens_per_second: float
     mfu: float
-    days: float
+    days: float | None
     steps: int
     search_step_seconds: float | None
     assumptions: tuple[str, ...]
@@ -51,7 +51,7 @@ def compute_speed(
         step_seconds=seconds,
         tokens_per_second=tokens_per_second,
         mfu=mfu_per_token * tokens_per_second,
-        days=training.steps * seconds / 86_400,
+        days=training.steps * seconds / 86_400 if training.steps else None,
         steps=training.steps,
         search_step_seconds=None if config.model.mla.kv_rank else by_search,
         assumptions=list_assumptions(chip, breakdown, work.transfers),
@@ -80,11 +80,14 @@ def list_assumptions(chip: Chip, breakdown: Sequence[Part], transfers: Sequence[
 def format_speed(speed: Speed) -> list[str]:
     """Return the lines of the speed, its assumptions and the breakdown."""
     search = speed.search_step_seconds
-    days = f"{speed.days:,.1f} days" if speed.days >= 1 else f"{24 * speed.days:,.2f} hours"
+    if speed.days is None:
+        length = "the number of steps follows from training.epochs and the data"
+    else:
+        days = f"{speed.days:,.1f} days" if speed.days >= 1 else f"{24 * speed.days:,.2f} hours"
+        length = f"{days} for {speed.steps:,} steps"
     return [
         "speed, by a roofline of the compiled program (not measured)",
-        f"  {speed.step_seconds:,.4g} s a step, {speed.tokens_per_second:,.0f} tokens/s, MFU {speed.mfu:.1%}, "
-        f"{days} for {speed.steps:,} steps",
+        f"  {speed.step_seconds:,.4g} s a step, {speed.tokens_per_second:,.0f} tokens/s, MFU {speed.mfu:.1%}, {length}",
         *(f"  {line}" for line in speed.assumptions),
         *([f"  --search, which counts memory traffic by arithmetic, estimates {search:,.4g} s"] if search else []),
         "",

@@ -96,9 +96,10 @@ def test_every_switch_is_on_in_some_model() -> None:
         "norm_epsilon",
         "tied_head",
         "pretrained",
+        "resize_vocabulary",
         "last_layers",
         *(name for name, _, _ in walk_fields(MoEConfig, "moe.")),
-    }  # test_decoder.py, test_pretrained.py, test_trainable.py, test_router_bias.py, test_experts.py
+    }  # tested in test_decoder.py, test_larger_vocabulary.py, test_trainable.py, test_router_bias.py, test_experts.py
     fields = {name for name, _, _ in walk_fields(ModelConfig)}
     assert set().union(*SWITCHES.values()) == fields - sizes - elsewhere
 
