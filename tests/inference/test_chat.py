@@ -117,7 +117,7 @@ def test_bad_input(folder: Path, tmp_path: Path) -> None:
     )
     for settings, message in (
         (data(folder, **{"chat-template": tmp_path / "escape.jinja"}), "it accesses '__class__' of a str"),
-        (data(folder, tmp_path / "user.jsonl"), "it has no assistant message"),
+        (data(folder, tmp_path / "user.jsonl"), "user.jsonl, line 1: without an assistant message"),
         (data(folder, tmp_path / "mixed.jsonl"), "without the fields of the form pairs"),
         (data(folder, tokenizer="bytes"), "has no chat template"),
         (data(folder, content="text", date="2026-01-31"), "data.content=chat"),
