@@ -194,7 +194,7 @@ def render(source: str, messages: Messages, seconds: float = 120.0, **settings: 
     content = json.dumps({"messages": messages}).encode()
     given = Template(Path("t.jinja"), source, {}, ("<|im_end|>",), "")
     with open_renderer(given, seconds) as renderer:
-        return renderer.render(Document("a.jsonl, byte 0", content, content), DataConfig(content="chat", **settings))
+        return renderer.render(Document("a.jsonl, line 1", content, content), DataConfig(content="chat", **settings))
 
 
 HOSTILE = {
