@@ -113,13 +113,13 @@ def _export_model(directory: Path, path: Path, config: Config, dtype: str | None
     if source is None and config.model.pretrained and not is_run_directory(Path(config.model.pretrained)):
         problem = f"{config.model.pretrained}, from which the model came, no longer exists"
         print(f"warning: {problem}: its token ids are not copied", file=sys.stderr)
+    _, params, _, step = run.restore_run(directory, config, config.precision.param_dtype, "original")
     settings: dict[str, Any] = {}
     if source is None:
         tokenizer = load_tokenizer(config.data)
         settings = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
         if config.model.positions == "rotary":
             settings["max_position_embeddings"] = config.training.sequence_length
-    _, params, _, step = run.restore_run(directory, config, config.precision.param_dtype, "original")
     dtype = dtype or _read_dtype(source)
     tokenizer_path = None if config.data.uses_bytes else Path(config.data.tokenizer)
     write_model_folder(path, params, config.model, source, tokenizer_path, dtype, max_file_bytes, settings)
