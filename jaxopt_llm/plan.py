@@ -107,12 +107,7 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
     Raises:
         InputError: the mesh has another size than the GPUs, the GPU is unknown, or JAX cannot compile for GPUs.
     """
-    devices = topology.gpu_topology(gpu, hosts, gpus_per_host)
-    if len(devices) != config.mesh.devices:
-        raise InputError(
-            f"--hosts {hosts} × --gpus-per-host {gpus_per_host} are {len(devices)} GPUs, but the mesh has "
-            f"{config.mesh.devices}: change --hosts, --gpus-per-host or --mesh.*"
-        )
+    devices = _describe_gpus(config, gpu, hosts, gpus_per_host)
     chip = CHIPS[gpu]
     mesh = make_mesh(config.mesh, devices)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
@@ -162,6 +157,17 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
         speed=compute_speed(config, chip, break_down_step(text, collectives, chip), mfu_per_token, work),
         idle=work.idle,
     )
+
+
+def _describe_gpus(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Sequence[jax.Device]:
+    """Return the GPUs to compile for. Raise InputError if the mesh has another size."""
+    devices = topology.gpu_topology(gpu, hosts, gpus_per_host)
+    if len(devices) != config.mesh.devices:
+        raise InputError(
+            f"--hosts {hosts} × --gpus-per-host {gpus_per_host} are {len(devices)} GPUs, but the mesh has "
+            f"{config.mesh.devices}: change --hosts, --gpus-per-host or --mesh.*"
+        )
+    return devices
 
 
 # --- Output
