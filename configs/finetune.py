@@ -14,6 +14,7 @@ alpha is twice the rank, as Biderman et al. advise (2024, arXiv:2405.09673).
 from jaxopt_llm.config import (
     Config,
     DataConfig,
+    EvaluationConfig,
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
@@ -32,4 +33,5 @@ def get_config() -> Config:
         lora=LoraConfig(rank=16, alpha=32.0),
         optimizer=OptimizerConfig(learning_rate=2e-4, beta2=0.999, weight_decay=0.01),
         schedule=ScheduleConfig(warmup_steps=20),
+        evaluation=EvaluationConfig(samples=2),
     )

@@ -11,6 +11,7 @@ model of your own, copy a recipe that has sizes. To find the fastest settings th
 from jaxopt_llm.config import (
     Config,
     DataConfig,
+    EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
@@ -27,4 +28,5 @@ def get_config() -> Config:
         training=TrainingConfig(steps=0, epochs=1.0, batch_size=32, accumulation=8, sequence_length=4096),
         optimizer=OptimizerConfig(learning_rate=1e-5),
         schedule=ScheduleConfig(warmup_steps=20),
+        evaluation=EvaluationConfig(samples=2),
     )

@@ -18,8 +18,10 @@ from jaxopt_llm.compiler.xla_options import compiler_options
 from jaxopt_llm.config import BATCH_AXES, Config, MeshConfig, RematConfig, cli, fields
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.corpus import open_all_documents, open_corpus
+from jaxopt_llm.data.corpus import open_all_documents, open_corpus, open_validation_sets
 from jaxopt_llm.data.packing import PackedRows
+from jaxopt_llm.data.tokenizer import Tokenizer
+from jaxopt_llm.data.tokens import TokenStream
 from jaxopt_llm.execution import scan
 from jaxopt_llm.inference import run
 from jaxopt_llm.inference.run import LoadedModel
@@ -30,7 +32,7 @@ from jaxopt_llm.planning import oom
 from jaxopt_llm.training.validation import validate
 
 PROGRAM = "python -m jaxopt_llm.evaluate"
-OVERRIDABLE = ("data.", "training.batch_size", "training.sequence_length")
+OVERRIDABLE = ("data.", "evaluation.paths", "training.batch_size", "training.sequence_length")
 
 
 def evaluate(source: LoadedModel, rows: PackedRows, batch_size: int, max_batches: int | None) -> tuple[float, int]:
@@ -67,7 +69,7 @@ def main() -> int:
         raise InputError(f"--batches {options.batches}: must be at least 1")
     reads_other_data = any(argument.split("=")[0] == "--data.paths" for argument in overrides)
     config = _override(run.open_config(options.checkpoint), overrides, reads_other_data)
-    length, size = config.training.sequence_length, config.model.vocabulary_size
+    length = config.training.sequence_length
     # Not the implementation that the run used, because this may be another machine.
     attention = choose_attention(
         visible_devices()[0], "auto", kernel_head_dim(config.model), config.precision.compute_dtype, length
@@ -76,27 +78,35 @@ def main() -> int:
         print(f"attention: {attention}", file=sys.stderr)
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
         source = run.load_model(options.checkpoint, config.data, attention=attention.name)
-    if reads_other_data:
-        stream, skipped = open_all_documents(config.data, source.tokenizer)
-        name = ", ".join([*config.data.paths, *skipped.describe()])
-    else:
-        stream, name = open_corpus(config.data, source.tokenizer).held_out, "the held-out split"
-    rows = PackedRows(stream, length, size, name, config.data.long_documents)
-    with oom.explain_oom("evaluating", "set a smaller --training.batch-size or --training.sequence-length"):
-        loss, tokens = evaluate(source, rows, config.training.batch_size, options.batches)
-    print(
-        f"step {source.step} on {name} ({stream}): {loss:.4f} nats per token, "
-        f"perplexity {math.exp(min(loss, 700)):.4g}, {tokens:,} tokens"
-    )
+    for name, documents in _open_documents(config, source.tokenizer, reads_other_data).items():
+        rows = PackedRows(documents, length, config.model.vocabulary_size, name, config.data.long_documents)
+        with oom.explain_oom("evaluating", "set a smaller --training.batch-size or --training.sequence-length"):
+            loss, tokens = evaluate(source, rows, config.training.batch_size, options.batches)
+        print(
+            f"step {source.step} on {name} ({documents}): {loss:.4f} nats per token, "
+            f"perplexity {math.exp(min(loss, 700)):.4g}, {tokens:,} tokens"
+        )
     return 0
+
+
+def _open_documents(config: Config, tokenizer: Tokenizer, all_of_paths: bool) -> dict[str, TokenStream]:
+    """Return the documents to evaluate by name: all of data.paths, the validation sets, or the held-out split."""
+    if all_of_paths:
+        stream, skipped = open_all_documents(config.data, tokenizer)
+        return {", ".join([*config.data.paths, *skipped.describe()]): stream}
+    if sets := open_validation_sets(config.evaluation, config.data, tokenizer):
+        return {f"the validation set {each.name}": each.documents for each in sets}
+    held_out = open_corpus(config.data, tokenizer).held_out
+    assert held_out is not None
+    return {"the held-out split": held_out}
 
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
         prog=PROGRAM,
-        description="Compute the loss of a run's last checkpoint on its held-out documents or, with --data.paths, on "
-        "all documents there. The fields of data, training.batch_size (rows at once) and training.sequence_length can "
-        "be given as for jaxopt_llm.train; the run's values are the defaults.",
+        description="Compute the loss of a run's last checkpoint on its validation sets or held-out documents or, with "
+        "--data.paths, on all documents there. The fields of data, evaluation.paths, training.batch_size (rows at "
+        "once) and training.sequence_length can be given as for jaxopt_llm.train; the run's values are the defaults.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -116,7 +126,7 @@ def _override(trained: Config, overrides: list[str], reads_other_data: bool) -> 
     validate(config)
     for name in fields.FIELDS:
         if not name.startswith(OVERRIDABLE) and fields.get_field(trained, name) != fields.get_field(config, name):
-            changeable = "data.*, training.batch_size and training.sequence_length"
+            changeable = "data.*, evaluation.paths, training.batch_size and training.sequence_length"
             raise InputError(f"--{name}: the checkpoint determines it; leave it out, and change only {changeable}")
     return config
 

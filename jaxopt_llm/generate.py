@@ -17,8 +17,8 @@ from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.continuation import Continuation, extend_continuations, find_eos_ids
+from jaxopt_llm.execution.decode import Sampling, TokenGenerator
 from jaxopt_llm.inference import chat, run
-from jaxopt_llm.inference.decode import Sampling, TokenGenerator
 from jaxopt_llm.inference.run import LoadedModel
 from jaxopt_llm.planning import oom
 

@@ -150,11 +150,11 @@ def test_the_same_corpus_elsewhere_continues_a_run_and_another_does_not(
 
 def test_bad_input(corpus: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "high.npy", np.array([5, 400, 0] * 900))
-    write_jsonl(tmp_path / "short.jsonl", ["a", "b"])
+    write_jsonl(tmp_path / "short.jsonl", ["a"])
     for settings, message in (
         (data(corpus, "*.csv"), "*.csv: no such file"),
         ((*data(corpus, "a.jsonl"), "--model.vocabulary-size", 300), "has 400 tokens"),
-        (("--data.paths", tmp_path / "short.jsonl"), "one row of training.sequence_length=32"),
+        (("--data.paths", tmp_path / "short.jsonl"), "1 document; training and evaluation need at least one each"),
         (data(corpus, str(tmp_path / "high.npy")), "has the token id 400, outside"),
     ):
         refused = train(tmp_path / "run", *STEPS, *settings)

@@ -12,7 +12,7 @@ from jaxopt_llm.compiler import topology
 from jaxopt_llm.config import MeshConfig, ModelConfig, PrecisionConfig, ShardingConfig
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.execution import scan
-from jaxopt_llm.inference.decode import Sampling, make_step
+from jaxopt_llm.execution.decode import Sampling, make_step
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement

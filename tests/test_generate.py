@@ -15,8 +15,8 @@ from jaxopt_llm.config import Config, ModelConfig
 from jaxopt_llm.core.errors import InputError, OutOfMemory
 from jaxopt_llm.data.continuation import Continuation
 from jaxopt_llm.data.tokenizer import ByteTokenizer, JsonTokenizer
+from jaxopt_llm.execution.decode import Sampling
 from jaxopt_llm.generate import generate, main
-from jaxopt_llm.inference.decode import Sampling
 from jaxopt_llm.inference.run import LoadedModel
 from jaxopt_llm.model.decoder import Decoder
 

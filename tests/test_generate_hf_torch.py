@@ -10,7 +10,7 @@ import pytest
 from test_families_hf_torch import CASES, WINDOW
 
 import jaxopt_llm
-from jaxopt_llm.inference.decode import Sampling, TokenGenerator
+from jaxopt_llm.execution.decode import Sampling, TokenGenerator
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

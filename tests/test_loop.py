@@ -28,6 +28,7 @@ from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.observe.meter import LossWindow
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.training import compile, guard, loop, program, setup, utilisation
+from jaxopt_llm.training.evaluation import LossSum
 
 
 def tiny(directory: Path, **sections: Any) -> Config:
@@ -217,7 +218,7 @@ def test_what_was_learnt_before_a_batch_that_does_not_come_is_kept(
 
 
 def test_a_held_out_loss_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "evaluate", lambda *_: math.nan)
+    monkeypatch.setattr(loop, "evaluate", lambda *_: LossSum(math.nan, 1))
     with Preemption() as preemption, pytest.raises(TrainingDiverged, match="step 4: held-out loss nan"):
         command.train(tiny(tmp_path / "run"), preemption)
 

@@ -72,7 +72,7 @@ def test_many_processes_learn_and_stop_as_one(then: int, corpus: tuple[str, Path
 
     Another number of processes then continues from their checkpoint, and ends like an undisturbed run of one process.
     """
-    run = (*RUN, *corpus)
+    run = (*RUN, *corpus, "--evaluation.samples", 2, "--evaluation.sample-tokens", 8)
     alone, stopped = tmp_path / "alone", tmp_path / "stopped"
     train_job(1, alone, *run)
 
@@ -96,6 +96,7 @@ def test_many_processes_learn_and_stop_as_one(then: int, corpus: tuple[str, Path
     )
     assert (script.returncode, script.stderr) == (0, "")
     assert_learnt_as(stopped, alone)
+    assert (stopped / "samples.jsonl").read_text() == (alone / "samples.jsonl").read_text()
 
 
 def test_many_processes_begin_from_one_folder(corpus: tuple[str, Path], tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Settings of training: batches, optimizer, learning rate schedule, adapters and evaluation."""
 
 import math
+import re
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Literal
 
 from jaxopt_llm.config import groups
@@ -219,7 +221,37 @@ class EvaluationConfig:
     every: int = setting(200, bounds=AT_LEAST_ONE)
     """Steps between two evaluations of the held-out loss (eval_steps). The last step is always evaluated."""
     batches: int = setting(16, bounds=AT_LEAST_ONE)
-    """Number of held-out batches per evaluation, each of training.batch_size sequences."""
+    """Maximum number of batches per evaluation and validation set, each of training.batch_size sequences."""
+    paths: tuple[str, ...] = setting((), resume="if_allowed")
+    """Validation sets, each NAME=PATH or PATH: a file, folder or glob that is read as data.* describes. The name of a
+    PATH alone is its last part without suffix. All documents of data.paths are then trained on. The metrics hold the
+    loss of each set, eval_loss/NAME, and of all sets together, eval_loss. Empty = data.held_out of the documents."""
+    samples: int = setting(0, bounds=NON_NEGATIVE)
+    """Number of documents of each validation set whose text the model continues at each evaluation, or whose question
+    it answers if they are conversations. The prompts are the same each time, and samples.jsonl in the run directory
+    records the texts. 0 = none."""
+    sample_tokens: int = setting(64, bounds=AT_LEAST_ONE)
+    """Maximum number of tokens of a sample; at most half of training.sequence_length."""
 
     def problems(self) -> list[str]:
-        return find_out_of_range("evaluation", self)
+        found = find_out_of_range("evaluation", self)
+        names = [name for name, _ in self.named_paths()]
+        for text, name in zip(self.paths, names, strict=True):
+            if not name:
+                found.append(f"evaluation.paths: {text}: give this validation set a name: NAME={text}")
+            elif names.count(name) > 1:
+                found.append(
+                    f"evaluation.paths: {text}: another set is named {name} too; write NAME=PATH with a new name"
+                )
+        return found
+
+    def named_paths(self) -> list[tuple[str, str]]:
+        """Return the name and the path of each validation set. The name is empty if there is none to derive."""
+        return [_split_name(text) for text in self.paths]
+
+
+def _split_name(text: str) -> tuple[str, str]:
+    if given := re.fullmatch(r"([\w.-]+)=(.+)", text):
+        return given[1], given[2]
+    name = PurePath(text).name.split(".")[0]
+    return (name if re.fullmatch(r"[\w-]+", name) else ""), text

@@ -1,16 +1,17 @@
 """Corpus of a run: its sources, each split into training and held-out documents."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 
-from jaxopt_llm.config import DataConfig
+from jaxopt_llm.config import DataConfig, EvaluationConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data import tokens
-from jaxopt_llm.data.find import File, find_corpus_files
+from jaxopt_llm.data.find import File, find_corpus_files, find_files
 from jaxopt_llm.data.indexed import open_megatron, open_numpy
 from jaxopt_llm.data.prepared import open_prepared
 from jaxopt_llm.data.skipped import Skipped
@@ -39,42 +40,50 @@ class Corpus:
 
     Attributes:
         sources: the sources of training documents.
-        held_out: held-out documents of all sources.
+        held_out: held-out documents of all sources; None if every document is trained on.
         sha256: hash of every token and of its position in the documents; independent of the split. It covers only
             samples of files that another program tokenized. A run stores it and compares it on resume.
         skipped: skipped documents by reason.
+        files: the files; none for Python's standard library.
     """
 
     sources: tuple[Source, ...]
-    held_out: tokens.TokenStream
+    held_out: tokens.TokenStream | None
     sha256: str
     skipped: Skipped
+    files: frozenset[Path]
 
     @property
     def name(self) -> str:
         return ", ".join(source.name for source in self.sources)
 
     def __str__(self) -> str:
-        streams = [*(source.training for source in self.sources), self.held_out]
+        held_out = [] if self.held_out is None else [self.held_out]
+        streams = [*(source.training for source in self.sources), *held_out]
         documents = sum(stream.documents or 0 for stream in streams)
         known = all(stream.documents is not None for stream in streams)
+        share = f", of which {self.held_out.size:,} held out" if self.held_out else ""
         return (
-            f"{f'{documents:,} documents, ' if known else ''}{sum(s.size for s in streams):,} tokens, "
-            f"of which {self.held_out.size:,} held out{_format_reasons(self.skipped)}"
+            f"{f'{documents:,} documents, ' if known else ''}{sum(s.size for s in streams):,} tokens{share}"
+            f"{_format_reasons(self.skipped)}"
         )
 
 
-def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
+def open_corpus(config: DataConfig, tokenizer: Tokenizer, holds_out: bool = True) -> Corpus:
     """Open the corpus of `data.paths`: tokenize text into memory, and memory-map token files.
 
+    holds_out: whether `data.held_out` of the documents are held out. Otherwise every document is trained on.
+
     Raises:
-        InputError: `find_files` or a reader raises it, or a source has fewer than two documents.
+        InputError: `find_files` or a reader raises it, or a source has too few documents: two, or one if none is held
+            out.
     """
     skipped = Skipped()
     opened: list[tuple[str, list[tokens.Piece], str]] = []
+    files_by_path = find_corpus_files(config)
     if config.paths:
         with open_reader(config, tokenizer) as read:
-            for pattern, files in zip(config.paths, find_corpus_files(config), strict=True):
+            for pattern, files in zip(config.paths, files_by_path, strict=True):
                 found = [_open_file(file, read, config, tokenizer, skipped) for file in files]
                 pieces = list(chain.from_iterable(pieces for pieces, _ in found))
                 opened.append((pattern, pieces, "\n".join(digest for _, digest in found)))
@@ -87,20 +96,25 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
     weights = config.weights or (1.0,)
     sources, pieces, held_out = [], [], []
     for (name, of_source, _), weight in zip(opened, weights, strict=True):
-        training, evaluation = tokens.split_held_out(of_source, config.held_out)
-        stream = tokens.join_ranges(of_source, training)
-        if not stream.size or stream.size == sum(piece.size for piece in of_source):
-            raise InputError(
-                f"data.paths {name}: {1 if stream.size else 0} documents{_format_reasons(skipped)}; training and "
-                "evaluation need at least one each: add documents (a text file is one document, unless "
-                "data.separator divides it)"
-            )
+        if not any(piece.size for piece in of_source):
+            raise InputError(f"data.paths {name}: 0 documents{_format_reasons(skipped)}; add documents")
+        stream = tokens.join_all(of_source)
+        if holds_out:
+            training, evaluation = tokens.split_held_out(of_source, config.held_out)
+            stream = tokens.join_ranges(of_source, training)
+            if not stream.size or stream.size == sum(piece.size for piece in of_source):
+                raise InputError(
+                    f"data.paths {name}: 1 document{_format_reasons(skipped)}; training and evaluation need at least "
+                    "one each: add documents (a text file is one document, unless data.separator divides it), or name "
+                    "validation data with --evaluation.paths"
+                )
         if weight:
             sources.append(Source(name, weight, stream))
             pieces += of_source
-            held_out += evaluation
+            held_out += evaluation if holds_out else []
     identity = hashlib.sha256("\n".join(digest for _, _, digest in opened).encode()).hexdigest()
-    return Corpus(tuple(sources), tokens.join_ranges(pieces, held_out), identity, skipped)
+    split = tokens.join_ranges(pieces, held_out) if holds_out else None
+    return Corpus(tuple(sources), split, identity, skipped, _resolve(chain.from_iterable(files_by_path)))
 
 
 def open_all_documents(config: DataConfig, tokenizer: Tokenizer) -> tuple[tokens.TokenStream, Skipped]:
@@ -108,11 +122,62 @@ def open_all_documents(config: DataConfig, tokenizer: Tokenizer) -> tuple[tokens
 
     Returns the documents, and the skipped documents by reason.
     """
+    stream, _, skipped = _open_files(chain.from_iterable(find_corpus_files(config)), config, tokenizer)
+    return stream, skipped
+
+
+@dataclass(frozen=True, eq=False)
+class ValidationSet:
+    """Documents of one of `evaluation.paths`.
+
+    Attributes:
+        sha256: hash of the contents; see `Corpus`.
+        skipped: skipped documents by reason.
+        files: the files.
+    """
+
+    name: str
+    documents: tokens.TokenStream
+    sha256: str
+    skipped: Skipped
+    files: frozenset[Path]
+
+    def __str__(self) -> str:
+        return f"{self.documents}{_format_reasons(self.skipped)}"
+
+
+def open_validation_sets(
+    evaluation: EvaluationConfig, data: DataConfig, tokenizer: Tokenizer
+) -> tuple[ValidationSet, ...]:
+    """Open the validation sets of `evaluation.paths`, which are read as `data` describes.
+
+    Raises:
+        InputError: `find_files` or a reader raises it, or a set has no documents.
+    """
+    sets = []
+    for name, path in evaluation.named_paths():
+        files = find_files(path, data, "evaluation.paths")
+        stream, digest, skipped = _open_files(files, data, tokenizer)
+        if not stream.size:
+            reasons = _format_reasons(skipped)
+            raise InputError(f"evaluation.paths {path}: 0 documents{reasons}; add documents, or leave the path out")
+        sets.append(ValidationSet(name, stream, digest, skipped, _resolve(files)))
+    return tuple(sets)
+
+
+def _resolve(files: Iterable[File]) -> frozenset[Path]:
+    return frozenset(file.path.resolve() for file in files)
+
+
+def _open_files(
+    files: Iterable[File], config: DataConfig, tokenizer: Tokenizer
+) -> tuple[tokens.TokenStream, str, Skipped]:
+    """Return all documents of files, the hash of their contents, and the skipped documents by reason."""
     skipped = Skipped()
-    files = chain.from_iterable(find_corpus_files(config))
     with open_reader(config, tokenizer) as read:
-        pieces = list(chain.from_iterable(_open_file(file, read, config, tokenizer, skipped)[0] for file in files))
-    return tokens.join_all(pieces), skipped
+        opened = [_open_file(file, read, config, tokenizer, skipped) for file in files]
+    digest = hashlib.sha256("\n".join(digest for _, digest in opened).encode()).hexdigest()
+    return tokens.join_all(list(chain.from_iterable(pieces for pieces, _ in opened))), digest, skipped
 
 
 def _open_file(

@@ -49,8 +49,10 @@ def find_corpus_files(config: DataConfig) -> list[list[File]]:
     return found
 
 
-def find_files(pattern: str, config: DataConfig) -> list[File]:
+def find_files(pattern: str, config: DataConfig, setting: str = "data.paths") -> list[File]:
     """Return the files of one of data.paths, sorted by name.
+
+    setting: the setting that names the path, for messages.
 
     A path is a file, a folder (searched recursively) or a glob (with `**`). In a folder, data.format=auto takes all
     files with a known suffix except .json and .csv, text takes all files, and other formats take the files with their
@@ -76,15 +78,15 @@ def find_files(pattern: str, config: DataConfig) -> list[File]:
     for match in found:
         file_format = _guess_format(match) if match.is_dir() or config.format == "auto" else config.format
         if file_format is None:
-            raise InputError(f"data.paths {match}: the suffix does not tell the format; set data.format")
+            raise InputError(f"{setting} {match}: the suffix does not tell the format; set data.format")
         file = match.with_suffix(".idx") if file_format == "megatron" else match
         files.add(File(file.relative_to(root).as_posix(), file, file_format))
     if not files:
         what = f"no file of the format {config.format}" if path.is_dir() else "no such file or folder"
         if path.is_dir() and config.format == "auto" and (left := _find_left_out(path)):
             problem = f"a folder's .json and .csv files, such as {left}, are read only if they are named"
-            raise InputError(f"data.paths {pattern}: {problem}; name them with a glob, or set data.format")
-        raise InputError(f"data.paths {pattern}: {what}; correct the path (known suffixes: {', '.join(SUFFIXES)})")
+            raise InputError(f"{setting} {pattern}: {problem}; name them with a glob, or set data.format")
+        raise InputError(f"{setting} {pattern}: {what}; correct the path (known suffixes: {', '.join(SUFFIXES)})")
     return sorted(files, key=lambda file: file.name)
 
 

@@ -133,33 +133,33 @@ def _poll(results: queue.SimpleQueue[Batch | Exception]) -> Batch | Exception | 
         return None
 
 
-def read_held_out_batches(
+def read_validation_batches(
     rows: PackedRows, batch_size: int, count: int, local_rows: Sequence[int] | None = None
 ) -> list[Batch]:
-    """Return at most `count` batches of rows, spread evenly over the split. They are the same at every evaluation.
+    """Return at most `count` batches of rows, spread evenly over a validation set, the same at every evaluation.
 
-    They are spread because documents are in order, so the first rows would all come from a few documents.
+    They are spread because documents are in order, so the first rows would all come from a few documents. Every row
+    occurs at most once. The last batch is padded with rows that the loss does not count.
 
     Args:
-        rows: the held-out split.
+        rows: the held-out split, or another validation set.
         batch_size: B, sequences per batch over all devices.
-        count: maximum number of batches; never more than one pass over the split.
+        count: maximum number of batches.
         local_rows: indices of the rows of a batch that this process reads (default: all).
 
     Raises:
-        InputError: there are not enough rows for one batch, or the loss counts no token of them.
+        InputError: the loss counts no token of the rows.
     """
-    if len(rows) < batch_size:
-        raise InputError(
-            f"the held-out split has {len(rows)} rows of {rows.sequence_length} tokens, fewer than one batch of "
-            f"{batch_size}: increase data.held_out, or reduce training.batch_size or training.sequence_length"
-        )
-    count = min(count, len(rows) // batch_size)
-    spread = grain.MapDataset.source(rows)[:: len(rows) // (count * batch_size)]
+    read = min(len(rows), count * batch_size)
+    spread = grain.MapDataset.source(rows)[:: len(rows) // read]
     local_rows = range(batch_size) if local_rows is None else local_rows
-    if not any(np.any(spread[row].loss_mask) for row in range(count * batch_size)):
-        raise InputError("the held-out split has no token to predict: add longer documents, or increase data.held_out")
-    return [_stack(spread[first + row] for row in local_rows) for first in range(0, count * batch_size, batch_size)]
+    if not any(np.any(spread[row].loss_mask) for row in range(read)):
+        raise InputError(f"{rows.name} has no token to predict; add longer documents")
+
+    def read_row(row: int) -> Batch:
+        return spread[row] if row < read else jax.tree.map(np.zeros_like, spread[0])
+
+    return [_stack(read_row(first + row) for row in local_rows) for first in range(0, read, batch_size)]
 
 
 def _stack(rows: Iterable[Batch]) -> Batch:

@@ -38,8 +38,8 @@ class PackedRows:
         summary: statistics of packing whole documents; empty if documents are split.
 
     Raises:
-        InputError: the stream does not fill one row, or the loss counts no token of it. `rows[i]` raises it for an id
-            outside the vocabulary.
+        InputError: the stream has no token to predict, or the loss counts none. `rows[i]` raises it for an id outside
+            the vocabulary.
     """
 
     stream: TokenStream
@@ -54,9 +54,8 @@ class PackedRows:
         if self.long_documents in ("cut", "drop") or (self.long_documents == "auto" and self.stream.has_mask):
             self._pack_whole(drop=self.long_documents == "drop")
             return
-        if self.stream.size <= self.sequence_length:
-            row = f"one row of training.sequence_length={self.sequence_length} reads {self.sequence_length + 1} tokens"
-            raise InputError(f"{self.name} has {self.stream}, but {row}: reduce the length, or add documents")
+        if self.stream.size < 2:
+            raise InputError(f"{self.name} has {self.stream}, so there is no token to predict: add documents")
 
     def __len__(self) -> int:
         return -(-(self.stream.size - 1) // self.sequence_length) if self._bounds is None else len(self._bounds)

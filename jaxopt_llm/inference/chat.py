@@ -16,7 +16,7 @@ import numpy as np
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.continuation import Continuation, extend_continuations, find_eos_ids
 from jaxopt_llm.data.template import find_template, open_renderer
-from jaxopt_llm.inference.decode import Sampling, TokenGenerator
+from jaxopt_llm.execution.decode import Sampling, TokenGenerator
 from jaxopt_llm.inference.run import LoadedModel
 
 

@@ -42,6 +42,12 @@ class ProgressLine:
         numbers = f"loss {_decimals(record['loss'], 4)}"
         if "eval_loss" in record:
             numbers += f"  held-out {record['eval_loss']:.4f}"
+            sets = [
+                f"{name.removeprefix('eval_loss/')} {value:.4f}"
+                for name, value in record.items()
+                if name.startswith("eval_loss/")
+            ]
+            numbers += f" ({', '.join(sets)})" if len(sets) > 1 else ""
         numbers += f"  grad norm {_decimals(record['grad_norm'], 3)}  {record['tokens_per_second']:,.0f} tokens/s"
         self._progress.update(self._task, description=numbers)
         if not self._console.is_terminal or "eval_loss" in record:

@@ -1,6 +1,7 @@
 """Held-out loss."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -31,8 +32,23 @@ def make_held_out_loss(model: Model, executor: Executor, placement: Placement, x
     return jax.jit(sums, out_shardings=placement.replicated, compiler_options=options)
 
 
-def evaluate(held_out_loss: Any, state: TrainState, batches: Iterable[Batch]) -> float:
-    """Return the mean loss per token where `loss_mask` is True, in nats. The devices hold one batch at a time.
+@dataclass(frozen=True)
+class LossSum:
+    """Sum of the loss in nats over the tokens where `loss_mask` is True, and their number."""
+
+    loss: float = 0.0
+    tokens: int = 0
+
+    def __add__(self, other: "LossSum") -> "LossSum":
+        return LossSum(self.loss + other.loss, self.tokens + other.tokens)
+
+    @property
+    def mean(self) -> float:
+        return self.loss / self.tokens
+
+
+def evaluate(held_out_loss: Any, state: TrainState, batches: Iterable[Batch]) -> LossSum:
+    """Return the loss over batches. The devices hold one batch at a time.
 
     Args:
         held_out_loss: the function from `make_held_out_loss`, compiled or not.
@@ -41,4 +57,4 @@ def evaluate(held_out_loss: Any, state: TrainState, batches: Iterable[Batch]) ->
     for batch in batches:
         batch_loss, batch_tokens = held_out_loss(state, batch)
         loss, tokens = loss + float(batch_loss), tokens + int(batch_tokens)
-    return loss / tokens
+    return LossSum(loss, tokens)

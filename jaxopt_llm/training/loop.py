@@ -23,8 +23,9 @@ from jaxopt_llm.parallel.zero import abstract_checkpoint
 from jaxopt_llm.training import pretrained_weights
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.compile import Executables
-from jaxopt_llm.training.evaluation import evaluate
+from jaxopt_llm.training.evaluation import LossSum, evaluate
 from jaxopt_llm.training.initial_weights import InitialWeights
+from jaxopt_llm.training.samples import Sampler
 from jaxopt_llm.training.setup import Setup, set_aside_log, write_run_files
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Metrics
@@ -75,6 +76,8 @@ class Loop:
         self._meter = Meter(self._tokens, utilisation_per_token(setup.config, setup.program, setup.placement))
         self._scope = contextlib.ExitStack()
         self._log: MetricsLog | None = None
+        self._samples: MetricsLog | None = None
+        self._sampler = Sampler(setup)
         self._recorders: list[Callable[[dict[str, Any]], None]] = []
         self._finished: FinishedStep | None = None
         self._window = LossWindow()
@@ -85,8 +88,9 @@ class Loop:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._scope.close()
-        if kind is None and self._log is not None:
-            self._log.close()
+        for log in (self._log, self._samples):
+            if kind is None and log is not None:
+                log.close()
 
     def restore(self, start: int, initial: InitialWeights) -> None:
         """Load the state of step `start` onto the devices: from its checkpoint, or for step 0 from initial values."""
@@ -120,7 +124,10 @@ class Loop:
         if processes.first:
             if not start:
                 set_aside_log(directory / "metrics.jsonl")
+                set_aside_log(directory / "samples.jsonl")
             self._log = MetricsLog(directory / "metrics.jsonl", start, self._progress.say)
+            if config.evaluation.samples:
+                self._samples = MetricsLog(directory / "samples.jsonl", start, self._progress.say)
             write_run_files(self._setup, initial.base_sha256)
             dashboards = Dashboards(config.logging, directory, start, dataclasses.asdict(config), self._progress.say)
             self._scope.enter_context(dashboards)
@@ -170,8 +177,9 @@ class Loop:
         """
         assert self._finished is not None
         self._record_step(self._finished, self._state if evaluates else None)
-        if self._log is not None:
-            self._log.sync()
+        for log in (self._log, self._samples):
+            if log is not None:
+                log.sync()
 
     def save(self, due: bool, exits: bool, last: bool) -> None:
         """Write the checkpoint of the step that ran last.
@@ -226,14 +234,30 @@ class Loop:
         counts = {"loss": window.mean, "skipped": int(metrics["skipped"])}
         entry = self._meter.make_record(step, values | counts)
         if measured is not None:
-            batches = map(self._setup.local_rows.make_global, self._setup.held_out)
-            loss = evaluate(self._programs.held_out, measured, batches)
-            entry["eval_loss"] = finished.summary["eval_loss"] = loss
+            losses = self._evaluate(measured)
+            entry |= losses
+            loss = finished.summary["eval_loss"] = losses["eval_loss"]
             if not math.isfinite(loss):
                 raise TrainingDiverged(f"step {step}: held-out loss {loss}; {config.run.directory} {REMEDY}")
+            self._write_samples(step, measured)
             self._meter.restart(step)
         for write in self._recorders:
             write(entry)
+
+    def _evaluate(self, state: TrainState) -> dict[str, float]:
+        """Return the mean loss over all validation sets, `eval_loss`, and that of each of `evaluation.paths`."""
+        setup, total, losses = self._setup, LossSum(), {}
+        for name, batches in setup.validation.items():
+            loss = evaluate(self._programs.held_out, state, map(setup.local_rows.make_global, batches))
+            total += loss
+            if setup.config.evaluation.paths:
+                losses[f"eval_loss/{name}"] = loss.mean
+        return {"eval_loss": total.mean} | losses
+
+    def _write_samples(self, step: int, state: TrainState) -> None:
+        for sample in self._sampler(state):
+            if self._samples is not None:
+                self._samples.write({"step": step, **sample})
 
 
 def made_update(metrics: Metrics) -> bool:

@@ -11,8 +11,8 @@ from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import Config, cli, fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
-from jaxopt_llm.data.corpus import Corpus, open_corpus
-from jaxopt_llm.data.loader import Loader, read_held_out_batches
+from jaxopt_llm.data.corpus import Corpus, ValidationSet, open_corpus, open_validation_sets
+from jaxopt_llm.data.loader import Loader, read_validation_batches
 from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens import TokenStream
@@ -26,6 +26,8 @@ from jaxopt_llm.parallel.rows import LocalRows
 from jaxopt_llm.training.initial_weights import read_base_digest, read_tokenizer_digest, stores_frozen_weights
 from jaxopt_llm.training.program import Program, make_program
 
+HELD_OUT = "held-out"  # name of the validation set that is split off the training data
+
 
 @dataclass(frozen=True)
 class Data:
@@ -34,13 +36,15 @@ class Data:
     Attributes:
         corpus: the documents that `data.*` names.
         training: rows of the training split, one entry for each source.
-        held_out: rows of the held-out split.
+        validation: rows of each validation set by name, or of the held-out split.
+        sets: the documents of `evaluation.paths`.
     """
 
     tokenizer: Tokenizer
     corpus: Corpus
     training: tuple[PackedRows, ...]
-    held_out: PackedRows
+    validation: dict[str, PackedRows]
+    sets: tuple[ValidationSet, ...]
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Setup:
     Attributes:
         local_rows: rows of each batch that this process reads.
         loader: batches of the training split.
-        held_out: batches of an evaluation.
+        validation: batches of an evaluation, for each validation set by name.
     """
 
     config: Config
@@ -60,7 +64,7 @@ class Setup:
     program: Program
     local_rows: LocalRows
     loader: Loader
-    held_out: Sequence[Batch]
+    validation: dict[str, Sequence[Batch]]
 
     @property
     def directory(self) -> Path:
@@ -103,8 +107,11 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
     local_rows, size = LocalRows(program.batch.tokens.shape, program.batch_sharding), config.training.batch_size
     weights = [source.weight for source in data.corpus.sources]
     loader = Loader(data.training, weights, size, config.run.seed, local_rows.indices)
-    held_out = read_held_out_batches(data.held_out, size, config.evaluation.batches, local_rows.indices)
-    return Setup(config, processes, data, placement, program, local_rows, loader, held_out)
+    validation: dict[str, Sequence[Batch]] = {
+        name: read_validation_batches(rows, size, config.evaluation.batches, local_rows.indices)
+        for name, rows in data.validation.items()
+    }
+    return Setup(config, processes, data, placement, program, local_rows, loader, validation)
 
 
 def resolve_length(config: Config, rows: int) -> Config:
@@ -160,15 +167,20 @@ def open_data(config: Config, processes: Processes) -> Data:
             f"model.vocabulary_size={config.model.vocabulary_size}: the tokenizer {config.data.tokenizer} has "
             f"{tokenizer.vocabulary_size} tokens; set --model.{flag} {tokenizer.vocabulary_size}"
         )
-    corpus = open_corpus(config.data, tokenizer)
+    sets = open_validation_sets(config.evaluation, config.data, tokenizer)
+    corpus = open_corpus(config.data, tokenizer, holds_out=not sets)
     processes.check_same("data.paths", corpus.sha256)
+    processes.check_same("evaluation.paths", ",".join(each.sha256 for each in sets))
 
     def pack(stream: TokenStream, name: str) -> PackedRows:
         length = config.training.sequence_length
         return PackedRows(stream, length, config.model.vocabulary_size, name, config.data.long_documents)
 
     training = tuple(pack(source.training, source.name) for source in corpus.sources)
-    return Data(tokenizer, corpus, training, pack(corpus.held_out, "the held-out split"))
+    if corpus.held_out is not None:
+        return Data(tokenizer, corpus, training, {HELD_OUT: pack(corpus.held_out, "the held-out split")}, sets)
+    validation = {each.name: pack(each.documents, f"the validation set {each.name}") for each in sets}
+    return Data(tokenizer, corpus, training, validation, sets)
 
 
 def check_tokenizer_of_run(config: Config, tokenizer: Tokenizer) -> None:
@@ -233,7 +245,7 @@ def check_run_directory(config: Config, corpus: Corpus, tokenizer: Tokenizer) ->
 def set_aside_log(log: Path) -> None:
     """Rename the log of a run that left no checkpoint to continue from."""
     if log.exists():
-        candidates = (log.with_name(f"metrics.{index}.jsonl") for index in itertools.count(1))
+        candidates = (log.with_name(f"{log.stem}.{index}.jsonl") for index in itertools.count(1))
         log.rename(next(path for path in candidates if not path.exists()))
 
 

@@ -42,7 +42,8 @@ def describe_run(setup: Setup) -> Iterator[str]:
     ends = "no BOS" if tokenizer.bos is None else f"BOS {tokenizer.bos}"
     yield f"tokenizer: {config.data.tokenizer}, {tokenizer.vocabulary_size:,} tokens, {ends}, EOS {tokenizer.eos}"
     yield f"data: {data.corpus.name}: {data.corpus}"
-    yield from (rows.summary for rows in (*data.training, data.held_out) if rows.summary)
+    yield from (f"validation set {each.name}: {each}" for each in data.sets)
+    yield from (rows.summary for rows in (*data.training, *data.validation.values()) if rows.summary)
     if 1 < config.mesh.pipeline <= config.training.accumulation:
         yield f"pipeline: {_describe_idle_share(setup)}"
     yield from _list_unused_settings(setup)
@@ -57,6 +58,15 @@ def list_warnings(setup: Setup) -> Iterator[str]:
             f"the tokenizer {config.data.tokenizer} has {tokenizer:,} tokens, but the model has "
             f"{vocabulary:,}; is this the tokenizer that --data.tokenizer should name?"
         )
+    for rows in setup.data.training:
+        if rows.stream.size <= rows.sequence_length:
+            yield (
+                f"{rows.name} has {rows.stream.size:,} tokens, and a row has --training.sequence-length "
+                f"{rows.sequence_length:,}: the rest of the row is padding"
+            )
+    for each in setup.data.sets:
+        if repeated := sorted(each.files & setup.data.corpus.files):
+            yield f"the validation set {each.name} reads {repeated[0]}, which data.paths trains on"
     if config.lora.rank and not config.model.pretrained:
         yield "the adapters train over random parameters; name a model with --model.pretrained"
     if config.precision.compute_dtype == "float16" and not config.precision.scales_loss:

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -221,20 +222,10 @@ def make_checkpoint_converter(specs: StateSpecs, placement: Placement) -> Callab
     def select(state: TrainState) -> dict[str, Params]:
         return {name: getattr(state, name) for name in saved_specs}
 
-    def stack_by_layer(spec: ParamSpec, array: jax.Array) -> jax.Array:
-        """[virtual, stages, slots, ...] -> [repeats, ...]."""
-        if spec.leading < 2:
-            return array
-        layers = np.ravel(np.asarray(spec.layers))
-        # Remove the stage sharding first: each device then selects rows locally, without communication.
-        rows = spec.unstack().stack(layers.size)
-        flat = jax.lax.with_sharding_constraint(array.reshape(rows.shape), zero.checkpoint_sharding(rows, placement))
-        return flat[np.argsort(layers)[-param.count_layers(spec) :]]
-
     @functools.cache
     def make_conversion(spec: ParamSpec, saved_spec: ParamSpec) -> Callable[[jax.Array], jax.Array]:
         def convert(array: jax.Array) -> jax.Array:
-            return stack_by_layer(spec, offload.fetch_to_device(array))
+            return _stack_by_layer(spec, offload.fetch_to_device(array), placement)
 
         return jax.jit(convert, out_shardings=zero.checkpoint_sharding(saved_spec, placement))
 
@@ -248,6 +239,58 @@ def make_checkpoint_converter(specs: StateSpecs, placement: Placement) -> Callab
         name: jax.tree.map(to_host, getattr(specs, name), saved_specs[name], arrays)
         for name, arrays in select(state).items()
     }
+
+
+def make_weight_reader(specs: StateSpecs, placement: Placement, target: Placement) -> Callable[[TrainState], Params]:
+    """Return a function from a state to the model's parameters, stacked by layer, as `target` holds them.
+
+    An array that has this layout and sharding in the state is not copied. A copy of a master weight has the compute
+    dtype.
+
+    Args:
+        target: a placement on the same devices, in the same order.
+    """
+    saved_specs = checkpoint_specs(replace(specs, keep_frozen=True))
+
+    @functools.cache
+    def make_conversion(
+        spec: ParamSpec, dtype: np.dtype[Any], sharding: NamedSharding
+    ) -> Callable[[jax.Array], jax.Array]:
+        def convert(array: jax.Array) -> jax.Array:
+            return _stack_by_layer(spec, offload.fetch_to_device(array), placement).astype(dtype)
+
+        return jax.jit(convert, out_shardings=sharding)
+
+    def read(spec: ParamSpec, saved_spec: ParamSpec, array: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+        sharding = zero.resting_parameter_sharding(saved_spec, target)
+        if spec.leading < 2 and array.sharding.is_equivalent_to(sharding, array.ndim):
+            return array
+        return make_conversion(_layout_only(spec), dtype, sharding)(array)
+
+    def read_master(spec: ParamSpec, saved_spec: ParamSpec, array: jax.Array) -> jax.Array:
+        return read(spec, saved_spec, array, np.dtype(target.precision.for_param(spec).compute_dtype))
+
+    def read_frozen(spec: ParamSpec, saved_spec: ParamSpec, array: jax.Array) -> jax.Array:
+        return read(spec, saved_spec, array, array.dtype)
+
+    def read_all(state: TrainState) -> Params:
+        masters = jax.tree.map(read_master, specs.masters, saved_specs["masters"], state.masters)
+        if "frozen" not in saved_specs:
+            return masters
+        return tree.merge(masters, jax.tree.map(read_frozen, specs.frozen, saved_specs["frozen"], state.frozen))
+
+    return read_all
+
+
+def _stack_by_layer(spec: ParamSpec, array: jax.Array, placement: Placement) -> jax.Array:
+    """[virtual, stages, slots, ...] -> [repeats, ...], within a program."""
+    if spec.leading < 2:
+        return array
+    layers = np.ravel(np.asarray(spec.layers))
+    # Remove the stage sharding first: each device then selects rows locally, without communication.
+    rows = spec.unstack().stack(layers.size)
+    flat = jax.lax.with_sharding_constraint(array.reshape(rows.shape), zero.checkpoint_sharding(rows, placement))
+    return flat[np.argsort(layers)[-param.count_layers(spec) :]]
 
 
 def _layout_only(spec: ParamSpec) -> ParamSpec:

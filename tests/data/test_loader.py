@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from texts import stream
 
 from jaxopt_llm.core.errors import InputError, Preempted
 from jaxopt_llm.data import loader as loading
-from jaxopt_llm.data.loader import Loader, pick_source, read_ahead, read_held_out_batches
+from jaxopt_llm.data.loader import Loader, pick_source, read_ahead, read_validation_batches
 from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokens import IndexedPiece, join_all
 from jaxopt_llm.model.batch import Batch
@@ -94,18 +95,18 @@ def test_the_order_of_a_seed_never_changes() -> None:
 
 
 def test_held_out_batches_are_spread_over_the_split() -> None:
-    batches = read_held_out_batches(numbered_rows(30), batch_size=3, count=2)
+    batches = read_validation_batches(numbered_rows(30), batch_size=3, count=2)
     assert [numbers(b) for b in batches] == [[0, 5, 10], [15, 20, 25]]
 
 
-def test_held_out_batches_are_at_most_one_pass_of_full_batches() -> None:
-    batches = read_held_out_batches(numbered_rows(10), batch_size=3, count=100)
-    assert [n for b in batches for n in numbers(b)] == list(range(9))
-
-
-def test_fewer_held_out_rows_than_one_batch_is_an_input_error_with_the_numbers() -> None:
-    with pytest.raises(InputError, match="10 rows of 4 tokens.* batch of 11"):
-        read_held_out_batches(numbered_rows(10), batch_size=11, count=1)
+@pytest.mark.parametrize("batch_size", [3, 11])
+def test_validation_batches_are_at_most_one_pass_and_the_last_one_is_padded(batch_size: int) -> None:
+    batches = read_validation_batches(numbered_rows(10), batch_size, count=100)
+    assert len(batches) == -(-10 // batch_size)
+    assert {len(batch.tokens) for batch in batches} == {batch_size}
+    assert [n for b in batches for n in numbers(b)][:10] == list(range(10))
+    padding = jax.tree.map(lambda field: field[10 % batch_size :], batches[-1])
+    assert all(not field.any() for field in jax.tree.leaves(padding))
 
 
 def test_an_epoch_reads_every_token_once() -> None:
@@ -170,9 +171,9 @@ def test_a_process_reads_only_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         read.clear()
         assert numbers(mixture(weights, local_rows=local_rows).batch_at(step)) == [whole[row] for row in local_rows]
         assert len(read) == len(local_rows)
-    whole = [numbers(batch) for batch in read_held_out_batches(numbered_rows(30), 4, count=2)]
+    whole = [numbers(batch) for batch in read_validation_batches(numbered_rows(30), 4, count=2)]
     read.clear()
-    batches = read_held_out_batches(numbered_rows(30), 4, count=2, local_rows=local_rows)
+    batches = read_validation_batches(numbered_rows(30), 4, count=2, local_rows=local_rows)
     assert [numbers(batch) for batch in batches] == [[rows[row] for row in local_rows] for rows in whole]
     assert len(read) == 2 * len(local_rows) + 1  # 1 for the check that the loss counts a token
 
@@ -285,5 +286,5 @@ def test_reading_ends_between_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_held_out_split_without_targets_is_rejected() -> None:
     of = IndexedPiece("ends", np.zeros(40, np.int64), np.arange(1, 41), np.zeros(40, np.uint64))
     rows = PackedRows(join_all([of]), 4, vocabulary_size=1)
-    with pytest.raises(InputError, match="the held-out split has no token to predict.*data.held_out"):
-        read_held_out_batches(rows, batch_size=2, count=1)
+    with pytest.raises(InputError, match="the corpus has no token to predict; add longer documents"):
+        read_validation_batches(rows, batch_size=2, count=1)

@@ -131,11 +131,15 @@ def test_a_row_outside_the_source_is_an_index_error() -> None:
             rows[index]
 
 
-@pytest.mark.parametrize("documents", [[], [b"ab"]])
-def test_too_little_for_one_row_is_an_input_error_with_the_numbers(documents: list[bytes]) -> None:
-    tokens = sum(len(d) + 2 for d in documents)
-    with pytest.raises(InputError, match=f"has {len(documents)} documents, {tokens} tokens.*=4 reads 5 tokens"):
-        packed(documents, 4)
+def test_data_without_a_token_to_predict_is_an_input_error_with_the_numbers() -> None:
+    with pytest.raises(InputError, match="has 0 documents, 0 tokens, so there is no token to predict"):
+        packed([], 4)
+
+
+def test_less_than_a_row_is_one_padded_row() -> None:
+    (row,) = packed([b"ab"], 8)
+    assert row.loss_mask.tolist() == [True] * 3 + [False] * 5
+    assert row.segment_ids.tolist() == [1] * 3 + [0] * 5
 
 
 @pytest.mark.parametrize("wrong", [-1, 300, 2**32 + 5])

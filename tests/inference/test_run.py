@@ -17,9 +17,9 @@ from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokenizer import load_tokenizer
+from jaxopt_llm.execution.decode import Sampling
 from jaxopt_llm.generate import generate
 from jaxopt_llm.inference import run
-from jaxopt_llm.inference.decode import Sampling
 
 
 def test_parameters_use_all_devices_if_one_is_too_small() -> None:

@@ -14,7 +14,7 @@ from jaxopt_llm.config import LoraConfig, MLAConfig, ModelConfig, PrecisionConfi
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import scan
-from jaxopt_llm.inference.decode import Sampling, TokenGenerator
+from jaxopt_llm.execution.decode import Sampling, TokenGenerator
 from jaxopt_llm.kernels.attention_mask import KeyRanges, make_document_ranges
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Decoder

@@ -13,7 +13,7 @@ import toy
 
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.execution import scan
-from jaxopt_llm.inference.decode import Sampling, TokenGenerator, filter_logits, sample_tokens
+from jaxopt_llm.execution.decode import Sampling, TokenGenerator, filter_logits, sample_tokens
 from jaxopt_llm.kernels.attention_mask import make_document_ranges
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Decoder

@@ -94,8 +94,9 @@ def make_step(
         logits, caches = scan.forward(model, params, tokens, context, caches, only=last)
         return sample_tokens(logits[:, 0, :vocabulary_size], sampling, seed, index), caches
 
-    # Fixed output shardings: an output whose sharding differs from the input's would cause a recompilation.
-    results = placement.activation("batch"), jax.tree.map(lambda x: x.sharding, caches)
+    # Fixed output shardings: an output whose sharding differs from the input's would cause a recompilation. Every
+    # process of a job reads all tokens.
+    results = placement.replicated, jax.tree.map(lambda x: x.sharding, caches)
     options = compiler_options(placement.mesh)
     return jax.jit(step, donate_argnums=1, out_shardings=results, compiler_options=options)
 
@@ -129,13 +130,22 @@ class TokenGenerator:
         length: int,
     ) -> None:
         self._rows, self._length = rows + -rows % placement.size(*BATCH_AXES), length  # the batch is split over devices
-        self._params, self._seed, self._sampled = params, jnp.uint32(seed), 0
+        self._seed, dtype = jnp.uint32(seed), placement.precision.compute_dtype
+        self._make_caches = jax.jit(lambda: scan.make_caches(model, self._rows, length, dtype, placement))
+        self.load(params)
+        self._step = make_step(model, placement, vocabulary_size, sampling, self._caches)
+
+    def load(self, params: Params) -> None:
+        """Use these parameters from now on, with an empty cache."""
+        self._params, self._sampled = params, 0
         # Ids in the slots of the cache, [B, slots]. Rows are padded on the left. Two rows with different padding differ
         # at the slot where the first of them starts, because padded slots hold PADDING_ID.
         self._cached_ids = np.empty((self._rows, 0), np.int32)
-        dtype = placement.precision.compute_dtype
-        self._caches = jax.jit(lambda: scan.make_caches(model, self._rows, length, dtype, placement))()
-        self._step = make_step(model, placement, vocabulary_size, sampling, self._caches)
+        self._caches: tree.Tree = self._make_caches()
+
+    def unload(self) -> None:
+        """Free the cache and the parameters, until `load` is called. The compiled programs stay."""
+        self._params, self._caches = {}, None
 
     def __call__(self, prompts: Sequence[NDArray[np.int32]], count: int) -> Iterator[NDArray[np.int32]]:
         """Yield the next token of every prompt, int32 [B], `count` times. The step after it runs asynchronously.
