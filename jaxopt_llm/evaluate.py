@@ -1,6 +1,6 @@
 """Command `evaluate`: loss of a checkpoint.
 
-python -m jaxopt_llm.evaluate --checkpoint RUN_DIR [--batches N] [--data.paths PATH ...] [--section.field VALUE]
+python -m jaxopt_llm.evaluate --checkpoint DIR [--adapter FOLDER] [--batches N] [--section.field VALUE ...]
 """
 
 import argparse
@@ -75,7 +75,7 @@ def main() -> int:
     if attention.reason:
         print(f"attention: {attention}", file=sys.stderr)
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
-        source = run.load_model(options.checkpoint, config.data, attention=attention.name)
+        source = run.load_model(options.checkpoint, config.data, attention=attention.name, adapter=options.adapter)
     if reads_other_data:
         stream, skipped = open_all_documents(config.data, source.tokenizer)
         name = ", ".join([*config.data.paths, *skipped.describe()])
@@ -101,6 +101,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="training run, or folder of a Hugging Face model")
+    add("--adapter", type=Path, metavar="FOLDER", help="PEFT folder with LoRA adapters of the model")
     add("--batches", type=int, metavar="N", help="maximum number of batches to read (default: all)")
     return parser
 
