@@ -129,7 +129,7 @@ def _read_dtype(source: Path | None) -> str:
     return dtype if dtype in DTYPES else "float32"
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
         prog="python -m jaxopt_llm.convert",
         description="Convert Hugging Face folders (config.json and safetensors) to run directories and back, and "
@@ -157,7 +157,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    arguments = _make_parser().parse_args(sys.argv[1:])
+    arguments = make_parser().parse_args(sys.argv[1:])
     jax.config.update("jax_platforms", "cpu")  # copying weights needs no accelerator
     safetensors.check_path_is_free(arguments.to)  # now, because reading the weights takes long
     if arguments.command == "import":

@@ -62,7 +62,7 @@ def evaluate(source: LoadedModel, rows: PackedRows, batch_size: int, max_batches
 
 
 def main() -> int:
-    options, overrides = _make_parser().parse_known_args(sys.argv[1:])
+    options, overrides = make_parser().parse_known_args(sys.argv[1:])
     if options.batches is not None and options.batches < 1:
         raise InputError(f"--batches {options.batches}: must be at least 1")
     reads_other_data = any(argument.split("=")[0] == "--data.paths" for argument in overrides)
@@ -91,7 +91,7 @@ def main() -> int:
     return 0
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
         prog=PROGRAM,
         description="Compute the loss of a run's last checkpoint on its held-out documents or, with --data.paths, on "

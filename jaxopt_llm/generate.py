@@ -65,7 +65,7 @@ def generate(
     return [continuation.text for continuation in continuations]
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
         prog="python -m jaxopt_llm.generate",
         description="Continue text. For one prompt, print it and its continuation as the tokens are generated. For "
@@ -94,7 +94,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    arguments = _make_parser().parse_args(sys.argv[1:])
+    arguments = make_parser().parse_args(sys.argv[1:])
     prompts = arguments.prompt + (_read_prompts(arguments.prompts) if arguments.prompts else [])
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     _check_mode(arguments.chat, prompts, arguments.system, arguments.context)
