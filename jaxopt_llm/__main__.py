@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": ("plan", (), "compile a step for GPUs that this machine need not have, and print what it needs"),
     "convert": ("convert", (), "convert between runs, Hugging Face folders and PEFT folders"),
     "checkpoint": ("checkpoint", (), "list and verify the checkpoints of a run"),
+    "completion": ("completion", (), "print a script that completes commands and flags in bash or zsh"),
 }
 USAGE = "\n".join(
     [

@@ -223,7 +223,7 @@ def to_json(plan: Plan) -> str:
     return json.dumps(values | {"spare": plan.spare, "fits": plan.spare >= 0}, indent=2)
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
         prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -243,7 +243,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    options, arguments = _make_parser().parse_known_args()
+    options, arguments = make_parser().parse_known_args()
     for name in ("explain", "write", "allow"):
         if getattr(options, name) and not options.search:
             raise InputError(f"--{name} requires --search")
