@@ -22,7 +22,12 @@ SHELLS = ("bash", "zsh")
 USAGE = f"jaxopt-llm completion {'|'.join(SHELLS)}"
 # The commands that have a parser of their own flags.
 PARSERS = ("generate", "chat", "evaluate", "prepare", "plan", "convert")
-SETTINGS = {"train": "", "plan": "", "evaluate": ("data.", "training.batch_size", "training.sequence_length")}
+# The settings that are flags of a command, by how their names begin.
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "train": ("",),
+    "plan": ("",),
+    "evaluate": ("data.", "evaluation.paths", "training.batch_size", "training.sequence_length"),
+}
 
 
 def make_completion_parser() -> argparse.ArgumentParser:
@@ -39,7 +44,7 @@ def make_completion_parser() -> argparse.ArgumentParser:
         if name in ("train", "plan"):
             recipes = sorted(path.name for path in cli.RECIPES.glob("*.py"))
             command.add_argument("--config", choices=recipes)
-        _add_settings(command, SETTINGS.get(name))
+        _add_settings(command, SETTINGS.get(name, ()))
     checkpoint = commands.add_parser("checkpoint", help="checkpoint")
     checkpoint.add_argument("action", choices=("list", "verify"))
     checkpoint.add_argument("run").complete = shtab.DIRECTORY  # type: ignore[attr-defined]
@@ -48,9 +53,9 @@ def make_completion_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_settings(parser: argparse.ArgumentParser, prefixes: str | tuple[str, ...] | None) -> None:
+def _add_settings(parser: argparse.ArgumentParser, prefixes: tuple[str, ...]) -> None:
     for name, hint, _ in fields.walk_fields(Config):
-        if prefixes is not None and name.startswith(prefixes):
+        if name.startswith(prefixes):
             choices = ("True", "False") if hint is bool else typing.get_args(hint)
             is_choice = hint is bool or typing.get_origin(hint) is typing.Literal
             parser.add_argument(f"--{name.replace('_', '-')}", choices=choices if is_choice else None)
