@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import adapters
+import chex
 import folders
 import jax
 import numpy as np
@@ -155,7 +156,7 @@ def test_a_run_is_loaded_from_python_as_generate_loads_it(
 ) -> None:
     lora_run = request.getfixturevalue(name)
     model, loaded = load_pretrained(lora_run), run.load_model(lora_run)
-    jax.tree.map(np.testing.assert_array_equal, model.params, loaded.params)
+    chex.assert_trees_all_equal(model.params, loaded.params)
     ids = TOKENS % 256
     assert model.logits(ids).dtype == np.float32
     # Both write the same folder: from memory, and from the files one layer at a time.
