@@ -44,6 +44,8 @@ def test_parameters_are_sharded_and_in_compute_dtype(tmp_path: Path, monkeypatch
         "sigmoid",
         "--model.moe.router-bias",
         True,
+        "--model.mlp-width",
+        384,
     )
     done = train(tmp_path, "--training.steps", 1, "--precision.compute-dtype", "bfloat16", *experts)
     assert (done.returncode, done.stderr) == (0, "")
