@@ -15,6 +15,7 @@ import functools
 import json
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -29,6 +30,7 @@ from jaxopt_llm.compiler.buffers import compile_and_list_temporaries
 from jaxopt_llm.compiler.chips import CHIPS, seconds_at_peak
 from jaxopt_llm.config import Config, cli
 from jaxopt_llm.config.fields import SEARCHED
+from jaxopt_llm.config.unread import describe_unread
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
@@ -261,6 +263,8 @@ def main() -> int:
     prepare_jax()
     if options.search:
         return _search(config, options)
+    for line in describe_unread(config):
+        print(f"warning: {line}", file=sys.stderr)
     plan = make_plan(config, options.gpu, options.hosts, options.gpus_per_host)
     print(to_json(plan) if options.json else format_plan(plan))
     if options.save:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import toy
-from commands import ROOT, some_text, train
+from commands import ROOT, command, some_text, tiny, train
 
 from jaxopt_llm.config import Config, MeshConfig, cli
 from jaxopt_llm.config.fields import replace_fields
@@ -120,5 +120,11 @@ def test_the_start_names_them(tmp_path: Path) -> None:
     done = train(
         tmp_path / "run", *some_text(tmp_path / "a.jsonl"), "--training.steps", 1, "--model.moe.dense-layers", 1
     )
+    assert done.returncode == 0
+    assert done.stderr == "warning: no effect: model.moe.dense_layers=1, because model.moe.experts=0\n"
+
+
+def test_the_plan_names_them() -> None:
+    done = command("plan", *tiny(Path("unused")), "--model.moe.dense-layers", 1, "--gpu", "h100")
     assert done.returncode == 0
     assert done.stderr == "warning: no effect: model.moe.dense_layers=1, because model.moe.experts=0\n"
