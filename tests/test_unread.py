@@ -125,6 +125,6 @@ def test_the_start_names_them(tmp_path: Path) -> None:
 
 
 def test_the_plan_names_them() -> None:
-    done = command("plan", *tiny(Path("unused")), "--model.moe.dense-layers", 1, "--gpu", "h100")
+    done = command("plan", *tiny(Path("unused")), "--model.moe.dense-layers", 1, "--gpu", "h100", "--gpus-per-host", 1)
     assert done.returncode == 0
     assert done.stderr == "warning: no effect: model.moe.dense_layers=1, because model.moe.experts=0\n"
