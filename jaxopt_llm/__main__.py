@@ -48,6 +48,7 @@ def run(arguments: list[str]) -> int:
         raise InputError(f"jaxopt-llm {name}: no such command; choose one of {', '.join(COMMANDS)}")
     else:
         module, first, _ = COMMANDS[name]
+        errors.set_program_prefix("jaxopt-llm ")
         sys.argv = [f"jaxopt-llm {name}", *first, *arguments[1:]]
         runpy.run_module(f"jaxopt_llm.{module}", run_name="__main__", alter_sys=True)
     return 0

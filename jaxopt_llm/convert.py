@@ -131,7 +131,7 @@ def _read_dtype(source: Path | None) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
-        prog="python -m jaxopt_llm.convert",
+        prog=errors.program_name("convert"),
         description="Convert Hugging Face folders (config.json and safetensors) to run directories and back, and "
         "adapters to PEFT folders.",
     )

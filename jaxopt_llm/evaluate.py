@@ -31,7 +31,7 @@ from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.planning import oom
 from jaxopt_llm.training.validation import validate
 
-PROGRAM = "python -m jaxopt_llm.evaluate"
+PROGRAM = errors.program_name("evaluate")
 OVERRIDABLE = ("data.", "evaluation.paths", "training.batch_size", "training.sequence_length")
 
 

@@ -67,7 +67,7 @@ def generate(
 
 def make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
-        prog="python -m jaxopt_llm.generate",
+        prog=errors.program_name("generate"),
         description="Continue text. For one prompt, print it and its continuation as the tokens are generated. For "
         'several prompts, print one line of JSON each, {"prompt": ..., "text": ...}, where text is only the '
         "continuation. With --chat, answer the lines of standard input.",

@@ -65,7 +65,7 @@ from jaxopt_llm.training.program import make_program
 from jaxopt_llm.training.utilisation import compute_utilisation
 from jaxopt_llm.training.validation import validate
 
-PROGRAM = "python -m jaxopt_llm.plan"
+PROGRAM = errors.program_name("plan")
 MAX_COMPILES = 8  # programs that a search compiles at the same time, at most: each takes a core and 1 to 2 GB
 
 

@@ -209,7 +209,7 @@ def _describe_skipped(records: list[dict[str, Any]], shards: list[list[Part]]) -
 def make_parser() -> argparse.ArgumentParser:
     default = DataConfig()
     parser = errors.ArgumentParser(
-        prog="python -m jaxopt_llm.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=errors.program_name("prepare"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--input", nargs="+", metavar="PATH", help="files, folders or globs of text, JSONL, JSON, CSV or Parquet")
