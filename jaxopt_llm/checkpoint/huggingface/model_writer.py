@@ -35,7 +35,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Origin:
-    """What a written folder keeps of the folder or run that its parameters came from.
+    """Folder, tokenizer and settings of a model's origin, which a written folder keeps.
 
     Attributes:
         folder: the Hugging Face folder whose token ids are kept.
