@@ -10,14 +10,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface import safetensors
-from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
+from jaxopt_llm.checkpoint.huggingface.model_writer import Origin, write_layers
 from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.peft.adapter_writer import write_adapter_folder
@@ -26,7 +25,7 @@ from jaxopt_llm.config import CheckpointConfig, Config, fields
 from jaxopt_llm.core import errors, tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.data.tokenizer import load_tokenizer
-from jaxopt_llm.inference import load, run
+from jaxopt_llm.inference import run, stored
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.parallel.zero import parameter_sharding
@@ -84,8 +83,8 @@ def merge_run(directory: Path, path: Path, dtype: str | None, max_file_bytes: in
 
 def merge_folders(base: Path, adapter: Path, path: Path, dtype: str | None, max_file_bytes: int) -> None:
     """Merge the adapters of a PEFT folder into the model of a Hugging Face folder, and write it as another one."""
-    model = load.load_folder(base, adapter)
-    write_model_folder(path, model.params, model.config, base, base, dtype, max_file_bytes)
+    model, layers = stored.open_folder_layers(base, adapter)
+    write_layers(path, layers, model, Origin(base, base), dtype, max_file_bytes)
     print(f"{base} with the adapters of {adapter} is in {path}")
 
 
@@ -113,16 +112,14 @@ def _export_model(directory: Path, path: Path, config: Config, dtype: str | None
     if source is None and config.model.pretrained and not is_run_directory(Path(config.model.pretrained)):
         problem = f"{config.model.pretrained}, from which the model came, no longer exists"
         print(f"warning: {problem}: its token ids are not copied", file=sys.stderr)
-    _, params, _, step = run.restore_run(directory, config, config.precision.param_dtype, "original")
-    settings: dict[str, Any] = {}
-    if source is None:
-        tokenizer = load_tokenizer(config.data)
-        settings = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
-        if config.model.positions == "rotary":
-            settings["max_position_embeddings"] = config.training.sequence_length
-    dtype = dtype or _read_dtype(source)
-    tokenizer_path = None if config.data.uses_bytes else Path(config.data.tokenizer)
-    write_model_folder(path, params, config.model, source, tokenizer_path, dtype, max_file_bytes, settings)
+    origin, dtype = run.find_origin(config), dtype or _read_dtype(source)
+
+    def write(checkpoints: Checkpoints, step: int) -> int:
+        layers = stored.open_run_layers(directory, config, step)
+        write_layers(path, layers, config.model, origin, dtype, max_file_bytes)
+        return step
+
+    step = run.use_last_checkpoint(directory, write)
     print(f"step {step} of {directory} is in {path}, in {dtype}")
 
 
@@ -132,9 +129,9 @@ def _read_dtype(source: Path | None) -> str:
     return dtype if dtype in DTYPES else "float32"
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
-        prog="python -m jaxopt_llm.convert",
+        prog=errors.program_name("convert"),
         description="Convert Hugging Face folders (config.json and safetensors) to run directories and back, and "
         "adapters to PEFT folders.",
     )
@@ -160,7 +157,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    arguments = _make_parser().parse_args(sys.argv[1:])
+    arguments = make_parser().parse_args(sys.argv[1:])
     jax.config.update("jax_platforms", "cpu")  # copying weights needs no accelerator
     safetensors.check_path_is_free(arguments.to)  # now, because reading the weights takes long
     if arguments.command == "import":

@@ -206,10 +206,10 @@ def _describe_skipped(records: list[dict[str, Any]], shards: list[list[Part]]) -
     return "; ".join(prepared.add_skipped(records, shards).describe())
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     default = DataConfig()
     parser = errors.ArgumentParser(
-        prog="python -m jaxopt_llm.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=errors.program_name("prepare"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--input", nargs="+", metavar="PATH", help="files, folders or globs of text, JSONL, JSON, CSV or Parquet")
@@ -236,7 +236,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    arguments = vars(_make_parser().parse_args(sys.argv[1:]))
+    arguments = vars(make_parser().parse_args(sys.argv[1:]))
     workers, paths, directory = (arguments.pop(name) for name in ("workers", "input", "output"))
     verified_directory, preview_count = arguments.pop("verify"), arguments.pop("preview")
     if workers < 1:

@@ -12,11 +12,11 @@ from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 
-PROGRAM = "python -m jaxopt_llm.report"
+PROGRAM = errors.program_name("report")
 
 
 def main() -> int:
-    options = _make_parser().parse_args(sys.argv[1:])
+    options = make_parser().parse_args(sys.argv[1:])
     output: Path = options.output
     if not output.parent.is_dir() or output.is_dir():
         problem = f"{output.parent} does not exist" if not output.parent.is_dir() else "it is a directory"
@@ -40,7 +40,7 @@ def _load_plotly() -> str:
     return source
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
         prog=PROGRAM,
         description="Write one HTML page that compares runs: loss, held-out loss, gradient norm, speed, wait for data, "

@@ -8,7 +8,7 @@ import sys
 from jaxopt_llm.config import Config, cli, fields
 from jaxopt_llm.core import errors
 
-COMMAND = "python -m jaxopt_llm.train"
+COMMAND = errors.program_name("train")
 if __name__ == "__main__" and cli.asks_for_help(sys.argv[1:]):
     # The help does not need JAX, and the imports below take seconds, because they import JAX.
     errors.run_command(lambda: cli.print_help(sys.argv[1:], COMMAND))

@@ -407,8 +407,9 @@ def test_a_mesh_of_another_size_is_refused() -> None:
         make_plan(CONFIG, "h200", 2, 8)
 
 
-def test_the_command() -> None:
-    done = command("plan", "--config", TINY, "--gpus-per-host", 2, "--mesh.fsdp=2", "--json")
+def test_the_command(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    done = command("plan", "--config", TINY, "--gpus-per-host", 2, "--mesh.fsdp=2", "--json", "--save", picture)
     assert done.returncode == 0, done.stderr
     output = json.loads(done.stdout)
     memory = output["memory"]
@@ -416,6 +417,23 @@ def test_the_command() -> None:
     assert output["fits"] is True and output["hosts"] == 1 and output["flops"] > 0 and output["collectives"]
     assert output["step_seconds"] == pytest.approx(sum(part["seconds"] for part in output["breakdown"]))
     assert output["days"] > 0 and 0 < output["mfu"] < 1
+    for part in output["breakdown"]:
+        assert f"{part['seconds'] * 1e3:,.1f} ms" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--save", "plan.pdf"), "--save plan.pdf: a figure is an HTML or an SVG file; write to plan.html"),
+        (("--save", "plan.html", "--search"), "--save draws a plan; leave out --search, or use --write"),
+    ],
+)
+def test_a_figure_is_refused_before_the_compilation(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], complaint: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["plan", "--config", "10b.py", *arguments])
+    with pytest.raises(InputError, match=complaint):
+        planning.main()
 
 
 def test_xla_prints_nothing() -> None:

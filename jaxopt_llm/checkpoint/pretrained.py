@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface.codecs import PRETRAINED_FIELDS
+from jaxopt_llm.checkpoint.huggingface.family import Family
 from jaxopt_llm.checkpoint.peft import adapter_folder
 from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
@@ -121,11 +122,21 @@ def open_pretrained_adapter(config: Config) -> AdapterFolder:
     Raises:
         InputError: the path is a run directory, or not a complete folder of LoRA adapters of the model.
     """
-    path = Path(config.lora.pretrained)
+    family = huggingface.choose_family(config.model, find_source_folder(config))
+    return open_adapter(Path(config.lora.pretrained), family, config.model, "lora.pretrained=")
+
+
+def open_adapter(path: Path, family: Family, model: ModelConfig, prefix: str) -> AdapterFolder:
+    """Open a PEFT folder with adapters of a model.
+
+    prefix: text before the path in the error message, such as "--adapter ".
+
+    Raises:
+        InputError: the path is a run directory, or not a complete folder of LoRA adapters of the model.
+    """
     if is_run_directory(path):
         raise InputError(
-            f"lora.pretrained={path}: this is a run directory; export its adapters first: python -m jaxopt_llm.convert "
+            f"{prefix}{path}: this is a run directory; export its adapters first: python -m jaxopt_llm.convert "
             f"export --checkpoint {path} --to FOLDER"
         )
-    family = huggingface.choose_family(config.model, find_source_folder(config))
-    return adapter_folder.open_adapter_folder(path, family, config.model)
+    return adapter_folder.open_adapter_folder(path, family, model)

@@ -28,6 +28,8 @@ from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Channel, Proces
 # Exceptions of Orbax and TensorStore for a disk that is full, read-only or gone.
 STORAGE_ERRORS = (OSError, ValueError, RuntimeError)
 
+MAX_STACK_CHUNK_BYTES = 2**26  # a stack that is not larger has one chunk for each shard
+
 
 def _print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr)
@@ -232,7 +234,9 @@ class Checkpoints:
 
         async def copy() -> list[Any]:
             saves = [
-                self._handler.async_save(epath.Path(path / name), args=ocp.args.StandardSave(each))
+                self._handler.async_save(
+                    epath.Path(path / name), args=ocp.args.StandardSave(each, _choose_chunks(each))
+                )
                 for name, each in trees.items()
             ]
             return [write for writes in await asyncio.gather(*saves) for write in writes]
@@ -311,6 +315,19 @@ class Checkpoints:
         pending, self._pending_save = self._pending_save, None
         if pending is not None:
             pending.result()
+
+
+def _choose_chunks(arrays: tree.Tree) -> tree.Tree:
+    """Return how Orbax divides each array into chunks of a file, by default one for each shard.
+
+    Each layer of a large stack has its own chunks, so that a reader can decompress one layer without the others.
+    """
+
+    def choose(path: str, leaf: Any) -> ocp.SaveArgs:
+        is_stack = any(part.startswith("segment_") for part in path.split("/"))
+        return ocp.SaveArgs(shard_axes=(0,) if is_stack and leaf.ndim and leaf.nbytes > MAX_STACK_CHUNK_BYTES else ())
+
+    return tree.map_with_path(choose, arrays)
 
 
 def _describe_leaves(arrays: tree.Tree) -> dict[str, str]:
