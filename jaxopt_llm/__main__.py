@@ -19,6 +19,7 @@ COMMANDS = {
     "prepare": ("prepare", (), "tokenize a corpus once"),
     "plan": ("plan", (), "compile a step for GPUs that this machine need not have, and print what it needs"),
     "convert": ("convert", (), "convert between runs, Hugging Face folders and PEFT folders"),
+    "report": ("report", (), "write the curves and events of runs as a page for the browser"),
     "checkpoint": ("checkpoint", (), "list and verify the checkpoints of a run"),
     "completion": ("completion", (), "print a script that completes commands and flags in bash or zsh"),
 }

@@ -8,7 +8,7 @@ from typing import IO, Any
 def replace_durably(path: Path, text: str) -> None:
     """Write a file atomically: if the process or the machine dies, the file has its old content or its new one."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
+    with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         sync_file(file)
     temporary.replace(path)

@@ -48,6 +48,7 @@ class Checkpoints:
         config: CheckpointConfig | None = None,
         report: Callable[[str], None] = _print_to_stderr,
         processes: Processes = SINGLE_PROCESS,
+        on_save: Callable[[int, str], None] = lambda step, failure: None,
     ) -> None:
         """Open the checkpoint directory; a writer creates it and deletes leftovers of dead processes.
 
@@ -56,13 +57,14 @@ class Checkpoints:
             config: settings of a writer; None for a reader, which changes nothing on disk.
             report: receives one line for each checkpoint that is damaged or was not saved.
             processes: the processes that save and restore together, each its own devices' shards.
+            on_save: receives the step of each save that has ended, and why it failed, or "". Any thread may call it.
         """
         self.directory = directory.absolute()
         self.last_save_failed = False
         self._last_step = 0  # step of the last save
         self._failure = ""
         self._config = config
-        self._report = report
+        self._report, self._on_save = report, on_save
         self._is_first, self._share = processes.first, (processes.index, processes.count)
         names = f"{directory}", f"{directory} in the background"
         self._channel, self._background_channel = map(processes.channel, names)
@@ -254,7 +256,9 @@ class Checkpoints:
             failure, _ = self._run_on_all(self._background_channel, lambda: self._commit(path, contents, entries))
         if failure:
             self._give_up(contents["step"], failure)
-        elif self._is_first:
+            return
+        self._on_save(contents["step"], "")
+        if self._is_first:
             self._delete_old()
 
     def _commit(self, path: Path, contents: dict[str, Any], entries: list[FileEntries]) -> None:
@@ -293,6 +297,7 @@ class Checkpoints:
                 cleanup = f"; its partial files could not be deleted: {_first_line(error)}"
             time.sleep(0.1)
         self._report(f"checkpoint {self.directory / str(step)} could not be saved: {failure}{cleanup}")
+        self._on_save(step, failure)
 
     def _delete_old(self) -> None:
         assert self._config is not None
