@@ -66,6 +66,7 @@ from jaxopt_llm.training.utilisation import compute_utilisation
 from jaxopt_llm.training.validation import validate
 
 PROGRAM = errors.program_name("plan")
+GPUS_PER_HOST = 8
 MAX_COMPILES = 8  # programs that a search compiles at the same time, at most: each takes a core and 1 to 2 GB
 
 
@@ -235,8 +236,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--gpu", default="h200", choices=sorted(CHIPS), help="GPU to compile for (default: h200)")
-    add("--hosts", type=int, default=1, metavar="N", help="number of machines (default: 1)")
-    add("--gpus-per-host", type=int, default=8, metavar="N", help="GPUs of each machine (default: 8)")
+    hosts, gpus = "those that the mesh needs; with --search 1", "8, or fewer for a smaller mesh; with --search 8"
+    add("--hosts", type=int, metavar="N", help=f"number of machines (default: {hosts})")
+    add("--gpus-per-host", type=int, metavar="N", help=f"GPUs of each machine (default: {gpus})")
     add("--json", action="store_true", help="print JSON: bytes, seconds and FLOPs of each GPU")
     add("--save", type=Path, metavar="FILE", help="draw memory and time as bars, in an .html or an .svg file")
     add("--search", action="store_true", help="find the fastest settings that fit these GPUs, for the recipe's batch")
@@ -260,6 +262,7 @@ def main() -> int:
         figure.check_figure_file(options.save)
     config = pretrained.resolve_pretrained(cli.parse_config(arguments, PROGRAM))
     validate(config)
+    _choose_hosts(options, config)
     prepare_jax()
     if options.search:
         return _search(config, options)
@@ -271,6 +274,21 @@ def main() -> int:
         charts = figure.make_charts(plan.memory, plan.limit, plan.speed.breakdown)
         figure.save_figure(charts, _make_heading(plan), options.save)
     return 0
+
+
+def _choose_hosts(options: argparse.Namespace, config: Config) -> None:
+    """Set the numbers of hosts and of their GPUs that the command line leaves out."""
+    hosts, gpus = options.hosts, options.gpus_per_host
+    if options.search:  # it tries other meshes
+        options.hosts, options.gpus_per_host = (
+            (1 if hosts is None else hosts),
+            (GPUS_PER_HOST if gpus is None else gpus),
+        )
+        return
+    if gpus is None:
+        options.gpus_per_host = min(GPUS_PER_HOST, -(-config.mesh.devices // max(hosts or 1, 1)))
+    if hosts is None:
+        options.hosts = max(config.mesh.devices // max(options.gpus_per_host, 1), 1)
 
 
 def prepare_jax() -> None:

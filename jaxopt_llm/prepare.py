@@ -216,7 +216,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="DIR", help="new directory, or one with an unfinished prepared corpus")
     add("--verify", type=Path, metavar="DIR", help="instead, read a prepared corpus and print which parts are damaged")
     add("--preview", type=int, metavar="N", help="instead, print the first N conversations with learned tokens marked")
-    add("--tokenizer", default="bytes", metavar="FILE", help="a tokenizer.json, or bytes (default: bytes)")
+    add(
+        "--tokenizer",
+        default="bytes",
+        metavar="FILE",
+        help="a tokenizer.json, the folder that has one, or bytes (default: bytes)",
+    )
     add("--bos", default=default.bos, metavar="TOKEN", help="token before each document (default: the tokenizer's BOS)")
     add("--eos", default=default.eos, metavar="TOKEN", help="token after each document (default: the tokenizer's EOS)")
     formats, contents = ("auto", *source.FORMATS), get_args(Content)

@@ -407,11 +407,31 @@ def test_a_mesh_of_another_size_is_refused() -> None:
         make_plan(CONFIG, "h200", 2, 8)
 
 
+@pytest.mark.parametrize(
+    ("given", "mesh", "hosts", "gpus"),
+    [
+        ((), 1, 1, 1),
+        ((), 128, 16, 8),
+        (("--gpus-per-host", "4"), 8, 2, 4),
+        (("--hosts", "2"), 8, 2, 4),
+        (("--search",), 1, 1, 8),
+        (("--search", "--hosts", "2"), 1, 2, 8),
+    ],
+)
+def test_hosts_and_gpus_are_those_of_the_mesh_by_default(
+    given: tuple[str, ...], mesh: int, hosts: int, gpus: int
+) -> None:
+    options = planning.make_parser().parse_args(given)
+    planning._choose_hosts(options, dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=mesh)))
+    assert (options.hosts, options.gpus_per_host) == (hosts, gpus)
+
+
 def test_the_command(tmp_path: Path) -> None:
     picture = tmp_path / "plan.svg"
-    done = command("plan", "--config", TINY, "--gpus-per-host", 2, "--mesh.fsdp=2", "--json", "--save", picture)
+    done = command("plan", "--config", TINY, "--hosts", 1, "--mesh.fsdp=2", "--json", "--save", picture)
     assert done.returncode == 0, done.stderr
     output = json.loads(done.stdout)
+    assert output["gpus_per_host"] == 2
     memory = output["memory"]
     assert memory.pop("peak") == sum(memory.values()) == output["limit"] - output["spare"]
     assert output["fits"] is True and output["hosts"] == 1 and output["flops"] > 0 and output["collectives"]

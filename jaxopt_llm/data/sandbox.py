@@ -7,8 +7,8 @@ Standard input has one JSON object per line. The first is {"template", "special"
 can end a turn), "date"}, the others are conversations: {"messages", "tools", "context" (number of leading messages
 without spans; 0 if absent)}. Each line is answered by one line on standard output: {"text", "spans" (ranges
 [begin, end) of the assistant's text, in characters)}, {"refused": reason} if the template itself raises an exception,
-or {"error": reason}. A conversation with "add_generation_prompt", which is true if the assistant speaks next, is
-answered without spans.
+{"undated": true} if it asks for the current date and there is none, or {"error": reason}. A conversation with
+"add_generation_prompt", which is true if the assistant speaks next, is answered without spans.
 """
 
 import faulthandler
@@ -39,6 +39,10 @@ _BEGIN, _END = f"\0{_NONCE}<", f"\0{_NONCE}>"
 
 class Refused(jinja2.TemplateError):
     """Exception that the template raises with raise_exception."""
+
+
+class Undated(jinja2.TemplateError):
+    """Exception that `strftime_now` raises if there is no current date."""
 
 
 class Generation(Extension):
@@ -189,10 +193,7 @@ def _tojson(
 def _clock(day: str) -> Callable[[str], str]:
     def strftime_now(form: str) -> str:
         if not day:
-            raise jinja2.TemplateError(
-                "it writes the current date, so a run could not be resumed on another day: set a fixed date, for "
-                "example data.date=2026-01-31"
-            )
+            raise Undated
         return date.fromisoformat(day).strftime(form)
 
     return strftime_now
@@ -224,6 +225,8 @@ def main() -> None:
                     answer = json.dumps(renderer.render(**json.loads(line)))
             except Refused as error:
                 answer = json.dumps({"refused": str(error)})
+            except Undated:
+                answer = json.dumps({"undated": True})
             except jinja2.TemplateSyntaxError as error:
                 answer = json.dumps({"error": f"line {error.lineno}: {error}"})
             except Exception as error:  # an untrusted program can raise any exception

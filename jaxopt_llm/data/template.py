@@ -147,6 +147,10 @@ class Renderer:
                 f"{self._template.path}: the chat template was stopped ({where}): it took more than "
                 f"{self._seconds:g} s or crashed its process; check that the template can be trusted"
             ) from error
+        if "undated" in answer:
+            problem = "the chat template writes the current date, so the tokens would differ on another day"
+            remedy = "give a fixed date, as in --data.date 2026-01-31 (for prepare: --date)"
+            raise InputError(f"{self._template.path}: {problem}; {remedy}")
         if "error" in answer:
             problem = f"the chat template failed ({where}): {answer['error']}"
             raise InputError(f"{self._template.path}: {problem}; correct the template")

@@ -1,0 +1,66 @@
+"""A small model folder in the place of the one that a reader of a guide has downloaded."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import toy
+from folders import params
+from texts import train_tokenizer
+
+from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
+from jaxopt_llm.config import ModelConfig, RopeConfig
+from jaxopt_llm.data.source import read_standard_library
+
+# In the order of Llama 3: the ids of its special tokens, too, follow those of its words.
+SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+# Like the template of Llama 3.2: a system turn that is always present and has today's date.
+TEMPLATE = """\
+{{- bos_token }}
+{%- set ns = namespace(day=date_string or strftime_now('%d %b %Y')) %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: ' + ns.day + '\\n\\n' }}
+{%- if messages[0]['role'] == 'system' %}
+    {{- messages[0]['content'] | trim }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{{- '<|eot_id|>' }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}
+"""
+MODEL = ModelConfig(
+    vocabulary_size=512,
+    width=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    mlp_width=128,
+    norm_epsilon=1e-5,
+    rope=RopeConfig(theta=500_000.0, scaling="llama3", factor=32.0, original_length=8192),
+)
+
+
+def write_llama(path: Path) -> Path:
+    """Write random weights in bfloat16, with the files and the fields of Llama-3.2-1B-Instruct."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays = params(MODEL, jnp.bfloat16)
+    table = arrays["non_layer"]["embedding"]["table"]
+    # Rows as different as those of a trained model: an answer is then not the same token again and again.
+    table[:] = np.random.default_rng(0).normal(scale=0.1, size=table.shape)
+    write_model_folder(path, jax.device_put(arrays, toy.placement().replicated), MODEL)
+    settings = json.loads((path / "config.json").read_text())
+    ends = {"bos_token_id": 0, "eos_token_id": [1, 4]}
+    settings |= {"max_position_embeddings": 131_072, "initializer_range": 0.02, "use_cache": True, **ends}
+    (path / "config.json").write_text(json.dumps(settings, indent=2))
+    (path / "generation_config.json").write_text(json.dumps(ends | {"do_sample": True, "temperature": 0.6}))
+    words = [source.content.decode(errors="ignore") for source in list(read_standard_library())[:40]]
+    train_tokenizer(path / "tokenizer.json", words, MODEL.vocabulary_size, SPECIAL)
+    declared = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[-1], "model_max_length": 131_072}
+    declared |= {"chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (path / "tokenizer_config.json").write_text(json.dumps(declared))
+    return path

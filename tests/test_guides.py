@@ -1,0 +1,152 @@
+"""The pages of docs/guides, run as a reader types them: each block in order, in one shell, in an empty folder."""
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from commands import ENVIRONMENT, ROOT
+from standins import write_llama
+
+from jaxopt_llm.__main__ import COMMANDS
+
+PAGES = sorted(path.stem for path in (ROOT / "docs/guides").glob("*.md"))
+RUN = ("bash", "python")
+SHOWN = ("text", "console")  # what a block prints; commands that need a cluster, a terminal, the network or minutes
+
+
+class Block(NamedTuple):
+    language: str
+    code: str
+
+    def command(self) -> str:
+        """Return what the shell runs."""
+        return self.code if self.language == "bash" else f"python - <<'END_OF_BLOCK'\n{self.code}END_OF_BLOCK\n"
+
+
+class Done(NamedTuple):
+    code: str
+    printed: str  # standard output
+
+
+def read_blocks(page: str) -> list[Block]:
+    text = (ROOT / f"docs/guides/{page}.md").read_text()
+    return [Block(*found) for found in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+
+
+def follow(page: str, folder: Path, leave_out: tuple[str, ...] = ()) -> list[Done]:
+    """Run the blocks of a page in one shell, without those that contain one of the texts of `leave_out`."""
+    blocks = [block for block in read_blocks(page) if block.language in RUN]
+    blocks = [block for block in blocks if not any(text in block.code for text in leave_out)]
+    done = run(folder, "".join(f"{block.command()}\nprintf '\\0'\n" for block in blocks))
+    *printed, rest = done.stdout.split("\0")
+    if done.returncode:
+        pytest.fail(f"{page}.md, this block fails:\n{blocks[len(printed)].code}\n{rest}\n{done.stderr}")
+    return [Done(block.code, text) for block, text in zip(blocks, printed, strict=True)]
+
+
+def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # `python` and `jaxopt-llm`
+    environment = os.environ | ENVIRONMENT | {"PATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = ["bash", "-c", f"set -euo pipefail\n{script}"]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def printed_by(done: list[Done], text: str) -> str:
+    """Return the output of the one block that contains a text."""
+    (found,) = (block.printed for block in done if text in block.code)
+    return found
+
+
+def losses(printed: str, pattern: str = r"loss ([0-9.]+)") -> list[float]:
+    return [float(number) for number in re.findall(pattern, printed)]
+
+
+NATS = r"([0-9.]+) nats per token"
+
+
+@pytest.mark.slow
+def test_finetune(tmp_path: Path) -> None:
+    write_llama(tmp_path / "models/Llama-3.2-1B-Instruct")
+    serves = importlib.util.find_spec("transformers") is not None  # only the older Python's test extra has it
+    done = follow("finetune", tmp_path, () if serves else ("transformers",))
+    assert "⟧" in printed_by(done, "--preview 1") and "fits, spare" in printed_by(done, " plan ")
+    trained = printed_by(done, "llm train ")
+    assert losses(trained)[0] > losses(trained)[-1]
+    (before,), (after,) = (
+        losses(printed_by(done, text), NATS) for text in ("evaluate --checkpoint models", "evaluate --checkpoint runs")
+    )
+    assert before > after and losses(trained, r"held-out ([0-9.]+)")[-1] == pytest.approx(after, abs=2e-4)
+    sample = json.loads(printed_by(done, "samples.jsonl"))
+    assert sample["step"] > 20 and sample["reference"] in (tmp_path / "val.jsonl").read_text()
+    assert {"config.json", "model.safetensors", "tokenizer_config.json"} <= {
+        *printed_by(done, "convert merge").splitlines()
+    }
+    if serves:
+        serves_the_same_answer(tmp_path)
+
+
+def serves_the_same_answer(folder: Path) -> None:
+    """Compare the answer of transformers with ours, in float32: in 16 bits two tokens may be equally likely."""
+    (page,) = (block for block in read_blocks("finetune") if "import AutoModelForCausalLM" in block.code)
+    served = page._replace(code=page.code.replace("models/merged", "models/exact"))
+    (question,) = re.findall(r'"content": "(.*?)"', page.code)
+    merge = "jaxopt-llm convert merge --checkpoint runs/finetune --to models/exact --dtype float32 >&2"
+    ours = "jaxopt-llm chat --checkpoint models/exact --tokens 40"
+    both = run(folder, f"{merge}\n{served.command()}\nprintf '\\0'\necho {shlex.quote(question)} | {ours}")
+    assert both.returncode == 0, both.stderr
+    theirs, ours = both.stdout.split("\0")
+    assert len(set(theirs)) > 10 and theirs.rstrip("\n") == ours.rstrip("\n")
+
+
+@pytest.mark.slow
+def test_pretrain(tmp_path: Path) -> None:
+    # TODO: remove this guard once the command `report` is in the package.
+    done = follow("pretrain", tmp_path, () if "report" in COMMANDS else ("llm report",))
+    stopped = printed_by(done, "kill $!")
+    assert stopped.endswith("exit code 75\n")
+    (continued,) = (block.printed for block in done if block.code == "jaxopt-llm train --config small.py\n")
+    (step,) = re.findall(r"continues from step (\d+)", continued)
+    assert 10 <= int(step) < 150 and losses(stopped)[0] > losses(continued)[-1] < 6
+    assert [line.split()[0] for line in printed_by(done, "checkpoint list").splitlines()[1:]] == [step, "150"]
+    assert losses(printed_by(done, "evaluate"), NATS)[0] < 6
+    assert printed_by(done, "generate").startswith("def get")
+    assert "report" not in COMMANDS or (tmp_path / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_cluster(tmp_path: Path) -> None:
+    done = follow("cluster", tmp_path)
+    planned = printed_by(done, " plan ")
+    assert "68,976,648,192 parameters on 16 × 8 NVIDIA H100" in planned and "days for 500,000 steps" in planned
+    one, two = printed_by(done, "runs/one"), printed_by(done, "runs/two")
+    assert "of 2 processes" in two and "of 2 processes" not in one
+    assert len(losses(one)) == 4 and losses(one) == pytest.approx(losses(two), rel=1e-4)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_says_whether_it_is_run(page: str) -> None:
+    blocks = read_blocks(page)
+    assert {block.language for block in blocks} <= {*RUN, *SHOWN}
+    fences = re.findall(r"^```", (ROOT / f"docs/guides/{page}.md").read_text(), re.MULTILINE)
+    assert len(fences) == 2 * len(blocks)
+    assert page in {name.removeprefix("test_") for name in globals()}, "no test follows this page"
+
+
+def test_the_notebook_is_up_to_date() -> None:
+    done = subprocess.run([sys.executable, ROOT / "scripts/notebook.py", "--check"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_notebook_has_every_block_that_is_run() -> None:
+    notebook = json.loads((ROOT / "docs/guides/finetune.ipynb").read_text())
+    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    blocks = [block for block in read_blocks("finetune") if block.language in RUN]
+    assert code == [("%%bash\n" * (block.language == "bash") + block.code).strip("\n") for block in blocks]
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
