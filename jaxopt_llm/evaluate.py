@@ -110,8 +110,14 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--checkpoint", type=Path, required=True, metavar="DIR", help="training run, or folder of a Hugging Face model")
-    add("--adapter", type=Path, metavar="FOLDER", help="PEFT folder with LoRA adapters of the model")
+    add(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="training run, or folder or hub id of a Hugging Face model",
+    )
+    add("--adapter", type=Path, metavar="FOLDER", help="PEFT folder or hub id of LoRA adapters of the model")
     add("--batches", type=int, metavar="N", help="maximum number of batches to read (default: all)")
     return parser
 

@@ -73,8 +73,14 @@ def make_parser() -> argparse.ArgumentParser:
         "continuation. With --chat, answer the lines of standard input.",
     )
     add = parser.add_argument
-    add("--checkpoint", type=Path, required=True, metavar="DIR", help="training run, or folder of a Hugging Face model")
-    add("--adapter", type=Path, metavar="FOLDER", help="PEFT folder with LoRA adapters of the model")
+    add(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="training run, or folder or hub id of a Hugging Face model",
+    )
+    add("--adapter", type=Path, metavar="FOLDER", help="PEFT folder or hub id of LoRA adapters of the model")
     add("--tensor", type=int, default=1, metavar="N", help="devices that split all weights and heads (default: 1)")
     add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; can be given several times")
     add("--prompts", type=Path, metavar="FILE", help="file of further prompts, a JSON string on each line")

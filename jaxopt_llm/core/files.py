@@ -1,8 +1,13 @@
-"""Atomic and durable file writes."""
+"""Atomic and durable file writes, and the folder of caches."""
 
 import os
 from pathlib import Path
 from typing import IO, Any
+
+
+def cache_home() -> Path:
+    """Return the folder for files that can be made again, such as compiled programs and downloaded data."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxopt_llm"
 
 
 def replace_durably(path: Path, text: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.files import cache_home
 
 # Share of a GPU's memory that XLA allocates at the start (JAX's default is 0.75). The rest is for the CUDA context,
 # NCCL and other libraries. Without that rest, programs that fit according to the compiler would not fit.
@@ -93,8 +94,7 @@ def cache_directory() -> Path:
 
     Machines can share a home directory, and XLA compiles for the processor that it runs on.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "jaxopt_llm" / "programs" / hashlib.sha256(_processor().encode()).hexdigest()[:16]
+    return cache_home() / "programs" / hashlib.sha256(_processor().encode()).hexdigest()[:16]
 
 
 def _processor() -> str:

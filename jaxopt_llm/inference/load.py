@@ -14,7 +14,7 @@ from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface.model_writer import Origin, write_model_folder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import ModelConfig, PrecisionConfig, cli
-from jaxopt_llm.core import tree
+from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.execution import scan
 from jaxopt_llm.inference import run, stored
@@ -88,13 +88,14 @@ def load(path: Path, adapter: Path | None = None) -> Pretrained:
     """Load the model of a Hugging Face folder, or of a run's last checkpoint.
 
     Args:
-        path: the folder, or the run directory.
-        adapter: folder with LoRA adapters of this model, as PEFT writes it; None for no adapters.
+        path: the folder or its hub id, or the run directory.
+        adapter: folder or hub id of LoRA adapters of this model, as PEFT writes them; None for no adapters.
 
     Raises:
         InputError: the folder is incomplete or its model family is not supported, or `adapter` does not match it.
         CheckpointError: the run has no usable checkpoint.
     """
+    path = hub.find_folder(path, "")
     return _load_run(path, adapter) if is_run_directory(path) else _load_folder(path, adapter)
 
 

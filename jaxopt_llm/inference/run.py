@@ -29,7 +29,7 @@ from jaxopt_llm.config import (
     cli,
 )
 from jaxopt_llm.config.fields import replace_fields
-from jaxopt_llm.core import tree
+from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.model.decoder import Decoder
@@ -93,9 +93,10 @@ def open_config(directory: Path) -> Config:
 
 
 def _open_config_and_folder(directory: Path) -> tuple[Config, ModelFolder | None]:
+    name, directory = hub.absolute_name(directory), hub.find_folder(directory, "--checkpoint ")
     if _is_folder(directory):
         folder = huggingface.open_model_folder(directory)
-        return make_folder_config(folder, directory, str(directory.absolute())), folder
+        return make_folder_config(folder, name, directory, name), folder
     try:
         return load_config(directory), None
     except InputError as error:
@@ -107,10 +108,13 @@ def _open_config_and_folder(directory: Path) -> tuple[Config, ModelFolder | None
         raise InputError(f"{error}, nor a Hugging Face model folder") from error
 
 
-def make_folder_config(folder: ModelFolder, directory: Path, tokenizer: str) -> Config:
-    """Return the configuration of a run that starts from a Hugging Face folder, with its dtype as compute dtype."""
+def make_folder_config(folder: ModelFolder, name: str, directory: Path, tokenizer: str) -> Config:
+    """Return the configuration of a run that starts from a Hugging Face folder, with its dtype as compute dtype.
+
+    name: absolute path or hub id of the folder.
+    """
     dtype = str(folder.dtype("non_layer/embedding/table"))
-    model = replace(folder.config, pretrained=str(folder.path.absolute()))
+    model = replace(folder.config, pretrained=name)
     settings = {"run.directory": str(directory), "data.tokenizer": tokenizer, "precision.compute_dtype": dtype}
     return replace_fields(Config(model=model), settings)
 
@@ -163,6 +167,7 @@ def open_adapters(path: Path, folder: ModelFolder) -> AdapterFolder:
     Raises:
         InputError: the adapters do not belong to the model.
     """
+    path = hub.find_folder(path, "--adapter ")
     adapters = pretrained.open_adapter(path, folder.family, folder.config, "--adapter ")
     adapters.check_base(folder)
     return adapters
@@ -180,6 +185,7 @@ def open_run_adapters(path: Path, directory: Path, config: Config) -> AdapterFol
             f"(python -m jaxopt_llm.convert merge --checkpoint {directory} --to FOLDER) and give --checkpoint FOLDER"
         )
     family = huggingface.choose_family(config.model, pretrained.find_source_folder(config))
+    path = hub.find_folder(path, "--adapter ")
     adapters = pretrained.open_adapter(path, family, config.model, "--adapter ")
     adapters.check_base(None)
     return adapters
@@ -299,7 +305,9 @@ def find_origin(config: Config) -> Origin:
         settings = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
         if config.model.positions == "rotary":
             settings["max_position_embeddings"] = config.training.sequence_length
-    return Origin(source, None if config.data.uses_bytes else Path(config.data.tokenizer), settings)
+    name = config.data.tokenizer
+    tokenizer_path = None if config.data.uses_bytes else hub.find_folder(name, "data.tokenizer=", weights=False)
+    return Origin(source, tokenizer_path, settings)
 
 
 def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
