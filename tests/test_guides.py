@@ -107,8 +107,7 @@ def serves_the_same_answer(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_pretrain(tmp_path: Path) -> None:
-    # TODO: remove this guard once the command `report` is in the package.
-    done = follow("pretrain", tmp_path, () if "report" in COMMANDS else ("llm report",))
+    done = follow("pretrain", tmp_path)
     stopped = printed_by(done, "kill $!")
     assert stopped.endswith("exit code 75\n")
     (continued,) = (block.printed for block in done if block.code == "jaxopt-llm train --config small.py\n")
@@ -117,7 +116,7 @@ def test_pretrain(tmp_path: Path) -> None:
     assert [line.split()[0] for line in printed_by(done, "checkpoint list").splitlines()[1:]] == [step, "150"]
     assert losses(printed_by(done, "evaluate"), NATS)[0] < 6
     assert printed_by(done, "generate").startswith("def get")
-    assert "report" not in COMMANDS or (tmp_path / "report.html").is_file()
+    assert "plotly" in (tmp_path / "report.html").read_text().lower()
 
 
 @pytest.mark.slow
