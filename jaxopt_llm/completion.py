@@ -22,7 +22,11 @@ SHELLS = ("bash", "zsh")
 USAGE = f"jaxopt-llm completion {'|'.join(SHELLS)}"
 # The commands that have a parser of their own flags.
 PARSERS = ("generate", "chat", "evaluate", "prepare", "plan", "convert")
-SETTINGS = {"train": "", "plan": "", "evaluate": ("data.", "training.batch_size", "training.sequence_length")}
+SETTINGS: dict[str, str | tuple[str, ...]] = {
+    "train": "",
+    "plan": "",
+    "evaluate": ("data.", "training.batch_size", "training.sequence_length"),
+}
 
 
 def make_completion_parser() -> argparse.ArgumentParser:
