@@ -14,8 +14,6 @@ import pytest
 from commands import ENVIRONMENT, ROOT
 from standins import write_llama
 
-from jaxopt_llm.__main__ import COMMANDS
-
 PAGES = sorted(path.stem for path in (ROOT / "docs/guides").glob("*.md"))
 RUN = ("bash", "python")
 SHOWN = ("text", "console")  # what a block prints; commands that need a cluster, a terminal, the network or minutes
