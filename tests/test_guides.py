@@ -102,12 +102,12 @@ def serves_the_same_answer(folder: Path) -> None:
     both = run(folder, f"{merge}\n{served.command()}\nprintf '\\0'\necho {shlex.quote(question)} | {ours}")
     assert both.returncode == 0, both.stderr
     theirs, ours = both.stdout.split("\0")
-    assert len(set(theirs)) > 10 and theirs.rstrip("\n") == ours.rstrip("\n")
+    assert len(set(theirs)) > 5 and theirs.rstrip("\n") == ours.rstrip("\n")
 
 
 @pytest.mark.slow
 def test_pretrain(tmp_path: Path) -> None:
-    # TODO: remove this guard once the command `report` is in the package.
+    # GUARD: remove it, and the last condition below, once the command `report` is in the package.
     done = follow("pretrain", tmp_path, () if "report" in COMMANDS else ("llm report",))
     stopped = printed_by(done, "kill $!")
     assert stopped.endswith("exit code 75\n")
