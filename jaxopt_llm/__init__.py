@@ -8,10 +8,10 @@ if TYPE_CHECKING:
 
 
 def load_pretrained(path: str | Path, adapter: str | Path | None = None) -> "Pretrained":
-    """Load the model of a Hugging Face folder onto this machine's devices.
+    """Load the model of a Hugging Face folder or hub id, or of a run's last checkpoint, onto this machine's devices.
 
-    adapter: PEFT folder with LoRA adapters of the model.
+    adapter: PEFT folder or hub id of LoRA adapters of the model.
     """
     from jaxopt_llm.inference import load  # imported here, because a command configures JAX before it imports JAX
 
-    return load.load_folder(Path(path), None if adapter is None else Path(adapter))
+    return load.load(Path(path), None if adapter is None else Path(adapter))

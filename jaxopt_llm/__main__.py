@@ -19,7 +19,9 @@ COMMANDS = {
     "prepare": ("prepare", (), "tokenize a corpus once"),
     "plan": ("plan", (), "compile a step for GPUs that this machine need not have, and print what it needs"),
     "convert": ("convert", (), "convert between runs, Hugging Face folders and PEFT folders"),
+    "report": ("report", (), "write the curves and events of runs as a page for the browser"),
     "checkpoint": ("checkpoint", (), "list and verify the checkpoints of a run"),
+    "completion": ("completion", (), "print a script that completes commands and flags in bash or zsh"),
 }
 USAGE = "\n".join(
     [
@@ -47,6 +49,7 @@ def run(arguments: list[str]) -> int:
         raise InputError(f"jaxopt-llm {name}: no such command; choose one of {', '.join(COMMANDS)}")
     else:
         module, first, _ = COMMANDS[name]
+        errors.set_program_prefix("jaxopt-llm ")
         sys.argv = [f"jaxopt-llm {name}", *first, *arguments[1:]]
         runpy.run_module(f"jaxopt_llm.{module}", run_name="__main__", alter_sys=True)
     return 0

@@ -10,23 +10,22 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface import safetensors
-from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
+from jaxopt_llm.checkpoint.huggingface.model_writer import Origin, write_layers
 from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.peft.adapter_writer import write_adapter_folder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import CheckpointConfig, Config, fields
-from jaxopt_llm.core import errors, tree
+from jaxopt_llm.core import errors, hub, tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.data.tokenizer import load_tokenizer
-from jaxopt_llm.inference import load, run
+from jaxopt_llm.inference import run, stored
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.parallel.zero import parameter_sharding
@@ -37,8 +36,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def import_folder(path: Path, directory: Path, tokenizer: str) -> None:
     """Make a run directory with one checkpoint, of step 0, from the model of a Hugging Face folder."""
-    folder = huggingface.open_model_folder(path)
-    config = run.make_folder_config(folder, directory, tokenizer)
+    folder = huggingface.open_model_folder(hub.find_folder(path, "--from "))
+    config = run.make_folder_config(folder, hub.absolute_name(path), directory, tokenizer)
     model = config.model
     vocabulary = load_tokenizer(config.data)
     if vocabulary.vocabulary_size > model.vocabulary_size:
@@ -84,8 +83,9 @@ def merge_run(directory: Path, path: Path, dtype: str | None, max_file_bytes: in
 
 def merge_folders(base: Path, adapter: Path, path: Path, dtype: str | None, max_file_bytes: int) -> None:
     """Merge the adapters of a PEFT folder into the model of a Hugging Face folder, and write it as another one."""
-    model = load.load_folder(base, adapter)
-    write_model_folder(path, model.params, model.config, base, base, dtype, max_file_bytes)
+    source = hub.find_folder(base, "--base ")
+    model, layers = stored.open_folder_layers(source, adapter)
+    write_layers(path, layers, model, Origin(source, source), dtype, max_file_bytes)
     print(f"{base} with the adapters of {adapter} is in {path}")
 
 
@@ -103,7 +103,7 @@ def _export_adapters(directory: Path, path: Path, config: Config, dtype: str | N
     family = huggingface.choose_family(config.model, pretrained.find_source_folder(config))
     base = config.model.pretrained
     _, params, _, step = run.restore_run(directory, config, config.precision.param_dtype, "absent")
-    settings = (config.lora.alpha, config.lora.rslora, "" if is_run_directory(Path(base)) else base)
+    settings = (config.lora.alpha, config.lora.rslora, "" if is_run_directory(Path(base)) else hub.repository(base))
     write_adapter_folder(path, params, family, config.model, *settings, dtype=dtype)
     print(f"the adapters of step {step} of {directory} are in {path}, in {dtype or config.precision.param_dtype}")
 
@@ -113,16 +113,14 @@ def _export_model(directory: Path, path: Path, config: Config, dtype: str | None
     if source is None and config.model.pretrained and not is_run_directory(Path(config.model.pretrained)):
         problem = f"{config.model.pretrained}, from which the model came, no longer exists"
         print(f"warning: {problem}: its token ids are not copied", file=sys.stderr)
-    _, params, _, step = run.restore_run(directory, config, config.precision.param_dtype, "original")
-    settings: dict[str, Any] = {}
-    if source is None:
-        tokenizer = load_tokenizer(config.data)
-        settings = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
-        if config.model.positions == "rotary":
-            settings["max_position_embeddings"] = config.training.sequence_length
-    dtype = dtype or _read_dtype(source)
-    tokenizer_path = None if config.data.uses_bytes else Path(config.data.tokenizer)
-    write_model_folder(path, params, config.model, source, tokenizer_path, dtype, max_file_bytes, settings)
+    origin, dtype = run.find_origin(config), dtype or _read_dtype(source)
+
+    def write(checkpoints: Checkpoints, step: int) -> int:
+        layers = stored.open_run_layers(directory, config, step)
+        write_layers(path, layers, config.model, origin, dtype, max_file_bytes)
+        return step
+
+    step = run.use_last_checkpoint(directory, write)
     print(f"step {step} of {directory} is in {path}, in {dtype}")
 
 
@@ -132,24 +130,35 @@ def _read_dtype(source: Path | None) -> str:
     return dtype if dtype in DTYPES else "float32"
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
-        prog="python -m jaxopt_llm.convert",
+        prog=errors.program_name("convert"),
         description="Convert Hugging Face folders (config.json and safetensors) to run directories and back, and "
         "adapters to PEFT folders.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="import|export|merge")
     importing = commands.add_parser("import", help="make a run directory from a folder, to generate and evaluate")
     add = importing.add_argument
-    add("--from", type=Path, required=True, dest="source", metavar="FOLDER", help="Hugging Face folder to read")
+    add(
+        "--from",
+        type=Path,
+        required=True,
+        dest="source",
+        metavar="FOLDER",
+        help="Hugging Face folder or hub id to read",
+    )
     add("--to", type=Path, required=True, metavar="RUN_DIR", help="new run directory")
     add("--tokenizer", metavar="PATH", help="tokenizer.json, or bytes (default: the tokenizer.json in FOLDER)")
     exporting = commands.add_parser("export", help="write the last checkpoint of a run, or its adapters, as a folder")
     exporting.add_argument("--checkpoint", type=Path, required=True, metavar="RUN_DIR", help="training run to read")
     merging = commands.add_parser("merge", help="merge adapters into their model and write it as a folder")
     merging.add_argument("--checkpoint", type=Path, metavar="RUN_DIR", help="run that trains adapters")
-    merging.add_argument("--base", type=Path, metavar="FOLDER", help="instead of --checkpoint: model of --adapter")
-    merging.add_argument("--adapter", type=Path, metavar="FOLDER", help="PEFT folder with LoRA adapters of --base")
+    merging.add_argument(
+        "--base", type=Path, metavar="FOLDER", help="instead of --checkpoint: model of --adapter, or its hub id"
+    )
+    merging.add_argument(
+        "--adapter", type=Path, metavar="FOLDER", help="PEFT folder with LoRA adapters of --base, or its hub id"
+    )
     for command in (exporting, merging):
         add, most = command.add_argument, safetensors.MAX_FILE_BYTES
         add("--to", type=Path, required=True, metavar="FOLDER", help="new folder")
@@ -160,11 +169,11 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    arguments = _make_parser().parse_args(sys.argv[1:])
+    arguments = make_parser().parse_args(sys.argv[1:])
     jax.config.update("jax_platforms", "cpu")  # copying weights needs no accelerator
     safetensors.check_path_is_free(arguments.to)  # now, because reading the weights takes long
     if arguments.command == "import":
-        import_folder(arguments.source, arguments.to, arguments.tokenizer or str(arguments.source.absolute()))
+        import_folder(arguments.source, arguments.to, arguments.tokenizer or hub.absolute_name(arguments.source))
         return 0
     if arguments.shard_bytes < 1:
         raise InputError(f"--shard-bytes {arguments.shard_bytes}: must be at least 1")

@@ -1,6 +1,6 @@
 """Command `evaluate`: loss of a checkpoint.
 
-python -m jaxopt_llm.evaluate --checkpoint RUN_DIR [--batches N] [--data.paths PATH ...] [--section.field VALUE]
+python -m jaxopt_llm.evaluate --checkpoint DIR [--adapter FOLDER] [--batches N] [--section.field VALUE ...]
 """
 
 import argparse
@@ -31,7 +31,7 @@ from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.planning import oom
 from jaxopt_llm.training.validation import validate
 
-PROGRAM = "python -m jaxopt_llm.evaluate"
+PROGRAM = errors.program_name("evaluate")
 OVERRIDABLE = ("data.", "evaluation.paths", "training.batch_size", "training.sequence_length")
 
 
@@ -64,7 +64,7 @@ def evaluate(source: LoadedModel, rows: PackedRows, batch_size: int, max_batches
 
 
 def main() -> int:
-    options, overrides = _make_parser().parse_known_args(sys.argv[1:])
+    options, overrides = make_parser().parse_known_args(sys.argv[1:])
     if options.batches is not None and options.batches < 1:
         raise InputError(f"--batches {options.batches}: must be at least 1")
     reads_other_data = any(argument.split("=")[0] == "--data.paths" for argument in overrides)
@@ -77,7 +77,7 @@ def main() -> int:
     if attention.reason:
         print(f"attention: {attention}", file=sys.stderr)
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
-        source = run.load_model(options.checkpoint, config.data, attention=attention.name)
+        source = run.load_model(options.checkpoint, config.data, attention=attention.name, adapter=options.adapter)
     for name, documents in _open_documents(config, source.tokenizer, reads_other_data).items():
         rows = PackedRows(documents, length, config.model.vocabulary_size, name, config.data.long_documents)
         with oom.explain_oom("evaluating", "set a smaller --training.batch-size or --training.sequence-length"):
@@ -101,7 +101,7 @@ def _open_documents(config: Config, tokenizer: Tokenizer, all_of_paths: bool) ->
     return {"the held-out split": held_out}
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
         prog=PROGRAM,
         description="Compute the loss of a run's last checkpoint on its validation sets or held-out documents or, with "
@@ -110,7 +110,14 @@ def _make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--checkpoint", type=Path, required=True, metavar="DIR", help="training run, or folder of a Hugging Face model")
+    add(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="training run, or folder or hub id of a Hugging Face model",
+    )
+    add("--adapter", type=Path, metavar="FOLDER", help="PEFT folder or hub id of LoRA adapters of the model")
     add("--batches", type=int, metavar="N", help="maximum number of batches to read (default: all)")
     return parser
 

@@ -1,7 +1,7 @@
 """Command `generate`: text generation and chat.
 
-python -m jaxopt_llm.generate --checkpoint DIR --prompt TEXT [--prompt TEXT ...] [--tokens N] ...
-python -m jaxopt_llm.generate --checkpoint DIR --chat [--system TEXT] ...
+python -m jaxopt_llm.generate --checkpoint DIR [--adapter FOLDER] --prompt TEXT [--prompt TEXT ...] [--tokens N] ...
+python -m jaxopt_llm.generate --checkpoint DIR [--adapter FOLDER] --chat [--system TEXT] ...
 """
 
 import argparse
@@ -65,15 +65,22 @@ def generate(
     return [continuation.text for continuation in continuations]
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
-        prog="python -m jaxopt_llm.generate",
+        prog=errors.program_name("generate"),
         description="Continue text. For one prompt, print it and its continuation as the tokens are generated. For "
         'several prompts, print one line of JSON each, {"prompt": ..., "text": ...}, where text is only the '
         "continuation. With --chat, answer the lines of standard input.",
     )
     add = parser.add_argument
-    add("--checkpoint", type=Path, required=True, metavar="DIR", help="training run, or folder of a Hugging Face model")
+    add(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="training run, or folder or hub id of a Hugging Face model",
+    )
+    add("--adapter", type=Path, metavar="FOLDER", help="PEFT folder or hub id of LoRA adapters of the model")
     add("--tensor", type=int, default=1, metavar="N", help="devices that split all weights and heads (default: 1)")
     add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; can be given several times")
     add("--prompts", type=Path, metavar="FILE", help="file of further prompts, a JSON string on each line")
@@ -93,7 +100,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    arguments = _make_parser().parse_args(sys.argv[1:])
+    arguments = make_parser().parse_args(sys.argv[1:])
     prompts = arguments.prompt + (_read_prompts(arguments.prompts) if arguments.prompts else [])
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     _check_mode(arguments.chat, prompts, arguments.system, arguments.context)
@@ -103,7 +110,7 @@ def main() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
-        source = run.load_model(arguments.checkpoint, tensor=arguments.tensor)
+        source = run.load_model(arguments.checkpoint, tensor=arguments.tensor, adapter=arguments.adapter)
     rest = (count, sampling, arguments.seed, arguments.stop)
     with oom.explain_oom("generating", "give fewer or shorter prompts at once, or a smaller --tokens or --context"):
         if arguments.chat:

@@ -1,6 +1,7 @@
 """Command `plan`: memory, traffic and speed of a training step, and a search for the fastest settings.
 
-python -m jaxopt_llm.plan --config FILE [--gpu CHIP --hosts N --gpus-per-host N] [--json] [--section.field VALUE ...]
+python -m jaxopt_llm.plan --config FILE [--gpu CHIP --hosts N --gpus-per-host N] [--json] [--save FILE]
+                          [--section.field VALUE ...]
 python -m jaxopt_llm.plan --search [--explain] [--write FILE] [--allow FIELD ...] --config FILE ...
 
 Compile the training step of a recipe for GPUs that this machine need not have, and print the memory and the traffic of
@@ -16,7 +17,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from jaxopt_llm.compiler.buffers import compile_and_list_temporaries
 from jaxopt_llm.compiler.chips import CHIPS, seconds_at_peak
 from jaxopt_llm.config import Config, cli
 from jaxopt_llm.config.fields import SEARCHED
+from jaxopt_llm.config.unread import describe_unread
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
@@ -36,9 +38,10 @@ from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.moe import exchange
+from jaxopt_llm.observe.progress import CompileLine
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.planning import links
+from jaxopt_llm.planning import figure, links
 from jaxopt_llm.planning.advice import Advice, advise, format_advice
 from jaxopt_llm.planning.breakdown import break_down_step
 from jaxopt_llm.planning.memory import (
@@ -62,7 +65,7 @@ from jaxopt_llm.training.program import make_program
 from jaxopt_llm.training.utilisation import compute_utilisation
 from jaxopt_llm.training.validation import validate
 
-PROGRAM = "python -m jaxopt_llm.plan"
+PROGRAM = errors.program_name("plan")
 GPUS_PER_HOST = 8
 MAX_COMPILES = 8  # programs that a search compiles at the same time, at most: each takes a core and 1 to 2 GB
 
@@ -176,10 +179,8 @@ def _describe_gpus(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> 
 
 def format_plan(plan: Plan) -> str:
     """Return a plan as a table."""
-    parameters = flops.describe_parameters(plan.parameters, plan.active_parameters)
     lines = [
-        f"{parameters} on {plan.hosts} × {plan.gpus_per_host} {plan.gpu}; compiled in {plan.compile_seconds:.1f} s "
-        f"with jax {plan.jax}",
+        f"{_make_heading(plan)}; compiled in {plan.compile_seconds:.1f} s with jax {plan.jax}",
         f"attention: {plan.attention}",
         *([f"experts' tokens: {plan.exchange}"] if plan.exchange else []),
         "",
@@ -209,6 +210,11 @@ def format_plan(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _make_heading(plan: Plan) -> str:
+    parameters = flops.describe_parameters(plan.parameters, plan.active_parameters)
+    return f"{parameters} on {plan.hosts} × {plan.gpus_per_host} {plan.gpu}"
+
+
 def _format_host_memory(plan: Plan) -> str:
     traffic = (
         f"{plan.pcie_bytes / GIB:.2f} GiB over {plan.host_link} a step, {plan.pcie_seconds * 1e3:,.0f} ms at its rate"
@@ -224,7 +230,7 @@ def to_json(plan: Plan) -> str:
     return json.dumps(values | {"spare": plan.spare, "fits": plan.spare >= 0}, indent=2)
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
         prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -234,6 +240,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--hosts", type=int, metavar="N", help=f"number of machines (default: {hosts})")
     add("--gpus-per-host", type=int, metavar="N", help=f"GPUs of each machine (default: {gpus})")
     add("--json", action="store_true", help="print JSON: bytes, seconds and FLOPs of each GPU")
+    add("--save", type=Path, metavar="FILE", help="draw memory and time as bars, in an .html or an .svg file")
     add("--search", action="store_true", help="find the fastest settings that fit these GPUs, for the recipe's batch")
     add("--explain", action="store_true", help="with --search: show the other settings, and why they were rejected")
     add("--write", type=Path, metavar="FILE", help="with --search: save the fastest settings as a recipe, a new file")
@@ -245,18 +252,27 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    options, arguments = _make_parser().parse_known_args()
+    options, arguments = make_parser().parse_known_args()
     for name in ("explain", "write", "allow"):
         if getattr(options, name) and not options.search:
             raise InputError(f"--{name} requires --search")
+    if options.save:
+        if options.search:
+            raise InputError("--save draws a plan; leave out --search, or use --write to save the settings it finds")
+        figure.check_figure_file(options.save)
     config = pretrained.resolve_pretrained(cli.parse_config(arguments, PROGRAM))
     validate(config)
     _choose_hosts(options, config)
     prepare_jax()
     if options.search:
         return _search(config, options)
+    for line in describe_unread(config):
+        print(f"warning: {line}", file=sys.stderr)
     plan = make_plan(config, options.gpu, options.hosts, options.gpus_per_host)
     print(to_json(plan) if options.json else format_plan(plan))
+    if options.save:
+        charts = figure.make_charts(plan.memory, plan.limit, plan.speed.breakdown)
+        figure.save_figure(charts, _make_heading(plan), options.save)
     return 0
 
 
@@ -294,14 +310,19 @@ def _search(config: Config, options: argparse.Namespace) -> int:
     topology.gpu_topology(gpu, hosts, gpus_per_host)  # raises an error now, before the search
     cluster, allowed = Cluster(gpu, hosts, gpus_per_host), tuple(dict.fromkeys(options.allow))
     limit = int(cluster.chip.memory_bytes * float(MEMORY_FRACTION))
-    clock, compiles = time.perf_counter(), min(os.cpu_count() or 1, MAX_COMPILES)
+    clock, compiles = time.perf_counter(), min(os.cpu_count() or 1, MAX_COMPILES, ranking.MAX_COMPILED)
     plan_config = functools.partial(make_plan, gpu=gpu, hosts=hosts, gpus_per_host=gpus_per_host)
-    with ProcessPoolExecutor(compiles, multiprocessing.get_context("spawn"), prepare_jax) as processes:
+    spawn, line = multiprocessing.get_context("spawn"), CompileLine(ranking.MAX_COMPILED)
+    with ProcessPoolExecutor(compiles, spawn, prepare_jax) as processes, line:
+        if compiles > 1:
+            for _ in range(compiles):
+                processes.submit(prepare_jax)  # the processes start and import JAX while this one estimates
 
-        def compile_all(candidates: Sequence[Config]) -> Iterable[Plan]:
-            for candidate in candidates:
-                print(f"compiling {report.describe_setting(candidate, config)}", file=sys.stderr, flush=True)
-            return (map if len(candidates) == 1 else processes.map)(plan_config, candidates)
+        def compile_all(candidates: Sequence[Config]) -> Iterator[Plan]:
+            line.announce([report.describe_setting(candidate, config) for candidate in candidates])
+            for plan in (processes.map if compiles > 1 else map)(plan_config, candidates):
+                line.advance()
+                yield plan
 
         found = ranking.search_settings(config, cluster, limit, allowed, compile_all, compiles)
     seconds = time.perf_counter() - clock

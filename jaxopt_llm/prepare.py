@@ -21,6 +21,7 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -34,12 +35,14 @@ from rich.text import Text
 from jaxopt_llm.checkpoint.native.lock import lock_directory
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.config.data import Content
-from jaxopt_llm.core import errors
+from jaxopt_llm.core import errors, hub
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data import prepared, source
-from jaxopt_llm.data.find import PLAN, find_corpus_files
+from jaxopt_llm.data.find import find_corpus_files
+from jaxopt_llm.data.remote import is_url
 from jaxopt_llm.data.rows import Part
 from jaxopt_llm.data.skipped import Skipped
+from jaxopt_llm.data.storage import PLAN
 from jaxopt_llm.data.template import open_reader
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens import in_spans
@@ -55,7 +58,7 @@ def prepare(config: DataConfig, directory: Path, workers: int) -> None:
     files = list(chain.from_iterable(find_corpus_files(config)))
     for file in files:
         if file.format not in source.FORMATS:
-            raise InputError(f"--input {file.path} holds tokens, not text: give it to training with --data.paths")
+            raise InputError(f"--input {file} holds tokens, not text: give it to training with --data.paths")
     console = Console(highlight=False, soft_wrap=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("inspecting files", total=len(files))
@@ -152,6 +155,8 @@ def _write_shards(
     missing = [i for i in range(len(shards)) if i not in merger]
     # With fewer shards than workers, such as one compressed file, the tokenizer's own threads use the other cores.
     uses_threads = len(missing) < workers
+    if not config.uses_bytes:  # so that all workers read the same revision of a model of the hub
+        config = replace(config, tokenizer=str(hub.find_folder(config.tokenizer, "--tokenizer ", weights=False)))
     # Spawn, because a fork would copy the locks of this process's threads.
     pool = ProcessPoolExecutor(
         min(workers, len(missing)) or 1, multiprocessing.get_context("spawn"), _start_worker, (config, uses_threads)
@@ -206,13 +211,13 @@ def _describe_skipped(records: list[dict[str, Any]], shards: list[list[Part]]) -
     return "; ".join(prepared.add_skipped(records, shards).describe())
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     default = DataConfig()
     parser = errors.ArgumentParser(
-        prog="python -m jaxopt_llm.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=errors.program_name("prepare"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--input", nargs="+", metavar="PATH", help="files, folders or globs of text, JSONL, JSON, CSV or Parquet")
+    add("--input", nargs="+", metavar="PATH", help="files, folders, globs or URLs of text, JSONL, JSON, CSV or Parquet")
     add("--output", type=Path, metavar="DIR", help="new directory, or one with an unfinished prepared corpus")
     add("--verify", type=Path, metavar="DIR", help="instead, read a prepared corpus and print which parts are damaged")
     add("--preview", type=int, metavar="N", help="instead, print the first N conversations with learned tokens marked")
@@ -220,7 +225,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--tokenizer",
         default="bytes",
         metavar="FILE",
-        help="a tokenizer.json, the folder that has one, or bytes (default: bytes)",
+        help="a tokenizer.json, the folder that has one, a hub id, or bytes (default: bytes)",
     )
     add("--bos", default=default.bos, metavar="TOKEN", help="token before each document (default: the tokenizer's BOS)")
     add("--eos", default=default.eos, metavar="TOKEN", help="token after each document (default: the tokenizer's EOS)")
@@ -240,10 +245,18 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_local(flag: str, folder: Path | None) -> None:
+    url = str(folder).replace(":/", "://", 1)  # a path has no two slashes in a row
+    if is_url(url):
+        raise InputError(f"{flag} {url}: must be a local folder; write one, and copy it with the tools of that storage")
+
+
 def main() -> int:
-    arguments = vars(_make_parser().parse_args(sys.argv[1:]))
+    arguments = vars(make_parser().parse_args(sys.argv[1:]))
     workers, paths, directory = (arguments.pop(name) for name in ("workers", "input", "output"))
     verified_directory, preview_count = arguments.pop("verify"), arguments.pop("preview")
+    _check_local("--output", directory)
+    _check_local("--verify", verified_directory)
     if workers < 1:
         raise InputError(f"--workers {workers}: must be at least 1")
     if verified_directory:

@@ -8,7 +8,7 @@ import sys
 from jaxopt_llm.config import Config, cli, fields
 from jaxopt_llm.core import errors
 
-COMMAND = "python -m jaxopt_llm.train"
+COMMAND = errors.program_name("train")
 if __name__ == "__main__" and cli.asks_for_help(sys.argv[1:]):
     # The help does not need JAX, and the imports below take seconds, because they import JAX.
     errors.run_command(lambda: cli.print_help(sys.argv[1:], COMMAND))
@@ -24,8 +24,10 @@ from jaxopt_llm.checkpoint.native.lock import lock_directory
 from jaxopt_llm.core.errors import Preempted
 from jaxopt_llm.distributed import launchers, process_group, runtime
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
+from jaxopt_llm.observe.events import EventLog
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.observe.progress import ProgressLine
+from jaxopt_llm.planning.memory import write_memory
 from jaxopt_llm.planning.oom import OomExplainer
 from jaxopt_llm.training.compile import compile_programs, lower_programs
 from jaxopt_llm.training.initial_weights import open_initial_weights
@@ -47,9 +49,13 @@ def train(requested: Config, preemption: Preemption, processes: Processes = SING
     setup = prepare_run(requested, processes)
     config: Config = setup.config  # the requested one, with epochs as steps
     directory, steps = setup.directory, config.training.steps
+    progress = ProgressLine(steps, processes.first)
+    events = EventLog(directory, progress.say, writes=processes.first)
     with (
-        ProgressLine(steps, processes.first) as progress,
-        Checkpoints(directory / "checkpoints", config.checkpoint, progress.say, processes) as checkpoints,
+        progress,
+        Checkpoints(
+            directory / "checkpoints", config.checkpoint, progress.say, processes, events.write_save
+        ) as checkpoints,
     ):
         start = checkpoints.latest_verified_step() or 0
         progress.advance(start)
@@ -69,7 +75,10 @@ def train(requested: Config, preemption: Preemption, processes: Processes = SING
             {"the step": (lowered.step, programs.step), "an evaluation": (lowered.held_out, programs.held_out)}
         )
 
-        with Loop(setup, programs, checkpoints, progress, preemption) as loop:
+        if processes.first:
+            write_memory(directory / "memory.json", setup.program, programs.step)
+
+        with Loop(setup, programs, checkpoints, progress, preemption, events) as loop:
             with explainer.explain_oom(lambda: f"bringing the state of step {start} onto the devices", lowered.step):
                 loop.restore(start, initial)
             loop.start(start, initial)

@@ -1,5 +1,6 @@
 """Bad input: one line that says what is wrong, where, and how to fix it; exit code 2."""
 
+import contextlib
 import re
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from commands import command, tiny, train
 import jaxopt_llm.train
 from jaxopt_llm.checkpoint.native.lock import lock_directory
 from jaxopt_llm.core import errors
+from jaxopt_llm.core.errors import InputError
 
 RECIPE = "from jaxopt_llm.config import Config\n"
 INTERLEAVED = ("--pipeline.schedule", "interleaved", "--pipeline.virtual-stages")
@@ -434,6 +436,18 @@ def test_two_processes_do_not_share_a_run_directory(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert_one_line(refused.stderr, str(tmp_path), "in use")
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_an_empty_directory_is_removed_only_if_the_lock_created_it(tmp_path: Path) -> None:
+    for name in ("new", "written", "old"):
+        directory = tmp_path / name
+        if name == "old":
+            directory.mkdir()
+        with contextlib.suppress(InputError), lock_directory(directory):
+            if name == "written":
+                (directory / "config.json").touch()
+            raise InputError("refused")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "written"]
 
 
 def test_larger_than_the_host(tmp_path: Path) -> None:

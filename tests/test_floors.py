@@ -18,7 +18,8 @@ FLOORS = (
     ("training",),
     ("inference",),
     ("planning",),
-    ("train", "evaluate", "generate", "prepare", "plan", "convert", "checkpoint/__main__", "__main__"),
+    ("train", "evaluate", "generate", "prepare", "plan", "convert", "report", "checkpoint/__main__"),
+    ("completion", "__main__"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")

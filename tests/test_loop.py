@@ -240,6 +240,39 @@ def test_a_run_that_ends_without_an_update_has_diverged(tmp_path: Path, monkeypa
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["5"]
 
 
+def test_the_history_of_a_run_is_kept_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After two updates every step is an outlier, and the run diverges. Continued, it fails in an evaluation."""
+    monkeypatch.setattr(guard, "HISTORY", 2)
+    config = tiny(tmp_path / "run")
+    config = dataclasses.replace(
+        config,
+        training=dataclasses.replace(config.training, steps=4, skip_outliers=1e-6),
+        evaluation=dataclasses.replace(config.evaluation, every=9),
+        checkpoint=dataclasses.replace(config.checkpoint, every=2),
+    )
+    longer = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=5))
+    with Preemption() as preemption:
+        with pytest.raises(TrainingDiverged):
+            command.train(config, preemption)
+        monkeypatch.setattr(loop, "evaluate", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            command.train(longer, preemption)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    # A checkpoint is complete some time after its step.
+    assert [line["step"] for line in lines if line["event"] == "checkpoint"] == [2, 4]
+    lines = [line for line in lines if line["event"] != "checkpoint"]
+    assert [(line["step"], line["event"]) for line in lines] == [
+        *((0, "start"), (3, "skipped"), (4, "skipped"), (4, "fault")),
+        *((4, "resume"), (5, "skipped"), (5, "fault")),
+    ]
+    assert lines[1]["detail"].startswith("loss ") and lines[-1]["detail"] == "ZeroDivisionError: division by zero"
+    assert lines[3]["detail"].startswith("step 4: the run has ended")
+    kinds = json.loads((tmp_path / "run" / "memory.json").read_text())
+    assert sum(kinds["kinds"].values()) == kinds["peak"] and min(kinds["kinds"].values()) >= 0
+    adam, resting = kinds["kinds"]["optimizer"], kinds["kinds"]["parameters"]
+    assert adam == pytest.approx(2 * resting, rel=0.1)  # one float32 copy of the parameters, and two moments
+
+
 def test_only_a_lone_overflow_at_the_end_is_no_divergence() -> None:
     def ends(steps: int, updates: int, overflow: bool, skipped: int) -> None:
         metrics = {"overflow": np.bool_(overflow), "skipped": np.int32(skipped)}

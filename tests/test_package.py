@@ -86,6 +86,7 @@ def test_one_command_has_all_of_them(tmp_path: Path) -> None:
     # The arguments and the exit code are those of the module.
     failed = started("train", "--config", "none.py")
     assert failed.returncode == 2 and failed.stderr.startswith("error: --config none.py: no such file")
+    assert started("train", "--help").stdout.startswith("usage: jaxopt-llm train ")
     asked = started("chat", "--checkpoint", str(tmp_path / "none"))
     assert asked.returncode == 2 and "not a run directory" in asked.stderr
     modules = {path.stem for path in (ROOT / "jaxopt_llm").glob("*.py")} - {"__init__", "__main__"}

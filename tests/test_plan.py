@@ -421,13 +421,14 @@ def test_a_mesh_of_another_size_is_refused() -> None:
 def test_hosts_and_gpus_are_those_of_the_mesh_by_default(
     given: tuple[str, ...], mesh: int, hosts: int, gpus: int
 ) -> None:
-    options = planning._make_parser().parse_args(given)
+    options = planning.make_parser().parse_args(given)
     planning._choose_hosts(options, dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=mesh)))
     assert (options.hosts, options.gpus_per_host) == (hosts, gpus)
 
 
-def test_the_command() -> None:
-    done = command("plan", "--config", TINY, "--hosts", 1, "--mesh.fsdp=2", "--json")
+def test_the_command(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    done = command("plan", "--config", TINY, "--hosts", 1, "--mesh.fsdp=2", "--json", "--save", picture)
     assert done.returncode == 0, done.stderr
     output = json.loads(done.stdout)
     assert output["gpus_per_host"] == 2
@@ -436,6 +437,23 @@ def test_the_command() -> None:
     assert output["fits"] is True and output["hosts"] == 1 and output["flops"] > 0 and output["collectives"]
     assert output["step_seconds"] == pytest.approx(sum(part["seconds"] for part in output["breakdown"]))
     assert output["days"] > 0 and 0 < output["mfu"] < 1
+    for part in output["breakdown"]:
+        assert f"{part['seconds'] * 1e3:,.1f} ms" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--save", "plan.pdf"), "--save plan.pdf: a figure is an HTML or an SVG file; write to plan.html"),
+        (("--save", "plan.html", "--search"), "--save draws a plan; leave out --search, or use --write"),
+    ],
+)
+def test_a_figure_is_refused_before_the_compilation(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], complaint: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["plan", "--config", "10b.py", *arguments])
+    with pytest.raises(InputError, match=complaint):
+        planning.main()
 
 
 def test_xla_prints_nothing() -> None:

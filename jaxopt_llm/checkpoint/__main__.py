@@ -17,7 +17,7 @@ from jaxopt_llm.config import CheckpointConfig, cli
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import CheckpointError, InputError
 
-USAGE = "python -m jaxopt_llm.checkpoint list|verify RUN_DIR"
+USAGE = f"{errors.program_name('checkpoint')} list|verify RUN_DIR"
 
 
 def print_checkpoints(directory: Path, config: CheckpointConfig) -> None:

@@ -1,15 +1,16 @@
 """Settings that depend on a pretrained model or adapter: `model.pretrained` and `lora.pretrained`."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface.codecs import PRETRAINED_FIELDS
+from jaxopt_llm.checkpoint.huggingface.family import Family
 from jaxopt_llm.checkpoint.peft import adapter_folder
 from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import Config, DataConfig, ModelConfig, cli, fields
+from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
 
 
@@ -23,14 +24,15 @@ def resolve_pretrained(config: Config) -> Config:
     """
     if config.model.pretrained:
         # Absolute, because commands that read this run's directory may start in another directory.
-        path = Path(os.path.abspath(config.model.pretrained))
+        name = hub.absolute_name(config.model.pretrained)
+        path = hub.find_folder(name, "model.pretrained=", weights=False)
         model = _resize_vocabulary(read_model_config(path), config.model)
         stored = {name: fields.get_field(model, name) for name in PRETRAINED_FIELDS}
         resolved = _set_fields("model", config.model, stored)
-        config = fields.replace_fields(config, {"model": resolved, "model.pretrained": str(path)})
+        config = fields.replace_fields(config, {"model": resolved, "model.pretrained": name})
     config = fields.replace_fields(config, {"data": _resolve_tokenizer(config.data, config.model.pretrained)})
     if config.lora.pretrained and not config.model.problems():
-        config = fields.replace_fields(config, {"lora.pretrained": os.path.abspath(config.lora.pretrained)})
+        config = fields.replace_fields(config, {"lora.pretrained": hub.absolute_name(config.lora.pretrained)})
         lora = _set_fields("lora", config.lora, open_pretrained_adapter(config).lora)
         config = fields.replace_fields(config, {"lora": lora})
     return config
@@ -75,7 +77,7 @@ def _resolve_tokenizer(data: DataConfig, source: str) -> DataConfig:
     if data.tokenizer == "bytes":
         return data
     if data.tokenizer != "auto":  # absolute, as `model.pretrained` is
-        return fields.replace_fields(data, {"tokenizer": os.path.abspath(data.tokenizer)})
+        return fields.replace_fields(data, {"tokenizer": hub.absolute_name(data.tokenizer)})
     if is_folder or not source:
         return fields.replace_fields(data, {"tokenizer": source or "bytes"})
     stored = cli.load_run_config(Path(source), "model.pretrained=").data
@@ -106,13 +108,15 @@ def _set_fields(name: str, section: Any, stored: dict[str, Any]) -> Any:
 def find_source_folder(config: Config) -> Path | None:
     """Return the Hugging Face folder that a model came from, possibly through other runs.
 
-    None: the model came from no folder, or the folder no longer exists.
+    None: the model came from no folder, or the folder no longer exists. For a model of the hub, the folder holds its
+    configuration and tokenizer, perhaps without weights.
     """
     path, visited = config.model.pretrained, set[str]()
     while path and is_run_directory(Path(path)) and path not in visited:
         visited.add(path)
         path = cli.load_run_config(Path(path), "model.pretrained=").model.pretrained
-    return Path(path) if path and Path(path).is_dir() else None
+    folder = hub.find_folder(path, "model.pretrained=", weights=False) if path else None
+    return folder if folder and folder.is_dir() else None
 
 
 def open_pretrained_adapter(config: Config) -> AdapterFolder:
@@ -121,11 +125,22 @@ def open_pretrained_adapter(config: Config) -> AdapterFolder:
     Raises:
         InputError: the path is a run directory, or not a complete folder of LoRA adapters of the model.
     """
-    path = Path(config.lora.pretrained)
+    family = huggingface.choose_family(config.model, find_source_folder(config))
+    path = hub.find_folder(config.lora.pretrained, "lora.pretrained=")
+    return open_adapter(path, family, config.model, "lora.pretrained=")
+
+
+def open_adapter(path: Path, family: Family, model: ModelConfig, prefix: str) -> AdapterFolder:
+    """Open a PEFT folder with adapters of a model.
+
+    prefix: text before the path in the error message, such as "--adapter ".
+
+    Raises:
+        InputError: the path is a run directory, or not a complete folder of LoRA adapters of the model.
+    """
     if is_run_directory(path):
         raise InputError(
-            f"lora.pretrained={path}: this is a run directory; export its adapters first: python -m jaxopt_llm.convert "
+            f"{prefix}{path}: this is a run directory; export its adapters first: python -m jaxopt_llm.convert "
             f"export --checkpoint {path} --to FOLDER"
         )
-    family = huggingface.choose_family(config.model, find_source_folder(config))
-    return adapter_folder.open_adapter_folder(path, family, config.model)
+    return adapter_folder.open_adapter_folder(path, family, model)

@@ -3,6 +3,7 @@
 import functools
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,13 @@ def is_run_directory(path: Path) -> bool:
     return (path / "checkpoints").is_dir()
 
 
+class _Slices(NamedTuple):
+    """Slices of a leaf; of a stack, those of the rows from `first` on."""
+
+    first: int
+    rows: np.ndarray
+
+
 @dataclass(frozen=True)
 class RunWeights:
     """Parameters of a verified checkpoint of a run.
@@ -45,8 +53,8 @@ class RunWeights:
     run_config: ModelConfig
     config: ModelConfig
     base: ModelFolder | None = None
-    # Slices of the last leaf that was read, as this process's devices hold it. A stack may be one chunk of its file.
-    _cache: dict[str, np.ndarray] = field(default_factory=dict)
+    # Slices of the last leaf that was read, as this process's devices hold it: rows that are one chunk of a file.
+    _cache: dict[tuple[str, str, str], _Slices] = field(default_factory=dict)
 
     @functools.cached_property
     def _run_positions(self) -> dict[tuple[str, int], tuple[str, int]]:
@@ -72,6 +80,10 @@ class RunWeights:
         found = [self._run_leaves[each][1] for each in run_paths if each in self._run_leaves]
         return jnp.dtype(jnp.result_type(*found, *([self._base.dtype(path)] if len(found) < len(run_paths) else [])))
 
+    def holds(self, path: str) -> bool:
+        """Return whether the checkpoint holds a leaf of the run."""
+        return path in self._run_leaves
+
     def read(self, path: str, spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
         """Read a leaf in the shape and dtype of its spec; stack rows that hold no layer are 0.
 
@@ -79,20 +91,27 @@ class RunWeights:
             InputError: a value is not finite in the dtype of the spec.
         """
         grows = "vocabulary" in spec.axes and self.config.vocabulary_size > self.run_config.vocabulary_size
-        fill = self._fill_larger_table if grows and path in self._run_leaves else self._fill
+        fill = self._fill_larger_table if grows and path in self._run_leaves else self.fill
+        self.release(keep=path)
         return build_leaf(spec, sharding, functools.partial(fill, path))
 
     def _fill_larger_table(self, path: str, out: np.ndarray, layer: None, index: tuple[slice, ...]) -> None:
-        table = self._read_slice(path, layer, (slice(self.run_config.vocabulary_size),))
+        table = self._read_slice(path, path, layer, (slice(self.run_config.vocabulary_size),))
         copy_table(table, out, index, self.config.vocabulary_size, f"{self.checkpoint}: {path}")
 
-    def _fill(self, path: str, out: np.ndarray, layer: int | None, index: tuple[slice, ...]) -> None:
+    def release(self, keep: str = "") -> None:
+        """Remove the slices of leaves that were read from memory, except those of the leaf `keep`."""
+        for key in [key for key in self._cache if key[0] != keep]:
+            del self._cache[key]
+
+    def fill(self, path: str, out: np.ndarray, layer: int | None, index: tuple[slice, ...]) -> None:
+        """Write the slices `index` of one layer of a leaf into `out`: see `build_leaf`."""
         prefix, name = _split_path(path)
         run_prefix, row = (prefix, None) if layer is None else self._run_positions[prefix, layer]
         if run_prefix + name not in self._run_leaves:
             self._base.fill(path, out, layer, index)
             return
-        source = self._read_slice(run_prefix + name, row, index)
+        source = self._read_slice(path, run_prefix + name, row, index)
         if source.shape != out.shape:  # `copy_finite` would leave the rest of `out` at zero
             problem = f"{path} has shape {source.shape}, not {out.shape}"
             raise CheckpointError(f"checkpoint {self.checkpoint} belongs to another model: {problem}")
@@ -107,20 +126,31 @@ class RunWeights:
             )
         return self.base
 
-    def _read_slice(self, path: str, row: int | None, index: tuple[slice, ...]) -> np.ndarray:
-        """Read a slice of the run's leaf; of a stack, return one row, but read and cache all rows at once."""
-        key, whole = f"{path} {index}", index if row is None else (slice(None), *index)
-        if key not in self._cache:
-            if not any(other.startswith(f"{path} ") for other in self._cache):
-                self._cache.clear()
-            directory = self.checkpoint / self._run_leaves[path][0]
-            kvstore = {"driver": "ocdbt", "base": f"file://{directory}", "path": path.replace("/", ".") + "/"}
-            try:
-                store = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True).result()
-                self._cache[key] = store[whole].read().result()
-            except STORAGE_ERRORS as error:
-                raise CheckpointError(f"checkpoint {self.checkpoint} cannot be read: {path}: {error}") from error
-        return self._cache[key] if row is None else self._cache[key][row]
+    def _read_slice(self, path: str, run_path: str, row: int | None, index: tuple[slice, ...]) -> np.ndarray:
+        """Read a slice of the run's leaf; of a stack, return one row, but read and cache the rows of its chunk.
+
+        path: the leaf that it is read into.
+        """
+        key = (path, run_path, str(index))
+        cached = self._cache.get(key)
+        if cached is not None and (row is None or cached.first <= row < cached.first + len(cached.rows)):
+            return cached.rows if row is None else cached.rows[row - cached.first]
+        directory = self.checkpoint / self._run_leaves[run_path][0]
+        kvstore = {"driver": "ocdbt", "base": f"file://{directory}", "path": run_path.replace("/", ".") + "/"}
+        try:
+            store = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True).result()
+            if row is None:
+                cached = _Slices(0, store[index].read().result())
+            else:
+                chunk = store.chunk_layout.read_chunk.shape
+                assert chunk is not None and chunk[0] is not None
+                first = row - row % chunk[0]
+                block = slice(first, min(first + chunk[0], store.shape[0]))
+                cached = _Slices(first, store[(block, *index)].read().result())
+        except STORAGE_ERRORS as error:
+            raise CheckpointError(f"checkpoint {self.checkpoint} cannot be read: {run_path}: {error}") from error
+        self._cache[key] = cached
+        return cached.rows if row is None else cached.rows[row - cached.first]
 
 
 def _split_path(path: str) -> tuple[str, str]:

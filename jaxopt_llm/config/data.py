@@ -14,7 +14,8 @@ LongDocuments = Literal["auto", "split", "cut", "drop"]
 @dataclass(frozen=True)
 class DataConfig:
     paths: tuple[str, ...] = setting((), resume="freely")
-    """Files, folders or globs to read; each is one source. Empty = the source code of Python's standard library."""
+    """Files, folders, globs or URLs (s3://, gs://, hf://) to read; each is one source. Empty = the source code of
+    Python's standard library."""
     weights: tuple[float, ...] = ()
     """Share of the rows that each of data.paths gives, relative to the sum of the weights. Empty = an epoch reads every
     token once."""
@@ -40,8 +41,8 @@ class DataConfig:
     part as a separate document; cut: rows hold whole documents, and only the first part of a longer document is kept;
     drop: rows hold whole documents, and longer documents are dropped; auto: cut for conversations, split otherwise."""
     tokenizer: str = setting("auto", resume="freely")
-    """Tokenizer: bytes (256 bytes plus BOS and EOS), or the path of a Hugging Face tokenizer.json or its folder. auto:
-    the tokenizer of model.pretrained, or bytes if there is none."""
+    """Tokenizer: bytes (256 bytes plus BOS and EOS), the path of a Hugging Face tokenizer.json or its folder, or the id
+    of a model on the Hugging Face hub. auto: the tokenizer of model.pretrained, or bytes if there is none."""
     bos: str = ""
     """Token before each document (BOS). Empty = the tokenizer's own, if it has one."""
     eos: str = ""

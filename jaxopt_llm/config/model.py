@@ -20,10 +20,11 @@ MAX_LAYERS = 10_000  # the layout lists every layer
 @dataclass(frozen=True)
 class ModelConfig:
     pretrained: str = setting("", resume="freely", in_pretrained=False)
-    """Folder of a Hugging Face model, or directory of a run of this program, to start from. The initial parameters are
-    its weights (of a run: its last checkpoint). Its config.json sets all fields of this section except
-    resize_vocabulary, last_layers, moe.capacity_factor, moe.balance_loss, moe.router_z_loss and moe.router_bias_rate.
-    Empty = random initial parameters."""
+    """Model to start from: folder of a Hugging Face model, its id on the Hugging Face hub (org/name or
+    org/name@revision), or directory of a run of this program. The initial parameters are its weights (of a run: its
+    last checkpoint). Its config.json sets all fields of this section except resize_vocabulary, last_layers,
+    moe.capacity_factor, moe.balance_loss, moe.router_z_loss and moe.router_bias_rate. Empty = random initial
+    parameters."""
     resize_vocabulary: int = setting(0, resume="never", in_pretrained=False, bounds=NON_NEGATIVE)
     """Number of token ids after rows are added to the tables of the model that `pretrained` names, for a tokenizer with
     more tokens. Each added row is the mean of the others (Hewitt 2021). 0 = as many as the model has."""

@@ -71,7 +71,7 @@ class ShardingConfig:
 
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
-WITH_CHUNKS = ("interleaved",)  # the schedules with several chunks of a stage
+WITH_CHUNKS: tuple[Schedule, ...] = ("interleaved",)  # the schedules with several chunks of a stage
 
 
 @dataclass(frozen=True)

@@ -169,8 +169,8 @@ ALL_LINEAR = "all-linear"  # a target that is not a glob: PEFT's name for all ma
 @dataclass(frozen=True)
 class LoraConfig:
     pretrained: str = setting("", resume="freely")
-    """Folder of a PEFT adapter of this model, from which the adapters start. It also sets rank, alpha, targets, rslora
-    and dora. Empty = new adapters."""
+    """Folder or hub id of a PEFT adapter of this model, from which the adapters start. It also sets rank, alpha,
+    targets, rslora and dora. Empty = new adapters."""
     rank: int = setting(0, resume="never", in_pretrained=True, bounds=NON_NEGATIVE)
     """Rank of the LoRA adapters; only they are trained (Hu et al. 2021; PEFT: r). 0 = no adapters: train the parameters
     themselves."""

@@ -76,6 +76,20 @@ class Preempted(CommandError):
         super().__init__(f"preempted at step {step}; run again to continue")
 
 
+_prefix = "python -m jaxopt_llm."
+
+
+def set_program_prefix(prefix: str) -> None:
+    """Set the text before the name of a command in its help. Call it before the command's module is imported."""
+    global _prefix
+    _prefix = prefix
+
+
+def program_name(command: str) -> str:
+    """Return how the user starts a command: as a module or as `jaxopt-llm COMMAND`."""
+    return _prefix + command
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """Argument parser that raises InputError instead of printing its usage and exiting."""
 

@@ -1,14 +1,19 @@
-"""Atomic and durable file writes."""
+"""Atomic and durable file writes, and the folder of caches."""
 
 import os
 from pathlib import Path
 from typing import IO, Any
 
 
+def cache_home() -> Path:
+    """Return the folder for files that can be made again, such as compiled programs and downloaded data."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxopt_llm"
+
+
 def replace_durably(path: Path, text: str) -> None:
     """Write a file atomically: if the process or the machine dies, the file has its old content or its new one."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
+    with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         sync_file(file)
     temporary.replace(path)

@@ -4,18 +4,17 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 
 from jaxopt_llm.config import DataConfig, EvaluationConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data import tokens
-from jaxopt_llm.data.find import File, find_corpus_files, find_files
+from jaxopt_llm.data.find import File, find_corpus_files, find_files, locate, name_url
 from jaxopt_llm.data.indexed import open_megatron, open_numpy
 from jaxopt_llm.data.prepared import open_prepared
 from jaxopt_llm.data.skipped import Skipped
-from jaxopt_llm.data.source import read_standard_library, split_into_parts
+from jaxopt_llm.data.source import FORMATS, read_standard_library, split_into_parts
 from jaxopt_llm.data.template import Reader, open_reader
 from jaxopt_llm.data.tokenizer import Tokenizer
 
@@ -44,14 +43,14 @@ class Corpus:
         sha256: hash of every token and of its position in the documents; independent of the split. It covers only
             samples of files that another program tokenized. A run stores it and compares it on resume.
         skipped: skipped documents by reason.
-        files: the files; none for Python's standard library.
+        files: paths or URLs of the files; none for Python's standard library.
     """
 
     sources: tuple[Source, ...]
     held_out: tokens.TokenStream | None
     sha256: str
     skipped: Skipped
-    files: frozenset[Path]
+    files: frozenset[str]
 
     @property
     def name(self) -> str:
@@ -114,7 +113,7 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer, holds_out: bool = True
             held_out += evaluation if holds_out else []
     identity = hashlib.sha256("\n".join(digest for _, _, digest in opened).encode()).hexdigest()
     split = tokens.join_ranges(pieces, held_out) if holds_out else None
-    return Corpus(tuple(sources), split, identity, skipped, _resolve(chain.from_iterable(files_by_path)))
+    return Corpus(tuple(sources), split, identity, skipped, frozenset(map(locate, chain.from_iterable(files_by_path))))
 
 
 def open_all_documents(config: DataConfig, tokenizer: Tokenizer) -> tuple[tokens.TokenStream, Skipped]:
@@ -133,14 +132,14 @@ class ValidationSet:
     Attributes:
         sha256: hash of the contents; see `Corpus`.
         skipped: skipped documents by reason.
-        files: the files.
+        files: paths or URLs of the files.
     """
 
     name: str
     documents: tokens.TokenStream
     sha256: str
     skipped: Skipped
-    files: frozenset[Path]
+    files: frozenset[str]
 
     def __str__(self) -> str:
         return f"{self.documents}{_format_reasons(self.skipped)}"
@@ -161,12 +160,8 @@ def open_validation_sets(
         if not stream.size:
             reasons = _format_reasons(skipped)
             raise InputError(f"evaluation.paths {path}: 0 documents{reasons}; add documents, or leave the path out")
-        sets.append(ValidationSet(name, stream, digest, skipped, _resolve(files)))
+        sets.append(ValidationSet(name, stream, digest, skipped, frozenset(map(locate, files))))
     return tuple(sets)
-
-
-def _resolve(files: Iterable[File]) -> frozenset[Path]:
-    return frozenset(file.path.resolve() for file in files)
 
 
 def _open_files(
@@ -184,16 +179,22 @@ def _open_file(
     file: File, read: Reader, config: DataConfig, tokenizer: Tokenizer, skipped: Skipped
 ) -> tuple[Sequence[tokens.Piece], str]:
     """Return the pieces of a file and the hash of its contents."""
+    if file.format not in FORMATS:
+        with name_url(file):
+            return _open_token_file(file, tokenizer)
+    pieces = [tokens.tokenize(file.name, read(part, skipped), tokenizer) for part in split_into_parts(file, config)]
+    return pieces, _sha256(pieces)
+
+
+def _open_token_file(file: File, tokenizer: Tokenizer) -> tuple[Sequence[tokens.Piece], str]:
+    """Return the pieces of a file that is already tokenized, and a hash of its contents."""
     if file.format == "prepared":
         piece, digest = open_prepared(file.name, file.path, tokenizer)
         return [piece], digest
     if file.format == "megatron":
         pair = (file.path, file.path.with_suffix(".bin"))
         return [open_megatron(file.name, file.path)], "".join(map(tokens.fingerprint_file, pair))
-    if file.format == "numpy":
-        return [open_numpy(file.name, file.path, tokenizer.eos)], f"{tokens.fingerprint_file(file.path)} by stretches"
-    pieces = [tokens.tokenize(file.name, read(part, skipped), tokenizer) for part in split_into_parts(file, config)]
-    return pieces, _sha256(pieces)
+    return [open_numpy(file.name, file.path, tokenizer.eos)], f"{tokens.fingerprint_file(file.path)} by stretches"
 
 
 def _format_reasons(skipped: Skipped) -> str:

@@ -1,13 +1,15 @@
 """Search for the files of a corpus."""
 
-import glob
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data import remote
+from jaxopt_llm.data.storage import LocalStorage, Storage, is_prepared
 
 SUFFIXES = {
     **dict.fromkeys((".txt", ".text", ".md"), "text"),
@@ -19,16 +21,25 @@ SUFFIXES = {
 # if data.format names them.
 _NAMED_FORMATS = {"json", "csv"}
 COMPRESSED = (".gz", ".bz2", ".zst")
-PLAN = "prepared-plan.json"  # in every folder that jaxopt_llm.prepare has started to write
 
 
 @dataclass(frozen=True)
 class File:
-    """File or prepared folder to read. `name` is its path relative to the requested folder, with `/` as separator."""
+    """File or prepared folder to read. Its text is the path or URL that the user knows it by, for messages.
+
+    Attributes:
+        name: path relative to the requested folder, with `/` as separator.
+        path: path on this machine.
+        url: the URL that it was downloaded from; empty for a local file.
+    """
 
     name: str
     path: Path
     format: str
+    url: str = ""
+
+    def __str__(self) -> str:
+        return self.url or str(self.path)
 
 
 def find_corpus_files(config: DataConfig) -> list[list[File]]:
@@ -37,16 +48,32 @@ def find_corpus_files(config: DataConfig) -> list[list[File]]:
     Raises:
         InputError: `find_files` raises it, or two paths contain the same file.
     """
+    remote.check_backends(config.paths, "data.paths")
     found = [find_files(pattern, config) for pattern in config.paths]
-    seen: dict[Path, tuple[str, Path]] = {}
+    seen: dict[str, tuple[str, Path]] = {}
     for pattern, files in zip(config.paths, found, strict=True):
         for file in files:
-            resolved = file.path.resolve()
-            other, path = seen.setdefault(resolved, (pattern, file.path))
+            origin = locate(file)
+            other, path = seen.setdefault(origin, (pattern, file.path))
             if (other, path) != (pattern, file.path):
-                problem = f"{other} and {pattern} both read {resolved}, so its documents would occur twice"
+                problem = f"{other} and {pattern} both read {origin}, so its documents would occur twice"
                 raise InputError(f"data.paths: {problem}; remove one, or give one a larger weight with data.weights")
     return found
+
+
+def locate(file: File) -> str:
+    """Return the path of a file without symbolic links, or its URL. It is the same for the same file."""
+    return file.url or str(file.path.resolve())
+
+
+@contextmanager
+def name_url(file: File) -> Iterator[None]:
+    """Name the URL of a file instead of its local copy in the messages of errors."""
+    try:
+        yield
+    except InputError as error:
+        folder = file.url.rpartition("/")[0] or str(file.path.parent)
+        raise InputError(str(error).replace(str(file.path.parent), folder)) from error
 
 
 def find_files(pattern: str, config: DataConfig, setting: str = "data.paths") -> list[File]:
@@ -61,66 +88,75 @@ def find_files(pattern: str, config: DataConfig, setting: str = "data.paths") ->
     Raises:
         InputError: there are no files, or none of a known format.
     """
-    path, found = Path(pattern), []
-    if _is_prepared(path):
-        return [File(path.name, path, "prepared")]
-    if path.is_dir():
-        root = path
-        known = {*SUFFIXES.values(), "prepared"} - _NAMED_FORMATS
-        formats = known if config.format == "auto" else {config.format}
-        found = [p for p in _walk(path) if (config.format == "text" and p.is_file()) or _guess_format(p) in formats]
+    storage: Storage = remote.RemoteStorage(pattern, setting) if remote.is_url(pattern) else LocalStorage(pattern)
+    path = storage.path
+    if storage.is_file(path):
+        found, root = [path], path.parent
+    elif is_prepared(storage, path):
+        return _make_files(storage, {path: (path.name, "prepared")})
+    elif is_folder := storage.is_folder(path):
+        found, root = _select_in_folder(storage, config), path
     else:
         pair = path.with_name(path.name + ".idx")
-        matches = [path] if path.is_file() else [pair] if pair.is_file() else _glob(pattern)
-        found = [p for p in matches if p.is_file() or _is_prepared(p)]
-        root = Path(os.path.commonpath([p.parent for p in found])) if found else path
-    files = set()
+        found = [pair] if storage.is_file(pair) else _glob(storage)
+        root = PurePath(os.path.commonpath([p.parent for p in found])) if found else path
+    files = {}
     for match in found:
-        file_format = _guess_format(match) if match.is_dir() or config.format == "auto" else config.format
+        guesses = config.format == "auto" or storage.is_folder(match)
+        file_format = _guess_format(storage, match) if guesses else config.format
         if file_format is None:
-            raise InputError(f"{setting} {match}: the suffix does not tell the format; set data.format")
+            shown = storage.url(match) or match
+            raise InputError(f"{setting} {shown}: the suffix does not tell the format; set data.format")
         file = match.with_suffix(".idx") if file_format == "megatron" else match
-        files.add(File(file.relative_to(root).as_posix(), file, file_format))
+        files[file] = file.relative_to(root).as_posix(), file_format
     if not files:
-        what = f"no file of the format {config.format}" if path.is_dir() else "no such file or folder"
-        if path.is_dir() and config.format == "auto" and (left := _find_left_out(path)):
+        what = f"no file of the format {config.format}" if is_folder else "no such file or folder"
+        if is_folder and config.format == "auto" and (left := _find_left_out(storage)):
             problem = f"a folder's .json and .csv files, such as {left}, are read only if they are named"
             raise InputError(f"{setting} {pattern}: {problem}; name them with a glob, or set data.format")
         raise InputError(f"{setting} {pattern}: {what}; correct the path (known suffixes: {', '.join(SUFFIXES)})")
-    return sorted(files, key=lambda file: file.name)
+    return _make_files(storage, files)
 
 
-def _find_left_out(folder: Path) -> Path | None:
+def _make_files(storage: Storage, files: dict[PurePath, tuple[str, str]]) -> list[File]:
+    """Return files sorted by name, copied to this machine. files: name and format of each path."""
+    paths = sorted(files, key=lambda path: files[path][0])
+    pairs = [(path, path.with_suffix(".bin")) if files[path][1] == "megatron" else (path,) for path in paths]
+    local = storage.fetch(pairs)
+    return [
+        File(files[path][0], copy, files[path][1], storage.url(path)) for path, copy in zip(paths, local, strict=True)
+    ]
+
+
+def _select_in_folder(storage: Storage, config: DataConfig) -> list[PurePath]:
+    formats = {*SUFFIXES.values(), "prepared"} - _NAMED_FORMATS if config.format == "auto" else {config.format}
+    return [
+        path
+        for path in storage.walk(storage.path)
+        if (config.format == "text" and storage.is_file(path)) or _guess_format(storage, path) in formats
+    ]
+
+
+def _find_left_out(storage: Storage) -> str | None:
     """Return a file in a folder that data.format=auto does not take, although its format is known."""
-    return min((path for path in _walk(folder) if _guess_format(path) in _NAMED_FORMATS), default=None)
+    found = (path for path in storage.walk(storage.path) if _guess_format(storage, path) in _NAMED_FORMATS)
+    return min((storage.url(path) or str(path) for path in found), default=None)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """Yield the files and prepared folders below a folder, without files of prepared folders and hidden files."""
-    for parent, subfolders, names in os.walk(folder):
-        visible = [Path(parent, name) for name in subfolders if not name.startswith(".")]
-        subfolders[:] = [path.name for path in visible if not _is_prepared(path)]
-        yield from (path for path in visible if _is_prepared(path))
-        yield from (path for name in names if not name.startswith(".") and (path := Path(parent, name)).is_file())
-
-
-def _glob(pattern: str) -> list[Path]:
+def _glob(storage: Storage) -> list[PurePath]:
     """Return the matches without the files of prepared folders, because `**` matches a folder and its files."""
-    matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
-    prepared = {folder for folder in {path.parent for path in matches} if _is_prepared(folder)}
-    return [path for path in matches if path.parent not in prepared]
+    matches = storage.glob()
+    prepared = {folder for folder in {path.parent for path in matches} if is_prepared(storage, folder)}
+    matches = [path for path in matches if path.parent not in prepared]
+    return [path for path in matches if storage.is_file(path) or is_prepared(storage, path)]
 
 
 def is_compressed(file: File) -> bool:
     return file.path.suffix in COMPRESSED
 
 
-def _guess_format(path: Path) -> str | None:
-    if path.is_dir():
+def _guess_format(storage: Storage, path: PurePath) -> str | None:
+    if storage.is_folder(path):
         return "prepared"
-    name = Path(path.stem) if path.suffix in COMPRESSED else path
+    name = PurePath(path.stem) if path.suffix in COMPRESSED else path
     return SUFFIXES.get(name.suffix)
-
-
-def _is_prepared(path: Path) -> bool:
-    return (path / PLAN).is_file()

@@ -43,7 +43,7 @@ def holds_lines(file: File) -> bool:
         line = start.split(b"\n")[0] if b"\n" in start else start + source.readline(stream.MAX_DOCUMENT_BYTES + 1)
     if line and not isinstance(_parse(line), dict):
         remedy = "write [{...}, {...}] or one {...} per line"
-        raise InputError(f"{file.path}: neither a JSON array nor one JSON object per line; {remedy}")
+        raise InputError(f"{file}: neither a JSON array nor one JSON object per line; {remedy}")
     return True
 
 
@@ -78,7 +78,7 @@ def _detect_form(file: File, config: DataConfig) -> str:
         rows += 1
     if rows < _FIRST_ROWS:
         return "messages"  # no row is a JSON object, so every form rejects all rows
-    raise InputError(f"{file.path}: no JSON object in the first {_FIRST_ROWS} rows; repair it, or set data.format")
+    raise InputError(f"{file}: no JSON object in the first {_FIRST_ROWS} rows; repair it, or set data.format")
 
 
 def _read_values(part: Part) -> Iterator[tuple[Position, Any]]:
@@ -180,14 +180,14 @@ class _Array:
         """Raise InputError. Unlike in JSON lines, the rows after the problem cannot be found."""
         where = self._line + self._text.count("\n", 0, self._at) if line is None else line
         remedy = "repair the array; if the file has one JSON value per line, set data.format=jsonl"
-        raise InputError(f"{self._file.path}, line {where}: {problem}, so the rest cannot be read; {remedy}")
+        raise InputError(f"{self._file}, line {where}: {problem}, so the rest cannot be read; {remedy}")
 
     def _read_more(self) -> bool:
         """Remove the consumed text, and read at least as much as remains. Returns False at the end of the file."""
         self._line += self._text.count("\n", 0, self._at)
         self._text, self._at = self._text[self._at :], 0
         if len(self._text) > stream.MAX_DOCUMENT_BYTES:
-            stream.reject_size(f"{self._file.path}, line {self._line}")
+            stream.reject_size(f"{self._file}, line {self._line}")
         more = self._source.read(max(_BLOCK, len(self._text)))
         self._text += more
         return bool(more)

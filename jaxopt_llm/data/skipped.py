@@ -24,8 +24,8 @@ class Position:
     def __str__(self) -> str:
         """Return the path and the line or row. To find the line of a byte, this reads the file up to the byte."""
         if self.unit == "byte":
-            return f"{self.file.path}, line {find_line(self.file, self.number)}"
-        return f"{self.file.path}, {self.unit} {self.number}" if self.unit else str(self.file.path)
+            return f"{self.file}, line {find_line(self.file, self.number)}"
+        return f"{self.file}, {self.unit} {self.number}" if self.unit else str(self.file)
 
 
 class Malformed(Exception):

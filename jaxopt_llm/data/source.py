@@ -81,7 +81,7 @@ def read_documents(part: Part, config: DataConfig, skipped: Skipped) -> Iterator
     """
     if part.file.format == "text" and config.content != "text":
         needed = f"data.content={config.content} requires JSONL, JSON, CSV or Parquet files"
-        raise InputError(f"{part.file.path}: {needed}; convert the file, or set data.content=text")
+        raise InputError(f"{part.file}: {needed}; convert the file, or set data.content=text")
     try:
         for where, content in _READERS[part.file.format](part, config):
             if isinstance(content, Malformed):
@@ -99,7 +99,7 @@ def read_documents(part: Part, config: DataConfig, skipped: Skipped) -> Iterator
             else:
                 skipped.add("empty")
     except (OSError, EOFError) as error:
-        raise InputError(f"{part.file.path}: cannot be read ({error}); check that it is complete") from error
+        raise InputError(f"{part.file}: cannot be read ({error}); check that it is complete") from error
 
 
 def read_standard_library() -> list[Document]:

@@ -20,7 +20,7 @@ def open_parquet(file: File) -> Any:
     try:
         return ParquetFile(file.path)
     except pyarrow.ArrowException as error:
-        raise InputError(f"{file.path}: not a readable Parquet file ({error}); restore it") from error
+        raise InputError(f"{file}: not a readable Parquet file ({error}); restore it") from error
 
 
 def read_parquet_rows(part: Part, config: DataConfig) -> Iterator[Row]:
@@ -32,7 +32,7 @@ def read_parquet_rows(part: Part, config: DataConfig) -> Iterator[Row]:
         yield from _read_parquet_conversations(part, config, table, names)
         return
     if name not in names:
-        raise InputError(f"{part.file.path}: {describe_missing_column(names, config)}")
+        raise InputError(f"{part.file}: {describe_missing_column(names, config)}")
     try:
         batches = table.iter_batches(1024, row_groups=range(part.first, part.last), columns=[name])
         columns = (batch.column(0).cast(pyarrow.large_binary()) for batch in batches)
@@ -42,7 +42,7 @@ def read_parquet_rows(part: Part, config: DataConfig) -> Iterator[Row]:
             yield Position(part.file, "row", row), missing if content is None else content
     except pyarrow.ArrowException as error:
         problem = f"column {name!r} cannot be read as text ({error})"
-        raise InputError(f"{part.file.path}: {problem}; name another column with data.text_field") from error
+        raise InputError(f"{part.file}: {problem}; name another column with data.text_field") from error
 
 
 def _read_parquet_conversations(part: Part, config: DataConfig, table: Any, names: list[str]) -> Iterator[Row]:
@@ -59,7 +59,7 @@ def _read_parquet_conversations(part: Part, config: DataConfig, table: Any, name
             except Malformed as error:
                 yield where, error
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise InputError(f"{part.file.path}: the conversations cannot be read ({error}); repair the file") from error
+        raise InputError(f"{part.file}: the conversations cannot be read ({error}); repair the file") from error
 
 
 def read_csv_rows(part: Part, config: DataConfig) -> Iterator[Row]:
@@ -73,13 +73,13 @@ def read_csv_rows(part: Part, config: DataConfig) -> Iterator[Row]:
     if header is None:
         return
     if isinstance(header, Malformed):
-        raise InputError(f"{part.file.path}, line 1: {header}; repair the header")
+        raise InputError(f"{part.file}, line 1: {header}; repair the header")
     form = "text" if config.content == "text" else _find_form(header, part.file, config)
     if form == "text" and config.text_field not in header:
-        raise InputError(f"{part.file.path}: {describe_missing_column(header, config)}; the first row is the header")
+        raise InputError(f"{part.file}: {describe_missing_column(header, config)}; the first row is the header")
     used = {config.text_field} if form == "text" else conversation.columns(form)
     if repeated := [name for name in used if header.count(name) > 1]:
-        raise InputError(f"{part.file.path}, line 1: several columns are named {repeated[0]!r}; rename all but one")
+        raise InputError(f"{part.file}, line 1: several columns are named {repeated[0]!r}; rename all but one")
     for where, row in rows:
         try:
             if isinstance(row, Malformed):
@@ -98,7 +98,7 @@ def read_csv_rows(part: Part, config: DataConfig) -> Iterator[Row]:
 
 
 def _find_form(columns: list[str], file: File, config: DataConfig) -> str:
-    return conversation.detect_form(columns, file.path) if config.content == "chat" else config.content
+    return conversation.detect_form(columns, file) if config.content == "chat" else config.content
 
 
 def _read_csv(file: File) -> Iterator[tuple[Position, list[str] | Malformed]]:
@@ -129,5 +129,5 @@ def _read_csv(file: File) -> Iterator[tuple[Position, list[str] | Malformed]]:
 def _read_bounded_lines(text: io.TextIOWrapper, file: File) -> Iterator[str]:
     for line in iter(lambda: text.readline(stream.MAX_DOCUMENT_BYTES + 1), ""):
         if len(line) > stream.MAX_DOCUMENT_BYTES:
-            stream.reject_size(file.path)
+            stream.reject_size(file)
         yield line

@@ -18,7 +18,7 @@ def read_text_rows(part: Part, config: DataConfig) -> Iterator[Row]:
         if not config.separator:
             fits = not is_compressed(part.file) and part.last <= stream.MAX_DOCUMENT_BYTES
             content = source.read(-1 if fits else stream.MAX_DOCUMENT_BYTES + 1)
-            yield Position(part.file), stream.check_size(part.file.path, content)
+            yield Position(part.file), stream.check_size(part.file, content)
             return
         separator = config.separator.encode()
         is_last_part = is_compressed(part.file) or part.last == part.file.path.stat().st_size

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
 
 # BOS and EOS names by model family, most specific first: Llama 2, Mistral and Gemma, Llama 3, OLMo, Phi, Qwen, GPT-2.
@@ -144,14 +145,15 @@ def find_tokenizer_folder(config: DataConfig) -> Path | None:
     """Return the folder with the files of the tokenizer, or None for the tokenizer of bytes."""
     if config.uses_bytes:
         return None
-    path = Path(config.tokenizer)
+    path = hub.find_folder(config.tokenizer, "data.tokenizer=", weights=False)
     return path if path.is_dir() else path.parent
 
 
 def load_tokenizer(config: DataConfig) -> Tokenizer:
     """Load the tokenizer that `data.tokenizer` names. Raises InputError if it cannot be loaded."""
     if not config.uses_bytes:
-        return JsonTokenizer(Path(config.tokenizer), config.bos, config.eos)
+        path = hub.find_folder(config.tokenizer, "data.tokenizer=", weights=False)
+        return JsonTokenizer(path, config.bos, config.eos)
     if config.bos or config.eos:
         raise InputError("data.bos and data.eos do not apply to data.tokenizer=bytes, which has its own: remove them")
     return ByteTokenizer()

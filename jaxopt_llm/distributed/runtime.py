@@ -11,11 +11,15 @@ from typing import Any
 import jax
 
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.files import cache_home
 
 # Share of a GPU's memory that XLA allocates at the start (JAX's default is 0.75). The rest is for the CUDA context,
 # NCCL and other libraries. Without that rest, programs that fit according to the compiler would not fit.
 MEMORY_FRACTION = "0.92"
 _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+# Files of which one exists where the driver of an NVIDIA GPU is loaded, on Linux, in a container or in WSL.
+NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 
 # XLA's threads per simulated CPU device; XLA's own choice is one per device or core. A collective holds a thread while
 # it waits for the other devices, and a device can wait in several collectives at once: a stage of a pipeline waits in
@@ -31,6 +35,16 @@ def simulate_cpu_devices(count: int, processes: int = 1) -> None:
         os.environ["PJRT_NPROC"] = str(CPU_THREADS * count)
 
 
+def expect_no_cuda_without_gpu() -> None:
+    """Let JAX open the CPU without a word about CUDA if this machine has no NVIDIA GPU. Must run before JAX does.
+
+    JAX's CUDA plugin, which the extra `plan` installs, otherwise prints a traceback because NVIDIA's libraries are
+    missing. With a GPU, or if the user names a platform, JAX reports as always.
+    """
+    if not jax.config.values["jax_platforms"] and not any(map(os.path.exists, NVIDIA_DEVICES)):
+        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+
+
 def configure_jax(devices: int, processes: int = 1, *, cache: bool) -> None:
     """Set the number of simulated CPU devices, the memory fraction of GPUs, and the compilation cache.
 
@@ -44,6 +58,7 @@ def configure_jax(devices: int, processes: int = 1, *, cache: bool) -> None:
         InputError: another user can write to the cache.
     """
     simulate_cpu_devices(devices // processes, processes)
+    expect_no_cuda_without_gpu()
     if not any(name in os.environ for name in _FRACTION_VARIABLES):
         os.environ[_FRACTION_VARIABLES[0]] = MEMORY_FRACTION
     if not cache:
@@ -79,8 +94,7 @@ def cache_directory() -> Path:
 
     Machines can share a home directory, and XLA compiles for the processor that it runs on.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "jaxopt_llm" / "programs" / hashlib.sha256(_processor().encode()).hexdigest()[:16]
+    return cache_home() / "programs" / hashlib.sha256(_processor().encode()).hexdigest()[:16]
 
 
 def _processor() -> str:

@@ -1,4 +1,4 @@
-"""Models of Hugging Face folders for use in Python: jaxopt_llm.load_pretrained(path)."""
+"""Models of Hugging Face folders and of runs for use in Python: jaxopt_llm.load_pretrained(path)."""
 
 import functools
 from collections.abc import Callable
@@ -11,18 +11,16 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
-from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
-from jaxopt_llm.checkpoint.peft import adapter_folder
-from jaxopt_llm.config import ModelConfig, PrecisionConfig
-from jaxopt_llm.core import tree
+from jaxopt_llm.checkpoint.huggingface.model_writer import Origin, write_model_folder
+from jaxopt_llm.checkpoint.run_weights import is_run_directory
+from jaxopt_llm.config import ModelConfig, PrecisionConfig, cli
+from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.execution import scan
-from jaxopt_llm.inference import run
+from jaxopt_llm.inference import run, stored
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
-from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Model, Params
-from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import resting_parameter_sharding
 
@@ -33,8 +31,9 @@ class Pretrained:
 
     Attributes:
         config: configuration of the model.
-        params: parameters, in the dtypes of the folder; adapters are float32.
-        source: the folder.
+        params: parameters, in the dtypes of the folder, or of the run's masters; adapters are float32.
+        source: the folder or run directory.
+        origin: what `save_pretrained` keeps of it besides the parameters.
         model: the model, with the specs of `params`.
         placement: shardings of the parameters.
     """
@@ -42,6 +41,7 @@ class Pretrained:
     config: ModelConfig
     params: Params
     source: Path
+    origin: Origin
     model: Model
     placement: Placement
 
@@ -67,10 +67,10 @@ class Pretrained:
     def save_pretrained(self, path: str | Path) -> None:
         """Write a new folder that transformers can load.
 
-        Adapters are merged into the weights, and the tokenizer's files are copied. Raises InputError if the path
-        exists.
+        Adapters are merged into the weights, quantised weights are dequantised, and the tokenizer's files are copied.
+        Raises InputError if the path exists.
         """
-        write_model_folder(Path(path), self.params, self.config, self.source, self.source)
+        write_model_folder(Path(path), self.params, self.config, self.origin)
 
     @functools.cached_property
     def _logits(self) -> Callable[[Params, np.ndarray], jax.Array]:
@@ -84,29 +84,41 @@ class Pretrained:
         return jax.jit(forward)
 
 
-def load_folder(path: Path, adapter: Path | None = None) -> Pretrained:
-    """Load the model of a Hugging Face folder.
+def load(path: Path, adapter: Path | None = None) -> Pretrained:
+    """Load the model of a Hugging Face folder, or of a run's last checkpoint.
 
     Args:
-        path: the folder.
-        adapter: folder with LoRA adapters of this model, as PEFT writes it; None for no adapters.
+        path: the folder or its hub id, or the run directory.
+        adapter: folder or hub id of LoRA adapters of this model, as PEFT writes them; None for no adapters.
 
     Raises:
         InputError: the folder is incomplete or its model family is not supported, or `adapter` does not match it.
+        CheckpointError: the run has no usable checkpoint.
     """
+    path = hub.find_folder(path, "")
+    return _load_run(path, adapter) if is_run_directory(path) else _load_folder(path, adapter)
+
+
+def _load_folder(path: Path, adapter: Path | None) -> Pretrained:
     folder, precision = huggingface.open_model_folder(path), PrecisionConfig(compute_dtype="float32")
-    model = Decoder(folder.config, grouped_matmul=run.choose_local_grouped_matmul(precision))
-    specs = tree.map_with_path(lambda name, spec: replace(spec, dtype=folder.dtype(name)), model.specs)
-    adapters = None if adapter is None else adapter_folder.open_adapter_folder(adapter, folder.family, folder.config)
-    if adapters is not None:
-        adapters.check_base(folder)
-        specs = adapters.add_to_specs(specs)
+    adapters = None if adapter is None else run.open_adapters(adapter, folder)
+    specs = stored.stored_specs(folder)
+    model: Model = Decoder(folder.config, grouped_matmul=run.choose_local_grouped_matmul(precision)).with_specs(specs)
     placement = run.make_placement(run.count_bytes(specs), precision)
+    params = tree.map_with_path(
+        lambda name, spec: folder.read(name, spec, resting_parameter_sharding(spec, placement)), specs
+    )
+    if adapters is not None:
+        model, params = run.add_adapters(model, params, placement, adapters, "float32")
+    return Pretrained(folder.config, params, path, Origin(path, path), model, placement)
 
-    def read(name: str, spec: ParamSpec) -> jax.Array:
-        resting = resting_parameter_sharding(spec, placement)
-        if adapters is not None and leaves.is_adapter(name):
-            return adapters.read(name, spec, resting)
-        return folder.read(name.removesuffix("/base"), spec, resting)
 
-    return Pretrained(folder.config, tree.map_with_path(read, specs), path, model.with_specs(specs), placement)
+def _load_run(path: Path, adapter: Path | None) -> Pretrained:
+    config = cli.load_run_config(path, "")
+    adapters = None if adapter is None else run.open_run_adapters(adapter, path, config)
+    precision = replace(config.precision.for_evaluation(), compute_dtype="float32")
+    dtype = config.precision.param_dtype
+    model, params, placement, _ = run.restore_run(path, config, dtype, "original", precision=precision)
+    if adapters is not None:
+        model, params = run.add_adapters(model, params, placement, adapters, "float32")
+    return Pretrained(config.model, params, path, run.find_origin(config), model, placement)

@@ -2,17 +2,21 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder
+from jaxopt_llm.checkpoint.huggingface.model_writer import Origin
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.checkpoint.peft import adapter_config
+from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.compiler.kernel_choice import choose_grouped_matmul
 from jaxopt_llm.config import (
@@ -25,10 +29,11 @@ from jaxopt_llm.config import (
     cli,
 )
 from jaxopt_llm.config.fields import replace_fields
-from jaxopt_llm.core import tree
+from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.mesh import make_mesh, visible_devices
@@ -38,6 +43,7 @@ from jaxopt_llm.training import lora, pretrained_weights, shapes
 from jaxopt_llm.training.initial_weights import open_frozen_base, read_tokenizer_digest
 
 FrozenAs = Literal["resting", "original", "absent"]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -87,24 +93,39 @@ def open_config(directory: Path) -> Config:
 
 
 def _open_config_and_folder(directory: Path) -> tuple[Config, ModelFolder | None]:
+    name, directory = hub.absolute_name(directory), hub.find_folder(directory, "--checkpoint ")
     if _is_folder(directory):
         folder = huggingface.open_model_folder(directory)
-        return make_folder_config(folder, directory, str(directory.absolute())), folder
+        return make_folder_config(folder, name, directory, name), folder
     try:
         return load_config(directory), None
     except InputError as error:
+        if (directory / adapter_config.FILE).is_file():
+            raise InputError(
+                f"--checkpoint {directory}: this is a PEFT folder of adapters; name it with --adapter, and its base "
+                "model with --checkpoint"
+            ) from error
         raise InputError(f"{error}, nor a Hugging Face model folder") from error
 
 
-def make_folder_config(folder: ModelFolder, directory: Path, tokenizer: str) -> Config:
-    """Return the configuration of a run that starts from a Hugging Face folder, with its dtype as compute dtype."""
+def make_folder_config(folder: ModelFolder, name: str, directory: Path, tokenizer: str) -> Config:
+    """Return the configuration of a run that starts from a Hugging Face folder, with its dtype as compute dtype.
+
+    name: absolute path or hub id of the folder.
+    """
     dtype = str(folder.dtype("non_layer/embedding/table"))
-    model = replace(folder.config, pretrained=str(folder.path.absolute()))
+    model = replace(folder.config, pretrained=name)
     settings = {"run.directory": str(directory), "data.tokenizer": tokenizer, "precision.compute_dtype": dtype}
     return replace_fields(Config(model=model), settings)
 
 
-def load_model(directory: Path, data: DataConfig | None = None, tensor: int = 1, attention: str = "xla") -> LoadedModel:
+def load_model(
+    directory: Path,
+    data: DataConfig | None = None,
+    tensor: int = 1,
+    attention: str = "xla",
+    adapter: Path | None = None,
+) -> LoadedModel:
     """Load the model of a run directory or of a Hugging Face folder.
 
     Args:
@@ -112,12 +133,16 @@ def load_model(directory: Path, data: DataConfig | None = None, tensor: int = 1,
         data: settings that name the tokenizer; None for those of the run.
         tensor: number of devices that every weight is split over.
         attention: attention implementation for calls without a cache.
+        adapter: PEFT folder with LoRA adapters of the model; None for no adapters.
 
     Raises:
-        InputError: the directory is neither.
+        InputError: the directory is neither, or `adapter` does not match the model.
         CheckpointError: the run has no usable checkpoint.
     """
     config, folder = _open_config_and_folder(directory)
+    adapters = None
+    if adapter is not None:
+        adapters = open_adapters(adapter, folder) if folder else open_run_adapters(adapter, directory, config)
     tokenizer = load_tokenizer(data or config.data)
     if tokenizer.vocabulary_size > config.model.vocabulary_size:
         raise InputError(
@@ -125,11 +150,61 @@ def load_model(directory: Path, data: DataConfig | None = None, tensor: int = 1,
             f"({config.model.vocabulary_size}); use the tokenizer that the model was trained with"
         )
     _check_tensor(tensor, config)
+    step, dtype = 0, config.precision.compute_dtype
     if folder is not None:
-        return LoadedModel(config, tokenizer, *read_folder(folder, config.precision, tensor, attention), step=0)
-    _check_tokenizer(directory, tokenizer)
-    restored = restore_run(directory, config, config.precision.compute_dtype, tensor=tensor, attention=attention)
-    return LoadedModel(config, tokenizer, *restored)
+        model, params, placement = read_folder(folder, config.precision, tensor, attention)
+    else:
+        _check_tokenizer(directory, tokenizer)
+        model, params, placement, step = restore_run(directory, config, dtype, tensor=tensor, attention=attention)
+    if adapters is not None:
+        model, params = add_adapters(model, params, placement, adapters, dtype)
+    return LoadedModel(config, tokenizer, model, params, placement, step)
+
+
+def open_adapters(path: Path, folder: ModelFolder) -> AdapterFolder:
+    """Open a PEFT folder with adapters of the model of a Hugging Face folder.
+
+    Raises:
+        InputError: the adapters do not belong to the model.
+    """
+    path = hub.find_folder(path, "--adapter ")
+    adapters = pretrained.open_adapter(path, folder.family, folder.config, "--adapter ")
+    adapters.check_base(folder)
+    return adapters
+
+
+def open_run_adapters(path: Path, directory: Path, config: Config) -> AdapterFolder:
+    """Open a PEFT folder with adapters of the model of a run.
+
+    Raises:
+        InputError: the adapters do not belong to the model, or the run has adapters already.
+    """
+    if config.lora.rank:
+        raise InputError(
+            f"--adapter {path}: the run {directory} has adapters already; leave out --adapter, or merge them first "
+            f"(python -m jaxopt_llm.convert merge --checkpoint {directory} --to FOLDER) and give --checkpoint FOLDER"
+        )
+    family = huggingface.choose_family(config.model, pretrained.find_source_folder(config))
+    path = hub.find_folder(path, "--adapter ")
+    adapters = pretrained.open_adapter(path, family, config.model, "--adapter ")
+    adapters.check_base(None)
+    return adapters
+
+
+def add_adapters(
+    model: Model, params: Params, placement: Placement, adapters: AdapterFolder, dtype: str
+) -> tuple[Model, Params]:
+    """Return a model and its parameters with the adapters of a PEFT folder, read in `dtype`."""
+    specs = adapters.add_to_specs(model.specs)
+    held = dict(tree.leaves_with_path(params))
+
+    def find_or_read(path: str, spec: ParamSpec) -> jax.Array:
+        if not leaves.is_adapter(path):
+            return held[path.removesuffix("/base")]
+        spec = replace(spec, dtype=jnp.dtype(dtype))
+        return adapters.read(path, spec, resting_parameter_sharding(spec, placement))
+
+    return model.with_specs(specs), tree.map_with_path(find_or_read, specs)
 
 
 def read_folder(
@@ -153,6 +228,7 @@ def restore_run(
     frozen_as: FrozenAs = "resting",
     tensor: int = 1,
     attention: str = "xla",
+    precision: PrecisionConfig | None = None,
 ) -> tuple[Model, Params, Placement, int]:
     """Restore the parameters of a run's last checkpoint.
 
@@ -165,6 +241,7 @@ def restore_run(
             that they are read from; absent: None in place of each parameter.
         tensor: number of devices that every weight is split over.
         attention: attention implementation for calls without a cache.
+        precision: precision of the computations; None for that in which the run is evaluated.
 
     Returns:
         The model, its parameters, their placement, and the step of the checkpoint.
@@ -172,7 +249,8 @@ def restore_run(
     Raises:
         CheckpointError: the run has no usable checkpoint.
     """
-    products = choose_local_grouped_matmul(config.precision)
+    precision = precision or config.precision.for_evaluation()
+    products = choose_local_grouped_matmul(precision)
     decoder = Decoder(config.model, config.training.loss_chunk, attention=attention, grouped_matmul=products)
     model, trained, frozen = lora.adapt_model(decoder, config.lora, config.precision, config.training.trainable)
     base = None
@@ -181,28 +259,55 @@ def restore_run(
     elif jax.tree.leaves(frozen) and (base := open_frozen_base(directory, config)) and frozen_as == "original":
         frozen = pretrained_weights.with_stored_dtypes(base, frozen)
     needed = count_bytes(trained, dtype) + count_bytes(frozen)
-    placement = make_placement(needed, config.precision.for_evaluation(), tensor)
+    placement = make_placement(needed, precision, tensor)
+
+    def restore(checkpoints: Checkpoints, step: int) -> tuple[Params, int]:
+        # Training reads its master weights in these dtypes too.
+        dtypes = jax.tree.map(lambda spec: spec.dtype if spec.exact else jnp.dtype(dtype), trained)
+        saved = abstract_checkpoint(trained, placement)
+        masters = checkpoints.restore(step, {"masters": dtypes}, masters=saved)["masters"]
+        rest = frozen
+        if base is not None:
+            rest = pretrained_weights.read_frozen(base, frozen, placement)
+        elif jax.tree.leaves(frozen):
+            rest = checkpoints.restore(step, frozen=abstract_checkpoint(frozen, placement))["frozen"]
+        return tree.merge(masters, rest), step
+
+    params, step = use_last_checkpoint(directory, restore)
+    resting = resting_parameter_sharding(trained if frozen_as == "absent" else model.specs, placement)
+    return model, jax.device_put(params, resting), placement, step
+
+
+def use_last_checkpoint(directory: Path, use: Callable[[Checkpoints, int], Result]) -> Result:
+    """Return `use(checkpoints, step)` for the last verified checkpoint of a run.
+
+    Raises:
+        CheckpointError: the run has no usable checkpoint.
+    """
     with Checkpoints(directory / "checkpoints") as checkpoints:
         while True:
             step = checkpoints.latest_verified_step()
             if step is None:
                 raise CheckpointError(f"--checkpoint {directory}: the run has no checkpoint yet; train it first")
             try:
-                # Training reads its master weights in these dtypes too.
-                dtypes = jax.tree.map(lambda spec: spec.dtype if spec.exact else jnp.dtype(dtype), trained)
-                saved = abstract_checkpoint(trained, placement)
-                params = checkpoints.restore(step, {"masters": dtypes}, masters=saved)["masters"]
-                if base is not None:
-                    frozen = pretrained_weights.read_frozen(base, frozen, placement)
-                elif jax.tree.leaves(frozen):
-                    frozen = checkpoints.restore(step, frozen=abstract_checkpoint(frozen, placement))["frozen"]
-                break
+                return use(checkpoints, step)
             except CheckpointError:
                 if (directory / "checkpoints" / str(step)).exists():
                     raise  # otherwise the run is in progress, wrote a newer checkpoint and deleted this one
-    resting = resting_parameter_sharding(trained if frozen_as == "absent" else model.specs, placement)
-    params = jax.device_put(tree.merge(params, frozen), resting)
-    return model, params, placement, step
+
+
+def find_origin(config: Config) -> Origin:
+    """Return what a folder of a run's model keeps of the folder that the run started from and of its tokenizer."""
+    source = pretrained.find_source_folder(config)
+    settings: dict[str, Any] = {}
+    if source is None:
+        tokenizer = load_tokenizer(config.data)
+        settings = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
+        if config.model.positions == "rotary":
+            settings["max_position_embeddings"] = config.training.sequence_length
+    name = config.data.tokenizer
+    tokenizer_path = None if config.data.uses_bytes else hub.find_folder(name, "data.tokenizer=", weights=False)
+    return Origin(source, tokenizer_path, settings)
 
 
 def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:

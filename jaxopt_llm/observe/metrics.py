@@ -5,12 +5,27 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 
 Say = Callable[[str], None]  # receives one line for each record that could not be written
+
+
+def append_whole(file: BinaryIO, lines: bytes) -> None:
+    """Append lines to an unbuffered file, completely or not at all.
+
+    Raises:
+        OSError: the lines could not be written, for example because the disk is full.
+    """
+    size = os.fstat(file.fileno()).st_size
+    try:
+        if file.write(lines) < len(lines):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        file.truncate(size)  # remove an incomplete line
+        raise
 
 
 class MetricsLog:
@@ -45,13 +60,7 @@ class MetricsLog:
             self._say(f"{self._path} could not be written ({error}); the next record will write it again")
 
     def _append(self) -> None:
-        size = os.fstat(self._file.fileno()).st_size
-        try:
-            if self._file.write(self._pending) < len(self._pending):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            self._file.truncate(size)  # remove an incomplete line
-            raise
+        append_whole(self._file, self._pending)
         self._pending = b""
 
     def sync(self) -> None:

@@ -1,10 +1,12 @@
-"""Progress of a run for people: a live line on a terminal, plain lines elsewhere."""
+"""Progress of a run or of a search for people: a live line on a terminal, plain lines elsewhere."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
 
 class ProgressLine:
@@ -52,6 +54,41 @@ class ProgressLine:
         self._progress.update(self._task, description=numbers)
         if not self._console.is_terminal or "eval_loss" in record:
             self.say(f"step {record['step']:>6}  {numbers}")
+
+
+class CompileLine:
+    """Line on stderr with the number of programs that a search has compiled. A context manager."""
+
+    def __init__(self, most: int) -> None:
+        """Prepare the line. most: programs that the search may compile."""
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        count = TextColumn("{task.completed} of at most {task.total} compiled")
+        text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
+        columns = count, BarColumn(20), TimeElapsedColumn(), text
+        hidden = not self._console.is_terminal
+        self._progress = Progress(*columns, console=self._console, disable=hidden, transient=True)
+        self._task, self._most, self._announced = self._progress.add_task("estimating", total=most), most, 0
+
+    def __enter__(self) -> "CompileLine":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def announce(self, settings: Sequence[str]) -> None:
+        """Say which settings are compiled from now on."""
+        self._progress.update(self._task, description="compiling " + "; ".join(settings))
+        for setting in settings:
+            self._announced += 1
+            self._most = max(self._most, self._announced)  # if nothing fits, a search compiles one more
+            if not self._console.is_terminal:
+                line = f"compiling {self._announced} of at most {self._most}: {setting}"
+                self._console.print(line, markup=False)
+
+    def advance(self) -> None:
+        """Count one program as compiled."""
+        self._progress.advance(self._task)
 
 
 def _decimals(value: float | None, places: int) -> str:

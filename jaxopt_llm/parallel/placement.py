@@ -6,6 +6,7 @@ Functions of a placement add ZeRO (zero.py), sequence and context parallelism (s
 one.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -94,7 +95,7 @@ class Placement:
             check_vma=False,
         )
 
-    @property
+    @functools.cached_property
     def _automatic_axes(self) -> set[str]:
         kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         return {axis for axis, kind in kinds if kind is not AxisType.Manual}

@@ -2,8 +2,10 @@
 
 import collections
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 
@@ -11,6 +13,7 @@ from jaxopt_llm.compiler import hlo
 from jaxopt_llm.compiler.buffers import Buffer
 from jaxopt_llm.config import Config, RematConfig
 from jaxopt_llm.core import tree
+from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.execution.in_backward import FORWARD_SCOPE
 from jaxopt_llm.model import param
 from jaxopt_llm.model.linear.weights import GRADIENT
@@ -145,6 +148,24 @@ def sum_by_kind(program: Program, known: KnownShapes, total: hlo.Memory, tempora
         kinds[classify(buffer, known)] += buffer.bytes
     kinds["other"] += total.peak - sum(kinds.values())
     return Memory(**kinds)
+
+
+def write_memory(path: Path, program: Program, step: jax.stages.Compiled) -> None:
+    """Write the bytes of the compiled step of a run on each device as JSON, for `report`.
+
+    `kinds` add up to `peak`. They are those that need no second compile: `temporaries` are gradients, activations and
+    gathered weights together. `host` are the bytes in host memory, `limit` those that XLA may use, if it says so.
+    """
+    state, total = program.state, hlo.read_memory(step)
+    kinds = {
+        "parameters": count_resting_bytes((state.masters, state.compute, state.frozen)),
+        "optimizer": count_resting_bytes(state.moments),
+        "temporaries": total.temporaries,
+    }
+    kinds["other"] = total.peak - sum(kinds.values())
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    description = {"kinds": kinds, "peak": total.peak, "host": total.host, "limit": limit}
+    replace_durably(path, json.dumps(description))
 
 
 def find_largest(program: Program, known: KnownShapes, temporaries: Sequence[Buffer]) -> tuple[LiveArray, ...]:

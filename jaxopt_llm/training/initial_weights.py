@@ -15,6 +15,7 @@ from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
 from jaxopt_llm.checkpoint.run_weights import RunWeights, is_run_directory
 from jaxopt_llm.config import Config, cli
+from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.training.program import Program
@@ -69,7 +70,7 @@ def open_pretrained(config: Config, say: Callable[[str], None], processes: Proce
     Raises:
         CheckpointError: the run has no usable checkpoint.
     """
-    path = Path(config.model.pretrained)
+    path = hub.find_folder(config.model.pretrained, "model.pretrained=")
     if not is_run_directory(path):
         return huggingface.open_model_folder(path).for_model(config.model)
     with Checkpoints(path / "checkpoints", None, say, processes) as checkpoints:
@@ -117,7 +118,7 @@ def open_frozen_base(directory: Path, config: Config) -> ModelFolder | None:
     expected = read_base_digest(directory)
     if expected is None:
         return None
-    path = Path(config.model.pretrained)
+    path = hub.find_folder(config.model.pretrained, "model.pretrained=")
     if not path.is_dir():
         raise InputError(
             f"model.pretrained={path}: the folder does not exist, but the checkpoints of {directory} do not hold its "
@@ -128,6 +129,7 @@ def open_frozen_base(directory: Path, config: Config) -> ModelFolder | None:
     if folder.sha256 != expected:
         raise InputError(
             f"model.pretrained={config.model.pretrained}: its weights differ from those that {directory} started from, "
-            "and the checkpoints of that run hold only adapters: restore the original weights"
+            "and the checkpoints of that run hold only adapters: restore the original weights, or name their "
+            "revision of a hub id, org/name@commit"
         )
     return folder.for_model(config.model)

@@ -14,6 +14,7 @@ from jaxopt_llm.config import Config, ProfileConfig
 from jaxopt_llm.core.errors import InputError, Preempted, TrainingDiverged
 from jaxopt_llm.data.loader import read_ahead
 from jaxopt_llm.observe.dashboards import Dashboards
+from jaxopt_llm.observe.events import EventLog
 from jaxopt_llm.observe.meter import LossWindow, Meter
 from jaxopt_llm.observe.metrics import MetricsLog
 from jaxopt_llm.observe.preemption import Preemption
@@ -67,11 +68,12 @@ class Loop:
         checkpoints: Checkpoints,
         progress: ProgressLine,
         preemption: Preemption,
+        events: EventLog,
     ) -> None:
         self.current = 0
         self._setup: Setup = setup
         self._programs, self._checkpoints = programs, checkpoints
-        self._progress, self._preemption = progress, preemption
+        self._progress, self._preemption, self._events = progress, preemption, events
         self._tokens = setup.config.training.batch_size * setup.config.training.sequence_length
         self._meter = Meter(self._tokens, utilisation_per_token(setup.config, setup.program, setup.placement))
         self._scope = contextlib.ExitStack()
@@ -86,10 +88,11 @@ class Loop:
     def __enter__(self) -> "Loop":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        self._events.write_end(self.current, error)
         self._scope.close()
         for log in (self._log, self._samples):
-            if kind is None and log is not None:
+            if error is None and log is not None:
                 log.close()
 
     def restore(self, start: int, initial: InitialWeights) -> None:
@@ -125,6 +128,7 @@ class Loop:
             if not start:
                 set_aside_log(directory / "metrics.jsonl")
                 set_aside_log(directory / "samples.jsonl")
+                set_aside_log(directory / "events.jsonl")
             self._log = MetricsLog(directory / "metrics.jsonl", start, self._progress.say)
             if config.evaluation.samples:
                 self._samples = MetricsLog(directory / "samples.jsonl", start, self._progress.say)
@@ -132,6 +136,7 @@ class Loop:
             dashboards = Dashboards(config.logging, directory, start, dataclasses.asdict(config), self._progress.say)
             self._scope.enter_context(dashboards)
             self._recorders = [self._log.write, dashboards.write, self._progress.show]
+        self._events.write(start, "resume" if start else "start")
         profile = config.profile if processes.first else ProfileConfig()
         self._profiler = self._scope.enter_context(Profiler(profile, directory))
         self._vote = processes.vote()
@@ -223,7 +228,9 @@ class Loop:
             TrainingDiverged: `check_skips` raises it, or the held-out loss is not finite.
         """
         config, step, metrics = self._setup.config, finished.step, finished.metrics
-        check_skips(step, metrics, config, self._progress.say)
+        if skipped := check_skips(step, metrics, config):
+            self._progress.say(f"step {step:>6}  skipped: {skipped}")
+            self._events.write(step, "skipped", skipped)
         window = finished.window = self._window.add(float(metrics["loss"]), made_update(metrics))
         due = measured is not None or step % config.logging.every == 0
         self._window = LossWindow() if due else window
@@ -286,15 +293,15 @@ def check_end(finished: FinishedStep, config: Config) -> None:
         )
 
 
-def check_skips(step: int, metrics: Metrics, config: Config, say: Callable[[str], None]) -> None:
-    """Report a skipped step.
+def check_skips(step: int, metrics: Metrics, config: Config) -> str:
+    """Return the numbers of a skipped step as text; "" if the step was not skipped.
 
     Raises:
         TrainingDiverged: training.skip_limit steps in a row were skipped, or overflows reduced the loss scale below
             precision.min_loss_scale.
     """
     if made_update(metrics):
-        return
+        return ""
     numbers = f"loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm'])}"
     remedy = f"{config.run.directory} {REMEDY}"
     if int(metrics["overflow"]):
@@ -308,4 +315,4 @@ def check_skips(step: int, metrics: Metrics, config: Config, say: Callable[[str]
     elif (in_a_row := int(metrics["skipped_in_a_row"])) >= config.training.skip_limit:
         skipped = f"{in_a_row} steps in a row were skipped; " if in_a_row > 1 else ""
         raise TrainingDiverged(f"step {step}: {numbers}; {skipped}{remedy}")
-    say(f"step {step:>6}  skipped: {numbers}")
+    return numbers

@@ -11,6 +11,7 @@ from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import Config, cli, fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
+from jaxopt_llm.data import remote
 from jaxopt_llm.data.corpus import Corpus, ValidationSet, open_corpus, open_validation_sets
 from jaxopt_llm.data.loader import Loader, read_validation_batches
 from jaxopt_llm.data.packing import PackedRows
@@ -84,6 +85,8 @@ def check_inputs(config: Config, first: bool) -> None:
         raise InputError(f"training.attention=triton: {'; '.join(found)}")
     if first:
         dashboards.import_packages(config.logging)
+    remote.check_backends(config.data.paths, "data.paths")
+    remote.check_backends([path for _, path in config.evaluation.named_paths()], "evaluation.paths")
 
 
 def prepare_run(requested: Config, processes: Processes) -> Setup:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
+from jaxopt_llm.config.unread import describe_unread
 from jaxopt_llm.execution import stage_layout
 from jaxopt_llm.model import flops, param
 from jaxopt_llm.model.linear import leaves
@@ -50,8 +51,9 @@ def describe_run(setup: Setup) -> Iterator[str]:
 
 
 def list_warnings(setup: Setup) -> Iterator[str]:
-    """Yield a line for each setting that is allowed but is probably a mistake."""
+    """Yield a line for each setting that is allowed but has no effect or is probably a mistake."""
     config = setup.config
+    yield from describe_unread(config)
     tokenizer, vocabulary = setup.data.tokenizer.vocabulary_size, config.model.vocabulary_size
     if tokenizer < vocabulary / 2:
         yield (

@@ -122,12 +122,13 @@ def abstract_state(specs: StateSpecs, placement: Placement) -> TrainState:
     state = TrainState(step=jax.ShapeDtypeStruct((), jnp.int32), compute=compute, **stored)
     # Devices of a topology have no memory spaces, and a sharding over them loses the host memory kind. A sharding over
     # the abstract mesh keeps it.
-    abstract = state_shardings(specs, replace(placement, mesh=placement.mesh.abstract_mesh))
+    concrete, mesh = state_shardings(specs, placement), placement.mesh.abstract_mesh
+    abstract = concrete if placement.mesh is mesh else state_shardings(specs, replace(placement, mesh=mesh))
 
     def add_sharding(leaf: jax.ShapeDtypeStruct, concrete: NamedSharding, abstract: NamedSharding) -> tree.Leaf:
         return leaf.update(sharding=abstract if abstract.memory_kind == offload.HOST else concrete)
 
-    return jax.tree.map(add_sharding, state, state_shardings(specs, placement), abstract)
+    return jax.tree.map(add_sharding, state, concrete, abstract)
 
 
 def _make_compute_copy(specs: Params, masters: Params, shardings: Params | None, placement: Placement) -> Params | None:

@@ -12,9 +12,10 @@ from texts import train_tokenizer, write_jsonl, write_megatron, write_parquet, w
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data import find, prepared, source
+from jaxopt_llm.data import prepared, source
 from jaxopt_llm.data.corpus import Corpus, open_all_documents, open_corpus
 from jaxopt_llm.data.find import find_files
+from jaxopt_llm.data.storage import PLAN
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens import TokenStream, fingerprint_file
 
@@ -35,7 +36,7 @@ def prepare(folder: Path, of: Path, config: DataConfig) -> Path:
     looked = prepared.inspect_files(files, config, lambda: None)
     plan = prepared.make_plan(files, [fingerprint for fingerprint, _ in looked], config, tokenizer)
     shards = prepared.group_into_shards(files, [parts for _, parts in looked])
-    prepared.write_json(folder / find.PLAN, plan)
+    prepared.write_json(folder / PLAN, plan)
     for number, shard in enumerate(shards):
         prepared.write_shard(folder, number, shard, config, tokenizer)
     merger = prepared.ShardMerger(folder, plan["dtype"], config.content != "text")

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import commands
 import jax
@@ -64,6 +65,37 @@ def test_the_memory_fraction_is_raised_unless_the_user_set_one(
     # JAX refuses to start with both variables.
     fractions = {name: value for name, value in environment.items() if "FRACTION" in name}
     assert fractions == (users or {"XLA_CLIENT_MEM_FRACTION": runtime.MEMORY_FRACTION})
+
+
+@pytest.mark.core
+@pytest.mark.skipif(any(map(os.path.exists, runtime.NVIDIA_DEVICES)), reason="this machine has a GPU")
+def test_a_machine_without_a_gpu_says_nothing_about_cuda(tmp_path: Path) -> None:
+    """The extra `plan`, which the tests have, installs JAX's CUDA plugin without NVIDIA's libraries."""
+
+    def run(*arguments: object) -> None:
+        process = commands.start(*map(str, arguments), JAX_PLATFORMS="", JAX_SKIP_CUDA_CONSTRAINTS_CHECK="")
+        assert process.communicate(timeout=300)[1] == "" and process.returncode == 0
+
+    run("train", *commands.tiny(tmp_path / "run"), "--training.steps", 1)
+    run("evaluate", "--checkpoint", tmp_path / "run", "--batches", 1)
+
+
+@pytest.mark.parametrize("platforms, device, hidden", [("", None, True), ("", "nvidia0", False), ("cuda", None, False)])
+def test_jax_reports_what_cuda_lacks_on_a_machine_with_a_gpu(
+    environment: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    platforms: str,
+    device: str | None,
+    hidden: bool,
+) -> None:
+    monkeypatch.setattr(runtime, "NVIDIA_DEVICES", (tmp_path / "nvidia0", tmp_path / "nvidiactl"))
+    configured = SimpleNamespace(values={"jax_platforms": platforms})
+    monkeypatch.setattr(runtime, "jax", SimpleNamespace(config=configured))
+    if device:
+        (tmp_path / device).touch()
+    runtime.expect_no_cuda_without_gpu()
+    assert ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK" in environment) == hidden
 
 
 @pytest.mark.core

@@ -14,6 +14,7 @@ from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import Intermediate, ModelConfig, RematConfig
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.execution import pipeline, scan
+from jaxopt_llm.execution.remat import SAVED_BY_POLICY
 from jaxopt_llm.execution.stage_layout import EVEN, stack_by_stage
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
@@ -99,18 +100,26 @@ def test_a_policy_keeps_and_recomputes_latents(remat: RematConfig, kept: float, 
     assert toy.distance(found.gradients, none.gradients) < 1e-6
 
 
-def test_the_block_tags_every_intermediate() -> None:
-    model, batch, placement = Decoder(LATENT), jax.tree.map(jnp.asarray, ROWS), toy.placement()
+def test_blocks_tag_every_intermediate() -> None:
+    batch, placement = jax.tree.map(jnp.asarray, ROWS), toy.placement()
 
-    def loss(params: Any, perturbations: Any) -> jax.Array:
-        return scan.microbatch_loss(
-            model, params, batch, jnp.float32(1), placement, RematConfig("none"), perturbations
-        )[0]
+    def trace(model: Decoder) -> str:
+        def loss(params: Any, perturbations: Any) -> jax.Array:
+            return scan.microbatch_loss(
+                model, params, batch, jnp.float32(1), placement, RematConfig("none"), perturbations
+            )[0]
 
-    text = str(
-        jax.make_jaxpr(jax.grad(loss, argnums=1))(toy.params(model.specs), make_perturbations(model.specs, placement))
-    )
+        perturbations = make_perturbations(model.specs, placement)
+        return str(jax.make_jaxpr(jax.grad(loss, argnums=1))(toy.params(model.specs), perturbations))
+
+    text = "".join(trace(Decoder(config)) for config in (MODEL, LATENT))
     assert [name for name in get_args(Intermediate) if f"name={name}]" not in text] == []
+
+
+def test_policies_know_every_intermediate() -> None:
+    """Policy `none` keeps all of them except the inputs, which the backward can compute from their residuals."""
+    inputs = {"block_input", "attention_input", "mlp_input"}
+    assert {*SAVED_BY_POLICY["none"], *inputs} == {*get_args(Intermediate)}
 
 
 @pytest.mark.slow

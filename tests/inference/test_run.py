@@ -4,6 +4,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import chex
 import folders
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,8 @@ def test_parameters_are_sharded_and_in_compute_dtype(tmp_path: Path, monkeypatch
         "sigmoid",
         "--model.moe.router-bias",
         True,
+        "--model.mlp-width",
+        384,
     )
     done = train(tmp_path, "--training.steps", 1, "--precision.compute-dtype", "bfloat16", *experts)
     assert (done.returncode, done.stderr) == (0, "")
@@ -56,7 +59,7 @@ def test_parameters_are_sharded_and_in_compute_dtype(tmp_path: Path, monkeypatch
     monkeypatch.undo()
     split = run.load_model(tmp_path, tensor=2)
     assert_split(split, 2)
-    jax.tree.map(np.testing.assert_array_equal, split.params, loaded.params)
+    chex.assert_trees_all_equal(split.params, loaded.params)
 
 
 def assert_split(source: run.LoadedModel, count: int) -> None:
@@ -74,11 +77,11 @@ def test_a_hugging_face_folder_is_loaded_unchanged(tmp_path: Path) -> None:
     assert source.step == 0 and source.placement.mesh.size == 1
     assert source.placement.precision.compute_dtype == "bfloat16"
     assert {leaf.dtype for leaf in jax.tree.leaves(source.params)} == {jnp.dtype("bfloat16")}
-    jax.tree.map(np.testing.assert_array_equal, source.params, load_pretrained(path).params)
+    chex.assert_trees_all_equal(source.params, load_pretrained(path).params)
     assert source.tokenizer.sha256 == load_tokenizer(DataConfig(tokenizer=str(path))).sha256
     split = run.load_model(path, tensor=2)
     assert_split(split, 2)
-    jax.tree.map(np.testing.assert_array_equal, split.params, source.params)
+    chex.assert_trees_all_equal(split.params, source.params)
 
 
 def test_a_folder_is_evaluated_too(

@@ -1,5 +1,6 @@
 """Initial values of parameters: what they depend on, and what they do not."""
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ SPECS = {"non_layer": {"table": TABLE, "scale": SCALE}, "segment_0": {"up": UP.s
 
 
 def assert_trees_equal(actual: Tree, expected: Tree) -> None:
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    chex.assert_trees_all_equal(actual, expected)
 
 
 def test_values_do_not_depend_on_other_leaves() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +23,7 @@ from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.guard import HISTORY
 from jaxopt_llm.training.optimizer import make_optimizer
 from jaxopt_llm.training.state import TrainState
-from jaxopt_llm.training.step import StepSettings, make_step
+from jaxopt_llm.training.step import StepSettings, _Step, make_step
 
 pytestmark = pytest.mark.core
 
@@ -84,11 +85,20 @@ def run(*batches: Batch, remembered: dict[str, Any] | None = None) -> Iterator[t
         yield jax.tree.map(np.asarray, state), metrics
 
 
+def test_the_step_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state that a step returns has the types of the one that it received; otherwise each run compiles twice."""
+    monkeypatch.setattr(_Step, "step", chex.assert_max_traces(_Step.step, n=1))
+    step, initial, resting = program.__wrapped__()
+    state = jax.device_put(initial, resting)
+    for seed in range(3):
+        state, _ = step(state, batch(seed))
+
+
 def assert_same_but_for(found: TrainState, expected: TrainState, **fields: int) -> None:
     """Assert bitwise equality, except for the step count and the given fields of the guard."""
     assert found.step == expected.step + fields.pop("step")
     changed = replace(expected, step=found.step, guard={**expected.guard, **fields})
-    jax.tree.map(np.testing.assert_array_equal, found, changed)
+    chex.assert_trees_all_equal(found, changed)
 
 
 @pytest.mark.parametrize("poison", ["gradient", "loss"])
@@ -117,7 +127,7 @@ def test_a_gradient_far_above_the_usual_is_skipped_once_there_is_a_history() -> 
     known = {**initial.guard, "updates": np.int32(HISTORY), "norms": np.ones(HISTORY, np.float32)}
     ((after, metrics),) = run(batch(1, "large gradient"), remembered=known)
     assert np.isfinite(metrics["grad_norm"]) and metrics["skipped"] == 1
-    jax.tree.map(np.testing.assert_array_equal, after.masters, initial.masters)
+    chex.assert_trees_all_equal(after.masters, initial.masters)
 
 
 def test_an_outlier_is_told_by_the_median_of_the_last_good_steps() -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -78,6 +79,6 @@ def test_what_stages_hold_is_everyones(model: ModelConfig, stages: int, pipeline
     masters = jax.tree.map(np.asarray, state.masters)
     tree.map_with_path(holds_its_layers, staged.specs.masters, masters, saved["masters"])
     back = to_checkpoint(staged, state)
-    jax.tree.map(np.testing.assert_array_equal, back, saved)
+    chex.assert_trees_all_equal(back, saved)
     on_one_device = to_checkpoint(whole, resumed(whole, one_device, back))
-    jax.tree.map(np.testing.assert_array_equal, on_one_device, saved)
+    chex.assert_trees_all_equal(on_one_device, saved)

@@ -1,13 +1,14 @@
 """Family of Hugging Face models: the mapping between its tensors and config.json fields and ours."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxopt_llm.checkpoint.huggingface.codecs import FIELD_TYPES, PRETRAINED_FIELDS, Codec, Settings, Unsupported
 from jaxopt_llm.checkpoint.huggingface.codecs_moe import find_expert_layers
 from jaxopt_llm.checkpoint.huggingface.codecs_windows import find_shortest_period
-from jaxopt_llm.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.config.fields import get_field, replace_fields
+from jaxopt_llm.config.unread import find_unread_by_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,31 +78,15 @@ class Family:
 
 def canonicalise(config: ModelConfig) -> ModelConfig:
     """Return the same model with defaults in the fields that it does not read, so that equal models compare equal."""
-    rope, moe = config.rope, MoEConfig()
-    if config.positions == "learned":
-        rope = RopeConfig()
-    elif rope.factor == 1:
-        rope = RopeConfig(theta=rope.theta)
-    elif rope.scaling == "llama3":
-        rope = replace(rope, mscale=RopeConfig.mscale, mscale_all_dim=RopeConfig.mscale_all_dim)
     has_experts = [config.moe.has_experts(layer) for layer in range(config.layers)]
-    if expert_layers := find_expert_layers(has_experts):
-        moe = replace(config.moe, dense_layers=expert_layers[0], expert_every=expert_layers[1])
-    unread = {
-        "max_positions": config.positions != "learned",
-        "window": "sliding" not in config.pattern,
-        "mlp_width": all(has_experts),
+    canonical: dict[str, Any] = {
+        "pattern": find_shortest_period([config.pattern[i % len(config.pattern)] for i in range(config.layers)]),
+        "attention_scale": config.attention_scale or config.head_dim**-0.5,
     }
-    model = replace(
-        config,
-        rope=rope,
-        moe=moe,
-        mla=config.mla if config.mla.kv_rank else MLAConfig(),
-        pattern=find_shortest_period([config.pattern[i % len(config.pattern)] for i in range(config.layers)]),
-        attention_scale=config.attention_scale or config.head_dim**-0.5,
-        **{name: getattr(ModelConfig, name) for name, is_unread in unread.items() if is_unread},
-    )
-    return replace_fields(model, TRAINING_ONLY)
+    if expert_layers := find_expert_layers(has_experts):
+        canonical["moe.dense_layers"], canonical["moe.expert_every"] = expert_layers
+    unread = {name: get_field(ModelConfig(), name) for name in find_unread_by_model(config)}
+    return replace_fields(config, canonical | unread | TRAINING_ONLY)
 
 
 # Defaults of the fields that no config.json has: they affect training only. It has the weight of the balance loss.

@@ -4,8 +4,9 @@ import functools
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,59 +33,118 @@ TOKENIZER_FILES = (
 )
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Folder, tokenizer and settings of a model's origin, which a written folder keeps.
+
+    Attributes:
+        folder: the Hugging Face folder whose token ids are kept.
+        tokenizer: the folder of the tokenizer, or its file; the files of the tokenizer are copied.
+        settings: further fields of config.json; those of `folder` take precedence.
+    """
+
+    folder: Path | None = None
+    tokenizer: Path | None = None
+    settings: Settings = field(default_factory=dict)
+
+
+class Layers(Protocol):
+    """Parameters of a model, which are fetched one layer at a time."""
+
+    def dtype(self, path: str) -> np.dtype:
+        """Return the dtype of a parameter: that of its base, and float32 for a quantised base."""
+
+    def fetch(self, path: str, layer: int | None, contracting: tuple[int, ...]) -> np.ndarray:
+        """Return a parameter dequantised and with its adapter merged: see `fetch_layer`."""
+
+    def release(self) -> None:
+        """Remove what was read from memory, because other parameters follow."""
+
+
+@dataclass(frozen=True)
+class LoadedLayers:
+    """Parameters that are in memory. leaves: by path; quantised weights and weights with adapters are single leaves."""
+
+    leaves: Mapping[str, tree.Leaf]
+
+    def dtype(self, path: str) -> np.dtype:
+        return leaves.weight_dtype(self.leaves[path])
+
+    def fetch(self, path: str, layer: int | None, contracting: tuple[int, ...]) -> np.ndarray:
+        return fetch_layer(self.leaves[path], layer, (), contracting)
+
+    def release(self) -> None:
+        pass
+
+
 def write_model_folder(
     path: Path,
     params: Params,
     config: ModelConfig,
-    source: Path | None = None,
-    tokenizer: Path | None = None,
+    origin: Origin | None = None,
     dtype: Any = None,
     max_file_bytes: int = safetensors.MAX_FILE_BYTES,
-    settings: Settings | None = None,
 ) -> None:
-    """Write a new folder of a model's parameters that transformers can load.
+    """Write a new folder of parameters that are in memory: see `write_layers`.
+
+    params: the parameters, on any devices, possibly quantised or with adapters.
+    """
+    write_layers(path, LoadedLayers(collect_leaves(params)), config, origin, dtype, max_file_bytes)
+
+
+def write_layers(
+    path: Path,
+    source: Layers,
+    config: ModelConfig,
+    origin: Origin | None = None,
+    dtype: Any = None,
+    max_file_bytes: int = safetensors.MAX_FILE_BYTES,
+) -> None:
+    """Write a new folder of a model's parameters that transformers can load, one tensor at a time.
 
     Quantised weights are dequantised and adapters are merged, in float32, before they are rounded to the tensors'
     dtype.
 
     Args:
         path: the folder to create.
-        params: the parameters, possibly quantised or with adapters.
+        source: the parameters.
         config: the model.
-        source: the folder that the parameters came from; its token ids are kept.
-        tokenizer: the folder of the tokenizer, or its file; the files of the tokenizer are copied.
+        origin: where the parameters came from; None: nothing is kept of it.
         dtype: dtype of the tensors instead of the parameters' dtype. Parameters that are updated by steps of a fixed
             size (`ParamSpec.sign_rate`) keep their dtype.
         max_file_bytes: largest number of tensor bytes in one file.
-        settings: further fields of config.json; those of `source` take precedence.
 
     Raises:
         InputError: no family fits the model, the path already exists, or a value is not finite in the dtype.
     """
-    source_settings = {} if source is None else read_settings(source)
-    family = choose_family(config, source)
-    values = collect_leaves(params)
+    origin = origin or Origin()
+    origin_settings = {} if origin.folder is None else read_settings(origin.folder)
+    family = choose_family(config, origin.folder)
     layouts = list_tensor_layouts(family, config)
     fixed = {name for name, layout in layouts.items() if layout.pieces[0].spec.sign_rate is not None}
     # All pieces of a tensor have the same dtype.
-    dtypes = {name: leaves.weight_dtype(values[layout.pieces[0].path]) for name, layout in layouts.items()}
+    dtypes = {name: source.dtype(layout.pieces[0].path) for name, layout in layouts.items()}
     if dtype is not None:
         dtypes |= {name: jnp.dtype(dtype) for name in layouts if name not in fixed}
     # The widest dtypes come first, so that each tensor is aligned in its file.
     widest_first = sorted(layouts, key=lambda name: -dtypes[name].itemsize)
     specs = {name: TensorSpec(dtypes[name], layouts[name].shape) for name in widest_first}
+    # Files hold one layer after the other. The tensors are written parameter by parameter, because the layers of a
+    # parameter are next to each other where they are read.
+    order = sorted(layouts, key=lambda name: [piece.path for piece in layouts[name].pieces])
     with NewFolder(path) as folder:
-        safetensors.write_folder(folder, specs, _tensor_getter(path, layouts, specs, values), max_file_bytes)
+        get_tensor = _tensor_getter(path, layouts, specs, source)
+        safetensors.write_folder(folder, specs, get_tensor, max_file_bytes, order)
         content = {
             **dict.fromkeys(TOKEN_IDS),  # null, because transformers has defaults that may be outside the vocabulary
-            **(settings or {}),
-            **{name: source_settings[name] for name in COPIED_SETTINGS if name in source_settings},
+            **origin.settings,
+            **{name: origin_settings[name] for name in COPIED_SETTINGS if name in origin_settings},
             **family.write(config),
             "torch_dtype": str(next(dtypes[name] for name in widest_first if name not in fixed)),
         }
         (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
-        if tokenizer is not None:
-            _copy_tokenizer(tokenizer, folder)
+        if origin.tokenizer is not None:
+            _copy_tokenizer(origin.tokenizer, folder)
 
 
 def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
@@ -98,23 +158,30 @@ def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
 
 
 def _tensor_getter(
-    path: Path, layouts: Mapping[str, TensorLayout], specs: Mapping[str, TensorSpec], values: Mapping[str, tree.Leaf]
+    path: Path, layouts: Mapping[str, TensorLayout], specs: Mapping[str, TensorSpec], source: Layers
 ) -> Callable[[str], np.ndarray]:
-    """Return a function that fetches a tensor by its name. values: the leaves by path."""
+    """Return a function that fetches a tensor by its name."""
 
     @functools.lru_cache(maxsize=1)  # experts of a layer are requested one after the other and are fetched together
     def fetch_experts(path: str, layer: int, contracting: tuple[int, ...]) -> np.ndarray:
-        return fetch_layer(values[path], layer, (), contracting)
+        return source.fetch(path, layer, contracting)
 
     def get_piece(piece: TensorPiece) -> np.ndarray:
         if piece.expert is None:
-            return fetch_layer(values[piece.path], piece.layer, piece.spec.shape, piece.spec.contracting)
+            padded = source.fetch(piece.path, piece.layer, piece.spec.contracting)
+            return padded[tuple(slice(size) for size in piece.spec.shape)]
         assert piece.layer is not None
         experts = fetch_experts(piece.path, piece.layer, tuple(dim + 1 for dim in piece.spec.contracting))
         return experts[piece.expert]
 
+    last_paths: list[str] = []
+
     def get_tensor(name: str) -> np.ndarray:
         layout = layouts[name]
+        if last_paths != (paths := [piece.path for piece in layout.pieces]):
+            last_paths[:] = paths
+            source.release()
+            fetch_experts.cache_clear()
         joined = layout.join([get_piece(piece) for piece in layout.pieces])
         return safetensors.round_finite(joined, specs[name].dtype, f"{path}: tensor {name!r}")
 

@@ -10,7 +10,7 @@ import mmap
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -218,15 +218,20 @@ def parse_json(content: bytes, file: Path) -> dict[str, Any]:
 
 
 def write_folder(
-    folder: Path, specs: Mapping[str, TensorSpec], get_tensor: Callable[[str], np.ndarray], max_file_bytes: int
+    folder: Path,
+    specs: Mapping[str, TensorSpec],
+    get_tensor: Callable[[str], np.ndarray],
+    max_file_bytes: int,
+    order: Iterable[str] | None = None,
 ) -> None:
     """Write tensors into an existing folder, one after the other.
 
     Args:
         folder: the folder.
-        specs: the tensors to write, by name.
+        specs: the tensors to write, by name, in the order of the files.
         get_tensor: returns the tensor with a name.
         max_file_bytes: largest number of tensor bytes in one file; a larger tensor has its own file.
+        order: names in the order in which tensors are requested and written; None for that of `specs`.
     """
     shards: list[dict[str, TensorSpec]] = [{}]
     free_bytes = max_file_bytes
@@ -237,13 +242,12 @@ def write_folder(
         shards[-1][name] = spec
         free_bytes -= spec.nbytes
     if len(shards) == 1:
-        write_file(folder / SINGLE, shards[0], get_tensor)
+        _write_files({folder / SINGLE: specs}, get_tensor, order or specs)
         return
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_file(folder / file, shard, get_tensor)
-        weight_map |= dict.fromkeys(shard, file)
+    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    files = dict(zip((folder / name for name in names), shards, strict=True))
+    _write_files(files, get_tensor, order or specs)
+    weight_map = {name: file.name for file, shard in files.items() for name in shard}
     total_size = sum(spec.nbytes for spec in specs.values())
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -251,6 +255,27 @@ def write_folder(
 
 def write_file(file: Path, specs: Mapping[str, TensorSpec], get_tensor: Callable[[str], np.ndarray]) -> None:
     """Write tensors into one file, one after the other."""
+    _write_files({file: specs}, get_tensor, specs)
+
+
+def _write_files(
+    files: Mapping[Path, Mapping[str, TensorSpec]], get_tensor: Callable[[str], np.ndarray], order: Iterable[str]
+) -> None:
+    places = {name: (file, begin, spec) for file, specs in files.items() for name, begin, spec in _start(file, specs)}
+    for name in order:
+        file, begin, spec = places[name]
+        array = np.asarray(get_tensor(name), order="C")
+        assert (array.dtype, array.shape) == spec, (name, array.dtype, array.shape, spec)
+        with file.open("r+b") as stream:
+            stream.seek(begin)
+            stream.write(array.reshape(-1).view(np.uint8).data)
+    for file in files:
+        with file.open("r+b") as stream:
+            sync_file(stream)
+
+
+def _start(file: Path, specs: Mapping[str, TensorSpec]) -> list[tuple[str, int, TensorSpec]]:
+    """Write the header of a file. Return (name, first byte in the file, spec) of each tensor."""
     codes = {dtype: name for name, dtype in (FLOAT_DTYPES | MASK_DTYPES).items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
@@ -260,13 +285,9 @@ def write_file(file: Path, specs: Mapping[str, TensorSpec], get_tensor: Callable
         begin = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with file.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for name, spec in specs.items():
-            array = np.asarray(get_tensor(name), order="C")
-            assert (array.dtype, array.shape) == spec, (name, array.dtype, array.shape, spec)
-            stream.write(array.reshape(-1).view(np.uint8).data)
-        sync_file(stream)
+    content = len(text).to_bytes(8, "little") + text
+    file.write_bytes(content)
+    return [(name, len(content) + header[name]["data_offsets"][0], spec) for name, spec in specs.items()]
 
 
 def round_finite(array: np.ndarray, dtype: np.dtype, what: str) -> np.ndarray:

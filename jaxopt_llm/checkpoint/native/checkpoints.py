@@ -28,6 +28,8 @@ from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Channel, Proces
 # Exceptions of Orbax and TensorStore for a disk that is full, read-only or gone.
 STORAGE_ERRORS = (OSError, ValueError, RuntimeError)
 
+MAX_STACK_CHUNK_BYTES = 2**26  # a stack that is not larger has one chunk for each shard
+
 
 def _print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr)
@@ -46,6 +48,7 @@ class Checkpoints:
         config: CheckpointConfig | None = None,
         report: Callable[[str], None] = _print_to_stderr,
         processes: Processes = SINGLE_PROCESS,
+        on_save: Callable[[int, str], None] = lambda step, failure: None,
     ) -> None:
         """Open the checkpoint directory; a writer creates it and deletes leftovers of dead processes.
 
@@ -54,13 +57,14 @@ class Checkpoints:
             config: settings of a writer; None for a reader, which changes nothing on disk.
             report: receives one line for each checkpoint that is damaged or was not saved.
             processes: the processes that save and restore together, each its own devices' shards.
+            on_save: receives the step of each save that has ended, and why it failed, or "". Any thread may call it.
         """
         self.directory = directory.absolute()
         self.last_save_failed = False
         self._last_step = 0  # step of the last save
         self._failure = ""
         self._config = config
-        self._report = report
+        self._report, self._on_save = report, on_save
         self._is_first, self._share = processes.first, (processes.index, processes.count)
         names = f"{directory}", f"{directory} in the background"
         self._channel, self._background_channel = map(processes.channel, names)
@@ -230,7 +234,9 @@ class Checkpoints:
 
         async def copy() -> list[Any]:
             saves = [
-                self._handler.async_save(epath.Path(path / name), args=ocp.args.StandardSave(each))
+                self._handler.async_save(
+                    epath.Path(path / name), args=ocp.args.StandardSave(each, _choose_chunks(each))
+                )
                 for name, each in trees.items()
             ]
             return [write for writes in await asyncio.gather(*saves) for write in writes]
@@ -250,7 +256,9 @@ class Checkpoints:
             failure, _ = self._run_on_all(self._background_channel, lambda: self._commit(path, contents, entries))
         if failure:
             self._give_up(contents["step"], failure)
-        elif self._is_first:
+            return
+        self._on_save(contents["step"], "")
+        if self._is_first:
             self._delete_old()
 
     def _commit(self, path: Path, contents: dict[str, Any], entries: list[FileEntries]) -> None:
@@ -289,6 +297,7 @@ class Checkpoints:
                 cleanup = f"; its partial files could not be deleted: {_first_line(error)}"
             time.sleep(0.1)
         self._report(f"checkpoint {self.directory / str(step)} could not be saved: {failure}{cleanup}")
+        self._on_save(step, failure)
 
     def _delete_old(self) -> None:
         assert self._config is not None
@@ -306,6 +315,19 @@ class Checkpoints:
         pending, self._pending_save = self._pending_save, None
         if pending is not None:
             pending.result()
+
+
+def _choose_chunks(arrays: tree.Tree) -> tree.Tree:
+    """Return how Orbax divides each array into chunks of a file, by default one for each shard.
+
+    Each layer of a large stack has its own chunks, so that a reader can decompress one layer without the others.
+    """
+
+    def choose(path: str, leaf: Any) -> ocp.SaveArgs:
+        is_stack = any(part.startswith("segment_") for part in path.split("/"))
+        return ocp.SaveArgs(shard_axes=(0,) if is_stack and leaf.ndim and leaf.nbytes > MAX_STACK_CHUNK_BYTES else ())
+
+    return tree.map_with_path(choose, arrays)
 
 
 def _describe_leaves(arrays: tree.Tree) -> dict[str, str]:

@@ -13,7 +13,8 @@ from jaxopt_llm.core.errors import InputError
 def lock_directory(directory: Path, setting: str = "run.directory") -> Iterator[None]:
     """Create a directory and lock it against other processes.
 
-    The kernel releases the lock when this process dies.
+    The kernel releases the lock when this process dies. At the end a directory that was created here and is still empty
+    is removed, so that a command that refuses its input leaves nothing.
 
     Args:
         directory: the directory to lock.
@@ -22,9 +23,10 @@ def lock_directory(directory: Path, setting: str = "run.directory") -> Iterator[
     Raises:
         InputError: the directory cannot be written, or another process holds the lock.
     """
+    is_new, path = not directory.exists(), directory / "lock"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / "lock").open("a")
+        file = path.open("a")
     except OSError as error:
         raise InputError(
             f"{setting} {directory} cannot be written: {error}; fix its permissions or choose another directory"
@@ -39,4 +41,9 @@ def lock_directory(directory: Path, setting: str = "run.directory") -> Iterator[
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):  # shared storage without locks
                 raise
-        yield
+        try:
+            yield
+        finally:
+            if is_new and [*directory.iterdir()] == [path]:
+                path.unlink()
+                directory.rmdir()

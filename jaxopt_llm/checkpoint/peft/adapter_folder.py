@@ -117,12 +117,11 @@ class AdapterFolder:
         Raises:
             InputError: a value is not finite in the dtype of the spec.
         """
-        weight, _, kind = path.rpartition("/")
-        leaf = huggingface.build_leaf(spec, sharding, functools.partial(self._fill, weight, kind))
-        self.file.release()
-        return leaf
+        return huggingface.build_leaf(spec, sharding, functools.partial(self.fill, path))
 
-    def _fill(self, weight: str, kind: str, out: np.ndarray, layer: int | None, index: tuple[slice, ...]) -> None:
+    def fill(self, path: str, out: np.ndarray, layer: int | None, index: tuple[slice, ...]) -> None:
+        """Write the slices `index` of one layer of an adapter's leaf into zeros: see `build_leaf`."""
+        weight, _, kind = path.rpartition("/")
         part = self.parts.get((weight, layer))
         if part is None:
             return
@@ -131,6 +130,7 @@ class AdapterFolder:
         if kind == "lora_b" and ratio != 1:
             source = source.astype(np.float32) * ratio
         huggingface.copy_finite(source, out, f"{self.file.file}: adapter of {part.factors.module}")
+        self.file.release()
 
     def check_base(self, folder: ModelFolder | None) -> None:
         """Check the tables of the base model that PEFT saved with the adapters.
@@ -144,7 +144,8 @@ class AdapterFolder:
         for module, stored in self.base.items():
             if folder is None:
                 raise InputError(
-                    f"{stored.file}: it has base weights of {module}; set --model.pretrained to their model"
+                    f"{stored.file}: it has base weights of {module}, which no Hugging Face folder is given to compare "
+                    "with; name the folder of the base model, or save the adapter with save_embedding_layers=False"
                 )
             table = next(name for name, path in folder.family.names.items() if path == peft.EMBEDDING)
             name = table if module == peft.HEAD and folder.config.tied_head else f"{module}.weight"

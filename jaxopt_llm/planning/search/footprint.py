@@ -4,7 +4,6 @@ The compiler's figure is the truth. This estimate decides which settings are wor
 memory runs out (docs/plan.md and docs/out_of_memory.md give its accuracy).
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -183,7 +182,7 @@ def _gathers_ahead(config: Config) -> bool:
 
     It then also keeps the masks that attention adds (compiler/xla_options.py).
     """
-    ahead = xla_options.pipelines_all_gather(dataclasses.asdict(config.mesh), config.training.accumulation)
+    ahead = xla_options.pipelines_all_gather(vars(config.mesh), config.training.accumulation)
     return _gathers_weights(config) and ahead
 
 

@@ -1,8 +1,8 @@
 """Search for the fastest settings: estimate all, compile the best, and rank them by the time of a step.
 
 Arithmetic discards the settings that cannot fit. The others are compiled in the order of their estimated time, until
-the next one cannot beat the best that fits, or MAX_COMPILED have been compiled. They are then ranked by the same
-roofline with the compiler's own figures.
+the next ones differ from the best that fits only by the estimate's error (stopping.py), or MAX_COMPILED have been
+compiled. They are then ranked by the same roofline with the compiler's own figures.
 """
 
 import itertools
@@ -26,13 +26,12 @@ from jaxopt_llm.planning.search.roofline import (
 )
 from jaxopt_llm.planning.search.setting_space import enumerate_meshes, enumerate_settings, list_mesh_problems
 from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_state_sizes
+from jaxopt_llm.planning.search.stopping import is_settled
 from jaxopt_llm.planning.search.workload import estimate_work
 from jaxopt_llm.training.validation import validate
 
 MAX_COMPILED = 12  # settings
-# Errors that the arithmetic may make. A setting is compiled if it would fit with MEMORY_SLACK less memory, and if it
-# would win with TIME_SLACK less time.
-MEMORY_SLACK, TIME_SLACK = 0.05, 0.03
+MEMORY_SLACK = 0.05  # error that the arithmetic may make: a setting is compiled if it would fit with this much less
 # Share of a GPU's memory above which XLA rematerialises on its own, at a cost that only compiling shows; such a program
 # also takes twice as long to compile. Settings above it are used only if there are no others.
 XLA_REMAT_SHARE = 0.76
@@ -195,8 +194,8 @@ def _compile_best(
         """Yield the recipe for comparison, then the candidates that may win by what has been compiled so far."""
         yield from (candidate for candidate in candidates if candidate.config == recipe)
         for candidate in candidates:
-            best = min((other.time.total for other in compiled if other.fits), default=float("inf"))
-            if candidate.time.total * (1 - TIME_SLACK) > best:
+            measured = [(other.candidate.time.total, other.time.total) for other in compiled if other.fits]
+            if is_settled(candidate.time.total, measured):
                 return
             fits = candidate.footprint.peak <= limit * (1 + MEMORY_SLACK)
             if fits and candidate.config != recipe and not is_hopeless(candidate) and is_valid(candidate.config):

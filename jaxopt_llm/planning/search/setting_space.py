@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, RematConfig, ShardingConfig, fields
+from jaxopt_llm.config.parallel import WITH_CHUNKS
 from jaxopt_llm.execution import stage_layout
 from jaxopt_llm.model.decoder_specs import list_segments
 from jaxopt_llm.parallel.axes import STORAGE_AXES
@@ -112,8 +113,8 @@ def list_pipelines(config: Config, mesh: MeshConfig) -> list[PipelineConfig]:
     """Return the pipeline schedules to try on this mesh.
 
     The first is the recipe's schedule and split, or 1f1b if the layers cannot be split like this over these stages. The
-    others are interleaved schedules with the fewest and with the most chunks per stage that its layers divide into. On
-    a single stage, which has no schedule, only the recipe's is returned.
+    others are the schedules with chunks, with the fewest and with the most chunks per stage that its layers divide
+    into. On a single stage, which has no schedule, only the recipe's is returned.
     """
     if mesh.pipeline == 1:
         return [config.pipeline]
@@ -123,9 +124,12 @@ def list_pipelines(config: Config, mesh: MeshConfig) -> list[PipelineConfig]:
 
     first = config.pipeline if fits(config.pipeline) else PipelineConfig()
     periods = sum(segment.repeats for segment in list_segments(config.model))
-    interleaved = (PipelineConfig("interleaved", chunks) for chunks in range(2, periods // mesh.pipeline + 1))
-    others = [pipeline for pipeline in interleaved if fits(pipeline)]
-    return list(dict.fromkeys([first, *others[:1], *others[-1:]]))
+    found = [first]
+    for schedule in WITH_CHUNKS:
+        chunked = (PipelineConfig(schedule, chunks) for chunks in range(2, periods // mesh.pipeline + 1))
+        fitting = [pipeline for pipeline in chunked if fits(pipeline)]
+        found += fitting[:1] + fitting[-1:]
+    return list(dict.fromkeys(found))
 
 
 def list_variants(config: Config, allowed: tuple[str, ...]) -> list[Config]:

@@ -38,8 +38,12 @@ class ParameterCounts:
     masters: int
 
     def __add__(self, other: "ParameterCounts") -> "ParameterCounts":
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return ParameterCounts(*(sum(pair) for pair in pairs))
+        return ParameterCounts(
+            weights=self.weights + other.weights,
+            trained=self.trained + other.trained,
+            gradients=self.gradients + other.gradients,
+            masters=self.masters + other.masters,
+        )
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class StateSizes:
     experts: ParameterCounts
     non_layer: ParameterCounts
 
-    @property
+    @functools.cached_property
     def layers(self) -> ParameterCounts:
         return self.blocks + self.experts
 

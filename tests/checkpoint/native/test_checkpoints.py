@@ -169,7 +169,8 @@ def test_failed_save_deletes_no_other_checkpoint(
     lines: list[str] = []
     weights = {"weights": {"w": jnp.full(3, 9)}}
     config = CheckpointConfig(every=20, keep=1)
-    with Checkpoints(directory, config, lines.append) as checkpoints:
+    saves: list[tuple[int, str]] = []
+    with Checkpoints(directory, config, lines.append, on_save=lambda *save: saves.append(save)) as checkpoints:
         with replaced_by_a_file(directory) if room is None else files_no_larger_than(room):
             checkpoints.save(9, weights, {})
             with pytest.raises(CheckpointError, match="step 10 could not be saved"):
@@ -182,6 +183,7 @@ def test_failed_save_deletes_no_other_checkpoint(
         ]  # a tenth of 20 later
         checkpoints.save_last(12, weights, {})
         assert not checkpoints.is_due(13, checkpoints.last_save_failed)
+    assert [step for step, _ in saves] == [9, 10, 10, 12] and [bool(failure) for _, failure in saves] == [1, 1, 1, 0]
     assert restore_latest(directory) == (12, [9, 9, 9], [])
     assert [path.name for path in directory.iterdir()] == ["12"]
     assert "Traceback" not in capfd.readouterr().err

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,10 +97,10 @@ def test_a_base_has_the_same_initial_values_without_adapters() -> None:
     expected = param.initialize(BARE, seed=3)
     adapted = leaves.initialize(jax.tree.map(wrapped, BARE), seed=3)
     found = jax.tree.map(lambda leaf: leaf.base, adapted, is_leaf=lambda leaf: isinstance(leaf, LoraWeight))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    chex.assert_trees_all_equal(found, expected)
     coded = leaves.initialize(jax.tree.map(lambda spec: wrapped(spec, "int8"), BARE), seed=3)
     quantised = leaves.quantise(expected["segment_0"]["output"], int8_specs(BARE["segment_0"]["output"]))
-    jax.tree.map(np.testing.assert_array_equal, coded["segment_0"]["output"].base, quantised)
+    chex.assert_trees_all_equal(coded["segment_0"]["output"].base, quantised)
     jax.tree.map(
         np.testing.assert_array_equal, coded["segment_0"]["query"].lora_a, adapted["segment_0"]["query"].lora_a
     )

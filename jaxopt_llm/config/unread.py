@@ -1,0 +1,104 @@
+"""Settings that a configuration does not read, because another setting makes them irrelevant."""
+
+from collections.abc import Iterator
+
+from jaxopt_llm.config import fields
+from jaxopt_llm.config.model import ModelConfig
+from jaxopt_llm.config.run import Config
+
+Rule = tuple[str, str, bool]  # names separated by blanks, the reason, and whether the rule applies
+EVERY_FIELD = ".*"  # end of a name that stands for all fields of a section
+
+
+def find_unread(config: Config) -> dict[str, str]:
+    """Return the settings with another value than the default that this configuration does not read, and why.
+
+    Settings whose check reports an error in this case are not among them, nor `schedule.decay_steps`, which the start
+    of a run sets.
+    """
+    model = () if config.model.pretrained else _model_rules(config.model)
+    rules = [(_add_section("model", names), reason, applies) for names, reason, applies in model] + _rules(config)
+    defaults = Config()
+    return {
+        name: reason
+        for name, reason in _expand(rules, fields.FIELDS).items()
+        if fields.get_field(config, name) != fields.get_field(defaults, name)
+    }
+
+
+def find_unread_by_model(model: ModelConfig) -> set[str]:
+    """Return the fields that a model does not read, by their names in its section."""
+    return set(_expand(_model_rules(model), [name for name, *_ in fields.walk_fields(ModelConfig)]))
+
+
+def describe_unread(config: Config) -> Iterator[str]:
+    """Yield a line for each reason why settings are not read."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in find_unread(config).items():
+        by_reason.setdefault(reason, []).append(f"{name}={fields.get_field(config, name)}")
+    for reason, settings in by_reason.items():
+        yield f"no effect: {', '.join(settings)}, because {reason}"
+
+
+def _model_rules(model: ModelConfig) -> list[Rule]:
+    moe, rope, learned = model.moe, model.rope, model.positions == "learned"
+    has_experts = [moe.has_experts(layer) for layer in range(model.layers)]
+    bounds = "rope.scaling rope.low_frequency_factor rope.high_frequency_factor rope.original_length"
+    yarn = "rope.mscale rope.mscale_all_dim"
+    return [
+        ("max_positions", f"model.positions={model.positions}", not learned),
+        ("rope.*", "model.positions=learned", learned),
+        (f"{bounds} {yarn}", "model.rope.factor=1", rope.factor == 1),
+        (yarn, f"model.rope.scaling={rope.scaling}", rope.scaling != "yarn"),
+        ("window", "no layer of model.pattern is sliding", "sliding" not in model.pattern),
+        ("mlp_width", "every layer has experts", all(has_experts)),
+        ("mla.*", "model.mla.kv_rank=0", not model.mla.kv_rank),
+        ("moe.*", "model.moe.experts=0", not any(has_experts)),
+        ("moe.router_groups_per_token", "model.moe.router_groups=1", moe.router_groups == 1),
+        ("moe.router_bias_rate", "model.moe.router_bias=False", not moe.router_bias),
+    ]
+
+
+def _rules(config: Config) -> list[Rule]:
+    data, schedule, mesh, sharding = config.data, config.schedule, config.mesh, config.sharding
+    optimizer, dense = config.optimizer.name, not config.model.moe.experts
+    has_text_files = data.format in ("auto", "text")
+    exchanges = sharding.expert_exchange in ("all_to_all", "ragged", "auto")
+    return [
+        ("data.format data.separator data.text_field", "data.paths is empty", not data.paths),
+        ("data.weights", "data.paths names one path", len(data.paths) == 1),
+        ("data.separator", f"data.format={data.format} has no text files", not has_text_files),
+        ("data.text_field", f"data.content={data.content}", data.content != "text"),
+        ("data.held_out", "evaluation.paths names the validation sets", bool(config.evaluation.paths)),
+        ("training.grouped_matmul sharding.expert_exchange sharding.expert_room", "the model has no experts", dense),
+        ("sharding.expert_exchange sharding.expert_room", "mesh.expert=1", mesh.expert == 1),
+        ("sharding.expert_room", f"sharding.expert_exchange={sharding.expert_exchange}", not exchanges),
+        ("sharding.context_exchange", "mesh.context=1", mesh.context == 1),
+        ("sharding.sequence_parallel", "mesh.tensor=1", mesh.tensor == 1),
+        ("pipeline.*", "mesh.pipeline=1", mesh.pipeline == 1),
+        ("optimizer.beta1 optimizer.beta2", f"optimizer.name={optimizer}", optimizer in ("sgd", "adafactor")),
+        ("optimizer.epsilon", f"optimizer.name={optimizer}", optimizer not in ("adamw", "muon")),
+        ("optimizer.momentum", f"optimizer.name={optimizer}", optimizer not in ("sgd", "muon")),
+        ("optimizer.decay_groups", "optimizer.weight_decay=0", not config.optimizer.weight_decay),
+        ("schedule.final_share", "schedule.kind=constant", schedule.kind == "constant"),
+        ("schedule.cooldown_steps", f"schedule.kind={schedule.kind}", schedule.kind != "wsd"),
+        ("evaluation.sample_tokens", "evaluation.samples=0", not config.evaluation.samples),
+        ("profile.steps", "profile.start_step=0", not config.profile.start_step),
+    ]
+
+
+def _add_section(section: str, names: str) -> str:
+    return " ".join(f"{section}.{name}" for name in names.split())
+
+
+def _expand(rules: list[Rule], known: list[str]) -> dict[str, str]:
+    """Return the reason of the first rule that applies to each field."""
+    found: dict[str, str] = {}
+    for names, reason, applies in rules:
+        for name in names.split() if applies else ():
+            prefix = name.removesuffix("*")
+            matches = [field for field in known if field.startswith(prefix)] if name.endswith(EVERY_FIELD) else [name]
+            assert set(matches) <= set(known) and matches, name
+            for field in matches:
+                found.setdefault(field, reason)
+    return found

@@ -1,0 +1,58 @@
+"""Weights of runs and folders, opened to be written without being loaded: see `checkpoint/stored_layers.py`."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+
+from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
+from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder
+from jaxopt_llm.checkpoint.huggingface.model_writer import collect_leaves
+from jaxopt_llm.checkpoint.run_weights import RunWeights
+from jaxopt_llm.checkpoint.stored_layers import StoredLayers
+from jaxopt_llm.config import Config, ModelConfig
+from jaxopt_llm.core import tree
+from jaxopt_llm.inference import run
+from jaxopt_llm.model import decoder_specs
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.training import lora, pretrained_weights
+from jaxopt_llm.training.initial_weights import open_frozen_base
+
+
+def open_run_layers(directory: Path, config: Config, step: int) -> StoredLayers:
+    """Open the parameters of a verified checkpoint of a run.
+
+    Frozen parameters of a folder have its dtypes, unless they are quantised.
+
+    Raises:
+        InputError: that folder is missing or has changed.
+    """
+    _, trained, frozen = lora.adapt_model(
+        Decoder(config.model), config.lora, config.precision, config.training.trainable
+    )
+    base = open_frozen_base(directory, config) if jax.tree.leaves(frozen) else None
+    if base is not None:
+        frozen = pretrained_weights.with_stored_dtypes(base, frozen)
+    weights = RunWeights(directory, directory / "checkpoints" / str(step), config.model, config.model)
+    return StoredLayers(collect_leaves(tree.merge(trained, frozen)), weights, base)
+
+
+def open_folder_layers(path: Path, adapter: Path) -> tuple[ModelConfig, StoredLayers]:
+    """Open the parameters of a Hugging Face folder with the adapters of a PEFT folder.
+
+    Returns:
+        The configuration of the model, and its parameters.
+
+    Raises:
+        InputError: a folder is incomplete, or the adapters do not belong to the model.
+    """
+    folder = huggingface.open_model_folder(path)
+    adapters = run.open_adapters(adapter, folder)
+    specs = stored_specs(folder)
+    return folder.config, StoredLayers(collect_leaves(adapters.add_to_specs(specs)), None, folder, adapters)
+
+
+def stored_specs(folder: ModelFolder) -> tree.Tree:
+    """Return the specs of a folder's model, in the dtypes of the folder."""
+    specs = decoder_specs.param_specs(folder.config)
+    return tree.map_with_path(lambda name, spec: replace(spec, dtype=folder.dtype(name)), specs)

@@ -1,0 +1,221 @@
+"""Reader of the files of a run directory, also while the run writes them or after it died.
+
+Lines that are not records are counted, not refused: half a run is better than no report.
+"""
+
+import json
+import math
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxopt_llm.core.errors import InputError
+
+EVAL_LOSS = "eval_loss"
+# The numbers of a record that are shown; besides these `eval_loss/NAME`.
+FIELDS = {
+    "loss",
+    EVAL_LOSS,
+    "grad_norm",
+    "learning_rate",
+    "skipped",
+    "loss_scale",
+    "tokens",
+    "tokens_per_second",
+    "step_seconds",
+    "data_seconds",
+    "mfu",
+    "peak_bytes",
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Finite numbers of one field of the records.
+
+    Attributes:
+        records: indices of the records that have them, [N].
+        values: the numbers, [N].
+    """
+
+    records: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Contents of a run directory.
+
+    Attributes:
+        name: text that tells this run from the others of the report.
+        config: config.json.
+        steps: step of each record, [R].
+        tokens: tokens that were read up to each step, [R].
+        curves: the other numbers of the records, by field.
+        events: entries of events.jsonl.
+        memory: memory.json; None if it is missing or damaged.
+        samples: entries of samples.jsonl.
+        notes: what could not be read.
+    """
+
+    name: str
+    directory: Path
+    config: dict[str, Any]
+    steps: NDArray[np.float64]
+    tokens: NDArray[np.float64]
+    curves: dict[str, Curve]
+    events: list[dict[str, Any]]
+    memory: dict[str, Any] | None
+    samples: list[dict[str, Any]]
+    notes: list[str]
+
+
+@dataclass
+class _Columns:
+    """Numbers of the records while they are read: 16 bytes each, because a run may have a million records."""
+
+    records: "array[int]" = field(default_factory=lambda: array("q"))
+    values: "array[float]" = field(default_factory=lambda: array("d"))
+
+    def add(self, record: int, value: float) -> None:
+        self.records.append(record)
+        self.values.append(value)
+
+    def to_curve(self) -> Curve:
+        return Curve(np.array(self.records, np.int64), np.array(self.values, np.float64))
+
+
+def read_runs(directories: Sequence[Path]) -> list[Run]:
+    """Read run directories.
+
+    Raises:
+        InputError: a directory is not a run directory, or is named twice.
+    """
+    resolved = [directory.resolve() for directory in directories]
+    for directory, path in zip(directories, resolved, strict=True):
+        if resolved.count(path) > 1:
+            raise InputError(f"{directory} is named twice; name each run directory once")
+    configs = [_read_config(directory) for directory in directories]
+    names = make_names(resolved)
+    return [read_run(*each) for each in zip(directories, names, configs, strict=True)]
+
+
+def make_names(paths: Sequence[Path]) -> list[str]:
+    """Return the shortest ends of different paths that differ from each other."""
+    for length in range(1, max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[1:][-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def read_run(directory: Path, name: str, config: dict[str, Any]) -> Run:
+    """Read the records, events, memory and samples of a run."""
+    notes: list[str] = []
+    columns, steps = _read_columns(directory / "metrics.jsonl", notes)
+    curves = {each: column.to_curve() for each, column in columns.items()}
+    tokens = np.full(len(steps), np.nan)
+    if known := curves.pop("tokens", None):
+        tokens[known.records] = known.values
+    events = [entry for entry in _read_lines(directory / "events.jsonl", notes) if _is_event(entry)]
+    samples = [entry for entry in _read_lines(directory / "samples.jsonl", notes) if _is_sample(entry)]
+    memory = _read_memory(directory / "memory.json", notes)
+    return Run(name, directory, config, np.array(steps, np.float64), tokens, curves, events, memory, samples, notes)
+
+
+def to_number(value: Any) -> float:
+    """Return a number of a JSON file; NaN for anything else."""
+    try:
+        return float(value) if type(value) in (int, float) else math.nan
+    except OverflowError:  # an integer of more than 308 digits
+        return math.nan
+
+
+def _read_columns(path: Path, notes: list[str]) -> tuple[dict[str, _Columns], "array[float]"]:
+    """Return the finite numbers of each field, and the step of each record."""
+    columns: defaultdict[str, _Columns] = defaultdict(_Columns)
+    steps, unusable = array("d"), 0
+    for record in _read_lines(path, notes):
+        step = to_number(record.get("step"))
+        if not math.isfinite(step):
+            unusable += 1
+            continue
+        numbers = {name: to_number(value) for name, value in record.items() if _is_shown(name)}
+        if numbers.get("step_seconds"):
+            numbers["data_wait"] = numbers.get("data_seconds", math.nan) / numbers["step_seconds"]
+        for name, number in numbers.items():
+            if math.isfinite(number):
+                columns[name].add(len(steps), number)
+        steps.append(step)
+    if unusable:
+        notes.append(f"{path.name}: {unusable:,} lines without a step are left out")
+    return columns, steps
+
+
+def _is_shown(name: str) -> bool:
+    return name in FIELDS or name.startswith(f"{EVAL_LOSS}/")
+
+
+def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file with one on each line. A last line without a newline is being written."""
+    if not path.is_file():
+        return
+    damaged = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            entry = _parse(line)
+            if isinstance(entry, dict):
+                yield entry
+            else:
+                damaged += bool(line.strip())
+    if damaged:
+        notes.append(f"{path.name}: {damaged:,} damaged lines are left out")
+
+
+def _parse(text: bytes) -> Any:
+    """Return the JSON value of a text; None if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    """Return config.json, which may be that of another version."""
+    problem = "not a run directory"
+    try:
+        config = _parse((directory / "config.json").read_bytes())
+    except OSError as error:
+        raise InputError(f"{directory}: {problem} ({error}); name a directory that `train` has written") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{directory}: {problem} (config.json is damaged); name a directory that `train` has written")
+    return config
+
+
+def _read_memory(path: Path, notes: list[str]) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    memory = _parse(path.read_bytes())
+    if isinstance(memory, dict) and isinstance(memory.get("kinds"), dict):
+        return memory
+    notes.append(f"{path.name} is damaged and left out")
+    return None
+
+
+def _is_event(entry: dict[str, Any]) -> bool:
+    return isinstance(entry.get("event"), str) and all(
+        math.isfinite(to_number(entry.get(name))) for name in ("step", "time")
+    )
+
+
+def _is_sample(entry: dict[str, Any]) -> bool:
+    texts = (entry.get("prompt"), entry.get("answer"), entry.get("set", ""), entry.get("reference", ""))
+    return all(isinstance(text, str) for text in texts) and math.isfinite(to_number(entry.get("step")))

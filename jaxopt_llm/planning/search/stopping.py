@@ -1,0 +1,25 @@
+"""Rule that ends the compiling of a search: the next settings differ from the best one only by the estimate's error."""
+
+from collections.abc import Sequence
+
+# Error of the estimate that is possible after one setting was compiled; after n settings an n-th of it is.
+PRIOR_ERROR = 0.03
+# Share of a step that is worth another compilation. The roofline itself is less accurate than this.
+MIN_GAIN = 0.01
+
+
+def is_settled(next_estimate: float, measured: Sequence[tuple[float, float]]) -> bool:
+    """Return whether no remaining setting is likely to be faster than the best compiled one by more than MIN_GAIN.
+
+    The ratios of the compiled to the estimated times show the error of the estimate. The ratio of a remaining setting
+    may be as low as the lowest of them, and a little lower while only few have been compiled.
+
+    Args:
+        next_estimate: shortest estimated time of the remaining settings.
+        measured: estimated and compiled times of the settings that fit.
+    """
+    if not measured:
+        return False
+    lowest_ratio = min(compiled / estimated for estimated, compiled in measured) - PRIOR_ERROR / len(measured)
+    best = min(compiled for _, compiled in measured)
+    return next_estimate * lowest_ratio > best * (1 - MIN_GAIN)

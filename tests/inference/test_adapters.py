@@ -1,0 +1,168 @@
+"""Adapters of PEFT folders over loaded models, and runs from Python."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import adapters
+import chex
+import folders
+import jax
+import numpy as np
+import pytest
+from chats import write_tokenizer
+from commands import command, some_text, train
+
+from jaxopt_llm import convert, evaluate, generate, load_pretrained
+from jaxopt_llm.checkpoint.huggingface import safetensors
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.inference import run
+from jaxopt_llm.inference.load import Pretrained
+
+pytestmark = pytest.mark.core
+
+CONFIG = replace(folders.CONFIG, vocabulary_size=512, layers=2)
+TOKENS = np.arange(24).reshape(2, 12) * 7 % 512
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(folders.folder(tmp_path_factory.mktemp("base") / "base", CONFIG))
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    params = adapters.add_adapters(CONFIG, "attention/query mlp/down head/table")
+    return adapters.write_adapters(tmp_path_factory.mktemp("adapter") / "adapter", params, CONFIG)
+
+
+@pytest.fixture(scope="module")
+def merged(base: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("merged") / "merged"
+    convert.merge_folders(base, adapter, path, None, 10**9)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run_of_base(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "run"
+    convert.import_folder(base, path, str(base))
+    return path
+
+
+def logits(loaded: run.LoadedModel) -> jax.Array:
+    model = loaded.config.model
+    return Pretrained(model, loaded.params, Path(), run.Origin(), loaded.model, loaded.placement).logits(TOKENS)
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def call(main: Callable[[], int], *arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
+        assert main() == 0
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_a_model_with_adapters_computes_what_the_merged_model_computes(
+    base: Path, adapter: Path, merged: Path, run_of_base: Path
+) -> None:
+    expected = load_pretrained(merged).logits(TOKENS)
+    models: dict[str, Any] = {
+        "folder": logits(run.load_model(base, adapter=adapter)),
+        "split": logits(run.load_model(base, tensor=2, adapter=adapter)),
+        "run": logits(run.load_model(run_of_base, adapter=adapter)),
+        "Python": load_pretrained(base, adapter).logits(TOKENS),
+        "run from Python": load_pretrained(run_of_base, adapter).logits(TOKENS),
+    }
+    largest = np.abs(expected).max()
+    for name, found in models.items():
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * largest, err_msg=name)
+    assert np.abs(load_pretrained(base).logits(TOKENS) - expected).max() > 0.1 * largest
+
+
+def test_generate_and_evaluate_take_adapters(
+    base: Path, adapter: Path, merged: Path, run_of_base: Path, tmp_path: Path, printed: Callable[..., str]
+) -> None:
+    (tmp_path / "text.txt").write_text("What is 1 + 1? It is 2.")
+    data = ("--data.paths", tmp_path / "text.txt", "--training.sequence-length", 8)
+    prompt = ("--prompt", "What is", "--tokens", 8)
+    for main, arguments in ((generate.main, prompt), (evaluate.main, data)):
+        expected = printed(main, "--checkpoint", merged, *arguments)
+        assert printed(main, "--checkpoint", base, "--adapter", adapter, *arguments) == expected
+        assert printed(main, "--checkpoint", run_of_base, "--adapter", adapter, *arguments) == expected
+        assert printed(main, "--checkpoint", base, *arguments) != expected
+
+
+def test_adapters_that_do_not_fit_are_refused(
+    base: Path, adapter: Path, run_of_base: Path, lora_run: Path, tmp_path: Path
+) -> None:
+    narrow = write_tokenizer(folders.folder(tmp_path / "narrow", replace(CONFIG, width=16)))
+    for checkpoint, given, said in (
+        (narrow, adapter, "shape .* check that the adapter belongs to the model"),
+        (base, run_of_base, "--adapter .*: this is a run directory; export its adapters first"),
+        (base, tmp_path / "none", "none: no such folder"),
+        (lora_run, adapter, "has adapters already; leave out --adapter, or merge them first"),
+        (adapter, None, "this is a PEFT folder of adapters; name it with --adapter, and its base model with"),
+    ):
+        with pytest.raises(InputError, match=said):
+            run.load_model(checkpoint, adapter=given)
+
+
+def test_base_weights_next_to_adapters_need_a_folder_to_compare_with(
+    base: Path, adapter: Path, run_of_base: Path, tmp_path: Path
+) -> None:
+    table = safetensors.open_folder(base)["model.embed_tokens.weight"].array
+    (tmp_path / "adapter").mkdir()
+    for file in adapter.iterdir():
+        (tmp_path / "adapter" / file.name).write_bytes(file.read_bytes())
+    name = "base_model.model.model.embed_tokens.base_layer.weight"
+    adapters.rewrite_adapters(tmp_path / "adapter", lambda arrays: arrays.update({name: table}))
+    run.load_model(base, adapter=tmp_path / "adapter")
+    with pytest.raises(InputError, match="which no Hugging Face folder is given to compare with"):
+        run.load_model(run_of_base, adapter=tmp_path / "adapter")
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run that trains adapters over codes of a random base, which its checkpoint holds."""
+    path = tmp_path_factory.mktemp("lora") / "run"
+    lora = ("--lora.rank", 2, "--lora.base", "int8", "--lora.dora", True, "--optimizer.learning-rate", 0.01)
+    done = train(path, *lora, "--training.steps", 2, "--precision.compute-dtype", "float32")
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+@pytest.fixture(scope="module")
+def qlora_run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run that trains adapters over NF4 codes of a folder, which its checkpoint does not hold."""
+    path = tmp_path_factory.mktemp("qlora") / "run"
+    lora = ("--lora.rank", 2, "--lora.base", "nf4", "--lora.double-quantisation", True)
+    lora += ("--optimizer.learning-rate", 0.01, "--precision.compute-dtype", "float32")
+    sizes = ("--training.steps", 2, "--training.accumulation", 1, "--training.batch-size", 4)
+    sizes += ("--training.sequence-length", 32)
+    options = (*lora, *sizes, *some_text(path.parent / "a.jsonl"), "--evaluation.batches", 1, "--run.directory", path)
+    done = command("train", "--config", "finetune.py", "--data.content", "text", "--model.pretrained", base, *options)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+@pytest.mark.parametrize("name", ["lora_run", "qlora_run"])
+def test_a_run_is_loaded_from_python_as_generate_loads_it(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    lora_run = request.getfixturevalue(name)
+    model, loaded = load_pretrained(lora_run), run.load_model(lora_run)
+    chex.assert_trees_all_equal(model.params, loaded.params)
+    ids = TOKENS % 256
+    assert model.logits(ids).dtype == np.float32
+    # Both write the same folder: from memory, and from the files one layer at a time.
+    model.save_pretrained(tmp_path / "saved")
+    convert.merge_run(lora_run, tmp_path / "merged", "float32", 10**9)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "saved" / name).read_bytes() == (tmp_path / "merged" / name).read_bytes()
+    expected = load_pretrained(tmp_path / "merged").logits(ids)
+    np.testing.assert_allclose(model.logits(ids), expected, rtol=0, atol=1e-5 * np.abs(expected).max())

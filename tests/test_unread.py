@@ -1,0 +1,130 @@
+"""Settings that a configuration does not read: each is named, and changing it changes nothing."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toy
+from commands import ROOT, command, some_text, tiny, train
+
+from jaxopt_llm.config import Config, MeshConfig, cli
+from jaxopt_llm.config.fields import replace_fields
+from jaxopt_llm.config.unread import describe_unread, find_unread
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.training.program import make_program
+
+pytestmark = pytest.mark.core
+
+RECIPES = sorted(path.name for path in (ROOT / "configs").glob("*.py"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_set_nothing_that_they_do_not_read(recipe: str) -> None:
+    assert not [*describe_unread(cli.load_recipe(recipe))]
+
+
+@pytest.mark.parametrize(
+    ("settings", "read"),
+    [
+        ({"model.window": 64}, {"model.pattern": ("sliding",)}),
+        ({"model.max_positions": 64}, {"model.positions": "learned"}),
+        (
+            {"model.rope.original_length": 64, "model.rope.mscale": 2.0},
+            {"model.rope.factor": 2.0, "model.rope.scaling": "yarn"},
+        ),
+        ({"model.moe.expert_width": 64, "sharding.expert_room": 3.0}, {"model.moe.experts": 4, "mesh.expert": 2}),
+        ({"model.mla.query_rank": 8}, {"model.mla.kv_rank": 8}),
+        ({"pipeline.split": (2, 2)}, {"mesh.pipeline": 2}),
+        ({"sharding.context_exchange": "all_to_all"}, {"mesh.context": 2}),
+        ({"sharding.sequence_parallel": True}, {"mesh.tensor": 2}),
+        ({"optimizer.momentum": 0.8}, {"optimizer.name": "sgd"}),
+        ({"schedule.cooldown_steps": 7}, {"schedule.kind": "wsd"}),
+        ({"evaluation.sample_tokens": 7}, {"evaluation.samples": 1}),
+        ({"data.separator": "\n"}, {"data.paths": ("a.txt",)}),
+        ({"profile.steps": 5}, {"profile.start_step": 1}),
+    ],
+    ids=str,
+)
+def test_a_setting_is_unread_until_another_one_needs_it(settings: dict[str, Any], read: dict[str, Any]) -> None:
+    assert find_unread(replace_fields(Config(), settings)).keys() == settings.keys()
+    assert not find_unread(replace_fields(Config(), settings | read)).keys() & settings.keys()
+    assert not find_unread(Config())
+
+
+def test_a_pretrained_model_decides_its_own_fields() -> None:
+    assert not find_unread(replace_fields(Config(), {"model.pretrained": "folder", "model.window": 64}))
+
+
+# Settings that the program of `lowered` does not read, with other values than the defaults.
+UNREAD: dict[str, Any] = {
+    "model.window": 7,
+    "model.max_positions": 5,
+    "model.rope.scaling": "yarn",
+    "model.rope.low_frequency_factor": 2.0,
+    "model.rope.high_frequency_factor": 8.0,
+    "model.rope.original_length": 99,
+    "model.rope.mscale": 2.0,
+    "model.rope.mscale_all_dim": 1.0,
+    "model.mla.query_rank": 8,
+    "model.mla.rotary_head_dim": 4,
+    "model.mla.value_head_dim": 8,
+    "model.moe.experts_per_token": 1,
+    "model.moe.expert_width": 8,
+    "model.moe.shared_expert_width": 8,
+    "model.moe.dense_layers": 1,
+    "model.moe.expert_every": 2,
+    "model.moe.router": "sigmoid",
+    "model.moe.router_renormalises": False,
+    "model.moe.router_scale": 2.0,
+    "model.moe.router_groups": 2,
+    "model.moe.router_groups_per_token": 2,
+    "model.moe.router_bias": True,
+    "model.moe.router_bias_rate": 1.0,
+    "model.moe.balance_loss": 1.0,
+    "model.moe.router_z_loss": 1.0,
+    "model.moe.capacity_factor": 2.0,
+    "training.grouped_matmul": "xla",
+    "sharding.expert_exchange": "gather",
+    "sharding.expert_room": 3.0,
+    "sharding.context_exchange": "all_to_all",
+    "sharding.sequence_parallel": True,
+    "pipeline.schedule": "gpipe",
+    "pipeline.virtual_stages": 2,
+    "pipeline.split": (1, 2),
+    "optimizer.epsilon": 1e-3,
+    "optimizer.momentum": 0.5,
+    "optimizer.decay_groups": ("*=2",),
+    "schedule.cooldown_steps": 7,
+}
+
+
+def lowered(settings: dict[str, Any]) -> str:
+    """Return the text of the step of a dense model on eight devices along `fsdp`, before it is compiled."""
+    fixed = {"training.batch_size": 8, "training.sequence_length": 16, "optimizer.name": "lion"}
+    config = Config(model=dataclasses.replace(toy.UNIFORM, pattern=("global",)), mesh=MeshConfig(fsdp=8))
+    config = replace_fields(config, {**fixed, "optimizer.weight_decay": 0.0, **settings})
+    if settings.keys() == UNREAD.keys():
+        assert find_unread(config).keys() == UNREAD.keys()
+    program = make_program(config, Placement(make_mesh(config.mesh), config.sharding, config.precision))
+    return str(program.step.lower(program.state, program.batch).as_text())
+
+
+def test_programs_do_not_depend_on_unread_settings() -> None:
+    assert lowered(UNREAD) == lowered({})
+    assert lowered({"model.mlp_width": 48}) != lowered({})  # the comparison sees a difference
+
+
+def test_the_start_names_them(tmp_path: Path) -> None:
+    done = train(
+        tmp_path / "run", *some_text(tmp_path / "a.jsonl"), "--training.steps", 1, "--model.moe.dense-layers", 1
+    )
+    assert done.returncode == 0
+    assert done.stderr == "warning: no effect: model.moe.dense_layers=1, because model.moe.experts=0\n"
+
+
+def test_the_plan_names_them() -> None:
+    done = command("plan", *tiny(Path("unused")), "--model.moe.dense-layers", 1, "--gpu", "h100", "--gpus-per-host", 1)
+    assert done.returncode == 0
+    assert done.stderr == "warning: no effect: model.moe.dense_layers=1, because model.moe.experts=0\n"
