@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,7 +96,8 @@ def test_finetune(tmp_path: Path) -> None:
 def serves_the_same_answer(folder: Path) -> None:
     """Compare the answer of transformers with ours, in float32: in 16 bits two tokens may be equally likely."""
     (page,) = (block for block in read_blocks("finetune") if "import AutoModelForCausalLM" in block.code)
-    served = page._replace(code=page.code.replace("models/merged", "models/exact"))
+    today = date.today().strftime("%d %b %Y")  # what `chat` with a folder gives the template
+    served = page._replace(code=page.code.replace("models/merged", "models/exact").replace("31 Jan 2026", today))
     (question,) = re.findall(r'"content": "(.*?)"', page.code)
     merge = "jaxopt-llm convert merge --checkpoint runs/finetune --to models/exact --dtype float32 >&2"
     ours = "jaxopt-llm chat --checkpoint models/exact --tokens 40"
