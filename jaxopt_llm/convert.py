@@ -113,11 +113,12 @@ def _export_model(directory: Path, path: Path, config: Config, dtype: str | None
     if source is None and config.model.pretrained and not is_run_directory(Path(config.model.pretrained)):
         problem = f"{config.model.pretrained}, from which the model came, no longer exists"
         print(f"warning: {problem}: its token ids are not copied", file=sys.stderr)
-    origin, dtype = run.find_origin(config), dtype or _read_dtype(source)
+    dtype = dtype or _read_dtype(source)
 
     def write(checkpoints: Checkpoints, step: int) -> int:
+        # The layers first: if the base is missing, so is often the tokenizer in its folder.
         layers = stored.open_run_layers(directory, config, step)
-        write_layers(path, layers, config.model, origin, dtype, max_file_bytes)
+        write_layers(path, layers, config.model, run.find_origin(config), dtype, max_file_bytes)
         return step
 
     step = run.use_last_checkpoint(directory, write)

@@ -123,7 +123,7 @@ def test_pretrain(tmp_path: Path) -> None:
     assert [line.split()[0] for line in printed_by(done, "checkpoint list").splitlines()[1:]] == [step, "150"]
     assert losses(printed_by(done, "evaluate"), NATS)[0] < 6
     assert printed_by(done, "generate").startswith("def get")
-    assert (tmp_path / "report.html").stat().st_size > 10_000
+    assert "plotly" in (tmp_path / "report.html").read_text().lower()
 
 
 @pytest.mark.slow

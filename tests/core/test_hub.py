@@ -98,6 +98,7 @@ def test_commands_take_an_id(offline: Path, model: Path, tmp_path: Path) -> None
     sizes = [f"--{key}={value}" for key, value in TINY.items() if not key.startswith("model.")]
     for directory, name in ((tmp_path / "hub", NAME), (tmp_path / "folder", model)):
         flags = ("--config", "pretrain.py", "--run.directory", directory, "--training.steps", 2, *sizes, *data)
+        flags = (*flags, "--training.accumulation", 1)
         process = start("train", *flags, "--model.pretrained", name)
         assert process.communicate(timeout=300)[1] == "" and process.returncode == 0
     losses = [[record["loss"] for record in metrics(tmp_path / name)] for name in ("hub", "folder")]

@@ -423,7 +423,7 @@ def test_a_separator_divides_text_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("documents", [[], ["alone"], ["", "alone"]])
 def test_too_few_documents(documents: list[str], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="training and evaluation need at least one each"):
+    with pytest.raises(InputError, match="training and evaluation need at least one each|0 documents; add documents"):
         read(write_jsonl(tmp_path / "a.jsonl", documents), DataConfig())
 
 

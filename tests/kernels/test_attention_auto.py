@@ -107,7 +107,7 @@ def test_without_a_gpu_there_is_no_reason() -> None:
 
 def test_the_packages_own_table_can_be_read() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    shipped, _ = project["tool"]["setuptools"]["package-data"]["jaxopt_llm"]
+    shipped, *_ = project["tool"]["setuptools"]["package-data"]["jaxopt_llm"]
     for row in attention_auto.read_table(ROOT / "jaxopt_llm" / shipped):
         assert row.seconds.keys() <= {*kernels.IMPLEMENTATIONS, "cudnn"}
 

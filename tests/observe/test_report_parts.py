@@ -52,8 +52,13 @@ def test_a_long_run_shows_means_and_extremes(tmp_path: Path) -> None:
 
 def test_a_run_has_one_colour_in_all_figures(tmp_path: Path) -> None:
     record = {"step": 1, "loss": 2.0, "eval_loss": 2.0, "eval_loss/a": 1.0, "eval_loss/b": 3.0, "peak_bytes": 5}
-    runs = read(*(write_run(tmp_path / name, [record]) for name in ("first", "second")))
-    for each in figures.make_figures(runs):
+    directories = [write_run(tmp_path / name, [record]) for name in ("first", "second")]
+    for directory in directories:
+        (directory / "events.jsonl").write_text('{"time": 1, "step": 1, "event": "end"}\n')
+    runs = read(*directories)
+    shown = figures.make_figures(runs)
+    assert [each["id"] for each in shown] == ["loss", "eval-loss", "memory", "events"]
+    for each in shown:
         colours: dict[str, set[str]] = {}
         for trace in each["data"]:
             run = trace["name"].partition(" · ")[0]
