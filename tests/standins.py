@@ -51,7 +51,7 @@ def write_llama(path: Path) -> Path:
     arrays = params(MODEL, jnp.bfloat16)
     table = arrays["non_layer"]["embedding"]["table"]
     # Rows as different as those of a trained model: an answer is then not the same token again and again.
-    table[:] = np.random.default_rng(0).normal(scale=0.1, size=table.shape)
+    table[:] = np.random.default_rng(0).normal(scale=0.3, size=table.shape)
     write_model_folder(path, jax.device_put(arrays, toy.placement().replicated), MODEL)
     settings = json.loads((path / "config.json").read_text())
     ends = {"bos_token_id": 0, "eos_token_id": [1, 4]}

@@ -136,7 +136,9 @@ class RunWeights:
         if cached is not None and (row is None or cached.first <= row < cached.first + len(cached.rows)):
             return cached.rows if row is None else cached.rows[row - cached.first]
         directory = self.checkpoint / self._run_leaves[run_path][0]
-        kvstore = {"driver": "ocdbt", "base": f"file://{directory}", "path": run_path.replace("/", ".") + "/"}
+        # Not a URL, in which a relative path, "%" and "#" have other meanings.
+        base = {"driver": "file", "path": f"{directory.absolute()}/"}
+        kvstore = {"driver": "ocdbt", "base": base, "path": run_path.replace("/", ".") + "/"}
         try:
             store = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True).result()
             if row is None:

@@ -1,5 +1,6 @@
 """Parameters of a run, read into other meshes and stacks than it had."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,16 @@ def test_values_that_overflow_the_dtype_are_refused(tmp_path: Path) -> None:
     spec = replace(SPECS["non_layer"]["final_norm"]["scale"], dtype=np.dtype(np.float16))
     with pytest.raises(InputError, match="non_layer/final_norm/scale has values that are not finite in float16"):
         open_weights(tmp_path).read("non_layer/final_norm/scale", spec, parameter_sharding(spec, toy.placement()))
+
+
+@pytest.mark.parametrize("name", ["run", "a run, 50% #2?"])
+def test_a_relative_path_and_any_name(name: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(run, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    path, sharding = "non_layer/embedding/table", toy.placement().replicated
+    expected = open_weights(run).read(path, SPECS["non_layer"]["embedding"]["table"], sharding)
+    found = open_weights(Path(name)).read(path, SPECS["non_layer"]["embedding"]["table"], sharding)
+    assert_equal(found, expected)
 
 
 def test_is_run_directory(run: Path, tmp_path: Path) -> None:
