@@ -7,7 +7,6 @@ import argparse
 import functools
 import math
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -109,16 +108,8 @@ def make_parser() -> argparse.ArgumentParser:
         "once) and training.sequence_length can be given as for jaxopt_llm.train; the run's values are the defaults.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add(
-        "--checkpoint",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="training run, or folder or hub id of a Hugging Face model",
-    )
-    add("--adapter", type=Path, metavar="FOLDER", help="PEFT folder or hub id of LoRA adapters of the model")
-    add("--batches", type=int, metavar="N", help="maximum number of batches to read (default: all)")
+    run.add_model_flags(parser)
+    parser.add_argument("--batches", type=int, metavar="N", help="maximum number of batches to read (default: all)")
     return parser
 
 

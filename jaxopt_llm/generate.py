@@ -32,7 +32,6 @@ def generate(
     prompts: Sequence[str],
     count: int,
     sampling: Sampling,
-    seed: int,
     stops: Sequence[str],
     show: Callable[[str], None] = lambda text: None,
 ) -> list[str]:
@@ -60,7 +59,7 @@ def generate(
     ends = find_eos_ids(source.config.data, tokenizer)
     continuations = [Continuation(tokenizer, prompt_ids.tolist(), ends, stops) for prompt_ids in ids]
     loaded = source.model, source.params, source.placement, model.vocabulary_size
-    generator = TokenGenerator(*loaded, sampling, seed, rows=len(ids), length=longest + count)
+    generator = TokenGenerator(*loaded, sampling, rows=len(ids), length=longest + count)
     extend_continuations(generator(ids, count), continuations, show)
     return [continuation.text for continuation in continuations]
 
@@ -73,14 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
         "continuation. With --chat, answer the lines of standard input.",
     )
     add = parser.add_argument
-    add(
-        "--checkpoint",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="training run, or folder or hub id of a Hugging Face model",
-    )
-    add("--adapter", type=Path, metavar="FOLDER", help="PEFT folder or hub id of LoRA adapters of the model")
+    run.add_model_flags(parser)
     add("--tensor", type=int, default=1, metavar="N", help="devices that split all weights and heads (default: 1)")
     add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; can be given several times")
     add("--prompts", type=Path, metavar="FILE", help="file of further prompts, a JSON string on each line")
@@ -102,16 +94,16 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> int:
     arguments = make_parser().parse_args(sys.argv[1:])
     prompts = arguments.prompt + (_read_prompts(arguments.prompts) if arguments.prompts else [])
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     _check_mode(arguments.chat, prompts, arguments.system, arguments.context)
     default = MAX_TOKENS if arguments.chat else DEFAULT_TOKENS
     count = default if arguments.tokens is None else arguments.tokens
-    _check_sampling(count, sampling, arguments.seed, arguments.stop)
+    _check_sampling(count, sampling, arguments.stop)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
         source = run.load_model(arguments.checkpoint, tensor=arguments.tensor, adapter=arguments.adapter)
-    rest = (count, sampling, arguments.seed, arguments.stop)
+    rest = (count, sampling, arguments.stop)
     with oom.explain_oom("generating", "give fewer or shorter prompts at once, or a smaller --tokens or --context"):
         if arguments.chat:
             chat.converse(source, arguments.system, _resolve_context(arguments.context, source.config.model), *rest)
@@ -158,7 +150,7 @@ def _check_mode(chats: bool, prompts: list[str], system: str | None, context: in
         raise InputError(f"--context {context}: must lie between 2 and {MAX_TOKENS:,}")
 
 
-def _check_sampling(tokens: int, sampling: Sampling, seed: int, stops: list[str]) -> None:
+def _check_sampling(tokens: int, sampling: Sampling, stops: list[str]) -> None:
     if not 1 <= tokens <= MAX_TOKENS:
         raise InputError(f"--tokens {tokens}: must lie between 1 and {MAX_TOKENS:,}")
     if not 0 <= sampling.temperature < float("inf"):
@@ -169,8 +161,8 @@ def _check_sampling(tokens: int, sampling: Sampling, seed: int, stops: list[str]
         raise InputError(f"--top-p {sampling.top_p}: must be above 0 and at most 1")
     if sampling.temperature == 0 and (sampling.top_k or sampling.top_p < 1):
         raise InputError("--top-k and --top-p need sampling: set --temperature above 0")
-    if not 0 <= seed < 2**32:
-        raise InputError(f"--seed {seed}: must lie between 0 and 2**32 - 1")
+    if not 0 <= sampling.seed < 2**32:
+        raise InputError(f"--seed {sampling.seed}: must lie between 0 and 2**32 - 1")
     if "" in stops:
         raise InputError("--stop is empty, which would end every continuation at once: give a text")
 

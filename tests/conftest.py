@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import Any
 
 # JAX reads this when it loads its CUDA plugin; without it the plugin requires a driver.
+os.environ["HF_HUB_OFFLINE"] = "1"  # a misspelt folder looks like the id of a model; no test asks the real hub
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 # Compiling takes most of the time of a CPU test. The environment variable also reaches commands that tests start.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"

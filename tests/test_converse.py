@@ -156,7 +156,7 @@ def test_answers_depend_on_the_whole_conversation(
         with chat.open_renderer(chat.find_template(data, source.tokenizer)) as renderer:
             prompt = renderer.render_prompt(messages)
         ids = source.tokenizer.encode([prompt.encode()])[0].astype(np.int32)
-        decoder = TokenGenerator(source.model, source.params, source.placement, 512, Sampling(), 0, 1, 256)
+        decoder = TokenGenerator(source.model, source.params, source.placement, 512, Sampling(), 1, 256)
         answer = continuation.Continuation(source.tokenizer, ids.tolist(), {source.tokenizer.eos}, ())
         continuation.extend_continuations(decoder([ids], 5), [answer])
         messages.append({"role": "assistant", "content": answer.text})

@@ -124,7 +124,7 @@ def test_generation_stays_within_the_learned_positions() -> None:
     parts = Decoder(config.model)
     source = LoadedModel(config, ByteTokenizer(), parts, parts.specs, toy.placement(), step=1)
     with pytest.raises(InputError, match="--tokens 5: with the 4 of the prompt.*8 learned positions"):
-        generate(source, ["abc", "ab"], 5, Sampling(), 0, ())
+        generate(source, ["abc", "ab"], 5, Sampling(), ())
 
 
 @pytest.mark.core

@@ -107,7 +107,6 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
         here.placement,
         here.config.vocabulary_size,
         Sampling(),
-        seed=0,
         rows=len(LENGTHS),
         length=LONGEST + COUNT,
     )

@@ -86,9 +86,9 @@ def _download(repository: str, revision: str | None, weights: bool = False) -> P
 
 def _explain(error: Exception, repository: str) -> str:
     """Return the problem and the remedy of a failed download."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
-    page, cause = f"https://huggingface.co/{repository}", one_line(error.__cause__ or error)
+    page, cause = f"{constants.ENDPOINT}/{repository}", one_line(error.__cause__ or error)
     if isinstance(error, errors.GatedRepoError):
         return f"access to this model must be granted; request it at {page}, then run hf auth login (or set HF_TOKEN)"
     if isinstance(error, errors.RepositoryNotFoundError):

@@ -35,11 +35,13 @@ class Sampling:
         top_k: sample only from the k most likely tokens; 0 means all.
         top_p: sample only from the most likely tokens whose probabilities sum to at least this value (nucleus sampling,
             Holtzman et al. 2020, arXiv:1904.09751).
+        seed: seed of the random numbers.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    seed: int = 0
 
 
 def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
@@ -113,7 +115,6 @@ class TokenGenerator:
         placement: shardings of parameters and cache.
         vocabulary_size: V, without padding.
         sampling: settings of sampling.
-        seed: seed of sampling.
         rows: prompts per call.
         length: slots of the cache, enough for the longest prompt and the tokens generated after it.
     """
@@ -125,12 +126,11 @@ class TokenGenerator:
         placement: Placement,
         vocabulary_size: int,
         sampling: Sampling,
-        seed: int,
         rows: int,
         length: int,
     ) -> None:
         self._rows, self._length = rows + -rows % placement.size(*BATCH_AXES), length  # the batch is split over devices
-        self._seed, dtype = jnp.uint32(seed), placement.precision.compute_dtype
+        self._seed, dtype = jnp.uint32(sampling.seed), placement.precision.compute_dtype
         self._make_caches = jax.jit(lambda: scan.make_caches(model, self._rows, length, dtype, placement))
         self.load(params)
         self._step = make_step(model, placement, vocabulary_size, sampling, self._caches)

@@ -26,7 +26,6 @@ def converse(
     context: int,
     max_answer_tokens: int,
     sampling: Sampling,
-    seed: int,
     stop_strings: list[str],
 ) -> None:
     """Answer each line of standard input, given the conversation before it, until the end of the input.
@@ -37,7 +36,6 @@ def converse(
         context: maximum number of tokens of the conversation.
         max_answer_tokens: maximum number of tokens of an answer.
         sampling: settings of sampling.
-        seed: seed of sampling.
         stop_strings: texts that end an answer.
 
     Raises:
@@ -47,7 +45,7 @@ def converse(
     data = replace(data, date=data.date or date.today().isoformat())  # templates expect the current date
     template = find_template(data, tokenizer)
     loaded = source.model, source.params, source.placement, source.config.model.vocabulary_size
-    generator = TokenGenerator(*loaded, sampling, seed, rows=1, length=context)
+    generator = TokenGenerator(*loaded, sampling, rows=1, length=context)
     remedy = "start a new one, or increase --context"
     messages = [] if system is None else [{"role": "system", "content": system}]
     with open_renderer(template) as renderer:

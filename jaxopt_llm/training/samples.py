@@ -95,7 +95,6 @@ class Sampler:
             placement,
             config.model.vocabulary_size,
             Sampling(),
-            seed=0,
             rows=len(self.prompts),
             length=max(prompt.ids.size for prompt in self.prompts) + self._count,
         )

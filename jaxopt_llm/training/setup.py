@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import Config, cli, fields
+from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.data import remote
@@ -97,6 +98,7 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
             must be equal.
     """
     processes.check_shared(Path(requested.run.directory))
+    check_hub_commits(requested, processes)
     data = open_data(requested, processes)
     config: Config = resolve_length(requested, sum(map(len, data.training)))
     check_run_directory(config, data.corpus, data.tokenizer)
@@ -115,6 +117,18 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
         for name, rows in data.validation.items()
     }
     return Setup(config, processes, data, placement, program, local_rows, loader, validation)
+
+
+def check_hub_commits(config: Config, processes: Processes) -> None:
+    """Download the models of the Hugging Face hub, and check that all processes have the same commit of each.
+
+    Raises:
+        InputError: a model cannot be downloaded, or a branch changed between the downloads of two processes.
+    """
+    for setting, name in (("model.pretrained", config.model.pretrained), ("lora.pretrained", config.lora.pretrained)):
+        if hub.is_hub_id(name):
+            commit = hub.find_folder(name, f"{setting}=").name
+            processes.check_same(setting, commit, f"name a commit: {hub.repository(name)}@{commit}")
 
 
 def resolve_length(config: Config, rows: int) -> Config:

@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import folders
 import numpy as np
@@ -22,6 +23,8 @@ from jaxopt_llm.checkpoint.pretrained import find_source_folder, resolve_pretrai
 from jaxopt_llm.config import Config, DataConfig, LoraConfig, ModelConfig
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.distributed.process_group import Processes
+from jaxopt_llm.training.setup import check_hub_commits
 
 pytestmark = pytest.mark.core
 NAME, COMMIT = "org/tiny", "0123456789abcdef0123456789abcdef01234567"
@@ -38,6 +41,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     home = tmp_path / "home"
     monkeypatch.setenv("HF_HOME", str(home))  # for commands
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     hub._download.cache_clear()
     yield home
     hub._download.cache_clear()
@@ -115,6 +120,21 @@ def test_commands_take_an_id(offline: Path, model: Path, tmp_path: Path) -> None
     stored = json.loads((tmp_path / "imported" / "config.json").read_text())
     assert (stored["model"]["pretrained"], stored["data"]["tokenizer"]) == (NAME, NAME)
     assert (tmp_path / "exported" / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+
+
+def test_processes_compare_the_commits(offline: Path, model: Path) -> None:
+    """A branch can change between the downloads of two hosts."""
+    fill_cache(offline, model)
+
+    class Recorder:
+        compared: list[tuple[str, str, str]] = []  # noqa: RUF012
+
+        def check_same(self, *given: str) -> None:
+            self.compared.append(given)
+
+    config = Config(model=ModelConfig(pretrained=NAME), lora=LoraConfig(pretrained="a/folder/of/adapters"))
+    check_hub_commits(config, cast(Processes, Recorder()))
+    assert Recorder.compared == [("model.pretrained", COMMIT, f"name a commit: {NAME}@{COMMIT}")]
 
 
 def test_a_missing_model_is_one_line(offline: Path, model: Path, tmp_path: Path) -> None:
@@ -224,16 +244,19 @@ def test_a_process_keeps_to_one_revision(server: Hub) -> None:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        ("GatedRepo", f"{NAME}: access to this model must be granted; request it at https://huggingface.co/{NAME}, th"),
+        ("GatedRepo", f"{NAME}: access to this model must be granted; request it at HUB/{NAME}, then run"),
         ("RepoNotFound", f"{NAME}: neither a folder here nor a model on the Hugging Face hub that you may read; corre"),
-        ("RevisionNotFound", f"{NAME}: the model has no such revision; choose a branch, tag or commit of https://hugg"),
+        (
+            "RevisionNotFound",
+            f"{NAME}: the model has no such revision; choose a branch, tag or commit of HUB/{NAME}/tree/main",
+        ),
     ],
 )
 def test_an_answer_of_the_hub_is_one_line(error: str, message: str, server: Hub) -> None:
     server.error = error
     with pytest.raises(InputError) as raised:
         hub.find_folder(NAME, "model.pretrained=")
-    assert str(raised.value).startswith(f"model.pretrained={message}")
+    assert str(raised.value).replace(constants.ENDPOINT, "HUB").startswith(f"model.pretrained={message}")
     assert "\n" not in str(raised.value)
 
 

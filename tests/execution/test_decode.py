@@ -34,12 +34,11 @@ def written(
     prompts: Sequence[np.ndarray],
     count: int,
     sampling: Sampling = GREEDY,
-    seed: int = 0,
     placement: Placement = PLACEMENT,
 ) -> np.ndarray:
     """[B, count]"""
     length = max(prompt.size for prompt in prompts) + count
-    generator = TokenGenerator(PARTS, PARAMS, placement, SIZE, sampling, seed, len(prompts), length)
+    generator = TokenGenerator(PARTS, PARAMS, placement, SIZE, sampling, len(prompts), length)
     return np.stack([*generator(prompts, count)], axis=1)
 
 
@@ -72,7 +71,7 @@ def test_learned_positions_begin_at_a_prompts_first_token() -> None:
     params = toy.params(parts.specs)
 
     def continued(prompts: list[np.ndarray]) -> np.ndarray:
-        generator = TokenGenerator(parts, params, PLACEMENT, SIZE, GREEDY, 0, len(prompts), 12)
+        generator = TokenGenerator(parts, params, PLACEMENT, SIZE, GREEDY, len(prompts), 12)
         return np.stack([*generator(prompts, 6)], axis=1)
 
     for prompt, expected in zip(PROMPTS, continued(PROMPTS), strict=True):
@@ -87,7 +86,7 @@ def test_sharded_parameters_and_cache_give_the_same_tokens(axes: dict[str, int],
     )
     tables = params["non_layer"]["embedding"]["table"], params["segment_0"]["block_0"]["mlp"]["up"]
     assert all(part.data.size * placement.mesh.size == leaf.size for leaf in tables for part in leaf.addressable_shards)
-    generator = TokenGenerator(PARTS, params, placement, SIZE, GREEDY, 0, len(PROMPTS), 12)
+    generator = TokenGenerator(PARTS, params, placement, SIZE, GREEDY, len(PROMPTS), 12)
     np.testing.assert_array_equal(np.stack([*generator(PROMPTS, 6)], axis=1), greedy)
     split, rows = axes.get("tensor", 1), axes.get("fsdp", 1)
     heads = toy.CONFIG.kv_heads // split or toy.CONFIG.kv_heads  # fewer heads than devices: each device has all of them
@@ -123,7 +122,7 @@ def test_sharded_experts_give_the_same_tokens(axes: dict[str, int]) -> None:
         )
         ups = placed["segment_0"]["block_0"]["mlp"]["up"]
         assert ups.addressable_shards[0].data.size * placement.mesh.size == ups.size
-        generator = TokenGenerator(parts, placed, placement, SIZE, GREEDY, 0, len(PROMPTS), 12)
+        generator = TokenGenerator(parts, placed, placement, SIZE, GREEDY, len(PROMPTS), 12)
         return np.stack([*generator(PROMPTS, 6)], axis=1)
 
     alone = answered(toy.placement())
@@ -147,7 +146,7 @@ class Watched(TokenGenerator):
 
 
 def watched(rows: int = 1, length: int = 80, sampling: Sampling = GREEDY) -> Watched:
-    return Watched(PARTS, PARAMS, PLACEMENT, SIZE, sampling, 0, rows, length)
+    return Watched(PARTS, PARAMS, PLACEMENT, SIZE, sampling, rows, length)
 
 
 def generate(generator: TokenGenerator, prompts: Sequence[np.ndarray], count: int) -> np.ndarray:
@@ -217,10 +216,10 @@ def test_sampling_continues_between_calls() -> None:
 
 
 def test_samples_are_a_function_of_seed_row_and_index() -> None:
-    drawn = written([PROMPTS[0]] * 3, 6, Sampling(temperature=1.0), seed=1)
+    drawn = written([PROMPTS[0]] * 3, 6, Sampling(temperature=1.0, seed=1))
     assert len({tuple(row) for row in drawn}) == 3
-    np.testing.assert_array_equal(written([PROMPTS[0]], 6, Sampling(temperature=1.0), seed=1), drawn[:1])
-    assert (written([PROMPTS[0]], 6, Sampling(temperature=1.0), seed=2) != drawn[:1]).any()
+    np.testing.assert_array_equal(written([PROMPTS[0]], 6, Sampling(temperature=1.0, seed=1)), drawn[:1])
+    assert (written([PROMPTS[0]], 6, Sampling(temperature=1.0, seed=2)) != drawn[:1]).any()
     even = jnp.zeros((1, 1000))
     at = [int(sample_tokens(even, Sampling(temperature=1.0), jnp.uint32(1), jnp.int32(index))[0]) for index in range(3)]
     assert len(set(at)) == 3

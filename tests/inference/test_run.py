@@ -123,5 +123,5 @@ def test_offloaded_parameters_generate_the_same_text(tmp_path: Path, monkeypatch
         for section in on_host.params
     }
     assert kinds == {"non_layer": {"device"}, "segment_0": {"pinned_host"}}
-    texts = [generate(each, ["x"], 4, Sampling(), 0, ()) for each in (on_device, on_host)]
+    texts = [generate(each, ["x"], 4, Sampling(), ()) for each in (on_device, on_host)]
     assert texts[0] == texts[1]

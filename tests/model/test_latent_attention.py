@@ -86,7 +86,7 @@ def test_devices_that_split_heads_hold_the_whole_cache(axes: dict[str, int]) -> 
         placed = jax.tree.map(
             lambda leaf, spec: jax.device_put(leaf, parameter_sharding(spec, placement)), params, model.specs
         )
-        generator = TokenGenerator(model, placed, placement, CONFIG.vocabulary_size, Sampling(), 0, len(prompts), 12)
+        generator = TokenGenerator(model, placed, placement, CONFIG.vocabulary_size, Sampling(), len(prompts), 12)
         return np.stack([*generator(prompts, 6)], axis=1), generator._caches
 
     expected, _ = generate({})
