@@ -5,6 +5,7 @@ Works only on Linux: the commands become children of the test process, like the 
 
 import ctypes
 import functools
+import importlib
 import json
 import os
 import runpy
@@ -15,6 +16,8 @@ import types
 from typing import Any
 
 COMMANDS = ("train", "generate", "evaluate", "plan", "prepare", "convert")
+# Modules that the commands import only when they need them.
+LIBRARIES = ("jax._src.interpreters.mlir", "jinja2.sandbox", "tensorboardX", "tokenizers", "tyro")
 AVAILABLE = sys.platform == "linux"
 _SET_CHILD_SUBREAPER = 36  # option of prctl(2): this process adopts orphans
 
@@ -101,6 +104,8 @@ if __name__ == "__main__":
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     for name in COMMANDS:
         runpy.run_module(f"jaxopt_llm.{name}", run_name="imported")
+    for name in LIBRARIES:
+        importlib.import_module(name)
     request = _serve(socket.socket(fileno=int(sys.argv[1])))
     os.environ.clear()
     os.environ.update(request["environment"])

@@ -9,7 +9,7 @@ from jaxopt_llm.model.layers import INPUT_PROJECTIONS
 from jaxopt_llm.model.moe import exchange
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.stages import sent_sharding
-from jaxopt_llm.planning.search.block_cost import list_saved
+from jaxopt_llm.planning.search.block_cost import list_existing, list_saved
 
 EXPERT_ROWS = "expert rows"  # tokens sorted by expert, as the experts read them; no remat policy can name them
 
@@ -76,17 +76,8 @@ class Activations:
         """Return name and shape of what a layer saves on the device from its forward to its backward."""
         names = list_saved(remat, self.model)
         saved: list[tuple[str, tuple[int, ...]]] = [
-            (name, shape) for name in self._existing if name in names for shape in self.local_shapes(name)
+            (name, shape) for name in list_existing(self.model) if name in names for shape in self.local_shapes(name)
         ]
         if self.model.moe.experts and not remat.enabled:
             saved.append((EXPERT_ROWS, (self._expert_rows, self.model.width)))
         return saved
-
-    @property
-    def _existing(self) -> list[Intermediate]:
-        """Intermediates that this model has."""
-        model = self.model
-        absent = set() if model.has_gate else {"mlp_gate"}
-        absent |= set() if model.mla.kv_rank else {"latent", "rotary_key"}
-        absent |= set() if model.mla.kv_rank and model.mla.query_rank else {"query_latent"}
-        return [name for name in INTERMEDIATE_AXES if name not in absent]

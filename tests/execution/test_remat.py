@@ -19,6 +19,7 @@ from jaxopt_llm.execution.stage_layout import EVEN, stack_by_stage
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.parallel.gathering import make_perturbations
+from jaxopt_llm.planning.search.block_cost import list_existing
 
 WIDTH, LAYERS = 64, 128  # so many that everything outside the layers is small in comparison
 LENGTH = WIDTH  # so that each product of attention costs as much as [B, S, D] × [D, D], like the query's
@@ -100,7 +101,9 @@ def test_a_policy_keeps_and_recomputes_latents(remat: RematConfig, kept: float, 
     assert toy.distance(found.gradients, none.gradients) < 1e-6
 
 
-def test_blocks_tag_every_intermediate() -> None:
+@pytest.mark.parametrize("config", [MODEL, LATENT, replace(MODEL, mlp="gelu")], ids=["plain", "latent", "no gate"])
+def test_blocks_tag_the_intermediates_of_the_model(config: ModelConfig) -> None:
+    """A switch with an intermediate of its own needs a model here, and is off in the others."""
     batch, placement = jax.tree.map(jnp.asarray, ROWS), toy.placement()
 
     def trace(model: Decoder) -> str:
@@ -112,8 +115,8 @@ def test_blocks_tag_every_intermediate() -> None:
         perturbations = make_perturbations(model.specs, placement)
         return str(jax.make_jaxpr(jax.grad(loss, argnums=1))(toy.params(model.specs), perturbations))
 
-    text = "".join(trace(Decoder(config)) for config in (MODEL, LATENT))
-    assert [name for name in get_args(Intermediate) if f"name={name}]" not in text] == []
+    text = trace(Decoder(config))
+    assert [name for name in get_args(Intermediate) if f"name={name}]" in text] == list_existing(config)
 
 
 def test_policies_know_every_intermediate() -> None:

@@ -16,6 +16,7 @@ import toy
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.config import (
     CheckpointConfig,
+    Config,
     LoraConfig,
     OffloadConfig,
     OptimizerConfig,
@@ -24,6 +25,7 @@ from jaxopt_llm.config import (
     TrainingConfig,
 )
 from jaxopt_llm.config.fields import replace_fields
+from jaxopt_llm.config.unread import find_unread
 from jaxopt_llm.core import tree
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Params
@@ -163,6 +165,24 @@ def test_steps_are_those_of_the_formula(name: str) -> None:
         assert toy.distance(np.float64(found) - start, wanted - start) < 1e-4, path
 
     tree.map_with_path(check, SPECS, start, state[0], *gradients)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_the_start_names_the_fields_that_it_does_not_read(name: str) -> None:
+    specs = {
+        "matrix": ParamSpec((20, 20), ("embed", "mlp"), (0,), normal()),
+        "scale": ParamSpec((20,), ("embed",), (), normal()),
+    }
+    params = jax.tree.map(lambda spec: jnp.ones(spec.shape), specs)
+
+    def program(**fields: float) -> str:
+        optimizer = make_optimizer(replace(config(name), **fields), lambda count: RATE, "segment_0", specs)
+        return str(jax.make_jaxpr(lambda state: optimizer.update(params, state, params))(optimizer.init(params)))
+
+    changes = {"beta1": 0.7, "beta2": 0.8, "epsilon": 0.01, "momentum": 0.3}
+    unread = {field for field, value in changes.items() if program(**{field: value}) == program()}
+    named = find_unread(Config(optimizer=replace(config(name), **changes)))
+    assert {f"optimizer.{field}" for field in unread} == {field for field in named if field.startswith("optimizer.")}
 
 
 @pytest.mark.parametrize("name", FORMULAS)

@@ -4,10 +4,10 @@ Letters: D width, H heads, G key-value heads, K head size, V size of a value hea
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxopt_llm.config import Config, Intermediate, ModelConfig, RematConfig
-from jaxopt_llm.execution.remat import QKV, saved_intermediates
+from jaxopt_llm.execution.remat import SAVED_BY_POLICY, saved_intermediates
 from jaxopt_llm.planning.search.moe_cost import MoECost
 
 # Intermediates that remat can name, and those that only a mixture of experts has: the router's logits, and the rows
@@ -97,11 +97,21 @@ def list_saved(remat: RematConfig, model: ModelConfig) -> frozenset[Result]:
 
 def list_recomputed(remat: RematConfig, model: ModelConfig) -> frozenset[Result]:
     """Return the results of matmuls and of attention that the backward computes again."""
-    read: set[Result] = {*QKV, "attention", "attention_output", "mlp_gate", "mlp_up"}
+    read: set[Result] = {*SAVED_BY_POLICY["none"]}
     read |= MOE_RESULTS if model.moe.experts else set()
-    if _reads_mlp_output(model):
-        read.add("mlp_output")
+    if not _reads_mlp_output(model):
+        read.remove("mlp_output")
     return frozenset(read - list_saved(remat, model) - set(remat.offload))
+
+
+def list_existing(model: ModelConfig) -> list[Intermediate]:
+    """Return the intermediates that the blocks of a model have."""
+    absent: set[Intermediate] = set() if model.has_gate else {"mlp_gate"}
+    if not model.mla.kv_rank:
+        absent |= {"query_latent", "latent", "rotary_key"}
+    elif not model.mla.query_rank:
+        absent.add("query_latent")
+    return [name for name in get_args(Intermediate) if name not in absent]
 
 
 def _reads_mlp_output(model: ModelConfig) -> bool:

@@ -43,8 +43,8 @@ def enumerate_settings(
 
     Args:
         allowed: fields that may also change (`fields.SEARCHED`).
-        lean: yield only the settings that need least memory: no replicas, the most chunks per stage, only the input of
-            each layer saved, the smallest microbatch.
+        lean: yield only the settings that need least memory: no replicas, only the input of each layer saved, the
+            smallest microbatch.
     """
     if list_mesh_problems(config, mesh) or (lean and mesh.data > 1):
         return
@@ -54,7 +54,7 @@ def enumerate_settings(
     accumulations = list_divisors(config.training.batch_size // mesh.batch_shards)
     pipelines = list_pipelines(config, mesh)
     if lean:
-        remats, accumulations, pipelines = remats[-1:], accumulations[-1:], pipelines[-1:]
+        remats, accumulations = remats[-1:], accumulations[-1:]
     shardings = [
         (sharding, replace(config.offload, optimizer=offloads))
         for offloads in (False, True)

@@ -10,6 +10,8 @@ from jax.sharding import AbstractMesh
 
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.config import AXES, Config, MeshConfig
+from jaxopt_llm.execution.remat import QKV
+from jaxopt_llm.model.layers import INPUT_PROJECTIONS
 from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.planning import links
 from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING, AttentionCost
@@ -166,9 +168,11 @@ class _Step:
         sums = self.count_exchanges("attention_output") + block.dense * mlp_sums + moe.share * mlp_sums
         ends = 2 * passes.microbatches  # loss and embedding, each once per microbatch
         if config.sharding.sequence_parallel:
-            inputs = ({"query", "key", "value"}, {"mlp_gate", "mlp_up"})
+            # A backward gathers the input of the projections for their gradients, and again to recompute one of them.
+            recomputed = {name for name in self.recomputed if block.weights.get(name)}
             attention, mlp = (
-                passes.forwards + (2 + bool(self.recomputed & names)) * passes.backwards for names in inputs
+                passes.forwards + (2 + bool(recomputed & {*names})) * passes.backwards
+                for names in (QKV, INPUT_PROJECTIONS.values())
             )
             gathers = attention + block.dense * mlp + moe.share * self.count_exchanges("expert_rows")
             yield from self.transfer(axes, "all-gather", residual * (layers * gathers + ends))

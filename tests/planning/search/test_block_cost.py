@@ -1,16 +1,16 @@
 """Cost of a block."""
 
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import pytest
 import toy
 
-from jaxopt_llm.config import Config, MeshConfig, RematConfig, ShardingConfig
+from jaxopt_llm.config import Config, Intermediate, MeshConfig, RematConfig, ShardingConfig
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder_specs import param_specs
-from jaxopt_llm.planning.search.block_cost import BlockCost, list_recomputed, list_saved
+from jaxopt_llm.planning.search.block_cost import MOE_RESULTS, BlockCost, list_existing, list_recomputed, list_saved
 
 
 def block(tensor: int = 1, expert: int = 1, exchange: Any = "auto", **switches: Any) -> BlockCost:
@@ -74,12 +74,32 @@ def test_no_policy_saves_moe_results() -> None:
     assert not list_recomputed(RematConfig("full"), toy.CONFIG) & own
 
 
-def test_a_block_with_latents_counts_its_matrices() -> None:
-    switches = {"kv_heads": 4, "head_dim": 10, "mla.kv_rank": 8, "mla.rotary_head_dim": 4, "mla.value_head_dim": 3}
-    for each in (switches | {"mla.query_rank": 6}, switches, {"kv_heads": 2}):
-        layer = param_specs(replace_fields(toy.UNIFORM, {"layers": 1, **each}))["segment_0"]
-        matrices = [spec for spec in jax.tree.leaves(layer) if spec.contracting]
-        assert sum(block(**each).weights.values()) == param.count_parameters(matrices)
+LATENT = {"kv_heads": 4, "head_dim": 10, "mla.kv_rank": 8, "mla.rotary_head_dim": 4, "mla.value_head_dim": 3}
+# A switch with a matrix or an intermediate of its own is on in one of these models.
+SWITCHES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no gate": {"mlp": "gelu"},
+    "latent": LATENT,
+    "latent queries": LATENT | {"mla.query_rank": 6},
+}
+
+
+@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
+def test_a_block_counts_the_matrices_of_the_model(switches: dict[str, Any]) -> None:
+    layer = param_specs(replace_fields(toy.UNIFORM, {"layers": 1, **switches}))["segment_0"]
+    matrices = [spec for spec in jax.tree.leaves(layer) if spec.contracting]
+    assert sum(block(**switches).weights.values()) == param.count_parameters(matrices)
+
+
+@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
+def test_a_block_has_a_size_for_the_intermediates_of_the_model(switches: dict[str, Any]) -> None:
+    elements = block(**switches).elements
+    assert elements.keys() == {*get_args(Intermediate)} | MOE_RESULTS
+    assert {name for name, size in elements.items() if size} == {*list_existing(replace_fields(toy.CONFIG, switches))}
+
+
+def test_latents_are_whole_on_each_device() -> None:
+    switches = LATENT
     halves, whole = (block(tensor, **switches, **{"mla.query_rank": 6}).elements for tensor in (2, 1))
     divided = {name for name in whole if halves[name] != whole[name]}
     assert divided == {"query", "key", "value", "attention", "mlp_gate", "mlp_up"}
