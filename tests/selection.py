@@ -19,7 +19,7 @@ QUICK_SECONDS = 75  # after which --quick starts no more tests; the start and th
 FAR = 99
 CONFTEST = ROOT / "tests/conftest.py"
 COMMANDS = {"train", "generate", "evaluate", "plan", "prepare", "convert", "checkpoint"}
-MOST_OF_SLOW = 4  # a run takes at most one in 4 of the slow tests
+MOST_OF_SLOW = 6  # a run takes at most one in 6 of the slow tests
 
 
 def share_of(

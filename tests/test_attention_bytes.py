@@ -4,7 +4,8 @@ import math
 
 import programs
 import pytest
-from test_bytes import SEQUENCE, Compiled, compiled, slow
+from marks import slow
+from test_bytes import SEQUENCE, Compiled, compiled
 
 from jaxopt_llm.compiler import instructions
 from jaxopt_llm.config import MeshConfig
@@ -36,6 +37,7 @@ def test_a_saved_result_is_not_computed_again(remat: str, forwards: int) -> None
 
 
 @pytest.mark.parametrize(("mesh", "stage"), [(SPLIT, 3), *slow((GROUPED, 1), (MIXED, 3), (GROUPED, 2))])
+@pytest.mark.slow
 def test_each_device_attends_to_its_own(mesh: MeshConfig, stage: int) -> None:
     """No operand is gathered for the kernel: what goes between devices is what goes without it."""
     accumulation = 4 if mesh.pipeline > 1 else 1
@@ -64,6 +66,7 @@ def test_heads_that_devices_share_are_repeated_for_each_device_alone() -> None:
     assert heads == {(2, 1, 1)}
 
 
+@pytest.mark.slow
 def test_masks_are_of_a_block_of_queries() -> None:
     """Not of all, formed once before the loop over layers."""
     rows, length = 8, 4096

@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from test_bytes import ROWS, SEQUENCE, VOCABULARY, WIDTH, compiled, slow
+from marks import slow
+from test_bytes import ROWS, SEQUENCE, VOCABULARY, WIDTH, compiled
 
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import MeshConfig, ModelConfig
@@ -43,7 +44,8 @@ def test_a_kernel_is_counted_by_the_keys_that_are_seen(
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in KERNELS.items()])
-@pytest.mark.parametrize("mesh, layers", [(SPLIT, LAYERS), *slow((RING, 2))], ids=["tensor", "ring"])
+@pytest.mark.parametrize("mesh, layers", [(SPLIT, LAYERS), (RING, 2)], ids=["tensor", "ring"])
+@pytest.mark.slow
 def test_of_a_window_its_own_keys(name: str, mesh: MeshConfig, layers: int) -> None:
     """In half of the layers. The model needs six products of attention's; a backward of two kernels has three more. In
     a ring once over all calls, each of which has a part of the keys that is no longer than the window."""

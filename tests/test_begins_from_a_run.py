@@ -33,6 +33,7 @@ def refused(*arguments: object) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_run_begins_where_another_ended(run: Path, tmp_path: Path) -> None:
     """In another mesh, and named from where the run is; then again, from elsewhere."""
     second = tmp_path / "second"

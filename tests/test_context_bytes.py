@@ -1,8 +1,9 @@
 """What a sequence costs that devices divide: memory, and what goes round, read off programs for H200s."""
 
 import pytest
+from marks import slow
 from test_attention_bytes import KERNELS, TRITON, calls
-from test_bytes import HEADS, ROWS, SEQUENCE, WIDTH, compiled, slow
+from test_bytes import HEADS, ROWS, SEQUENCE, WIDTH, compiled
 
 from jaxopt_llm.compiler import instructions
 from jaxopt_llm.config import MeshConfig
@@ -12,6 +13,7 @@ LAYERS = 8
 
 
 @pytest.mark.parametrize("attention", ["pallas", *slow(("xla",))])
+@pytest.mark.slow
 def test_a_layers_activations_fall_with_the_number_of_devices(attention: str) -> None:
     """Beside its gradients, which stage 0 does not divide. On more devices than two these outgrow the activations."""
     steps = {
@@ -43,6 +45,7 @@ def test_keys_and_values_go_round_and_no_activation_is_gathered(mesh: MeshConfig
 
 
 @pytest.mark.core
+@pytest.mark.slow
 def test_what_goes_round_is_sent_beside_a_kernel() -> None:
     """But for gradients on their last way, home. Of sizes that XLA does not combine: what is small waits at a ring's
     ends for what it is sent with."""
@@ -89,6 +92,7 @@ def test_zero_divides_over_the_context_too() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_saved_result_is_not_computed_again() -> None:
     mesh = MeshConfig(fsdp=2, context=4)
     step = compiled(LAYERS, mesh, 3, "save_attention", attention="pallas")

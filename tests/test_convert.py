@@ -106,6 +106,7 @@ def test_training_begins_from_a_folder_and_ends_as_one(folder: Path, tmp_path: P
     jax.tree.map(np.testing.assert_array_equal, load_pretrained(out).params, expected)
 
 
+@pytest.mark.slow
 def test_a_larger_tokenizer_needs_more_rows_and_they_are_exported(folder: Path, tmp_path: Path) -> None:
     recipe, run, out = tmp_path / "recipe.py", tmp_path / "run", tmp_path / "out"
     recipe.write_text(RECIPE.format(path=str(folder)))
@@ -170,6 +171,7 @@ def test_experts_are_trained_from_a_folder_and_end_as_one(tmp_path: Path) -> Non
     assert json.loads((out / "config.json").read_text())["router_aux_loss_coef"] == 0.1
 
 
+@pytest.mark.slow
 def test_adapters_go_out_are_merged_and_begin_a_run(folder: Path, tmp_path: Path) -> None:
     recipe, run, again = tmp_path / "recipe.py", tmp_path / "run", tmp_path / "again"
     base, away = tmp_path / "base", tmp_path / "away"

@@ -39,6 +39,7 @@ def test_from_the_checkpoint_before_a_damaged_one_the_run_ends_equal_to_the_bit(
     jax.tree.map(np.testing.assert_array_equal, checkpoint(run, 8), checkpoint(whole, 8))
 
 
+@pytest.mark.slow
 def test_of_many_damaged_checkpoints_each_is_named_and_the_last_whole_one_is_used(tmp_path: Path) -> None:
     """Whatever the damage: step 2 alone is whole."""
     steps = 2 + len(DAMAGES)

@@ -63,6 +63,7 @@ def test_every_format_gives_the_same_run(name: str, corpus: Path, from_jsonl: Pa
     assert metrics(tmp_path) == metrics(from_jsonl)
 
 
+@pytest.mark.slow
 def test_a_mixture_of_all_formats_resumes_as_if_it_had_not_stopped(corpus: Path, tmp_path: Path) -> None:
     names = ("text", "a.jsonl", "a.parquet", "prepared", "a_document", "a.npy")
     mixture = (*data(corpus, *names), "--data.weights", 1, 2, 1, 1.5, 1, 0.5)

@@ -83,6 +83,7 @@ def test_a_signal_at_the_last_step_lets_the_run_finish(tmp_path: Path) -> None:
     assert checkpoint(run, 1)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_process_at_once(whole: Path, tmp_path: Path) -> None:
     run, gate = tmp_path / "run", Gate(tmp_path / "gate", "jaxopt_llm.train:Checkpoints.save_last")
     process = start_gated(run, [gate], *RUN)

@@ -44,6 +44,7 @@ def evaluated(run: Path, *arguments: object) -> tuple[float, float, int]:
     return float(found[1]), float(found[2]), int(found[3].replace(",", ""))
 
 
+@pytest.mark.slow
 def test_the_held_out_split_has_the_loss_that_the_run_measured(run: Path) -> None:
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     loss, perplexity, tokens = evaluated(run)

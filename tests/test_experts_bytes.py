@@ -4,8 +4,9 @@ import math
 from typing import Any
 
 import pytest
+from marks import slow
 from test_attention_bytes import TRITON
-from test_bytes import ROWS, SEQUENCE, WIDTH, Compiled, compiled, slow
+from test_bytes import ROWS, SEQUENCE, WIDTH, Compiled, compiled
 
 from jaxopt_llm.compiler import hlo, instructions
 from jaxopt_llm.config import MeshConfig, ShardingConfig
@@ -43,6 +44,7 @@ def rows(mesh: MeshConfig) -> int:
 
 
 @pytest.mark.parametrize("mesh", [SPLIT, *slow((SPLIT_BY_TENSOR,), (ON_64,))])
+@pytest.mark.slow
 def test_gathered_tokens_travel_once_there_and_once_back(mesh: MeshConfig) -> None:
     """Over `expert` alone, whatever the number of experts per token: brought together forward, again in the forward
     that is run again, and their results' gradients backward; summed on the way back forward and backward."""
@@ -85,6 +87,7 @@ def test_choices_travel_with_their_room(mesh: MeshConfig, exchange: str) -> None
     ("exchange", "sequence_parallel"),
     [("gather", False), ("all_to_all", True), *slow(("gather", True), ("all_to_all", False))],
 )
+@pytest.mark.slow
 def test_tensor_sums_a_devices_own_tokens(exchange: str, sequence_parallel: bool) -> None:
     """What comes together over `expert`, after that has divided it; as Megatron's sequence parallelism has it, in parts
     that are gathered on the way there: forward, in the forward that is run again, and backward."""
@@ -106,6 +109,7 @@ def test_over_fsdp_no_token_travels(groups: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("exchange", "least"), [("gather", 5), *slow(("all_to_all", 2))])
+@pytest.mark.slow
 def test_a_shared_expert_is_computed_beside_the_exchange(exchange: str, least: int) -> None:
     """Of five in a layer: there and back, there again, and both again backward."""
     switches = (*MIXTURE, ("moe.shared_expert_width", 2 * INNER))
@@ -149,6 +153,7 @@ def test_a_device_holds_its_experts_alone(mesh: MeshConfig) -> None:
     )  # three matrices, of two layers
 
 
+@pytest.mark.slow
 def test_groups_and_a_bias_that_follows_the_load_move_counts_alone() -> None:
     """Numbers by expert, not by token: of each layer its bias, its load, that again, and the bias's gradient."""
     moved = [sum(each.array_bytes * each.times for each in mixed(SPLIT, **more).collectives) for more in ({}, GROUPS)]
@@ -168,6 +173,7 @@ def test_products_are_the_kernels() -> None:
     assert names.count("_grouped_matmul_weight_gradient") == LAYERS * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
 def test_products_are_counted_by_the_rows_that_are_filled_on_average(mesh: MeshConfig, exchange: str) -> None:

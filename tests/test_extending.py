@@ -60,6 +60,12 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_the_diffs_quote_lines_of_the_repository(extended: Path) -> None:
+    """The slow tests run the tests of the examples; a changed line is found by every run."""
+    assert "signum" in (extended / "jaxopt_llm" / "training" / "optimizer.py").read_text()
+
+
+@pytest.mark.slow
 def test_the_tests_of_the_examples_pass(extended: Path) -> None:
     """All tests that the page names, in one process: it imports JAX once."""
     files = sorted(set(re.findall(r"(tests/\S+\.py)", "\n".join(re.findall(r"pytest ([^`]*)`", PAGE.read_text())))))
@@ -71,6 +77,7 @@ def test_the_tests_of_the_examples_pass(extended: Path) -> None:
         assert any(name in test for test in passed), f"no test of {name} passed"
 
 
+@pytest.mark.slow
 def test_the_examples_are_settings_of_the_commands(extended: Path) -> None:
     switches = ("--model.mlp", "relu2", "--optimizer.name", "signum", "--training.attention", "dense")
     staged = ("--mesh.pipeline", "2", "--training.accumulation", "2", "--pipeline.schedule", "half_rate")

@@ -36,6 +36,7 @@ QUICK = ("llama_8b",)
 @pytest.mark.parametrize(
     "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in gpu_figures.CASES]
 )
+@pytest.mark.slow
 def test_a_case_fits_its_gpu_and_computes_nothing_again(case: str) -> None:
     path = gpu_figures.recipe(case, on_cpu=False)
     config = cli.load_recipe(str(path))
@@ -51,6 +52,7 @@ def test_a_case_fits_its_gpu_and_computes_nothing_again(case: str) -> None:
     assert plan.flops / plan.model_flops == pytest.approx(1.30 if on_80gb else 1.07, abs=0.03)
 
 
+@pytest.mark.slow
 def test_a_step_says_its_utilisation_in_both_conventions() -> None:
     """On a CPU that is taken for an H200."""
     path = gpu_figures.recipe("", on_cpu=True)

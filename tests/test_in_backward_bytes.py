@@ -38,6 +38,7 @@ def test_gradients_never_exist_whole() -> None:
         (FSDP, 1, 4, {"offload": OffloadConfig(optimizer=True)}),
     ],
 )
+@pytest.mark.slow
 def test_a_layer_more_costs_its_input_alone(
     mesh: MeshConfig, stage: int, gradient: float, settings: dict[str, Any]
 ) -> None:

@@ -145,11 +145,11 @@ EXTRAS = [
     BASIC
     | ROUNDS
     | {"model": "experts", "split": {"expert": 2}, "pipeline": 2, "tensor": 2, "sequence_parallel": True},
-    BASIC | {"model": "shared", "split": {"expert": 2, "fsdp": 2, "context": 2}, "zero": 1, "remat": "offload"},
     BASIC
     | {"model": "latent", "zero": 3, "tensor": 2, "sequence_parallel": True, "split": {"fsdp": 2}, "remat": "save_qkv"},
 ]
 CORE_MODELS = ("gpt", "gemma", "experts")
+MARKS: dict[int, list[pytest.MarkDecorator]] = {0: [pytest.mark.core], 3: []}  # of one in six; the others are slow
 # Latents, which `tensor` leaves whole, on every axis, and their matrices under each kind of leaf.
 SLOW_LATENTS = [
     BASIC | {"model": "latent", "pipeline": 2, "tensor": 2, "split": {"context": 2}, "attention": "kernel"},
@@ -171,6 +171,7 @@ SLOW_EXPERTS = [
 ]
 # What is left of the switches' own product with the axes.
 SLOW = [
+    BASIC | {"model": "shared", "split": {"expert": 2, "fsdp": 2, "context": 2}, "zero": 1, "remat": "offload"},
     BASIC | ROUNDS | {"model": "experts", "split": {"expert": 2, "data": 2}, "tensor": 2, "zero": 0},
     BASIC | {"model": "shared", "split": {"expert": 8}, "zero": 2, "remat": "named", "accumulation": 1},
     BASIC | {"model": "experts", "split": {"expert": 2, "fsdp": 2}, "tensor": 2, "zero": 1, "adapt": "lora-nf4"},
@@ -320,7 +321,7 @@ def name(case: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "case",
     [
-        *(pytest.param(case, marks=[pytest.mark.core] * (index % 6 == 0)) for index, case in enumerate(CASES)),
+        *(pytest.param(case, marks=MARKS.get(index % 6, [pytest.mark.slow])) for index, case in enumerate(CASES)),
         *(pytest.param(case, marks=[pytest.mark.core] * (case["model"] in CORE_MODELS)) for case in EXTRAS),
         *(pytest.param(case, marks=pytest.mark.slow) for case in (*SLOW, *SLOW_LATENTS, *SLOW_EXPERTS)),
     ],

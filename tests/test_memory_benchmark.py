@@ -125,6 +125,7 @@ def test_rows_are_valid_and_named_once() -> None:
         validate(cli.override_config(recipe, settings, "benchmarks/memory.py"))
 
 
+@pytest.mark.slow
 def test_a_row_is_measured() -> None:
     settings = f"{memory.OFF} {MODEL} --mesh.fsdp 2"
     found = memory.measured(Table("tiny", str(RECIPE), ("4090", 1, 2), settings, (BASE,)), BASE)

@@ -74,6 +74,7 @@ def test_a_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Path
     assert contents(next(out.glob("*.whl"))) == contents(wheel)
 
 
+@pytest.mark.slow
 def test_one_command_has_all_of_them(tmp_path: Path) -> None:
     def started(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = (sys.executable, "-m", "jaxopt_llm", *arguments)

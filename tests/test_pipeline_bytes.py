@@ -3,7 +3,8 @@
 import jax
 import programs
 import pytest
-from test_bytes import ROWS, SEQUENCE, WIDTH, Compiled, compiled, slow
+from marks import slow
+from test_bytes import ROWS, SEQUENCE, WIDTH, Compiled, compiled
 
 from jaxopt_llm.compiler import instructions
 from jaxopt_llm.compiler.hlo import Collective
@@ -66,8 +67,7 @@ def test_gpipe_keeps_an_input_of_each_microbatch() -> None:
     ("mesh", "stage", "pipelined", "sequence_parallel"),
     [
         (DEEP, 1, EVEN, False),
-        (MIXED, 3, EVEN, False),
-        *slow((DEEP, 1, GPIPE, False), (DEEP, 1, INTERLEAVED, False)),
+        *slow((MIXED, 3, EVEN, False), (DEEP, 1, GPIPE, False), (DEEP, 1, INTERLEAVED, False)),
         *slow((MIXED, 3, EVEN, True), (MIXED, 3, INTERLEAVED, True)),
     ],
 )
@@ -102,6 +102,7 @@ def test_gradients_of_tables_are_not_summed_over_stages() -> None:
 
 
 @pytest.mark.parametrize("pipelined", [EVEN, *slow((INTERLEAVED,))])
+@pytest.mark.slow
 def test_gradients_are_reduced_once_after_the_ticks(pipelined: PipelineConfig) -> None:
     for microbatches in (8, 32):
         step = compiled(LAYERS, DEEP, 1, accumulation=microbatches, pipelined=pipelined)
@@ -117,7 +118,7 @@ def test_gradients_are_reduced_once_after_the_ticks(pipelined: PipelineConfig) -
 
 @pytest.mark.parametrize(
     ("mesh", "stage", "per_parameter", "pipelined"),
-    [(DEEP, 1, 2 + 12 / 2, EVEN), (DEEP, 1, 2 + 12 / 2, INTERLEAVED), *slow((MIXED, 3, 12 / 2, EVEN))],
+    [(DEEP, 1, 2 + 12 / 2, EVEN), *slow((DEEP, 1, 2 + 12 / 2, INTERLEAVED), (MIXED, 3, 12 / 2, EVEN))],
 )
 def test_each_stage_holds_its_layers_and_its_rows_alone(
     mesh: MeshConfig, stage: int, per_parameter: float, pipelined: PipelineConfig
@@ -130,6 +131,7 @@ def test_each_stage_holds_its_layers_and_its_rows_alone(
 
 
 @pytest.mark.parametrize("pipelined", [EVEN, *slow((GPIPE,), (INTERLEAVED,))])
+@pytest.mark.slow
 def test_the_program_does_not_grow_with_depth_nor_with_microbatches(pipelined: PipelineConfig) -> None:
     base, *others = (
         programs.count_instructions(compiled(layers, DEEP, 1, accumulation=count, pipelined=pipelined).text)

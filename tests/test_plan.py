@@ -56,6 +56,7 @@ def plans() -> dict[int, Plan]:
     return {count: make_plan(with_rows(count), "h200", 1, 8) for count in (1, 16)}
 
 
+@pytest.mark.slow
 def test_attention_is_chosen_like_in_a_run(plans: dict[int, Plan]) -> None:
     """Check the choice without measurements: the table is measured on GPUs, and tests have none."""
     (line,) = (each for each in planning.format_plan(plans[1]).splitlines() if each.startswith("attention: "))
@@ -157,7 +158,7 @@ OVER_SEQUENCES: dict[str, dict[str, Any]] = {
         "training": dataclasses.replace(LONG, batch_size=8, attention="xla"),
     },
 }
-QUICK = ("ring", "all_to_all")
+QUICK = ("ring",)
 
 
 def over_sequences(case: str) -> Config:
@@ -299,6 +300,7 @@ def test_estimates_match_the_compiler_on_experts(case: str) -> None:
     assert tokens(found.work.transfers) == pytest.approx(tokens(plan.collectives), rel=0.03)
 
 
+@pytest.mark.slow
 def test_kinds_add_up_to_the_compilers_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a plan with stacks of whole gradients in one group."""
     totals = []
@@ -321,6 +323,7 @@ def test_kinds_add_up_to_the_compilers_peak(monkeypatch: pytest.MonkeyPatch) -> 
         assert each.seconds == pytest.approx(each.bytes / (4 * CHIPS["a100"].network_bytes_per_second))
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_is_planned() -> None:
     config = dataclasses.replace(
         CONFIG,

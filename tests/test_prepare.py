@@ -71,6 +71,7 @@ def arguments(corpus: Path, output: Path, workers: int) -> list[object]:
     return [*given, "--output", output, "--workers", workers]
 
 
+@pytest.mark.slow
 def test_a_killed_preparation_continues_and_gives_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
     stdout, stderr = finish(start(*arguments(corpus, tmp_path / "whole", 1)))
     assert stderr == ""

@@ -99,6 +99,7 @@ def test_many_processes_learn_and_stop_as_one(then: int, corpus: tuple[str, Path
     assert (stopped / "samples.jsonl").read_text() == (alone / "samples.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_many_processes_begin_from_one_folder(corpus: tuple[str, Path], tmp_path: Path) -> None:
     """Check that processes read a pretrained model together: each reads the parts of its own devices."""
     sizes = {name.removeprefix("model.").replace("-", "_"): value for name, value in TINY.items() if "model." in name}
@@ -208,6 +209,7 @@ def assert_ends_the_other(
     assert left.returncode == 5
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_in_one_process_is_abandoned_and_tried_again(
     corpus: tuple[str, Path], tmp_path: Path
 ) -> None:

@@ -55,7 +55,7 @@ OTHERWISE: dict[str, tuple[float, ...]] = {
 ROUNDED = 0.051  # GiB: docstrings have a tenth
 MIXTURES = ("mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v2_lite")
 # The others are slow tests.
-QUICK = ("llama2_7b", "llama3_8b_qlora")
+QUICK = ("llama2_7b",)
 COMPILED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SIZED + MIXTURES]
 
 

@@ -63,6 +63,7 @@ class Elements(html.parser.HTMLParser):
             self.text += data
 
 
+@pytest.mark.slow
 def test_the_curves_are_those_of_the_records(page: Path, runs: list[Path]) -> None:
     shown = read_figures(page)
     recorded = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]

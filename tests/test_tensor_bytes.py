@@ -118,6 +118,7 @@ def test_outside_the_stacks_the_table_is_never_moved(sequence_parallel: bool) ->
     assert large == pytest.approx(dict.fromkeys(kinds, 2 * ACTIVATION), rel=0.02)
 
 
+@pytest.mark.slow
 def test_composed_axes_each_move_their_own_and_as_much_for_every_layer_at_any_depth() -> None:
     shallow, deep = (compiled(layers, MIXED, 3, sequence_parallel=True) for layers in (4, 32))
     expected = {

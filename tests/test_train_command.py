@@ -141,6 +141,7 @@ def test_a_sixteen_bit_copy_is_made_again_on_resume(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, checkpoint(tmp_path / "resumed", 4), checkpoint(tmp_path / "whole", 4))
 
 
+@pytest.mark.slow
 def test_adapters_over_a_frozen_base_resume_and_generate(tmp_path: Path) -> None:
     adapt = ("--lora.rank", 2, "--lora.base", "int8", "--evaluation.every", 2)
     for directory, stops in ((tmp_path / "whole", (4,)), (tmp_path / "resumed", (2, 4))):
@@ -246,6 +247,7 @@ def test_print_config_says_what_would_be_trained(tmp_path: Path) -> None:
     assert refused.returncode == 2
 
 
+@pytest.mark.slow
 def test_epochs_are_steps_of_the_schedule_too_and_a_longer_run_keeps_its_schedule(tmp_path: Path) -> None:
     directory, recipe = tmp_path / "run", tmp_path / "recipe.py"
     recipe.write_text(

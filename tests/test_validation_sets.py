@@ -95,6 +95,7 @@ def test_samples_are_those_of_generate(trained: Path) -> None:
     assert [each["answer"] for each in last] == answers
 
 
+@pytest.mark.slow
 def test_a_resumed_run_writes_the_same_samples_once(sets: tuple[Path, list[object]], trained: Path) -> None:
     folder, flags = sets
     steps = ("--evaluation.batches", 100, "--checkpoint.every", 2, "--schedule.decay-steps", 800)
@@ -115,6 +116,7 @@ def test_a_resumed_run_writes_the_same_samples_once(sets: tuple[Path, list[objec
     ],
     ids=("pipeline", "context", "offload"),
 )
+@pytest.mark.slow
 def test_samples_do_not_depend_on_the_mesh(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def test_a_matmul_whose_result_is_kept_and_used_runs_once() -> None:
     assert hlo.count_dot_flops(step.text) == ROWS * SEQUENCE * (needed + scores)
 
 
+@pytest.mark.slow
 def test_user_options_reach_the_step() -> None:
     config = fields.replace_fields(cli.load_recipe(str(TINY.with_name("llama_small.py"))), {"model.layers": 2})
     mesh = make_mesh(MeshConfig(), gpu_topology("h200", gpus_per_host=1))

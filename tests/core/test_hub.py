@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -97,6 +98,7 @@ def test_a_loaded_model_equals_its_folder(offline: Path, model: Path) -> None:
     assert np.array_equal(found.logits(ids), local.logits(ids))
 
 
+@pytest.mark.slow
 def test_commands_take_an_id(offline: Path, model: Path, tmp_path: Path) -> None:
     fill_cache(offline, model)
     data = ("--data.paths", write_jsonl(tmp_path / "a.jsonl", [f"document {i} " * 9 for i in range(40)]))
@@ -260,9 +262,10 @@ def test_an_answer_of_the_hub_is_one_line(error: str, message: str, server: Hub)
     assert "\n" not in str(raised.value)
 
 
-def test_an_unreachable_hub_is_one_line(server: Hub, home: Path, model: Path) -> None:
+def test_an_unreachable_hub_is_one_line(server: Hub, home: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server.shutdown()
     server.server_close()
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # the library waits 23 s between its attempts
     with pytest.raises(
         InputError, match="neither a folder here nor complete in the Hugging Face cache, and the hub does not send it"
     ):

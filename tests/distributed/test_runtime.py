@@ -36,6 +36,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
 
 
 @pytest.mark.core
+@pytest.mark.slow
 def test_only_the_user_can_read_the_cached_programs_of_a_run(tmp_path: Path) -> None:
     small = {"training.steps": 1, "evaluation.every": 1}
     arguments = [*commands.tiny(tmp_path / "run"), *(f"--{name}={value}" for name, value in small.items())]

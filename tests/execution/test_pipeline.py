@@ -130,5 +130,6 @@ def test_stages_split_a_table_whose_rows_they_do_not_divide() -> None:
     assert_as_on_one_device(UNIFORM, "odd", EVEN, 2)
 
 
+@pytest.mark.slow
 def test_there_may_be_fewer_microbatches_than_stages() -> None:
     assert_as_on_one_device(UNIFORM, "data-tensor", SCHEDULES["interleaved"], 1)

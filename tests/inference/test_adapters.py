@@ -97,6 +97,7 @@ def test_generate_and_evaluate_take_adapters(
         assert printed(main, "--checkpoint", base, *arguments) != expected
 
 
+@pytest.mark.slow
 def test_adapters_that_do_not_fit_are_refused(
     base: Path, adapter: Path, run_of_base: Path, lora_run: Path, tmp_path: Path
 ) -> None:
@@ -150,7 +151,7 @@ def qlora_run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["lora_run", "qlora_run"])
+@pytest.mark.parametrize("name", ["lora_run", pytest.param("qlora_run", marks=pytest.mark.slow)])
 def test_a_run_is_loaded_from_python_as_generate_loads_it(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

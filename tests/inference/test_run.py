@@ -33,6 +33,7 @@ def test_parameters_use_all_devices_if_one_is_too_small() -> None:
     assert run.fits_in_memory(600, devices, 100) and not run.fits_in_memory(601, devices, 100)
 
 
+@pytest.mark.slow
 def test_parameters_are_sharded_and_in_compute_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Routers stay in float32."""
     experts = (

@@ -18,6 +18,7 @@ import test_grouped_matmul as products
 import toy
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from marks import slow
 
 from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.compiler.topology import gpu_topology
@@ -192,7 +193,7 @@ def test_calls_are_known_by_name() -> None:
 
 
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="NVIDIA's ptxas is not installed")
-@pytest.mark.parametrize("chip", ["a100", "4090", "h100", "b200"])
+@pytest.mark.parametrize("chip", ["4090", "h100", *slow("a100", "b200")])
 @pytest.mark.parametrize("dtype, precision", [(jnp.bfloat16, None), (jnp.float32, "default"), (jnp.float32, "highest")])
 def test_no_register_is_spilled(chip: str, dtype: Any, precision: str | None) -> None:
     """Compile for 128 matrices of a real size, whose bytes need 64-bit addresses."""

@@ -198,6 +198,7 @@ def test_every_block_gets_its_layer_index() -> None:
     np.testing.assert_array_equal(digits, np.full(BATCH.tokens.shape, 1234))  # layers 0, 1, 2, 3, 4
 
 
+@pytest.mark.slow
 def test_auxiliary_losses_are_differentiated_and_statistics_summed() -> None:
     """A loss added by the last block has the same gradients as the same loss added in the head."""
 

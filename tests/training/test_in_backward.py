@@ -80,6 +80,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("stage", "axes", "optimizer", "model", "adapt"), CASES)
+@pytest.mark.slow
 def test_a_step_is_that_of_the_ordinary_executor(
     stage: int, axes: dict[str, Any], optimizer: dict[str, Any], model: str, adapt: str
 ) -> None:

@@ -124,6 +124,7 @@ def test_on_the_host_they_train_the_same_to_the_bit_and_resume(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bytes_per_program", [2**30, 1000])
+@pytest.mark.slow
 def test_initial_values_and_the_held_out_loss_are_the_same_to_the_bit(
     bytes_per_program: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

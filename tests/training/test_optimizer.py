@@ -280,6 +280,7 @@ def trained(name: str, placed: str) -> Any:
         ),
     ],
 )
+@pytest.mark.slow
 def test_placement_changes_no_step(name: str, placed: str) -> None:
     start = jax.tree.map(np.asarray, begin(name, "one device").masters)
     found, wanted = (trained(name, each) for each in (placed, "one device"))

@@ -53,7 +53,9 @@ def resumed(program: Program, placement: Placement, saved: Any) -> TrainState:
     [
         pytest.param(UNEVEN, 4, PipelineConfig("interleaved", 2), id="interleaved, unequal chunks"),
         pytest.param(UNEVEN, 2, PipelineConfig("interleaved", 3, (1, 4, 2, 3, 1, 2)), id="interleaved and split"),
-        pytest.param(toy.CONFIG, 2, PipelineConfig(split=(4, 1)), id="split, of two segments"),
+        pytest.param(
+            *(toy.CONFIG, 2, PipelineConfig(split=(4, 1))), id="split, of two segments", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_stages_hold_is_everyones(model: ModelConfig, stages: int, pipeline: PipelineConfig) -> None:

@@ -127,6 +127,7 @@ def test_each_adapter_layer_and_step_drops_something_else() -> None:
     assert dropout.with_noise(specs, None, np.int32(0)) == specs
 
 
+@pytest.mark.slow
 def test_steps_drop_and_evaluations_do_not() -> None:
     with_dropout, without = (run(LoraConfig(rank=2, dropout=rate)) for rate in (0.5, 0.0))
     assert with_dropout[1][0]["loss"] == without[1][0]["loss"]  # B is still zero
@@ -142,6 +143,7 @@ def test_steps_drop_and_evaluations_do_not() -> None:
     assert dropped == alike != evaluated
 
 
+@pytest.mark.slow
 def test_what_is_dropped_is_a_function_of_seed_and_step() -> None:
     arguments = TrainingConfig(batch_size=2, sequence_length=16), OptimizerConfig(), ScheduleConfig(), RematConfig()
     model, placement = replace(toy.UNIFORM, layers=1), toy.placement()

@@ -38,7 +38,7 @@ def crowded(config: ModelConfig) -> Params:
     [
         pytest.param("mixtral", "random", {"expert": 4}, marks=pytest.mark.core),
         pytest.param("mixtral", "crowded", {"expert": 4}, marks=pytest.mark.core),
-        ("qwen", "crowded", {"expert": 2, "fsdp": 2, "tensor": 2}),
+        pytest.param("qwen", "crowded", {"expert": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param("deepseek", "random", {"expert": 2, "context": 2}, marks=pytest.mark.slow),
         pytest.param("switch", "crowded", {"expert": 2, "data": 2}, marks=pytest.mark.slow),
         pytest.param("capacity", "crowded", {"expert": 2, "fsdp": 2}, marks=pytest.mark.slow),

@@ -157,7 +157,7 @@ def test_equal_scores_choose_the_first_group(name: str, levels: list[float]) -> 
     assert np.all(chosen.sum(axis=-1) == config.moe.experts_per_token)
 
 
-@pytest.mark.parametrize("matmul", ["int8", "fp8"])
+@pytest.mark.parametrize("matmul", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_quantised_matmuls_of_experts_are_the_same_on_any_mesh(matmul: Any) -> None:
     params, precision = toy.params(Decoder(CONFIG).specs), PrecisionConfig(compute_dtype="float32", matmul=matmul)
     one, many = (replace(toy.placement(**mesh), precision=precision) for mesh in ({}, {"expert": 2, "tensor": 2}))
@@ -168,6 +168,7 @@ def test_quantised_matmuls_of_experts_are_the_same_on_any_mesh(matmul: Any) -> N
     assert toy.distance(gradients_of_many, gradients) < 1e-5
 
 
+@pytest.mark.slow
 def test_router_metrics() -> None:
     config = CONFIGS["capacity"]
     params = toy.params(Decoder(config).specs)
