@@ -63,18 +63,22 @@ def list_assumptions(chip: Chip, breakdown: Sequence[Part], transfers: Sequence[
     """Return the rates that the step's time assumes, and what it leaves out."""
     links = dict.fromkeys(each.link for each in transfers)
     rates = {"network": chip.network_bytes_per_second, chip.peer_link: chip.peer_bytes_per_second}
-    used = [f"{link} {roofline.LINK_EFFICIENCY[link]:.0%} of {rates[link] / 1e9:,.4g} GB/s" for link in links]
+    used = [f"{link} {_percent(roofline.LINK_EFFICIENCY[link])} of {rates[link] / 1e9:,.4g} GB/s" for link in links]
     if any(part.name.startswith(HOST_COPIES) for part in breakdown):
         rate = f"{chip.host_bytes_per_second / 1e9:,.4g} GB/s"
-        used.append(f"{chip.host_link} to the host {roofline.PCIE_EFFICIENCY:.0%} of {rate}")
-    memory = f"memory {roofline.MEMORY_EFFICIENCY:.0%} of {chip.memory_bytes_per_second / 1e12:.4g} TB/s"
-    matmuls = f"matmuls {roofline.MATMUL_EFFICIENCY:.0%} of the chip's peak"
-    kernels = f"attention kernels {roofline.FLASH_EFFICIENCY:.0%}"
+        used.append(f"{chip.host_link} to the host {_percent(roofline.PCIE_EFFICIENCY)} of {rate}")
+    memory = f"memory {_percent(roofline.MEMORY_EFFICIENCY)} of {chip.memory_bytes_per_second / 1e12:.4g} TB/s"
+    matmuls = f"matmuls {_percent(roofline.MATMUL_EFFICIENCY)} of the chip's peak"
+    kernels = f"attention kernels {_percent(roofline.FLASH_EFFICIENCY)}"
     launches = sum(part.runs for part in breakdown if part.name in KERNELS)
     return (
         f"assumed: {', '.join([f'{matmuls} ({kernels})', memory, *used])}",
         f"left out: launches of {launches:,} kernels, latency of transfers, reading of data, evaluations, checkpoints",
     )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
 
 
 def format_speed(speed: Speed) -> list[str]:

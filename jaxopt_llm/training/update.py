@@ -126,7 +126,8 @@ def apply_gradients(
             return _write(position, carry, new)
 
         # The state is a carry, not xs and ys of a scan: XLA for GPUs updates only a carry in place.
-        return jax.lax.fori_loop(0, periods.size // (periods.shape[1] if on_stages else 1), update_row, state)
+        with jax.named_scope(UPDATE):
+            return jax.lax.fori_loop(0, periods.size // (periods.shape[1] if on_stages else 1), update_row, state)
 
     sections = split_sections(state)
     return join_sections({section: update_section(section, part) for section, part in sections.items()})

@@ -14,9 +14,9 @@ from jaxopt_llm.compiler.chips import CHIPS, Chip
 # Shares of the chip's figures that programs attain.
 # Matmuls: the best shapes reach 80% (H100, H200), 86% (A100) and 78% (B200) in bf16 (Bekman, Machine Learning
 # Engineering, "Maximum Achievable Matmul FLOPS"). The shapes of a model are not the best.
-MATMUL_EFFICIENCY = 0.7
+MATMUL_EFFICIENCY = 0.75
 # Memory: copies reach about 90% of the datasheet's bandwidth.
-MEMORY_EFFICIENCY = 0.85
+MEMORY_EFFICIENCY = 0.875
 # Flash attention: FlashAttention-2, the method of our kernels, reaches 35% on H100 (Shah et al. 2024, arXiv:2407.08608)
 # and 50 to 73% on A100 (Dao 2023, arXiv:2307.08691). Our kernels have not been measured on any GPU.
 FLASH_EFFICIENCY = 0.35

@@ -1,0 +1,156 @@
+"""Show where a training step spends its time, by the roofline that `plan` prints, for several recipes.
+
+    python benchmarks/roofline.py [--only NAME ...] [--json FILE]
+
+Each case is a recipe compiled for its GPUs. The columns of a part are milliseconds of a step; they add up to `step`.
+`hidden` are collectives next to which kernels run, `B/param` the bytes that the optimizer's kernels move for each
+trained parameter of a GPU, `launches` the kernels of a step, `recomputed` the FLOPs beyond those that the model needs.
+No GPU is needed; nothing runs, so no time is measured. With --only, the other cases keep their rows of FILE.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxopt_llm.config import Config, cli, fields
+from jaxopt_llm.core import errors
+from jaxopt_llm.core.files import replace_durably
+from jaxopt_llm.plan import Plan, make_plan
+from jaxopt_llm.planning import breakdown
+from jaxopt_llm.planning.memory import GIB
+from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
+from jaxopt_llm.training.validation import validate
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Case:
+    """Recipe on GPUs of one kind, with changed fields."""
+
+    name: str
+    recipe: str
+    gpu: str
+    hosts: int = 1
+    gpus_per_host: int = 8
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def load(self) -> Config:
+        return fields.replace_fields(cli.load_recipe(self.recipe), self.changes)
+
+
+LLAMA_8B, LLAMA_8B_LORA = (str(HERE / "recipes" / f"llama_8b{suffix}.py") for suffix in ("", "_lora"))
+CASES = (
+    Case("8b xla", LLAMA_8B, "h200", 1, 1, {"training.attention": "xla"}),
+    Case("8b pallas", LLAMA_8B, "h200", 1, 1),
+    Case("8b lora", LLAMA_8B_LORA, "h200", 1, 1),
+    Case("8b fsdp 8", "llama3_8b.py", "h100", changes={"training.attention": "pallas"}),
+    Case("10b fsdp 8", "10b.py", "h100", changes={"training.attention": "pallas"}),
+    Case("mixtral", "mixtral_8x7b.py", "h200", changes={"training.attention": "pallas"}),
+    Case("70b", "llama2_70b.py", "h100", 16, changes={"training.attention": "pallas"}),
+)
+# Columns of the table and the parts that they add up. All other parts are transfers.
+PARTS = {
+    "matmuls": breakdown.MATMULS,
+    "attention": breakdown.ATTENTION,
+    "others": breakdown.ELEMENTWISE,
+    "casts": breakdown.CASTS,
+    "stacks": breakdown.STACKS,
+    "copies": breakdown.COPIES,
+    "update": breakdown.OPTIMIZER,
+}
+
+
+def count_trained(config: Config) -> int:
+    """Return the trained parameters of a GPU."""
+    sizes = compute_state_sizes(config)
+    assert sizes is not None, "`validate` rejects such a configuration"
+    return sizes.layers.masters + sizes.non_layer.masters
+
+
+def make_row(case: Case, config: Config, plan: Plan) -> dict[str, Any]:
+    parts = {part.name: part for part in plan.speed.breakdown}
+    kernels = {column: parts[name] for column, name in PARTS.items() if name in parts}
+    transfers = [part for name, part in parts.items() if name not in PARTS.values()]
+    update = kernels["update"].bytes / count_trained(config)
+    return {
+        "case": case.name,
+        "recipe": Path(case.recipe).name,
+        "changes": dict(case.changes),
+        "gpus": f"{case.hosts * case.gpus_per_host} {plan.gpu}",
+        "peak_bytes": plan.memory.peak,
+        "fits": plan.spare >= 0,
+        "step_seconds": plan.speed.step_seconds,
+        "tokens_per_second": plan.speed.tokens_per_second,
+        "mfu": plan.speed.mfu,
+        "milliseconds": {column: 1e3 * part.seconds for column, part in kernels.items()},
+        "exposed_milliseconds": 1e3 * sum(part.seconds for part in transfers),
+        "hidden_milliseconds": 1e3 * sum(part.hidden_seconds for part in transfers),
+        "bytes": {column: part.bytes for column, part in kernels.items()},
+        "update_bytes_per_parameter": update,
+        "launches": sum(part.runs for part in kernels.values()),
+        "flops": plan.flops,
+        "recomputed_share": plan.flops / plan.model_flops - 1,
+        "compile_seconds": plan.compile_seconds,
+        "assumptions": list(plan.speed.assumptions),
+    }
+
+
+HEADER = (
+    f"{'case':12} {'GPUs':>14} {'peak GiB':>8} | {'step ms':>9} {'MFU':>6} | "
+    + " ".join(f"{column:>9}" for column in PARTS)
+    + f" {'exposed':>9} {'hidden':>9} | {'B/param':>7} {'launches':>8} {'recomputed':>10}"
+)
+
+
+def format_row(row: Mapping[str, Any]) -> str:
+    columns = (*(row["milliseconds"].get(column, 0.0) for column in PARTS), row["exposed_milliseconds"])
+    return (
+        f"{row['case']:12} {row['gpus']:>14} {row['peak_bytes'] / GIB:8.2f} | {1e3 * row['step_seconds']:9.1f} "
+        f"{row['mfu']:6.1%} | {' '.join(f'{value:9.1f}' for value in columns)} {row['hidden_milliseconds']:9.1f} | "
+        f"{row['update_bytes_per_parameter']:7.1f} {row['launches']:8,} {row['recomputed_share']:10.1%}"
+        + ("" if row["fits"] else "  does not fit")
+    )
+
+
+def save(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    report = {"jax": jax.__version__, "rows": rows}
+    replace_durably(file, json.dumps(report, indent=2) + "\n")
+    assumptions = dict.fromkeys(row["assumptions"][0] for row in rows)
+    lines = [
+        f"by a roofline of the compiled programs, jax {jax.__version__}; nothing is measured",
+        *assumptions,
+        HEADER,
+    ]
+    replace_durably(file.with_suffix(".txt"), "\n".join([*lines, *map(format_row, rows), ""]))
+
+
+def main() -> int:
+    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [case.name for case in CASES]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help="cases to compile")
+    parser.add_argument("--json", type=Path, help="file for the figures; the table is written next to it as .txt")
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)
+    found = json.loads(options.json.read_text())["rows"] if options.json and options.json.exists() else []
+    rows = {row["case"]: row for row in found}
+    print(HEADER, flush=True)
+    for case in CASES:
+        if case.name in options.only:
+            config = case.load()
+            validate(config)
+            rows[case.name] = make_row(case, config, make_plan(config, case.gpu, case.hosts, case.gpus_per_host))
+            print(format_row(rows[case.name]), flush=True)
+            if options.json:  # after each case, so that an interrupted run keeps its rows
+                save(options.json, [rows[name] for name in names if name in rows])
+    return 0
+
+
+if __name__ == "__main__":
+    errors.run_command(main)
