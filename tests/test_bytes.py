@@ -18,6 +18,7 @@ import toy
 from marks import slow
 
 from jaxopt_llm.compiler import buffers, hlo, topology
+from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.compiler.hlo import Collective
 from jaxopt_llm.compiler.topology import gpu_topology
 from jaxopt_llm.config import (
@@ -41,7 +42,7 @@ from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.offload import NO_OFFLOAD
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import master_sharding
-from jaxopt_llm.planning import advice
+from jaxopt_llm.planning import advice, breakdown
 from jaxopt_llm.training import update
 from jaxopt_llm.training.optimizer import make_optimizer
 from jaxopt_llm.training.program import Program
@@ -146,6 +147,16 @@ def compiled(
     text = executable.as_text()
     alive = None if held is None else sum(each.bytes for each in held)
     return Compiled(program, hlo.read_memory(executable), hlo.list_collectives(text, placement.mesh), text, alive)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", 4 + 4 + 2 * (2 + 2) + 2), *slow(("float32", 3 * 8 + 4))])
+def test_the_update_reads_and_writes_each_array_once(dtype: str, expected: int) -> None:
+    """Parameter, two moments and the gradient; a loop over layers would copy each old slice first."""
+    step = compiled(8, MeshConfig(fsdp=8), 3, state_dtype=dtype, reduce=dtype)
+    parts = {part.name: part for part in breakdown.break_down_step(step.text, (), CHIPS["h200"])}
+    parameters = param.count_parameters(step.program.specs.masters) / DEVICES
+    assert parts[breakdown.OPTIMIZER].bytes / parameters == pytest.approx(expected, rel=0.02)
 
 
 def layer_parameters() -> int:

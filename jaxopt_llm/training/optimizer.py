@@ -43,6 +43,14 @@ def group_problems(config: OptimizerConfig, specs: tree.Tree) -> list[str]:
     return found
 
 
+def is_elementwise(config: OptimizerConfig) -> bool:
+    """Return whether the step of an element depends only on its own gradient, moments and value.
+
+    Moments in 8 bits share a scale with their neighbours.
+    """
+    return config.name in ("adamw", "sgd", "lion") and config.state_dtype != "int8"
+
+
 def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule, section: str, specs: tree.Tree
 ) -> optax.GradientTransformation:

@@ -24,7 +24,7 @@ from jaxopt_llm.parallel.sequence import count_key_parts
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training import update
 from jaxopt_llm.training.lora import adapt_model
-from jaxopt_llm.training.optimizer import make_optimizer
+from jaxopt_llm.training.optimizer import is_elementwise, make_optimizer
 from jaxopt_llm.training.schedule import make_schedule
 from jaxopt_llm.training.state import StateSpecs, TrainState
 from jaxopt_llm.training.step import StepSettings, make_step
@@ -83,6 +83,7 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
     settings = StepSettings(
         clip_norm=config.optimizer.clip_norm,
         skip_outliers=training.skip_outliers,
+        elementwise=is_elementwise(config.optimizer),
         in_backward=config.optimizer.in_backward,
         dropout_seed=config.run.seed if config.lora.dropout else None,
         compiler_options=xla_options.compiler_options(

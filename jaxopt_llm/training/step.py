@@ -41,6 +41,7 @@ class StepSettings:
     Attributes:
         clip_norm: largest global gradient norm; 0 for no clip.
         skip_outliers: see guard.judge_step; 0 for no limit.
+        elementwise: whether the optimizers are elementwise (optimizer.is_elementwise).
         in_backward: update each period during the backward (execution/in_backward.py). Then there is one microbatch, no
             clip and no loss scale. A step that is not finite still updates the parameters, but counts as skipped.
         dropout_seed: seed of dropout, whose mask is a function of the seed and the step; None for no dropout.
@@ -49,6 +50,7 @@ class StepSettings:
 
     clip_norm: float = 0.0
     skip_outliers: float = 0.0
+    elementwise: bool = False
     in_backward: bool = False
     dropout_seed: int | None = None
     compiler_options: Options | None = None
@@ -159,7 +161,8 @@ class _Step:
         good, guard = judge_step(state.guard, loss, norm, overflow, self.settings.skip_outliers)
         clip = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.float32(1)
         updated = update.apply_gradients(
-            self.optimizers, specs, state.updatable, gradients, clip / scale, good, placement
+            *(self.optimizers, specs, state.updatable, gradients, clip / scale, good, placement),
+            elementwise=self.settings.elementwise,
         )
         return _Outcome(loss, norm, overflow, guard, updated, auxiliary)
 

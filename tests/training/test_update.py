@@ -1,8 +1,10 @@
 """Tests of the update by period against optax on the whole tree, and of the clip."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ from jaxopt_llm.execution.scan import make_executor
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.training import guard, update
-from jaxopt_llm.training.optimizer import make_optimizer
+from jaxopt_llm.training.optimizer import is_elementwise, make_optimizer
 from jaxopt_llm.training.state import TrainState, make_state_specs
 from jaxopt_llm.training.step import StepSettings, make_step
 
@@ -29,6 +31,9 @@ PLACEMENT = toy.placement(zero_stage=1, compute_dtype="bfloat16")  # there is a 
 STEPS = 3
 
 jit = functools.partial(jax.jit, compiler_options=toy.QUICK_COMPILE)
+DEFAULT_CODE: dict[str, Any] = (  # XLA's default code generator for CPUs, which conftest.py disables
+    {"xla_backend_extra_options": ""} if jax.__version_info__ >= (0, 11) else {"xla_cpu_use_fusion_emitters": True}
+)
 
 
 def schedule(count: jax.Array) -> jax.Array:
@@ -84,6 +89,36 @@ def test_the_update_is_that_of_optax_on_the_whole_tree() -> None:
     jax.tree.map(
         lambda copy, master: np.testing.assert_array_equal(copy, master.astype(jnp.bfloat16)), compute, masters
     )
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion"])
+def test_all_periods_at_once_are_those_of_the_loop_to_the_bit(name: Any, state_dtype: Any) -> None:
+    """Also if a step is skipped, and in bfloat16, whose moments are rounded at random.
+
+    The code generator that other tests use for its speed fuses a product and a sum in other places, and rounds apart.
+    """
+    config = replace(CONFIG, name=name, state_dtype=state_dtype)
+    assert is_elementwise(config)
+    optimizers = update.make_optimizers(functools.partial(make_optimizer, config, schedule), SPECS)
+
+    def run(elementwise: bool) -> Any:
+        step = jax.jit(
+            functools.partial(update.apply_gradients, optimizers, SPECS, placement=PLACEMENT, elementwise=elementwise),
+            compiler_options=DEFAULT_CODE,
+        )
+        masters, _, compute = initial()
+        state = (masters, update.initialize_moments(optimizers, SPECS, masters), compute)
+        for index, good in enumerate((True, False, True)):
+            state = step(state, random_gradients(index), 0.5, good)
+        return state
+
+    chex.assert_trees_all_equal(run(True), run(False))
+
+
+@pytest.mark.parametrize("changes", [{"name": "muon"}, {"name": "adafactor"}, {"state_dtype": "int8"}], ids=str)
+def test_what_is_not_elementwise_is_updated_period_by_period(changes: dict[str, Any]) -> None:
+    assert not is_elementwise(replace(CONFIG, **changes))
 
 
 def test_every_layer_counts_its_steps() -> None:
