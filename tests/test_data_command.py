@@ -154,6 +154,8 @@ def test_the_same_corpus_elsewhere_continues_a_run_and_another_does_not(
     old = corpus / "a.jsonl"
     assert other.returncode == 2 and f"was trained on {old}, not on {moved}: set --data.paths {old}; " in other.stderr
     assert asked in other.stderr
+    slower = train(from_jsonl, *STEPS, *settings, moved, "--optimizer.learning-rate", 1e-5)
+    assert slower.stderr.endswith(", or allow the change with --run.allow-change optimizer.learning_rate\n")
     new = train(tmp_path / "new", *STEPS, *settings, moved, "--model.pretrained", from_jsonl)
     assert new.returncode == 0 and f"starts from the weights of {from_jsonl}" in new.stdout, new.stderr
 
