@@ -81,9 +81,10 @@ def main() -> int:
         rows = PackedRows(documents, length, config.model.vocabulary_size, name, config.data.long_documents)
         with oom.explain_oom("evaluating", "set a smaller --training.batch-size or --training.sequence-length"):
             loss, tokens = evaluate(source, rows, config.training.batch_size, options.batches)
+        read = f"{tokens:,} tokens" if options.batches is None else f"read {tokens:,} of {documents.size:,} tokens"
         print(
             f"step {source.step} on {name} ({documents}): {loss:.4f} nats per token, "
-            f"perplexity {math.exp(min(loss, 700)):.4g}, {tokens:,} tokens"
+            f"perplexity {math.exp(min(loss, 700)):.4g}, {read}"
         )
     return 0
 

@@ -55,7 +55,7 @@ def prepare(config: DataConfig, directory: Path, workers: int) -> None:
         InputError: a source cannot be read, or the directory holds another prepared corpus or other files.
     """
     tokenizer = load_tokenizer(config)
-    files = list(chain.from_iterable(find_corpus_files(config)))
+    files = list(chain.from_iterable(find_corpus_files(config, "--input")))
     for file in files:
         if file.format not in source.FORMATS:
             raise InputError(f"--input {file} holds tokens, not text: give it to training with --data.paths")
@@ -98,7 +98,7 @@ def preview(config: DataConfig, count: int) -> None:
     console = Console(highlight=False, soft_wrap=True)
     tokenizer = load_tokenizer(config)
     skipped = Skipped()
-    files = chain.from_iterable(find_corpus_files(config))
+    files = chain.from_iterable(find_corpus_files(config, "--input"))
     parts = chain.from_iterable(source.split_into_parts(file, config) for file in files)
     with open_reader(config, tokenizer) as read:
         documents = chain.from_iterable(read(part, skipped) for part in parts)

@@ -51,13 +51,18 @@ def train(requested: Config, preemption: Preemption, processes: Processes = SING
     directory, steps = setup.directory, config.training.steps
     progress = ProgressLine(steps, processes.first)
     events = EventLog(directory, progress.say, writes=processes.first)
+
+    def note_save(step: int, failure: str) -> None:
+        events.write_save(step, failure)
+        if not failure:
+            processes.note_checkpoint(step)
+
     with (
         progress,
-        Checkpoints(
-            directory / "checkpoints", config.checkpoint, progress.say, processes, events.write_save
-        ) as checkpoints,
+        Checkpoints(directory / "checkpoints", config.checkpoint, progress.say, processes, note_save) as checkpoints,
     ):
         start = checkpoints.latest_verified_step() or 0
+        processes.note_checkpoint(start)
         progress.advance(start)
         if start >= steps:
             progress.say(f"{directory} is finished at step {start}; train longer with --training.steps N")

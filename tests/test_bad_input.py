@@ -19,7 +19,19 @@ CASES = {
     "misspelt field": (["--model.widht", "3"], ["--model.widht", "--model.width"]),
     "misspelt section": (["--modle.width=3"], ["--modle.width", "--model.width"]),
     "name of another trainer": (["--lr", "1e-4"], ["--lr: no such field; did you mean --optimizer.learning_rate?"]),
-    "wrong type": (["--training.steps", "many"], ["--training.steps", "many"]),
+    "wrong type": (["--training.steps", "many"], ["--training.steps many: must be a whole number"]),
+    "a whole number as a float": (
+        ["--training.steps=1e3"],
+        ["--training.steps 1e3: must be a whole number below 2**31, such as 1000"],
+    ),
+    "no number": (["--optimizer.learning_rate", "low"], ["--optimizer.learning-rate low: must be 0 or a normal float"]),
+    "not a policy, and the policies in order": (
+        ["--remat.policy", "all"],
+        [
+            "--remat.policy all: must be one of 'none', 'full', 'dots', 'save_attention', 'save_qkv', or values, each "
+            "one of 'block_input', 'attention_input', 'query_latent', 'latent', 'rotary_key', 'query', 'key', 'value'"
+        ],
+    ),
     "not a choice": (["--sharding.zero-stage", "5"], ["zero-stage", "5"]),
     "no value": (["--training.steps"], ["--training.steps"]),
     "zero steps": (["--training.steps", "0"], ["training.steps=0 and training.epochs=0", "give one of them"]),
@@ -75,12 +87,15 @@ CASES = {
         [*INTERLEAVED, "3", "--mesh.pipeline", "2", "--model.layers", "4"],
         [
             "mesh.pipeline=2 × pipeline.virtual_stages=3 exceeds the 4 layers of model.layers=4",
-            "set --pipeline.virtual-stages 2, or --pipeline.schedule 1f1b",
+            "set --pipeline.virtual-stages 2, or --pipeline.schedule 1f1b with --pipeline.virtual-stages 1",
         ],
     ),
     "more chunks than periods": (
         [*INTERLEAVED, "2", "--mesh.pipeline", "2", "--model.layers", "6", "--model.pattern", "sliding", "global"],
-        ["exceeds the 3 periods of model.pattern of model.layers=6: set --pipeline.schedule 1f1b"],
+        [
+            "exceeds the 3 periods of model.pattern of model.layers=6: set --pipeline.schedule 1f1b with "
+            "--pipeline.virtual-stages 1"
+        ],
     ),
     "chunks that do not divide a stage": (
         [*INTERLEAVED, "4", "--mesh.pipeline", "2", "--model.layers", "12"],
@@ -99,7 +114,7 @@ CASES = {
     ),
     "an implementation without packed documents": (
         ["--training.attention", "cudnn"],
-        ["--training.attention", "'cudnn'", "'auto', 'xla', 'pallas', 'triton'"],
+        ["--training.attention cudnn: must be one of 'auto', 'xla', 'pallas', 'triton'"],
     ),
     "interleaved with one chunk": (
         ["--mesh.pipeline", "2", "--pipeline.schedule", "interleaved"],
@@ -389,7 +404,20 @@ def test_overrides_of_the_real_command(case: str, tmp_path: Path) -> None:
         ("def get_config(:\n", ["SyntaxError"]),
         (RECIPE, ["get_config"]),
         (RECIPE + "def get_config():\n    return 3\n", ["int", "Config"]),
-        (RECIPE + "def get_config():\n    return Config(modle=3)\n", ["modle"]),
+        (
+            RECIPE + "def get_config():\n    return Config(modle=3)\n",
+            ["line 3: Config has no field modle; did you mean model?"],
+        ),
+        (
+            "from jaxopt_llm.config import *\ndef get_config():\n    return Config(\n        lora=LoraConfig(1),\n"
+            "        model=ModelConfig(widht=3))\n",
+            ["recipe.py, line 5: ModelConfig has no field widht; did you mean width?"],
+        ),
+        (
+            "from jaxopt_llm.config import *\ndef get_config():\n    return Config(training=TrainingConfig(lr=1e-4))\n",
+            ["recipe.py, line 3: TrainingConfig has no field lr; did you mean optimizer.learning_rate?"],
+        ),
+        ("\nx = y\n", ["recipe.py, line 2: NameError: name 'y' is not defined"]),
         (RECIPE + "def get_config():\n    raise SystemExit(0)\n", ["SystemExit"]),
         (
             "from jaxopt_llm import config as c\n"
@@ -409,7 +437,18 @@ def test_overrides_of_the_real_command(case: str, tmp_path: Path) -> None:
             ],
         ),
     ],
-    ids=["missing", "broken", "no get_config", "not a config", "misspelt inside", "exits", "wrong types"],
+    ids=[
+        "missing",
+        "broken",
+        "no get_config",
+        "not a config",
+        "misspelt section",
+        "misspelt field",
+        "other name",
+        "no name",
+        "exits",
+        "wrong types",
+    ],
 )
 def test_config_files(text: str | None, parts: list[str], tmp_path: Path) -> None:
     file = tmp_path / "recipe.py"
@@ -468,6 +507,19 @@ def test_no_config() -> None:
     refused = command("train")
     assert refused.returncode == 2
     assert_one_line(refused.stderr, "--config quickstart.py")
+
+
+def test_a_folder_of_runs_names_one(tmp_path: Path) -> None:
+    write_run = tmp_path / "runs" / "small"
+    write_run.mkdir(parents=True)
+    (write_run / "corpus.json").write_text("{}")
+    for arguments in (("checkpoint", "list"), ("report",), ("evaluate", "--checkpoint")):
+        refused = command(*arguments, tmp_path / "runs")
+        assert refused.returncode == 2
+        assert_one_line(refused.stderr, f"not a run directory (it holds runs: name one of them, such as {write_run})")
+        assert_one_line(
+            command(*arguments, tmp_path / "none").stderr, f"(there is no file {tmp_path / 'none' / 'config.json'})"
+        )
 
 
 def test_generate_requires_a_run(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxopt_llm.config import Config
+from jaxopt_llm.config import Config, cli
 from jaxopt_llm.config.cli import KNOWN_AS, find_settings
 from jaxopt_llm.config.fields import (
     FIELDS,
@@ -24,6 +24,7 @@ from jaxopt_llm.config.fields import (
     wrong_types,
 )
 from jaxopt_llm.config.metadata import AT_LEAST_ONE, Metadata
+from jaxopt_llm.core.errors import InputError
 
 pytestmark = pytest.mark.core
 
@@ -250,6 +251,17 @@ def test_a_value_outside_the_bounds_of_a_setting_is_refused(name: str) -> None:
     for value in allowed:
         found = replace_fields(Config(), {"mesh.pipeline": 2, name: value}).problems()
         assert not any(f"{name}={value}: must be {bounds}" in each for each in found)
+
+
+def test_a_recipe_has_a_name_without_suffix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.load_recipe("llama2_70b") == cli.load_recipe("llama2_70b.py")
+    with pytest.raises(InputError, match=r"--config llama2_70c: no such file, .*; did you mean llama2_70b\.py\?$"):
+        cli.load_recipe("llama2_70c")
+    (tmp_path / "configs").mkdir()
+    recipe = "from jaxopt_llm.config import *\ndef get_config():\n    return Config(run=RunConfig('own'))\n"
+    (tmp_path / "configs" / "llama2_70b.py").write_text(recipe)
+    assert cli.load_recipe("llama2_70b").run.directory == "own"
 
 
 def test_what_changes_least_of_what_is_learned_is_proposed_first() -> None:

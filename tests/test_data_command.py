@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -106,11 +107,14 @@ def test_rows_depend_on_weights_and_seed_and_a_stall_ends_the_run(corpus: Path, 
     settings = ("--data.weights", 9, 1, "--run.seed", 1, "--data.held-out", 0.2, "--data.stall-seconds", 5)
     paths = [corpus / "a.jsonl", corpus / "a.npy"]
     given = [*tiny(tmp_path / "run"), *data(corpus, *map(str, paths)), *settings, "--training.steps", 9]
-    _, stderr = finish(start_python("-c", WATCHED, tmp_path / "log", *given), 2)
+    stdout, stderr = finish(start_python("-c", WATCHED, tmp_path / "log", *given), 2)
     assert "no batch in 5 s: reading data.paths" in stderr
     tokenizer = JsonTokenizer(corpus / "tokenizer.json")
     config = DataConfig(paths=tuple(map(str, paths)), weights=(9, 1), held_out=0.2)
     rows = [PackedRows(source.training, 32, 400) for source in open_corpus(config, tokenizer).sources]
+    for path, each, share in zip(paths, rows, (0.9, 0.1), strict=True):
+        epochs = 9 * 4 * share / len(each)
+        assert f"source {path}: {share:.1%} of the rows, {epochs:.2f} epochs in 9 steps\n" in stdout
     loader = Loader(rows, [0.9, 0.1], batch_size=4, seed=1)
     expected = [row.tolist() for step in range(4) for row in loader.batch_at(step).tokens]
     assert [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()] == expected
@@ -146,7 +150,20 @@ def test_the_same_corpus_elsewhere_continues_a_run_and_another_does_not(
     assert (again.returncode, again.stderr) == (0, "") and "finished" in again.stdout
     moved.write_bytes(moved.read_bytes().replace(b"email", b"Email", 1))
     other = train(from_jsonl, *STEPS, *settings, moved, "--training.steps", 6)
-    assert other.returncode == 2 and "another version of the corpus" in other.stderr
+    asked = f"to go on with other data, start a new run with --model.pretrained {from_jsonl} and another"
+    old = corpus / "a.jsonl"
+    assert other.returncode == 2 and f"was trained on {old}, not on {moved}: set --data.paths {old}; " in other.stderr
+    assert asked in other.stderr
+    slower = train(from_jsonl, *STEPS, *settings, moved, "--optimizer.learning-rate", 1e-5)
+    assert slower.stderr.endswith(", or allow the change with --run.allow-change optimizer.learning_rate\n")
+    new = train(tmp_path / "new", *STEPS, *settings, moved, "--model.pretrained", from_jsonl)
+    assert new.returncode == 0 and f"starts from the weights of {from_jsonl}" in new.stdout, new.stderr
+
+    copy = shutil.copytree(from_jsonl, tmp_path / "copy")
+    description = json.loads((copy / "corpus.json").read_text())
+    (copy / "corpus.json").write_text(json.dumps({**description, "name": str(moved)}))
+    changed = train(copy, *STEPS, *settings, moved, "--training.steps", 6)
+    assert changed.returncode == 2 and f"another version of the corpus {moved}: restore" in changed.stderr
 
 
 def test_bad_input(corpus: Path, tmp_path: Path) -> None:

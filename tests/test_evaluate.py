@@ -39,7 +39,9 @@ def evaluated(run: Path, *arguments: object) -> tuple[float, float, int]:
     """Loss, perplexity, tokens."""
     told = command("evaluate", "--checkpoint", run, *arguments)
     assert told.returncode == 0, told.stderr
-    found = re.search(r"([\d.]+) nats per token, perplexity ([\d.]+), ([\d,]+) tokens", told.stdout)
+    found = re.search(
+        r"([\d.]+) nats per token, perplexity ([\d.]+), (?:read )?([\d,]+)(?: of [\d,]+)? tokens", told.stdout
+    )
     assert found
     return float(found[1]), float(found[2]), int(found[3].replace(",", ""))
 
@@ -95,6 +97,8 @@ def test_any_source_is_read_whole(run: Path) -> None:
     assert tokens == 1000 + 1  # and the end of the document; the beginning is nobody's target
     *_, tokens = evaluated(run, "--data.paths", text, "--batches", 2)
     assert tokens == 2 * 32
+    told = command("evaluate", "--checkpoint", run, "--data.paths", text, "--batches", 2).stdout
+    assert told.endswith(", read 64 of 1,002 tokens\n")
 
 
 @pytest.mark.parametrize(

@@ -191,10 +191,10 @@ def test_bad_input_of_the_command(corpus: Path, tmp_path: Path) -> None:
     ok, out = ("--input", corpus / "a.jsonl"), ("--output", tmp_path / "out")
     for given, message in (
         ((*ok, "--output", tmp_path / "full"), "not empty"),
-        (("--input", corpus / "*.parquet", *out), "no such file"),
+        (("--input", corpus / "*.parquet", *out), f"error: --input {corpus / '*.parquet'}: no such file"),
         (("--input", tmp_path / "bad.txt", *out), "bad.txt: not UTF-8"),
         (("--input", empty, "--output", tmp_path / "nothing"), "no tokens to train on"),
-        ((*ok, *out, "--tokenizer", tmp_path / "none.json"), "none.json"),
+        ((*ok, *out, "--tokenizer", tmp_path / "none.json"), f"(there is no file {tmp_path / 'none.json'})"),
         ((*ok, *out, "--workers", 0), "--workers 0"),
         (out, "--input"),
         ((*ok, *out, "--verify", tmp_path), "--verify"),

@@ -130,7 +130,8 @@ def slower(*arguments, heartbeat_timeout_seconds, **options):
 
 def main():
     jax.distributed.initialize = slower
-    with process_group.join_job(Job(address, 2, int(index)), config, {}):
+    with process_group.join_job(Job(address, 2, int(index)), config, {}) as processes:
+        processes.note_checkpoint(0)
         sys.stderr.write("joined\\n")
         sys.stderr.flush()
         with open(gate) as file:
@@ -185,11 +186,16 @@ def test_an_error_of_one_ends_all_with_its_line(failing: int, tmp_path: Path) ->
 
 
 def assert_ends_the_other(
-    processes: list[subprocess.Popen[str]], sent: signal.Signals, to: int, gate: Gate | None = None
+    processes: list[subprocess.Popen[str]],
+    sent: signal.Signals,
+    to: int,
+    gate: Gate | None = None,
+    remedy: str = "there is no checkpoint yet: run again to start at step 0",
 ) -> None:
     """Send a signal to one process, and check that the other one ends.
 
     gate: opened after the signal; the clock of the other process then runs fast.
+    remedy: what the other process says about the last checkpoint.
     """
     lost, left = processes[to], processes[1 - to]
     lost.send_signal(sent)
@@ -205,7 +211,7 @@ def assert_ends_the_other(
         assert left.returncode in (5, -signal.SIGABRT)
         return
     how = "has died" if sent == signal.SIGKILL else f"has not answered for {DistributedConfig().timeout_seconds} s"
-    assert f"error: process {to} of 2 {how}; run again to continue from the last checkpoint" in stderr.splitlines()
+    assert f"error: process {to} of 2 {how}; {remedy}" in stderr.splitlines()
     assert left.returncode == 5
 
 
@@ -227,7 +233,7 @@ def test_a_save_that_fails_in_one_process_is_abandoned_and_tried_again(
     before = saved()
     resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, limits)
     wait_until(lambda: saved() - before, processes[0])
-    assert_ends_the_other(processes, signal.SIGKILL, 1)
+    assert_ends_the_other(processes, signal.SIGKILL, 1, remedy="run again to continue from the last checkpoint")
     assert command("checkpoint", "verify", tmp_path).returncode == 0
 
 

@@ -4,15 +4,18 @@ FILE is a Python file that defines `get_config() -> Config`, or the config.json 
 """
 
 import contextlib
+import dataclasses
 import difflib
 import io
 import re
 import runpy
+import traceback
 from pathlib import Path
+from typing import Any
 
 from jaxopt_llm.config import fields
 from jaxopt_llm.config.run import Config
-from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.errors import InputError, describe_error
 
 _PACKAGE = Path(__file__).parent.parent
 # The recipes of this package. A wheel has them in the package; a clone has them next to it.
@@ -72,14 +75,12 @@ KNOWN_AS = {
 def load_recipe(path: str) -> Config:
     """Load a recipe by its path, or by its name in ./configs or among the recipes of this package.
 
+    `.py` may be left out.
+
     Raises:
         InputError: the file does not exist, fails to run, or does not return a valid Config.
     """
-    file = next((folder / path for folder in (Path(), Path("configs"), RECIPES) if (folder / path).is_file()), None)
-    if file is None:
-        own = sorted(str(recipe) for recipe in Path("configs").glob("*.py"))
-        names = ", ".join([*own, *sorted(recipe.name for recipe in RECIPES.glob("*.py"))])
-        raise InputError(f"--config {path}: no such file, here, in ./configs or among the recipes: {names}")
+    file = _find_recipe(path)
     try:
         if file.suffix == ".json":  # --print-config writes this format, and every run directory has such a file
             return fields.from_json(file.read_text())
@@ -91,12 +92,54 @@ def load_recipe(path: str) -> Config:
     except (Exception, SystemExit) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"--config {file}: {type(error).__name__}: {error}") from error
+        raise InputError(f"--config {file}{_find_line(error, file)}: {_describe_recipe_error(error)}") from error
     if not isinstance(config, Config):
         raise InputError(f"--config {file}: get_config() returned {type(config).__name__}, not Config")
     if wrong := fields.wrong_types(config):
         raise InputError(f"--config {file}: {'; '.join(wrong)}")
     return config
+
+
+def _find_recipe(path: str) -> Path:
+    folders = (Path(), Path("configs"), RECIPES)
+    found = next(filter(Path.is_file, (folder / name for folder in folders for name in (path, f"{path}.py"))), None)
+    if found is not None:
+        return found
+    names = [str(recipe) for recipe in sorted(Path("configs").glob("*.py"))]
+    names += sorted(recipe.name for recipe in RECIPES.glob("*.py"))
+    near = difflib.get_close_matches(path, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"the recipes are {', '.join(names)}"
+    raise InputError(f"--config {path}: no such file, here, in ./configs or among the recipes; {hint}")
+
+
+def _find_line(error: BaseException, recipe: Path) -> str:
+    """Return ", line N" for the line of a recipe that caused an error, or "" if none did. Syntax errors name theirs."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(recipe.absolute())]
+    return f", line {lines[-1]}" if lines else ""
+
+
+def _describe_recipe_error(error: BaseException) -> str:
+    """Return the message of an error in a recipe. For an unknown field of a section, it proposes the nearest field."""
+    sections = _find_sections(Config())
+    unknown = re.fullmatch(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'.*", str(error))
+    if unknown is None or unknown[1] not in sections:
+        return f"{type(error).__name__}: {describe_error(error)}"
+    section, name = unknown.groups()
+    prefix = sections[section]
+    names_of_config = [field.name for field in dataclasses.fields(Config)]
+    near = [] if prefix else difflib.get_close_matches(name, names_of_config, n=1)
+    near = [each.removeprefix(prefix) for each in near or find_settings(f"{prefix}{name}")]
+    return f"{section} has no field {name}" + (f"; did you mean {' or '.join(near)}?" if near else "")
+
+
+def _find_sections(section: Any, prefix: str = "") -> dict[str, str]:
+    """Return by the name of each class of a configuration the dotted prefix of its fields, such as `model.rope.`."""
+    found = {type(section).__name__: prefix}
+    for field in dataclasses.fields(section):
+        if dataclasses.is_dataclass(value := getattr(section, field.name)):
+            found |= _find_sections(value, f"{prefix}{field.name}.")
+    return found
 
 
 def parse_config(arguments: list[str], program: str) -> Config:
@@ -136,7 +179,13 @@ def load_run_config(directory: Path, prefix: str) -> Config:
     try:
         return fields.from_json((directory / "config.json").read_text())
     except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{prefix}{directory}: not a run directory ({error})") from error
+        raise InputError(f"{prefix}{directory}: not a run directory ({explain_no_run(directory, error)})") from error
+
+
+def explain_no_run(directory: Path, error: BaseException) -> str:
+    """Return why a directory is not a run directory, or which of the runs in it the user may mean."""
+    inside = min((file.parent for file in directory.glob("*/corpus.json")), default=None)
+    return f"it holds runs: name one of them, such as {inside}" if inside else describe_error(error)
 
 
 def override_config(config: Config, overrides: list[str], program: str) -> Config:
@@ -173,7 +222,7 @@ def override_config(config: Config, overrides: list[str], program: str) -> Confi
         if stop.code == 0:
             raise
         hint = "; separate the values of one field by spaces" * any("," in argument for argument in overrides)
-        raise InputError(_first_paragraph(errors.getvalue()) + hint) from stop
+        raise InputError(_describe_value(_first_paragraph(errors.getvalue()), overrides) + hint) from stop
 
 
 def _split_config(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -208,6 +257,24 @@ def find_settings(name: str) -> list[str]:
     if known or 1 <= len(same) <= 6:
         return known or same
     return difflib.get_close_matches(name, fields.FIELDS, n=1, cutoff=0.5)
+
+
+def _describe_value(message: str, overrides: list[str]) -> str:
+    """Return tyro's message about a value with the values that are allowed, in words and in the order of their type."""
+    found = re.match(r"Error parsing (--[\w.-]+): |invalid choice .* for argument '(--[\w.-]+)'", message)
+    if found is None:
+        return message
+    flag = found[1] or found[2]
+    given: list[str] = []
+    is_given = False
+    for argument in overrides:
+        name, _, value = argument.partition("=")
+        if name.startswith("--"):
+            is_given, argument = name.replace("_", "-") == flag, value
+        if is_given and argument:
+            given.append(argument)
+    hint = next(hint for name, hint, _ in fields.walk_fields(Config) if f"--{name.replace('_', '-')}" == flag)
+    return f"{flag} {' '.join(given)}: must be {fields.describe_type(hint, 'values')}"
 
 
 def _first_paragraph(box: str) -> str:

@@ -115,7 +115,7 @@ def wrong_types(config: Any, prefix: str = "") -> list[str]:
         if dataclasses.is_dataclass(hint) and isinstance(value, hint):  # type: ignore[arg-type]
             found += wrong_types(value, f"{prefix}{name}.")
         elif not _has_type(value, hint):
-            found.append(f"{prefix}{name}={value!r}: must be {_describe(hint)}")
+            found.append(f"{prefix}{name}={value!r}: must be {describe_type(hint)}")
     return found
 
 
@@ -133,16 +133,17 @@ def _has_type(value: Any, hint: Any) -> bool:
     return type(value) is hint
 
 
-def _describe(hint: Any) -> str:
+def describe_type(hint: Any, sequence: str = "a tuple") -> str:
+    """Return the values of a type in words. sequence: what the user writes for a tuple."""
     if typing.get_origin(hint) in UNIONS:
-        return ", or ".join(map(_describe, typing.get_args(hint)))
+        return ", or ".join(describe_type(option, sequence) for option in typing.get_args(hint))
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(repr, typing.get_args(hint)))
     if typing.get_origin(hint) is tuple:
-        return f"a tuple, each {_describe(typing.get_args(hint)[0])}"
+        return f"{sequence}, each {describe_type(typing.get_args(hint)[0])}"
     words = {
-        int: "a whole number below 2**31",
-        float: "0 or a normal float32 number",
+        int: "a whole number below 2**31, such as 1000",
+        float: "0 or a normal float32 number, such as 0.001",
         bool: "True or False",
         str: "text",
     }

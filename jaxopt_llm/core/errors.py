@@ -55,12 +55,18 @@ class ProcessLost(CommandError):
     """Error for a job in which another process died or does not answer.
 
     The same command continues from the last checkpoint.
+
+    step: step of the last checkpoint; 0 if the run has none, None if this process has not looked for one yet.
     """
 
     exit_code = 5
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"{reason}; run again to continue from the last checkpoint")
+    def __init__(self, reason: str, step: int | None) -> None:
+        if step == 0:
+            remedy = "there is no checkpoint yet: run again to start at step 0"
+        else:
+            remedy = "run again to continue from the last checkpoint" + ", if there is one" * (step is None)
+        super().__init__(f"{reason}; {remedy}")
 
 
 class Preempted(CommandError):
@@ -122,13 +128,22 @@ def report_error(error: BaseException) -> int:
     if isinstance(error, BrokenPipeError):
         return 128 + signal.SIGPIPE  # the code of a program that SIGPIPE ends: the reader of the output has closed it
     if isinstance(error, OSError):
-        print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+        print(f"error: {describe_error(error)}", file=sys.stderr, flush=True)
         return InputError.exit_code
     if isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT
     traceback.print_exception(error)
     return 1
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the message of an error on one line, that of a file system without the number of the error."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return one_line(error)
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        return f"there is no file {error.filename}"
+    return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
 
 
 def one_line(error: BaseException) -> str:

@@ -42,14 +42,16 @@ class File:
         return self.url or str(self.path)
 
 
-def find_corpus_files(config: DataConfig) -> list[list[File]]:
+def find_corpus_files(config: DataConfig, setting: str = "data.paths") -> list[list[File]]:
     """Return the files of each of data.paths.
+
+    setting: what names the paths, for messages.
 
     Raises:
         InputError: `find_files` raises it, or two paths contain the same file.
     """
-    remote.check_backends(config.paths, "data.paths")
-    found = [find_files(pattern, config) for pattern in config.paths]
+    remote.check_backends(config.paths, setting)
+    found = [find_files(pattern, config, setting) for pattern in config.paths]
     seen: dict[str, tuple[str, Path]] = {}
     for pattern, files in zip(config.paths, found, strict=True):
         for file in files:
@@ -57,7 +59,7 @@ def find_corpus_files(config: DataConfig) -> list[list[File]]:
             other, path = seen.setdefault(origin, (pattern, file.path))
             if (other, path) != (pattern, file.path):
                 problem = f"{other} and {pattern} both read {origin}, so its documents would occur twice"
-                raise InputError(f"data.paths: {problem}; remove one, or give one a larger weight with data.weights")
+                raise InputError(f"{setting}: {problem}; remove one, or give one a larger weight with data.weights")
     return found
 
 

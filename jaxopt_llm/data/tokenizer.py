@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core import hub
-from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.errors import InputError, describe_error
 
 # BOS and EOS names by model family, most specific first: Llama 2, Mistral and Gemma, Llama 3, OLMo, Phi, Qwen, GPT-2.
 _BOS_NAMES = ("<|begin_of_text|>", "<bos>", "<s>")
@@ -97,7 +97,9 @@ class JsonTokenizer:
             self._library = Library.from_buffer(content)
         except Exception as error:  # the library raises no narrower type
             remedy = "name a tokenizer.json, or a folder that holds one, with --data.tokenizer"
-            raise InputError(f"data.tokenizer={path}: not a readable tokenizer.json ({error}); {remedy}") from error
+            raise InputError(
+                f"data.tokenizer={path}: not a readable tokenizer.json ({describe_error(error)}); {remedy}"
+            ) from error
         self._library.no_truncation()
         self._library.no_padding()
         self._library.post_processor = None  # it does not change the ids, but can change token offsets

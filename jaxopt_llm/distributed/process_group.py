@@ -75,7 +75,7 @@ def join_job(job: Job, config: DistributedConfig, facts: Mapping[str, Any]) -> I
     stopped: Preempted | None = None
     try:
         _initialize(job, coordinator, config.timeout_seconds)
-        yield Processes(job)
+        yield Processes(job, watch)
     except Preempted as preempted:
         stopped = preempted
     except BaseException as error:
@@ -107,8 +107,9 @@ class Processes:
     All processes must make the same calls in the same order.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, watch: Watch | None = None) -> None:
         self.index, self.count = job.index, job.processes
+        self._watch = watch
 
     def __str__(self) -> str:
         return f" of {self.count} processes" if self.count > 1 else ""
@@ -117,6 +118,11 @@ class Processes:
     def first(self) -> bool:
         """True for process 0, which prints and writes everything that is not sharded."""
         return self.index == 0
+
+    def note_checkpoint(self, step: int) -> None:
+        """Note the step of the run's last checkpoint, 0 if there is none: it is named if a process is lost."""
+        if self._watch is not None:
+            self._watch.checkpoint_step = step
 
     def channel(self, name: str) -> "Channel":
         return Channel(name, self.index, self.count)

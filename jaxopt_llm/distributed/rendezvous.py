@@ -255,12 +255,18 @@ def _parse_address(job: Job) -> tuple[str, int]:
 
 
 class Watch:
-    """Thread that listens to the other processes, and ends this process if one of them fails or is lost."""
+    """Thread that listens to the other processes, and ends this process if one of them fails or is lost.
+
+    Attributes:
+        checkpoint_step: step of the run's last checkpoint, for the message; see `ProcessLost`. It is set from outside,
+            because the storage of the checkpoints may hang when a host is lost.
+    """
 
     def __init__(self, job: Job, peers: dict[int, Peer], timeout_seconds: float) -> None:
         self._job, self._peers, self._timeout = job, peers, timeout_seconds
         self._ending = threading.Lock()  # the thread that holds it ends the process
         self._leaving = False
+        self.checkpoint_step: int | None = None
         for peer in peers.values():
             peer.connection.settimeout(1)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -310,7 +316,7 @@ class Watch:
         return True
 
     def _end_lost(self, index: int, symptom: str) -> NoReturn:
-        lost = ProcessLost(f"process {index} of {self._job.processes} {symptom}")
+        lost = ProcessLost(f"process {index} of {self._job.processes} {symptom}", self.checkpoint_step)
         self._end(errors.one_line(lost), lost.exit_code)
 
     def _end(self, message: str, code: int) -> NoReturn:

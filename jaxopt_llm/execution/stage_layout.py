@@ -12,6 +12,7 @@ from jaxopt_llm.execution.segments import name_segments
 from jaxopt_llm.model.model import Model, Segment
 
 EVEN = PipelineConfig()  # one chunk per stage, as equal as possible
+SMALL_IDLE_SHARE = 0.1  # up to this share of a step, more microbatches gain little
 
 
 def split_periods(layout: tuple[Segment, ...], stages: int, pipeline: PipelineConfig = EVEN) -> tuple[np.ndarray, ...]:
@@ -63,7 +64,9 @@ def split_problems(layout: tuple[Segment, ...], stages: int, pipeline: PipelineC
     choices = f"set --pipeline.virtual-stages {' or '.join(divisors)}, or " if divisors else "set "
     if chunks > periods:
         remedy = (
-            f"{choices}--pipeline.schedule 1f1b" if stages <= periods else f"set --mesh.pipeline to at most {periods}"
+            f"{choices}--pipeline.schedule 1f1b with --pipeline.virtual-stages 1"
+            if stages <= periods
+            else f"set --mesh.pipeline to at most {periods}"
         )
         return [f"{settings} exceeds the {periods} {unit} of model.layers={layers}: {remedy}"]
     if pipeline.split:
@@ -96,7 +99,8 @@ def describe_waste(layout: tuple[Segment, ...], stages: int, microbatches: int, 
         make_table(pipeline.schedule, stages, count, pipeline.virtual_stages).idle_share
         for count in (microbatches, 2 * microbatches)
     )
-    remedy = "; raise --training.accumulation to reduce it" if idle_with_twice < idle_share else ""
+    can_gain = idle_share > SMALL_IDLE_SHARE and idle_with_twice < idle_share
+    remedy = "; raise --training.accumulation to reduce it" if can_gain else ""
     periods = zip(layout, split_periods(layout, stages, pipeline), strict=True)
     slots, layers = sum(len(segment.kinds) * each.size for segment, each in periods), int(period_ends(layout)[-1])
     padding = f"; {slots - layers} of {slots} layer slots are padding" if slots > layers else ""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import Config, cli, fields
-from jaxopt_llm.core import hub
+from jaxopt_llm.core import errors, hub
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.data import remote
@@ -234,16 +234,20 @@ def check_run_directory(config: Config, corpus: Corpus, tokenizer: Tokenizer) ->
         return
     try:
         old = fields.from_json((directory / "config.json").read_text())
-        old_corpus = json.loads((directory / "corpus.json").read_text())["sha256"]
+        description = json.loads((directory / "corpus.json").read_text())
+        old_name, old_corpus = description["name"], description["sha256"]
     except (ValueError, KeyError, TypeError, OSError) as error:
-        problem = f"this version cannot continue the run there ({error})"
+        problem = f"this version cannot continue the run there ({errors.describe_error(error)})"
         raise InputError(f"run.directory={directory}: {problem}; set another --run.directory") from error
     found = fields.forbidden_changes(old, config)
+    changed = [change.split()[0] for change in found]
+    can_allow = all(fields.METADATA[name].resume == "if_allowed" for name in changed)
     if read_tokenizer_digest(directory) != tokenizer.sha256:
         found.append(f"data.tokenizer {config.data.tokenizer} gives other ids, BOS or EOS than {old.data.tokenizer}")
+        can_allow = False
     if found:
-        fixed = any(fields.METADATA[change.split()[0]].resume == "never" for change in found)
-        allow = "" if fixed else ", or allow the change of a field with --run.allow-change NAME"
+        names = [*config.run.allow_change, *changed]
+        allow = f", or allow the change with --run.allow-change {' '.join(names)}" if can_allow else ""
         raise InputError(
             f"run.directory={directory} holds another run: {'; '.join(found)}; set another --run.directory{allow}"
         )
@@ -253,9 +257,17 @@ def check_run_directory(config: Config, corpus: Corpus, tokenizer: Tokenizer) ->
             "Face folder: set --model.pretrained to what it started from"
         )
     if old_corpus != corpus.sha256:
+        if old_name == corpus.name:
+            problem = (
+                f"another version of the corpus {corpus.name}: restore that version (the standard library is that of "
+                "the Python that started the run)"
+            )
+        else:
+            remedy = f"set --data.paths {' '.join(old.data.paths)}" if old.data.paths else "leave out --data.paths"
+            problem = f"{old_name}, not on {corpus.name}: {remedy}"
         raise InputError(
-            f"the run in {directory} was trained on another version of the corpus {corpus.name}: restore that version "
-            "(the standard library is that of the Python that started the run), or set another --run.directory"
+            f"the run in {directory} was trained on {problem}; to go on with other data, start a new run with "
+            f"--model.pretrained {directory} and another --run.directory"
         )
 
 

@@ -43,11 +43,25 @@ def describe_run(setup: Setup) -> Iterator[str]:
     ends = "no BOS" if tokenizer.bos is None else f"BOS {tokenizer.bos}"
     yield f"tokenizer: {config.data.tokenizer}, {tokenizer.vocabulary_size:,} tokens, {ends}, EOS {tokenizer.eos}"
     yield f"data: {data.corpus.name}: {data.corpus}"
+    yield from _describe_mixture(setup)
     yield from (f"validation set {each.name}: {each}" for each in data.sets)
     yield from (rows.summary for rows in (*data.training, *data.validation.values()) if rows.summary)
     if 1 < config.mesh.pipeline <= config.training.accumulation:
         yield f"pipeline: {_describe_idle_share(setup)}"
     yield from _list_unused_settings(setup)
+
+
+def _describe_mixture(setup: Setup) -> Iterator[str]:
+    """Yield the share and the epochs of each source, if data.weights sets the shares."""
+    config, sources = setup.config, setup.data.corpus.sources
+    if not config.data.weights:
+        return
+    total = sum(source.weight for source in sources)
+    rows_read = config.training.steps * config.training.batch_size
+    for source, rows in zip(sources, setup.data.training, strict=True):
+        share = source.weight / total
+        epochs = rows_read * share / len(rows)
+        yield f"source {source.name}: {share:.1%} of the rows, {epochs:,.2f} epochs in {config.training.steps:,} steps"
 
 
 def list_warnings(setup: Setup) -> Iterator[str]:

@@ -143,6 +143,13 @@ def test_the_idle_share_is_reported(
     assert describe_waste(dense(layers), stages, microbatches, pipeline).startswith(message)
 
 
+def test_more_microbatches_are_proposed_only_where_they_gain() -> None:
+    assert describe_waste(dense(8), 4, 27, EVEN) == (
+        "1f1b, 10% of a step is idle with training.accumulation=27 and mesh.pipeline=4"
+    )
+    assert describe_waste(dense(8), 4, 26, EVEN).endswith("; raise --training.accumulation to reduce it")
+
+
 def test_padding_is_counted_in_layers() -> None:
     assert describe_waste(list_segments(toy.CONFIG), 2, 2, EVEN).endswith(
         " to reduce it; 1 of 6 layer slots are padding"

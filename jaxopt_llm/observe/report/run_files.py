@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxopt_llm.config import cli
 from jaxopt_llm.core.errors import InputError
 
 EVAL_LOSS = "eval_loss"
@@ -194,7 +195,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
     try:
         config = _parse((directory / "config.json").read_bytes())
     except OSError as error:
-        raise InputError(f"{directory}: {problem} ({error}); name a directory that `train` has written") from error
+        reason = cli.explain_no_run(directory, error)
+        raise InputError(f"{directory}: {problem} ({reason}); name a directory that `train` has written") from error
     if not isinstance(config, dict):
         raise InputError(f"{directory}: {problem} (config.json is damaged); name a directory that `train` has written")
     return config
