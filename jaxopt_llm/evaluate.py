@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.compiler.kernel_choice import choose_attention
 from jaxopt_llm.compiler.xla_options import compiler_options
 from jaxopt_llm.config import BATCH_AXES, Config, MeshConfig, RematConfig, cli, fields
@@ -66,8 +67,13 @@ def main() -> int:
     options, overrides = make_parser().parse_known_args(sys.argv[1:])
     if options.batches is not None and options.batches < 1:
         raise InputError(f"--batches {options.batches}: must be at least 1")
-    reads_other_data = any(argument.split("=")[0] == "--data.paths" for argument in overrides)
-    config = _override(run.open_config(options.checkpoint), overrides, reads_other_data)
+    named = {argument.split("=")[0] for argument in overrides}
+    reads_other_data = "--data.paths" in named
+    trained = run.open_config(options.checkpoint)
+    if not named & {"--data.paths", "--evaluation.paths"} and not is_run_directory(options.checkpoint):
+        problem = "a model folder has no held-out documents"
+        raise InputError(f"--checkpoint {options.checkpoint}: {problem}; name the documents with --data.paths")
+    config = _override(trained, overrides, reads_other_data)
     length = config.training.sequence_length
     # Not the implementation that the run used, because this may be another machine.
     attention = choose_attention(

@@ -25,6 +25,8 @@ def main() -> int:
     from jaxopt_llm.observe.report import page, run_files  # imported here, so that --help does not wait for them
 
     runs = run_files.read_runs(options.runs)
+    if output.exists() and not page.is_report(output):
+        raise InputError(f"--output {output}: it exists and is not a report; name another file")
     replace_durably(output, page.render_page(runs, plotly))
     names = ", ".join(run.name for run in runs)
     print(f"{output} ({output.stat().st_size / 1e6:.1f} MB) shows {names}; open it in a browser")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import folders
 import jax
 import pytest
 from commands import command, train
@@ -133,3 +134,12 @@ def test_out_of_memory_it_says_what_to_change(
     monkeypatch.setattr(f"jaxopt_llm.{fails}", exhausted)
     with pytest.raises(OutOfMemory, match=f"out of memory {said}"):
         evaluate.main()
+
+
+def test_a_model_folder_needs_data(tmp_path: Path) -> None:
+    """Otherwise the loss on Python's standard library would look like that on the user's own documents."""
+    done = command("evaluate", "--checkpoint", folders.folder_with_tokenizer(tmp_path / "model"))
+    assert done.returncode == 2
+    assert_one_line(
+        done.stderr, "model: a model folder has no held-out documents; name the documents with --data.paths"
+    )

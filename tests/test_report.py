@@ -15,6 +15,7 @@ from run_directories import write_run
 from test_bad_input import assert_one_line
 
 from jaxopt_llm.observe.report import figures
+from jaxopt_llm.observe.report.page import GENERATOR
 
 pytestmark = pytest.mark.core
 HOSTILE = "</script><script>console.error('run')</script><img src=http://example.org/x.png>\ud800&amp;"
@@ -33,7 +34,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def page(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text("an earlier report")
+    path.write_text(f"<!DOCTYPE html>\n{GENERATOR}\nan earlier report")
     done = command("report", *runs, "--output", path)
     assert (done.returncode, done.stderr) == (0, "")
     assert str(path) in done.stdout and "low, high" in done.stdout
@@ -142,6 +143,7 @@ def test_what_is_wrong_is_said_in_a_line(tmp_path: Path) -> None:
         ((tmp_path / "none", *output), "none: not a run directory"),
         ((tmp_path / "none", "--output", tmp_path / "no" / "report.html"), "--output", "does not exist"),
         ((run, "--output", tmp_path), "it is a directory; name a file"),
+        ((run, "--output", run / "config.json"), "config.json: it exists and is not a report; name another file"),
         (output, "RUN_DIR"),
     ):
         done = command("report", *arguments)

@@ -12,11 +12,13 @@ import jax
 import numpy as np
 import pytest
 from commands import ENVIRONMENT, TIMINGS, TINY, checkpoint, command, metrics, some_text, tiny, train
+from test_bad_input import assert_one_line
 
 from jaxopt_llm.config import cli
 from jaxopt_llm.config.fields import from_json
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS
-from jaxopt_llm.training.setup import open_data
+from jaxopt_llm.training.setup import check_directory_is_free, open_data
 
 
 @pytest.fixture(scope="module")
@@ -275,3 +277,25 @@ def test_epochs_are_steps_of_the_schedule_too_and_a_longer_run_keeps_its_schedul
     assert both.returncode == 2 and "training.steps=3 and training.epochs=1.0: set one of them to 0" in both.stderr
     never = command("train", *options, "--training.steps", steps + 2, "--schedule.warmup-steps", steps)
     assert never.returncode == 2 and f"must be below schedule.decay_steps={steps}" in never.stderr
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "adapter_model.safetensors", "prepared-plan.json"):
+        directory = tmp_path / name.partition(".")[0]
+        directory.mkdir()
+        (directory / name).write_text("mine")
+        done = train(directory, "--training.steps", 1)
+        assert done.returncode == 2
+        assert_one_line(done.stderr, f"holds {name}, which no run wrote there: set another --run.directory")
+        assert [(path.name, path.read_text()) for path in directory.iterdir()] == [(name, "mine")]
+
+
+def test_a_run_that_ended_before_it_began_is_started_again(tmp_path: Path) -> None:
+    for name in ("memory.json", "events.jsonl", "metrics.jsonl", "metrics.1.jsonl", "corpus.json", "notes.txt"):
+        (tmp_path / name).write_text("")
+    check_directory_is_free(tmp_path)
+    (tmp_path / "config.json").write_text("")
+    check_directory_is_free(tmp_path)
+    (tmp_path / "corpus.json").unlink()
+    with pytest.raises(InputError, match="holds config.json"):
+        check_directory_is_free(tmp_path)

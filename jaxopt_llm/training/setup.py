@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,11 +74,17 @@ class Setup:
         return Path(self.config.run.directory)
 
 
+# Kinds of files in a run, in the folder of a model or of adapters, and in a prepared corpus.
+_FILES = ("*.json", "*.jsonl", "*.safetensors")
+_WRITTEN_FIRST = re.compile(r"(memory|corpus)\.json|(metrics|samples|events)(\.\d+)?\.jsonl")  # before config.json
+
+
 def check_inputs(config: Config, first: bool) -> None:
     """Raise InputError if data or a package of the configuration is missing, before the run directory exists.
 
     first: whether this is the first process, which writes the dashboards.
     """
+    check_directory_is_free(Path(config.run.directory))
     if config.model.pretrained and not config.data.paths:
         raise InputError(
             f"data.paths: name the data on which to train {config.model.pretrained}: files, folders or globs"
@@ -88,6 +95,18 @@ def check_inputs(config: Config, first: bool) -> None:
         dashboards.import_packages(config.logging)
     remote.check_backends(config.data.paths, "data.paths")
     remote.check_backends([path for _, path in config.evaluation.named_paths()], "evaluation.paths")
+
+
+def check_directory_is_free(directory: Path) -> None:
+    """Raise InputError if the run directory holds files that are not of a run, which the run would overwrite."""
+    names = sorted(path.name for pattern in _FILES for path in directory.glob(pattern))
+    if has_checkpoint(directory) or {"config.json", "corpus.json"} <= {*names}:
+        return
+    foreign = [name for name in names if not _WRITTEN_FIRST.fullmatch(name)]
+    if foreign:
+        raise InputError(
+            f"run.directory={directory} holds {foreign[0]}, which no run wrote there: set another --run.directory"
+        )
 
 
 def prepare_run(requested: Config, processes: Processes) -> Setup:

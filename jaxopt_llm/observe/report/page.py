@@ -10,6 +10,7 @@ from jaxopt_llm.observe.report import figures, tables
 from jaxopt_llm.observe.report.run_files import Run
 
 FOLDER = Path(__file__).parent
+GENERATOR = '<meta name="generator" content="jaxopt_llm report">'  # by which a page is recognised as a report
 
 
 def render_page(runs: Sequence[Run], plotly: str) -> str:
@@ -45,12 +46,19 @@ def render_page(runs: Sequence[Run], plotly: str) -> str:
         headings=headings,
         settings=rows,
         samples=tables.list_samples(runs),
+        generator=Markup(GENERATOR),
         style=_read_trusted("page.css"),
         script=_read_trusted("page.js"),
         plotly=Markup(plotly),
     )
     # JSON can hold halves of surrogate pairs, which no encoding of a file can.
     return page.encode("utf-8", "replace").decode()
+
+
+def is_report(file: Path) -> bool:
+    """Return whether a file is a page that `render_page` made."""
+    with file.open("rb") as page:
+        return GENERATOR.encode() in page.read(1024)
 
 
 def _read_trusted(name: str) -> str:
