@@ -32,7 +32,7 @@ class RematConfig:
     """Activations of each block that are kept for the backward pass in addition to the block's input; the others are
     recomputed (activation checkpointing). none: keep all except elementwise results; dots: keep all products with
     weights, but not attention; save_qkv: keep queries, keys, values and the result of attention; save_attention: keep
-    only the result of attention; full: keep nothing; or a list of names from model/intermediates.py."""
+    only the result of attention; full: keep nothing; or a list of names of `Intermediate` (config/memory.py)."""
     every: int = setting(1, in_backward=1, bounds=AT_LEAST_ONE)
     """Number of consecutive layers that the backward pass recomputes together from the input of the first one; the
     forward pass keeps nothing of the layers in between (Megatron-LM: recompute-method uniform). During this

@@ -70,7 +70,7 @@ def attention_specs(config: ModelConfig, residual_scale: float) -> dict[str, Par
         "value": kv,
         "output": ParamSpec((heads, head_dim, width), ("heads", "head_dim", "embed"), (0, 1), normal(residual_scale)),
     }
-    return with_biases(specs, *BIASED_PROJECTIONS[config.biases])
+    return with_biases(specs, *(name for name in BIASED_PROJECTIONS[config.biases] if name in specs))
 
 
 def self_attention(

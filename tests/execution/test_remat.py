@@ -18,6 +18,7 @@ from jaxopt_llm.execution.remat import SAVED_BY_POLICY
 from jaxopt_llm.execution.stage_layout import EVEN, stack_by_stage
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.intermediates import INTERMEDIATE_AXES
 from jaxopt_llm.parallel.gathering import make_perturbations
 from jaxopt_llm.planning.search.block_cost import list_existing
 
@@ -122,7 +123,7 @@ def test_blocks_tag_the_intermediates_of_the_model(config: ModelConfig) -> None:
 def test_policies_know_every_intermediate() -> None:
     """Policy `none` keeps all of them except the inputs, which the backward can compute from their residuals."""
     inputs = {"block_input", "attention_input", "mlp_input"}
-    assert {*SAVED_BY_POLICY["none"], *inputs} == {*get_args(Intermediate)}
+    assert {*SAVED_BY_POLICY["none"], *inputs} == {*get_args(Intermediate)} == INTERMEDIATE_AXES.keys()
 
 
 @pytest.mark.slow

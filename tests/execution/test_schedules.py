@@ -39,6 +39,13 @@ every_case, every_formula = (
 )
 
 
+@pytest.mark.parametrize("schedule", [*dict.fromkeys(case[0] for case in CASES)])
+def test_the_setting_permits_the_chunks_of_the_cases(schedule: Schedule) -> None:
+    """A schedule with several chunks of a stage is named in config.parallel.WITH_CHUNKS."""
+    for name, _, _, chunks in CASES:
+        assert name != schedule or PipelineConfig(schedule, chunks).problems() == []
+
+
 def forward_ticks(stages: int, microbatches: int, chunks: int) -> int:
     """Return V·M + S - 1 if S divides M.
 

@@ -1,15 +1,17 @@
 """Cost of a block."""
 
+import math
 from typing import Any, get_args
 
 import jax
 import pytest
 import toy
 
-from jaxopt_llm.config import Config, Intermediate, MeshConfig, RematConfig, ShardingConfig
-from jaxopt_llm.config.fields import replace_fields
+from jaxopt_llm.config import Config, Intermediate, MeshConfig, RematConfig, ShardingConfig, TrainingConfig
+from jaxopt_llm.config.fields import METADATA, replace_fields
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder_specs import param_specs
+from jaxopt_llm.planning.activations import Activations
 from jaxopt_llm.planning.search.block_cost import MOE_RESULTS, BlockCost, list_existing, list_recomputed, list_saved
 
 
@@ -96,6 +98,30 @@ def test_a_block_has_a_size_for_the_intermediates_of_the_model(switches: dict[st
     elements = block(**switches).elements
     assert elements.keys() == {*get_args(Intermediate)} | MOE_RESULTS
     assert {name for name, size in elements.items() if size} == {*list_existing(replace_fields(toy.CONFIG, switches))}
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
+def test_the_report_of_memory_has_the_same_sizes(switches: dict[str, Any], tensor: int) -> None:
+    """The report reads the axes of model/intermediates.py; the search has formulas."""
+    model = replace_fields(toy.CONFIG, {"layers": 4, **switches})
+    training, elements = TrainingConfig(batch_size=1, sequence_length=8), block(tensor, **switches).elements
+    activations = Activations(model, training, toy.placement(tensor=tensor))
+    for name in list_existing(model):
+        assert [math.prod(shape) for shape in activations.local_shapes(name)] == [8 * elements[name]], name
+
+
+@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
+def test_a_resumed_run_may_not_change_what_shapes_parameters(switches: dict[str, Any]) -> None:
+    for name in switches:
+        one, other = (
+            param_specs(replace_fields(toy.UNIFORM, {**each})) for each in (switches, _without(switches, name))
+        )
+        assert one == other or METADATA[f"model.{name}"].resume == "never", name
+
+
+def _without(switches: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in switches.items() if key != name}
 
 
 def test_latents_are_whole_on_each_device() -> None:
