@@ -89,7 +89,7 @@ def _matmul_weights(config: ModelConfig, specs: Params) -> int:
         size = _active(config, spec)
         return size // spec.shape[0] * config.vocabulary_size if "vocabulary" in spec.axes else size
 
-    return sum(jax.tree.leaves(tree.map_with_path(weights, specs)))
+    return sum(jax.tree.leaves(tree.map_with_path(weights, leaves.unpack_codes(specs))))
 
 
 def mean_visible_keys(length: int, window: int, causal: bool) -> float:

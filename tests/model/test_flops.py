@@ -61,6 +61,21 @@ def test_compiled_step_has_the_counted_flops(switches: dict[str, Any], lora: Lor
     assert hlo.count_dot_flops(compiled.as_text()) == ROWS * SEQUENCE * needed.full + recomputed
 
 
+@pytest.mark.parametrize("quantised", [{"base": "int8"}, {"base": "nf4"}, {"base": "nf4", "double_quantisation": True}])
+def test_a_quantised_base_has_as_many_flops_and_parameters(quantised: dict[str, Any]) -> None:
+    """Compares with a float base: the codes of NF4, two per byte, are one weight each."""
+
+    def count(config: ModelConfig, lora: LoraConfig) -> tuple[flops.ModelFlops, int, int]:
+        model, trained, frozen = adapt_model(Decoder(config), lora, PrecisionConfig())
+        active = flops.count_active_parameters(config, model.specs)
+        needed = flops.count_per_token(config, trained, frozen, SEQUENCE)
+        return needed, leaves.count_parameters(model.specs), active
+
+    lora = LoraConfig(rank=2)
+    for config in (CONFIG, dataclasses.replace(CONFIG, tied_head=False), EXPERTS):
+        assert count(config, dataclasses.replace(lora, **quantised)) == count(config, lora)
+
+
 # ---- Experts: FLOPs and parameters that a token uses.
 
 EXPERTS = replace_fields(

@@ -160,14 +160,22 @@ def unwrap_specs(specs: tree.Tree) -> tree.Tree:
             return leaf(spec.base)
         if isinstance(spec, ParamSpec):
             return spec
-        codes = replace(spec.codes, dtype=FLOAT32)
-        if isinstance(spec, Int8Weight):
-            return codes
-        sizes = list(codes.shape)
-        sizes[spec.dim] *= 2
-        return replace(codes, shape=tuple(sizes))
+        return replace(unpack_codes(spec).codes, dtype=FLOAT32)
 
     return jax.tree.map(leaf, specs, is_leaf=is_wrapped)
+
+
+def unpack_codes(specs: tree.Tree) -> tree.Tree:
+    """Return the specs, or a half of a `tree.partition` of them, with one element for each code of NF4."""
+
+    def unpack(leaf: tree.Leaf) -> tree.Leaf:
+        if not isinstance(leaf, Nf4Weight) or leaf.codes is None:
+            return leaf
+        sizes = list(leaf.codes.shape)
+        sizes[leaf.dim] *= 2  # two codes per byte
+        return replace(leaf, codes=replace(leaf.codes, shape=tuple(sizes)))
+
+    return jax.tree.map(unpack, specs, is_leaf=lambda leaf: isinstance(leaf, Nf4Weight))
 
 
 def count_parameters(specs: tree.Tree) -> int:
