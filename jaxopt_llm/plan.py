@@ -28,7 +28,7 @@ from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.compiler.buffers import compile_and_list_temporaries
 from jaxopt_llm.compiler.chips import CHIPS, seconds_at_peak
-from jaxopt_llm.config import Config, cli
+from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, cli
 from jaxopt_llm.config.fields import SEARCHED
 from jaxopt_llm.config.unread import describe_unread
 from jaxopt_llm.core import errors
@@ -205,7 +205,7 @@ def format_plan(plan: Plan) -> str:
         f"  of these, about {plan.repeated_flops / 1e12:,.4g} TFLOP recompute forwards",
         *([f"  and {plan.idle:.1%} of the ticks and layer slots of a stage do no work"] if plan.idle else []),
         "",
-        *format_speed(plan.speed),
+        *format_speed(plan.speed, fits=plan.spare >= 0),
     ]
     return "\n".join(lines)
 
@@ -235,7 +235,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--gpu", default="h200", choices=sorted(CHIPS), help="GPU to compile for (default: h200)")
+    add("--gpu", type=str.lower, default="h200", choices=sorted(CHIPS), help="GPU to compile for (default: h200)")
     hosts, gpus = "those that the mesh needs; with --search 1", "8, or fewer for a smaller mesh; with --search 8"
     add("--hosts", type=int, metavar="N", help=f"number of machines (default: {hosts})")
     add("--gpus-per-host", type=int, metavar="N", help=f"GPUs of each machine (default: {gpus})")
@@ -261,6 +261,8 @@ def main() -> int:
             raise InputError("--save draws a plan; leave out --search, or use --write to save the settings it finds")
         figure.check_figure_file(options.save)
     config = pretrained.resolve_pretrained(cli.parse_config(arguments, PROGRAM))
+    if options.search:
+        config = _without_illegal_mesh(config)
     validate(config)
     _choose_hosts(options, config)
     prepare_jax()
@@ -273,7 +275,18 @@ def main() -> int:
     if options.save:
         charts = figure.make_charts(plan.memory, plan.limit, plan.speed.breakdown)
         figure.save_figure(charts, _make_heading(plan), options.save)
+        print(f"{options.save} shows this plan", file=sys.stderr)
     return 0
+
+
+def _without_illegal_mesh(config: Config) -> Config:
+    """Return a recipe whose mesh, pipeline and accumulation a search can replace: all 1 if they are not legal."""
+    try:
+        validate(config)
+    except InputError:
+        training = dataclasses.replace(config.training, accumulation=1)
+        return dataclasses.replace(config, mesh=MeshConfig(), pipeline=PipelineConfig(), training=training)
+    return config
 
 
 def _choose_hosts(options: argparse.Namespace, config: Config) -> None:
@@ -286,7 +299,7 @@ def _choose_hosts(options: argparse.Namespace, config: Config) -> None:
         )
         return
     if gpus is None:
-        options.gpus_per_host = min(GPUS_PER_HOST, -(-config.mesh.devices // max(hosts or 1, 1)))
+        options.gpus_per_host = min(GPUS_PER_HOST, config.mesh.devices)
     if hosts is None:
         options.hosts = max(config.mesh.devices // max(options.gpus_per_host, 1), 1)
 

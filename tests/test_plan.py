@@ -107,7 +107,7 @@ def test_speed_in_words_and_as_json(plans: dict[int, Plan]) -> None:
         assert values[name] == getattr(plan.speed, name)
     assert sum(part["seconds"] for part in values["breakdown"]) == pytest.approx(values["step_seconds"])
     assert f"{plan.speed.step_seconds:,.4g} s a step, {plan.speed.tokens_per_second:,.0f} tokens/s, MFU " in text
-    assert "assumed: matmuls 70% of the chip's peak" in text and "left out: launches of " in text
+    assert "assumed: matmuls 75% of the chip's peak" in text and "left out: launches of " in text
     # The other estimate of the same step is named next to this one.
     assert f"estimates {plan.speed.search_step_seconds:,.4g} s" in text
     assert values["search_step_seconds"] == pytest.approx(values["step_seconds"], rel=0.25)
@@ -416,7 +416,10 @@ def test_a_mesh_of_another_size_is_refused() -> None:
         ((), 1, 1, 1),
         ((), 128, 16, 8),
         (("--gpus-per-host", "4"), 8, 2, 4),
-        (("--hosts", "2"), 8, 2, 4),
+        (("--hosts", "2"), 16, 2, 8),
+        (("--hosts", "2"), 8, 2, 8),  # then refused: the mesh has other GPUs
+        (("--hosts", "1"), 2, 1, 2),
+        (("--gpu", "H100"), 1, 1, 1),
         (("--search",), 1, 1, 8),
         (("--search", "--hosts", "2"), 1, 2, 8),
     ],
@@ -427,6 +430,15 @@ def test_hosts_and_gpus_are_those_of_the_mesh_by_default(
     options = planning.make_parser().parse_args(given)
     planning._choose_hosts(options, dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=mesh)))
     assert (options.hosts, options.gpus_per_host) == (hosts, gpus)
+
+
+def test_a_search_needs_no_legal_mesh_of_the_recipe() -> None:
+    one = dataclasses.replace(CONFIG, training=dataclasses.replace(CONFIG.training, batch_size=1, accumulation=1))
+    illegal = dataclasses.replace(one, mesh=MeshConfig(fsdp=8), pipeline=PipelineConfig("interleaved", 5))
+    assert planning._without_illegal_mesh(illegal) == dataclasses.replace(
+        one, mesh=MeshConfig(), pipeline=PipelineConfig()
+    )
+    assert planning._without_illegal_mesh(CONFIG) is CONFIG
 
 
 def test_the_command(tmp_path: Path) -> None:

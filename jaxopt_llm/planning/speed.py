@@ -81,16 +81,17 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g}%"
 
 
-def format_speed(speed: Speed) -> list[str]:
+def format_speed(speed: Speed, fits: bool = True) -> list[str]:
     """Return the lines of the speed, its assumptions and the breakdown."""
     search = speed.search_step_seconds
     if speed.days is None:
         length = "the number of steps follows from training.epochs and the data"
     else:
         days = f"{speed.days:,.1f} days" if speed.days >= 1 else f"{24 * speed.days:,.2f} hours"
-        length = f"{days} for {speed.steps:,} steps"
+        tokens = speed.tokens_per_second * speed.step_seconds * speed.steps
+        length = f"{days} for {speed.steps:,} steps ({tokens / 1e9:,.4g}B tokens)"
     return [
-        "speed, by a roofline of the compiled program (not measured)",
+        f"speed{'' if fits else ' if it fitted'}, by a roofline of the compiled program (not measured)",
         f"  {speed.step_seconds:,.4g} s a step, {speed.tokens_per_second:,.0f} tokens/s, MFU {speed.mfu:.1%}, {length}",
         *(f"  {line}" for line in speed.assumptions),
         *([f"  --search, which counts memory traffic by arithmetic, estimates {search:,.4g} s"] if search else []),
