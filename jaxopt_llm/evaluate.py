@@ -85,6 +85,8 @@ def main() -> int:
         source = run.load_model(options.checkpoint, config.data, attention=attention.name, adapter=options.adapter)
     for name, documents in _open_documents(config, source.tokenizer, reads_other_data).items():
         rows = PackedRows(documents, length, config.model.vocabulary_size, name, config.data.long_documents)
+        if rows.summary:  # of conversations: how many are cut
+            print(rows.summary, file=sys.stderr)
         with oom.explain_oom("evaluating", "set a smaller --training.batch-size or --training.sequence-length"):
             loss, tokens = evaluate(source, rows, config.training.batch_size, options.batches)
         read = f"{tokens:,} tokens" if options.batches is None else f"read {tokens:,} of {documents.size:,} tokens"

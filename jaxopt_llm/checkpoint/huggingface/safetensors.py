@@ -184,6 +184,8 @@ def _read_index(index: Path) -> dict[str, str]:
 
 def read_json(folder: Path, name: str, kind: str) -> dict[str, Any]:
     """Read a JSON file of a folder. Raise InputError if it is missing or invalid. kind: what the folder holds."""
+    if folder.is_file():
+        raise InputError(f"{folder}: this is a file; name its folder, {folder.parent}")
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder; download the {kind} first: hf download NAME --local-dir DIR")
     if not (folder / name).is_file():

@@ -160,6 +160,9 @@ def test_a_folder_without_weights_says_how_to_get_them(files: tuple[str, ...], m
 
 
 def test_a_missing_file_and_a_missing_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"")
+    with pytest.raises(InputError, match=f"a.bin: this is a file; name its folder, {tmp_path}"):
+        model_folder.read_settings(tmp_path / "a.bin")
     with pytest.raises(InputError, match="no such folder; download the Hugging Face model first"):
         model_folder.read_settings(tmp_path / "meta-llama")
     write_arrays(tmp_path, 24)
