@@ -83,9 +83,15 @@ def _count_read(module: Module, body: Computation, name: str) -> int:
             read += sum(
                 _count_read(module, inner, each.name) for each in inputs if user.operands[int(each.operands[0])] == name
             )
-        elif user.opcode != _IN_PLACE or name in user.operands[1:]:
+        elif user.opcode != _IN_PLACE or name in user.operands[1:] or _is_read_inside(body, user):
             return whole
     return min(read, whole)
+
+
+def _is_read_inside(body: Computation, update: Instruction) -> bool:
+    """Return whether a fusion computes with an updated array. If it only returns it, nothing else of it is read."""
+    users = (user for user in body.values() if update.name in user.operands)
+    return any(user.opcode != "tuple" and user.opcode not in _VIEWS for user in users)
 
 
 def _count_written(body: Computation) -> int:
