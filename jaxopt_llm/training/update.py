@@ -4,7 +4,7 @@ A section is "non_layer", which is updated once, or a segment. Every period of a
 including its step count, stacked as the parameters are. With ZeRO stages 1 and 2, the new masters are then cast and
 gathered into the compute copy.
 
-An elementwise optimizer whose state is on the device updates all periods of a segment at once: XLA makes one kernel for
+An elementwise optimizer whose state is on the device, without a compute copy, updates all periods of a segment at once: XLA makes one kernel for
 each leaf, which reads and writes everything in place. In a loop over periods it would make one kernel for each result,
 and copy the old slice for each (8B on one H200: 314 instead of 137 GB a step).
 
@@ -123,7 +123,9 @@ def apply_gradients(
         if periods is None:
             return update(state, gradients[section], factor, good)
         on_stages = periods.ndim > 1
-        if elementwise and not on_stages and not offload.any_on_host(state):
+        # XLA 0.11.2 would hold the new masters of all periods next to their gathered compute copy.
+        has_copy = state[2] is not None
+        if elementwise and not on_stages and not has_copy and not offload.any_on_host(state):
             return _update_stacks(update, state, gradients[section], factor, good)
         if on_stages:
             update = jax.vmap(update, (0, 0, None, None), spmd_axis_name="pipeline")
@@ -146,18 +148,18 @@ def apply_gradients(
 def _update_stacks(
     update: Callable[..., Updatable], state: Updatable, gradients: tree.Tree, factor: jax.Array, good: jax.Array
 ) -> Updatable:
-    """Update all periods of a segment at once.
+    """Update all periods of a segment at once. There is no compute copy.
 
     Counts of steps, [L], are equal in all periods. They enter as scalars, as in a loop, because XLA rounds a division
     by an array in another way than a division by a scalar.
     """
-    masters, moments, copy = state
+    masters, moments, _ = state
     axes = jax.tree.map(lambda leaf: None if _is_count(leaf) else 0, moments)
     scalars = jax.tree.map(lambda leaf: leaf[0] if _is_count(leaf) else leaf, moments)
-    masters, new, copy = jax.vmap(update, ((0, axes, 0), 0, None, None), (0, axes, 0))(
-        (masters, scalars, copy), gradients, factor, good
+    masters, new, _ = jax.vmap(update, ((0, axes, None), 0, None, None), (0, axes, None))(
+        (masters, scalars, None), gradients, factor, good
     )
-    return masters, jax.tree.map(lambda leaf, old: jnp.broadcast_to(leaf, old.shape), new, moments), copy
+    return masters, jax.tree.map(lambda leaf, old: jnp.broadcast_to(leaf, old.shape), new, moments), None
 
 
 def _is_count(leaf: jax.Array) -> bool:

@@ -107,8 +107,8 @@ def test_all_periods_at_once_are_those_of_the_loop_to_the_bit(name: Any, state_d
             functools.partial(update.apply_gradients, optimizers, SPECS, placement=PLACEMENT, elementwise=elementwise),
             compiler_options=DEFAULT_CODE,
         )
-        masters, _, compute = initial()
-        state = (masters, update.initialize_moments(optimizers, SPECS, masters), compute)
+        masters, _, _ = initial()
+        state = (masters, update.initialize_moments(optimizers, SPECS, masters), None)
         for index, good in enumerate((True, False, True)):
             state = step(state, random_gradients(index), 0.5, good)
         return state
