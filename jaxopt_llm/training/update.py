@@ -4,9 +4,9 @@ A section is "non_layer", which is updated once, or a segment. Every period of a
 including its step count, stacked as the parameters are. With ZeRO stages 1 and 2, the new masters are then cast and
 gathered into the compute copy.
 
-An elementwise optimizer whose state is on the device, without a compute copy, updates all periods of a segment at once: XLA makes one kernel for
-each leaf, which reads and writes everything in place. In a loop over periods it would make one kernel for each result,
-and copy the old slice for each (8B on one H200: 314 instead of 137 GB a step).
+An elementwise optimizer whose state is on the device, without a compute copy, updates all periods of a segment at once:
+XLA makes one kernel for each leaf, which reads and writes everything in place. In a loop over periods it would make one
+kernel for each result, and copy the old slice for each (8B on one H200: 314 instead of 147 GB a step).
 
 Otherwise a loop updates one period at a time. It then holds only one period in addition to the state, also on the
 device if the optimizer state is in host memory, and the temporaries of an optimizer that works on matrices are those of
