@@ -104,7 +104,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--gpu-tests-on-cpu", action="store_true", help="try the tests marked gpu on the CPU, which proves no GPU right"
     )
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, and no others")
-    parser.addoption("--slow-share", metavar="K/N", help="run part K of N of these, too (0/8 to 7/8)")
+    parser.addoption("--slow-share", metavar="K/N", help="run part K of N of these, too (0/16 to 15/16)")
+    parser.addoption("--core-share", metavar="K/N", help="of the tests marked core, run part K of N (0/2 or 1/2)")
     parser.addoption("--quick", action="store_true", help="run the tests nearest to the change for at most two minutes")
 
 
@@ -127,6 +128,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         note_touched_files(config, left)
     else:
         chosen = [item for item in items if item not in slow]
+    if config.option.core_share:
+        part, parts = map(int, config.option.core_share.split("/"))
+        chosen = selection.core_share_of(chosen, part, parts, selection.changed_files())
     if config.option.quick:
         distance = selection.distances({item.path for item in chosen}, selection.changed_files())
         chosen = [item for item in chosen if distance[item.path] < selection.FAR]

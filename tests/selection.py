@@ -19,7 +19,7 @@ QUICK_SECONDS = 75  # after which --quick starts no more tests; the start and th
 FAR = 99
 CONFTEST = ROOT / "tests/conftest.py"
 COMMANDS = {"train", "generate", "evaluate", "plan", "prepare", "convert", "checkpoint"}
-MOST_OF_SLOW = 6  # a run takes at most one in 6 of the slow tests
+MOST_OF_SLOW = 12  # a run takes at most one in 12 of the slow tests
 
 
 def share_of(
@@ -31,8 +31,7 @@ def share_of(
     a test depends only on its name, so a new test does not move other tests. A change to many files would select all
     tests. Therefore at most one in MOST_OF_SLOW is returned; the second list has the touched tests that are left out.
     """
-    touched = set(changed)
-    near = {path for path in {item.path for item in items} if path in touched or touched & set(tested_by_name(path))}
+    near = _touched_by_name({item.path for item in items}, set(changed))
     own = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part]
     others = [item for item in items if item not in own and item.path in near]
     room = max(len(items) // MOST_OF_SLOW - len(own), 0)
@@ -40,6 +39,28 @@ def share_of(
         return own + others, []
     brought = [others[number * len(others) // room] for number in range(room)]
     return own + brought, [item for item in others if item not in brought]
+
+
+def core_share_of(items: list[pytest.Item], part: int, parts: int, changed: Iterable[Path]) -> list[pytest.Item]:
+    """Return the tests without those marked `core` whose file is in another part and is not touched by name.
+
+    The tests of a file stay together, because they share compiled programs. Slow tests are shared by `share_of`.
+    """
+    near = _touched_by_name({item.path for item in items}, set(changed))
+
+    def is_elsewhere(item: pytest.Item) -> bool:
+        name = item.path.relative_to(ROOT).as_posix()
+        return zlib.crc32(name.encode()) % parts != part and item.path not in near
+
+    return [
+        item
+        for item in items
+        if not item.get_closest_marker("core") or item.get_closest_marker("slow") or not is_elsewhere(item)
+    ]
+
+
+def _touched_by_name(tests: set[Path], changed: set[Path]) -> set[Path]:
+    return {test for test in tests if test in changed or changed & set(tested_by_name(test))}
 
 
 def changed_files() -> list[Path]:

@@ -29,15 +29,19 @@ def collected(*options: str) -> list[str]:
 class Item:
     """As much of a test as its selection looks at."""
 
-    def __init__(self, path: str, number: int) -> None:
-        self.path, self.nodeid = ROOT / path, f"{path}::{number}"
+    def __init__(self, path: str, number: int, mark: str = "") -> None:
+        self.path, self.nodeid, self.mark = ROOT / path, f"{path}::{number}", mark
 
-    def get_closest_marker(self, name: str) -> None:
-        return None
+    def get_closest_marker(self, name: str) -> str | None:
+        return self.mark if self.mark == name else None
 
 
 def slow_tests(*paths: str, each: int) -> list[Any]:
     return [Item(path, number) for path in paths for number in range(each)]
+
+
+def marked(*paths: str, mark: str) -> list[Any]:
+    return [Item(path, number, mark) for path in paths for number in range(2)]
 
 
 def names(items: list[Any]) -> list[str]:
@@ -57,18 +61,31 @@ def test_each_slow_test_is_in_one_share() -> None:
 @pytest.mark.parametrize("changed", [HEAVY, "jaxopt_llm/model/moe/router.py"])
 def test_a_change_brings_the_slow_tests_of_its_files(changed: str) -> None:
     touched = slow_tests(HEAVY if changed == HEAVY else "tests/model/moe/test_router_hf_torch.py", each=8)
-    others = slow_tests("tests/test_plan.py", each=192)
-    share, left = selection.share_of(touched + others, 0, 8, [ROOT / changed])
-    own, _ = selection.share_of(touched + others, 0, 8, ())
+    others = slow_tests("tests/test_plan.py", each=592)
+    share, left = selection.share_of(touched + others, 0, 16, [ROOT / changed])
+    own, _ = selection.share_of(touched + others, 0, 16, ())
     assert set(names(share)) == {*names(own), *names(touched)} and not left
 
 
-@pytest.mark.parametrize("part", range(8))
-def test_a_change_of_everything_brings_a_sixth(part: int) -> None:
-    slow = slow_tests(HEAVY, "tests/test_plan.py", each=100)
-    share, left = selection.share_of(slow, part, 8, [ROOT / HEAVY, ROOT / "tests/test_plan.py"])
-    assert len(share) == 33 and names(share + left) == names(slow)
+@pytest.mark.parametrize("part", range(16))
+def test_a_change_of_everything_brings_a_twelfth(part: int) -> None:
+    slow = slow_tests(HEAVY, "tests/test_plan.py", each=240)
+    share, left = selection.share_of(slow, part, 16, [ROOT / HEAVY, ROOT / "tests/test_plan.py"])
+    assert len(share) == 40 and names(share + left) == names(slow)
     assert {each.path for each in share} == {each.path for each in slow} == {each.path for each in left}
+
+
+def test_each_file_of_core_tests_is_in_one_share() -> None:
+    """One of the two Pythons runs it; both run the tests of changed files, and all tests that are not core."""
+    files = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/**/test_*.py"))
+    core, others = marked(*files, mark="core"), slow_tests("tests/test_words.py", each=3)
+    shares = [selection.core_share_of(core + others, part, 2, ()) for part in (0, 1)]
+    assert names([*shares[0], *shares[1]]) == names([*core, *others, *others])
+    assert all(len(share) > 0.8 * len(core) / 2 for share in shares)
+    test = "tests/data/test_packing.py"
+    for part in (0, 1):
+        share = selection.core_share_of(core, part, 2, [ROOT / "jaxopt_llm/data/packing.py"])
+        assert {f"{test}::0", f"{test}::1"} <= {*names(share)}
 
 
 @pytest.mark.slow
@@ -91,7 +108,7 @@ def collection(config: Any, items: list[Any]) -> list[str]:
 def test_quick_runs_the_nearest_first_and_none_that_is_far(monkeypatch: pytest.MonkeyPatch) -> None:
     far, near, own = "tests/planning/test_links.py", "tests/data/test_loader.py", "tests/data/test_packing.py"
     items = slow_tests(far, near, own, each=1)
-    option = SimpleNamespace(slow=False, slow_share=None, quick=True, gpu_tests_on_cpu=False)
+    option = SimpleNamespace(slow=False, slow_share=None, core_share=None, quick=True, gpu_tests_on_cpu=False)
     hook = SimpleNamespace(pytest_deselected=lambda items: None)
     config = SimpleNamespace(args=["tests"], option=option, hook=hook, stash=pytest.Stash())
     monkeypatch.setattr(selection, "changed_files", lambda: [ROOT / "jaxopt_llm/data/packing.py"])
