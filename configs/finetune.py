@@ -3,7 +3,8 @@
     python -m jaxopt_llm.train --config finetune.py --model.pretrained FOLDER --data.paths chats.jsonl
 
 FOLDER is a downloaded Hugging Face model with its tokenizer and chat template, or a run of this program. It has the
-sizes, so the recipe has none. For chats.jsonl see docs/chat.md. To see whether it fits, run
+sizes, so the recipe has none. Without --data.paths it reads chats.jsonl in the working directory: see docs/chat.md. To
+see whether it fits, run
 
     python -m jaxopt_llm.plan --config finetune.py --model.pretrained FOLDER --gpu 4090
 

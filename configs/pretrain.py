@@ -10,7 +10,6 @@ model of your own, copy a recipe that has sizes. To find the fastest settings th
 
 from jaxopt_llm.config import (
     Config,
-    DataConfig,
     EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
@@ -24,7 +23,6 @@ def get_config() -> Config:
     return Config(
         run=RunConfig(directory="runs/pretrain"),
         model=ModelConfig(pretrained="FOLDER"),
-        data=DataConfig(paths=("corpus/*.jsonl",)),
         training=TrainingConfig(steps=0, epochs=1.0, batch_size=32, accumulation=8, sequence_length=4096),
         optimizer=OptimizerConfig(learning_rate=1e-5),
         schedule=ScheduleConfig(warmup_steps=20),

@@ -105,7 +105,7 @@ def test_a_recipe_without_sizes_takes_those_of_any_folder(name: str, tmp_path: P
     assert config.model.width == folders.CONFIG.width and config.data.tokenizer == str(folder)
     assert bool(config.lora.rank) == (name == "finetune")
     assert f"--config {name}.py" in docstring(name)
-    with pytest.raises(InputError, match="FOLDER: no such folder"):
+    with pytest.raises(InputError, match="model.pretrained=FOLDER: no such folder; name a downloaded model"):
         pretrained.resolve_pretrained(cli.load_recipe(f"{name}.py"))
     with pytest.raises(InputError, match=r"take a recipe without sizes, --config finetune.py .* and \d+ more"):
         pretrained.resolve_pretrained(cli.parse_config(["--config", "10b.py", *arguments[2:4]], "train"))

@@ -26,6 +26,9 @@ def resolve_pretrained(config: Config) -> Config:
         # Absolute, because commands that read this run's directory may start in another directory.
         name = hub.absolute_name(config.model.pretrained)
         path = hub.find_folder(name, "model.pretrained=", weights=False)
+        if not path.exists():
+            remedy = "name a downloaded model, a run, or an id of the Hugging Face hub with --model.pretrained"
+            raise InputError(f"model.pretrained={config.model.pretrained}: no such folder; {remedy}")
         model = _resize_vocabulary(read_model_config(path), config.model)
         stored = {name: fields.get_field(model, name) for name in PRETRAINED_FIELDS}
         resolved = _set_fields("model", config.model, stored)

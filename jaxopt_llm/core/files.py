@@ -4,10 +4,22 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
+from jaxopt_llm.core.errors import InputError
+
+_LFS_POINTER = b"version https://git-lfs"
+
 
 def cache_home() -> Path:
     """Return the folder for files that can be made again, such as compiled programs and downloaded data."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxopt_llm"
+
+
+def check_is_no_pointer(file: Path) -> None:
+    """Raise InputError for the pointer that git leaves in place of a large file if Git LFS is not installed."""
+    with file.open("rb") as stream:
+        if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            remedy = f"run git lfs pull in {file.parent}, or hf download NAME --local-dir DIR"
+            raise InputError(f"{file}: a pointer of Git LFS instead of the file; {remedy}")
 
 
 def replace_durably(path: Path, text: str) -> None:

@@ -32,6 +32,14 @@ def repository(name: str) -> str:
     return name.partition("@")[0] if is_hub_id(name) else name
 
 
+def model_name(name: str | Path) -> str:
+    """Return the name of a model without its organization, its revision and the folders that it lies in."""
+    path = Path(repository(str(name)))
+    if path.parent.name == "snapshots":  # in the cache of the hub: models--ORGANIZATION--NAME/snapshots/COMMIT
+        return path.parent.parent.name.rpartition("--")[2]
+    return path.name
+
+
 def find_folder(name: str | Path, setting: str, weights: bool = True) -> Path:
     """Return the folder on this machine that a name stands for. A model of the hub is downloaded into its cache.
 

@@ -19,6 +19,7 @@ FORMS = {
 }
 _OPTIONAL_COLUMNS = {"tools", "system", "chosen", "rejected"}  # read if they exist
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}  # other names of roles
+_PREFERENCE_PAIR = "with a preference pair (chosen, rejected) instead of one conversation"
 _ROLES = ("user", "assistant", "system", "tool")
 
 
@@ -39,6 +40,9 @@ def detect_form(columns: Collection[str], where: object) -> str:
     forms = matching_forms(columns)
     if len(forms) == 1:
         return forms[0]
+    if {"chosen", "rejected"} <= {*columns}:
+        remedy = "write the prompt and the chosen answer as prompt and completion"
+        raise InputError(f"{where}: {_PREFERENCE_PAIR}; {remedy}")
     known = "; ".join(f"{form}: {', '.join(sorted(required))}" for form, required in FORMS.items())
     matches = f"several forms of conversations ({', '.join(forms)})" if forms else "no form of conversations"
     raise InputError(
@@ -57,7 +61,7 @@ def normalize_conversation(row: dict[str, Any], form: str) -> str:
     if not row.keys() >= FORMS[form]:
         raise Malformed(f"without the fields of the form {form} ({', '.join(sorted(FORMS[form]))})")
     if row.keys() & {"chosen", "rejected"}:
-        raise Malformed("with a preference pair (chosen, rejected) instead of one conversation")
+        raise Malformed(_PREFERENCE_PAIR)
     context, learned = _split_messages(row, form)
     if isinstance(row.get("system"), str):
         if any(message["role"] == "system" for message in (context + learned)[:1]):

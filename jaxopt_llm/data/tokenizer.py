@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError, describe_error
+from jaxopt_llm.core.files import check_is_no_pointer
 
 # BOS and EOS names by model family, most specific first: Llama 2, Mistral and Gemma, Llama 3, OLMo, Phi, Qwen, GPT-2.
 _BOS_NAMES = ("<|begin_of_text|>", "<bos>", "<s>")
@@ -93,8 +94,11 @@ class JsonTokenizer:
 
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
+            check_is_no_pointer(file)
             content = file.read_bytes()
             self._library = Library.from_buffer(content)
+        except InputError:
+            raise
         except Exception as error:  # the library raises no narrower type
             remedy = "name a tokenizer.json, or a folder that holds one, with --data.tokenizer"
             raise InputError(

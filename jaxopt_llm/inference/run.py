@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -179,6 +180,7 @@ def open_adapters(path: Path, folder: ModelFolder) -> AdapterFolder:
     path = hub.find_folder(path, "--adapter ")
     adapters = pretrained.open_adapter(path, folder.family, folder.config, "--adapter ")
     adapters.check_base(folder)
+    _warn_of_other_base(path, folder.path)
     return adapters
 
 
@@ -197,7 +199,13 @@ def open_run_adapters(path: Path, directory: Path, config: Config) -> AdapterFol
     path = hub.find_folder(path, "--adapter ")
     adapters = pretrained.open_adapter(path, family, config.model, "--adapter ")
     adapters.check_base(None)
+    _warn_of_other_base(path, directory)
     return adapters
+
+
+def _warn_of_other_base(adapter: Path, model: Path) -> None:
+    if warning := adapter_config.describe_other_base(adapter, str(model.absolute())):
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def add_adapters(

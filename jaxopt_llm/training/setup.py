@@ -87,7 +87,8 @@ def check_inputs(config: Config, first: bool) -> None:
     check_directory_is_free(Path(config.run.directory))
     if config.model.pretrained and not config.data.paths:
         raise InputError(
-            f"data.paths: name the data on which to train {config.model.pretrained}: files, folders or globs"
+            f"data.paths: name the data on which to train {config.model.pretrained}, files, folders or globs, with "
+            "--data.paths"
         )
     if config.training.attention == "triton" and (found := attention_triton.installation_problems()):
         raise InputError(f"training.attention=triton: {'; '.join(found)}")

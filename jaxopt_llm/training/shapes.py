@@ -11,8 +11,12 @@ def problems(model: ModelConfig, training: TrainingConfig, mesh: MeshConfig, sha
     """Check the rows of a microbatch, the sequence, the experts, and the sizes that mesh.tensor splits."""
     batch = {"training.accumulation": training.accumulation} | {f"mesh.{a}": getattr(mesh, a) for a in BATCH_AXES}
     over = " × ".join(f"{name}={size}" for name, size in batch.items())
-    shards = math.prod(batch.values())
-    found = _divisibility_problems(f"training.batch_size={training.batch_size}", training.batch_size, shards, over)
+    found = _divisibility_problems(
+        f"training.batch_size={training.batch_size}", training.batch_size, math.prod(batch.values()), over
+    )
+    fewer = _choose_accumulation(training, math.prod(getattr(mesh, axis) for axis in BATCH_AXES))
+    if found and fewer:
+        found = [f"{found[0]}; or set --training.accumulation {fewer}"]
 
     length = training.sequence_length
     zigzag = mesh.context > 1 and sharding.context_exchange == "ring"
@@ -31,6 +35,15 @@ def problems(model: ModelConfig, training: TrainingConfig, mesh: MeshConfig, sha
         fewer = next(tensor for tensor in range(mesh.tensor - 1, 0, -1) if not over_tensor(tensor))
         found += [*split, f"or set mesh.tensor={fewer}, which divides all of these sizes"]
     return found
+
+
+def _choose_accumulation(training: TrainingConfig, shards: int) -> int:
+    """Return the largest accumulation, up to the configured one, with which the batch divides; 0 if none does.
+
+    shards: number of devices that the batch is split over.
+    """
+    most = training.accumulation
+    return next((each for each in range(most, 0, -1) if training.batch_size % (each * shards) == 0), 0)
 
 
 def _heads_problems(model: ModelConfig, mesh: MeshConfig) -> list[str]:

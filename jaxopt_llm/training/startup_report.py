@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 
 import jax
 
+from jaxopt_llm.checkpoint.peft import adapter_config
 from jaxopt_llm.config.unread import describe_unread
+from jaxopt_llm.core import hub
 from jaxopt_llm.execution import stage_layout
 from jaxopt_llm.model import flops, param
 from jaxopt_llm.model.linear import leaves
@@ -22,6 +24,7 @@ def print_report(setup: Setup, say: Callable[[str], None]) -> None:
     if setup.processes.first:
         for line in list_warnings(setup):
             print(f"warning: {line}", file=sys.stderr)
+    say("compiling the step ...")  # silent for seconds on a CPU, and for minutes with a large model
 
 
 def describe_run(setup: Setup) -> Iterator[str]:
@@ -83,12 +86,21 @@ def list_warnings(setup: Setup) -> Iterator[str]:
     for each in setup.data.sets:
         if repeated := sorted(each.files & setup.data.corpus.files):
             yield f"the validation set {each.name} reads {repeated[0]}, which data.paths trains on"
+    if config.lora.pretrained and config.model.pretrained:
+        folder = hub.find_folder(config.lora.pretrained, "lora.pretrained=")
+        if other := adapter_config.describe_other_base(folder, config.model.pretrained):
+            yield other
     if config.lora.rank and not config.model.pretrained:
         yield "the adapters train over random parameters; name a model with --model.pretrained"
     if config.precision.compute_dtype == "float16" and not config.precision.scales_loss:
         yield "float16 without loss scaling rounds small gradients to zero; set --precision.loss-scaling dynamic"
     if config.mesh.pipeline > config.training.accumulation:
         yield f"fewer microbatches than stages: {_describe_idle_share(setup)}"
+    if config.schedule.warmup_steps >= config.training.steps:
+        yield (
+            f"the learning rate rises to the end of the run, in {config.schedule.warmup_steps} warmup steps: set "
+            f"--schedule.warmup-steps below its {config.training.steps} steps"
+        )
 
 
 def _describe_idle_share(setup: Setup) -> str:
@@ -108,11 +120,6 @@ def _list_unused_settings(setup: Setup) -> Iterator[str]:
         yield (
             f"optimizer.state_dtype: {len(uncompressed)} matrices have moments in 32 bits (first: {uncompressed[0]}): "
             f"no block of {moments.BLOCK_SIZES[-1]} to {moments.BLOCK_SIZES[0]} values divides their last dimension"
-        )
-    if config.schedule.warmup_steps >= config.training.steps:
-        yield (
-            f"the learning rate rises to the end: --schedule.warmup-steps {config.schedule.warmup_steps} of "
-            f"{config.training.steps} steps"
         )
     end = config.schedule.end_step
     if end is not None and end < config.training.steps:

@@ -72,6 +72,8 @@ def test_what_is_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("name", "/org/name", "./org/name", "a/b/c", "org/tokenizer.json", "org/", "~/name", "org/name@"):
         assert not hub.is_hub_id(name), name
     assert hub.repository("org/name@main") == "org/name"
+    names = ("org/name", "org/name@main", "/models/name", "/hub/models--org--name/snapshots/0123456789abcdef")
+    assert {hub.model_name(name) for name in names} == {"name"}
     Path("org/name").mkdir(parents=True)
     assert not hub.is_hub_id("org/name")
     assert hub.absolute_name("org/name") == str(tmp_path / "org" / "name")

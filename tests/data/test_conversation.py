@@ -257,7 +257,7 @@ def test_half_a_character_and_deep_lists(config: DataConfig, tmp_path: Path) -> 
         ({"text": "a"}, "the fields text match no form of conversations.*data.content"),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c"},
-            "fields chosen, prompt, rejected match no form",
+            "with a preference pair .*write the prompt and the chosen answer as prompt and completion",
         ),
         ({**GOOD, **pair(CHATS[1])}, r"match several forms of conversations .messages, pairs.*data.content"),
     ],

@@ -43,7 +43,12 @@ def to_csv(rows: Sequence[dict[str, Any]]) -> bytes:
     return text.getvalue().encode()
 
 
-WRITERS = {"array": ("json", to_array), "lines": ("json", to_lines), "csv": ("csv", to_csv)}
+WRITERS = {
+    "array": ("json", to_array),
+    "array in jsonl": ("jsonl", to_array),
+    "lines": ("json", to_lines),
+    "csv": ("csv", to_csv),
+}
 COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress}
 
 

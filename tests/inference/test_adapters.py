@@ -1,5 +1,6 @@
 """Adapters of PEFT folders over loaded models, and runs from Python."""
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -95,6 +96,21 @@ def test_generate_and_evaluate_take_adapters(
         assert printed(main, "--checkpoint", base, "--adapter", adapter, *arguments) == expected
         assert printed(main, "--checkpoint", run_of_base, "--adapter", adapter, *arguments) == expected
         assert printed(main, "--checkpoint", base, *arguments) != expected
+
+
+def test_adapters_of_another_base_are_a_warning(
+    base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "adapter").mkdir()
+    for file in adapter.iterdir():
+        (tmp_path / "adapter" / file.name).write_bytes(file.read_bytes())
+    config = tmp_path / "adapter" / "adapter_config.json"
+    for trained_over, warned in ((f"org/{base.name}", False), ("org/other", True), (None, False)):
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": trained_over}))
+        run.load_model(base, adapter=tmp_path / "adapter")
+        assert (
+            f"warning: the adapters {config.parent} were trained over org/other" in capsys.readouterr().err
+        ) == warned
 
 
 @pytest.mark.slow

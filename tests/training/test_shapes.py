@@ -47,8 +47,15 @@ def test_a_size_is_named_with_the_nearest_that_work(tensor: int, name: str, size
         return
     assert re.search(rf"\.{name}={size}\b.* is not divisible by .*mesh\.(tensor={tensor}|data=2 × )", found[0])
     assert found[0].endswith(f"(nearest that are: {' and '.join(map(str, nearest))})")
+    assert "training.accumulation" not in found[0].partition(")")[2]  # one microbatch does not divide either
     for near in nearest:
         assert not problems(tensor, **{name: near})
+
+
+def test_a_batch_that_is_too_small_is_offered_fewer_microbatches() -> None:
+    (found,) = problems(1, batch_size=16, accumulation=8)
+    assert found.endswith("(nearest that are: 32); or set --training.accumulation 4")
+    assert not problems(1, batch_size=16, accumulation=4)
 
 
 def test_key_value_heads_are_a_divisor_of_the_heads_and_fewer_than_tensor_or_a_multiple() -> None:

@@ -28,12 +28,20 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.model.param import ParamSpec
 
 CONFIG_FILE = "config.json"
+ADAPTER_FILE = "adapter_config.json"
 DIGEST_BYTES_PER_TENSOR = 2**18  # sampled to distinguish a tensor from others; at least one row
 MAX_DIGEST_BYTES = 2**29  # of all tensors; with many tensors, fewer bytes of each are sampled
 
 
 def read_settings(path: Path) -> Settings:
     """Read the config.json of a folder. Raise InputError if the folder or the file is missing or invalid."""
+    if (path / ADAPTER_FILE).is_file() and not (path / CONFIG_FILE).is_file():
+        base = safetensors.parse_json((path / ADAPTER_FILE).read_bytes(), path / ADAPTER_FILE)
+        raise InputError(
+            f"{path}: adapters of PEFT, not a model; name their base model here "
+            f"({base.get('base_model_name_or_path')}), and the adapters with --adapter, or with --lora.pretrained to "
+            "train them"
+        )
     return safetensors.read_json(path, CONFIG_FILE, "Hugging Face model")
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.core.files import sync_directory, sync_file
+from jaxopt_llm.core.files import check_is_no_pointer, sync_directory, sync_file
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -99,6 +99,7 @@ def open_file(file: Path) -> dict[str, StoredTensor]:
     """
     try:
         size = file.stat().st_size
+        check_is_no_pointer(file)
         with file.open("rb") as stream:
             prefix = stream.read(8)
             length = int.from_bytes(prefix, "little")
@@ -190,6 +191,7 @@ def read_json(folder: Path, name: str, kind: str) -> dict[str, Any]:
         raise InputError(f"{folder}: no such folder; download the {kind} first: hf download NAME --local-dir DIR")
     if not (folder / name).is_file():
         raise InputError(f"{folder}: not a {kind} folder: it has no {name}; choose another folder")
+    check_is_no_pointer(folder / name)
     return parse_json((folder / name).read_bytes(), folder / name)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.checkpoint.huggingface import safetensors
+from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
 
 FILE = "adapter_config.json"
@@ -177,6 +178,21 @@ def read_peft_config(folder: Path) -> PeftConfig:
         if name not in given and name in ("r", "lora_alpha", "target_modules"):
             raise InputError(f"{file}: {name} is missing")
     return PeftConfig(**{name: value for name, value in given.items() if name in FIELD_CHECKS})
+
+
+def describe_other_base(folder: Path, model: str) -> str:
+    """Return a warning if the adapters of a folder were trained over another model; empty if not.
+
+    Names are compared, because a folder of adapters does not identify the weights of its base.
+
+    Args:
+        folder: a folder that `read_peft_config` accepts.
+        model: path or hub id of the model that the adapters are added to.
+    """
+    base = safetensors.read_json(folder, FILE, "PEFT adapter").get("base_model_name_or_path")
+    if not isinstance(base, str) or hub.model_name(base).lower() == hub.model_name(model).lower():
+        return ""
+    return f"the adapters {folder} were trained over {base}, and the model is {model}; check that its weights are equal"
 
 
 # --- writing

@@ -12,6 +12,7 @@ import pytest
 from jaxopt_llm.checkpoint.huggingface import model_folder, safetensors
 from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder, TensorSpec
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data.tokenizer import JsonTokenizer
 
 pytestmark = pytest.mark.core
 
@@ -165,11 +166,27 @@ def test_a_missing_file_and_a_missing_folder(tmp_path: Path) -> None:
         model_folder.read_settings(tmp_path / "a.bin")
     with pytest.raises(InputError, match="no such folder; download the Hugging Face model first"):
         model_folder.read_settings(tmp_path / "meta-llama")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    with pytest.raises(InputError, match=r"adapter: adapters of PEFT, not a model; name their base .*org/base"):
+        model_folder.read_settings(tmp_path / "adapter")
     write_arrays(tmp_path, 24)
     last = sorted(tmp_path.glob("*.safetensors"))[-1]
     last.unlink()
     with pytest.raises(InputError, match=f"{last.name}: cannot be read"):
         safetensors.open_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+    readers = {
+        "config.json": model_folder.read_settings,
+        "model.safetensors": safetensors.open_folder,
+        "tokenizer.json": JsonTokenizer,
+    }
+    with pytest.raises(InputError, match=f"{name}: a pointer of Git LFS .* run git lfs pull in {tmp_path}"):
+        readers[name](tmp_path)
 
 
 def test_a_new_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
