@@ -24,6 +24,7 @@ TINY = {
     "model.mlp-width": 16,
     "training.batch-size": 4,
     "training.sequence-length": 32,
+    "schedule.warmup-steps": 0,  # the runs are shorter than the default warmup
     "evaluation.batches": 1,
     "logging.every": 1,
 }

@@ -84,7 +84,9 @@ def test_what_cannot_be_begun_from_is_one_line(run: Path, tmp_path: Path) -> Non
 def test_a_run_has_its_tokenizer_and_its_data_must_be_named(run: Path, tmp_path: Path) -> None:
     tokenizer, text = write_byte_tokenizer(tmp_path / "tokenizer.json"), some_text(tmp_path / "a.jsonl")
     second = (tmp_path / "second", "--model.pretrained", run)
-    assert train(*second).stderr.endswith(f"name the data on which to train {run}: files, folders or globs\n")
+    assert train(*second).stderr.endswith(
+        f"name the data on which to train {run}, files, folders or globs, with --data.paths\n"
+    )
     found = train(*second, *text, "--data.tokenizer", tokenizer)
     assert found.returncode == 2 and f"differ from those that {run} was trained with; leave out" in found.stderr
 

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "extending.md"
 BLOCK = re.compile(r'^```(diff|python) title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-NAMES = ("relu2", "arcee", "dense", "signum", "half_rate")
+NAMES = ("relu2", "every_switch", "arcee", "dense", "signum", "half_rate")
 
 
 def apply_block(kind: str, file: Path, text: str) -> str:
@@ -69,7 +69,7 @@ def test_the_diffs_quote_lines_of_the_repository(extended: Path) -> None:
 def test_the_tests_of_the_examples_pass(extended: Path) -> None:
     """All tests that the page names, in one process: it imports JAX once."""
     files = sorted(set(re.findall(r"(tests/\S+\.py)", "\n".join(re.findall(r"pytest ([^`]*)`", PAGE.read_text())))))
-    assert len(files) == 7
+    assert len(files) == 8
     done = run(extended, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", " or ".join(NAMES), *files)
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.findall(r"^(\S+::\S+).* PASSED", done.stdout, re.MULTILINE)

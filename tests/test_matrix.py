@@ -3,8 +3,8 @@
 import functools
 import itertools
 import math
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import fields, replace
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from matrix import pairwise
 from jaxopt_llm.config import (
     LoraConfig,
     MeshConfig,
+    ModelConfig,
     OptimizerConfig,
     PrecisionConfig,
     RematConfig,
@@ -374,6 +375,15 @@ def test_initial_values_are_equal(zero: int, split: dict[str, int], adapt: str) 
     found = initialize(toy.placement(zero, **split), "untied", adapt)
     # To the bit in a run. What is compiled without optimisations, as in these tests, rounds apart in vectors and alone.
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=5e-7), found, fresh("untied", adapt))
+
+
+def test_the_models_have_every_switch() -> None:
+    """A new switch goes into one of MODELS; one with a projection also into GPT of test_tensor_bytes.py."""
+    hints = get_type_hints(ModelConfig)
+    for field in fields(ModelConfig):
+        values = {True, False} if hints[field.name] is bool else set(get_args(hints[field.name]))
+        if get_origin(hints[field.name]) is Literal or hints[field.name] is bool:
+            assert {getattr(model, field.name) for model in MODELS.values()} == values, field.name
 
 
 def test_the_cover_has_many_meshes() -> None:
