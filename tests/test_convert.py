@@ -309,7 +309,7 @@ def test_bad_input_is_one_line(folder: Path, tmp_path: Path) -> None:
     said = refused(*begins, "--model.width", 64, "--model.layers", 3)
     assert "sets the model's fields; leave out model.width=64 (the stored value is 32), model.layers=3" in said
     assert "no such folder" in refused(*begins, "--model.pretrained", tmp_path / "none")
-    assert refused(*begins).endswith(f"data.paths: name the data on which to train {folder}: files, folders or globs")
+    assert refused(*begins).endswith(f"data.paths: name the data on which to train {folder}, files, folders or globs, with --data.paths")
     text = some_text(tmp_path / "a.jsonl")
     assert f"the ids of {folder} are not bytes" in refused(*begins, *text, "--data.tokenizer", "bytes")
     assert f"{folder} has 258 token ids, and rows can only be added" in refused(*begins, "--model.resize-vocabulary", 9)
