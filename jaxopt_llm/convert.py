@@ -11,6 +11,53 @@ import json
 import sys
 from pathlib import Path
 
+from jaxopt_llm.config import cli
+from jaxopt_llm.core import errors
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = errors.ArgumentParser(
+        prog=errors.program_name("convert"),
+        description="Convert Hugging Face folders (config.json and safetensors) to run directories and back, and "
+        "adapters to PEFT folders.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="import|export|merge")
+    importing = commands.add_parser("import", help="make a run directory from a folder, to generate and evaluate")
+    add = importing.add_argument
+    add(
+        "--from",
+        type=Path,
+        required=True,
+        dest="source",
+        metavar="FOLDER",
+        help="Hugging Face folder or hub id to read",
+    )
+    add("--to", type=Path, required=True, metavar="RUN_DIR", help="new run directory")
+    add("--tokenizer", metavar="PATH", help="tokenizer.json, or bytes (default: the tokenizer.json in FOLDER)")
+    exporting = commands.add_parser("export", help="write the last checkpoint of a run, or its adapters, as a folder")
+    exporting.add_argument("--checkpoint", type=Path, required=True, metavar="RUN_DIR", help="training run to read")
+    merging = commands.add_parser("merge", help="merge adapters into their model and write it as a folder")
+    merging.add_argument("--checkpoint", type=Path, metavar="RUN_DIR", help="run that trains adapters")
+    merging.add_argument(
+        "--base", type=Path, metavar="FOLDER", help="instead of --checkpoint: model of --adapter, or its hub id"
+    )
+    merging.add_argument(
+        "--adapter", type=Path, metavar="FOLDER", help="PEFT folder with LoRA adapters of --base, or its hub id"
+    )
+    for command in (exporting, merging):
+        add = command.add_argument
+        add("--to", type=Path, required=True, metavar="FOLDER", help="new folder")
+        default = "that of the folder from which the run started, or float32; for adapters, their own"
+        add("--dtype", choices=DTYPES, help=f"dtype of the tensors (default: {default})")
+        add("--shard-bytes", type=int, metavar="N", help="maximum file size (default: 5 GB)")
+    return parser
+
+
+if __name__ == "__main__":
+    cli.answer_help(make_parser(), sys.argv[1:])  # the imports below take seconds, because they import JAX
+
 import jax
 
 from jaxopt_llm.checkpoint import pretrained
@@ -22,7 +69,7 @@ from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.peft.adapter_writer import write_adapter_folder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import CheckpointConfig, Config, fields
-from jaxopt_llm.core import errors, hub, tree
+from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.data.tokenizer import load_tokenizer
 from jaxopt_llm.inference import run, stored
@@ -30,8 +77,6 @@ from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.parallel.zero import parameter_sharding
 from jaxopt_llm.training import lora
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def import_folder(path: Path, directory: Path, tokenizer: str) -> None:
@@ -131,44 +176,6 @@ def _read_dtype(source: Path | None) -> str:
     return dtype if dtype in DTYPES else "float32"
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = errors.ArgumentParser(
-        prog=errors.program_name("convert"),
-        description="Convert Hugging Face folders (config.json and safetensors) to run directories and back, and "
-        "adapters to PEFT folders.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="import|export|merge")
-    importing = commands.add_parser("import", help="make a run directory from a folder, to generate and evaluate")
-    add = importing.add_argument
-    add(
-        "--from",
-        type=Path,
-        required=True,
-        dest="source",
-        metavar="FOLDER",
-        help="Hugging Face folder or hub id to read",
-    )
-    add("--to", type=Path, required=True, metavar="RUN_DIR", help="new run directory")
-    add("--tokenizer", metavar="PATH", help="tokenizer.json, or bytes (default: the tokenizer.json in FOLDER)")
-    exporting = commands.add_parser("export", help="write the last checkpoint of a run, or its adapters, as a folder")
-    exporting.add_argument("--checkpoint", type=Path, required=True, metavar="RUN_DIR", help="training run to read")
-    merging = commands.add_parser("merge", help="merge adapters into their model and write it as a folder")
-    merging.add_argument("--checkpoint", type=Path, metavar="RUN_DIR", help="run that trains adapters")
-    merging.add_argument(
-        "--base", type=Path, metavar="FOLDER", help="instead of --checkpoint: model of --adapter, or its hub id"
-    )
-    merging.add_argument(
-        "--adapter", type=Path, metavar="FOLDER", help="PEFT folder with LoRA adapters of --base, or its hub id"
-    )
-    for command in (exporting, merging):
-        add, most = command.add_argument, safetensors.MAX_FILE_BYTES
-        add("--to", type=Path, required=True, metavar="FOLDER", help="new folder")
-        default = "that of the folder from which the run started, or float32; for adapters, their own"
-        add("--dtype", choices=DTYPES, help=f"dtype of the tensors (default: {default})")
-        add("--shard-bytes", type=int, default=most, metavar="N", help="maximum file size (default: 5 GB)")
-    return parser
-
-
 def main() -> int:
     arguments = make_parser().parse_args(sys.argv[1:])
     jax.config.update("jax_platforms", "cpu")  # copying weights needs no accelerator
@@ -176,9 +183,10 @@ def main() -> int:
     if arguments.command == "import":
         import_folder(arguments.source, arguments.to, arguments.tokenizer or hub.absolute_name(arguments.source))
         return 0
-    if arguments.shard_bytes < 1:
-        raise InputError(f"--shard-bytes {arguments.shard_bytes}: must be at least 1")
-    settings = (arguments.to, arguments.dtype, arguments.shard_bytes)
+    shard_bytes = safetensors.MAX_FILE_BYTES if arguments.shard_bytes is None else arguments.shard_bytes
+    if shard_bytes < 1:
+        raise InputError(f"--shard-bytes {shard_bytes}: must be at least 1")
+    settings = (arguments.to, arguments.dtype, shard_bytes)
     if arguments.command == "export":
         export_run(arguments.checkpoint, *settings)
     elif arguments.checkpoint and not (arguments.base or arguments.adapter):

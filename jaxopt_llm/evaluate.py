@@ -8,6 +8,29 @@ import functools
 import math
 import sys
 
+from jaxopt_llm.config import cli
+from jaxopt_llm.core import errors
+from jaxopt_llm.inference import flags
+
+PROGRAM = errors.program_name("evaluate")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = errors.ArgumentParser(
+        prog=PROGRAM,
+        description="Compute the loss of a run's last checkpoint on its validation sets or held-out documents or, with "
+        "--data.paths, on all documents there. The fields of data, evaluation.paths, training.batch_size (rows at "
+        "once) and training.sequence_length can be given as for jaxopt_llm.train; the run's values are the defaults.",
+        allow_abbrev=False,
+    )
+    flags.add_model_flags(parser)
+    parser.add_argument("--batches", type=int, metavar="N", help="maximum number of batches to read (default: all)")
+    return parser
+
+
+if __name__ == "__main__":
+    cli.answer_help(make_parser(), sys.argv[1:])  # the imports below take seconds, because they import JAX
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +38,7 @@ import numpy as np
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.compiler.kernel_choice import choose_attention
 from jaxopt_llm.compiler.xla_options import compiler_options
-from jaxopt_llm.config import BATCH_AXES, Config, MeshConfig, RematConfig, cli, fields
-from jaxopt_llm.core import errors
+from jaxopt_llm.config import BATCH_AXES, Config, MeshConfig, RematConfig, fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.corpus import open_all_documents, open_corpus, open_validation_sets
 from jaxopt_llm.data.packing import PackedRows
@@ -31,7 +53,6 @@ from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.planning import oom
 from jaxopt_llm.training.validation import validate
 
-PROGRAM = errors.program_name("evaluate")
 OVERRIDABLE = ("data.", "evaluation.paths", "training.batch_size", "training.sequence_length")
 
 
@@ -107,19 +128,6 @@ def _open_documents(config: Config, tokenizer: Tokenizer, all_of_paths: bool) ->
     held_out = open_corpus(config.data, tokenizer).held_out
     assert held_out is not None
     return {"the held-out split": held_out}
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = errors.ArgumentParser(
-        prog=PROGRAM,
-        description="Compute the loss of a run's last checkpoint on its validation sets or held-out documents or, with "
-        "--data.paths, on all documents there. The fields of data, evaluation.paths, training.batch_size (rows at "
-        "once) and training.sequence_length can be given as for jaxopt_llm.train; the run's values are the defaults.",
-        allow_abbrev=False,
-    )
-    run.add_model_flags(parser)
-    parser.add_argument("--batches", type=int, metavar="N", help="maximum number of batches to read (default: all)")
-    return parser
 
 
 def _override(trained: Config, overrides: list[str], reads_other_data: bool) -> Config:

@@ -11,20 +11,54 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from jaxopt_llm.config import cli
+from jaxopt_llm.core import errors
+from jaxopt_llm.inference import flags
+
+MAX_TOKENS = 100_000  # the KV cache holds all of them
+DEFAULT_TOKENS = 200  # of a continuation
+DEFAULT_CONTEXT = 4096  # tokens of a conversation
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = errors.ArgumentParser(
+        prog=errors.program_name("generate"),
+        description="Continue text. For one prompt, print it and its continuation as the tokens are generated. For "
+        'several prompts, print one line of JSON each, {"prompt": ..., "text": ...}, where text is only the '
+        "continuation. With --chat, answer the lines of standard input.",
+    )
+    add = parser.add_argument
+    flags.add_model_flags(parser)
+    add("--tensor", type=int, default=1, metavar="N", help="devices that split all weights and heads (default: 1)")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; can be given several times")
+    add("--prompts", type=Path, metavar="FILE", help="file of further prompts, a JSON string on each line")
+    add("--chat", action="store_true", help="hold a conversation with the tokenizer's chat template, until Ctrl-D")
+    add("--system", metavar="TEXT", help="system message at the start of the conversation")
+    context = f"default: {DEFAULT_CONTEXT}, or the model's learned positions"
+    add("--context", type=int, metavar="N", help=f"maximum tokens of a conversation ({context})")
+    tokens = f"default: {DEFAULT_TOKENS}; with --chat, the room left in the context"
+    add("--tokens", type=int, metavar="N", help=f"maximum tokens to generate ({tokens})")
+    add("--temperature", type=float, default=0.0, metavar="T", help="divisor of the logits (default: 0, greedy)")
+    add("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (default: all)")
+    top_p = "sample from the most likely tokens with total probability P (default: 1)"
+    add("--top-p", type=float, default=1.0, metavar="P", help=top_p)
+    add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; can be given several times")
+    return parser
+
+
+if __name__ == "__main__":
+    cli.answer_help(make_parser(), sys.argv[1:])  # the imports below take seconds, because they import JAX
+
 import numpy as np
 
 from jaxopt_llm.config import ModelConfig
-from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.continuation import Continuation, extend_continuations, find_eos_ids
 from jaxopt_llm.execution.decode import Sampling, TokenGenerator
 from jaxopt_llm.inference import chat, run
 from jaxopt_llm.inference.run import LoadedModel
 from jaxopt_llm.planning import oom
-
-MAX_TOKENS = 100_000  # the KV cache holds all of them
-DEFAULT_TOKENS = 200  # of a continuation
-DEFAULT_CONTEXT = 4096  # tokens of a conversation
 
 
 def generate(
@@ -62,33 +96,6 @@ def generate(
     generator = TokenGenerator(*loaded, sampling, rows=len(ids), length=longest + count)
     extend_continuations(generator(ids, count), continuations, show)
     return [continuation.text for continuation in continuations]
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = errors.ArgumentParser(
-        prog=errors.program_name("generate"),
-        description="Continue text. For one prompt, print it and its continuation as the tokens are generated. For "
-        'several prompts, print one line of JSON each, {"prompt": ..., "text": ...}, where text is only the '
-        "continuation. With --chat, answer the lines of standard input.",
-    )
-    add = parser.add_argument
-    run.add_model_flags(parser)
-    add("--tensor", type=int, default=1, metavar="N", help="devices that split all weights and heads (default: 1)")
-    add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; can be given several times")
-    add("--prompts", type=Path, metavar="FILE", help="file of further prompts, a JSON string on each line")
-    add("--chat", action="store_true", help="hold a conversation with the tokenizer's chat template, until Ctrl-D")
-    add("--system", metavar="TEXT", help="system message at the start of the conversation")
-    context = f"default: {DEFAULT_CONTEXT}, or the model's learned positions"
-    add("--context", type=int, metavar="N", help=f"maximum tokens of a conversation ({context})")
-    tokens = f"default: {DEFAULT_TOKENS}; with --chat, the room left in the context"
-    add("--tokens", type=int, metavar="N", help=f"maximum tokens to generate ({tokens})")
-    add("--temperature", type=float, default=0.0, metavar="T", help="divisor of the logits (default: 0, greedy)")
-    add("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (default: all)")
-    top_p = "sample from the most likely tokens with total probability P (default: 1)"
-    add("--top-p", type=float, default=1.0, metavar="P", help=top_p)
-    add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; can be given several times")
-    return parser
 
 
 def main() -> int:

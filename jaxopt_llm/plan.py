@@ -22,16 +22,46 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxopt_llm.compiler.chips import CHIPS
+from jaxopt_llm.config import cli
+from jaxopt_llm.config.fields import SEARCHED
+from jaxopt_llm.core import errors
+
+PROGRAM = errors.program_name("plan")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = errors.ArgumentParser(
+        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--gpu", type=str.lower, default="h200", choices=sorted(CHIPS), help="GPU to compile for (default: h200)")
+    hosts, gpus = "those that the mesh needs; with --search 1", "8, or fewer for a smaller mesh; with --search 8"
+    add("--hosts", type=int, metavar="N", help=f"number of machines (default: {hosts})")
+    add("--gpus-per-host", type=int, metavar="N", help=f"GPUs of each machine (default: {gpus})")
+    add("--json", action="store_true", help="print JSON: bytes, seconds and FLOPs of each GPU")
+    add("--save", type=Path, metavar="FILE", help="draw memory and time as bars, in an .html or an .svg file")
+    add("--search", action="store_true", help="find the fastest settings that fit these GPUs, for the recipe's batch")
+    add("--explain", action="store_true", help="with --search: show the other settings, and why they were rejected")
+    add("--write", type=Path, metavar="FILE", help="with --search: save the fastest settings as a recipe, a new file")
+    add(
+        "--allow", nargs="+", default=[], choices=sorted(SEARCHED), metavar="FIELD",
+        help=f"with --search: fields that it may also change to narrower values: {', '.join(sorted(SEARCHED))}",
+    )  # fmt: skip
+    return parser
+
+
+if __name__ == "__main__":
+    cli.answer_help(make_parser(), sys.argv[1:])  # the imports below take seconds, because they import JAX
+
 import jax
 
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.compiler.buffers import compile_and_list_temporaries
-from jaxopt_llm.compiler.chips import CHIPS, seconds_at_peak
-from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, cli
-from jaxopt_llm.config.fields import SEARCHED
+from jaxopt_llm.compiler.chips import seconds_at_peak
+from jaxopt_llm.config import Config, MeshConfig, PipelineConfig
 from jaxopt_llm.config.unread import describe_unread
-from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
@@ -65,7 +95,6 @@ from jaxopt_llm.training.program import make_program
 from jaxopt_llm.training.utilisation import compute_utilisation
 from jaxopt_llm.training.validation import validate
 
-PROGRAM = errors.program_name("plan")
 GPUS_PER_HOST = 8
 MAX_COMPILES = 8  # programs that a search compiles at the same time, at most: each takes a core and 1 to 2 GB
 
@@ -228,27 +257,6 @@ def to_json(plan: Plan) -> str:
     values |= values.pop("speed")
     values["memory"]["peak"] = plan.memory.peak
     return json.dumps(values | {"spare": plan.spare, "fits": plan.spare >= 0}, indent=2)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = errors.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    add = parser.add_argument
-    add("--gpu", type=str.lower, default="h200", choices=sorted(CHIPS), help="GPU to compile for (default: h200)")
-    hosts, gpus = "those that the mesh needs; with --search 1", "8, or fewer for a smaller mesh; with --search 8"
-    add("--hosts", type=int, metavar="N", help=f"number of machines (default: {hosts})")
-    add("--gpus-per-host", type=int, metavar="N", help=f"GPUs of each machine (default: {gpus})")
-    add("--json", action="store_true", help="print JSON: bytes, seconds and FLOPs of each GPU")
-    add("--save", type=Path, metavar="FILE", help="draw memory and time as bars, in an .html or an .svg file")
-    add("--search", action="store_true", help="find the fastest settings that fit these GPUs, for the recipe's batch")
-    add("--explain", action="store_true", help="with --search: show the other settings, and why they were rejected")
-    add("--write", type=Path, metavar="FILE", help="with --search: save the fastest settings as a recipe, a new file")
-    add(
-        "--allow", nargs="+", default=[], choices=sorted(SEARCHED), metavar="FIELD",
-        help=f"with --search: fields that it may also change to narrower values: {', '.join(sorted(SEARCHED))}",
-    )  # fmt: skip
-    return parser
 
 
 def main() -> int:

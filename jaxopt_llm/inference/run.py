@@ -1,6 +1,5 @@
 """Models of training runs and of Hugging Face folders, for commands that use them without training."""
 
-import argparse
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -67,14 +66,6 @@ class LoadedModel:
     params: Params
     placement: Placement
     step: int
-
-
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name the model of a command."""
-    models = "training run, or folder or hub id of a Hugging Face model"
-    adapters = "PEFT folder or hub id of LoRA adapters of the model"
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help=models)
-    parser.add_argument("--adapter", type=Path, metavar="FOLDER", help=adapters)
 
 
 def load_config(directory: Path) -> Config:
