@@ -1,6 +1,7 @@
 """Command `evaluate`: loss of a checkpoint.
 
-python -m jaxopt_llm.evaluate --checkpoint DIR [--adapter FOLDER] [--batches N] [--section.field VALUE ...]
+python -m jaxopt_llm.evaluate --checkpoint DIR [--step N|best] [--adapter FOLDER] [--batches N]
+                              [--section.field VALUE ...]
 """
 
 import argparse
@@ -18,7 +19,7 @@ PROGRAM = errors.program_name("evaluate")
 def make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
         prog=PROGRAM,
-        description="Compute the loss of a run's last checkpoint on its validation sets or held-out documents or, with "
+        description="Compute the loss of a run's checkpoint on its validation sets or held-out documents or, with "
         "--data.paths, on all documents there. The fields of data, evaluation.paths, training.batch_size (rows at "
         "once) and training.sequence_length can be given as for jaxopt_llm.train; the run's values are the defaults.",
         allow_abbrev=False,
@@ -103,7 +104,9 @@ def main() -> int:
     if attention.reason:
         print(f"attention: {attention}", file=sys.stderr)
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
-        source = run.load_model(options.checkpoint, config.data, attention=attention.name, adapter=options.adapter)
+        source = run.load_model(
+            options.checkpoint, config.data, attention=attention.name, adapter=options.adapter, step=options.step
+        )
     for name, documents in _open_documents(config, source.tokenizer, reads_other_data).items():
         rows = PackedRows(documents, length, config.model.vocabulary_size, name, config.data.long_documents)
         if rows.summary:  # of conversations: how many are cut

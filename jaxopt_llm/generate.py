@@ -1,7 +1,7 @@
 """Command `generate`: text generation and chat.
 
-python -m jaxopt_llm.generate --checkpoint DIR [--adapter FOLDER] --prompt TEXT [--prompt TEXT ...] [--tokens N] ...
-python -m jaxopt_llm.generate --checkpoint DIR [--adapter FOLDER] --chat [--system TEXT] ...
+python -m jaxopt_llm.generate --checkpoint DIR [--step N|best] [--adapter FOLDER] --prompt TEXT [--prompt TEXT ...] ...
+python -m jaxopt_llm.generate --checkpoint DIR [--step N|best] [--adapter FOLDER] --chat [--system TEXT] ...
 """
 
 import argparse
@@ -109,7 +109,9 @@ def main() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
-        source = run.load_model(arguments.checkpoint, tensor=arguments.tensor, adapter=arguments.adapter)
+        source = run.load_model(
+            arguments.checkpoint, tensor=arguments.tensor, adapter=arguments.adapter, step=arguments.step
+        )
     rest = (count, sampling, arguments.stop)
     with oom.explain_oom("generating", "give fewer or shorter prompts at once, or a smaller --tokens or --context"):
         if arguments.chat:

@@ -72,7 +72,8 @@ def test_there_and_back(folder: Path, tmp_path: Path) -> None:
     words.save(str(source / "tokenizer.json"))
     assert "are the checkpoint of step 0" in done("convert", "import", "--from", source, "--to", run)
     assert done("generate", "--checkpoint", run, "--prompt", "def", "--tokens", 4).startswith("def")
-    said = done("convert", "export", "--checkpoint", run, "--to", back, "--shard-bytes", 20_000)
+    assert "choose one of 0, or best" in refused("convert", "export", "--checkpoint", run, "--to", back, "--step", 3)
+    said = done("convert", "export", "--checkpoint", run, "--to", back, "--shard-bytes", 20_000, "--step", 0)
     assert said == f"step 0 of {run} is in {back}, in float32\n"
     assert len(list(back.glob("*.safetensors"))) > 1
     assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
@@ -85,6 +86,8 @@ def test_there_and_back(folder: Path, tmp_path: Path) -> None:
 
     assert "already exists" in refused("convert", "import", "--from", folder, "--to", run)
     assert "already exists" in refused("convert", "export", "--checkpoint", run, "--to", back)
+    folders_have_no_step = ("--base", folder, "--adapter", back, "--to", run / "new", "--step", 2)
+    assert "--step 2: --base is a model folder" in refused("convert", "merge", *folders_have_no_step)
     assert "it has no adapters" in refused("convert", "merge", "--checkpoint", run, "--to", run / "new")
     assert len(list(run.iterdir())) == 3  # and nothing beside
 

@@ -2,10 +2,10 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,10 @@ from jaxopt_llm.config import (
 )
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import hub, tree
-from jaxopt_llm.core.errors import CheckpointError, InputError
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
+from jaxopt_llm.inference.flags import Step
+from jaxopt_llm.inference.steps import use_checkpoint
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Model, Params
@@ -43,12 +45,11 @@ from jaxopt_llm.training import lora, pretrained_weights, shapes
 from jaxopt_llm.training.initial_weights import open_frozen_base, read_tokenizer_digest
 
 FrozenAs = Literal["resting", "original", "absent"]
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Model of a run's last checkpoint or of a Hugging Face folder.
+    """Model of a run's checkpoint or of a Hugging Face folder.
 
     Attributes:
         config: configuration of the run; for a folder, defaults.
@@ -125,6 +126,7 @@ def load_model(
     tensor: int = 1,
     attention: str = "xla",
     adapter: Path | None = None,
+    step: Step = None,
 ) -> LoadedModel:
     """Load the model of a run directory or of a Hugging Face folder.
 
@@ -134,13 +136,16 @@ def load_model(
         tensor: number of devices that every weight is split over.
         attention: attention implementation for calls without a cache.
         adapter: PEFT folder with LoRA adapters of the model; None for no adapters.
+        step: checkpoint of the run.
 
     Raises:
-        InputError: the directory is neither, or `adapter` does not match the model.
+        InputError: the directory is neither, or `adapter` or `step` does not match it.
         CheckpointError: the run has no usable checkpoint.
     """
     config, folder = _open_config_and_folder(directory)
     adapters = None
+    if folder and step is not None:
+        raise InputError(f"--step {step}: {directory} is a model folder, which has no steps; leave it out")
     if adapter is not None:
         adapters = open_adapters(adapter, folder) if folder else open_run_adapters(adapter, directory, config)
     tokenizer = load_tokenizer(data or config.data)
@@ -150,15 +155,17 @@ def load_model(
             f"({config.model.vocabulary_size}); use the tokenizer that the model was trained with"
         )
     _check_tensor(tensor, config)
-    step, dtype = 0, config.precision.compute_dtype
+    restored, dtype = 0, config.precision.compute_dtype
     if folder is not None:
         model, params, placement = read_folder(folder, config.precision, tensor, attention)
     else:
         _check_tokenizer(directory, tokenizer)
-        model, params, placement, step = restore_run(directory, config, dtype, tensor=tensor, attention=attention)
+        model, params, placement, restored = restore_run(
+            directory, config, dtype, tensor=tensor, attention=attention, step=step
+        )
     if adapters is not None:
         model, params = add_adapters(model, params, placement, adapters, dtype)
-    return LoadedModel(config, tokenizer, model, params, placement, step)
+    return LoadedModel(config, tokenizer, model, params, placement, restored)
 
 
 def open_adapters(path: Path, folder: ModelFolder) -> AdapterFolder:
@@ -229,8 +236,9 @@ def restore_run(
     tensor: int = 1,
     attention: str = "xla",
     precision: PrecisionConfig | None = None,
+    step: Step = None,
 ) -> tuple[Model, Params, Placement, int]:
-    """Restore the parameters of a run's last checkpoint.
+    """Restore the parameters of a run's checkpoint.
 
     Args:
         directory: the run directory.
@@ -242,11 +250,13 @@ def restore_run(
         tensor: number of devices that every weight is split over.
         attention: attention implementation for calls without a cache.
         precision: precision of the computations; None for that in which the run is evaluated.
+        step: the checkpoint.
 
     Returns:
         The model, its parameters, their placement, and the step of the checkpoint.
 
     Raises:
+        InputError: the run has no such checkpoint.
         CheckpointError: the run has no usable checkpoint.
     """
     precision = precision or config.precision.for_evaluation()
@@ -273,27 +283,9 @@ def restore_run(
             rest = checkpoints.restore(step, frozen=abstract_checkpoint(frozen, placement))["frozen"]
         return tree.merge(masters, rest), step
 
-    params, step = use_last_checkpoint(directory, restore)
+    params, restored = use_checkpoint(directory, step, restore)
     resting = resting_parameter_sharding(trained if frozen_as == "absent" else model.specs, placement)
-    return model, jax.device_put(params, resting), placement, step
-
-
-def use_last_checkpoint(directory: Path, use: Callable[[Checkpoints, int], Result]) -> Result:
-    """Return `use(checkpoints, step)` for the last verified checkpoint of a run.
-
-    Raises:
-        CheckpointError: the run has no usable checkpoint.
-    """
-    with Checkpoints(directory / "checkpoints") as checkpoints:
-        while True:
-            step = checkpoints.latest_verified_step()
-            if step is None:
-                raise CheckpointError(f"--checkpoint {directory}: the run has no checkpoint yet; train it first")
-            try:
-                return use(checkpoints, step)
-            except CheckpointError:
-                if (directory / "checkpoints" / str(step)).exists():
-                    raise  # otherwise the run is in progress, wrote a newer checkpoint and deleted this one
+    return model, jax.device_put(params, resting), placement, restored
 
 
 def find_origin(config: Config) -> Origin:

@@ -80,6 +80,10 @@ def test_a_hugging_face_folder_is_loaded_unchanged(tmp_path: Path) -> None:
     assert {leaf.dtype for leaf in jax.tree.leaves(source.params)} == {jnp.dtype("bfloat16")}
     chex.assert_trees_all_equal(source.params, load_pretrained(path).params)
     assert source.tokenizer.sha256 == load_tokenizer(DataConfig(tokenizer=str(path))).sha256
+    with pytest.raises(InputError, match="--step best: .* is a model folder, which has no steps; leave it out"):
+        run.load_model(path, step="best")
+    with pytest.raises(InputError, match="step=2: .* is a model folder, which has no steps; leave it out"):
+        load_pretrained(path, step=2)
     split = run.load_model(path, tensor=2)
     assert_split(split, 2)
     chex.assert_trees_all_equal(split.params, source.params)
