@@ -89,14 +89,20 @@ def main() -> int:
     options, overrides = make_parser().parse_known_args(sys.argv[1:])
     if options.batches is not None and options.batches < 1:
         raise InputError(f"--batches {options.batches}: must be at least 1")
-    named = {argument.split("=")[0] for argument in overrides}
+    named = {argument.split("=")[0].replace("_", "-") for argument in overrides}
     reads_other_data = "--data.paths" in named
     trained = run.open_config(options.checkpoint)
-    if not named & {"--data.paths", "--evaluation.paths"} and not is_run_directory(options.checkpoint):
+    is_folder = not is_run_directory(options.checkpoint)
+    if is_folder and not named & {"--data.paths", "--evaluation.paths"}:
         problem = "a model folder has no held-out documents"
         raise InputError(f"--checkpoint {options.checkpoint}: {problem}; name the documents with --data.paths")
     config = _override(trained, overrides, reads_other_data)
     length = config.training.sequence_length
+    if is_folder and "--training.sequence-length" not in named:
+        limit = f"at most {run.MAX_ROW_TOKENS:,}"
+        print(
+            f"rows of {length:,} tokens, the model's context, {limit}: see --training.sequence-length", file=sys.stderr
+        )
     # Not the implementation that the run used, because this may be another machine.
     attention = choose_attention(
         visible_devices()[0], "auto", kernel_head_dim(config.model), config.precision.compute_dtype, length

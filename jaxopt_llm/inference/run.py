@@ -44,6 +44,7 @@ from jaxopt_llm.parallel.zero import abstract_checkpoint, resting_parameter_shar
 from jaxopt_llm.training import lora, pretrained_weights, shapes
 from jaxopt_llm.training.initial_weights import open_frozen_base, read_tokenizer_digest
 
+MAX_ROW_TOKENS = 2048  # of the rows that a model folder is evaluated on
 FrozenAs = Literal["resting", "original", "absent"]
 
 
@@ -110,13 +111,21 @@ def _open_config_and_folder(directory: Path) -> tuple[Config, ModelFolder | None
 
 
 def make_folder_config(folder: ModelFolder, name: str, directory: Path, tokenizer: str) -> Config:
-    """Return the configuration of a run that starts from a Hugging Face folder, with its dtype as compute dtype.
+    """Return the configuration of a run that starts from a Hugging Face folder: its dtype, and rows of its context.
 
     name: absolute path or hub id of the folder.
     """
+    context = huggingface.read_context(folder.path)
+    length = min(MAX_ROW_TOKENS, context or MAX_ROW_TOKENS)
+    rows = max(Config().training.batch_size * Config().training.sequence_length // length, 1)  # as many tokens at once
     dtype = str(folder.dtype("non_layer/embedding/table"))
     model = replace(folder.config, pretrained=name)
-    settings = {"run.directory": str(directory), "data.tokenizer": tokenizer, "precision.compute_dtype": dtype}
+    settings: dict[str, Any] = {
+        "run.directory": str(directory),
+        "data.tokenizer": tokenizer,
+        "precision.compute_dtype": dtype,
+    }
+    settings |= {"training.sequence_length": length, "training.batch_size": rows}
     return replace_fields(Config(model=model), settings)
 
 
