@@ -67,7 +67,9 @@ def prepare(config: DataConfig, directory: Path, workers: int) -> None:
     plan = prepared.make_plan(files, [fingerprint for fingerprint, _ in inspected], config, tokenizer)
     _check_output(directory, plan)
     with lock_directory(directory, "--output"):
-        _check_output(directory, plan)  # again, because from here on no other process writes there
+        if _check_output(directory, plan):  # again, because from here on no other process writes there
+            console.print(f"{directory}: the input or --malformed has changed: starting over", markup=False)
+            prepared.delete_unfinished(directory)
         for leftover in directory.glob("*.tmp"):  # of a process that died
             leftover.unlink()
         prepared.write_json(directory / PLAN, plan)
@@ -130,18 +132,28 @@ def _mark_learned(text: str, starts: NDArray[np.int64], learned: NDArray[np.bool
     return marked
 
 
-def _check_output(directory: Path, plan: dict[str, Any]) -> None:
-    """Raise InputError if the directory holds anything other than a corpus prepared by the same plan."""
+def _check_output(directory: Path, plan: dict[str, Any]) -> bool:
+    """Return whether the directory holds an unfinished corpus of the same command, which must start over.
+
+    This is the case after a malformed row was repaired, or is now skipped.
+
+    Raises:
+        InputError: the directory holds anything other than a corpus prepared by the same command.
+    """
     if not directory.exists() or not any(path.name != "lock" for path in directory.iterdir()):
-        return
+        return False
     try:
         old = dict(json.loads((directory / PLAN).read_text()))
     except (OSError, ValueError, TypeError) as error:
         problem = "is not empty and holds no prepared corpus"
         raise InputError(f"--output {directory} {problem}; choose another directory") from error
-    if differences := [name for name in sorted({*plan, *old}) if old.get(name) != plan.get(name)]:
-        problem = f"holds another prepared corpus, which differs in {', '.join(differences)}"
-        raise InputError(f"--output {directory} {problem}; choose another directory")
+    differences = [name for name in sorted({*plan, *old}) if old.get(name) != plan.get(name)]
+    if not differences:
+        return False
+    if prepared.is_unfinished(directory) and prepared.have_same_command(old, plan):
+        return True
+    problem = f"holds another prepared corpus, which differs in {', '.join(differences)}"
+    raise InputError(f"--output {directory} {problem}; choose another directory")
 
 
 def _write_shards(

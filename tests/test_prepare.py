@@ -168,6 +168,36 @@ def test_another_preparation_is_not_overwritten(corpus: Path, tmp_path: Path) ->
     assert contents(tmp_path / "out") == before
 
 
+@pytest.mark.parametrize("repaired", [True, False])
+def test_a_failed_preparation_starts_over_after_the_repair(repaired: bool, tmp_path: Path) -> None:
+    path, out = write_jsonl(tmp_path / "a.jsonl", ["one", "two"]), tmp_path / "out"
+    good = path.read_text()
+    path.write_text(good + '{"text": "cut\n')
+    same = ("prepare", "--input", path, "--output", out, "--workers", 1)
+    assert "line 3: not valid JSON" in command(*same).stderr
+    left = {each.name: each.read_bytes() for each in out.iterdir()}
+
+    # Another command and a file of somebody else are still refused, and nothing is deleted.
+    other = command(*same, "--separator", "x")
+    assert other.returncode == 2 and "another prepared corpus, which differs in separator" in other.stderr
+    path.write_text(good + '{"text": "three"}\n')
+    (out / "thesis.txt").write_text("kept")
+    refused = command(*same)
+    assert refused.returncode == 2 and "another prepared corpus, which differs in files" in refused.stderr
+    (out / "thesis.txt").unlink()
+    assert {each.name: each.read_bytes() for each in out.iterdir()} == left
+
+    if not repaired:
+        path.write_text(good + '{"text": "cut\n')
+    done = command(*same, *(() if repaired else ("--malformed", "skip")))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{out}: the input or --malformed has changed: starting over" in done.stdout
+    assert f"\n{2 + repaired} documents" in done.stdout
+    assert command("prepare", "--verify", out).returncode == 0
+    path.write_text(good)  # a finished corpus is not replaced
+    assert "another prepared corpus" in command(*same).stderr
+
+
 def test_skipped_rows_are_printed_by_reason_with_an_example(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
     path.write_text(path.read_text() + '{"text": "cut\n{"text": 1}\n')
