@@ -83,6 +83,7 @@ from jaxopt_llm.parallel.zero import parameter_sharding
 from jaxopt_llm.training import lora
 
 
+@errors.own_flags({"data.tokenizer": "--tokenizer"})
 def import_folder(path: Path, directory: Path, tokenizer: str) -> None:
     """Make a run directory with one checkpoint, of step 0, from the model of a Hugging Face folder."""
     folder = huggingface.open_model_folder(hub.find_folder(path, "--from "))

@@ -9,6 +9,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from jaxopt_llm.config import cli
@@ -33,6 +34,15 @@ def make_parser() -> argparse.ArgumentParser:
     add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; can be given several times")
     add("--prompts", type=Path, metavar="FILE", help="file of further prompts, a JSON string on each line")
     add("--chat", action="store_true", help="hold a conversation with the tokenizer's chat template, until Ctrl-D")
+    add(
+        "--tokenizer",
+        default="",
+        metavar="PATH",
+        help="tokenizer.json, or folder or hub id with one (default: the model's)",
+    )
+    add(
+        "--chat-template", default="", metavar="FILE", help="file with a Jinja chat template (default: the tokenizer's)"
+    )
     add("--system", metavar="TEXT", help="system message at the start of the conversation")
     context = f"default: {DEFAULT_CONTEXT}, or the model's learned positions"
     add("--context", type=int, metavar="N", help=f"maximum tokens of a conversation ({context})")
@@ -52,7 +62,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.config import DataConfig, ModelConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.continuation import Continuation, extend_continuations, find_eos_ids
 from jaxopt_llm.execution.decode import Sampling, TokenGenerator
@@ -98,11 +108,12 @@ def generate(
     return [continuation.text for continuation in continuations]
 
 
+@errors.own_flags({"data.tokenizer": "--tokenizer", "data.chat_template": "--chat-template"})
 def main() -> int:
     arguments = make_parser().parse_args(sys.argv[1:])
     prompts = arguments.prompt + (_read_prompts(arguments.prompts) if arguments.prompts else [])
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    _check_mode(arguments.chat, prompts, arguments.system, arguments.context)
+    _check_mode(arguments.chat, prompts, arguments.system, arguments.context, arguments.chat_template)
     default = MAX_TOKENS if arguments.chat else DEFAULT_TOKENS
     count = default if arguments.tokens is None else arguments.tokens
     _check_sampling(count, sampling, arguments.stop)
@@ -110,7 +121,11 @@ def main() -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
         source = run.load_model(
-            arguments.checkpoint, tensor=arguments.tensor, adapter=arguments.adapter, step=arguments.step
+            arguments.checkpoint,
+            _read_data_settings(arguments),
+            tensor=arguments.tensor,
+            adapter=arguments.adapter,
+            step=arguments.step,
         )
     rest = (count, sampling, arguments.stop)
     with oom.explain_oom("generating", "give fewer or shorter prompts at once, or a smaller --tokens or --context"):
@@ -123,6 +138,12 @@ def main() -> int:
             for prompt, text in zip(prompts, generate(source, prompts, *rest), strict=True):
                 print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
     return 0
+
+
+def _read_data_settings(arguments: argparse.Namespace) -> DataConfig | None:
+    """Return the settings of the tokenizer and of its chat template; None: those of the model."""
+    given = {name: value for name in ("tokenizer", "chat_template") if (value := getattr(arguments, name))}
+    return replace(run.open_config(arguments.checkpoint).data, **given) if given else None
 
 
 def _read_prompts(file: Path) -> list[str]:
@@ -148,11 +169,11 @@ def _resolve_context(given: int | None, model: ModelConfig) -> int:
     return given
 
 
-def _check_mode(chats: bool, prompts: list[str], system: str | None, context: int | None) -> None:
+def _check_mode(chats: bool, prompts: list[str], system: str | None, context: int | None, template: str) -> None:
     if chats and prompts:
         raise InputError("--chat answers the lines of standard input: leave out --prompt and --prompts")
-    if not chats and (system is not None or context is not None):
-        raise InputError("--system and --context apply to a conversation: add --chat")
+    if not chats and (system is not None or context is not None or template):
+        raise InputError("--system, --context and --chat-template apply to a conversation: add --chat")
     if not chats and not prompts:
         raise InputError("no prompt is given: give --prompt TEXT, --prompts FILE, or --chat")
     if context is not None and not 2 <= context <= MAX_TOKENS:

@@ -21,7 +21,7 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -58,7 +58,7 @@ def prepare(config: DataConfig, directory: Path, workers: int) -> None:
     files = list(chain.from_iterable(find_corpus_files(config, "--input")))
     for file in files:
         if file.format not in source.FORMATS:
-            raise InputError(f"--input {file} holds tokens, not text: give it to training with --data.paths")
+            raise InputError(f"--input {file} holds tokens, not text: train on it as it is")
     console = Console(highlight=False, soft_wrap=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("inspecting files", total=len(files))
@@ -263,6 +263,13 @@ def _check_local(flag: str, folder: Path | None) -> None:
         raise InputError(f"{flag} {url}: must be a local folder; write one, and copy it with the tools of that storage")
 
 
+def _list_flags() -> dict[str, str]:
+    """Return the flags of this command by the setting that they set."""
+    settings = {field.name for field in fields(DataConfig)} & vars(make_parser().parse_args([])).keys()
+    return {"data.paths": "--input"} | {f"data.{name}": f"--{name.replace('_', '-')}" for name in settings}
+
+
+@errors.own_flags(_list_flags())
 def main() -> int:
     arguments = vars(make_parser().parse_args(sys.argv[1:]))
     workers, paths, directory = (arguments.pop(name) for name in ("workers", "input", "output"))

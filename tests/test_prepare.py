@@ -213,6 +213,27 @@ def test_skipped_rows_are_printed_by_reason_with_an_example(tmp_path: Path) -> N
         assert f"skipped: {unreadable}; 1 without text in column 'text' (first: {path}, line 4)\n" in done.stdout
 
 
+def test_hints_name_the_flags_of_this_command(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "a.jsonl", ["one"])
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text('{"text": "cut\n')
+    column = tmp_path / "column.jsonl"
+    column.write_text('{"body": "one"}\n')
+    text = write_text(tmp_path / "a", ["one"])
+    hints: tuple[tuple[tuple[object, ...], str], ...] = (
+        (("--input", cut), "or set --malformed to skip or replace"),
+        (("--input", column), "name the text column with --text-field"),
+        (("--input", text, "--content", "chat", "--chat-template", __file__), "or set --content text"),
+        (("--input", rows, "--content", "chat"), "--tokenizer bytes has no chat template: give --tokenizer FOLDER, "),
+        (("--input", rows, "--content", "chat"), "or name a template file with --chat-template"),
+        (("--input", rows, "--tokenizer", tmp_path), f"--tokenizer {tmp_path}: not a readable tokenizer.json"),
+        (("--input", rows, "--bos", "x"), "--bos and --eos do not apply to --tokenizer bytes"),
+    )
+    for number, (given, hint) in enumerate(hints):
+        refused = command("prepare", *given, "--output", tmp_path / f"out{number}")
+        assert refused.returncode == 2 and hint in refused.stderr and "data." not in refused.stderr, refused.stderr
+
+
 def test_bad_input_of_the_command(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("kept")

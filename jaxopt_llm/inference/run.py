@@ -141,7 +141,7 @@ def load_model(
 
     Args:
         directory: the run directory or folder.
-        data: settings that name the tokenizer; None for those of the run.
+        data: settings that name the tokenizer and its chat template; None for those of the run.
         tensor: number of devices that every weight is split over.
         attention: attention implementation for calls without a cache.
         adapter: PEFT folder with LoRA adapters of the model; None for no adapters.
@@ -152,12 +152,13 @@ def load_model(
         CheckpointError: the run has no usable checkpoint.
     """
     config, folder = _open_config_and_folder(directory)
+    config = replace(config, data=data or config.data)
     adapters = None
     if folder and step is not None:
         raise InputError(f"--step {step}: {directory} is a model folder, which has no steps; leave it out")
     if adapter is not None:
         adapters = open_adapters(adapter, folder) if folder else open_run_adapters(adapter, directory, config)
-    tokenizer = load_tokenizer(data or config.data)
+    tokenizer = load_tokenizer(config.data)
     if tokenizer.vocabulary_size > config.model.vocabulary_size:
         raise InputError(
             f"data.tokenizer: the tokenizer has {tokenizer.vocabulary_size} tokens, more than the model's vocabulary "
@@ -315,7 +316,7 @@ def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     """Raise InputError if the tokenizer differs from the run's. A changed file would silently give other ids."""
     if read_tokenizer_digest(directory) != tokenizer.sha256:
         raise InputError(
-            f"--checkpoint {directory}: data.tokenizer, data.bos or data.eos differs from the run's: restore the "
+            f"--checkpoint {directory}: the tokenizer, its BOS or its EOS differs from the run's: restore the "
             "tokenizer that the run was trained with"
         )
 
