@@ -1,8 +1,8 @@
 """Command `convert`: conversion between run directories and folders of Hugging Face and PEFT.
 
 python -m jaxopt_llm.convert import --from FOLDER --to RUN_DIR
-python -m jaxopt_llm.convert export --checkpoint RUN_DIR --to FOLDER
-python -m jaxopt_llm.convert merge --checkpoint RUN_DIR --to FOLDER
+python -m jaxopt_llm.convert export --checkpoint RUN_DIR [--step N|best] --to FOLDER
+python -m jaxopt_llm.convert merge --checkpoint RUN_DIR [--step N|best] --to FOLDER
 python -m jaxopt_llm.convert merge --base FOLDER --adapter FOLDER --to FOLDER
 """
 
@@ -10,6 +10,55 @@ import argparse
 import json
 import sys
 from pathlib import Path
+
+from jaxopt_llm.config import cli
+from jaxopt_llm.core import errors
+from jaxopt_llm.inference import flags
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = errors.ArgumentParser(
+        prog=errors.program_name("convert"),
+        description="Convert Hugging Face folders (config.json and safetensors) to run directories and back, and "
+        "adapters to PEFT folders.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="import|export|merge")
+    importing = commands.add_parser("import", help="make a run directory from a folder, to generate and evaluate")
+    add = importing.add_argument
+    add(
+        "--from",
+        type=Path,
+        required=True,
+        dest="source",
+        metavar="FOLDER",
+        help="Hugging Face folder or hub id to read",
+    )
+    add("--to", type=Path, required=True, metavar="RUN_DIR", help="new run directory")
+    add("--tokenizer", metavar="PATH", help="tokenizer.json, or bytes (default: the tokenizer.json in FOLDER)")
+    exporting = commands.add_parser("export", help="write a checkpoint of a run, or its adapters, as a folder")
+    exporting.add_argument("--checkpoint", type=Path, required=True, metavar="RUN_DIR", help="training run to read")
+    merging = commands.add_parser("merge", help="merge adapters into their model and write it as a folder")
+    merging.add_argument("--checkpoint", type=Path, metavar="RUN_DIR", help="run that trains adapters")
+    merging.add_argument(
+        "--base", type=Path, metavar="FOLDER", help="instead of --checkpoint: model of --adapter, or its hub id"
+    )
+    merging.add_argument(
+        "--adapter", type=Path, metavar="FOLDER", help="PEFT folder with LoRA adapters of --base, or its hub id"
+    )
+    for command in (exporting, merging):
+        flags.add_step_flag(command)
+        add = command.add_argument
+        add("--to", type=Path, required=True, metavar="FOLDER", help="new folder")
+        default = "that of the folder from which the run started, or float32; for adapters, their own"
+        add("--dtype", choices=DTYPES, help=f"dtype of the tensors (default: {default})")
+        add("--shard-bytes", type=int, metavar="N", help="maximum file size (default: 5 GB)")
+    return parser
+
+
+if __name__ == "__main__":
+    cli.answer_help(make_parser(), sys.argv[1:])  # the imports below take seconds, because they import JAX
 
 import jax
 
@@ -22,18 +71,19 @@ from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.peft.adapter_writer import write_adapter_folder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import CheckpointConfig, Config, fields
-from jaxopt_llm.core import errors, hub, tree
+from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.data.tokenizer import load_tokenizer
 from jaxopt_llm.inference import run, stored
+from jaxopt_llm.inference.flags import Step
+from jaxopt_llm.inference.steps import use_checkpoint
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.parallel.zero import parameter_sharding
 from jaxopt_llm.training import lora
 
-DTYPES = ("float32", "bfloat16", "float16")
 
-
+@errors.own_flags({"data.tokenizer": "--tokenizer"})
 def import_folder(path: Path, directory: Path, tokenizer: str) -> None:
     """Make a run directory with one checkpoint, of step 0, from the model of a Hugging Face folder."""
     folder = huggingface.open_model_folder(hub.find_folder(path, "--from "))
@@ -61,24 +111,24 @@ def import_folder(path: Path, directory: Path, tokenizer: str) -> None:
     print(f"{param.count_parameters(parts.specs):,} parameters of {path} are the checkpoint of step 0 in {directory}")
 
 
-def export_run(directory: Path, path: Path, dtype: str | None, max_file_bytes: int) -> None:
-    """Write the last checkpoint of a run as a Hugging Face folder.
+def export_run(directory: Path, path: Path, dtype: str | None, max_file_bytes: int, step: Step = None) -> None:
+    """Write a checkpoint of a run as a Hugging Face folder.
 
     For a run that trains adapters, write only the adapters, as a PEFT folder.
     """
     config = run.load_config(directory)
     if config.lora.rank:
-        _export_adapters(directory, path, config, dtype)
+        _export_adapters(directory, path, config, dtype, step)
     else:
-        _export_model(directory, path, config, dtype, max_file_bytes)
+        _export_model(directory, path, config, dtype, max_file_bytes, step)
 
 
-def merge_run(directory: Path, path: Path, dtype: str | None, max_file_bytes: int) -> None:
-    """Merge the adapters of a run's last checkpoint into its base, and write the model as a Hugging Face folder."""
+def merge_run(directory: Path, path: Path, dtype: str | None, max_file_bytes: int, step: Step = None) -> None:
+    """Merge the adapters of a run's checkpoint into its base, and write the model as a Hugging Face folder."""
     config = run.load_config(directory)
     if not config.lora.rank:
         raise InputError(f"--checkpoint {directory}: it has no adapters; write its model with `convert export`")
-    _export_model(directory, path, config, dtype, max_file_bytes)
+    _export_model(directory, path, config, dtype, max_file_bytes, step)
 
 
 def merge_folders(base: Path, adapter: Path, path: Path, dtype: str | None, max_file_bytes: int) -> None:
@@ -89,7 +139,7 @@ def merge_folders(base: Path, adapter: Path, path: Path, dtype: str | None, max_
     print(f"{base} with the adapters of {adapter} is in {path}")
 
 
-def _export_adapters(directory: Path, path: Path, config: Config, dtype: str | None) -> None:
+def _export_adapters(directory: Path, path: Path, config: Config, dtype: str | None, step: Step) -> None:
     if config.training.trainable:
         raise InputError(
             f"--checkpoint {directory}: it also trains weights without adapters, {config.training.trainable[0]}, which "
@@ -102,71 +152,35 @@ def _export_adapters(directory: Path, path: Path, config: Config, dtype: str | N
         )
     family = huggingface.choose_family(config.model, pretrained.find_source_folder(config))
     base = config.model.pretrained
-    _, params, _, step = run.restore_run(directory, config, config.precision.param_dtype, "absent")
+    _, params, _, restored = run.restore_run(directory, config, config.precision.param_dtype, "absent", step=step)
     settings = (config.lora.alpha, config.lora.rslora, "" if is_run_directory(Path(base)) else hub.repository(base))
     write_adapter_folder(path, params, family, config.model, *settings, dtype=dtype)
-    print(f"the adapters of step {step} of {directory} are in {path}, in {dtype or config.precision.param_dtype}")
+    print(f"the adapters of step {restored} of {directory} are in {path}, in {dtype or config.precision.param_dtype}")
 
 
-def _export_model(directory: Path, path: Path, config: Config, dtype: str | None, max_file_bytes: int) -> None:
+def _export_model(
+    directory: Path, path: Path, config: Config, dtype: str | None, max_file_bytes: int, step: Step
+) -> None:
     source = pretrained.find_source_folder(config)
     if source is None and config.model.pretrained and not is_run_directory(Path(config.model.pretrained)):
         problem = f"{config.model.pretrained}, from which the model came, no longer exists"
         print(f"warning: {problem}: its token ids are not copied", file=sys.stderr)
     dtype = dtype or _read_dtype(source)
 
-    def write(checkpoints: Checkpoints, step: int) -> int:
+    def write(checkpoints: Checkpoints, found: int) -> int:
         # The layers first: if the base is missing, so is often the tokenizer in its folder.
-        layers = stored.open_run_layers(directory, config, step)
+        layers = stored.open_run_layers(directory, config, found)
         write_layers(path, layers, config.model, run.find_origin(config), dtype, max_file_bytes)
-        return step
+        return found
 
-    step = run.use_last_checkpoint(directory, write)
-    print(f"step {step} of {directory} is in {path}, in {dtype}")
+    written = use_checkpoint(directory, step, write)
+    print(f"step {written} of {directory} is in {path}, in {dtype}")
 
 
 def _read_dtype(source: Path | None) -> str:
     settings = huggingface.read_settings(source) if source else {}
     dtype = settings.get("dtype", settings.get("torch_dtype"))
     return dtype if dtype in DTYPES else "float32"
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = errors.ArgumentParser(
-        prog=errors.program_name("convert"),
-        description="Convert Hugging Face folders (config.json and safetensors) to run directories and back, and "
-        "adapters to PEFT folders.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="import|export|merge")
-    importing = commands.add_parser("import", help="make a run directory from a folder, to generate and evaluate")
-    add = importing.add_argument
-    add(
-        "--from",
-        type=Path,
-        required=True,
-        dest="source",
-        metavar="FOLDER",
-        help="Hugging Face folder or hub id to read",
-    )
-    add("--to", type=Path, required=True, metavar="RUN_DIR", help="new run directory")
-    add("--tokenizer", metavar="PATH", help="tokenizer.json, or bytes (default: the tokenizer.json in FOLDER)")
-    exporting = commands.add_parser("export", help="write the last checkpoint of a run, or its adapters, as a folder")
-    exporting.add_argument("--checkpoint", type=Path, required=True, metavar="RUN_DIR", help="training run to read")
-    merging = commands.add_parser("merge", help="merge adapters into their model and write it as a folder")
-    merging.add_argument("--checkpoint", type=Path, metavar="RUN_DIR", help="run that trains adapters")
-    merging.add_argument(
-        "--base", type=Path, metavar="FOLDER", help="instead of --checkpoint: model of --adapter, or its hub id"
-    )
-    merging.add_argument(
-        "--adapter", type=Path, metavar="FOLDER", help="PEFT folder with LoRA adapters of --base, or its hub id"
-    )
-    for command in (exporting, merging):
-        add, most = command.add_argument, safetensors.MAX_FILE_BYTES
-        add("--to", type=Path, required=True, metavar="FOLDER", help="new folder")
-        default = "that of the folder from which the run started, or float32; for adapters, their own"
-        add("--dtype", choices=DTYPES, help=f"dtype of the tensors (default: {default})")
-        add("--shard-bytes", type=int, default=most, metavar="N", help="maximum file size (default: 5 GB)")
-    return parser
 
 
 def main() -> int:
@@ -176,14 +190,17 @@ def main() -> int:
     if arguments.command == "import":
         import_folder(arguments.source, arguments.to, arguments.tokenizer or hub.absolute_name(arguments.source))
         return 0
-    if arguments.shard_bytes < 1:
-        raise InputError(f"--shard-bytes {arguments.shard_bytes}: must be at least 1")
-    settings = (arguments.to, arguments.dtype, arguments.shard_bytes)
+    shard_bytes = safetensors.MAX_FILE_BYTES if arguments.shard_bytes is None else arguments.shard_bytes
+    if shard_bytes < 1:
+        raise InputError(f"--shard-bytes {shard_bytes}: must be at least 1")
+    settings = (arguments.to, arguments.dtype, shard_bytes)
     if arguments.command == "export":
-        export_run(arguments.checkpoint, *settings)
+        export_run(arguments.checkpoint, *settings, arguments.step)
     elif arguments.checkpoint and not (arguments.base or arguments.adapter):
-        merge_run(arguments.checkpoint, *settings)
+        merge_run(arguments.checkpoint, *settings, arguments.step)
     elif arguments.base and arguments.adapter and not arguments.checkpoint:
+        if arguments.step is not None:
+            raise InputError(f"--step {arguments.step}: --base is a model folder, which has no steps; leave it out")
         merge_folders(arguments.base, arguments.adapter, *settings)
     else:
         raise InputError("merge requires --checkpoint RUN_DIR, or --base FOLDER and --adapter FOLDER")

@@ -1,12 +1,36 @@
 """Command `evaluate`: loss of a checkpoint.
 
-python -m jaxopt_llm.evaluate --checkpoint DIR [--adapter FOLDER] [--batches N] [--section.field VALUE ...]
+python -m jaxopt_llm.evaluate --checkpoint DIR [--step N|best] [--adapter FOLDER] [--batches N]
+                              [--section.field VALUE ...]
 """
 
 import argparse
 import functools
 import math
 import sys
+
+from jaxopt_llm.config import cli
+from jaxopt_llm.core import errors
+from jaxopt_llm.inference import flags
+
+PROGRAM = errors.program_name("evaluate")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = errors.ArgumentParser(
+        prog=PROGRAM,
+        description="Compute the loss of a run's checkpoint on its validation sets or held-out documents or, with "
+        "--data.paths, on all documents there. The fields of data, evaluation.paths, training.batch_size (rows at "
+        "once) and training.sequence_length can be given as for jaxopt_llm.train; the run's values are the defaults.",
+        allow_abbrev=False,
+    )
+    flags.add_model_flags(parser)
+    parser.add_argument("--batches", type=int, metavar="N", help="maximum number of batches to read (default: all)")
+    return parser
+
+
+if __name__ == "__main__":
+    cli.answer_help(make_parser(), sys.argv[1:])  # the imports below take seconds, because they import JAX
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +39,7 @@ import numpy as np
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.compiler.kernel_choice import choose_attention
 from jaxopt_llm.compiler.xla_options import compiler_options
-from jaxopt_llm.config import BATCH_AXES, Config, MeshConfig, RematConfig, cli, fields
-from jaxopt_llm.core import errors
+from jaxopt_llm.config import BATCH_AXES, Config, MeshConfig, RematConfig, fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.corpus import open_all_documents, open_corpus, open_validation_sets
 from jaxopt_llm.data.packing import PackedRows
@@ -31,7 +54,6 @@ from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.planning import oom
 from jaxopt_llm.training.validation import validate
 
-PROGRAM = errors.program_name("evaluate")
 OVERRIDABLE = ("data.", "evaluation.paths", "training.batch_size", "training.sequence_length")
 
 
@@ -67,14 +89,20 @@ def main() -> int:
     options, overrides = make_parser().parse_known_args(sys.argv[1:])
     if options.batches is not None and options.batches < 1:
         raise InputError(f"--batches {options.batches}: must be at least 1")
-    named = {argument.split("=")[0] for argument in overrides}
+    named = {argument.split("=")[0].replace("_", "-") for argument in overrides}
     reads_other_data = "--data.paths" in named
     trained = run.open_config(options.checkpoint)
-    if not named & {"--data.paths", "--evaluation.paths"} and not is_run_directory(options.checkpoint):
+    is_folder = not is_run_directory(options.checkpoint)
+    if is_folder and not named & {"--data.paths", "--evaluation.paths"}:
         problem = "a model folder has no held-out documents"
         raise InputError(f"--checkpoint {options.checkpoint}: {problem}; name the documents with --data.paths")
     config = _override(trained, overrides, reads_other_data)
     length = config.training.sequence_length
+    if is_folder and "--training.sequence-length" not in named:
+        limit = f"at most {run.MAX_ROW_TOKENS:,}"
+        print(
+            f"rows of {length:,} tokens, the model's context, {limit}: see --training.sequence-length", file=sys.stderr
+        )
     # Not the implementation that the run used, because this may be another machine.
     attention = choose_attention(
         visible_devices()[0], "auto", kernel_head_dim(config.model), config.precision.compute_dtype, length
@@ -82,7 +110,9 @@ def main() -> int:
     if attention.reason:
         print(f"attention: {attention}", file=sys.stderr)
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
-        source = run.load_model(options.checkpoint, config.data, attention=attention.name, adapter=options.adapter)
+        source = run.load_model(
+            options.checkpoint, config.data, attention=attention.name, adapter=options.adapter, step=options.step
+        )
     for name, documents in _open_documents(config, source.tokenizer, reads_other_data).items():
         rows = PackedRows(documents, length, config.model.vocabulary_size, name, config.data.long_documents)
         if rows.summary:  # of conversations: how many are cut
@@ -107,19 +137,6 @@ def _open_documents(config: Config, tokenizer: Tokenizer, all_of_paths: bool) ->
     held_out = open_corpus(config.data, tokenizer).held_out
     assert held_out is not None
     return {"the held-out split": held_out}
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = errors.ArgumentParser(
-        prog=PROGRAM,
-        description="Compute the loss of a run's last checkpoint on its validation sets or held-out documents or, with "
-        "--data.paths, on all documents there. The fields of data, evaluation.paths, training.batch_size (rows at "
-        "once) and training.sequence_length can be given as for jaxopt_llm.train; the run's values are the defaults.",
-        allow_abbrev=False,
-    )
-    run.add_model_flags(parser)
-    parser.add_argument("--batches", type=int, metavar="N", help="maximum number of batches to read (default: all)")
-    return parser
 
 
 def _override(trained: Config, overrides: list[str], reads_other_data: bool) -> Config:

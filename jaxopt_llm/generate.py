@@ -1,7 +1,7 @@
 """Command `generate`: text generation and chat.
 
-python -m jaxopt_llm.generate --checkpoint DIR [--adapter FOLDER] --prompt TEXT [--prompt TEXT ...] [--tokens N] ...
-python -m jaxopt_llm.generate --checkpoint DIR [--adapter FOLDER] --chat [--system TEXT] ...
+python -m jaxopt_llm.generate --checkpoint DIR [--step N|best] [--adapter FOLDER] --prompt TEXT [--prompt TEXT ...] ...
+python -m jaxopt_llm.generate --checkpoint DIR [--step N|best] [--adapter FOLDER] --chat [--system TEXT] ...
 """
 
 import argparse
@@ -9,22 +9,66 @@ import io
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+
+from jaxopt_llm.config import cli
+from jaxopt_llm.core import errors
+from jaxopt_llm.inference import flags
+
+MAX_TOKENS = 100_000  # the KV cache holds all of them
+DEFAULT_TOKENS = 200  # of a continuation
+DEFAULT_CONTEXT = 4096  # tokens of a conversation
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = errors.ArgumentParser(
+        prog=errors.program_name("generate"),
+        description="Continue text. For one prompt, print it and its continuation as the tokens are generated. For "
+        'several prompts, print one line of JSON each, {"prompt": ..., "text": ...}, where text is only the '
+        "continuation. With --chat, answer the lines of standard input.",
+    )
+    add = parser.add_argument
+    flags.add_model_flags(parser)
+    add("--tensor", type=int, default=1, metavar="N", help="devices that split all weights and heads (default: 1)")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; can be given several times")
+    add("--prompts", type=Path, metavar="FILE", help="file of further prompts, a JSON string on each line")
+    add("--chat", action="store_true", help="hold a conversation with the tokenizer's chat template, until Ctrl-D")
+    add(
+        "--tokenizer",
+        default="",
+        metavar="PATH",
+        help="tokenizer.json, or folder or hub id with one (default: the model's)",
+    )
+    add(
+        "--chat-template", default="", metavar="FILE", help="file with a Jinja chat template (default: the tokenizer's)"
+    )
+    add("--system", metavar="TEXT", help="system message at the start of the conversation")
+    context = f"default: {DEFAULT_CONTEXT}, or the model's learned positions"
+    add("--context", type=int, metavar="N", help=f"maximum tokens of a conversation ({context})")
+    tokens = f"default: {DEFAULT_TOKENS}; with --chat, the room left in the context"
+    add("--tokens", type=int, metavar="N", help=f"maximum tokens to generate ({tokens})")
+    add("--temperature", type=float, default=0.0, metavar="T", help="divisor of the logits (default: 0, greedy)")
+    add("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (default: all)")
+    top_p = "sample from the most likely tokens with total probability P (default: 1)"
+    add("--top-p", type=float, default=1.0, metavar="P", help=top_p)
+    add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; can be given several times")
+    return parser
+
+
+if __name__ == "__main__":
+    cli.answer_help(make_parser(), sys.argv[1:])  # the imports below take seconds, because they import JAX
 
 import numpy as np
 
-from jaxopt_llm.config import ModelConfig
-from jaxopt_llm.core import errors
+from jaxopt_llm.config import DataConfig, ModelConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.continuation import Continuation, extend_continuations, find_eos_ids
 from jaxopt_llm.execution.decode import Sampling, TokenGenerator
 from jaxopt_llm.inference import chat, run
 from jaxopt_llm.inference.run import LoadedModel
 from jaxopt_llm.planning import oom
-
-MAX_TOKENS = 100_000  # the KV cache holds all of them
-DEFAULT_TOKENS = 200  # of a continuation
-DEFAULT_CONTEXT = 4096  # tokens of a conversation
 
 
 def generate(
@@ -64,45 +108,25 @@ def generate(
     return [continuation.text for continuation in continuations]
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = errors.ArgumentParser(
-        prog=errors.program_name("generate"),
-        description="Continue text. For one prompt, print it and its continuation as the tokens are generated. For "
-        'several prompts, print one line of JSON each, {"prompt": ..., "text": ...}, where text is only the '
-        "continuation. With --chat, answer the lines of standard input.",
-    )
-    add = parser.add_argument
-    run.add_model_flags(parser)
-    add("--tensor", type=int, default=1, metavar="N", help="devices that split all weights and heads (default: 1)")
-    add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; can be given several times")
-    add("--prompts", type=Path, metavar="FILE", help="file of further prompts, a JSON string on each line")
-    add("--chat", action="store_true", help="hold a conversation with the tokenizer's chat template, until Ctrl-D")
-    add("--system", metavar="TEXT", help="system message at the start of the conversation")
-    context = f"default: {DEFAULT_CONTEXT}, or the model's learned positions"
-    add("--context", type=int, metavar="N", help=f"maximum tokens of a conversation ({context})")
-    tokens = f"default: {DEFAULT_TOKENS}; with --chat, the room left in the context"
-    add("--tokens", type=int, metavar="N", help=f"maximum tokens to generate ({tokens})")
-    add("--temperature", type=float, default=0.0, metavar="T", help="divisor of the logits (default: 0, greedy)")
-    add("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (default: all)")
-    top_p = "sample from the most likely tokens with total probability P (default: 1)"
-    add("--top-p", type=float, default=1.0, metavar="P", help=top_p)
-    add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; can be given several times")
-    return parser
-
-
+@errors.own_flags({"data.tokenizer": "--tokenizer", "data.chat_template": "--chat-template"})
 def main() -> int:
     arguments = make_parser().parse_args(sys.argv[1:])
     prompts = arguments.prompt + (_read_prompts(arguments.prompts) if arguments.prompts else [])
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    _check_mode(arguments.chat, prompts, arguments.system, arguments.context)
+    _check_mode(arguments.chat, prompts, arguments.system, arguments.context, arguments.chat_template)
     default = MAX_TOKENS if arguments.chat else DEFAULT_TOKENS
     count = default if arguments.tokens is None else arguments.tokens
     _check_sampling(count, sampling, arguments.stop)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
-        source = run.load_model(arguments.checkpoint, tensor=arguments.tensor, adapter=arguments.adapter)
+        source = run.load_model(
+            arguments.checkpoint,
+            _read_data_settings(arguments),
+            tensor=arguments.tensor,
+            adapter=arguments.adapter,
+            step=arguments.step,
+        )
     rest = (count, sampling, arguments.stop)
     with oom.explain_oom("generating", "give fewer or shorter prompts at once, or a smaller --tokens or --context"):
         if arguments.chat:
@@ -114,6 +138,12 @@ def main() -> int:
             for prompt, text in zip(prompts, generate(source, prompts, *rest), strict=True):
                 print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
     return 0
+
+
+def _read_data_settings(arguments: argparse.Namespace) -> DataConfig | None:
+    """Return the settings of the tokenizer and of its chat template; None: those of the model."""
+    given = {name: value for name in ("tokenizer", "chat_template") if (value := getattr(arguments, name))}
+    return replace(run.open_config(arguments.checkpoint).data, **given) if given else None
 
 
 def _read_prompts(file: Path) -> list[str]:
@@ -139,11 +169,11 @@ def _resolve_context(given: int | None, model: ModelConfig) -> int:
     return given
 
 
-def _check_mode(chats: bool, prompts: list[str], system: str | None, context: int | None) -> None:
+def _check_mode(chats: bool, prompts: list[str], system: str | None, context: int | None, template: str) -> None:
     if chats and prompts:
         raise InputError("--chat answers the lines of standard input: leave out --prompt and --prompts")
-    if not chats and (system is not None or context is not None):
-        raise InputError("--system and --context apply to a conversation: add --chat")
+    if not chats and (system is not None or context is not None or template):
+        raise InputError("--system, --context and --chat-template apply to a conversation: add --chat")
     if not chats and not prompts:
         raise InputError("no prompt is given: give --prompt TEXT, --prompts FILE, or --chat")
     if context is not None and not 2 <= context <= MAX_TOKENS:

@@ -22,16 +22,46 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxopt_llm.compiler.chips import CHIPS
+from jaxopt_llm.config import cli
+from jaxopt_llm.config.fields import SEARCHED
+from jaxopt_llm.core import errors
+
+PROGRAM = errors.program_name("plan")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = errors.ArgumentParser(
+        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--gpu", type=str.lower, default="h200", choices=sorted(CHIPS), help="GPU to compile for (default: h200)")
+    hosts, gpus = "those that the mesh needs; with --search 1", "8, or fewer for a smaller mesh; with --search 8"
+    add("--hosts", type=int, metavar="N", help=f"number of machines (default: {hosts})")
+    add("--gpus-per-host", type=int, metavar="N", help=f"GPUs of each machine (default: {gpus})")
+    add("--json", action="store_true", help="print JSON: bytes, seconds and FLOPs of each GPU")
+    add("--save", type=Path, metavar="FILE", help="draw memory and time as bars, in an .html or an .svg file")
+    add("--search", action="store_true", help="find the fastest settings that fit these GPUs, for the recipe's batch")
+    add("--explain", action="store_true", help="with --search: show the other settings, and why they were rejected")
+    add("--write", type=Path, metavar="FILE", help="with --search: save the fastest settings as a recipe, a new file")
+    add(
+        "--allow", nargs="+", default=[], choices=sorted(SEARCHED), metavar="FIELD",
+        help=f"with --search: fields that it may also change to narrower values: {', '.join(sorted(SEARCHED))}",
+    )  # fmt: skip
+    return parser
+
+
+if __name__ == "__main__":
+    cli.answer_help(make_parser(), sys.argv[1:])  # the imports below take seconds, because they import JAX
+
 import jax
 
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.compiler.buffers import compile_and_list_temporaries
-from jaxopt_llm.compiler.chips import CHIPS, seconds_at_peak
-from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, cli
-from jaxopt_llm.config.fields import SEARCHED
+from jaxopt_llm.compiler.chips import seconds_at_peak
+from jaxopt_llm.config import Config, MeshConfig, PipelineConfig
 from jaxopt_llm.config.unread import describe_unread
-from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
@@ -42,8 +72,9 @@ from jaxopt_llm.observe.progress import CompileLine
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning import figure, links
-from jaxopt_llm.planning.advice import Advice, advise, format_advice
+from jaxopt_llm.planning.advice import Advice, advise, advise_less_remat, format_advice, format_less_remat
 from jaxopt_llm.planning.breakdown import break_down_step
+from jaxopt_llm.planning.checkpoint_interval import CheckpointPlan, format_checkpoints, plan_checkpoints
 from jaxopt_llm.planning.memory import (
     GIB,
     KnownShapes,
@@ -61,11 +92,11 @@ from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
 from jaxopt_llm.planning.search.workload import estimate_work
 from jaxopt_llm.planning.speed import Speed, compute_speed, format_speed
+from jaxopt_llm.training.initial_weights import stores_frozen_weights
 from jaxopt_llm.training.program import make_program
 from jaxopt_llm.training.utilisation import compute_utilisation
 from jaxopt_llm.training.validation import validate
 
-PROGRAM = errors.program_name("plan")
 GPUS_PER_HOST = 8
 MAX_COMPILES = 8  # programs that a search compiles at the same time, at most: each takes a core and 1 to 2 GB
 
@@ -86,6 +117,7 @@ class Plan:
     memory: Memory
     largest: tuple[LiveArray, ...]  # largest arrays that are alive at the peak
     advice: tuple[Advice, ...]  # changes that save most memory; empty if the step fits
+    less_remat: Advice | None  # change that recomputes less in the memory that is left
     host_bytes: int  # host memory per GPU
     pcie_bytes: int  # bytes between each GPU and its host in a step
     host_link: str  # name of the link to the host
@@ -97,6 +129,7 @@ class Plan:
     model_flops: float  # FLOPs per GPU and step that the model needs: no recomputation, causal attention
     repeated_flops: float  # FLOPs per GPU and step of recomputed forwards, calculated
     speed: Speed
+    checkpoints: CheckpointPlan
     idle: float  # share of the stages' time without a microbatch, or in a slot for a layer that holds none
 
     @property
@@ -115,7 +148,7 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
     chip = CHIPS[gpu]
     mesh = make_mesh(config.mesh, devices)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
-    program = make_program(config, placement)
+    program = make_program(config, placement, stores_frozen_weights(config))
     lowered = topology.lower_without_gpu(program.step, program.state, program.batch)
     clock = time.perf_counter()
     compiled, temporaries = compile_and_list_temporaries(lowered)
@@ -130,11 +163,13 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
     assert state_sizes is not None, "`validate` rejects such a configuration"
     resolved = resolve_attention(config, chip.compute_capability)
     pcie_bytes = hlo.count_host_bytes(text)
-    work = estimate_work(resolved, state_sizes, Cluster(gpu, hosts, gpus_per_host))
+    cluster = Cluster(gpu, hosts, gpus_per_host)
+    work = estimate_work(resolved, state_sizes, cluster)
     work = roofline.use_compiled_figures(work, sum(computed.values()), collectives, pcie_bytes)
     mfu_per_token = compute_utilisation(config, program, placement, chip)["mfu"]
     known = KnownShapes.from_program(program, config, placement)
     by_kind, limit = sum_by_kind(program, known, memory, temporaries), int(chip.memory_bytes * float(MEMORY_FRACTION))
+    speed = compute_speed(config, chip, break_down_step(text, collectives, chip), mfu_per_token, work)
     return Plan(
         gpu=chip.name,
         hosts=hosts,
@@ -147,7 +182,10 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
         compile_seconds=compile_seconds,
         memory=by_kind,
         largest=find_largest(program, known, temporaries),
-        advice=advise(resolved, by_kind.peak - limit) if by_kind.peak > limit else (),
+        advice=advise(resolved, cluster, by_kind.peak - limit) if by_kind.peak > limit else (),
+        less_remat=advise_less_remat(
+            resolved, cluster, int(ranking.XLA_REMAT_SHARE * chip.memory_bytes) - by_kind.peak
+        ),
         host_bytes=memory.host,
         pcie_bytes=pcie_bytes,
         host_link=chip.host_link,
@@ -158,7 +196,8 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
         flops_seconds=seconds_at_peak(chip, computed),
         model_flops=needed.causal * tokens / len(devices),
         repeated_flops=work.repeated_flops,
-        speed=compute_speed(config, chip, break_down_step(text, collectives, chip), mfu_per_token, work),
+        speed=speed,
+        checkpoints=plan_checkpoints(config, specs, speed.step_seconds),
         idle=work.idle,
     )
 
@@ -167,9 +206,11 @@ def _describe_gpus(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> 
     """Return the GPUs to compile for. Raise InputError if the mesh has another size."""
     devices = topology.gpu_topology(gpu, hosts, gpus_per_host)
     if len(devices) != config.mesh.devices:
+        needed = config.mesh.devices
+        gpus = next(number for number in (gpus_per_host, *range(GPUS_PER_HOST, 0, -1)) if needed % number == 0)
         raise InputError(
-            f"--hosts {hosts} × --gpus-per-host {gpus_per_host} are {len(devices)} GPUs, but the mesh has "
-            f"{config.mesh.devices}: change --hosts, --gpus-per-host or --mesh.*"
+            f"--hosts {hosts} × --gpus-per-host {gpus_per_host} are {len(devices)} GPUs, but the mesh has {needed}: "
+            f"give --hosts {needed // gpus} --gpus-per-host {gpus}, or change --mesh.*"
         )
     return devices
 
@@ -188,6 +229,7 @@ def format_plan(plan: Plan) -> str:
         f"  {'XLA may use':18} {plan.limit / GIB:9.2f}   {float(MEMORY_FRACTION):.0%} of the GPU's",
         f"  {'fits, spare' if plan.spare >= 0 else 'DOES NOT FIT, lacks':18} {abs(plan.spare) / GIB:8.2f}",
         *([_format_host_memory(plan)] if plan.host_bytes else []),
+        *([f"  {format_less_remat(plan.less_remat)}"] if plan.less_remat else []),
         *((*format_largest(plan.largest), *format_advice(plan.advice)) if plan.spare < 0 else ()),
         "",
         f"{'collectives of a step':44} {'times':>7} {'GiB sent':>9} {'ms':>9} {'overlapped':>10}",
@@ -204,6 +246,8 @@ def format_plan(plan: Plan) -> str:
         f"the model needs {plan.model_flops / 1e12:,.4g} (no recomputation, causal attention)",
         f"  of these, about {plan.repeated_flops / 1e12:,.4g} TFLOP recompute forwards",
         *([f"  and {plan.idle:.1%} of the ticks and layer slots of a stage do no work"] if plan.idle else []),
+        "",
+        *format_checkpoints(plan.checkpoints),
         "",
         *format_speed(plan.speed, fits=plan.spare >= 0),
     ]
@@ -228,27 +272,6 @@ def to_json(plan: Plan) -> str:
     values |= values.pop("speed")
     values["memory"]["peak"] = plan.memory.peak
     return json.dumps(values | {"spare": plan.spare, "fits": plan.spare >= 0}, indent=2)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = errors.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    add = parser.add_argument
-    add("--gpu", type=str.lower, default="h200", choices=sorted(CHIPS), help="GPU to compile for (default: h200)")
-    hosts, gpus = "those that the mesh needs; with --search 1", "8, or fewer for a smaller mesh; with --search 8"
-    add("--hosts", type=int, metavar="N", help=f"number of machines (default: {hosts})")
-    add("--gpus-per-host", type=int, metavar="N", help=f"GPUs of each machine (default: {gpus})")
-    add("--json", action="store_true", help="print JSON: bytes, seconds and FLOPs of each GPU")
-    add("--save", type=Path, metavar="FILE", help="draw memory and time as bars, in an .html or an .svg file")
-    add("--search", action="store_true", help="find the fastest settings that fit these GPUs, for the recipe's batch")
-    add("--explain", action="store_true", help="with --search: show the other settings, and why they were rejected")
-    add("--write", type=Path, metavar="FILE", help="with --search: save the fastest settings as a recipe, a new file")
-    add(
-        "--allow", nargs="+", default=[], choices=sorted(SEARCHED), metavar="FIELD",
-        help=f"with --search: fields that it may also change to narrower values: {', '.join(sorted(SEARCHED))}",
-    )  # fmt: skip
-    return parser
 
 
 def main() -> int:
@@ -347,7 +370,11 @@ def _search(config: Config, options: argparse.Namespace) -> int:
         raise InputError(f"{problem}. Cheapest next step: {'; or '.join(steps)}")
     if options.write:
         with options.write.open("x") as file:
-            file.write(recipe.format_recipe(found.winner.config, _make_docstring(options, found, found.winner)))
+            file.write(
+                recipe.format_recipe(
+                    recipe.drop_unread(found.winner.config), _make_docstring(options, found, found.winner)
+                )
+            )
     return 0
 
 

@@ -21,7 +21,7 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -58,7 +58,7 @@ def prepare(config: DataConfig, directory: Path, workers: int) -> None:
     files = list(chain.from_iterable(find_corpus_files(config, "--input")))
     for file in files:
         if file.format not in source.FORMATS:
-            raise InputError(f"--input {file} holds tokens, not text: give it to training with --data.paths")
+            raise InputError(f"--input {file} holds tokens, not text: train on it as it is")
     console = Console(highlight=False, soft_wrap=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("inspecting files", total=len(files))
@@ -67,7 +67,9 @@ def prepare(config: DataConfig, directory: Path, workers: int) -> None:
     plan = prepared.make_plan(files, [fingerprint for fingerprint, _ in inspected], config, tokenizer)
     _check_output(directory, plan)
     with lock_directory(directory, "--output"):
-        _check_output(directory, plan)  # again, because from here on no other process writes there
+        if _check_output(directory, plan):  # again, because from here on no other process writes there
+            console.print(f"{directory}: the input or --malformed has changed: starting over", markup=False)
+            prepared.delete_unfinished(directory)
         for leftover in directory.glob("*.tmp"):  # of a process that died
             leftover.unlink()
         prepared.write_json(directory / PLAN, plan)
@@ -130,18 +132,28 @@ def _mark_learned(text: str, starts: NDArray[np.int64], learned: NDArray[np.bool
     return marked
 
 
-def _check_output(directory: Path, plan: dict[str, Any]) -> None:
-    """Raise InputError if the directory holds anything other than a corpus prepared by the same plan."""
+def _check_output(directory: Path, plan: dict[str, Any]) -> bool:
+    """Return whether the directory holds an unfinished corpus of the same command, which must start over.
+
+    This is the case after a malformed row was repaired, or is now skipped.
+
+    Raises:
+        InputError: the directory holds anything other than a corpus prepared by the same command.
+    """
     if not directory.exists() or not any(path.name != "lock" for path in directory.iterdir()):
-        return
+        return False
     try:
         old = dict(json.loads((directory / PLAN).read_text()))
     except (OSError, ValueError, TypeError) as error:
         problem = "is not empty and holds no prepared corpus"
         raise InputError(f"--output {directory} {problem}; choose another directory") from error
-    if differences := [name for name in sorted({*plan, *old}) if old.get(name) != plan.get(name)]:
-        problem = f"holds another prepared corpus, which differs in {', '.join(differences)}"
-        raise InputError(f"--output {directory} {problem}; choose another directory")
+    differences = [name for name in sorted({*plan, *old}) if old.get(name) != plan.get(name)]
+    if not differences:
+        return False
+    if prepared.is_unfinished(directory) and prepared.have_same_command(old, plan):
+        return True
+    problem = f"holds another prepared corpus, which differs in {', '.join(differences)}"
+    raise InputError(f"--output {directory} {problem}; choose another directory")
 
 
 def _write_shards(
@@ -251,6 +263,13 @@ def _check_local(flag: str, folder: Path | None) -> None:
         raise InputError(f"{flag} {url}: must be a local folder; write one, and copy it with the tools of that storage")
 
 
+def _list_flags() -> dict[str, str]:
+    """Return the flags of this command by the setting that they set."""
+    settings = {field.name for field in fields(DataConfig)} & vars(make_parser().parse_args([])).keys()
+    return {"data.paths": "--input"} | {f"data.{name}": f"--{name.replace('_', '-')}" for name in settings}
+
+
+@errors.own_flags(_list_flags())
 def main() -> int:
     arguments = vars(make_parser().parse_args(sys.argv[1:]))
     workers, paths, directory = (arguments.pop(name) for name in ("workers", "input", "output"))

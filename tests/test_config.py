@@ -186,7 +186,13 @@ def test_help_and_settings_need_no_jax(tmp_path: Path) -> None:
     """JAX takes seconds to import; here it cannot be imported at all."""
     (tmp_path / "jax.py").write_text("raise ImportError('JAX was imported')")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    for arguments in (["-m", "jaxopt_llm.train", "--help"], ["-c", "from jaxopt_llm.config import cli, fields"]):
+    commands = ("train", "plan", "evaluate", "generate", "convert", "prepare", "checkpoint", "report", "completion")
+    for arguments in (
+        *(["-m", f"jaxopt_llm.{name}", "--help"] for name in commands),
+        ["-m", "jaxopt_llm", "chat", "--help"],
+        ["-m", "jaxopt_llm", "convert", "export", "--help"],
+        ["-c", "from jaxopt_llm.config import cli, fields"],
+    ):
         done = subprocess.run(
             [sys.executable, *arguments],
             cwd=PACKAGE.parent,

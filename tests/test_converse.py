@@ -268,7 +268,11 @@ def test_control_characters_are_escaped_on_a_terminal(
         ("ask\n", "--tokens 0", ["--tokens 0"]),
         ("ask\n", "--tensor 3", ["--tensor 3: must divide the number of devices (8)", "choose one of 1, 2, 4"]),
         ("ask\n", "--checkpoint nowhere", ["nowhere: not a run directory", "nor a Hugging Face model folder"]),
-        ("ask\n", "--checkpoint BARE", ["no chat template", "data.chat_template"]),
+        (
+            "ask\n",
+            "--checkpoint BARE",
+            ["BARE has no chat template (", "name a template file with --chat-template"],
+        ),
         ("ask\n", "--checkpoint REFUSES", ["the chat template rejects the conversation (no one is to speak)"]),
     ],
 )
@@ -290,8 +294,32 @@ def test_bad_input(
     assert_one_line(err, *expected)
 
 
+def test_a_template_can_be_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The folder of a base model often has none; a named tokenizer takes the place of the folder's."""
+    bare = talker(tmp_path / "bare", None)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (tmp_path / "chat.jinja").write_text(settings["chat_template"])
+    for given in (("--chat-template", tmp_path / "chat.jinja"), ("--tokenizer", folder)):
+        arguments = ("--checkpoint", bare, "--chat", *given)
+        code, out, err = run_command("ask\n", *arguments, monkeypatch=monkeypatch, capsys=capsys)
+        assert (code, err) == (0, ""), err
+        assert out == run_command("ask\n", "--checkpoint", folder, "--chat", monkeypatch=monkeypatch, capsys=capsys)[1]
+    (bare / "tokenizer.json").unlink()
+    code, _, err = run_command("", "--checkpoint", bare, "--prompt", "x", monkeypatch=monkeypatch, capsys=capsys)
+    assert code == 2
+    assert_one_line(err, f"--tokenizer {bare}: not a readable tokenizer.json", "with --tokenizer")
+
+
+def test_a_model_of_bytes_has_no_template(folder: Path) -> None:
+    loaded = run.load_model(folder)
+    bytes_ = replace(loaded.config.data, tokenizer="bytes")
+    source = replace(loaded, config=replace(loaded.config, data=bytes_))
+    with pytest.raises(InputError, match=r"--chat: the model was trained on bytes, .*; continue a text with --prompt"):
+        chat.converse(source, None, 8, 1, Sampling(), [])
+
+
 def test_options_of_a_conversation_require_chat(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    for option in (("--system", "x"), ("--context", 9)):
+    for option in (("--system", "x"), ("--context", 9), ("--chat-template", "x")):
         given = ("--checkpoint", folder, "--prompt", "x", *option)
         code, _, err = run_command("", *given, monkeypatch=monkeypatch, capsys=capsys)
         assert code == 2

@@ -31,11 +31,13 @@ from jaxopt_llm.model.decoder_specs import param_specs
 
 CONFIG = replace(folders.CONFIG, layers=2, pattern=("global",))
 RECIPE = """
-from jaxopt_llm.config import Config, ModelConfig, TrainingConfig
+from jaxopt_llm.config import Config, ModelConfig, ScheduleConfig, TrainingConfig
 
 def get_config():
     return Config(
-        model=ModelConfig(pretrained={path!r}), training=TrainingConfig(steps=2, batch_size=4, sequence_length=32)
+        model=ModelConfig(pretrained={path!r}),
+        training=TrainingConfig(steps=2, batch_size=4, sequence_length=32),
+        schedule=ScheduleConfig(warmup_steps=0),
     )
 """
 
@@ -72,7 +74,8 @@ def test_there_and_back(folder: Path, tmp_path: Path) -> None:
     words.save(str(source / "tokenizer.json"))
     assert "are the checkpoint of step 0" in done("convert", "import", "--from", source, "--to", run)
     assert done("generate", "--checkpoint", run, "--prompt", "def", "--tokens", 4).startswith("def")
-    said = done("convert", "export", "--checkpoint", run, "--to", back, "--shard-bytes", 20_000)
+    assert "choose one of 0, or best" in refused("convert", "export", "--checkpoint", run, "--to", back, "--step", 3)
+    said = done("convert", "export", "--checkpoint", run, "--to", back, "--shard-bytes", 20_000, "--step", 0)
     assert said == f"step 0 of {run} is in {back}, in float32\n"
     assert len(list(back.glob("*.safetensors"))) > 1
     assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
@@ -85,6 +88,8 @@ def test_there_and_back(folder: Path, tmp_path: Path) -> None:
 
     assert "already exists" in refused("convert", "import", "--from", folder, "--to", run)
     assert "already exists" in refused("convert", "export", "--checkpoint", run, "--to", back)
+    folders_have_no_step = ("--base", folder, "--adapter", back, "--to", run / "new", "--step", 2)
+    assert "--step 2: --base is a model folder" in refused("convert", "merge", *folders_have_no_step)
     assert "it has no adapters" in refused("convert", "merge", "--checkpoint", run, "--to", run / "new")
     assert len(list(run.iterdir())) == 3  # and nothing beside
 
@@ -309,7 +314,9 @@ def test_bad_input_is_one_line(folder: Path, tmp_path: Path) -> None:
     said = refused(*begins, "--model.width", 64, "--model.layers", 3)
     assert "sets the model's fields; leave out model.width=64 (the stored value is 32), model.layers=3" in said
     assert "no such folder" in refused(*begins, "--model.pretrained", tmp_path / "none")
-    assert refused(*begins).endswith(f"data.paths: name the data on which to train {folder}, files, folders or globs, with --data.paths")
+    assert refused(*begins).endswith(
+        f"data.paths: name the data on which to train {folder}, files, folders or globs, with --data.paths"
+    )
     text = some_text(tmp_path / "a.jsonl")
     assert f"the ids of {folder} are not bytes" in refused(*begins, *text, "--data.tokenizer", "bytes")
     assert f"{folder} has 258 token ids, and rows can only be added" in refused(*begins, "--model.resize-vocabulary", 9)

@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = ("--data.paths", directory.parent / "documents.jsonl", "--data.held-out", 0.2)
     # All of the held-out split: more batches than it has.
     whole = ("--evaluation.batches", 1000, "--training.batch-size", 1)
-    done = train(directory, "--training.steps", 2, *data, *whole, "--model.layers", 3)
+    done = train(directory, "--training.steps", 2, *data, *whole, "--model.layers", 3, "--checkpoint.every", 1)
     assert done.returncode == 0, done.stderr
     return directory
 
@@ -55,6 +55,17 @@ def test_the_held_out_split_has_the_loss_that_the_run_measured(run: Path) -> Non
     assert perplexity == pytest.approx(math.exp(loss), rel=1e-3)
     # Whatever the batch, and with rows of nothing at its end.
     assert evaluated(run, "--training.batch-size", 7) == (loss, perplexity, tokens)
+
+
+def test_the_checkpoint_of_a_step_is_evaluated(run: Path) -> None:
+    at_step = command("evaluate", "--checkpoint", run, "--step", 1, "--batches", 1)
+    assert at_step.returncode == 0 and at_step.stdout.startswith("step 1 on the held-out split"), at_step.stderr
+    best = command("evaluate", "--checkpoint", run, "--step", "best", "--batches", 1)
+    assert best.returncode == 0 and best.stdout.startswith("step 2 on the held-out split"), best.stderr
+    for module, more in (("evaluate", ()), ("generate", ("--prompt", "x"))):
+        refused = command(module, "--checkpoint", run, "--step", 5, *more)
+        assert refused.returncode == 2
+        assert_one_line(refused.stderr, "--step 5: ", "has no checkpoint of this step; choose one of 1, 2, or best")
 
 
 def test_batch_and_layers_need_not_divide_as_the_run_had_to(run: Path, tmp_path: Path) -> None:

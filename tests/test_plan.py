@@ -30,7 +30,7 @@ from jaxopt_llm.config import (
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.plan import Plan, make_plan
-from jaxopt_llm.planning import breakdown
+from jaxopt_llm.planning import breakdown, checkpoint_interval
 from jaxopt_llm.planning.search import ranking, roofline
 from jaxopt_llm.planning.search.ranking import estimate
 from jaxopt_llm.planning.search.roofline import Cluster
@@ -110,6 +110,14 @@ def test_speed_in_words_and_as_json(plans: dict[int, Plan]) -> None:
     # The other estimate of the same step is named next to this one.
     assert f"estimates {plan.speed.search_step_seconds:,.4g} s" in text
     assert values["search_step_seconds"] == pytest.approx(values["step_seconds"], rel=0.25)
+    # float32 masters and two moments
+    assert values["checkpoints"]["bytes"] == pytest.approx(12 * plan.parameters, rel=1e-3)
+    assert values["checkpoints"]["seconds"] == pytest.approx(500 * plan.speed.step_seconds)
+    interval = checkpoint_interval.format_duration(500 * plan.speed.step_seconds)
+    assert f"checkpoints: one every 500 steps ({interval}), " in text
+    # The default recomputes everything, on GPUs that are nearly empty.
+    assert values["less_remat"]["settings"] == {"remat.policy": "none"}
+    assert "memory is left to recompute less: --remat.policy none: " in text
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -405,8 +413,12 @@ def test_the_search_is_at_least_as_good_as_the_recipe() -> None:
 
 
 def test_a_mesh_of_another_size_is_refused() -> None:
-    with pytest.raises(InputError, match=r"--hosts 2 × --gpus-per-host 8 are 16 GPUs, but the mesh has 8"):
+    said = r"--hosts 2 × --gpus-per-host 8 are 16 GPUs, but the mesh has 8: give --hosts 1 --gpus-per-host 8, or change"
+    with pytest.raises(InputError, match=said):
         make_plan(CONFIG, "h200", 2, 8)
+    six = dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=6))
+    with pytest.raises(InputError, match=r"the mesh has 6: give --hosts 1 --gpus-per-host 6, or change"):
+        make_plan(six, "h200", 1, 4)
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,36 @@ def test_another_preparation_is_not_overwritten(corpus: Path, tmp_path: Path) ->
     assert contents(tmp_path / "out") == before
 
 
+@pytest.mark.parametrize("repaired", [True, False])
+def test_a_failed_preparation_starts_over_after_the_repair(repaired: bool, tmp_path: Path) -> None:
+    path, out = write_jsonl(tmp_path / "a.jsonl", ["one", "two"]), tmp_path / "out"
+    good = path.read_text()
+    path.write_text(good + '{"text": "cut\n')
+    same = ("prepare", "--input", path, "--output", out, "--workers", 1)
+    assert "line 3: not valid JSON" in command(*same).stderr
+    left = {each.name: each.read_bytes() for each in out.iterdir()}
+
+    # Another command and a file of somebody else are still refused, and nothing is deleted.
+    other = command(*same, "--separator", "x")
+    assert other.returncode == 2 and "another prepared corpus, which differs in separator" in other.stderr
+    path.write_text(good + '{"text": "three"}\n')
+    (out / "thesis.txt").write_text("kept")
+    refused = command(*same)
+    assert refused.returncode == 2 and "another prepared corpus, which differs in files" in refused.stderr
+    (out / "thesis.txt").unlink()
+    assert {each.name: each.read_bytes() for each in out.iterdir()} == left
+
+    if not repaired:
+        path.write_text(good + '{"text": "cut\n')
+    done = command(*same, *(() if repaired else ("--malformed", "skip")))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{out}: the input or --malformed has changed: starting over" in done.stdout
+    assert f"\n{2 + repaired} documents" in done.stdout
+    assert command("prepare", "--verify", out).returncode == 0
+    path.write_text(good)  # a finished corpus is not replaced
+    assert "another prepared corpus" in command(*same).stderr
+
+
 def test_skipped_rows_are_printed_by_reason_with_an_example(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
     path.write_text(path.read_text() + '{"text": "cut\n{"text": 1}\n')
@@ -181,6 +211,27 @@ def test_skipped_rows_are_printed_by_reason_with_an_example(tmp_path: Path) -> N
         assert (done.returncode, done.stderr) == (0, "") and "\n3 documents" in "\n" + done.stdout
         unreadable = f"1 not valid JSON (first: {path}, line 3)"
         assert f"skipped: {unreadable}; 1 without text in column 'text' (first: {path}, line 4)\n" in done.stdout
+
+
+def test_hints_name_the_flags_of_this_command(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "a.jsonl", ["one"])
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text('{"text": "cut\n')
+    column = tmp_path / "column.jsonl"
+    column.write_text('{"body": "one"}\n')
+    text = write_text(tmp_path / "a", ["one"])
+    hints: tuple[tuple[tuple[object, ...], str], ...] = (
+        (("--input", cut), "or set --malformed to skip or replace"),
+        (("--input", column), "name the text column with --text-field"),
+        (("--input", text, "--content", "chat", "--chat-template", __file__), "or set --content text"),
+        (("--input", rows, "--content", "chat"), "--tokenizer bytes has no chat template: give --tokenizer FOLDER, "),
+        (("--input", rows, "--content", "chat"), "or name a template file with --chat-template"),
+        (("--input", rows, "--tokenizer", tmp_path), f"--tokenizer {tmp_path}: not a readable tokenizer.json"),
+        (("--input", rows, "--bos", "x"), "--bos and --eos do not apply to --tokenizer bytes"),
+    )
+    for number, (given, hint) in enumerate(hints):
+        refused = command("prepare", *given, "--output", tmp_path / f"out{number}")
+        assert refused.returncode == 2 and hint in refused.stderr and "data." not in refused.stderr, refused.stderr
 
 
 def test_bad_input_of_the_command(corpus: Path, tmp_path: Path) -> None:

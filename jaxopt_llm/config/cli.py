@@ -3,19 +3,21 @@
 FILE is a Python file that defines `get_config() -> Config`, or the config.json of a run. Every setting has a flag.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import difflib
 import io
 import re
 import runpy
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.config import fields
 from jaxopt_llm.config.run import Config
-from jaxopt_llm.core.errors import InputError, describe_error
+from jaxopt_llm.core.errors import InputError, describe_error, report_error
 
 _PACKAGE = Path(__file__).parent.parent
 # The recipes of this package. A wheel has them in the package; a clone has them next to it.
@@ -159,6 +161,15 @@ def parse_config(arguments: list[str], program: str) -> Config:
 def asks_for_help(arguments: list[str]) -> bool:
     """Return whether a command line has --help or -h."""
     return "--help" in arguments or "-h" in arguments
+
+
+def answer_help(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
+    """Print the help of a command and exit, if its arguments ask for it."""
+    if asks_for_help(arguments):
+        try:
+            parser.parse_known_args(arguments)
+        except InputError as error:
+            sys.exit(report_error(error))
 
 
 def print_help(arguments: list[str], program: str) -> int:

@@ -1,11 +1,13 @@
 """Errors that end a command with a one-line message and an exit code instead of a traceback."""
 
 import argparse
+import contextlib
 import os
+import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 
@@ -94,6 +96,28 @@ def set_program_prefix(prefix: str) -> None:
 def program_name(command: str) -> str:
     """Return how the user starts a command: as a module or as `jaxopt-llm COMMAND`."""
     return _prefix + command
+
+
+@contextlib.contextmanager
+def own_flags(flags: Mapping[str, str]) -> Iterator[None]:
+    """Name the flags of a command in errors that name settings, such as `data.text_field` or `--data.text_field`.
+
+    flags: flags by setting. Other settings keep their names.
+    """
+    try:
+        yield
+    except CommandError as error:
+        error.args = (_name_flags(str(error), flags), *error.args[1:])
+        raise
+
+
+def _name_flags(message: str, flags: Mapping[str, str]) -> str:
+    def find_flag(found: re.Match[str]) -> str:
+        flag = flags.get(found[1].replace("-", "_"))
+        return found[0] if flag is None else flag + (" " if found[2] else "")
+
+    # Not within a path. "=" separates a setting from its value.
+    return re.sub(r"(?<![\w./-])(?:--)?([a-z]+\.[a-z][a-z_-]*)(=?)", find_flag, message)
 
 
 class ArgumentParser(argparse.ArgumentParser):

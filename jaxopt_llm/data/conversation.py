@@ -46,7 +46,7 @@ def detect_form(columns: Collection[str], where: object) -> str:
     known = "; ".join(f"{form}: {', '.join(sorted(required))}" for form, required in FORMS.items())
     matches = f"several forms of conversations ({', '.join(forms)})" if forms else "no form of conversations"
     raise InputError(
-        f"{where}: the fields {', '.join(sorted(columns))} match {matches}; set data.content to the form (forms and "
+        f"{where}: the fields {', '.join(sorted(columns))} match {matches}; set --data.content to the form (forms and "
         f"their fields: {known})"
     )
 

@@ -104,8 +104,8 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer, holds_out: bool = True
             if not stream.size or stream.size == sum(piece.size for piece in of_source):
                 raise InputError(
                     f"data.paths {name}: 1 document{_format_reasons(skipped)}; training and evaluation need at least "
-                    "one each: add documents (a text file is one document, unless data.separator divides it), or name "
-                    "validation data with --evaluation.paths"
+                    "one each: add documents (a text file is one document, unless --data.separator divides it), or "
+                    "name validation data with --evaluation.paths"
                 )
         if weight:
             sources.append(Source(name, weight, stream))

@@ -108,14 +108,14 @@ def find_files(pattern: str, config: DataConfig, setting: str = "data.paths") ->
         file_format = _guess_format(storage, match) if guesses else config.format
         if file_format is None:
             shown = storage.url(match) or match
-            raise InputError(f"{setting} {shown}: the suffix does not tell the format; set data.format")
+            raise InputError(f"{setting} {shown}: the suffix does not tell the format; set --data.format")
         file = match.with_suffix(".idx") if file_format == "megatron" else match
         files[file] = file.relative_to(root).as_posix(), file_format
     if not files:
         what = f"no file of the format {config.format}" if is_folder else "no such file or folder"
         if is_folder and config.format == "auto" and (left := _find_left_out(storage)):
             problem = f"a folder's .json and .csv files, such as {left}, are read only if they are named"
-            raise InputError(f"{setting} {pattern}: {problem}; name them with a glob, or set data.format")
+            raise InputError(f"{setting} {pattern}: {problem}; name them with a glob, or set --data.format")
         raise InputError(f"{setting} {pattern}: {what}; correct the path (known suffixes: {', '.join(SUFFIXES)})")
     return _make_files(storage, files)
 

@@ -67,7 +67,7 @@ def read_json_rows(part: Part, config: DataConfig) -> Iterator[Row]:
         except Malformed as error:
             yield where, error
     if rows and rows == lacking and not part.first:
-        raise InputError(f"{where}: no column {config.text_field!r} in any row so far; name it with data.text_field")
+        raise InputError(f"{where}: no column {config.text_field!r} in any row so far; name it with --data.text_field")
 
 
 def _detect_form(file: File, config: DataConfig) -> str:
@@ -81,7 +81,7 @@ def _detect_form(file: File, config: DataConfig) -> str:
         rows += 1
     if rows < _FIRST_ROWS:
         return "messages"  # no row is a JSON object, so every form rejects all rows
-    raise InputError(f"{file}: no JSON object in the first {_FIRST_ROWS} rows; repair it, or set data.format")
+    raise InputError(f"{file}: no JSON object in the first {_FIRST_ROWS} rows; repair it, or set --data.format")
 
 
 def _read_values(part: Part) -> Iterator[tuple[Position, Any]]:
@@ -182,7 +182,7 @@ class _Array:
     def fail(self, problem: str, line: int | None = None) -> NoReturn:
         """Raise InputError. Unlike in JSON lines, the rows after the problem cannot be found."""
         where = self._line + self._text.count("\n", 0, self._at) if line is None else line
-        remedy = "repair the array; if the file has one JSON value per line, set data.format=jsonl"
+        remedy = "repair the array; if the file has one JSON value per line, set --data.format jsonl"
         raise InputError(f"{self._file}, line {where}: {problem}, so the rest cannot be read; {remedy}")
 
     def _read_more(self) -> bool:

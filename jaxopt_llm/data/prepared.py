@@ -15,6 +15,7 @@ group of parts. They are appended to the files above in order, and then deleted.
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ from jaxopt_llm.data.mapped import MappedArray
 from jaxopt_llm.data.rows import Part
 from jaxopt_llm.data.skipped import Skipped
 from jaxopt_llm.data.source import split_into_parts
+from jaxopt_llm.data.storage import PLAN
 from jaxopt_llm.data.template import find_template, open_reader
 from jaxopt_llm.data.tokenizer import Tokenizer
 from jaxopt_llm.data.tokens import IndexedPiece, fingerprint_file, token_dtype, tokenize_batches
@@ -42,6 +44,10 @@ FORMAT = 2
 # Minimum input size of a shard, and maximum number of shards: enough shards for all cores, but not too many files.
 SHARD_BYTES, MAX_SHARDS = 2**22, 4096
 _ARRAYS = ("tokens", "ends", "keys", "mask")  # mask: only for conversations
+# Names of the files in the directory of an unfinished corpus.
+_UNFINISHED = re.compile(
+    rf"lock|{re.escape(PLAN)}|{re.escape(SHARDS)}|({'|'.join(_ARRAYS)})\.bin|shard-\d{{5,}}\..*|.*\.tmp"
+)
 _READERS = 32  # threads that inspect files; they wait for storage most of the time
 _BLOCK = 2**22  # bytes read at once
 
@@ -71,6 +77,28 @@ def make_plan(
     if config.content != "text":
         plan |= {"content": config.content, "template_sha256": find_template(config, tokenizer).sha256}
     return plan
+
+
+def have_same_command(old: dict[str, Any], plan: dict[str, Any]) -> bool:
+    """Return whether two plans differ only in the contents of the files, or in the treatment of malformed rows."""
+
+    def describe_command(plan: dict[str, Any]) -> dict[str, Any]:
+        names = [file[:2] for file in plan.get("files", ())]
+        return {**plan, "files": names, "shard_bytes": None, "malformed": None}
+
+    return describe_command(old) == describe_command(plan)
+
+
+def is_unfinished(directory: Path) -> bool:
+    """Return whether a directory holds only an unfinished corpus."""
+    return all(_UNFINISHED.fullmatch(path.name) for path in directory.iterdir())
+
+
+def delete_unfinished(directory: Path) -> None:
+    """Delete an unfinished corpus. The plan is deleted last, so that a kill in between leaves a directory of ours."""
+    for path in sorted(directory.iterdir(), key=lambda path: path.name == PLAN):
+        if path.name != "lock":
+            path.unlink()
 
 
 def inspect_files(

@@ -73,6 +73,6 @@ def encode_utf8(text: str) -> bytes:
 
 def describe_missing_column(columns: Iterable[str], config: DataConfig) -> str:
     names = list(columns)
-    chat = ", or read conversations with data.content=chat" if conversation.matching_forms(names) else ""
+    chat = ", or read conversations with --data.content chat" if conversation.matching_forms(names) else ""
     found = f"no column {config.text_field!r} among {_names.repr(names)}"
-    return f"{found}; name the text column with data.text_field{chat}"
+    return f"{found}; name the text column with --data.text_field{chat}"

@@ -81,7 +81,7 @@ def read_documents(part: Part, config: DataConfig, skipped: Skipped) -> Iterator
     """
     if part.file.format == "text" and config.content != "text":
         needed = f"data.content={config.content} requires JSONL, JSON, CSV or Parquet files"
-        raise InputError(f"{part.file}: {needed}; convert the file, or set data.content=text")
+        raise InputError(f"{part.file}: {needed}; convert the file, or set --data.content text")
     try:
         for where, content in _READERS[part.file.format](part, config):
             if isinstance(content, Malformed):
@@ -129,7 +129,7 @@ def read_standard_library() -> list[Document]:
 def reject(where: str | Position, problem: object, config: DataConfig) -> None:
     """Raise InputError for a malformed document if `data.malformed` is `error`."""
     if config.malformed == "error":
-        raise InputError(f"{where}: {problem}; repair the document, or set data.malformed to skip or replace")
+        raise InputError(f"{where}: {problem}; repair the document, or set --data.malformed to skip or replace")
 
 
 def _find_utf8_error(content: bytes) -> str | None:

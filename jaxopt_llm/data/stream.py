@@ -27,7 +27,7 @@ def check_size(where: object, document: bytes | bytearray) -> bytes:
 
 def reject_size(where: object) -> None:
     problem = f"a document is larger than {MAX_DOCUMENT_BYTES / 2**30:g} GiB and must fit in memory"
-    raise InputError(f"{where}: {problem}; split it (a text file: with data.separator)")
+    raise InputError(f"{where}: {problem}; split it (a text file: with --data.separator)")
 
 
 def find_line(file: File, byte: int) -> int:

@@ -42,7 +42,7 @@ def read_parquet_rows(part: Part, config: DataConfig) -> Iterator[Row]:
             yield Position(part.file, "row", row), missing if content is None else content
     except pyarrow.ArrowException as error:
         problem = f"column {name!r} cannot be read as text ({error})"
-        raise InputError(f"{part.file}: {problem}; name another column with data.text_field") from error
+        raise InputError(f"{part.file}: {problem}; name another column with --data.text_field") from error
 
 
 def _read_parquet_conversations(part: Part, config: DataConfig, table: Any, names: list[str]) -> Iterator[Row]:

@@ -69,9 +69,13 @@ def find_template(config: DataConfig, tokenizer: Tokenizer) -> Template:
         if isinstance(value, list):  # several templates with names
             value = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}.get("default")
         if not folder or not isinstance(value, str):
+            if config.uses_bytes:
+                where, remedy = "", "give --data.tokenizer FOLDER, the folder or hub id of a model that has one"
+            else:
+                where, remedy = " (chat_template.jinja, or chat_template in tokenizer_config.json)", "add one"
             raise InputError(
-                f"data.tokenizer={config.tokenizer} has no chat template (chat_template.jinja, or chat_template in "
-                "tokenizer_config.json): add one, or name a template file with data.chat_template"
+                f"data.tokenizer={config.tokenizer} has no chat template{where}: {remedy}, or name a template file "
+                "with --data.chat_template"
             )
         path, source = folder / "tokenizer_config.json", value
     if len(source.encode()) > MAX_TEMPLATE_BYTES:
@@ -149,7 +153,7 @@ class Renderer:
             ) from error
         if "undated" in answer:
             problem = "the chat template writes the current date, so the tokens would differ on another day"
-            remedy = "give a fixed date, as in --data.date 2026-01-31 (for prepare: --date)"
+            remedy = "give a fixed date, as in --data.date 2026-01-31"
             raise InputError(f"{self._template.path}: {problem}; {remedy}")
         if "error" in answer:
             problem = f"the chat template failed ({where}): {answer['error']}"

@@ -125,8 +125,10 @@ class JsonTokenizer:
 
         eos_id = find_id("eos", eos, "eos_token", _EOS_NAMES)
         if eos_id is None:
-            remedy = f"set data.eos to one of its special tokens: {self.special_tokens}"
-            raise InputError(f"data.tokenizer={path}: the tokenizer does not declare an EOS token; {remedy}")
+            raise InputError(
+                f"data.tokenizer={path}: the tokenizer does not declare an EOS token; declare it as eos_token in "
+                f"tokenizer_config.json, or set --data.eos to one of its special tokens: {self.special_tokens}"
+            )
         self.eos: int = eos_id
         bos_id = find_id("bos", bos, "bos_token", _BOS_NAMES)
         # GPT-2 declares one token as both BOS and EOS. It separates documents, so it is written once, as EOS.

@@ -43,6 +43,11 @@ def converse(
     """
     tokenizer, data = source.tokenizer, source.config.data
     data = replace(data, date=data.date or date.today().isoformat())  # templates expect the current date
+    if data.uses_bytes and not data.chat_template:
+        raise InputError(
+            "--chat: the model was trained on bytes, which have no chat template; continue a text with --prompt TEXT "
+            "instead, or name a template file with --chat-template"
+        )
     template = find_template(data, tokenizer)
     loaded = source.model, source.params, source.placement, source.config.model.vocabulary_size
     generator = TokenGenerator(*loaded, sampling, rows=1, length=context)

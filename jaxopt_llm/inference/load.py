@@ -18,6 +18,7 @@ from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.execution import scan
 from jaxopt_llm.inference import run, stored
+from jaxopt_llm.inference.flags import Step
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Model, Params
@@ -84,19 +85,25 @@ class Pretrained:
         return jax.jit(forward)
 
 
-def load(path: Path, adapter: Path | None = None) -> Pretrained:
-    """Load the model of a Hugging Face folder, or of a run's last checkpoint.
+def load(path: Path, adapter: Path | None = None, step: Step = None) -> Pretrained:
+    """Load the model of a Hugging Face folder, or of a run's checkpoint.
 
     Args:
         path: the folder or its hub id, or the run directory.
         adapter: folder or hub id of LoRA adapters of this model, as PEFT writes them; None for no adapters.
+        step: checkpoint of the run.
 
     Raises:
-        InputError: the folder is incomplete or its model family is not supported, or `adapter` does not match it.
+        InputError: the folder is incomplete or its model family is not supported, or `adapter` or `step` does not match
+            it.
         CheckpointError: the run has no usable checkpoint.
     """
     path = hub.find_folder(path, "")
-    return _load_run(path, adapter) if is_run_directory(path) else _load_folder(path, adapter)
+    if is_run_directory(path):
+        return _load_run(path, adapter, step)
+    if step is not None:
+        raise InputError(f"step={step}: {path} is a model folder, which has no steps; leave it out")
+    return _load_folder(path, adapter)
 
 
 def _load_folder(path: Path, adapter: Path | None) -> Pretrained:
@@ -113,12 +120,12 @@ def _load_folder(path: Path, adapter: Path | None) -> Pretrained:
     return Pretrained(folder.config, params, path, Origin(path, path), model, placement)
 
 
-def _load_run(path: Path, adapter: Path | None) -> Pretrained:
+def _load_run(path: Path, adapter: Path | None, step: Step) -> Pretrained:
     config = cli.load_run_config(path, "")
     adapters = None if adapter is None else run.open_run_adapters(adapter, path, config)
     precision = replace(config.precision.for_evaluation(), compute_dtype="float32")
     dtype = config.precision.param_dtype
-    model, params, placement, _ = run.restore_run(path, config, dtype, "original", precision=precision)
+    model, params, placement, _ = run.restore_run(path, config, dtype, "original", precision=precision, step=step)
     if adapters is not None:
         model, params = run.add_adapters(model, params, placement, adapters, "float32")
     return Pretrained(config.model, params, path, run.find_origin(config), model, placement)

@@ -1,13 +1,12 @@
 """Models of training runs and of Hugging Face folders, for commands that use them without training."""
 
-import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +31,10 @@ from jaxopt_llm.config import (
 )
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import hub, tree
-from jaxopt_llm.core.errors import CheckpointError, InputError
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
+from jaxopt_llm.inference.flags import Step
+from jaxopt_llm.inference.steps import use_checkpoint
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Model, Params
@@ -44,13 +45,13 @@ from jaxopt_llm.parallel.zero import abstract_checkpoint, resting_parameter_shar
 from jaxopt_llm.training import lora, pretrained_weights, shapes
 from jaxopt_llm.training.initial_weights import open_frozen_base, read_tokenizer_digest
 
+MAX_ROW_TOKENS = 2048  # of the rows that a model folder is evaluated on
 FrozenAs = Literal["resting", "original", "absent"]
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Model of a run's last checkpoint or of a Hugging Face folder.
+    """Model of a run's checkpoint or of a Hugging Face folder.
 
     Attributes:
         config: configuration of the run; for a folder, defaults.
@@ -68,14 +69,6 @@ class LoadedModel:
     params: Params
     placement: Placement
     step: int
-
-
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name the model of a command."""
-    models = "training run, or folder or hub id of a Hugging Face model"
-    adapters = "PEFT folder or hub id of LoRA adapters of the model"
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help=models)
-    parser.add_argument("--adapter", type=Path, metavar="FOLDER", help=adapters)
 
 
 def load_config(directory: Path) -> Config:
@@ -119,13 +112,21 @@ def _open_config_and_folder(directory: Path) -> tuple[Config, ModelFolder | None
 
 
 def make_folder_config(folder: ModelFolder, name: str, directory: Path, tokenizer: str) -> Config:
-    """Return the configuration of a run that starts from a Hugging Face folder, with its dtype as compute dtype.
+    """Return the configuration of a run that starts from a Hugging Face folder: its dtype, and rows of its context.
 
     name: absolute path or hub id of the folder.
     """
+    context = huggingface.read_context(folder.path)
+    length = min(MAX_ROW_TOKENS, context or MAX_ROW_TOKENS)
+    rows = max(Config().training.batch_size * Config().training.sequence_length // length, 1)  # as many tokens at once
     dtype = str(folder.dtype("non_layer/embedding/table"))
     model = replace(folder.config, pretrained=name)
-    settings = {"run.directory": str(directory), "data.tokenizer": tokenizer, "precision.compute_dtype": dtype}
+    settings: dict[str, Any] = {
+        "run.directory": str(directory),
+        "data.tokenizer": tokenizer,
+        "precision.compute_dtype": dtype,
+    }
+    settings |= {"training.sequence_length": length, "training.batch_size": rows}
     return replace_fields(Config(model=model), settings)
 
 
@@ -135,40 +136,47 @@ def load_model(
     tensor: int = 1,
     attention: str = "xla",
     adapter: Path | None = None,
+    step: Step = None,
 ) -> LoadedModel:
     """Load the model of a run directory or of a Hugging Face folder.
 
     Args:
         directory: the run directory or folder.
-        data: settings that name the tokenizer; None for those of the run.
+        data: settings that name the tokenizer and its chat template; None for those of the run.
         tensor: number of devices that every weight is split over.
         attention: attention implementation for calls without a cache.
         adapter: PEFT folder with LoRA adapters of the model; None for no adapters.
+        step: checkpoint of the run.
 
     Raises:
-        InputError: the directory is neither, or `adapter` does not match the model.
+        InputError: the directory is neither, or `adapter` or `step` does not match it.
         CheckpointError: the run has no usable checkpoint.
     """
     config, folder = _open_config_and_folder(directory)
+    config = replace(config, data=data or config.data)
     adapters = None
+    if folder and step is not None:
+        raise InputError(f"--step {step}: {directory} is a model folder, which has no steps; leave it out")
     if adapter is not None:
         adapters = open_adapters(adapter, folder) if folder else open_run_adapters(adapter, directory, config)
-    tokenizer = load_tokenizer(data or config.data)
+    tokenizer = load_tokenizer(config.data)
     if tokenizer.vocabulary_size > config.model.vocabulary_size:
         raise InputError(
             f"data.tokenizer: the tokenizer has {tokenizer.vocabulary_size} tokens, more than the model's vocabulary "
             f"({config.model.vocabulary_size}); use the tokenizer that the model was trained with"
         )
     _check_tensor(tensor, config)
-    step, dtype = 0, config.precision.compute_dtype
+    restored, dtype = 0, config.precision.compute_dtype
     if folder is not None:
         model, params, placement = read_folder(folder, config.precision, tensor, attention)
     else:
         _check_tokenizer(directory, tokenizer)
-        model, params, placement, step = restore_run(directory, config, dtype, tensor=tensor, attention=attention)
+        model, params, placement, restored = restore_run(
+            directory, config, dtype, tensor=tensor, attention=attention, step=step
+        )
     if adapters is not None:
         model, params = add_adapters(model, params, placement, adapters, dtype)
-    return LoadedModel(config, tokenizer, model, params, placement, step)
+    return LoadedModel(config, tokenizer, model, params, placement, restored)
 
 
 def open_adapters(path: Path, folder: ModelFolder) -> AdapterFolder:
@@ -246,8 +254,9 @@ def restore_run(
     tensor: int = 1,
     attention: str = "xla",
     precision: PrecisionConfig | None = None,
+    step: Step = None,
 ) -> tuple[Model, Params, Placement, int]:
-    """Restore the parameters of a run's last checkpoint.
+    """Restore the parameters of a run's checkpoint.
 
     Args:
         directory: the run directory.
@@ -259,11 +268,13 @@ def restore_run(
         tensor: number of devices that every weight is split over.
         attention: attention implementation for calls without a cache.
         precision: precision of the computations; None for that in which the run is evaluated.
+        step: the checkpoint.
 
     Returns:
         The model, its parameters, their placement, and the step of the checkpoint.
 
     Raises:
+        InputError: the run has no such checkpoint.
         CheckpointError: the run has no usable checkpoint.
     """
     precision = precision or config.precision.for_evaluation()
@@ -290,27 +301,9 @@ def restore_run(
             rest = checkpoints.restore(step, frozen=abstract_checkpoint(frozen, placement))["frozen"]
         return tree.merge(masters, rest), step
 
-    params, step = use_last_checkpoint(directory, restore)
+    params, restored = use_checkpoint(directory, step, restore)
     resting = resting_parameter_sharding(trained if frozen_as == "absent" else model.specs, placement)
-    return model, jax.device_put(params, resting), placement, step
-
-
-def use_last_checkpoint(directory: Path, use: Callable[[Checkpoints, int], Result]) -> Result:
-    """Return `use(checkpoints, step)` for the last verified checkpoint of a run.
-
-    Raises:
-        CheckpointError: the run has no usable checkpoint.
-    """
-    with Checkpoints(directory / "checkpoints") as checkpoints:
-        while True:
-            step = checkpoints.latest_verified_step()
-            if step is None:
-                raise CheckpointError(f"--checkpoint {directory}: the run has no checkpoint yet; train it first")
-            try:
-                return use(checkpoints, step)
-            except CheckpointError:
-                if (directory / "checkpoints" / str(step)).exists():
-                    raise  # otherwise the run is in progress, wrote a newer checkpoint and deleted this one
+    return model, jax.device_put(params, resting), placement, restored
 
 
 def find_origin(config: Config) -> Origin:
@@ -331,7 +324,7 @@ def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     """Raise InputError if the tokenizer differs from the run's. A changed file would silently give other ids."""
     if read_tokenizer_digest(directory) != tokenizer.sha256:
         raise InputError(
-            f"--checkpoint {directory}: data.tokenizer, data.bos or data.eos differs from the run's: restore the "
+            f"--checkpoint {directory}: the tokenizer, its BOS or its EOS differs from the run's: restore the "
             "tokenizer that the run was trained with"
         )
 

@@ -12,14 +12,17 @@ from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.planning.memory import GIB
 from jaxopt_llm.planning.search.footprint import Footprint, compute_footprint
 from jaxopt_llm.planning.search.ranking import is_valid
+from jaxopt_llm.planning.search.roofline import Cluster, compute_step_time
 from jaxopt_llm.planning.search.setting_space import MIN_CONTEXT_TOKENS, list_narrower
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
+from jaxopt_llm.planning.search.workload import estimate_work
 
 Settings = dict[str, Any]  # values by field, for example {"sharding.zero_stage": 3}
 Option = tuple[Settings, str]  # settings and their price in words
 
 MIN_SAVING = 0.01  # share of the estimated peak; a setting that saves less is not advised
 MAX_ADVICE = 6
+MIN_GAIN = 0.01  # share of a step's time; less is not worth a word
 AMPERE = (8, 0)  # compute capability
 # Policies, cheapest first, with their FLOPs beyond those of `none` in percent (docs/rematerialisation.md).
 POLICIES = {"none": 0, "dots": 3, "save_qkv": 15, "save_attention": 23, "full": 26}
@@ -30,13 +33,15 @@ class Advice:
     """Settings to change, and their effect.
 
     settings: fields with their new values.
-    saves: predicted bytes of each GPU.
+    saves: predicted bytes of each GPU; negative if it needs more.
+    slowdown: predicted additional time of a step, as a share of its time; negative if it is faster.
     fits: whether this is enough.
     same: whether the run learns the same with them, so that a resume may change them.
     """
 
     settings: Settings
     saves: int
+    slowdown: float
     price: str
     fits: bool
     same: bool
@@ -49,20 +54,23 @@ class Advice:
         )
 
 
-def advise(config: Config, lacking: int, resumes: bool = False, simulated: bool = False) -> tuple[Advice, ...]:
-    """Return the settings that save most of each GPU's memory.
+def advise(
+    config: Config, cluster: Cluster, lacking: int, resumes: bool = False, simulated: bool = False
+) -> tuple[Advice, ...]:
+    """Return settings that save much of each GPU's memory, cheapest first.
 
     Settings that do not change what the run learns come before those that do. Some settings form a series in which each
     saves more than the one before: of a series only the first that is predicted to save the `lacking` bytes is
-    returned, or else the one that saves most. If none that leaves the run as it is suffices, the first entry combines
-    the first few that suffice together.
+    returned, or else the one that saves most. If none that leaves the run as it is suffices, these are followed by a
+    combination of the few that save most and suffice together.
 
     Args:
+        cluster: the GPUs, whose rates determine what is cheap.
         lacking: bytes of each GPU to save.
         resumes: whether there are checkpoints to resume from; then settings that change the run are left out.
         simulated: whether devices and host share one memory, so that offloading saves nothing.
     """
-    before = predict_footprint(config)
+    before, seconds = predict_footprint(config), predict_seconds(config, cluster)
 
     def size(footprint: Footprint) -> int:
         return round(footprint.peak + footprint.host * simulated)
@@ -76,27 +84,60 @@ def advise(config: Config, lacking: int, resumes: bool = False, simulated: bool 
         if saves < MIN_SAVING * size(before) or (resumes and not same):
             return None
         price += f" ({moved / GIB:.1f} GiB of host memory for each GPU)" if moved > 0 else ""
-        return Advice(settings, saves, price, saves >= lacking, same)
+        is_measured = "training.attention" not in settings  # the rates of attention kernels are assumptions
+        slowdown = predict_seconds(changed, cluster) / seconds - 1 if is_measured else 0.0
+        return Advice(settings, saves, slowdown, price, saves >= lacking, same)
 
-    found = []
+    found: list[Advice] = []
     for series in _list_series(config, simulated):
         options = [advice for settings, price in series if (advice := judge(settings, price))]
         if options:
             most = max(options, key=lambda advice: advice.saves)
             found.append(next((advice for advice in options if advice.fits), most))
     found.sort(key=lambda advice: (not advice.same, -advice.saves))
+    combinations: list[Advice] = []
     if not any(advice.fits and advice.same for advice in found):
         settings: Settings = {}
         saved = 0
         for advice in found:
-            combined = judge(settings | advice.settings, "the prices below together")
+            combined = judge(settings | advice.settings, "the prices of these together")
             if combined is None or combined.saves < saved + MIN_SAVING * size(before):
                 continue  # the settings before have already saved what this one would
             settings, saved = combined.settings, combined.saves
             if combined.fits:
-                found.insert(0, combined)
+                combinations = [combined]
                 break
-    return tuple(found[:MAX_ADVICE])
+    return _order(found, combinations)
+
+
+def _order(singles: list[Advice], combinations: list[Advice]) -> tuple[Advice, ...]:
+    """Return the best of the single settings, cheapest first, with the combinations before those of another run."""
+    singles = sorted(singles, key=lambda advice: (not advice.same, not advice.fits, -advice.saves))
+    kept = sorted(singles[: MAX_ADVICE - len(combinations)], key=lambda advice: advice.slowdown)
+    same, others = ([advice for advice in kept if advice.same is wanted] for wanted in (True, False))
+    return (*same, *combinations, *others)
+
+
+def advise_less_remat(config: Config, cluster: Cluster, room: int) -> Advice | None:
+    """Return the fastest policy of rematerialisation that needs at most `room` bytes more; None: none is faster.
+
+    With offloaded activations, or with policies of the user's own names, the choice is the user's.
+    """
+    remat = config.remat
+    if remat.offload or not isinstance(remat.policy, str):
+        return None
+    before, seconds = predict_footprint(config).peak, predict_seconds(config, cluster)
+    found = []
+    for policy in (name for name, extra in POLICIES.items() if extra < POLICIES[remat.policy]):
+        settings: Settings = {"remat.policy": policy} | ({"remat.every": 1} if remat.every > 1 else {})
+        changed = apply_settings(config, settings)
+        if changed is None or (needs := round(predict_footprint(changed).peak - before)) > room:
+            continue
+        slowdown = predict_seconds(changed, cluster) / seconds - 1
+        if slowdown < -MIN_GAIN:
+            price = f"about {POLICIES[remat.policy] - POLICIES[policy]}% fewer FLOPs"
+            found.append(Advice(settings, -needs, slowdown, price, fits=True, same=True))
+    return min(found, key=lambda advice: advice.slowdown, default=None)
 
 
 @functools.cache
@@ -107,6 +148,14 @@ def predict_footprint(config: Config) -> Footprint:
     return compute_footprint(config, state)
 
 
+@functools.cache
+def predict_seconds(config: Config, cluster: Cluster) -> float:
+    """Return the time of a step by the arithmetic with which `plan --search` ranks settings."""
+    state = compute_state_sizes(config)
+    assert state is not None, "`validate` refuses such moments"
+    return compute_step_time(estimate_work(config, state, cluster), cluster.chip, config.precision.compute_dtype).total
+
+
 def apply_settings(config: Config, settings: Settings) -> Config | None:
     """Return the configuration with these fields changed, or None if `train` would refuse it."""
     changed = fields.replace_fields(config, settings)
@@ -115,12 +164,28 @@ def apply_settings(config: Config, settings: Settings) -> Config | None:
 
 def format_advice(found: Sequence[Advice]) -> list[str]:
     """Return the lines of the table of advice."""
-    lines = ["settings that save most    GiB   predicted by arithmetic"]
+    lines = ["settings that save most    GiB   predicted by arithmetic, cheapest first"]
     for advice in found:
-        lines.append(f"  {'fits' if advice.fits else '':18} {advice.saves / GIB:9.2f}   {advice.flags}: {advice.price}")
+        text = f"{advice.flags}: {advice.price}{describe_slowdown(advice.slowdown)}"
+        lines.append(f"  {'fits' if advice.fits else '':18} {advice.saves / GIB:9.2f}   {text}")
     if not any(advice.fits for advice in found):
         lines.append("  not enough even together: use more GPUs, a smaller model or shorter sequences")
     return lines
+
+
+def format_less_remat(advice: Advice) -> str:
+    """Return the line that proposes to recompute less."""
+    price = f"{advice.price}{describe_slowdown(advice.slowdown)}"
+    return (
+        f"memory is left to recompute less: {advice.flags}: {price}, {-advice.saves / GIB:.2f} GiB more by arithmetic"
+    )
+
+
+def describe_slowdown(slowdown: float) -> str:
+    """Return ", about N% slower" or faster; "" for less than 1%."""
+    if abs(slowdown) < MIN_GAIN:
+        return ""
+    return f", about {abs(slowdown):.0%} {'slower' if slowdown > 0 else 'faster'}"
 
 
 # ---- Settings to try. Each series is one idea; its options go further and further.

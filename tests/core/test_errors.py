@@ -39,3 +39,17 @@ def test_one_line_and_a_code(error: BaseException, code: int, line: str, capsys:
 def test_a_bug_keeps_its_traceback() -> None:
     with pytest.raises(ZeroDivisionError):
         errors.run_command(lambda: 1 // 0)
+
+
+def test_a_command_names_its_own_flags() -> None:
+    """Settings that the command has no flag for keep their names, and so do paths."""
+    with (
+        pytest.raises(
+            OutOfMemory, match=r"^--eos x: set --text-field or --text-field, not data.other, in a/data.eos$"
+        ) as got,
+        errors.own_flags({"data.eos": "--eos", "data.text_field": "--text-field"}),
+    ):
+        raise OutOfMemory(
+            "data.eos=x: set --data.text-field or data.text_field, not data.other, in a/data.eos", ("detail",)
+        )
+    assert got.value.details == ("detail",)

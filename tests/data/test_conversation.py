@@ -112,7 +112,7 @@ def test_every_form_and_format_is_the_same_conversations(
     assert found == expected and len(expected[2]) > 0
     named, same = read(path, replace(config, content=NAMED.get(form, form)))
     assert (named, same) == (found, sha256)
-    with pytest.raises(InputError, match="no column 'text'.*or read conversations with data.content=chat"):
+    with pytest.raises(InputError, match="no column 'text'.*or read conversations with --data.content chat"):
         read(path, DataConfig())
 
 
@@ -124,7 +124,7 @@ def test_csv_holds_the_same_conversations(form: str, config: DataConfig, tmp_pat
     found, sha256 = read(write(tmp_path / "a.csv", rows), config)
     assert found == expected
     assert read(tmp_path / "a.csv", replace(config, content=form)) == (found, sha256)
-    with pytest.raises(InputError, match="a.csv: no column 'text'.*or read conversations with data.content=chat"):
+    with pytest.raises(InputError, match="a.csv: no column 'text'.*or read conversations with --data.content chat"):
         read(tmp_path / "a.csv", DataConfig())
 
 

@@ -341,7 +341,7 @@ def test_templates_that_hide_the_assistants_turns_are_rejected(source: str, mess
 
 
 def test_a_template_that_writes_the_date_needs_one() -> None:
-    with pytest.raises(InputError, match="the chat template writes the current date.*--data.date 2026-01-31 [^;]*$"):
+    with pytest.raises(InputError, match="the chat template writes the current date.*--data.date 2026-01-31$"):
         render(LLAMA_3, CONVERSATION)
 
 

@@ -1,5 +1,6 @@
 """Models loaded from runs and Hugging Face folders."""
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +81,10 @@ def test_a_hugging_face_folder_is_loaded_unchanged(tmp_path: Path) -> None:
     assert {leaf.dtype for leaf in jax.tree.leaves(source.params)} == {jnp.dtype("bfloat16")}
     chex.assert_trees_all_equal(source.params, load_pretrained(path).params)
     assert source.tokenizer.sha256 == load_tokenizer(DataConfig(tokenizer=str(path))).sha256
+    with pytest.raises(InputError, match="--step best: .* is a model folder, which has no steps; leave it out"):
+        run.load_model(path, step="best")
+    with pytest.raises(InputError, match="step=2: .* is a model folder, which has no steps; leave it out"):
+        load_pretrained(path, step=2)
     split = run.load_model(path, tensor=2)
     assert_split(split, 2)
     chex.assert_trees_all_equal(split.params, source.params)
@@ -90,9 +95,18 @@ def test_a_folder_is_evaluated_too(
 ) -> None:
     path = write_tokenizer(folders.folder(tmp_path / "model", replace(folders.CONFIG, vocabulary_size=512, layers=2)))
     (tmp_path / "text.txt").write_text("What is 1 + 1? It is 2.")
-    given = ("--checkpoint", path, "--data.paths", tmp_path / "text.txt", "--training.sequence-length", 8)
-    monkeypatch.setattr(sys, "argv", ["evaluate", *map(str, given), "--training.batch-size", "1"])
-    assert evaluate.main() == 0
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 8}))
+    given = ("--checkpoint", path, "--data.paths", tmp_path / "text.txt", "--training.batch-size", 1)
+    outputs = []
+    for length in ((), ("--training.sequence_length=8",)):  # the default is the model's context
+        monkeypatch.setattr(sys, "argv", ["evaluate", *map(str, given), *length])
+        assert evaluate.main() == 0
+        outputs.append(capsys.readouterr())
+    assert outputs[0].out == outputs[1].out
+    assert [line for line in outputs[0].err.splitlines() if line not in outputs[1].err.splitlines()] == [
+        "rows of 8 tokens, the model's context, at most 2,048: see --training.sequence-length"
+    ]
     tokenizer = load_tokenizer(DataConfig(tokenizer=str(path)))
     (ids,) = tokenizer.encode([(tmp_path / "text.txt").read_bytes()])
     row = np.array([tokenizer.bos, *ids, tokenizer.eos], np.int32)
@@ -101,7 +115,19 @@ def test_a_folder_is_evaluated_too(
         part = row[begin : begin + 9]
         logits = load_pretrained(path).logits(part[None])[0, :-1]
         losses += [*-jax.nn.log_softmax(logits)[np.arange(part.size - 1), part[1:]]]
-    assert f"{np.mean(losses):.4f} nats per token" in capsys.readouterr().out
+    assert f"{np.mean(losses):.4f} nats per token" in outputs[0].out
+
+
+@pytest.mark.parametrize(("context", "rows"), [(8, (8, 1024)), (131_072, (2048, 4)), (None, (2048, 4))])
+def test_a_folder_is_evaluated_on_rows_of_its_context(
+    context: int | None, rows: tuple[int, int], tmp_path: Path
+) -> None:
+    path = folders.folder_with_tokenizer(tmp_path / "model")
+    settings = json.loads((path / "config.json").read_text())
+    settings.pop("max_position_embeddings", None)
+    (path / "config.json").write_text(json.dumps(settings | ({"max_position_embeddings": context} if context else {})))
+    training = run.open_config(path).training
+    assert (training.sequence_length, training.batch_size) == rows
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"model": 1}'])

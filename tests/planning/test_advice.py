@@ -18,7 +18,9 @@ from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning import advice
 from jaxopt_llm.planning.advice import Advice, advise, format_advice
 from jaxopt_llm.planning.memory import GIB
+from jaxopt_llm.planning.search.roofline import Cluster
 
+CLUSTER = Cluster("h100", 1, 8)
 SMALL = Config(
     model=ModelConfig(width=1024, layers=8, heads=8, kv_heads=8, head_dim=128, mlp_width=4096, vocabulary_size=7_680),
     training=TrainingConfig(batch_size=8, sequence_length=128),
@@ -110,7 +112,7 @@ def test_narrower_settings_are_advised_only_where_they_fit_the_run() -> None:
     # The settings that `optimizer.in_backward` requires are the user's own: advice does not set them.
     alone = llama(mesh__fsdp=1, optimizer__clip_norm=0, training__skip_limit=1)
     for config, is_advised in ((alone, True), (llama(mesh__fsdp=1), False)):
-        found = advice.advise(config, 10 * GIB)
+        found = advice.advise(config, CLUSTER, 10 * GIB)
         assert any(each.settings == {"optimizer.in_backward": True} for each in found) == is_advised
 
 
@@ -198,7 +200,7 @@ def test_predicted_savings_match_compiled_ones(
 
 def test_advice_is_legal_and_changes_the_configuration() -> None:
     for config in (SMALL, llama(remat__policy="none")):
-        for each in advise(config, GIB):
+        for each in advise(config, CLUSTER, GIB):
             after = advice.apply_settings(config, each.settings)
             assert after is not None and after != config
             assert each.saves == saved(config, after) > 0
@@ -210,12 +212,13 @@ LONG = llama(training__sequence_length=65_536, training__attention="pallas")
 
 
 def test_advice_divides_long_sequences() -> None:
-    found = {tuple(each.settings): each for each in advise(LONG, 60 * GIB)}
+    found = {tuple(each.settings): each for each in advise(LONG, CLUSTER, 60 * GIB)}
     divided = found["mesh.fsdp", "mesh.context", "training.accumulation"]
     assert divided.same and divided.saves > 0.4 * advice.predict_footprint(LONG).peak
     sizes = divided.settings
     assert sizes["mesh.fsdp"] * sizes["mesh.context"] == 8 == sizes["training.accumulation"] * sizes["mesh.fsdp"]
-    assert not any("context" in each.flags for each in advise(changed(LONG, training__sequence_length=2048), GIB))
+    short = changed(LONG, training__sequence_length=2048)
+    assert not any("context" in each.flags for each in advise(short, CLUSTER, GIB))
 
 
 def test_advice_moves_experts_to_more_or_fewer_devices() -> None:
@@ -227,7 +230,7 @@ def test_advice_moves_experts_to_more_or_fewer_devices() -> None:
 
     def divided(config: Config) -> Advice:
         names = ["mesh.fsdp", "mesh.expert"]
-        return next(each for each in advise(config, 60 * GIB) if list(each.settings) == names)
+        return next(each for each in advise(config, CLUSTER, 60 * GIB) if list(each.settings) == names)
 
     experts = {"model__moe__experts": 8, "model__moe__experts_per_token": 4, "model__moe__expert_width": 4096}
     whole = divided(changed(SMALL, **experts, sharding__zero_stage=2))
@@ -237,43 +240,44 @@ def test_advice_moves_experts_to_more_or_fewer_devices() -> None:
     )
     fewer = divided(changed(rows, remat__policy="none"))
     assert fewer.same and fewer.settings == {"mesh.fsdp": 8, "mesh.expert": 1}
-    assert not any("expert" in each.flags for each in advise(SMALL, GIB))
+    assert not any("expert" in each.flags for each in advise(SMALL, CLUSTER, GIB))
 
 
 def test_advice_replaces_xla_attention_by_a_kernel() -> None:
     scores = changed(LONG, training__attention="xla", training__sequence_length=16_384)
 
     def kernels(**of: Any) -> list[Advice]:
-        return [each for each in advise(scores, 4 * GIB, **of) if "training.attention" in each.settings]
+        return [each for each in advise(scores, CLUSTER, 4 * GIB, **of) if "training.attention" in each.settings]
 
     assert kernels()[0].settings == {"training.attention": "pallas"}
     # jax 0.10.2 gathers weights ahead, and then also keeps the masks of the scores.
     assert kernels()[0].saves / GIB == pytest.approx(2.50 if jax.__version_info__ >= (0, 11) else 4.62, rel=0.01)
     assert not kernels(simulated=True), "a CPU has no kernels"
     odd = changed(scores, model__head_dim=96)
-    assert not any("training.attention" in each.settings for each in advise(odd, GIB))
+    assert not any("training.attention" in each.settings for each in advise(odd, CLUSTER, GIB))
 
 
 def test_advice_for_a_resume_does_not_change_the_run() -> None:
-    fresh, resumed = advise(SMALL, GIB), advise(SMALL, GIB, resumes=True)
+    fresh, resumed = advise(SMALL, CLUSTER, GIB), advise(SMALL, CLUSTER, GIB, resumes=True)
     assert {"lora.rank": 16} in [each.settings for each in fresh]
     assert resumed and all(each.same for each in resumed)
-    # Settings that leave the run as it is come first; in both groups the largest saving comes first.
-    assert [(not each.same, -each.saves) for each in fresh] == sorted((not each.same, -each.saves) for each in fresh)
+    # Settings that leave the run as it is come first; in both groups the cheapest comes first.
+    order = [(not each.same, each.slowdown) for each in fresh if not each.price.startswith(TOGETHER)]
+    assert order == sorted(order) and len(order) > 3
 
 
 def test_simulated_devices_gain_nothing_by_offloading() -> None:
     def offloads(found: tuple[Advice, ...]) -> bool:
         return any("offload" in each.flags for each in found)
 
-    assert offloads(advise(SMALL, 1)) and not offloads(advise(SMALL, 1, simulated=True))
+    assert offloads(advise(SMALL, CLUSTER, 1)) and not offloads(advise(SMALL, CLUSTER, 1, simulated=True))
 
 
 def test_the_cheapest_sufficient_option_of_a_series_is_advised() -> None:
     config = llama(remat__policy="none")
 
     def policy(lacking: float) -> str:
-        found = advise(config, int(lacking * GIB))
+        found = advise(config, CLUSTER, int(lacking * GIB))
         return next(each.settings["remat.policy"] for each in found if list(each.settings) == ["remat.policy"])
 
     assert [policy(lacking) for lacking in (0.5, 5, 8, 9.8, 40)] == [
@@ -285,27 +289,49 @@ def test_the_cheapest_sufficient_option_of_a_series_is_advised() -> None:
     ]
 
 
-def test_a_sufficient_combination_comes_first() -> None:
+TOGETHER = "the prices of these together"
+
+
+def test_a_sufficient_combination_follows_the_single_settings() -> None:
     config = llama(mesh__fsdp=1)
     lacking = 55 * GIB
-    first, *singles = advise(config, lacking)
-    assert first.fits and first.same and not any(each.fits and each.same for each in singles)
-    assert len(first.settings) > 1
-    after = advice.apply_settings(config, first.settings)
+    found = advise(config, CLUSTER, lacking)
+    (combined,) = (each for each in found if each.price.startswith(TOGETHER))
+    place = found.index(combined)
+    assert combined.fits and combined.same and len(combined.settings) > 1
+    assert place and all(each.same and not each.fits for each in found[:place])
+    assert not any(each.same for each in found[place + 1 :])
+    after = advice.apply_settings(config, combined.settings)
     assert after is not None and saved(config, after) >= lacking
 
 
 def test_format_advice() -> None:
     both = {"sharding.zero_stage": 3, "remat.offload": ("block_input", "query")}
     found = [
-        Advice(both, 3 * GIB // 2, "much", True, True),
-        Advice({"lora.rank": 16}, GIB, "another run", False, False),
+        Advice(both, 3 * GIB // 2, 0.126, "much", True, True),
+        Advice({"lora.rank": 16}, GIB, -0.2, "another run", False, False),
     ]
     assert format_advice(found) == [
-        "settings that save most    GiB   predicted by arithmetic",
-        "  fits                    1.50   --sharding.zero-stage 3 --remat.offload block_input query: much",
-        "                          1.00   --lora.rank 16: another run",
+        "settings that save most    GiB   predicted by arithmetic, cheapest first",
+        "  fits                    1.50   --sharding.zero-stage 3 --remat.offload block_input query: much, "
+        "about 13% slower",
+        "                          1.00   --lora.rank 16: another run, about 20% faster",
     ]
     *_, last = format_advice(found[1:])
     assert last == "  not enough even together: use more GPUs, a smaller model or shorter sequences"
     assert cli.override_config(SMALL, found[0].flags.split(), "") == advice.apply_settings(SMALL, both)
+
+
+def test_free_memory_is_used_to_recompute_less() -> None:
+    config = llama()
+    for room, policy in ((1, None), (5, "save_qkv"), (20, "none")):
+        found = advice.advise_less_remat(config, CLUSTER, room * GIB)
+        assert (found and found.settings["remat.policy"]) == policy
+        if found:
+            after = advice.apply_settings(config, found.settings)
+            assert after is not None and -room * GIB <= found.saves == saved(config, after) < 0 and found.slowdown < 0
+            assert f"--remat.policy {policy}: about " in advice.format_less_remat(found)
+    assert advice.advise_less_remat(llama(remat__policy="none"), CLUSTER, 20 * GIB) is None
+    assert advice.advise_less_remat(llama(remat__offload=("block_input",)), CLUSTER, 20 * GIB) is None
+    grouped = advice.advise_less_remat(llama(remat__every=4), CLUSTER, 40 * GIB)
+    assert grouped is not None and grouped.settings == {"remat.policy": "none", "remat.every": 1}

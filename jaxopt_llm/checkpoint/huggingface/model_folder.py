@@ -61,6 +61,13 @@ def read_config(path: Path) -> tuple[Family, ModelConfig]:
         raise InputError(f"{path / CONFIG_FILE}: {error}") from error
 
 
+def read_context(path: Path) -> int | None:
+    """Return the number of positions that the model of a folder was trained for; None: the config.json does not say."""
+    settings = read_settings(path)
+    context = settings.get("max_position_embeddings", settings.get("n_positions"))
+    return context if isinstance(context, int) and context > 0 else None
+
+
 def choose_family(config: ModelConfig, source: Path | None = None) -> Family:
     """Return a family that fits a model.
 

@@ -13,8 +13,7 @@ def list_reasons_to_keep(losses: Mapping[int, float | None], config: CheckpointC
         config: the settings `keep`, `keep_every` and `keep_best`.
     """
     newest = sorted(losses)[-config.keep :]
-    measured = sorted((loss, step) for step, loss in losses.items() if loss is not None)
-    best = [step for _, step in measured[: config.keep_best]]
+    best = rank_by_loss(losses)[: config.keep_best]
     return {
         step: [
             *(["newest"] if step in newest else []),
@@ -23,3 +22,8 @@ def list_reasons_to_keep(losses: Mapping[int, float | None], config: CheckpointC
         ]
         for step in losses
     }
+
+
+def rank_by_loss(losses: Mapping[int, float | None]) -> list[int]:
+    """Return the steps whose held-out loss was measured, lowest loss first."""
+    return [step for _, step in sorted((loss, step) for step, loss in losses.items() if loss is not None)]

@@ -7,7 +7,7 @@ compiled. They are then ranked by the same roofline with the compiler's own figu
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from jaxopt_llm.config import Config, MeshConfig
@@ -31,6 +31,7 @@ from jaxopt_llm.planning.search.workload import estimate_work
 from jaxopt_llm.training.validation import validate
 
 MAX_COMPILED = 12  # settings
+MAX_HOSTS_TRIED = 32  # numbers of hosts that are tried if no mesh of the given ones is legal
 MEMORY_SLACK = 0.05  # error that the arithmetic may make: a setting is compiled if it would fit with this much less
 # Share of a GPU's memory above which XLA rematerialises on its own, at a cost that only compiling shows; such a program
 # also takes twice as long to compile. Settings above it are used only if there are no others.
@@ -164,9 +165,10 @@ def search_settings(
     illegal = {mesh: found for mesh in enumerate_meshes(config, cluster) if (found := list_mesh_problems(config, mesh))}
     candidates = estimate_all(config, cluster, allowed)
     if not candidates:
+        hosts = _find_legal_hosts(config, cluster)
         raise InputError(
             f"no mesh of {cluster.hosts} × {cluster.gpus_per_host} GPUs is legal for this recipe, for example "
-            f"{next(iter(illegal.values()))[0]}"
+            f"{next(iter(illegal.values()))[0]}" + (f"; --hosts {hosts} works" if hosts else "")
         )
     roomy = int(XLA_REMAT_SHARE * cluster.chip.memory_bytes)
     if any(candidate.footprint.peak <= roomy for candidate in candidates):
@@ -174,6 +176,16 @@ def search_settings(
     compiled = _compile_best(config, candidates, cluster, limit, compile_all, at_once)
     ranked = sorted(compiled, key=lambda candidate: (not candidate.fits, candidate.time.total))
     return SearchResult(config, cluster, limit, illegal, candidates, tuple(ranked))
+
+
+def _find_legal_hosts(config: Config, cluster: Cluster) -> int | None:
+    """Return the nearest number of hosts on which a mesh is legal for the recipe; None: there is none near."""
+    others = [hosts for hosts in range(1, 2 * cluster.hosts + 1) if hosts != cluster.hosts]
+    for hosts in sorted(others, key=lambda hosts: abs(hosts - cluster.hosts))[:MAX_HOSTS_TRIED]:
+        meshes = enumerate_meshes(config, replace(cluster, hosts=hosts))
+        if any(not list_mesh_problems(config, mesh) for mesh in meshes):
+            return hosts
+    return None
 
 
 def _compile_best(

@@ -5,9 +5,16 @@ import json
 import textwrap
 from typing import Any
 
-from jaxopt_llm.config import Config
+from jaxopt_llm.config import Config, fields
+from jaxopt_llm.config.unread import find_unread
 
 LINE_WIDTH = 120
+
+
+def drop_unread(config: Config) -> Config:
+    """Return a configuration without the settings of a placement that its mesh does not read, such as `pipeline`."""
+    unread = [name for name in find_unread(config) if name.startswith(("pipeline.", "sharding."))]
+    return fields.replace_fields(config, {name: fields.get_field(Config(), name) for name in unread})
 
 
 def format_recipe(config: Config, docstring: str) -> str:

@@ -78,15 +78,19 @@ def format_table(result: SearchResult, seconds: float) -> str:
         f"{len(result.candidates):,} settings on {cluster.hosts} × {cluster.gpus_per_host} {cluster.chip.name}: "
         f"{may_fit:,} fit by arithmetic, {len(result.compiled)} compiled, in {seconds:.0f} s",
         "",
-        f"{'':5}s/step  MFU  {'bottleneck':16}  {' '.join(f'{name:>6}' for name in COLUMNS)}  (GiB of each GPU)",
+        f"{'':5}s/step  tokens/s     days  MFU  {'bottleneck':16}  "
+        f"{' '.join(f'{name:>6}' for name in COLUMNS)}  (GiB of each GPU)",
     ]
     for rank, candidate in enumerate(result.compiled, 1):
         memory, time = candidate.plan.memory, candidate.time
         sizes = (*dataclasses.astuple(memory), memory.peak, candidate.plan.spare)
         columns = " ".join(f"{size / GIB:6.2f}" for size in sizes)
         mark = " (the recipe)" if candidate.config == recipe else ""
+        days = compute_days(candidate)
+        speed = f"{compute_tokens_per_second(candidate):9,.0f} {'-' if days is None else f'{days:,.2f}':>8}"
+        mfu = f"{compute_mfu(candidate, result):4.0%}"
         lines += [
-            f"{rank:3} {time.total:7.3f} {compute_mfu(candidate, result):4.0%}  {time.bottleneck:16}  {columns}",
+            f"{rank:3} {time.total:7.3f} {speed} {mfu}  {time.bottleneck:16}  {columns}",
             f"{'':4}{describe_setting(candidate.config, recipe)}{mark}{'' if candidate.fits else ': DOES NOT FIT'}",
         ]
     if result.winner:
@@ -99,6 +103,18 @@ def compute_mfu(candidate: CompiledCandidate, result: SearchResult) -> float:
     """Return the model FLOPs divided by the chip's peak FLOPs in the step's time."""
     peak = result.cluster.chip.peak_flops[candidate.config.precision.compute_dtype]
     return candidate.plan.model_flops / (peak * candidate.time.total)
+
+
+def compute_tokens_per_second(candidate: CompiledCandidate) -> float:
+    """Return the tokens of all GPUs in a second, with padding."""
+    training = candidate.config.training
+    return training.batch_size * training.sequence_length / candidate.time.total
+
+
+def compute_days(candidate: CompiledCandidate) -> float | None:
+    """Return the days of all steps of the run; None: epochs determine the steps."""
+    steps = candidate.config.training.steps
+    return steps * candidate.time.total / 86_400 if steps else None
 
 
 def to_json(result: SearchResult, seconds: float, plan_json: Callable[[Any], Any]) -> dict[str, Any]:
@@ -120,6 +136,8 @@ def to_json(result: SearchResult, seconds: float, plan_json: Callable[[Any], Any
                 "settings": list_changes(candidate.config, result.recipe),
                 "is_recipe": candidate.config == result.recipe,
                 "step_seconds": candidate.time.total,
+                "tokens_per_second": compute_tokens_per_second(candidate),
+                "days": compute_days(candidate),
                 "binds": candidate.time.bottleneck,
                 "time": dataclasses.asdict(candidate.time),
                 "estimated": {

@@ -15,6 +15,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.plan import Memory, Plan
 from jaxopt_llm.planning.breakdown import Part
+from jaxopt_llm.planning.checkpoint_interval import CheckpointPlan
 from jaxopt_llm.planning.search import decision_tree, ranking, report
 from jaxopt_llm.planning.search.ranking import (
     MAX_COMPILED,
@@ -58,6 +59,8 @@ def as_estimated(config: Config, more: float = 1.0, limit: int = LIMIT) -> Plan:
     return Plan(
         largest=(),
         advice=(),
+        less_remat=None,
+        checkpoints=CheckpointPlan(500, 1.0, 0, {}),
         gpu=CLUSTER.chip.name,
         hosts=CLUSTER.hosts,
         gpus_per_host=CLUSTER.gpus_per_host,
@@ -230,6 +233,30 @@ def test_the_tree_gives_a_reason_for_every_mesh() -> None:
         assert f"\n{line}" in said.replace("  ", "")
 
 
+def test_the_table_has_tokens_and_days() -> None:
+    found, _ = run()
+    lines = report.format_table(found, 1.0).splitlines()
+    header, first = lines[2], lines[3]
+    seconds = found.compiled[0].time.total
+    assert header.split()[:4] == ["s/step", "tokens/s", "days", "MFU"]
+    _, step, tokens, days, *_ = first.split()
+    training = RECIPE.training
+    assert float(step) == pytest.approx(seconds, abs=1e-3)
+    assert tokens == f"{training.batch_size * training.sequence_length / seconds:,.0f}"
+    assert days == f"{training.steps * seconds / 86_400:,.2f}"
+    ends = [header.index(name) + len(name) for name in ("s/step", "tokens/s", "days", "MFU")]
+    assert all(first[end - 1] != " " and first[end] == " " for end in ends), "the columns are aligned"
+    endless = dataclasses.replace(found.compiled[0].config, training=dataclasses.replace(training, steps=0, epochs=1.0))
+    candidate = dataclasses.replace(found.compiled[0].candidate, config=endless)
+    assert report.compute_days(dataclasses.replace(found.compiled[0], candidate=candidate)) is None
+
+
+def test_an_illegal_number_of_hosts_names_one_that_works() -> None:
+    one_row = dataclasses.replace(RECIPE, training=dataclasses.replace(RECIPE.training, batch_size=8, accumulation=1))
+    with pytest.raises(InputError, match="no mesh of 97 × 1 GPUs is legal for this recipe, .*; --hosts 96 works"):
+        search_settings(one_row, Cluster("h200", 97, 1), LIMIT, (), lambda some: [])
+
+
 def test_flags_reproduce_the_setting() -> None:
     found, _ = run()
     by_name = next(choice.config for choice in found.candidates if not isinstance(choice.config.remat.policy, str))
@@ -242,5 +269,8 @@ def test_json_contains_the_json_of_plans() -> None:
     told = report.to_json(found, 1.0, lambda plan: planning.to_json(plan))
     assert told["settings"] == len(found.candidates) >= told["fit_by_arithmetic"]
     first = told["ranked"][0]
+    tokens = RECIPE.training.batch_size * RECIPE.training.sequence_length
+    assert first["tokens_per_second"] == pytest.approx(tokens / first["step_seconds"])
+    assert first["days"] == pytest.approx(RECIPE.training.steps * first["step_seconds"] / 86_400)
     assert first["step_seconds"] == pytest.approx(sum(first["time"].values()))
     assert first["plan"] == planning.to_json(found.winner.plan)  # type: ignore[union-attr,arg-type]

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxopt_llm.config import RematConfig, cli
+from jaxopt_llm.config import MeshConfig, PipelineConfig, RematConfig, ShardingConfig, cli
 from jaxopt_llm.config.cli import RECIPES
-from jaxopt_llm.planning.search.recipe import format_recipe
+from jaxopt_llm.planning.search.recipe import drop_unread, format_recipe
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in RECIPES.glob("*.py")))
@@ -26,3 +26,17 @@ def test_format_of_a_recipe(tmp_path: Path) -> None:
     assert "        training=TrainingConfig(steps=500_000, sequence_length=4096),\n" in text
     assert '        run=RunConfig(directory="runs/llama2_7b"),\n' in text
     assert "zero_stage" not in text, "default values are left out"
+
+
+def test_settings_that_the_mesh_does_not_read_are_left_out() -> None:
+    recipe = dataclasses.replace(
+        cli.load_recipe("10b.py"),
+        pipeline=PipelineConfig("interleaved", 4),
+        sharding=ShardingConfig(2, sequence_parallel=True),
+    )
+    whole = drop_unread(dataclasses.replace(recipe, mesh=MeshConfig(fsdp=8)))
+    assert (whole.pipeline, whole.sharding) == (PipelineConfig(), ShardingConfig(2))
+    text = format_recipe(whole, "Found.")
+    assert "interleaved" not in text and "virtual_stages" not in text and "sequence_parallel" not in text
+    staged = dataclasses.replace(recipe, mesh=MeshConfig(pipeline=2, tensor=4))
+    assert drop_unread(staged) == staged
