@@ -79,7 +79,6 @@ def train(requested: Config, preemption: Preemption, processes: Processes = SING
         explainer.check_fits(
             {"the step": (lowered.step, programs.step), "an evaluation": (lowered.held_out, programs.held_out)}
         )
-
         if processes.first:
             write_memory(directory / "memory.json", setup.program, programs.step)
 
