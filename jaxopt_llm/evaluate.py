@@ -26,7 +26,7 @@ from jaxopt_llm.execution import scan
 from jaxopt_llm.inference import run
 from jaxopt_llm.inference.run import LoadedModel
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.self_attention import kernel_head_dim
+from jaxopt_llm.model.self_attention import describe_call
 from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.planning import oom
 from jaxopt_llm.training.validation import validate
@@ -76,9 +76,8 @@ def main() -> int:
     config = _override(trained, overrides, reads_other_data)
     length = config.training.sequence_length
     # Not the implementation that the run used, because this may be another machine.
-    attention = choose_attention(
-        visible_devices()[0], "auto", kernel_head_dim(config.model), config.precision.compute_dtype, length
-    )
+    call = describe_call(config.model, config.precision.compute_dtype, length, None, parts=1)
+    attention = choose_attention(visible_devices()[0], "auto", call)
     if attention.reason:
         print(f"attention: {attention}", file=sys.stderr)
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):

@@ -182,6 +182,8 @@ def test_a_training_step_uses_the_choice(
 class Recorded:
     """Implementation that counts its calls."""
 
+    reads_out = False
+
     def __init__(self) -> None:
         self.called = 0
         self.backward = attention_xla.backward
