@@ -18,7 +18,7 @@ from jaxopt_llm import evaluate
 from jaxopt_llm.core.errors import OutOfMemory
 from jaxopt_llm.kernels import attention_xla
 from jaxopt_llm.kernels.attention import IMPLEMENTATIONS
-from jaxopt_llm.kernels.attention_auto import AttentionChoice
+from jaxopt_llm.kernels.attention_auto import AttentionCall, AttentionChoice
 
 pytestmark = pytest.mark.core
 

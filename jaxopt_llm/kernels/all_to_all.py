@@ -40,12 +40,11 @@ class AllToAll:
     def backward(
         self, parameters: AttentionParameters, residuals: AttentionResiduals, gradient: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        whole = AttentionResiduals(
-            *map(self._split_heads, (residuals.q, residuals.k, residuals.v)),
-            self._gather(residuals.key_ranges),
-            *jax.tree.map(functools.partial(self._exchange, split=1, join=2), (residuals.log_sum, residuals.delta)),
-            jax.tree.map(self._split_heads, residuals.out),
-        )
+        q, k, v, key_ranges, *statistics, out = residuals
+        by_head = functools.partial(self._exchange, split=1, join=2)
+        log_sum, delta = jax.tree.map(by_head, statistics)
+        q, k, v, out = jax.tree.map(self._split_heads, (q, k, v, out))
+        whole = AttentionResiduals(q, k, v, self._gather(key_ranges), log_sum, delta, out)
         d_q, d_k, d_v = self.kernel.backward(parameters, whole, self._split_heads(gradient))
         return self._split_rows(d_q), self._split_rows(d_k), self._split_rows(d_v)
 

@@ -117,9 +117,7 @@ def choose_fastest(
     return choice
 
 
-def _take_first(
-    names: Sequence[str], reason: str, unsupported: Mapping[str, Sequence[str]]
-) -> AttentionChoice | None:
+def _take_first(names: Sequence[str], reason: str, unsupported: Mapping[str, Sequence[str]]) -> AttentionChoice | None:
     """Return the first implementation that supports the call. The reason names those before it."""
     skipped: list[str] = []
     for name in names:

@@ -101,7 +101,7 @@ def _operands(mask: Mask, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax
     for x in (q, k):
         if x.size >= _INT32_VALUES:
             raise InputError(
-                f"training.attention=cudnn: queries or keys {x.shape} of a device have {x.size:,} elements, and offsets "
-                "of packed documents are int32; raise --training.accumulation"
+                f"training.attention=cudnn: queries or keys {x.shape} of a device have {x.size:,} elements, but "
+                "offsets of packed documents are int32; set a larger --training.accumulation"
             )
     return q, k, v, unused, lengths, lengths, *(offsets * (x.shape[2] * x.shape[3]) for x in (q, k)), unused, unused

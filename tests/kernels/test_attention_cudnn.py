@@ -46,7 +46,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Rows of several documents, of one, with padding at the end, and of as many documents as there may be.
 DOCUMENTS = np.array(
-    [[1] * 3 + [2] * 1 + [3] * 8, [1] * 12, [4] * 5 + [5] * 2 + [0] * 5, [1] * 2 + [2] * 4 + [3] * 3 + [0] * 3], np.int32
+    [[1] * 3 + [2] * 1 + [3] * 8, [1] * 12, [4] * 5 + [5] * 2 + [0] * 5, [1] * 2 + [2] * 4 + [3] * 3 + [0] * 3],
+    np.int32,
 )
 MOST = 4
 
@@ -125,7 +126,9 @@ def test_a_mapped_axis_becomes_rows(monkeypatch: pytest.MonkeyPatch, most: int |
 @pytest.mark.usefixtures("hopper")
 def test_too_many_segments_do_not_train_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     cudnn_emulator.emulate(monkeypatch)
-    monkeypatch.setattr(cudnn_emulator, "_backward", lambda operands, options: [operands[10].mean() + operands[i] for i in range(3)])
+    monkeypatch.setattr(
+        cudnn_emulator, "_backward", lambda operands, options: [operands[10].mean() + operands[i] for i in range(3)]
+    )
     ids = np.tile(np.arange(12, dtype=np.int32), (4, 1))
     _, *gradients = forward_and_backward({"segment_ids": ids, "max_segments": MOST}, *operands(4))
     assert all(np.isnan(gradient).all() for gradient in gradients)
@@ -196,7 +199,7 @@ def test_offsets_that_do_not_fit_32_bits_are_rejected() -> None:
     q = jax.ShapeDtypeStruct((128, 8192, 32, 64), jnp.bfloat16)
     segments = cudnn_primitives.Segments(*[jax.ShapeDtypeStruct((128 * 4,), jnp.int32)] * 2)
     run = functools.partial(cudnn_primitives.forward, 1.0)
-    with pytest.raises(InputError, match="32, 64.*int32; raise --training.accumulation"):
+    with pytest.raises(InputError, match="32, 64.*int32; set a larger --training.accumulation"):
         jax.eval_shape(lambda segments, *of: run(cudnn_primitives.Mask(True, None, segments), *of), segments, q, q, q)
 
 

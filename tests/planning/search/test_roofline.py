@@ -80,7 +80,9 @@ def test_flash_attention_has_its_own_efficiency() -> None:
 
 
 def test_cudnn_is_faster_from_hopper_on() -> None:
-    found = {gpu: [kernel_efficiency(CHIPS[gpu], each) for each in (None, "forward", "backward")] for gpu in ("a100", "h100")}
+    found = {
+        gpu: [kernel_efficiency(CHIPS[gpu], each) for each in (None, "forward", "backward")] for gpu in ("a100", "h100")
+    }
     assert found["h100"] == [FLASH_EFFICIENCY, *CUDNN_EFFICIENCY.values()]
     assert found["a100"] == [FLASH_EFFICIENCY] * 3
 
