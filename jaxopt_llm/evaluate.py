@@ -83,7 +83,8 @@ def main() -> int:
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
         source = run.load_model(options.checkpoint, config.data, attention=attention.name, adapter=options.adapter)
     for name, documents in _open_documents(config, source.tokenizer, reads_other_data).items():
-        rows = PackedRows(documents, length, config.model.vocabulary_size, name, config.data.long_documents)
+        size, data = config.model.vocabulary_size, config.data
+        rows = PackedRows(documents, length, size, name, data.long_documents, data.documents_per_row)
         if rows.summary:  # of conversations: how many are cut
             print(rows.summary, file=sys.stderr)
         with oom.explain_oom("evaluating", "set a smaller --training.batch-size or --training.sequence-length"):

@@ -66,10 +66,14 @@ class Measurement:
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """Name of an implementation, and the reason for it: empty if it was requested or there is no GPU."""
+    """Name of an implementation, and the reason for it: empty if it was requested or there is no GPU.
+
+    warning: how an implementation failed that would have been chosen before it; empty if none did.
+    """
 
     name: str
     reason: str = ""
+    warning: str = ""
 
     def __str__(self) -> str:
         return f"{self.name}, {self.reason}" if self.reason else self.name

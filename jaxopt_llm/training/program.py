@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -117,6 +117,10 @@ def _make_model(config: Config, placement: Placement) -> tuple[Model, AttentionC
         dtype, parts = placement.precision.compute_dtype, count_key_parts(placement)
         call = describe_call(config.model, dtype, training.sequence_length, documents, parts)
         attention = kernel_choice.choose_attention(device, training.attention, call)
+        if attention.name == "cudnn" and attention.reason and not config.data.documents_per_row:
+            # For `plan`, which reads no data. A run has resolved the limit before (training/attention_choice.py).
+            condition = f"if a limit of {documents} documents in a row turns few tokens into padding"
+            attention = replace(attention, reason=f"{attention.reason}; {condition}")
         products = kernel_choice.choose_grouped_matmul(device, training.grouped_matmul, dtype)
         xla_options.check_options(config.xla, placement.mesh)
     return Decoder(
