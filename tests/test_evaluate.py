@@ -89,7 +89,7 @@ def test_attention_is_chosen_for_the_device(
     assert evaluate.main() == 0
     config = json.loads((run / "config.json").read_text())
     model, length = config["model"], config["training"]["sequence_length"]
-    call = AttentionCall(model["head_dim"], config["precision"]["compute_dtype"], length, window=model["window"])
+    call = AttentionCall(model["head_dim"], config["precision"]["compute_dtype"], length)
     assert asked == [(jax.devices()[0], "auto", call)] and passed
     assert capsys.readouterr().err == "attention: pallas, for a reason\n"
 

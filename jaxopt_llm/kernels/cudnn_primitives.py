@@ -93,11 +93,10 @@ def _operands(mask: Mask, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax
     unused = jnp.zeros(0, q.dtype)
     if mask.segments is None:
         return (q, k, v, *[unused] * 7)
-    batch, starts, lengths = q.shape[0], *mask.segments
-    lengths = lengths.reshape(batch, -1)
+    batch, lengths = q.shape[0], mask.segments.lengths.reshape(q.shape[0], -1)
     # cuDNN reads B·M + 1 offsets, in elements of the array. JAX takes [B, M + 1] and ignores the rest.
     ends = jnp.full(batch, batch * q.shape[1], jnp.int32)
-    offsets = jnp.concatenate([starts, ends]).reshape(batch, -1)
+    offsets = jnp.concatenate([mask.segments.starts, ends]).reshape(batch, -1)
     for x in (q, k):
         if x.size >= _INT32_VALUES:
             raise InputError(
