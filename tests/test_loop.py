@@ -112,7 +112,7 @@ def test_what_attention_was_chosen_is_said_once(
         command.train(tiny(tmp_path / "silent"), preemption)
     assert "attention: " not in capsys.readouterr().out
     choice = AttentionChoice("xla", "for a reason", "another failed")
-    monkeypatch.setattr(attention_choice, "choose_attention", lambda *of: choice)
+    monkeypatch.setattr(attention_choice._Chooser, "choose", lambda self: (choice, 0))
     with Preemption() as preemption:
         command.train(tiny(tmp_path / "run"), preemption)
     said = capsys.readouterr()

@@ -133,9 +133,11 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
     check_hub_commits(requested, processes)
     documents = open_documents(requested, processes)
     mesh, started = make_mesh(requested.mesh), read_started(Path(requested.run.directory))
-    config, attention = resolve_attention(requested, mesh.devices.flat[0], documents.corpus.sources, processes, started)
-    data = pack_documents(config, documents)
-    config = resolve_length(config, sum(map(len, data.training)))
+    resolved, attention = resolve_attention(
+        requested, mesh.devices.flat[0], documents.corpus.sources, processes, started
+    )
+    data = pack_documents(resolved, documents)
+    config: Config = resolve_length(resolved, sum(map(len, data.training)))
     check_run_directory(config, data.corpus, data.tokenizer)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
     program = replace(make_program(config, placement, stores_frozen_weights(config)), attention=attention)
