@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +43,15 @@ from outcomes import compared, save
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
-from jaxopt_llm.kernels import attention_auto, attention_pallas, attention_triton, attention_xla, pallas_support
+from jaxopt_llm.kernels import (
+    attention_auto,
+    attention_cudnn,
+    attention_pallas,
+    attention_triton,
+    attention_xla,
+    pallas_support,
+)
 from jaxopt_llm.kernels.attention import attend, get_compute_capability
-from jaxopt_llm.kernels.attention import attention as by_name
 from jaxopt_llm.kernels.attention_auto import Measurement
 from jaxopt_llm.kernels.attention_mask import make_document_ranges
 from jaxopt_llm.kernels.attention_pallas import BLOCKS
@@ -66,6 +72,7 @@ class Pallas:
     """Pallas implementation with given tiles, which runs in the interpreter on a CPU."""
 
     blocks: Tiles | None = None
+    reads_out: ClassVar[bool] = False
 
     @property
     def forward(self) -> Any:
@@ -101,7 +108,7 @@ class Case:
     def own(self, implementation: Any, kernel: Any = None) -> Attention:
         """Return attention by an implementation. It raises ValueError for what `kernel` does not support."""
         problems = kernel.problems(self.head_dim, self.dtype, CAPABILITY) if kernel else []
-        parameters = AttentionParameters(self.head_dim**-0.5, keys_after=0 if self.causal else None)
+        parameters = AttentionParameters(self.head_dim**-0.5, keys_after=0 if self.causal else None, segments=1)
 
         def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             if problems:
@@ -115,7 +122,7 @@ class Case:
         found = {"xla": self.own(attention_xla), "pallas": self.own(Pallas(), attention_pallas)}
         if not ON_CPU:
             found["triton"] = self.own(attention_triton, attention_triton)
-            found["cudnn"] = functools.partial(by_name, causal=self.causal, implementation="cudnn")
+            found["cudnn"] = self.own(attention_cudnn, attention_cudnn)
             if importlib.util.find_spec("tokamax"):
                 found |= {f"tokamax {name}": self.tokamax(name) for name in ("mosaic", "triton")}
         return found

@@ -47,7 +47,8 @@ class Case:
 LLAMA_8B, LLAMA_8B_LORA = (str(HERE / "recipes" / f"llama_8b{suffix}.py") for suffix in ("", "_lora"))
 CASES = (
     Case("8b xla", LLAMA_8B, "h200", 1, 1, {"training.attention": "xla"}),
-    Case("8b pallas", LLAMA_8B, "h200", 1, 1),
+    Case("8b pallas", LLAMA_8B, "h200", 1, 1, {"training.attention": "pallas"}),
+    Case("8b cudnn", LLAMA_8B, "h200", 1, 1, {"training.attention": "cudnn"}),
     Case("8b lora", LLAMA_8B_LORA, "h200", 1, 1),
     Case("8b fsdp 8", "llama3_8b.py", "h100", changes={"training.attention": "pallas"}),
     Case("10b fsdp 8", "10b.py", "h100", changes={"training.attention": "pallas"}),

@@ -6,7 +6,7 @@ Hardware: 8 GPUs of 80 GB in one host. Memory and communication per GPU and step
 
     python -m jaxopt_llm.plan --config llama2_70b_qlora.py --gpu h100 --hosts 1 --gpus-per-host 8
 
-are 15.4 GiB at the peak and 64.4 GiB sent. ZeRO-3 shards the 4-bit codes; each GPU has 2 rows of 2048 tokens. Rank,
+are 13.9 GiB at the peak and 64.4 GiB sent. ZeRO-3 shards the 4-bit codes; each GPU has 2 rows of 2048 tokens. Rank,
 alpha, dropout, learning rate, clip norm and the 16 rows of a step are the paper's for 65B. FOLDER is the downloaded
 model. For chats.jsonl see docs/chat.md.
 

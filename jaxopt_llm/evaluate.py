@@ -49,7 +49,7 @@ from jaxopt_llm.execution import scan
 from jaxopt_llm.inference import run
 from jaxopt_llm.inference.run import LoadedModel
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.self_attention import kernel_head_dim
+from jaxopt_llm.model.self_attention import describe_call
 from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.planning import oom
 from jaxopt_llm.training.validation import validate
@@ -104,9 +104,8 @@ def main() -> int:
             f"rows of {length:,} tokens, the model's context, {limit}: see --training.sequence-length", file=sys.stderr
         )
     # Not the implementation that the run used, because this may be another machine.
-    attention = choose_attention(
-        visible_devices()[0], "auto", kernel_head_dim(config.model), config.precision.compute_dtype, length
-    )
+    call = describe_call(config.model, config.precision.compute_dtype, length, None, parts=1)
+    attention = choose_attention(visible_devices()[0], "auto", call)
     if attention.reason:
         print(f"attention: {attention}", file=sys.stderr)
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
@@ -114,7 +113,8 @@ def main() -> int:
             options.checkpoint, config.data, attention=attention.name, adapter=options.adapter, step=options.step
         )
     for name, documents in _open_documents(config, source.tokenizer, reads_other_data).items():
-        rows = PackedRows(documents, length, config.model.vocabulary_size, name, config.data.long_documents)
+        size, data = config.model.vocabulary_size, config.data
+        rows = PackedRows(documents, length, size, name, data.long_documents, data.documents_per_row)
         if rows.summary:  # of conversations: how many are cut
             print(rows.summary, file=sys.stderr)
         with oom.explain_oom("evaluating", "set a smaller --training.batch-size or --training.sequence-length"):

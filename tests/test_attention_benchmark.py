@@ -89,7 +89,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fastest(file: Path, keys: int) -> str:
     table = attention_auto.read_table(file)
-    return attention_auto.choose_fastest(128, "bfloat16", keys, (9, 0), {"xla": [], "pallas": []}, table).name
+    call = attention_auto.AttentionCall(128, "bfloat16", keys)
+    return attention_auto.choose_fastest(call, (9, 0), {"xla": [], "pallas": []}, table).name
 
 
 @pytest.mark.usefixtures("gpu")

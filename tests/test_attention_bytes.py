@@ -1,21 +1,23 @@
 """What a step with attention's own kernel holds, moves and runs, read off programs compiled for eight H200s."""
 
+import collections
 import math
 
 import programs
 import pytest
 from marks import slow
-from test_bytes import SEQUENCE, Compiled, compiled
+from test_bytes import HEADS, ROWS, SEQUENCE, Compiled, compiled
 
-from jaxopt_llm.compiler import instructions
+from jaxopt_llm.compiler import hlo, instructions
 from jaxopt_llm.config import MeshConfig
-from jaxopt_llm.kernels import attention_xla
+from jaxopt_llm.kernels import attention_cudnn, attention_xla
 
 LAYERS = 8
 SPLIT = MeshConfig(fsdp=4, tensor=2)
 MIXED = MeshConfig(pipeline=2, fsdp=2, tensor=2)
 GROUPED = MeshConfig(data=2, fsdp=4)
 KERNELS = {"forward": 1, "backward": 2}
+DELTA = "attention/BSHV,BSHV->BHS"
 TRITON = r'custom_call_target="(__gpu\$xla\.gpu\.triton)"'
 
 pytestmark = pytest.mark.core
@@ -34,6 +36,54 @@ def calls(step: Compiled) -> int:
 def test_a_saved_result_is_not_computed_again(remat: str, forwards: int) -> None:
     step = compiled(LAYERS, SPLIT, 3, remat, attention="pallas")
     assert calls(step) == LAYERS * (forwards * KERNELS["forward"] + KERNELS["backward"])
+
+
+def cudnn_calls(step: Compiled) -> collections.Counter[str]:
+    """Of cuDNN's attention, in a step of one device, by direction."""
+    found: collections.Counter[str] = collections.Counter()
+    for _, instruction, run in instructions.walk_instructions(step.text):
+        if direction := hlo.cudnn_attention(instruction):
+            found[direction] += instructions.count_runs(instruction, run)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("remat", "forwards", "mesh", "stage", "exchange"),
+    [
+        ("none", 1, SPLIT, 3, "ring"),
+        *slow(
+            ("save_attention", 1, GROUPED, 1, "ring"),
+            ("full", 2, SPLIT, 3, "ring"),
+            ("none", 1, MeshConfig(), 0, "ring"),
+            ("none", 1, MeshConfig(fsdp=2, context=4), 3, "all_to_all"),
+            ("save_attention", 1, MeshConfig(fsdp=2, context=4), 3, "all_to_all"),
+        ),
+    ],
+)
+def test_cudnn_is_called_once_forward_and_once_backward(
+    remat: str, forwards: int, mesh: MeshConfig, stage: int, exchange: str
+) -> None:
+    """And without the array that only our kernels read, the mean of the gradients of the softmax weights."""
+    step, ours = (
+        compiled(LAYERS, mesh, stage, remat, attention=name, context_exchange=exchange) for name in ("cudnn", "pallas")
+    )
+    assert cudnn_calls(step) == {"forward": forwards * LAYERS, "backward": LAYERS}
+    assert DELTA in ours.text and DELTA not in step.text
+    # The softmax statistics of each document exist in one layer at a time: the log-sum-exp of each query is kept.
+    segments = (attention_cudnn.DOCUMENTS_PER_ROW + 1) * ROWS // mesh.batch_shards
+    of_layer = segments, HEADS // (mesh.tensor * mesh.context), SEQUENCE
+    statistics = [each.shape for each in programs.list_array_shapes(step.text) if each.shape[-3:] == of_layer]
+    assert statistics and max(map(math.prod, statistics)) == math.prod(of_layer)
+
+
+@pytest.mark.slow
+def test_cudnn_in_pipeline_stages() -> None:
+    """As many calls as of our kernels, which have two in a backward."""
+    step, ours = (compiled(LAYERS, MIXED, 3, accumulation=4, attention=name) for name in ("cudnn", "pallas"))
+    found = cudnn_calls(step)
+    assert found["forward"] + 2 * found["backward"] == calls(ours)
+    for axes in {each.axes for each in (*step.collectives, *ours.collectives)}:
+        assert step.wire_bytes(*axes) == pytest.approx(ours.wire_bytes(*axes), rel=1e-3), axes
 
 
 @pytest.mark.parametrize(("mesh", "stage"), [(SPLIT, 3), *slow((GROUPED, 1), (MIXED, 3), (GROUPED, 2))])

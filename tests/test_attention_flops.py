@@ -43,6 +43,13 @@ def test_a_kernel_is_counted_by_the_keys_that_are_seen(
     assert found - (by_xla - of_xla) == PRODUCT * (2 * forwards + 7) * (SEQUENCE + 1) / (2 * SEQUENCE)
 
 
+def test_cudnn_computes_five_products_in_its_backward() -> None:
+    found, ours = (
+        hlo.count_dot_flops(compiled(LAYERS, SPLIT, 3, "none", attention=each).text) for each in ("cudnn", "pallas")
+    )
+    assert ours - found == PRODUCT * 2 * (SEQUENCE + 1) / (2 * SEQUENCE)
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in KERNELS.items()])
 @pytest.mark.parametrize("mesh, layers", [(SPLIT, LAYERS), (RING, 2)], ids=["tensor", "ring"])
 @pytest.mark.slow

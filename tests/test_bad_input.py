@@ -112,9 +112,9 @@ CASES = {
         ["--training.attention", "pallas"],
         ["training.attention=pallas runs on GPUs only, not on cpu; set --training.attention auto or xla"],
     ),
-    "an implementation without packed documents": (
-        ["--training.attention", "cudnn"],
-        ["--training.attention cudnn: must be one of 'auto', 'xla', 'pallas', 'triton'"],
+    "an unknown kernel": (
+        ["--training.attention", "flash"],
+        ["--training.attention flash: must be one of 'auto', 'xla', 'cudnn', 'pallas', 'triton'"],
     ),
     "interleaved with one chunk": (
         ["--mesh.pipeline", "2", "--pipeline.schedule", "interleaved"],

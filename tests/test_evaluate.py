@@ -18,7 +18,7 @@ from jaxopt_llm import evaluate
 from jaxopt_llm.core.errors import OutOfMemory
 from jaxopt_llm.kernels import attention_xla
 from jaxopt_llm.kernels.attention import IMPLEMENTATIONS
-from jaxopt_llm.kernels.attention_auto import AttentionChoice
+from jaxopt_llm.kernels.attention_auto import AttentionCall, AttentionChoice
 
 pytestmark = pytest.mark.core
 
@@ -84,6 +84,8 @@ def test_attention_is_chosen_for_the_device(
     passed: list[str] = []
 
     class Kernel:
+        reads_out = False
+
         def forward(self, *of: Any) -> Any:
             passed.append("kernel")
             return attention_xla.forward(*of)
@@ -97,8 +99,9 @@ def test_attention_is_chosen_for_the_device(
     monkeypatch.setattr(sys, "argv", ["evaluate", "--checkpoint", str(run), "--batches", "1"])
     assert evaluate.main() == 0
     config = json.loads((run / "config.json").read_text())
-    of_model = config["model"]["head_dim"], config["precision"]["compute_dtype"], config["training"]["sequence_length"]
-    assert asked == [(jax.devices()[0], "auto", *of_model)] and passed
+    model, length = config["model"], config["training"]["sequence_length"]
+    call = AttentionCall(model["head_dim"], config["precision"]["compute_dtype"], length)
+    assert asked == [(jax.devices()[0], "auto", call)] and passed
     assert capsys.readouterr().err == "attention: pallas, for a reason\n"
 
 

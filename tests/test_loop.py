@@ -7,7 +7,6 @@ import json
 import math
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,14 +19,12 @@ from jaxopt_llm import train as command
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.config import Config, LoggingConfig, MeshConfig, ProfileConfig, cli
 from jaxopt_llm.core.errors import InputError, TrainingDiverged
-from jaxopt_llm.distributed.launchers import Job
-from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.observe.meter import LossWindow
 from jaxopt_llm.observe.preemption import Preemption
-from jaxopt_llm.training import compile, guard, loop, program, setup, utilisation
+from jaxopt_llm.training import attention_choice, compile, guard, loop, setup, utilisation
 from jaxopt_llm.training.evaluation import LossSum
 
 
@@ -114,23 +111,22 @@ def test_what_attention_was_chosen_is_said_once(
     with Preemption() as preemption:
         command.train(tiny(tmp_path / "silent"), preemption)
     assert "attention: " not in capsys.readouterr().out
-    monkeypatch.setattr(program.kernel_choice, "choose_attention", lambda *of: AttentionChoice("xla", "for a reason"))
+    choice = AttentionChoice("xla", "for a reason", "another failed")
+    monkeypatch.setattr(attention_choice._Chooser, "choose", lambda self: (choice, 0))
     with Preemption() as preemption:
         command.train(tiny(tmp_path / "run"), preemption)
-    assert capsys.readouterr().out.splitlines().count("attention: xla, for a reason") == 1
+    said = capsys.readouterr()
+    assert said.out.splitlines().count("attention: xla, for a reason") == 1
+    assert said.err.splitlines().count("warning: another failed") == 1
 
 
-def test_processes_that_choose_another_attention_do_not_start(tmp_path: Path) -> None:
-    """Processes with different programs would wait for each other."""
-
-    class Unlike(Processes):
-        def channel(self, name: str) -> Any:
-            other = SimpleNamespace(exchange=lambda value: [value, "triton"])
-            return other if name == "training.attention" else super().channel(name)
-
-    message = r"training\.attention differs .* process 1; .* packages"
-    with Preemption() as preemption, pytest.raises(InputError, match=message):
-        command.train(tiny(tmp_path / "run"), preemption, Unlike(Job("", 1, 0)))
+def test_the_resolved_attention_is_in_the_configuration_of_the_run(tmp_path: Path) -> None:
+    """And the kind of the devices beside it, which decides whether a run that continues chooses anew."""
+    with Preemption() as preemption:
+        command.train(tiny(tmp_path / "run"), preemption)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["training"]["attention"] == "xla"
+    started = setup.read_started(tmp_path / "run")
+    assert started is not None and started.device == "cpu"
 
 
 def test_records_have_the_utilisation_of_a_known_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,7 +241,7 @@ def compute(
         sequence_length=LENGTH,
         accumulation=accumulation,
         loss_chunk=loss_chunk,
-        attention="pallas" if attention == "kernel" else "xla",
+        attention={"kernel": "pallas"}.get(attention, attention),
         z_loss=1e-2,
     )
     # An epsilon under which rounding noise of a zero gradient does not become a full step; a clip that always acts.

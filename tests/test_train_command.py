@@ -18,7 +18,7 @@ from jaxopt_llm.config import cli
 from jaxopt_llm.config.fields import from_json
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS
-from jaxopt_llm.training.setup import check_directory_is_free, open_data
+from jaxopt_llm.training.setup import check_directory_is_free, open_documents, pack_documents
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +263,7 @@ def test_epochs_are_steps_of_the_schedule_too_and_a_longer_run_keeps_its_schedul
     assert done.returncode == 0, done.stderr
     # Of 20 documents one is held out. Each of the others is split into rows of 32 tokens; a step has 4 rows.
     config = cli.load_run_config(directory, "")
-    rows = len(open_data(config, SINGLE_PROCESS).training[0])
+    rows = len(pack_documents(config, open_documents(config, SINGLE_PROCESS)).training[0])
     tokens = sum(len(line) for line in (tmp_path / "a.jsonl").read_text().splitlines())
     assert 0.9 * tokens / 33 < rows < 1.1 * tokens / 31
     steps = math.ceil(rows / 16)

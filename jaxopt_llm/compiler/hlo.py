@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -123,9 +123,9 @@ def count_dot_flops_by_dtype(text: str) -> Mapping[str, int]:
     A multiply-add is 2 FLOPs. FLOPs in a loop are multiplied by the trip counts of the loops around them. Every branch
     of a conditional counts once.
 
-    Counted: dots (also in fusions), calls of cuBLAS, and the kernels of this package for attention and for the grouped
-    matmuls of experts (see `count_attention_products`, `_count_grouped_products`). Not counted: other kernels,
-    including those of cuDNN, convolutions, and products with a vector that XLA writes as multiply and reduce.
+    Counted: dots (also in fusions), calls of cuBLAS, attention by cuDNN, and the kernels of this package for attention
+    and for the grouped matmuls of experts (see `count_attention_products`, `_count_grouped_products`). Not counted:
+    other kernels, convolutions, and products with a vector that XLA writes as multiply and reduce.
 
     Raises:
         ValueError: a matmul is in a loop without a fixed trip count.
@@ -201,6 +201,7 @@ def _contracted_size(computation: Computation, matmul: Instruction) -> int:
 
 # ---- Attention kernels.
 
+_CUDNN = r'custom_call_target="__cudnn\$fmhaSoftmax((?:Backward)?)"'
 _TRITON = r'custom_call_target="(__gpu\$xla\.gpu\.triton|triton_kernel_call_ffi)"'  # of Pallas; of jax-triton
 
 
@@ -216,26 +217,33 @@ def attention_scope(window: int | None, parts: int = 1) -> contextlib.AbstractCo
     return jax.named_scope(f"within_{window or 'all'}_keys_in_{parts}_parts")
 
 
+def cudnn_attention(call: Instruction) -> Literal["forward", "backward"] | None:
+    """Return the direction of a call of cuDNN's attention; None for other instructions."""
+    suffix = call.find(_CUDNN)
+    return None if suffix is None else "backward" if suffix else "forward"
+
+
 def count_attention_products(computation: Computation, call: Instruction) -> tuple[str, int] | None:
     """Return the dtype and the multiply-adds of an attention kernel, or None for other instructions.
 
     An attention kernel is recognized by its arrays. The first are q, k and v: q [..., S, H, K] or [..., S, H × K]; k
     and v have T rows. For each query and each key that it sees, the forward (these three arrays only) computes 2
     products, a backward that returns the gradient of q computes 3, and one that returns the gradients of k and v
-    computes 4.
+    computes 4. The one kernel of cuDNN's backward computes 5.
 
     A query sees the keys up to its own position, (T + 1) / 2 on average, or the keys of its window. If the keys come in
     parts, each call gets its share of these (see `attention_scope`). Document boundaries are ignored. Masked products
     in the blocks on the diagonal, which a kernel also computes, are not counted.
     """
-    if not call.find(_TRITON):
+    cudnn = cudnn_attention(call)
+    if not cudnn and not call.find(_TRITON):
         return None
     operands = [computation[name].results[0] for name in call.operands]
     arrays = [array for array in operands if array.dtype in ("bf16", "f16", "f32") and len(array.shape) >= 3]
     if len(arrays) < 3:
         return None
     (q, k), gradients = arrays[:2], [array for array in call.results if len(array.shape) >= 4]
-    products = 2 if len(arrays) == 3 else 2 + len(gradients)
+    products = {"forward": 2, "backward": 5}[cudnn] if cudnn else 2 if len(arrays) == 3 else 2 + len(gradients)
     scope = re.search(r"\bwithin_(\w+)_keys_in_(\d+)_parts", call.source)
     window, parts = (scope[1], int(scope[2])) if scope else ("all", 1)
     keys = parts * (k.shape[-3] if len(k.shape) > 3 else k.shape[-2])

@@ -3,13 +3,15 @@
 A device can be real or one of a topology of the same kind: both give the same result.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from jaxopt_llm.config import Matmul
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.kernels import grouped_matmul_pallas
 from jaxopt_llm.kernels.attention import find_unsupported, get_compute_capability
-from jaxopt_llm.kernels.attention_auto import AttentionChoice, choose_fastest
+from jaxopt_llm.kernels.attention_auto import AttentionCall, AttentionChoice, choose_fastest
 
 FLOAT8_CAPABILITY = (8, 9)
 
@@ -28,20 +30,24 @@ def check_matmul(device: Any, matmul: Matmul) -> None:
         )
 
 
-def choose_attention(device: Any, requested: str, head_dim: int, dtype: str, keys: int) -> AttentionChoice:
+def choose_attention(
+    device: Any, requested: str, call: AttentionCall, excluded: Mapping[str, str] = MappingProxyType({})
+) -> AttentionChoice:
     """Return the requested implementation of attention, or the fastest one for "auto".
 
     Args:
         requested: value of training.attention.
-        keys: number of keys of each call.
+        excluded: further implementations that cannot be used, with the reasons.
 
     Raises:
-        InputError: the requested implementation does not support the device, the head size or the dtype.
+        InputError: the requested implementation does not support the device or the call.
     """
     capability = get_compute_capability(device)
-    problems = find_unsupported(head_dim, dtype, capability)
+    problems = find_unsupported(call, capability)
+    for name, reason in excluded.items():
+        problems[name].append(reason)
     if requested == "auto":
-        return choose_fastest(head_dim, dtype, keys, capability, problems)
+        return choose_fastest(call, capability, problems)
     supported = " or ".join(name for name, found in problems.items() if not found)
     remedy = f"set --training.attention auto or {supported}"
     if problems[requested] and capability is None:

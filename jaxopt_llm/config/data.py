@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Literal
 
-from jaxopt_llm.config.metadata import POSITIVE, Bounds, find_out_of_range, setting
+from jaxopt_llm.config.metadata import NON_NEGATIVE, POSITIVE, Bounds, find_out_of_range, setting
 
 Format = Literal["auto", "text", "jsonl", "json", "csv", "parquet", "prepared", "megatron", "numpy"]
 Content = Literal["text", "chat", "messages", "pairs", "sharegpt", "alpaca"]
@@ -40,6 +40,9 @@ class DataConfig:
     """Treatment of documents longer than a row. split: documents continue in the next row, and each row treats its
     part as a separate document; cut: rows hold whole documents, and only the first part of a longer document is kept;
     drop: rows hold whole documents, and longer documents are dropped; auto: cut for conversations, split otherwise."""
+    documents_per_row: int = setting(0, bounds=NON_NEGATIVE)
+    """Maximum number of documents in a row; the rest of the row is padding. 0 = no limit, except that with
+    training.attention=cudnn the start of the run sets 16."""
     tokenizer: str = setting("auto", resume="freely")
     """Tokenizer: bytes (256 bytes plus BOS and EOS), the path of a Hugging Face tokenizer.json or its folder, or the id
     of a model on the Hugging Face hub. auto: the tokenizer of model.pretrained, or bytes if there is none."""

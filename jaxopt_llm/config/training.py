@@ -28,17 +28,19 @@ class TrainingConfig:
     loss_chunk: int = setting(1024, resume="freely", bounds=NON_NEGATIVE)
     """Tokens of each device whose logits exist at the same time (chunked cross-entropy). 0 = all tokens of the
     microbatch."""
-    attention: Literal["auto", "xla", "pallas", "triton"] = setting(
+    attention: Literal["auto", "xla", "cudnn", "pallas", "triton"] = setting(
         "auto",
         resume="freely",
-        search=("pallas", "triton"),
+        search=("cudnn", "pallas", "triton"),
         search_rank=0,
-        price="none known, but its speed is not measured yet; GPUs from Ampere on (pallas) or Hopper on (triton)",
+        price="none known, but its speed is not measured yet; GPUs from Ampere on (pallas) or Hopper on (the others)",
     )
-    """Implementation of attention. xla: XLA's operations, on any device. pallas: our flash attention kernel in Pallas,
-    for GPUs from Ampere on. triton: our flash attention kernel in Triton, for Hopper and Blackwell. auto: of those that
-    support the model and the GPU, the fastest as measured on this GPU, or xla without a measurement. Attention that
-    reads a KV cache always uses xla."""
+    """Implementation of attention. xla: XLA's operations, on any device. cudnn: NVIDIA's kernel, for GPUs from Hopper
+    on, and from Ampere on with data.documents_per_row=1. pallas: our flash attention kernel in Pallas, for GPUs from
+    Ampere on. triton: our flash attention kernel in Triton, for Hopper and Blackwell. auto: of those that support the
+    model, the data and the GPU, the fastest as measured on this GPU; without a measurement the first of cudnn, triton
+    and pallas (Hopper, Blackwell) or of pallas and cudnn (Ampere). The start of the run resolves it in config.json, and
+    a resumed run keeps it on the same GPUs. Attention that reads a KV cache always uses xla."""
     grouped_matmul: Literal["auto", "xla", "pallas"] = setting("auto", resume="freely")
     """Implementation of the experts' grouped matmul. xla: XLA's operation, which on GPUs multiplies each row with the
     matrices of all experts. pallas: our kernel in Pallas, for GPUs from Ampere on. auto: pallas on such GPUs, otherwise

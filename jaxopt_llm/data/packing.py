@@ -11,6 +11,9 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokens import TokenStream
 from jaxopt_llm.model.batch import Batch
 
+_BLOCK = 2**26  # tokens whose documents are found at once
+_SAMPLE = 2**24  # tokens at the begin of a stream by which the waste of a limit is measured
+
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
@@ -25,6 +28,8 @@ class PackedRows:
     Otherwise a row holds as many consecutive whole documents as fit. Of a longer document it holds only the first
     part, or the document is dropped. Rows in which the loss counts no token are dropped.
 
+    In both forms, a row ends before the document that would exceed `documents_per_row`.
+
     Rows are padded with zeros. Padding has segment 0 and is masked.
 
     Args:
@@ -32,7 +37,7 @@ class PackedRows:
         sequence_length: S.
         vocabulary_size: the model's.
         name: name of the data, for messages.
-        long_documents: see `data.long_documents`.
+        long_documents, documents_per_row: see `data.long_documents`, `data.documents_per_row`.
 
     Attributes:
         summary: statistics of packing whole documents; empty if documents are split.
@@ -47,15 +52,21 @@ class PackedRows:
     vocabulary_size: int
     name: str = "the corpus"
     long_documents: LongDocuments = "auto"
+    documents_per_row: int = 0
     summary: str = field(init=False, default="")
     _bounds: NDArray[np.int64] | None = field(init=False, default=None)  # [rows, 2]: positions [first, last) of a row
 
     def __post_init__(self) -> None:
-        if self.long_documents in ("cut", "drop") or (self.long_documents == "auto" and self.stream.has_mask):
+        if _packs_whole(self.stream, self.long_documents):
             self._pack_whole(drop=self.long_documents == "drop")
             return
         if self.stream.size < 2:
             raise InputError(f"{self.name} has {self.stream}, so there is no token to predict: add documents")
+        if self.documents_per_row:
+            starts = _read_starts(self.stream, self.stream.size)
+            if exceed_limit(starts, self.sequence_length, self.documents_per_row).size:
+                bounds = split_by_documents(starts, self.stream.size, self.sequence_length, self.documents_per_row)
+                object.__setattr__(self, "_bounds", bounds)
 
     def __len__(self) -> int:
         return -(-(self.stream.size - 1) // self.sequence_length) if self._bounds is None else len(self._bounds)
@@ -87,8 +98,8 @@ class PackedRows:
         return jax.tree.map(lambda field: np.pad(field, (0, self.sequence_length + 1 - count)), row)
 
     def _pack_whole(self, drop: bool) -> None:
-        starts = self.stream.document_starts(0, self.stream.size)
-        bounds, long = pack_whole_documents(starts, self.stream.size, self.sequence_length + 1, drop)
+        starts, size, most = _read_starts(self.stream, self.stream.size), self.stream.size, self.sequence_length + 1
+        bounds, long = pack_whole_documents(starts, size, most, drop, self.documents_per_row)
         counts = [self._count_loss_tokens(first, last) for first, last in bounds]
         table = np.array([row for row, count in zip(bounds, counts, strict=True) if count], np.int64)
         if not table.size:
@@ -127,7 +138,7 @@ class PackedRows:
 
 
 def pack_whole_documents(
-    starts: NDArray[np.int64], size: int, most: int, drop: bool
+    starts: NDArray[np.int64], size: int, most: int, drop: bool, limit: int = 0
 ) -> tuple[list[tuple[int, int]], int]:
     """Pack consecutive whole documents into rows of up to `most` tokens.
 
@@ -136,6 +147,7 @@ def pack_whole_documents(
         size: end of the last document.
         most: maximum number of tokens of a row.
         drop: whether a document longer than a row is dropped; otherwise its first `most` tokens are one row.
+        limit: maximum number of documents of a row; 0 for no limit.
 
     Returns:
         The rows as ranges [first, last), and the number of documents that are longer than a row.
@@ -145,6 +157,7 @@ def pack_whole_documents(
     while document < starts.size:
         first = int(starts[document])
         next_document = int(ends.searchsorted(first + most, side="right"))  # the documents before it fit
+        next_document = min(next_document, document + limit) if limit else next_document
         if next_document > document:
             rows.append((first, int(ends[next_document - 1])))
         else:
@@ -153,3 +166,74 @@ def pack_whole_documents(
                 rows.append((first, first + most))
         document = max(next_document, document + 1)
     return rows, long
+
+
+def exceed_limit(starts: NDArray[np.int64], length: int, limit: int) -> NDArray[np.int64]:
+    """Return the starts of documents from which on a row of `length` tokens may exceed `limit` documents.
+
+    A row that begins within the document before this one would also have the `limit` documents from this one on.
+    """
+    begins = starts[: max(starts.size - limit + 1, 0)]
+    return begins[starts[limit - 1 :] - begins <= length]
+
+
+def split_by_documents(starts: NDArray[np.int64], size: int, length: int, limit: int) -> NDArray[np.int64]:
+    """Split documents at any token into rows of `length` tokens with at most `limit` documents.
+
+    The last token of a row is the target of the one before it. If the row ends before a document because of the limit,
+    the next row begins with this document, otherwise with that last token.
+
+    Args:
+        starts: start of each document, [documents].
+        size: end of the last document.
+
+    Returns:
+        The rows as ranges [first, last), [rows, 2]. Rows without a target, of one token, are left out.
+    """
+    starts = np.unique(starts)  # without empty documents
+    crowded = exceed_limit(starts, length, limit)
+    rows, position = [np.empty((0, 2), np.int64)], 0
+    while position < size - 1:
+        after = int(starts.searchsorted(position, side="right"))  # the first document that begins behind `position`
+        next_crowded = int(crowded.searchsorted(position, side="right"))
+        safe_end = int(crowded[next_crowded]) if next_crowded < crowded.size else size
+        free = (safe_end - 1 - position) // length  # rows that end before the limit can matter
+        if free > 0:
+            firsts = position + length * np.arange(free)
+            rows.append(np.stack([firsts, np.minimum(firsts + length + 1, size)], axis=1))
+            position += length * free
+            continue
+        last, limited = min(position + length + 1, size), after + limit - 1
+        if limited < starts.size and starts[limited] <= last:
+            last = next_position = int(starts[limited])
+        else:
+            next_position = position + length
+        if last - position > 1:
+            rows.append(np.array([[position, last]]))
+        position = next_position
+    return np.concatenate(rows)
+
+
+def measure_waste(stream: TokenStream, length: int, long_documents: LongDocuments, limit: int) -> float:
+    """Return the share of the tokens of rows that a limit of the documents in a row turns into padding.
+
+    It is measured on the first tokens of a long stream.
+    """
+    size = min(stream.size, _SAMPLE)
+    starts = _read_starts(stream, size)
+    if _packs_whole(stream, long_documents):
+        drop = long_documents == "drop"
+        with_limit, without = (len(pack_whole_documents(starts, size, length + 1, drop, n)[0]) for n in (limit, 0))
+    else:
+        with_limit, without = len(split_by_documents(starts, size, length, limit)), -(-(size - 1) // length)
+    return 1 - without / with_limit if with_limit > without else 0.0
+
+
+def _packs_whole(stream: TokenStream, long_documents: LongDocuments) -> bool:
+    return long_documents in ("cut", "drop") or (long_documents == "auto" and stream.has_mask)
+
+
+def _read_starts(stream: TokenStream, size: int) -> NDArray[np.int64]:
+    """Return the starts of the documents among the first `size` tokens."""
+    blocks = [stream.document_starts(first, min(_BLOCK, size - first)) for first in range(0, size, _BLOCK)]
+    return np.concatenate(blocks) if blocks else np.empty(0, np.int64)

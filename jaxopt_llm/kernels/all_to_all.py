@@ -7,6 +7,7 @@ kernel sees the whole sequence. But the number of devices is limited by the numb
 Letters: B batch, S queries of a device, H heads, G key-value heads, K head size.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,10 @@ class AllToAll:
     kernel: Any
     axis: str
 
+    @property
+    def reads_out(self) -> bool:
+        return bool(self.kernel.reads_out)
+
     def forward(
         self, parameters: AttentionParameters, q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: KeyRanges
     ) -> tuple[jax.Array, jax.Array]:
@@ -35,11 +40,12 @@ class AllToAll:
     def backward(
         self, parameters: AttentionParameters, residuals: AttentionResiduals, gradient: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q, k, v, key_ranges, log_sum, delta = residuals
-        q, k, v, gradient = map(self._split_heads, (q, k, v, gradient))
-        log_sum, delta = (self._exchange(x, split=1, join=2) for x in (log_sum, delta))
-        whole = AttentionResiduals(q, k, v, self._gather(key_ranges), log_sum, delta)
-        d_q, d_k, d_v = self.kernel.backward(parameters, whole, gradient)
+        q, k, v, key_ranges, *statistics, out = residuals
+        by_head = functools.partial(self._exchange, split=1, join=2)
+        log_sum, delta = jax.tree.map(by_head, statistics)
+        q, k, v, out = jax.tree.map(self._split_heads, (q, k, v, out))
+        whole = AttentionResiduals(q, k, v, self._gather(key_ranges), log_sum, delta, out)
+        d_q, d_k, d_v = self.kernel.backward(parameters, whole, self._split_heads(gradient))
         return self._split_rows(d_q), self._split_rows(d_k), self._split_rows(d_v)
 
     def _split_heads(self, x: jax.Array) -> jax.Array:

@@ -11,8 +11,6 @@ attention reads latents (padded.py).
 import functools
 import logging
 import math
-import warnings
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
@@ -20,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxopt_llm.kernels import attention_cudnn, attention_pallas, attention_triton, attention_xla
-from jaxopt_llm.kernels.attention_auto import AttentionChoice, choose_fastest
+from jaxopt_llm.kernels.attention_auto import AttentionCall, AttentionChoice, choose_fastest
 from jaxopt_llm.kernels.attention_mask import KeyRanges, make_document_ranges
 from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
 
@@ -30,7 +28,13 @@ SCOPE = "attention"  # the named scope of every implementation in compiled progr
 
 
 class Implementation(Protocol):
-    """Forward and backward of attention."""
+    """Forward and backward of attention.
+
+    reads_out: the backward reads `out` of AttentionResiduals; otherwise it reads `delta`.
+    """
+
+    @property
+    def reads_out(self) -> bool: ...
 
     def forward(
         self, parameters: AttentionParameters, q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: KeyRanges
@@ -49,7 +53,7 @@ class Implementation(Protocol):
 
 
 # Each kernel module has `problems(head_dim, dtype, capability)`, which lists what the kernel does not support.
-KERNELS: dict[str, Any] = {"pallas": attention_pallas, "triton": attention_triton}
+KERNELS: dict[str, Any] = {"pallas": attention_pallas, "triton": attention_triton, "cudnn": attention_cudnn}
 IMPLEMENTATIONS: dict[str, Implementation] = {"xla": attention_xla, **KERNELS}
 
 
@@ -61,17 +65,16 @@ def get_compute_capability(device: Any) -> tuple[int, int] | None:
     return major, minor
 
 
-def find_unsupported(
-    head_dim: int, dtype: Any, capability: tuple[int, int] | None, kernels: Mapping[str, Any] = KERNELS
-) -> dict[str, list[str]]:
+def find_unsupported(call: AttentionCall, capability: tuple[int, int] | None) -> dict[str, list[str]]:
     """List, for xla and each kernel, the properties of a call that it does not support, as texts for a message.
 
     capability: compute capability of the GPU; None without a GPU.
     """
-    return {"xla": []} | {
-        name: ["it runs on GPUs only"] if capability is None else kernel.problems(head_dim, dtype, capability)
-        for name, kernel in kernels.items()
-    }
+    if capability is None:
+        return {"xla": []} | {name: ["it runs on GPUs only"] for name in KERNELS}
+    found = {name: kernel.problems(call.head_dim, call.dtype, capability) for name, kernel in KERNELS.items()}
+    found["cudnn"] += attention_cudnn.call_problems(call, capability)
+    return {"xla": []} | found
 
 
 def attention(
@@ -86,6 +89,7 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     implementation: str = "auto",
+    max_segments: int | None = None,
 ) -> jax.Array:
     """Compute softmax attention with grouped queries (GQA); the softmax is in float32.
 
@@ -103,9 +107,10 @@ def attention(
             within packed documents, which restart at each document.
         scale: factor of the scores; 1 / sqrt(K) by default.
         softcap: bounds the scaled scores, as softcap × tanh(score / softcap), before invisible keys are masked.
-        implementation: a name in IMPLEMENTATIONS; "cudnn", on GPUs, without segment_ids, positions or softcap; or
-            "auto", the fastest implementation that supports the call on JAX's default device, by measurements on GPUs
-            of its kind (see attention_auto.py). A choice by measurements is logged once.
+        implementation: a name in IMPLEMENTATIONS; or "auto", the fastest implementation that supports the call on
+            JAX's default device (see attention_auto.py). Its choice on a GPU is logged once.
+        max_segments: maximum number of segments in a row of segment_ids, which cudnn requires. With more, the
+            gradients are NaN.
 
     Returns:
         The output [B, S, H, V] in q's dtype; 0 for a query that sees nothing.
@@ -118,20 +123,20 @@ def attention(
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name}={value}: give a finite number above 0, or None")
-    implementation = _choose_implementation(implementation, q, k, v, segment_ids, positions, softcap)
+    segments = 1 if segment_ids is None else max_segments
+    call = AttentionCall(q.shape[-1], q.dtype, k.shape[1], segments, window, softcap, positions is not None)
+    implementation = _choose_implementation(implementation, call, v.shape[-1])
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if implementation == "cudnn":
-        return attention_cudnn.attention(q, k, v, causal=causal, window=window, scale=scale)
     if segment_ids is None:
         segment_ids = jnp.zeros(k.shape[:2], jnp.int32)
     key_ranges = make_document_ranges(segment_ids, causal).limit_to_window(window)
     if positions is None and q.shape[1] == k.shape[1]:
         keys_before, keys_after = None if window is None else window - 1, 0 if causal else None
-        parameters = AttentionParameters(scale, softcap, keys_before, keys_after)
+        parameters = AttentionParameters(scale, softcap, keys_before, keys_after, segments=segments)
         return attend(IMPLEMENTATIONS[implementation], parameters, q, k, v, key_ranges)
     # Without positions, and with other numbers of queries and keys, all queries see the same keys.
     rows = jnp.zeros(q.shape[:2], jnp.int32) if positions is None else positions
-    parameters = AttentionParameters(scale, softcap)
+    parameters = AttentionParameters(scale, softcap, segments=segments)
     return attend(IMPLEMENTATIONS[implementation], parameters, q, k, v, key_ranges.take_queries(rows))
 
 
@@ -174,30 +179,17 @@ def _check_call(
         )
 
 
-def _choose_implementation(
-    requested: str,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-    positions: jax.Array | None,
-    softcap: float | None,
-) -> str:
-    """Return the name of the implementation that computes the call."""
-    head_dim, capability = q.shape[-1], get_compute_capability(_get_default_device())
-    problems = find_unsupported(head_dim, q.dtype, capability, {**KERNELS, "cudnn": attention_cudnn})
-    if v.shape[-1] != head_dim:
-        sizes = f"v has head size {v.shape[-1]}, q and k have {head_dim}"
-        for name in (*KERNELS, "cudnn"):
+def _choose_implementation(requested: str, call: AttentionCall, value_dim: int) -> str:
+    """Return the name of the implementation that computes the call. value_dim: head size of the values."""
+    capability = get_compute_capability(_get_default_device())
+    problems = find_unsupported(call, capability)
+    if value_dim != call.head_dim:
+        sizes = f"v has head size {value_dim}, q and k have {call.head_dim}"
+        for name in KERNELS:
             problems[name].append(f"{sizes}: {name} requires one size, xla supports any")
-    for name, value in (("segment_ids", segment_ids), ("positions", positions), (f"softcap={softcap}", softcap)):
-        if value is not None:
-            problems["cudnn"].append(f"{name}: not supported by cudnn, but by all others")
     if requested == "auto":
-        choice = choose_fastest(head_dim, q.dtype, k.shape[1], capability, problems)
-        if not choice.measured:
-            warnings.warn(f"attention: {choice}", stacklevel=3)  # once for each line that calls `attention`
-        elif choice.reason:
+        choice = choose_fastest(call, capability, problems)
+        if choice.reason:
             _log_once(choice)
         return choice.name
     if requested not in problems:
@@ -245,8 +237,11 @@ def _forward(implementation: Implementation, parameters: AttentionParameters, *o
 @jax.named_scope(SCOPE)
 def _backward(implementation: Implementation, parameters: AttentionParameters, saved: Any, gradient: jax.Array) -> Any:
     q, k, v, key_ranges, out, log_sum = saved
-    delta = jnp.einsum("BSHV,BSHV->BHS", gradient, out, preferred_element_type=jnp.float32)
-    residuals = AttentionResiduals(q, k, v, key_ranges, log_sum, delta)
+    if implementation.reads_out:
+        residuals = AttentionResiduals(q, k, v, key_ranges, log_sum, out=out)
+    else:
+        delta = jnp.einsum("BSHV,BSHV->BHS", gradient, out, preferred_element_type=jnp.float32)
+        residuals = AttentionResiduals(q, k, v, key_ranges, log_sum, delta)
     return *implementation.backward(parameters, residuals, gradient), None
 
 

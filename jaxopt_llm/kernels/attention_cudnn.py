@@ -1,9 +1,10 @@
-"""Attention by NVIDIA's cuDNN, through jax.nn: for `attention` called by hand, and to compare kernels with.
+"""Attention by NVIDIA's cuDNN: one fused kernel forward and one backward, on GPUs from Ampere on.
 
-It is not an attention.Implementation. An implementation takes the visible keys as data (attention_mask.py), as packed
-documents and parts of a sequence require. cuDNN takes them as constants: a causal mask and a window of it. JAX passes
-documents to cuDNN only through internal functions, for a number of documents that is fixed at compile time, and at the
-cost of a log-sum-exp of every query for each document. The rows of training always have documents.
+cuDNN takes the mask as constants: a causal order and a window of it. Packed documents are given by their offsets and
+lengths, at most `AttentionParameters.segments` in a row (Hopper and later). A row that is one segment needs neither:
+the causal order hides the padding at its end.
+
+Letters: B batch, S queries, T keys, H heads, G key-value heads, K head size, M maximum number of segments in a row.
 """
 
 from typing import Any
@@ -11,11 +12,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxopt_llm.kernels import cudnn_primitives
+from jaxopt_llm.kernels.attention_auto import AttentionCall
+from jaxopt_llm.kernels.attention_mask import KeyRanges
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
+from jaxopt_llm.kernels.batching import fold_batches
+from jaxopt_llm.kernels.cudnn_primitives import Mask, Segments
+
 AMPERE, HOPPER = (8, 0), (9, 0)
+# Documents in a row if nothing else is set. More cost memory for the softmax statistics of each; fewer, more padding.
+DOCUMENTS_PER_ROW = 16
+reads_out = True
 
 
 def problems(head_dim: int, dtype: Any, capability: tuple[int, int]) -> list[str]:
-    """List the properties of a call that are not supported, except documents and a soft-cap.
+    """List the properties of a call that are not supported; see also `call_problems`.
 
     capability: compute capability of the GPU.
     """
@@ -30,9 +41,94 @@ def problems(head_dim: int, dtype: Any, capability: tuple[int, int]) -> list[str
     return found
 
 
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, window: int | None, scale: float) -> jax.Array:
-    """Compute attention by cuDNN; see attention.attention. JAX provides the derivative."""
-    keys_around = None if window is None else (window - 1, 0)
-    return jax.nn.dot_product_attention(
-        q, k, v, scale=scale, is_causal=causal, local_window_size=keys_around, implementation="cudnn"
-    )
+def call_problems(call: AttentionCall, capability: tuple[int, int]) -> list[str]:
+    """List the properties of a call's mask and scores that are not supported. capability: see `problems`."""
+    found = []
+    if call.softcap:
+        found.append(f"softcap={call.softcap:g}: cudnn has none, all others do")
+    if call.in_parts:
+        found.append("keys of a ring, or positions: cudnn requires a query for each key, all others support them")
+    if call.segments is None:
+        found.append("any number of documents in a row: cudnn requires a limit, all others support any number")
+    elif call.segments > 1 and AMPERE <= capability < HOPPER:
+        found.append(f"packed documents: cudnn requires {HOPPER} (Hopper) or later, all others support them")
+    if call.segments != 1 and call.window == 1:
+        found.append("window=1: cudnn requires at least 2 with packed documents, all others support it")
+    return found
+
+
+def forward(
+    parameters: AttentionParameters, q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: KeyRanges
+) -> tuple[jax.Array, jax.Array]:
+    """See attention.Implementation. The bounds in `parameters` and the first rows of the key ranges are the mask."""
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mask = _make_mask(parameters, first)
+        out, log_sums = cudnn_primitives.forward(parameters.scale, mask, q, k, v)
+        return out, log_sums if mask.segments is None else _gather(log_sums, first, mask.segments)
+
+    out, log_sum = fold_batches(run)(q, k, v, key_ranges.first)
+    return out, log_sum
+
+
+def backward(
+    parameters: AttentionParameters, residuals: AttentionResiduals, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See attention.Implementation."""
+
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        q, k, v, first, log_sum, out, gradient = arrays
+        mask = _make_mask(parameters, first)
+        log_sums = log_sum if mask.segments is None else _expand(log_sum, mask.segments)
+        return cudnn_primitives.backward(parameters.scale, mask, q, k, v, log_sums, out, gradient)
+
+    q, k, v, (first, _), log_sum, *_ = residuals
+    d_q, d_k, d_v = fold_batches(run)(q, k, v, first, log_sum, residuals.out, gradient.astype(q.dtype))
+    return d_q, d_k, d_v
+
+
+def _make_mask(parameters: AttentionParameters, first: jax.Array) -> Mask:
+    assert parameters.segments is not None, "the caller checks call_problems"
+    assert parameters.keys_after in (0, None) and not parameters.softcap
+    window = None if parameters.keys_before is None else parameters.keys_before + 1
+    segments = None if parameters.segments == 1 else find_segments(first, parameters.segments)
+    return Mask(parameters.keys_after == 0, window, segments)
+
+
+def find_segments(first: jax.Array, most: int) -> Segments:
+    """Return the segments of a batch. first: first visible row of each query, [B, S]; most: M."""
+    batch, rows = first.shape
+    (starts,) = jnp.nonzero(_begins(first), size=batch * most, fill_value=batch * rows)
+    starts = starts.astype(jnp.int32)
+    lengths = jnp.diff(starts, append=jnp.int32(batch * rows))
+    return Segments(starts, jnp.minimum(lengths, rows))  # longer ones only if there are too many segments
+
+
+def _begins(first: jax.Array) -> jax.Array:
+    """Return which of the B·S rows begin a segment.
+
+    Such a query sees no row before its own. With a window of at least 2, every other query does.
+    """
+    return (first == jnp.arange(first.shape[1], dtype=first.dtype)).reshape(-1)
+
+
+def _gather(log_sums: jax.Array, first: jax.Array, segments: Segments) -> jax.Array:
+    """Convert the logs of the softmax sums from [B·M, H, S] to [B, H, S].
+
+    All become NaN if the batch has more than B·M segments: a wrong mask must not train in silence.
+    """
+    batch, rows = first.shape
+    segment = jnp.cumsum(_begins(first), dtype=jnp.int32) - 1
+    index = jnp.arange(batch * rows, dtype=jnp.int32) - segments.starts[segment]
+    by_row = log_sums[segment, :, index]  # [B·S, H]
+    by_row = jnp.where(segment[-1] < segments.starts.size, by_row, jnp.nan)
+    return by_row.reshape(batch, rows, -1).swapaxes(1, 2)
+
+
+def _expand(log_sum: jax.Array, segments: Segments) -> jax.Array:
+    """Convert the logs of the softmax sums from [B, H, S] to [B·M, H, S], with 0 behind the ends of segments."""
+    batch, heads, rows = log_sum.shape
+    index = jnp.arange(rows, dtype=jnp.int32)
+    row = jnp.minimum(segments.starts[:, None] + index, batch * rows - 1)  # [B·M, S]
+    by_head = log_sum.swapaxes(0, 1).reshape(heads, -1)[:, row]
+    return jnp.where(index < segments.lengths[:, None], by_head, 0.0).swapaxes(0, 1)

@@ -33,6 +33,7 @@ BLOCKS = {
     (128, 4): Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
     (256, 4): Tiles(Tile(32, 16, 8, 2), Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
 }
+reads_out = False
 # Specs of the kernels' operands: bounds, first and last, q, k, v; in the backward also d_out, log_sum and delta.
 OPERANDS = "bounds", "key_ranges", "key_ranges", "queries", "keys", "keys", "queries", "statistics", "statistics"
 
@@ -81,7 +82,7 @@ def backward(
     one of them in memory, in an order that changes from run to run.
     """
     chosen = blocks or _default_blocks(residuals.q)
-    q, k, v, key_ranges, log_sum, delta = residuals
+    q, k, v, key_ranges, log_sum, delta, _ = residuals
 
     def call(kernel: Any, tile: Tile, *results: tuple[str, jax.Array]) -> list[jax.Array]:
         arrays = q, k, v, gradient, log_sum, delta

@@ -14,7 +14,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from jaxopt_llm.kernels.attention_mask import KeyRanges
 from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, Tile, Tiles
+from jaxopt_llm.kernels.batching import fold_batches
 
 # From Hopper up to, but not including, the chips with compute capability 12.0, which have 99 KiB of shared memory.
 CAPABILITIES = (9, 0), (12, 0)
@@ -31,6 +32,7 @@ JAX_TRITON = (0, 4)  # the first version that passes tensor descriptors
 DTYPES = "bfloat16", "float16"
 LOG2_E = math.log2(math.e)
 CACHE_BYTES = 24 * 2**20  # for data that programs read repeatedly while they run together: half of Hopper's L2
+reads_out = False
 INT32_MAX = jnp.iinfo(jnp.int32).max
 ROW_ALIGNMENT = 4  # of int32 and float32: the TMA unit requires rows that begin at a multiple of 16 bytes
 # By default, Triton writes PTX for its own assembler. XLA's may be older, and takes this version, that of CUDA 12.9.
@@ -88,7 +90,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """See attention.Implementation. tiles: TILES by default."""
     tile = (tiles or TILES[q.shape[-1]]).forward
-    return _fold_batches(functools.partial(_forward, parameters, tile))(q, k, v, key_ranges.first, key_ranges.last)
+    return fold_batches(functools.partial(_forward, parameters, tile))(q, k, v, key_ranges.first, key_ranges.last)
 
 
 def backward(
@@ -97,7 +99,7 @@ def backward(
     """See attention.Implementation. tiles: TILES by default."""
     q = residuals.q
     run = functools.partial(_backward, parameters, tiles or TILES[q.shape[-1]])
-    return _fold_batches(run)(*jax.tree.leaves(residuals), gradient.astype(q.dtype))
+    return fold_batches(run)(*jax.tree.leaves(residuals), gradient.astype(q.dtype))
 
 
 def _forward(parameters: AttentionParameters, tile: Tile, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -284,19 +286,3 @@ def _split_into_blocks(first: jax.Array, last: jax.Array, block: int) -> tuple[j
         jnp.pad(x, [(0, 0), (0, pad)], mode="edge").reshape(x.shape[0], -1, block) for x in (first, last)
     )
     return earliest, latest, earliest <= latest
-
-
-def _fold_batches(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of arrays with the leading dimension B: vmap folds the mapped axis into B."""
-    mapped = jax.custom_batching.custom_vmap(function)
-
-    @mapped.def_vmap
-    def rule(size: int, is_batched: list[bool], *arrays: jax.Array) -> tuple[Any, Any]:
-        whole = (
-            x if batched else jnp.broadcast_to(x, (size, *x.shape))
-            for x, batched in zip(arrays, is_batched, strict=True)
-        )
-        outs = _fold_batches(function)(*(x.reshape(-1, *x.shape[2:]) for x in whole))
-        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in outs), tuple(True for _ in outs)
-
-    return mapped

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 
+from jaxopt_llm.core.tree import Leaf
 from jaxopt_llm.kernels.attention_mask import KeyRanges
 
 
@@ -22,6 +23,8 @@ class AttentionParameters:
     window: size of the sliding window, the maximum number of keys that a query sees, at any position. Kernels include
         it in their names. Otherwise XLA would merge two loops with the same body, such as the loops of a ring in two
         layers, and the FLOP counter could not tell them apart.
+    segments: maximum number of segments in a row, padding included, for kernels that need it at compile time; None if
+        any number is possible.
     """
 
     scale: float
@@ -29,6 +32,7 @@ class AttentionParameters:
     keys_before: int | None = None
     keys_after: int | None = None
     window: int | None = None
+    segments: int | None = None
 
     def kernel_name(self, kernel: str) -> str:
         return kernel if self.window is None else f"{kernel}_within_{self.window}"
@@ -37,9 +41,12 @@ class AttentionParameters:
 class AttentionResiduals(NamedTuple):
     """Arrays that the backward of attention reads, in addition to the gradient of the output.
 
+    An implementation reads `out` or `delta`, as its `reads_out` says; the other one is None.
+
     log_sum: log of each query's softmax sum over all its keys, float32 [B, H, S]; the keys here may be a part of them.
     delta: for each query and head, the sum over V of output gradient × output, float32 [B, H, S]. It is the mean of
         the gradients of the softmax weights, under the softmax (D in Dao 2023, arXiv:2307.08691).
+    out: the output, [B, S, H, V].
     """
 
     q: jax.Array  # [B, S, H, K]
@@ -47,7 +54,8 @@ class AttentionResiduals(NamedTuple):
     v: jax.Array  # [B, T, G, V]
     key_ranges: KeyRanges
     log_sum: jax.Array
-    delta: jax.Array
+    delta: Leaf = None
+    out: Leaf = None
 
 
 @dataclass(frozen=True)

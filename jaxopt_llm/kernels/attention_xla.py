@@ -23,6 +23,7 @@ QUERY_BLOCK = 512  # queries of a block: scores are [B, H, QUERY_BLOCK, T] in fl
 # Model of the queries, each with the keys up to its own end. Four parts form 5/8 of all scores, in 4 loops.
 CAUSAL_PARTS = 4
 CAUSAL_ROWS = 128  # minimum queries of a part: with fewer, another loop costs more than the scores that it saves
+reads_out = False
 MASKED = float(jnp.finfo(jnp.float32).min)  # finite: scores - peak of a query that sees nothing must not be NaN
 
 
@@ -43,7 +44,7 @@ def backward(
     parameters: AttentionParameters, residuals: AttentionResiduals, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See attention.Implementation."""
-    q, k, v, key_ranges, log_sum, delta = residuals
+    q, k, v, key_ranges, log_sum, delta, _ = residuals
     q, key_ranges = _tie_to_layer(q, key_ranges)
     parts, gradients = _split_into_parts(parameters, q.shape[1], k.shape[1]), []
     for rows, keys in parts:
@@ -113,7 +114,7 @@ def _backward_part(
     parameters: AttentionParameters, residuals: AttentionResiduals, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of q, in its dtype, and of k and v, in float32."""
-    q, k, v, key_ranges, log_sum, delta = residuals
+    q, k, v, key_ranges, log_sum, delta, _ = residuals
     keys_by_head, values_by_head = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # [B, G, T, K], [B, G, T, V]
 
     def block(totals: tuple[jax.Array, jax.Array], arrays: Any) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:

@@ -32,6 +32,10 @@ class Padded:
     kernel: Any
     size: int
 
+    @property
+    def reads_out(self) -> bool:
+        return bool(self.kernel.reads_out)
+
     def forward(
         self, parameters: AttentionParameters, q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: KeyRanges
     ) -> tuple[jax.Array, jax.Array]:
@@ -43,8 +47,9 @@ class Padded:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         operands = residuals.q, residuals.k, residuals.v
         q, k, v = map(self._pad, operands)
-        gradients = self.kernel.backward(parameters, residuals._replace(q=q, k=k, v=v), self._pad(gradient))
-        d_q, d_k, d_v = (padded[..., : x.shape[-1]] for padded, x in zip(gradients, operands, strict=True))
+        padded = residuals._replace(q=q, k=k, v=v, out=jax.tree.map(self._pad, residuals.out))
+        gradients = self.kernel.backward(parameters, padded, self._pad(gradient))
+        d_q, d_k, d_v = (each[..., : x.shape[-1]] for each, x in zip(gradients, operands, strict=True))
         return d_q, d_k, d_v
 
     def _pad(self, x: jax.Array) -> jax.Array:

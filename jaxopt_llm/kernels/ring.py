@@ -16,7 +16,7 @@ Letters: B batch, S queries of a device, T its keys, H heads, G key-value heads,
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ class Ring:
 
     kernel: Any
     axis: str
+    reads_out: ClassVar[bool] = False  # all parts share `delta`
 
     def forward(
         self, parameters: AttentionParameters, q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: KeyRanges

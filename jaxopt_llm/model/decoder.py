@@ -36,7 +36,8 @@ class Decoder:
     """Decoder-only transformer; the methods are documented in Model.
 
     loss_chunk, z_loss: see TrainingConfig. attention, grouped_matmul: names of implementations (kernels/attention.py,
-        kernels/grouped_matmul.py).
+        kernels/grouped_matmul.py). max_segments: maximum number of segments in a row, padding included; None if any
+        number is possible.
     specs: the decoder's own by default; others if parameters are adapted, quantised or stacked by stage.
     """
 
@@ -45,6 +46,7 @@ class Decoder:
     z_loss: float = 0.0
     attention: str = "xla"
     grouped_matmul: str = "xla"
+    max_segments: int | None = None
     specs: Params = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -133,6 +135,7 @@ class Decoder:
             scale=layers.score_scale(config),
             softcap=config.attention_softcap or None,
             implementation=self.attention,
+            max_segments=self.max_segments,
         )
         if config.mla.kv_rank:
             attend, norms = latent_attention.latent_attention, ("query_latent_norm", "latent_norm")

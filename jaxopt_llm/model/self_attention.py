@@ -18,6 +18,7 @@ from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.kernels import attention_xla
 from jaxopt_llm.kernels.all_to_all import AllToAll
 from jaxopt_llm.kernels.attention import IMPLEMENTATIONS, Implementation, attend
+from jaxopt_llm.kernels.attention_auto import AttentionCall
 from jaxopt_llm.kernels.attention_mask import KeyRanges
 from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
 from jaxopt_llm.kernels.padded import Padded, common_size
@@ -39,7 +40,7 @@ class AttentionOptions:
     """Settings of an attention sublayer.
 
     rotary: rotary position embedding; None: no positions. window, scale, softcap: see AttentionParameters.
-    implementation: name in kernels/attention.py.
+    implementation: name in kernels/attention.py. max_segments: AttentionParameters.segments.
     """
 
     rotary: Rotary | None
@@ -47,6 +48,7 @@ class AttentionOptions:
     scale: float
     softcap: float | None
     implementation: str
+    max_segments: int | None = None
 
 
 @struct.dataclass
@@ -131,7 +133,12 @@ def attend_to_sequence(
     # No token sees a key after its own row. These bounds are the part of the window that is known at compile time.
     window = options.window
     parameters = AttentionParameters(
-        options.scale, options.softcap, keys_before=None if window is None else window - 1, keys_after=0, window=window
+        options.scale,
+        options.softcap,
+        keys_before=None if window is None else window - 1,
+        keys_after=0,
+        window=window,
+        segments=options.max_segments,
     )
     kernel = _select_implementation(options.implementation, context.placement, q.shape[-1], v.shape[-1])
     return attend(kernel, parameters, q, k, v, context.key_ranges.limit_to_window(window))
@@ -141,6 +148,36 @@ def attend_to_cache(q: jax.Array, k: jax.Array, v: jax.Array, context: Context, 
     # Few queries read a cache: attention is bound by memory, and XLA partitions its own operations over any mesh.
     parameters = AttentionParameters(options.scale, options.softcap)
     return attend(attention_xla, parameters, q, k, v, context.key_ranges.limit_to_window(options.window))
+
+
+def describe_call(
+    model: ModelConfig, dtype: str, sequence_length: int, documents_per_row: int | None, parts: int
+) -> AttentionCall:
+    """Return the properties of the attention of a model over packed rows.
+
+    Args:
+        dtype: precision.compute_dtype.
+        documents_per_row: maximum number of documents in a row; None if any number is possible.
+        parts: number of parts in which attention gets the keys.
+    """
+    return AttentionCall(
+        kernel_head_dim(model),
+        dtype,
+        sequence_length // parts,
+        None if documents_per_row is None else count_segments(documents_per_row),
+        model.window if "sliding" in model.pattern else None,
+        model.attention_softcap or None,
+        parts > 1,
+    )
+
+
+def count_segments(documents_per_row: int) -> int:
+    """Return the maximum number of segments in a row.
+
+    The padding at the end of a row is a segment, too. One document and its padding are called as one segment: the
+    causal order hides the padding.
+    """
+    return 1 if documents_per_row == 1 else documents_per_row + 1
 
 
 def kernel_head_dim(config: ModelConfig) -> int:
@@ -167,6 +204,10 @@ class _PerDevice:
     kernel: Implementation
     placement: Placement
 
+    @property
+    def reads_out(self) -> bool:
+        return self.kernel.reads_out
+
     def forward(
         self, parameters: AttentionParameters, q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: KeyRanges
     ) -> tuple[jax.Array, jax.Array]:
@@ -180,10 +221,11 @@ class _PerDevice:
         self, parameters: AttentionParameters, residuals: AttentionResiduals, gradient: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         heads, kv_heads, rows, sums = self._specs()
-        residual_specs: tuple[Any, ...] = heads, kv_heads, kv_heads, rows, sums, sums
+        residual_specs: dict[str, Any] = {"q": heads, "k": kv_heads, "v": kv_heads, "key_ranges": rows, "log_sum": sums}
+        residual_specs |= {"out": heads} if self.reads_out else {"delta": sums}
         run = self.placement.shard_map(
             functools.partial(self.kernel.backward, parameters),
-            (AttentionResiduals(*residual_specs), heads),
+            (AttentionResiduals(**residual_specs), heads),
             (heads, kv_heads, kv_heads),
         )
         return run(residuals, gradient)

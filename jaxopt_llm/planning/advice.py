@@ -7,9 +7,9 @@ from typing import Any
 
 from jaxopt_llm.config import Config, MeshConfig, fields
 from jaxopt_llm.kernels.attention import KERNELS, find_unsupported
-from jaxopt_llm.model.self_attention import kernel_head_dim
 from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.planning.memory import GIB
+from jaxopt_llm.planning.search.attention_cost import describe_attention
 from jaxopt_llm.planning.search.footprint import Footprint, compute_footprint
 from jaxopt_llm.planning.search.ranking import is_valid
 from jaxopt_llm.planning.search.roofline import Cluster, compute_step_time
@@ -239,8 +239,7 @@ def _batch(config: Config) -> Iterator[list[Option]]:
 
 def _narrower(config: Config, simulated: bool) -> Iterator[list[Option]]:
     """Yield the narrower values of the settings that `plan --search --allow` may change, too."""
-    sizes = kernel_head_dim(config.model), config.precision.compute_dtype
-    unsupported = find_unsupported(*sizes, AMPERE)
+    unsupported = find_unsupported(describe_attention(config), AMPERE)
     for name in fields.SEARCHED:
         current, *values = list_narrower(config, name)
         if name == "training.attention":

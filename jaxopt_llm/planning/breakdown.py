@@ -81,7 +81,10 @@ class _Kernels:
             if counted := attention or hlo.count_matmul_products(body, each):
                 dtype, products = counted
                 flops += 2 * products
-                seconds += roofline.seconds_of_matmuls(2 * products, self.chip, PEAK_KEYS[dtype], flash=bool(attention))
+                efficiency = roofline.MATMUL_EFFICIENCY
+                if attention:
+                    efficiency = roofline.kernel_efficiency(self.chip, hlo.cudnn_attention(each))
+                seconds += roofline.seconds_of_matmuls(2 * products, self.chip, PEAK_KEYS[dtype], efficiency)
         moved = count_kernel_bytes(self.module, computation, kernel)
         total = self.sums[classify(computation, kernel, fused)]
         total.seconds += max(seconds, roofline.seconds_in_memory(moved, self.chip)) * times

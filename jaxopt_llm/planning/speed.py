@@ -69,7 +69,8 @@ def list_assumptions(chip: Chip, breakdown: Sequence[Part], transfers: Sequence[
         used.append(f"{chip.host_link} to the host {_percent(roofline.PCIE_EFFICIENCY)} of {rate}")
     memory = f"memory {_percent(roofline.MEMORY_EFFICIENCY)} of {chip.memory_bytes_per_second / 1e12:.4g} TB/s"
     matmuls = f"matmuls {_percent(roofline.MATMUL_EFFICIENCY)} of the chip's peak"
-    kernels = f"attention kernels {_percent(roofline.FLASH_EFFICIENCY)}"
+    cudnn = " and ".join(map(_percent, roofline.CUDNN_EFFICIENCY.values()))
+    kernels = f"attention kernels {_percent(roofline.FLASH_EFFICIENCY)}, cuDNN's {cudnn}"
     launches = sum(part.runs for part in breakdown if part.name in KERNELS)
     return (
         f"assumed: {', '.join([f'{matmuls} ({kernels})', memory, *used])}",

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,10 +15,11 @@ from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.execution.stage_layout import stack_by_stage
 from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionChoice
+from jaxopt_llm.kernels.attention_cudnn import DOCUMENTS_PER_ROW
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Model, Params
-from jaxopt_llm.model.self_attention import kernel_head_dim
+from jaxopt_llm.model.self_attention import count_segments, describe_call
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.sequence import count_key_parts
 from jaxopt_llm.training import state as training_state
@@ -108,16 +109,25 @@ def _make_model(config: Config, placement: Placement) -> tuple[Model, AttentionC
     """Make the model with the kernels that its devices support. Return it and the choice of the attention."""
     training = config.training
     attention = AttentionChoice(FALLBACK if training.attention == "auto" else training.attention)
-    products = "xla"
+    products, documents = "xla", config.data.documents_per_row or DOCUMENTS_PER_ROW
     if isinstance(placement.mesh, Mesh):
         device = placement.mesh.devices.flat[0]
         kernel_choice.check_matmul(device, placement.precision.matmul)
         kernel_choice.check_expert_exchange(device, placement.sharding.expert_exchange)
-        keys = training.sequence_length // count_key_parts(placement)
-        dtype, head_dim = placement.precision.compute_dtype, kernel_head_dim(config.model)
-        attention = kernel_choice.choose_attention(device, training.attention, head_dim, dtype, keys)
+        dtype, parts = placement.precision.compute_dtype, count_key_parts(placement)
+        call = describe_call(config.model, dtype, training.sequence_length, documents, parts)
+        attention = kernel_choice.choose_attention(device, training.attention, call)
+        if attention.name == "cudnn" and attention.reason and not config.data.documents_per_row:
+            # For `plan`, which reads no data. A run has resolved the limit before (training/attention_choice.py).
+            condition = f"if a limit of {documents} documents in a row turns few tokens into padding"
+            attention = replace(attention, reason=f"{attention.reason}; {condition}")
         products = kernel_choice.choose_grouped_matmul(device, training.grouped_matmul, dtype)
         xla_options.check_options(config.xla, placement.mesh)
     return Decoder(
-        config.model, training.loss_chunk, training.z_loss, attention=attention.name, grouped_matmul=products
+        config.model,
+        training.loss_chunk,
+        training.z_loss,
+        attention=attention.name,
+        grouped_matmul=products,
+        max_segments=count_segments(documents) if attention.name == "cudnn" else None,
     ), attention

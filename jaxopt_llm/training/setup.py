@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
@@ -26,28 +26,39 @@ from jaxopt_llm.observe import dashboards
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.rows import LocalRows
+from jaxopt_llm.training.attention_choice import Started, resolve_attention
 from jaxopt_llm.training.initial_weights import read_base_digest, read_tokenizer_digest, stores_frozen_weights
 from jaxopt_llm.training.program import Program, make_program
 
+DEVICE_FILE = "device.json"  # kind of the devices, which decides what `auto` means
 HELD_OUT = "held-out"  # name of the validation set that is split off the training data
 
 
 @dataclass(frozen=True)
-class Data:
-    """Data of a run.
+class Documents:
+    """Documents of a run.
 
     Attributes:
         corpus: the documents that `data.*` names.
-        training: rows of the training split, one entry for each source.
-        validation: rows of each validation set by name, or of the held-out split.
         sets: the documents of `evaluation.paths`.
     """
 
     tokenizer: Tokenizer
     corpus: Corpus
+    sets: tuple[ValidationSet, ...]
+
+
+@dataclass(frozen=True)
+class Data(Documents):
+    """Documents of a run, packed into rows.
+
+    Attributes:
+        training: rows of the training split, one entry for each source.
+        validation: rows of each validation set by name, or of the held-out split.
+    """
+
     training: tuple[PackedRows, ...]
     validation: dict[str, PackedRows]
-    sets: tuple[ValidationSet, ...]
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,9 @@ class Setup:
 
 # Kinds of files in a run, in the folder of a model or of adapters, and in a prepared corpus.
 _FILES = ("*.json", "*.jsonl", "*.safetensors")
-_WRITTEN_FIRST = re.compile(r"(memory|corpus)\.json|(metrics|samples|events)(\.\d+)?\.jsonl")  # before config.json
+_WRITTEN_FIRST = re.compile(
+    r"(memory|corpus|device)\.json|(metrics|samples|events)(\.\d+)?\.jsonl"
+)  # before config.json
 
 
 def check_inputs(config: Config, first: bool) -> None:
@@ -119,16 +132,16 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
     """
     processes.check_shared(Path(requested.run.directory))
     check_hub_commits(requested, processes)
-    data = open_data(requested, processes)
-    config: Config = resolve_length(requested, sum(map(len, data.training)))
-    check_run_directory(config, data.corpus, data.tokenizer)
-    placement = Placement(make_mesh(config.mesh), config.sharding, config.precision, config.offload)
-    program = make_program(config, placement, stores_frozen_weights(config))
-    processes.check_same(
-        "training.attention",
-        program.attention.name,
-        "install the same packages on all hosts, or set --training.attention to one implementation",
+    documents = open_documents(requested, processes)
+    mesh, started = make_mesh(requested.mesh), read_started(Path(requested.run.directory))
+    resolved, attention = resolve_attention(
+        requested, mesh.devices.flat[0], documents.corpus.sources, processes, started
     )
+    data = pack_documents(resolved, documents)
+    config: Config = resolve_length(resolved, sum(map(len, data.training)))
+    check_run_directory(config, data.corpus, data.tokenizer)
+    placement = Placement(mesh, config.sharding, config.precision, config.offload)
+    program = replace(make_program(config, placement, stores_frozen_weights(config)), attention=attention)
     local_rows, size = LocalRows(program.batch.tokens.shape, program.batch_sharding), config.training.batch_size
     weights = [source.weight for source in data.corpus.sources]
     loader = Loader(data.training, weights, size, config.run.seed, local_rows.indices)
@@ -174,12 +187,20 @@ def resolve_length(config: Config, rows: int) -> Config:
 
 def read_decay_steps(directory: Path) -> int | None:
     """Return the `schedule.decay_steps` of the run in a directory, or None if no run has started there."""
+    started = read_started(directory)
+    return started.config.schedule.decay_steps if started else None
+
+
+def read_started(directory: Path) -> Started | None:
+    """Return the settings of the run in a directory, and its device, or None if no run has started there."""
     if not has_checkpoint(directory):
         return None
     try:
-        return fields.from_json((directory / "config.json").read_text()).schedule.decay_steps
+        config = fields.from_json((directory / "config.json").read_text())
     except (ValueError, TypeError, OSError):
         return None  # `check_run_directory` reports it
+    file = directory / DEVICE_FILE  # earlier versions did not write it
+    return Started(config, json.loads(file.read_text())["kind"] if file.exists() else "")
 
 
 def has_checkpoint(directory: Path) -> bool:
@@ -188,7 +209,7 @@ def has_checkpoint(directory: Path) -> bool:
     return checkpoints.exists() and any(checkpoints.iterdir())
 
 
-def open_data(config: Config, processes: Processes) -> Data:
+def open_documents(config: Config, processes: Processes) -> Documents:
     """Open the corpus and the tokenizer, and check that all processes read the same data.
 
     Raises:
@@ -208,16 +229,27 @@ def open_data(config: Config, processes: Processes) -> Data:
     corpus = open_corpus(config.data, tokenizer, holds_out=not sets)
     processes.check_same("data.paths", corpus.sha256)
     processes.check_same("evaluation.paths", ",".join(each.sha256 for each in sets))
+    return Documents(tokenizer, corpus, sets)
+
+
+def pack_documents(config: Config, documents: Documents) -> Data:
+    """Pack the documents of a run into rows.
+
+    Raises:
+        InputError: there is no token to predict.
+    """
+    corpus, sets = documents.corpus, documents.sets
 
     def pack(stream: TokenStream, name: str) -> PackedRows:
-        length = config.training.sequence_length
-        return PackedRows(stream, length, config.model.vocabulary_size, name, config.data.long_documents)
+        length, limit = config.training.sequence_length, config.data.documents_per_row
+        return PackedRows(stream, length, config.model.vocabulary_size, name, config.data.long_documents, limit)
 
     training = tuple(pack(source.training, source.name) for source in corpus.sources)
     if corpus.held_out is not None:
-        return Data(tokenizer, corpus, training, {HELD_OUT: pack(corpus.held_out, "the held-out split")}, sets)
-    validation = {each.name: pack(each.documents, f"the validation set {each.name}") for each in sets}
-    return Data(tokenizer, corpus, training, validation, sets)
+        validation = {HELD_OUT: pack(corpus.held_out, "the held-out split")}
+    else:
+        validation = {each.name: pack(each.documents, f"the validation set {each.name}") for each in sets}
+    return Data(documents.tokenizer, corpus, sets, training, validation)
 
 
 def check_tokenizer_of_run(config: Config, tokenizer: Tokenizer) -> None:
@@ -299,7 +331,7 @@ def set_aside_log(log: Path) -> None:
 
 
 def write_run_files(setup: Setup, base_sha256: str | None) -> None:
-    """Write config.json and corpus.json, which identify the run before it has a checkpoint."""
+    """Write config.json and corpus.json, which identify the run before it has a checkpoint, and device.json."""
     corpus = setup.data.corpus
     description = {
         "name": corpus.name,
@@ -308,5 +340,7 @@ def write_run_files(setup: Setup, base_sha256: str | None) -> None:
         "tokenizer_sha256": setup.data.tokenizer.sha256,
         "base_sha256": base_sha256,
     }
+    device = {"kind": setup.placement.mesh.devices.flat[0].device_kind}
+    replace_durably(setup.directory / DEVICE_FILE, json.dumps(device))
     replace_durably(setup.directory / "corpus.json", json.dumps(description))
     replace_durably(setup.directory / "config.json", fields.to_json(setup.config))

@@ -71,6 +71,8 @@ def list_warnings(setup: Setup) -> Iterator[str]:
     """Yield a line for each setting that is allowed but has no effect or is probably a mistake."""
     config = setup.config
     yield from describe_unread(config)
+    if setup.program.attention.warning:
+        yield setup.program.attention.warning
     tokenizer, vocabulary = setup.data.tokenizer.vocabulary_size, config.model.vocabulary_size
     if tokenizer < vocabulary / 2:
         yield (

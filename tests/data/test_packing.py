@@ -8,7 +8,7 @@ import pytest
 from texts import piece, stream
 
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.packing import PackedRows
+from jaxopt_llm.data.packing import PackedRows, measure_waste, pack_whole_documents, split_by_documents
 from jaxopt_llm.data.tokenizer import ByteTokenizer
 from jaxopt_llm.data.tokens import IndexedPiece, TokenStream, join_all, join_ranges
 from jaxopt_llm.model.batch import Batch
@@ -248,3 +248,72 @@ def test_rows_without_targets_are_dropped_and_counted() -> None:
         each.mask[:] = False
     with pytest.raises(InputError, match="has 3 documents, 27 tokens, but no row .* has a token that the loss counts"):
         PackedRows(masked, 8, 256)
+
+
+# ---- A limit of the documents in a row.
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 16])
+@pytest.mark.parametrize("case", CASES)
+def test_rows_have_at_most_so_many_documents(case: str, limit: int) -> None:
+    """And every token that is no document's first is a target once."""
+    documents, length = CASES[case]
+    source = stream(documents)
+    rows = PackedRows(source, length, ByteTokenizer.vocabulary_size, documents_per_row=limit)
+    targets = []
+    for index in range(len(rows)):
+        row = rows[index]
+        ids = row.segment_ids[row.segment_ids > 0]
+        assert len(np.unique(ids)) <= limit and row.tokens.size == length
+        targets += row.targets[row.loss_mask].tolist()
+    starts = source.document_starts(0, source.size)
+    assert targets == np.delete(source.read(0, source.size), starts).tolist()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_limit_that_no_row_reaches_changes_nothing(case: str) -> None:
+    documents, length = CASES[case]
+    limited = PackedRows(stream(documents), length, ByteTokenizer.vocabulary_size, documents_per_row=length + 1)
+    rows = read(documents, length)
+    assert len(limited) == len(rows)
+    for index, row in enumerate(rows):
+        for field in READ:
+            np.testing.assert_array_equal(getattr(limited[index], field.name), getattr(row, field.name))
+
+
+def slow_splits(starts: list[int], size: int, length: int, limit: int) -> list[list[int]]:
+    rows, position = [], 0
+    while position < size - 1:
+        end = min(position + length + 1, size)
+        begun = [start for start in starts if position < start <= end]
+        if len(begun) >= limit:
+            row, next_position = [position, begun[limit - 1]], begun[limit - 1]
+        else:
+            row, next_position = [position, end], position + length
+        rows += [row] if row[1] - row[0] > 1 else []
+        position = next_position
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_that_the_limit_cannot_reach_are_skipped_in_one_step(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    sizes = np.concatenate([random.integers(1, [4, 200, 9][part % 3], 30) for part in range(6)])
+    starts, size = np.cumsum([0, *sizes[:-1]]), int(sizes.sum())
+    for length, limit in ((16, 2), (16, 4), (5, 1), (40, 7)):
+        found = split_by_documents(starts, size, length, limit)
+        assert found.tolist() == slow_splits(starts.tolist(), size, length, limit)
+
+
+def test_whole_documents_with_a_limit() -> None:
+    starts = np.arange(0, 40, 4)
+    assert pack_whole_documents(starts, 40, 17, drop=False, limit=3)[0] == [(0, 12), (12, 24), (24, 36), (36, 40)]
+    assert pack_whole_documents(starts, 40, 17, drop=False)[0] == [(0, 16), (16, 32), (32, 40)]
+
+
+def test_the_waste_of_a_limit() -> None:
+    source = stream([b"ab"] * 64)  # 4 tokens each, with their delimiters
+    assert measure_waste(source, 32, "split", 16) == 0
+    assert measure_waste(source, 32, "split", 4) == pytest.approx(1 - 8 / 16)
+    assert measure_waste(source, 32, "cut", 4) == pytest.approx(1 - 8 / 16)
+    assert measure_waste(stream([bytes(range(100))]), 16, "split", 1) == 0

@@ -30,7 +30,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.kernels import attention as kernels
 from jaxopt_llm.kernels import attention_auto, attention_xla
 from jaxopt_llm.kernels.attention import attention
-from jaxopt_llm.kernels.attention_auto import AttentionChoice, Measurement, choose_fastest
+from jaxopt_llm.kernels.attention_auto import AttentionCall, AttentionChoice, Measurement, choose_fastest
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import program
@@ -48,12 +48,12 @@ def choose(
     table: list[Measurement] = TABLE,
     capability: tuple[int, int] | None = (9, 0),
 ) -> AttentionChoice:
-    return choose_fastest(128, "bfloat16", keys, capability, unsupported, table)
+    return choose_fastest(AttentionCall(128, "bfloat16", keys), capability, unsupported, table)
 
 
 def test_the_fastest_is_taken() -> None:
     choice = choose()
-    assert choice.name == "triton" and choice.measured
+    assert choice.name == "triton" and "the fastest" in choice.reason
     assert all(each in str(choice) for each in ("triton", "128", "bfloat16", "2048", "NVIDIA H200"))
 
 
@@ -69,8 +69,8 @@ def test_the_nearest_length_decides(keys: int, name: str, table: list[Measuremen
 
 @pytest.mark.parametrize("other", [{"capability": "8.0"}, {"dtype": "float16"}, {"head_dim": 64}])
 def test_measurements_of_other_calls_decide_nothing(other: dict[str, Any]) -> None:
-    choice = choose(table=[replace(ROW, **other)])
-    assert choice.name == "xla" and not choice.measured
+    choice = choose(table=[replace(ROW, **other, seconds={"xla": 1.0, "pallas": 2.0, "triton": 3.0})])
+    assert choice.name == "triton" and "by the order" in choice.reason
     assert all(each in choice.reason for each in ("9.0", "bfloat16", "128", "--write-table"))
     assert "\n" not in str(choice)
 
@@ -87,19 +87,43 @@ def test_a_kernel_that_the_caller_cannot_use_does_not_count() -> None:
     assert choose(table=table, unsupported=ALL | {"cudnn": []}).name == "cudnn"
 
 
-def test_a_kernel_without_a_measurement_is_not_chosen() -> None:
-    choice = choose(table=[replace(ROW, seconds={"triton": 1.0})], unsupported=ALL | {"triton": ["no"]})
-    assert choice.name == "xla" and not choice.measured
+def test_a_kernel_without_a_measurement_is_not_chosen_before_those_with_one() -> None:
+    row = replace(ROW, seconds={"triton": 1.0, "xla": 9.0})
+    assert choose(table=[row], unsupported=ALL | {"triton": ["no"]}).name == "xla"
+    row = replace(ROW, seconds={"triton": 1.0})
+    assert choose(table=[row], unsupported=ALL | {"triton": ["no"]}).name == "pallas"
+
+
+@pytest.mark.parametrize(
+    ("capability", "order"),
+    [
+        ((8, 0), ["pallas", "cudnn", "xla"]),
+        ((8, 9), ["pallas", "cudnn", "xla"]),
+        ((9, 0), ["cudnn", "triton", "pallas", "xla"]),
+        ((10, 3), ["cudnn", "triton", "pallas", "xla"]),
+        ((12, 0), ["pallas", "cudnn", "xla"]),
+    ],
+)
+def test_the_order_without_measurements(capability: tuple[int, int], order: list[str]) -> None:
+    """Of those that the call supports, the next is taken, and the reason names those before it."""
+    unsupported: dict[str, list[str]] = {name: [] for name in ("xla", "cudnn", "triton", "pallas")}
+    for number, name in enumerate(order[:-1]):
+        choice = choose(table=[], capability=capability, unsupported=unsupported)
+        assert choice.name == name and choice.reason.startswith("by the order")
+        assert choice.reason.count("lacks") == number
+        unsupported[name] = [f"{name} lacks something"]
+    assert choose(table=[], capability=capability, unsupported=unsupported).name == order[-1]
 
 
 def test_a_call_that_only_one_supports_needs_no_measurement() -> None:
     choice = choose(unsupported={"xla": [], "pallas": ["head_dim=96"], "triton": ["head_dim=96"]}, table=[])
-    assert choice.name == "xla" and choice.measured
+    assert choice.name == "xla"
     assert "only implementation" in choice.reason and "head_dim=96" in choice.reason
 
 
 def test_without_a_gpu_there_is_no_reason() -> None:
-    assert choose(capability=None) == AttentionChoice("xla") and str(AttentionChoice("xla")) == "xla"
+    choice = choose_fastest(AttentionCall(128, "bfloat16", 8), None, ALL)
+    assert choice == AttentionChoice("xla") and str(AttentionChoice("xla")) == "xla"
 
 
 # ---- The table.
@@ -135,23 +159,23 @@ def test_plan_and_training_make_the_same_choice(chip: str, table: list[Measureme
     target = gpu_topology(chip, gpus_per_host=1)[0]
     capability = ".".join(map(str, CHIPS[chip].compute_capability))
     real = SimpleNamespace(platform="gpu", device_kind="NVIDIA, as the driver says", compute_capability=capability)
-    found = {keys: choose_attention(target, "auto", 128, "bfloat16", keys) for keys in (1024, 8192)}
+    found = {keys: choose_attention(target, "auto", AttentionCall(128, "bfloat16", keys)) for keys in (1024, 8192)}
     assert [found[keys].name for keys in found] == ["xla", "pallas"]
-    assert found == {keys: choose_attention(real, "auto", 128, "bfloat16", keys) for keys in found}
+    assert found == {keys: choose_attention(real, "auto", AttentionCall(128, "bfloat16", keys)) for keys in found}
 
 
 @pytest.mark.parametrize("requested, on", [("pallas", "cpu"), ("triton", "a100"), ("pallas", "h200")])
 def test_an_unsupported_request_is_rejected(requested: str, on: str) -> None:
     device = jax.devices("cpu")[0] if on == "cpu" else gpu_topology(on, gpus_per_host=1)[0]
     with pytest.raises(InputError, match=f"training.attention={requested}.*set --training.attention auto or xla$"):
-        choose_attention(device, requested, 96, "bfloat16", 1024)
-    assert choose_attention(device, "xla", 96, "bfloat16", 1024) == AttentionChoice("xla")
+        choose_attention(device, requested, AttentionCall(96, "bfloat16", 1024))
+    assert choose_attention(device, "xla", AttentionCall(96, "bfloat16", 1024)) == AttentionChoice("xla")
 
 
 def test_the_message_names_the_implementations_that_support_the_call() -> None:
     (device,) = gpu_topology("h200", gpus_per_host=1)
     with pytest.raises(InputError, match="=triton: dtype=float32.*set --training.attention auto or xla or pallas$"):
-        choose_attention(device, "triton", 128, "float32", 1024)
+        choose_attention(device, "triton", AttentionCall(128, "float32", 1024))
 
 
 @pytest.mark.parametrize(
@@ -182,6 +206,8 @@ def test_a_training_step_uses_the_choice(
 class Recorded:
     """Implementation that counts its calls."""
 
+    reads_out = False
+
     def __init__(self) -> None:
         self.called = 0
         self.backward = attention_xla.backward
@@ -209,7 +235,7 @@ def test_auto_by_hand(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsR
     monkeypatch.setattr(
         attention_auto, "read_table", lambda file: [replace(ROW, seconds={"pallas": 1.0, "cudnn": 0.5})]
     )
-    attention(*arrays(), segment_ids=jnp.zeros((1, 8), jnp.int32))  # cudnn is faster, but does not support them
+    attention(*arrays(), segment_ids=jnp.zeros((1, 8), jnp.int32))  # cudnn is faster, but needs max_segments
     assert pallas.called == 1
     attention(*arrays(), softcap=2.0)
     assert pallas.called == 2
@@ -229,9 +255,16 @@ def test_auto_by_hand_logs_a_measured_choice_once(
 
 
 @pytest.mark.usefixtures("hopper")
-def test_auto_by_hand_warns_without_a_measurement() -> None:
-    with pytest.warns(UserWarning, match="attention: xla, as there is no measurement.*--write-table"):
-        attention(*arrays())
+def test_auto_by_hand_says_that_there_is_no_measurement(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cudnn = Recorded()
+    monkeypatch.setitem(kernels.IMPLEMENTATIONS, "cudnn", cudnn)  # type: ignore[arg-type]
+    with caplog.at_level("INFO", logger=kernels.__name__):
+        attention(*arrays(head_dim=72))
+    (message,) = caplog.messages
+    assert cudnn.called == 1
+    assert message.startswith("attention: cudnn, by the order") and "--write-table" in message
 
 
 def test_auto_by_hand_is_silent_without_a_gpu(recwarn: pytest.WarningsRecorder) -> None:
@@ -261,9 +294,13 @@ def test_auto_by_hand_uses_the_default_device(monkeypatch: pytest.MonkeyPatch) -
         ("pallas", {"dtype": jnp.int8}, "dtype=int8.*supports this call: xla$"),
         ("triton", {"dtype": jnp.float32}, "dtype=float32.*supports this call: xla, pallas$"),
         ("cudnn", {"dtype": jnp.float32}, "dtype=float32.*supports this call: xla, pallas$"),
-        ("cudnn", {"segment_ids": np.zeros((1, 8), np.int32)}, "segment_ids: .*supports this call: xla, pallas"),
-        ("cudnn", {"softcap": 2.0}, "softcap=2.0: .*supports this call: xla, pallas"),
-        ("cudnn", {"positions": np.zeros((1, 8), np.int32)}, "positions: .*supports this call: xla, pallas"),
+        (
+            "cudnn",
+            {"segment_ids": np.zeros((1, 8), np.int32)},
+            "any number of doc.*supports this call: xla, pallas",
+        ),
+        ("cudnn", {"softcap": 2.0}, "softcap=2: .*supports this call: xla, pallas"),
+        ("cudnn", {"positions": np.zeros((1, 8), np.int32)}, ".*positions: .*supports this call: xla, pallas"),
         ("pallas", {"values": 64}, "v has head size 64, q and k have 128.*supports this call: xla$"),
         ("triton", {"values": 64}, ".*v has head size 64, q and k have 128.*supports this call: xla$"),
         ("cudnn", {"values": 64}, "v has head size 64, q and k have 128.*supports this call: xla$"),

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.core
 class OneSize:
     """Implementation that supports one head size only, like the kernels for GPUs."""
 
+    reads_out = False
+
     def forward(self, parameters: AttentionParameters, q: Any, k: Any, v: Any, key_ranges: Any) -> Any:
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] == 16
         return attention_xla.forward(parameters, q, k, v, key_ranges)

@@ -10,10 +10,11 @@ from typing import Any, Final
 
 from jaxopt_llm.config import Config, Kind, ModelConfig
 from jaxopt_llm.kernels.attention import KERNELS, find_unsupported
-from jaxopt_llm.kernels.attention_auto import choose_fastest
+from jaxopt_llm.kernels.attention_auto import AttentionCall, choose_fastest
+from jaxopt_llm.kernels.attention_cudnn import DOCUMENTS_PER_ROW
 from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS, CAUSAL_ROWS, QUERY_BLOCK
 from jaxopt_llm.model import flops
-from jaxopt_llm.model.self_attention import kernel_head_dim
+from jaxopt_llm.model.self_attention import describe_call, kernel_head_dim
 
 AUTO = "auto"
 RING: Final = "ring"
@@ -26,17 +27,24 @@ def resolve_attention(config: Config, capability: tuple[int, int] | None) -> Con
     Args:
         capability: compute capability of the GPU, or None without a GPU.
     """
-    training, mesh = config.training, config.mesh
+    training = config.training
     if training.attention != AUTO:
         return config
-    keys = training.sequence_length // (mesh.context if config.sharding.context_exchange == RING else 1)
-    name = _find_fastest(kernel_head_dim(config.model), config.precision.compute_dtype, keys, capability)
+    name = _find_fastest(describe_attention(config), capability)
     return replace(config, training=replace(training, attention=name))
 
 
+def describe_attention(config: Config) -> AttentionCall:
+    """Return the properties of a configuration's attention, as `make_program` finds them."""
+    documents = config.data.documents_per_row or DOCUMENTS_PER_ROW
+    parts = config.mesh.context if config.sharding.context_exchange == RING else 1
+    dtype, length = config.precision.compute_dtype, config.training.sequence_length
+    return describe_call(config.model, dtype, length, documents, parts)
+
+
 @functools.cache
-def _find_fastest(head_dim: int, dtype: str, keys: int, capability: tuple[int, int] | None) -> Any:
-    return choose_fastest(head_dim, dtype, keys, capability, find_unsupported(head_dim, dtype, capability)).name
+def _find_fastest(call: AttentionCall, capability: tuple[int, int] | None) -> Any:
+    return choose_fastest(call, capability, find_unsupported(call, capability)).name
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,7 @@ class AttentionCost:
     """Sizes of attention in one layer on one device.
 
     flash: whether scores stay on the chip. `auto` counts as no flash attention until `resolve_attention` replaces it.
+    cudnn: whether the kernel that keeps them there is cuDNN's.
     sequence_shards: devices that divide a sequence.
     exchange: what these devices exchange, a value of `sharding.context_exchange`; "" for a single device.
     heads, kv_heads: heads of a device, before heads are exchanged.
@@ -51,6 +60,7 @@ class AttentionCost:
 
     model: ModelConfig
     flash: bool
+    cudnn: bool
     sequence: int
     sequence_shards: int
     exchange: str
@@ -65,6 +75,7 @@ class AttentionCost:
         return cls(
             model=model,
             flash=config.training.attention in KERNELS,
+            cudnn=config.training.attention == "cudnn",
             sequence=config.training.sequence_length,
             sequence_shards=mesh.context,
             exchange=exchange,

@@ -12,9 +12,8 @@ from typing import Any, Protocol
 
 from jaxopt_llm.config import Config, MeshConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.kernels.attention import KERNELS
-from jaxopt_llm.model.self_attention import kernel_head_dim
-from jaxopt_llm.planning.search.attention_cost import resolve_attention
+from jaxopt_llm.kernels.attention import find_unsupported
+from jaxopt_llm.planning.search.attention_cost import describe_attention, resolve_attention
 from jaxopt_llm.planning.search.footprint import Footprint, compute_footprint
 from jaxopt_llm.planning.search.roofline import (
     Cluster,
@@ -144,9 +143,8 @@ def estimate_all(
 
 def _has_kernel(config: Config, cluster: Cluster) -> bool:
     """Return whether the setting's attention kernel supports these GPUs."""
-    kernel = KERNELS[config.training.attention]
-    dtype, capability = config.precision.compute_dtype, cluster.chip.compute_capability
-    return not kernel.problems(kernel_head_dim(config.model), dtype, capability)
+    unsupported = find_unsupported(describe_attention(config), cluster.chip.compute_capability)
+    return not unsupported[config.training.attention]
 
 
 def search_settings(

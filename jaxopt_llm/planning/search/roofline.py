@@ -7,7 +7,7 @@ longer than the kernels.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from jaxopt_llm.compiler.chips import CHIPS, Chip
 
@@ -20,6 +20,10 @@ MEMORY_EFFICIENCY = 0.875
 # Flash attention: FlashAttention-2, the method of our kernels, reaches 35% on H100 (Shah et al. 2024, arXiv:2407.08608)
 # and 50 to 73% on A100 (Dao 2023, arXiv:2307.08691). Our kernels have not been measured on any GPU.
 FLASH_EFFICIENCY = 0.35
+# cuDNN's attention on H100, head size 128, causal: 644 and 541 TFLOP/s (forward and backward, NVIDIA's figures). Before
+# Hopper it has no better method than our kernels.
+CUDNN_EFFICIENCY = {"forward": 0.65, "backward": 0.547}
+HOPPER = (9, 0)  # compute capability
 # Rings on 8 GPUs, by the bus bandwidth of nccl-tests: 230 to 240 of 300 GB/s (A100), 360 to 370 of 450 (H100).
 NVLINK_EFFICIENCY = 0.8
 NETWORK_EFFICIENCY = 0.8
@@ -36,6 +40,8 @@ LINK_EFFICIENCY = {"nvlink": NVLINK_EFFICIENCY, "pcie": PCIE_RING_EFFICIENCY, "n
 # a transfer, but none that takes long. The same holds for the heads that an all-to-all brings, and for transfers over
 # only `expert`: tokens on the way to their experts and back.
 BLOCKING_AXES = {"tensor", "pipeline"}
+
+Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class Work:
 
     flops: FLOPs of matmuls with weights.
     attention_flops, attention_bytes: FLOPs and bytes of attention's scores. The slower of the two takes the time.
-    flash: whether a flash attention kernel runs, which keeps the scores on the chip.
+    attention_efficiency: share of the chip's peak that the matmuls of attention attain.
     repeated_flops: the part of both kinds of FLOPs that repeats forwards.
     bytes: bytes that everything other than matmuls reads and writes.
     transfers: collectives.
@@ -92,7 +98,7 @@ class Work:
     flops: float
     attention_flops: float
     attention_bytes: float
-    flash: bool
+    attention_efficiency: float
     repeated_flops: float
     bytes: float
     transfers: tuple[Transfer, ...]
@@ -150,7 +156,7 @@ def compute_step_time(work: Work, chip: Chip, compute_dtype: str) -> StepTime:
     """
     compute = seconds_of_matmuls(work.flops, chip, compute_dtype)
     streaming = seconds_in_memory(work.bytes, chip)
-    attention_compute = seconds_of_matmuls(work.attention_flops, chip, compute_dtype, flash=work.flash)
+    attention_compute = seconds_of_matmuls(work.attention_flops, chip, compute_dtype, work.attention_efficiency)
     attention_streaming = seconds_in_memory(work.attention_bytes, chip)
     if attention_compute > attention_streaming:
         compute += attention_compute
@@ -169,13 +175,19 @@ def compute_step_time(work: Work, chip: Chip, compute_dtype: str) -> StepTime:
     )
 
 
-def seconds_of_matmuls(flops: float, chip: Chip, dtype: str, flash: bool = False) -> float:
-    """Return the time of matmuls, or of the matmuls in a flash attention kernel.
+def seconds_of_matmuls(flops: float, chip: Chip, dtype: str, efficiency: float = MATMUL_EFFICIENCY) -> float:
+    """Return the time of matmuls.
 
     Args:
         dtype: a key of Chip.peak_flops.
+        efficiency: share of the chip's peak that they attain; see `kernel_efficiency` for those of attention kernels.
     """
-    return flops / ((FLASH_EFFICIENCY if flash else MATMUL_EFFICIENCY) * chip.peak_flops[dtype])
+    return flops / (efficiency * chip.peak_flops[dtype])
+
+
+def kernel_efficiency(chip: Chip, cudnn: Direction | None) -> float:
+    """Return the share of the peak that an attention kernel attains: cuDNN's in this direction, or for None our own."""
+    return CUDNN_EFFICIENCY[cudnn] if cudnn and chip.compute_capability >= HOPPER else FLASH_EFFICIENCY
 
 
 def seconds_in_memory(read_and_written: float, chip: Chip) -> float:

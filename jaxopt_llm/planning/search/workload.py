@@ -1,11 +1,12 @@
 """Work of a step by arithmetic: FLOPs, bytes and transfers of each GPU, without compiling anything."""
 
+from jaxopt_llm.compiler.chips import Chip
 from jaxopt_llm.config import Config
 from jaxopt_llm.planning.search.attention_cost import RING, AttentionCost
 from jaxopt_llm.planning.search.block_cost import BlockCost, list_recomputed
 from jaxopt_llm.planning.search.microbatch import BYTES, accumulates_gradients, count_table_rows, count_tokens
 from jaxopt_llm.planning.search.passes import Passes
-from jaxopt_llm.planning.search.roofline import Cluster, Work
+from jaxopt_llm.planning.search.roofline import MATMUL_EFFICIENCY, Cluster, Work, kernel_efficiency
 from jaxopt_llm.planning.search.state_sizes import StateSizes
 from jaxopt_llm.planning.search.transfers import estimate_transfers
 
@@ -42,9 +43,12 @@ def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
     attention_forwards = passes.first_forwards + attention_reruns
     keys, values = attention.head_sizes
     # Matmuls of the backward with heads of the size of keys: scores, and the gradients of queries and keys. With heads
-    # of the size of values: the gradients of the softmax and of values. A kernel computes scores and the softmax's
+    # of the size of values: the gradients of the softmax and of values. Our kernels compute scores and the softmax's
     # gradient twice.
-    backward = 4 * keys + 3 * values if attention.flash else 3 * keys + 2 * values
+    twice = attention.flash and not attention.cudnn
+    backward = 4 * keys + 3 * values if twice else 3 * keys + 2 * values
+    forward_flops = 2 * scores * (keys + values) * attention_forwards
+    backward_flops = 2 * scores * backward * passes.backwards
     score_bytes = SCORE_BYTES_FORWARD * attention_forwards + SCORE_BYTES_BACKWARD * passes.backwards
 
     logits = passes.microbatches * tokens * count_table_rows(config)
@@ -52,9 +56,9 @@ def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
     copied = 2 * passes.backwards * offloaded
     return Work(
         flops=2 * layers * tokens * matmuls + 6 * logits * model.width,
-        attention_flops=2 * scores * ((keys + values) * attention_forwards + backward * passes.backwards),
+        attention_flops=forward_flops + backward_flops,
         attention_bytes=0 if attention.flash else scores * score_bytes,
-        flash=attention.flash,
+        attention_efficiency=_attention_efficiency(attention, cluster.chip, forward_flops, backward_flops),
         repeated_flops=2 * layers * tokens * repeated + 2 * (keys + values) * scores * attention_reruns,
         bytes=_streamed_bytes(config, state, block, passes, attention_forwards),
         transfers=tuple(estimate_transfers(config, state, cluster, block, passes)),
@@ -62,6 +66,15 @@ def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
         pcie_overlapped_bytes=copied,
         idle=passes.idle,
     )
+
+
+def _attention_efficiency(attention: AttentionCost, chip: Chip, forward_flops: float, backward_flops: float) -> float:
+    """Return the share of the peak that the matmuls of attention attain, forward and backward together."""
+    if not attention.flash:
+        return MATMUL_EFFICIENCY
+    forward = kernel_efficiency(chip, "forward" if attention.cudnn else None)
+    backward = kernel_efficiency(chip, "backward" if attention.cudnn else None)
+    return (forward_flops + backward_flops) / (forward_flops / forward + backward_flops / backward)
 
 
 def _streamed_bytes(

@@ -165,8 +165,7 @@ def test_if_nothing_fits_remedies_are_found() -> None:
     assert [step.split(":")[0] for step in steps] == ["train only adapters", "--gpu b200", "--hosts 2"]
     assert "--lora.rank 16" in steps[0]
     nearly = dataclasses.replace(found, limit=int(0.99 * least.footprint.peak))
-    kernels, narrower, *_ = find_remedies(nearly, (), 0.92)
-    assert kernels.startswith("--allow training.attention (") and "--training.attention pallas" in kernels
+    narrower, *_ = find_remedies(nearly, (), 0.92)
     # The setting that needs least has its moments on the host. With jax 0.11 the table's moments are also on the GPU,
     # where 8 bits make them smaller.
     early = jax.__version_info__ >= (0, 11)
@@ -209,7 +208,7 @@ def test_kernels_that_the_gpus_do_not_support_are_left_out() -> None:
         return {each.config.training.attention for each in found}
 
     assert "triton" not in kernels("a100") >= {RECIPE.training.attention, "pallas"}
-    narrow = dataclasses.replace(RECIPE, model=dataclasses.replace(RECIPE.model, head_dim=96))
+    narrow = dataclasses.replace(RECIPE, model=dataclasses.replace(RECIPE.model, head_dim=100))
     found = estimate_all(narrow, CLUSTER, ("training.attention",), lean=True)
     assert {each.config.training.attention for each in found} == {RECIPE.training.attention}
 

@@ -6,6 +6,7 @@ import pytest
 
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.planning.search.roofline import (
+    CUDNN_EFFICIENCY,
     FLASH_EFFICIENCY,
     MATMUL_EFFICIENCY,
     MEMORY_EFFICIENCY,
@@ -14,6 +15,7 @@ from jaxopt_llm.planning.search.roofline import (
     StepTime,
     Work,
     compute_step_time,
+    kernel_efficiency,
 )
 from jaxopt_llm.planning.search.transfers import EstimatedTransfer
 
@@ -23,7 +25,7 @@ NOTHING = Work(
     flops=SECOND,
     attention_flops=0,
     attention_bytes=0,
-    flash=False,
+    attention_efficiency=MATMUL_EFFICIENCY,
     repeated_flops=0,
     bytes=0,
     transfers=(),
@@ -73,7 +75,16 @@ def test_transfers_of_tokens_to_experts_are_exposed() -> None:
 
 def test_flash_attention_has_its_own_efficiency() -> None:
     scores = {"attention_flops": 0.5 * SECOND, "attention_bytes": 0}
-    assert time(**scores, flash=True).total == pytest.approx(1 + 0.5 * MATMUL_EFFICIENCY / FLASH_EFFICIENCY)
+    flash = time(**scores, attention_efficiency=FLASH_EFFICIENCY)
+    assert flash.total == pytest.approx(1 + 0.5 * MATMUL_EFFICIENCY / FLASH_EFFICIENCY)
+
+
+def test_cudnn_is_faster_from_hopper_on() -> None:
+    found = {
+        gpu: [kernel_efficiency(CHIPS[gpu], each) for each in (None, "forward", "backward")] for gpu in ("a100", "h100")
+    }
+    assert found["h100"] == [FLASH_EFFICIENCY, *CUDNN_EFFICIENCY.values()]
+    assert found["a100"] == [FLASH_EFFICIENCY] * 3
 
 
 def test_only_attention_hides_ring_transfers() -> None:
