@@ -10,7 +10,7 @@ are 13.9 GiB at the peak and 64.4 GiB sent. ZeRO-3 shards the 4-bit codes; each 
 alpha, dropout, learning rate, clip norm and the 16 rows of a step are the paper's for 65B. FOLDER is the downloaded
 model. For chats.jsonl see docs/chat.md.
 
-On 2 GPUs of 40 GB or more: --mesh.fsdp 2 --training.accumulation 8 takes 30.0 GiB on each.
+On 2 GPUs of 40 GB or more: --mesh.fsdp 2 --training.accumulation 8 takes 29.5 GiB on each.
 On one GPU of 48 GB: --mesh.fsdp 1 --training.accumulation 16 --lora.rank 16 --optimizer.state-dtype int8 takes
 41.3 GiB.
 """
