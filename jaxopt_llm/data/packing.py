@@ -12,7 +12,7 @@ from jaxopt_llm.data.tokens import TokenStream
 from jaxopt_llm.model.batch import Batch
 
 _BLOCK = 2**26  # tokens whose documents are found at once
-_SAMPLE = 2**24  # tokens at the begin of a stream by which the waste of a limit is measured
+_SAMPLE = 2**24  # tokens at the start of a stream, by which the waste of a limit is measured
 
 
 @dataclass(frozen=True, eq=False)
