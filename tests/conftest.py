@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import shlex
 import sys
 import time
@@ -57,6 +58,7 @@ gc.set_threshold(50_000, 20, 20)  # tracing creates many objects and few cycles
 STARTED = time.monotonic()
 COLLECTED = pytest.StashKey[set[str]]()  # node ids before deselection
 LEFT_OUT, LEFT_OUT_OF_WORKER = pytest.StashKey[list[str]](), "slow_tests_left_out"
+MEASURED: dict[str, float] = {}  # CPU seconds of each test, with --measure
 # The default device is a CPU even on a machine with a GPU. A test that runs on the GPU uses the fixture `gpu`.
 jax.config.update("jax_default_device", jax.devices("cpu")[0])
 
@@ -105,7 +107,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, and no others")
     parser.addoption("--slow-share", metavar="K/N", help="run part K of N of these, too (0/16 to 15/16)")
-    parser.addoption("--core-share", metavar="K/N", help="of the tests marked core, run part K of N (0/2 or 1/2)")
+    parser.addoption("--measure", action="store_true", help="measure all unmarked tests, and write tests/expensive.txt")
     parser.addoption("--quick", action="store_true", help="run the tests nearest to the change for at most two minutes")
 
 
@@ -116,6 +118,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[COLLECTED] = {item.nodeid for item in items}
+    expensive = set() if config.option.measure else selection.read_expensive()
+    for item in items:
+        if item.nodeid in expensive:
+            item.add_marker(pytest.mark.slow)
     slow = [item for item in items if item.get_closest_marker("slow")]
     if all("::" in argument for argument in config.args):
         chosen = items  # each test is named on the command line
@@ -128,9 +134,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         note_touched_files(config, left)
     else:
         chosen = [item for item in items if item not in slow]
-    if config.option.core_share:
-        part, parts = map(int, config.option.core_share.split("/"))
-        chosen = selection.core_share_of(chosen, part, parts, selection.changed_files())
     if config.option.quick:
         distance = selection.distances({item.path for item in chosen}, selection.changed_files())
         chosen = [item for item in chosen if distance[item.path] < selection.FAR]
@@ -140,6 +143,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") and not (config.option.gpu_tests_on_cpu or gpus()):
             item.add_marker(pytest.mark.skip(reason="no GPU is visible to JAX"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Note the CPU time of a test, with the commands that it starts and waits for."""
+    before = _cpu_seconds()
+    result = yield
+    if item.config.option.measure:
+        MEASURED[item.nodeid] = _cpu_seconds() - before
+    return result
+
+
+def _cpu_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def note_touched_files(config: pytest.Config, left: list[pytest.Item]) -> None:
@@ -152,8 +170,10 @@ def note_touched_files(config: pytest.Config, left: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    if LEFT_OUT_OF_WORKER in getattr(node, "workeroutput", {}):  # a worker that crashed has none
-        node.config.stash[LEFT_OUT] = node.workeroutput[LEFT_OUT_OF_WORKER]
+    output = getattr(node, "workeroutput", {})  # a worker that crashed has none
+    if LEFT_OUT_OF_WORKER in output:
+        node.config.stash[LEFT_OUT] = output[LEFT_OUT_OF_WORKER]
+    MEASURED.update(output.get("measured", {}))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -165,6 +185,10 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """End --quick with 0 if no test is near the change, for example a change of a document."""
     if session.config.option.quick and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["measured"] = MEASURED
+    elif session.config.option.measure:
+        selection.write_expensive(MEASURED)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -20,6 +20,22 @@ FAR = 99
 CONFTEST = ROOT / "tests/conftest.py"
 COMMANDS = {"train", "generate", "evaluate", "plan", "prepare", "convert", "checkpoint"}
 MOST_OF_SLOW = 12  # a run takes at most one in 12 of the slow tests
+EXPENSIVE = ROOT / "tests/expensive.txt"
+EXPENSIVE_SECONDS = 2.0  # of a CPU
+
+
+def read_expensive() -> set[str]:
+    """Return the node ids of the tests that were measured to be expensive. They are slow, like the marked ones."""
+    return {line.split(maxsplit=1)[1] for line in EXPENSIVE.read_text().splitlines() if not line.startswith("#")}
+
+
+def write_expensive(seconds: Mapping[str, float]) -> None:
+    """Write the list of expensive tests. seconds: CPU time of each test of a whole run."""
+    lines = [f"{used:6.1f} {test}" for test, used in sorted(seconds.items()) if used >= EXPENSIVE_SECONDS]
+    heading = (
+        f"# CPU seconds of the tests that take {EXPENSIVE_SECONDS:g} or more, by scripts/test --measure: slow tests."
+    )
+    EXPENSIVE.write_text("\n".join([heading, *lines]) + "\n")
 
 
 def share_of(
@@ -31,7 +47,8 @@ def share_of(
     a test depends only on its name, so a new test does not move other tests. A change to many files would select all
     tests. Therefore at most one in MOST_OF_SLOW is returned; the second list has the touched tests that are left out.
     """
-    near = _touched_by_name({item.path for item in items}, set(changed))
+    touched = set(changed)
+    near = {path for path in {item.path for item in items} if path in touched or touched & set(tested_by_name(path))}
     own = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part]
     others = [item for item in items if item not in own and item.path in near]
     room = max(len(items) // MOST_OF_SLOW - len(own), 0)
@@ -39,28 +56,6 @@ def share_of(
         return own + others, []
     brought = [others[number * len(others) // room] for number in range(room)]
     return own + brought, [item for item in others if item not in brought]
-
-
-def core_share_of(items: list[pytest.Item], part: int, parts: int, changed: Iterable[Path]) -> list[pytest.Item]:
-    """Return the tests without those marked `core` whose file is in another part and is not touched by name.
-
-    The tests of a file stay together, because they share compiled programs. Slow tests are shared by `share_of`.
-    """
-    near = _touched_by_name({item.path for item in items}, set(changed))
-
-    def is_elsewhere(item: pytest.Item) -> bool:
-        name = item.path.relative_to(ROOT).as_posix()
-        return zlib.crc32(name.encode()) % parts != part and item.path not in near
-
-    return [
-        item
-        for item in items
-        if not item.get_closest_marker("core") or item.get_closest_marker("slow") or not is_elsewhere(item)
-    ]
-
-
-def _touched_by_name(tests: set[Path], changed: set[Path]) -> set[Path]:
-    return {test for test in tests if test in changed or changed & set(tested_by_name(test))}
 
 
 def changed_files() -> list[Path]:

@@ -29,19 +29,15 @@ def collected(*options: str) -> list[str]:
 class Item:
     """As much of a test as its selection looks at."""
 
-    def __init__(self, path: str, number: int, mark: str = "") -> None:
-        self.path, self.nodeid, self.mark = ROOT / path, f"{path}::{number}", mark
+    def __init__(self, path: str, number: int) -> None:
+        self.path, self.nodeid = ROOT / path, f"{path}::{number}"
 
-    def get_closest_marker(self, name: str) -> str | None:
-        return self.mark if self.mark == name else None
+    def get_closest_marker(self, name: str) -> None:
+        return None
 
 
 def slow_tests(*paths: str, each: int) -> list[Any]:
     return [Item(path, number) for path in paths for number in range(each)]
-
-
-def marked(*paths: str, mark: str) -> list[Any]:
-    return [Item(path, number, mark) for path in paths for number in range(2)]
 
 
 def names(items: list[Any]) -> list[str]:
@@ -75,17 +71,19 @@ def test_a_change_of_everything_brings_a_twelfth(part: int) -> None:
     assert {each.path for each in share} == {each.path for each in slow} == {each.path for each in left}
 
 
-def test_each_file_of_core_tests_is_in_one_share() -> None:
-    """One of the two Pythons runs it; both run the tests of changed files, and all tests that are not core."""
-    files = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/**/test_*.py"))
-    core, others = marked(*files, mark="core"), slow_tests("tests/test_words.py", each=3)
-    shares = [selection.core_share_of(core + others, part, 2, ()) for part in (0, 1)]
-    assert names([*shares[0], *shares[1]]) == names([*core, *others, *others])
-    assert all(len(share) > 0.8 * len(core) / 2 for share in shares)
-    test = "tests/data/test_packing.py"
-    for part in (0, 1):
-        share = selection.core_share_of(core, part, 2, [ROOT / "jaxopt_llm/data/packing.py"])
-        assert {f"{test}::0", f"{test}::1"} <= {*names(share)}
+def test_expensive_tests_exist(request: pytest.FixtureRequest) -> None:
+    """A test that was renamed runs with the fast ones until it is measured again."""
+    collected_now = request.config.stash[conftest.COLLECTED]
+    files = {each.partition("::")[0] for each in collected_now}
+    expected = {each for each in selection.read_expensive() if each.partition("::")[0] in files}
+    named = [each for each in request.config.args if "::" in each]
+    assert named or not expected - collected_now
+
+
+def test_measured_tests_are_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "EXPENSIVE", tmp_path / "expensive.txt")
+    selection.write_expensive({"tests/a.py::test[x y]": 2.5, "tests/a.py::test[z]": 1.9})
+    assert selection.read_expensive() == {"tests/a.py::test[x y]"}
 
 
 @pytest.mark.slow
@@ -108,7 +106,7 @@ def collection(config: Any, items: list[Any]) -> list[str]:
 def test_quick_runs_the_nearest_first_and_none_that_is_far(monkeypatch: pytest.MonkeyPatch) -> None:
     far, near, own = "tests/planning/test_links.py", "tests/data/test_loader.py", "tests/data/test_packing.py"
     items = slow_tests(far, near, own, each=1)
-    option = SimpleNamespace(slow=False, slow_share=None, core_share=None, quick=True, gpu_tests_on_cpu=False)
+    option = SimpleNamespace(slow=False, slow_share=None, measure=False, quick=True, gpu_tests_on_cpu=False)
     hook = SimpleNamespace(pytest_deselected=lambda items: None)
     config = SimpleNamespace(args=["tests"], option=option, hook=hook, stash=pytest.Stash())
     monkeypatch.setattr(selection, "changed_files", lambda: [ROOT / "jaxopt_llm/data/packing.py"])
