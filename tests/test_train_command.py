@@ -280,7 +280,7 @@ def test_epochs_are_steps_of_the_schedule_too_and_a_longer_run_keeps_its_schedul
 
 
 def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    for name in ("config.json", "tokenizer.json", "adapter_model.safetensors", "prepared-plan.json"):
+    for name in ("config.json", "tokenizer.json", "adapter_model.safetensors", "prepared-plan.json", "essay.txt"):
         directory = tmp_path / name.partition(".")[0]
         directory.mkdir()
         (directory / name).write_text("mine")

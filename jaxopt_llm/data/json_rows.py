@@ -22,7 +22,8 @@ _BLOCK = 2**18  # characters of an array that are read at once
 _LONGEST_TOKEN = 16  # characters; more than -Infinity and than the two escapes of a surrogate pair
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _WHITESPACE = re.compile(r"[ \t\n\r]*")
-_ARRAY_OF_OBJECTS = re.compile(rb"\[\s*\{")
+_FIRST_BYTES = 256
+_ARRAY_OF_OBJECTS = re.compile(rb"\s*\[\s*\{")
 _DECODER = json.JSONDecoder()
 
 
@@ -35,12 +36,13 @@ def holds_lines(file: File) -> bool:
         InputError: it is neither.
     """
     with stream.open_stream(file) as source:
+        if file.format == "jsonl":  # read for each part: a few bytes
+            start = source.read(_FIRST_BYTES).removeprefix(_BYTE_ORDER_MARK)
+            return _ARRAY_OF_OBJECTS.match(start) is None
         start = source.read(_BLOCK).removeprefix(_BYTE_ORDER_MARK)
         while start.isspace():
             start = source.read(_BLOCK)
         start = start.lstrip()
-        if file.format == "jsonl":
-            return _ARRAY_OF_OBJECTS.match(start) is None
         if start.startswith(b"["):  # perhaps a single line of many gigabytes
             return False
         line = start.split(b"\n")[0] if b"\n" in start else start + source.readline(stream.MAX_DOCUMENT_BYTES + 1)

@@ -356,7 +356,7 @@ def _read_manifest(directory: Path) -> _Manifest:
             manifest["shards_sha256"],
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is damaged ({error!r}): prepare the corpus again") from error
+        raise InputError(f"{path} is damaged ({error!r}): remove {directory} and prepare the corpus again") from error
 
 
 def _map_arrays(directory: Path, manifest: _Manifest) -> list[MappedArray]:
@@ -372,12 +372,12 @@ def _map_arrays(directory: Path, manifest: _Manifest) -> list[MappedArray]:
         actual = path.stat().st_size if path.is_file() else 0
         if actual != needed:
             problem = f"is truncated or belongs to another corpus: it has {actual} bytes of {needed}"
-            raise InputError(f"{path} {problem}; prepare the corpus again")
+            raise InputError(f"{path} {problem}; remove {directory} and prepare the corpus again")
         arrays.append(MappedArray(path, dtype, size))
     ends = arrays[1]
     if not ends.size or ends[ends.size - 1] != manifest.tokens:
         problem = "the last document does not end at the last token"
-        raise InputError(f"{ends.path} is damaged: {problem}; prepare the corpus again")
+        raise InputError(f"{ends.path} is damaged: {problem}; remove {directory} and prepare the corpus again")
     return arrays
 
 

@@ -85,8 +85,8 @@ class Setup:
         return Path(self.config.run.directory)
 
 
-# Kinds of files in a run, in the folder of a model or of adapters, and in a prepared corpus.
-_FILES = ("*.json", "*.jsonl", "*.safetensors")
+# Kinds of files in a run, in the folder of a model or of adapters, in a corpus, and in a prepared corpus.
+_FILES = ("*.json", "*.jsonl", "*.safetensors", "*.txt", "*.csv", "*.parquet", "*.bin", "*.npy")
 _WRITTEN_FIRST = re.compile(
     r"(memory|corpus|device)\.json|(metrics|samples|events)(\.\d+)?\.jsonl"
 )  # before config.json
