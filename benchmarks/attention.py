@@ -1,14 +1,15 @@
 """Compare all implementations of attention: TFLOP/s of the forward and the backward, and distance from float32.
 
-    python benchmarks/attention.py [--head-dims 128 64 256] [--lengths 2048 8192 32768] [--both-ways] [--dtype bfloat16]
-                                   [--only NAME ...] [--runs 5] [--json FILE] [--write-table [FILE]]
+    python benchmarks/attention.py [--head-dims 128 64 256] [--lengths 2048 8192 32768] [--documents 1 6] [--both-ways]
+                                   [--dtype bfloat16] [--only NAME ...] [--runs 5] [--json FILE] [--write-table [FILE]]
     python benchmarks/attention.py --tune [--head-dims 128] [--lengths 8192]
 
 Runs on the first device with 16,384 tokens, 4096 / head_dim query heads and a quarter as many key-value heads. The mask
-is causal; --both-ways measures without a mask, too. The implementations are ours, cuDNN among them, and tokamax's if it
+is causal; --both-ways measures without a mask, too. --documents gives the number of documents in a row: with more than
+one, the mask is that of packed documents of different lengths, and cuDNN is compiled for its default limit. The implementations are ours, cuDNN among them, and tokamax's if it
 is installed. A call that an implementation does not support is reported with the reason. FLOPs are four products of
-queries, keys and head_dim in the forward and ten in the backward, and half of them if causal; recomputation is not
-counted. The implementations run in alternation; figures are medians. --json is written after each size, so that an
+queries, keys and head_dim of a document in the forward and ten in the backward, and half of them if causal;
+recomputation is not counted. The implementations run in alternation; figures are medians. --json is written after each size, so that an
 interrupted run keeps its figures. Distance is relative to the norm of the xla implementation in float32: once for the
 result, once for the gradient that is farthest away.
 
@@ -89,10 +90,20 @@ class Case:
     length: int
     causal: bool
     dtype: str
+    documents: int = 1
+
+    @property
+    def rows(self) -> int:
+        return max(TOKENS // self.length, 1)
+
+    def segment_ids(self) -> np.ndarray:
+        """Return the document of each position of a row. The documents have different lengths."""
+        cuts = np.random.default_rng(0).choice(np.arange(1, self.length), self.documents - 1, replace=False)
+        return np.searchsorted(np.sort(cuts), np.arange(self.length), side="right").astype(np.int32)
 
     def operands(self) -> tuple[jax.Array, ...]:
         """Return q, k, v and the gradient of the result."""
-        rows, heads = max(TOKENS // self.length, 1), WIDTH // self.head_dim
+        rows, heads = self.rows, WIDTH // self.head_dim
         random = np.random.default_rng(0)
 
         def draw(heads: int) -> jax.Array:
@@ -102,18 +113,21 @@ class Case:
 
     @property
     def products(self) -> float:
-        """FLOPs of one product of all queries, keys and head_dim; half of them if causal."""
-        return 2 * max(TOKENS, self.length) * self.length * WIDTH * (0.5 if self.causal else 1.0)
+        """FLOPs of one product of all queries, keys and head_dim of the documents; half of them if causal."""
+        pairs = int((np.bincount(self.segment_ids()).astype(np.int64) ** 2).sum())
+        return 2 * self.rows * pairs * WIDTH * (0.5 if self.causal else 1.0)
 
     def own(self, implementation: Any, kernel: Any = None) -> Attention:
         """Return attention by an implementation. It raises ValueError for what `kernel` does not support."""
         problems = kernel.problems(self.head_dim, self.dtype, CAPABILITY) if kernel else []
-        parameters = AttentionParameters(self.head_dim**-0.5, keys_after=0 if self.causal else None, segments=1)
+        segments = 1 if self.documents == 1 else attention_cudnn.DOCUMENTS_PER_ROW
+        parameters = AttentionParameters(self.head_dim**-0.5, keys_after=0 if self.causal else None, segments=segments)
+        ids = self.segment_ids()
 
         def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             if problems:
                 raise ValueError("; ".join(problems))
-            key_ranges = make_document_ranges(jnp.zeros(q.shape[:2], jnp.int32), self.causal)
+            key_ranges = make_document_ranges(jnp.broadcast_to(ids, q.shape[:2]), self.causal)
             return attend(implementation, parameters, q, k, v, key_ranges)
 
         return run
@@ -129,6 +143,8 @@ class Case:
 
     def tokamax(self, implementation: str) -> Attention:
         """Return attention by tokamax. If the package is installed but cannot be imported, a call raises that error."""
+        if self.documents > 1:
+            return functools.partial(refuse, ValueError("tokamax's public function takes no documents"))
         try:
             library: Any = importlib.import_module("tokamax")
         except Exception as error:  # an import may raise anything; the error is shown
@@ -148,11 +164,18 @@ class Prepared:
     backward: Callable[[], Any]
 
 
-def prepare(function: Attention, q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array) -> Prepared:
-    """Compile a forward and a backward. Raises the error of an implementation that does not support the call."""
-    forward = jax.jit(function)
-    out, pull = jax.jit(lambda q, k, v: jax.vjp(function, q, k, v))(q, k, v)
-    backward = jax.jit(lambda pull, gradient: pull(gradient))
+def prepare(
+    function: Attention, q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array, autotune: bool = True
+) -> Prepared:
+    """Compile a forward and a backward. Raises the error of an implementation that does not support the call.
+
+    autotune: whether XLA looks for the fastest matmuls, which takes a minute for the many shapes of `xla`.
+    """
+    options = None if autotune or ON_CPU else {"xla_gpu_autotune_level": 0}
+    compiled = functools.partial(jax.jit, compiler_options=options)
+    forward = compiled(function)
+    out, pull = compiled(lambda q, k, v: jax.vjp(function, q, k, v))(q, k, v)
+    backward = compiled(lambda pull, gradient: pull(gradient))
     jax.block_until_ready((out, forward(q, k, v), backward(pull, gradient)))
     return Prepared(functools.partial(forward, q, k, v), functools.partial(backward, pull, gradient))
 
@@ -183,7 +206,8 @@ def distance(found: Any, expected: Any) -> float:
 def compare(case: Case, only: list[str], runs: int) -> list[dict[str, Any]]:
     operands, prepared, rows = case.operands(), {}, []
     with jax.default_matmul_precision("highest"):
-        exact = prepare(case.own(attention_xla), *(x.astype(jnp.float32) for x in operands))
+        wide = [x.astype(jnp.float32) for x in operands]
+        exact = prepare(case.own(attention_xla), *wide, autotune=False)
         expected, expected_gradients = exact.forward(), exact.backward()
     for name, function in case.ways().items():
         if only and name not in only:
@@ -191,13 +215,13 @@ def compare(case: Case, only: list[str], runs: int) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"name": name, **dataclasses.asdict(case)}
         rows.append(row)
         try:
-            prepared[name] = prepare(function, *operands)
+            prepared[name] = prepare(function, *operands, autotune=name != "xla")
         except Exception as error:  # a library may raise anything for unsupported calls; the error is shown
             row["unavailable"] = first_line(error)
             continue
         row["distance"] = distance([prepared[name].forward()], [expected])
         row["gradient_distance"] = distance(prepared[name].backward(), expected_gradients)
-    del expected, expected_gradients, exact
+    del expected, expected_gradients, exact, wide
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in prepared}
     for _ in range(runs):
         for name, each in prepared.items():
@@ -223,6 +247,7 @@ def measured(case: Case, rows: list[dict[str, Any]], device: jax.Device) -> Meas
         dtype=case.dtype,
         head_dim=case.head_dim,
         length=case.length,
+        documents=case.documents,
         device=device.device_kind,
         jax=jax.__version__,
         seconds={name: row["forward_seconds"] + row["backward_seconds"] for name, row in ours.items() if sound(row)},
@@ -230,7 +255,8 @@ def measured(case: Case, rows: list[dict[str, Any]], device: jax.Device) -> Meas
 
 
 def line(row: dict[str, Any]) -> str:
-    which = f"{row['head_dim']:>8} {row['length']:>7} {'causal' if row['causal'] else 'both':>7}  {row['name']:<15}"
+    mask = "causal" if row["causal"] else "both"
+    which = f"{row['head_dim']:>8} {row['length']:>7} {mask:>7} {row['documents']:>5}  {row['name']:<15}"
     if "unavailable" in row:
         return f"{which} {row['unavailable']}"
     return (
@@ -240,7 +266,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 HEAD = (
-    f"{'head_dim':>8} {'length':>7} {'mask':>7}  {'':<15} {'forward':>9} {'backward':>9} {'ms':>9} {'ms':>9} "
+    f"{'head_dim':>8} {'length':>7} {'mask':>7} {'docs':>5}  {'':<15} {'forward':>9} {'backward':>9} {'ms':>9} {'ms':>9} "
     f"{'distance':>9} {'gradients':>9}"
 )
 
@@ -299,6 +325,7 @@ def main() -> int:
     sizes, lengths = ([64], [64]) if ON_CPU else ([128, 64, 256], [2048, 8192, 32_768])
     parser.add_argument("--head-dims", type=int, nargs="+", default=sizes)
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
+    parser.add_argument("--documents", type=int, nargs="+", default=[1, 6], help="documents in a row (default: 1 6)")
     parser.add_argument("--both-ways", action="store_true", help="measure without a causal mask, too")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--only", nargs="+", default=[], help="measure only these implementations")
@@ -319,7 +346,8 @@ def main() -> int:
     if asked.write_table and ON_CPU:
         raise InputError("--write-table: a CPU's figures mean nothing; run it on the GPU that the table is for")
     masks = (True, False) if asked.both_ways else (True,)
-    cases = [Case(*each, asked.dtype) for each in itertools.product(asked.head_dims, asked.lengths, masks)]
+    sizes_and_masks = itertools.product(asked.head_dims, asked.documents, asked.lengths, masks)
+    cases = [Case(head_dim, length, causal, asked.dtype, docs) for head_dim, docs, length, causal in sizes_and_masks]
     report: dict[str, Any] = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,

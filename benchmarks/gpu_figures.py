@@ -1,6 +1,7 @@
 """Measure the training step of 1B and 8B Llamas on one GPU: bf16 and fp8, all parameters and adapters.
 
     python benchmarks/gpu_figures.py [--only NAME ...] [--runs 2] [--steps 5] [--json FILE] [--on-cpu]
+                                     [--profile FOLDER]
 
 Each case is a recipe in benchmarks/recipes, measured by train_step.py. The table also shows the memory that `plan`
 predicts; it compiles for the GPU on the CPU while the GPU works. MFU is given twice: causal attention at half, and
@@ -86,6 +87,7 @@ def measure(case: str, asked: argparse.Namespace, kind: str) -> dict[str, Any]:
         file = Path(folder) / "report.json"
         command = [str(HERE / "train_step.py"), "--config", str(path), "--runs", str(asked.runs)]
         command += ["--steps", str(asked.steps), "--json", str(file)]
+        command += ["--profile", str(asked.profile / case)] if asked.profile else []
         row: dict[str, Any] = {"case": case}
         try:
             environment = {**os.environ, **WHOLE}
@@ -161,6 +163,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=2, help="processes per case; the first is cold (default: 2)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps per process (default: 5)")
     parser.add_argument("--json", type=Path, help="file for the figures, written after each case")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="folder for a trace of two steps of each case")
     parser.add_argument("--on-cpu", action="store_true", help="try this command out on a tiny model")
     asked = parser.parse_args()
     kind = device_kind()

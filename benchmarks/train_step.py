@@ -1,13 +1,16 @@
 """Measure the training step of any recipe: tokens/s, MFU, seconds to the first step, peak memory, FLOPs.
 
     python benchmarks/train_step.py --config quickstart.py [--runs 3] [--steps 10] [--json FILE] [--section.field VALUE]
-                                    [--peer hf-torch]
+                                    [--peer hf-torch] [--profile FOLDER]
 
 Every run is a separate process. The first compiles everything (cold); the others use the compilation cache that it left
 (warm). Figures are medians over the runs. A table is printed; JSON is written to --json after each turn of runs, so
 that an interrupted measurement keeps its finished runs. The runs of a peer (eager, then compiled) alternate with ours,
 so that other load on the machine affects all; each side uses its best settings. A step that does not fit into the
 memory of the GPU is reported and not run.
+
+--profile writes to FOLDER a trace of two steps of each process, after those that are timed, and the compiled step as
+HLO text, whose instructions the trace names.
 """
 
 import argparse
@@ -31,7 +34,8 @@ from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.config import cli, fields
 from jaxopt_llm.core.files import replace_durably
 
-# First argument when this file starts itself; seconds since the epoch and the recipe's arguments follow.
+# First argument when this file starts itself; seconds since the epoch, the number of steps, the folder of the profile
+# and the recipe's arguments follow.
 RUNS_BY_ITSELF = "--measure-since"
 # The README advises this on CPUs. The peer runs without it: eager torch is 6% slower with it.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -42,8 +46,12 @@ MFU = ("mfu", "mfu_full_attention")
 Contender = tuple[str, list[str], dict[str, str]]
 
 
-def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
-    """Measure one process: the time from its start to the first step, then each of `steps` steps."""
+def measure(started: float, steps: int, profile: str, arguments: list[str]) -> dict[str, Any]:
+    """Measure one process: the time from its start to the first step, then each of `steps` steps.
+
+    Args:
+        profile: folder for a trace of two more steps; "" without one.
+    """
     import jax
     import numpy as np
 
@@ -95,6 +103,12 @@ def measure(started: float, steps: int, arguments: list[str]) -> dict[str, Any]:
         jax.block_until_ready(metrics)
         seconds.append(time.perf_counter() - before)
     step_seconds = statistics.median(seconds)
+    if profile:
+        with jax.profiler.trace(profile):
+            for _ in range(2):
+                state, metrics = compiled(state, batch)
+            jax.block_until_ready(metrics)
+        (Path(profile) / "step.hlo.txt").write_text(str(compiled.as_text()))
 
     tokens = config.training.batch_size * config.training.sequence_length
     flops_by_dtype = hlo.count_dot_flops_by_dtype(str(compiled.as_text()))
@@ -245,12 +259,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10, help="timed steps per process (default: 10)")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--peer", choices=["hf-torch"], help="alternate with the same step in another trainer")
+    parser.add_argument("--profile", default="", metavar="FOLDER", help="folder for a trace of two steps")
     own, arguments = parser.parse_known_args()
     if own.runs < 1 or own.steps < 1:
         parser.error("--runs and --steps must be at least 1")
     if own.json and not own.json.parent.is_dir():
         parser.error(f"--json {own.json}: the folder {own.json.parent} does not exist; create it")
-    contenders: dict[str, Contender] = {"ours": (__file__, arguments, HUGE_PAGES)}
+    contenders: dict[str, Contender] = {"ours": (__file__, [own.profile, *arguments], HUGE_PAGES)}
     if own.peer:
         from jaxopt_llm.training.validation import validate
 
@@ -279,8 +294,8 @@ def main() -> int:
 
 
 def measure_and_print() -> int:
-    _, _, started, steps, *arguments = sys.argv
-    print(json.dumps(measure(float(started), int(steps), arguments)))
+    _, _, started, steps, profile, *arguments = sys.argv
+    print(json.dumps(measure(float(started), int(steps), profile, arguments)))
     return 0
 
 

@@ -17,7 +17,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.kernels import attention_auto
 from jaxopt_llm.kernels.attention_auto import Measurement
 
-ROW = Measurement("9.0", "bfloat16", 128, 2048, "NVIDIA H200", "0.11.2", {"xla": 4.0, "pallas": 2.0, "triton": 1.0})
+ROW = Measurement("9.0", "bfloat16", 128, 2048, 1, "NVIDIA H200", "0.11.2", {"xla": 4.0, "pallas": 2.0, "triton": 1.0})
 
 
 def test_ways_compute_the_same() -> None:

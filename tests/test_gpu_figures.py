@@ -129,7 +129,7 @@ def test_bars_are_of_what_was_measured() -> None:
 
 
 def test_attention_is_what_was_measured_on_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Measurement("9.0", "bfloat16", 128, 8192, "NVIDIA H200", "0.11.2", {"xla": 2.0, "triton": 1.0})
+    row = Measurement("9.0", "bfloat16", 128, 8192, 1, "NVIDIA H200", "0.11.2", {"xla": 2.0, "triton": 1.0})
     table = tmp_path / "table.json"
     attention.write_table([row], table)
     monkeypatch.setattr(attention_auto, "TABLE", table)
@@ -144,7 +144,7 @@ def test_attention_is_what_was_measured_on_this_gpu(tmp_path: Path, monkeypatch:
 
 def test_a_case_that_fails_or_is_interrupted_keeps_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The line that names the exception, and the runs that were through."""
-    asked = argparse.Namespace(on_cpu=True, runs=2, steps=1)
+    asked = argparse.Namespace(on_cpu=True, runs=2, steps=1, profile=None)
     monkeypatch.setattr(gpu_figures, "start_plan", lambda *_: None)
     monkeypatch.setattr(gpu_figures, "predicted", lambda _: {})
 

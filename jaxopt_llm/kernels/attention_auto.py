@@ -55,13 +55,14 @@ class Measurement:
     dtype: str
     head_dim: int
     length: int
+    documents: int  # in each row; with more than one, a query sees only the keys of its document
     device: str  # name of the GPU
     jax: str  # version
     seconds: Mapping[str, float]
 
     @property
-    def key(self) -> tuple[str, str, int, int]:
-        return self.capability, self.dtype, self.head_dim, self.length
+    def key(self) -> tuple[str, str, int, int, int]:
+        return self.capability, self.dtype, self.head_dim, self.length, self.documents
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,9 @@ def choose_fastest(
 ) -> AttentionChoice:
     """Choose the fastest implementation that supports the call.
 
-    The measurement with the nearest length, on a log scale, decides. Without one, the order for the compute capability
-    does.
+    The measurement with the nearest length, on a log scale, decides; if there is one, a measurement of packed documents
+    for a call with packed documents, and of whole rows for another. Without a measurement, the order for the compute
+    capability decides.
 
     Args:
         capability: Compute capability of the GPU; None without a GPU.
@@ -105,10 +107,14 @@ def choose_fastest(
     head_dim, dtype, version = call.head_dim, jnp.dtype(call.dtype).name, f"{capability[0]}.{capability[1]}"
     rows = read_table(TABLE) if table is None else table
     matching = [row for row in rows if (row.capability, row.dtype, row.head_dim) == (version, dtype, head_dim)]
-    nearest = min(matching, key=lambda row: (abs(math.log(row.length / call.keys)), row.length), default=None)
+    alike = [row for row in matching if (row.documents > 1) == (call.segments != 1)] or matching
+    nearest = min(alike, key=lambda row: (abs(math.log(row.length / call.keys)), row.length), default=None)
     if nearest is not None:
         seconds = {name: time for name, time in nearest.seconds.items() if name in unsupported}
-        reason = f"the fastest at head_dim {head_dim} in {dtype} over {nearest.length} tokens on {nearest.device}"
+        documents = f", {nearest.documents} documents in a row," if nearest.documents > 1 else ""
+        reason = (
+            f"the fastest at head_dim {head_dim} in {dtype} over {nearest.length} tokens{documents} on {nearest.device}"
+        )
         if choice := _take_first(sorted(seconds, key=seconds.__getitem__), reason, unsupported):
             return choice
     reason = (

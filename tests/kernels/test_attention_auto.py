@@ -37,7 +37,7 @@ from jaxopt_llm.training import program
 
 pytestmark = pytest.mark.core
 
-ROW = Measurement("9.0", "bfloat16", 128, 2048, "NVIDIA H200", "0.11.2", {"xla": 4.0, "pallas": 2.0, "triton": 1.0})
+ROW = Measurement("9.0", "bfloat16", 128, 2048, 1, "NVIDIA H200", "0.11.2", {"xla": 4.0, "pallas": 2.0, "triton": 1.0})
 TABLE = [ROW, replace(ROW, length=32_768, seconds={"xla": 80.0, "pallas": 30.0, "triton": 50.0})]
 ALL: dict[str, list[str]] = {"xla": [], "pallas": [], "triton": []}
 

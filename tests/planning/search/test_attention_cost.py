@@ -53,8 +53,8 @@ def test_shared_key_value_heads_are_repeated() -> None:
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use measurements on compute capability 9.0: xla is fastest for long calls, pallas for shorter ones."""
     rows = [
-        Measurement("9.0", "bfloat16", 128, 131_072, "", "", {"xla": 1.0, "pallas": 2.0}),
-        Measurement("9.0", "bfloat16", 128, 16_384, "", "", {"xla": 2.0, "pallas": 1.0}),
+        Measurement("9.0", "bfloat16", 128, 131_072, 1, "", "", {"xla": 1.0, "pallas": 2.0}),
+        Measurement("9.0", "bfloat16", 128, 16_384, 1, "", "", {"xla": 2.0, "pallas": 1.0}),
     ]
     monkeypatch.setattr("jaxopt_llm.kernels.attention_auto.read_table", lambda file: rows)
     without_cache = attention_cost._find_fastest.__wrapped__
