@@ -114,7 +114,7 @@ def parts(on_cpu: bool) -> list[Part]:
     # On a CPU the attention kernels are interpreted, which takes minutes; the other tests show that the part works.
     few = ["--gpu-tests-on-cpu", "-k", "grouped or cross_entropy"] if on_cpu else []
     # Compiling takes most of the time, so several processes share the GPU. -v prints each test as it passes.
-    workers = ["-n", "6"] if version("pytest-xdist") else []
+    workers = ["-n", "12"] if version("pytest-xdist") else []
     pytest = ["-m", "pytest", "-v", "-m", "gpu", *workers, *few]
     hot_path = ["benchmarks/hot_path.py", "--json"]
     peer = [*small, "1", "--peer", "hf-torch", "--json"]
@@ -131,6 +131,8 @@ def parts(on_cpu: bool) -> list[Part]:
         figures("1b_fp8", seconds=110),
         figures("8b_lora", seconds=110, gigabytes=(45, 1000)),
         figures("8b_two_rows", seconds=130, gigabytes=(130, 1000)),
+        figures("1b_offload", seconds=80),
+        figures("1b_offload_streams", seconds=80),
         figures("1b_lora", seconds=80),
         Part("train-step", [*small, "2", "--json"], read_step, describe_step, seconds=100),
         Part("filled", [*filled, "--json"], read_step, describe_filled, seconds=180),

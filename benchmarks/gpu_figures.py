@@ -6,9 +6,8 @@
 Each case is a recipe in benchmarks/recipes, measured by train_step.py. The table also shows the memory that `plan`
 predicts; it compiles for the GPU on the CPU while the GPU works. MFU is given twice: causal attention at half, and
 whole. Bytes per parameter count the training state; the table names where the state is stored and what is recomputed,
-and the JSON has all settings. Attention is the choice of `--training.attention auto` if its table has such calls on
-this GPU, otherwise the recipe's. Bars for the measured cases come last. --on-cpu runs a tiny model instead, whose
-figures mean nothing.
+and the JSON has all settings. Bars for the measured cases come last. --on-cpu runs a tiny model instead, whose figures
+mean nothing.
 
 Exit codes: 0; 1 if a case failed; 6 if a case does not fit into the memory of the GPU. The case is named.
 """
@@ -23,18 +22,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fill_gpu import write_recipe
 from outcomes import NOT_MEASURED, Verdict, cause
 
 from jaxopt_llm.compiler.chips import CHIPS
-from jaxopt_llm.config import cli
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.files import replace_durably
-from jaxopt_llm.kernels import attention_auto
-from jaxopt_llm.model.self_attention import kernel_head_dim
 
 CASES = tuple(
-    f"llama_{name}" for name in ("1b", "1b_fp8", "1b_lora", "8b", "8b_two_rows", "8b_fp8", "8b_lora", "8b_80gb")
+    f"llama_{name}"
+    for name in (
+        *("1b", "1b_fp8", "1b_lora", "1b_offload", "1b_offload_streams"),
+        *("8b", "8b_two_rows", "8b_fp8", "8b_lora", "8b_80gb"),
+    )
 )
 MFU_BARS = {"llama_1b": 0.48, "llama_8b": 0.52, "llama_8b_two_rows": 0.52}  # on an H200; causal attention counts half
 FP8_BAR = 1.3  # tokens/s divided by those of bf16
@@ -45,15 +44,6 @@ WHOLE = {"JAX_TRACEBACK_FILTERING": "off"}  # otherwise JAX adds notes on filter
 
 def recipe(case: str, on_cpu: bool) -> Path:
     return HERE / "recipes" / f"{'tiny' if on_cpu else case}.py"
-
-
-def by_measured_attention(path: Path, kind: str, folder: Path) -> Path:
-    """Return the recipe; with attention=auto, if the table has its calls measured on this kind of device."""
-    config = cli.load_recipe(str(path))
-    call = kind, config.precision.compute_dtype, kernel_head_dim(config.model)
-    if any((row.device, row.dtype, row.head_dim) == call for row in attention_auto.read_table(attention_auto.TABLE)):
-        return write_recipe(folder / path.name, str(path), {"training.attention": "auto"})
-    return path
 
 
 def start_plan(path: Path, gpu: str, gpus: int = 1) -> subprocess.Popen[str]:
@@ -82,7 +72,7 @@ def predicted(plan: subprocess.Popen[str]) -> dict[str, Any]:
 def measure(case: str, asked: argparse.Namespace, kind: str) -> dict[str, Any]:
     """Measure a case. If interrupted, as by gpu_check, the row has the finished runs and "interrupted"."""
     with tempfile.TemporaryDirectory() as folder:
-        path = by_measured_attention(recipe(case, asked.on_cpu), kind, Path(folder))
+        path = recipe(case, asked.on_cpu)
         plan = start_plan(path, chip_name(kind))
         file = Path(folder) / "report.json"
         command = [str(HERE / "train_step.py"), "--config", str(path), "--runs", str(asked.runs)]

@@ -46,8 +46,8 @@ def describe_tests(report: dict[str, Any]) -> str:
 def describe_attention(report: dict[str, Any]) -> str:
     said = []
     for row in report["rows"]:
-        name = f"{row['name']} at head_dim {row['head_dim']}"
-        why = row.get("unavailable")
+        name = f"{row['name']} at head_dim {row['head_dim']}, {row['documents']} documents"
+        why = row.get("unavailable") or row.get("untimed")
         said.append(
             f"{name} {why or format(row['forward_tflops'], '.0f') + '/' + format(row['backward_tflops'], '.0f')}"
         )

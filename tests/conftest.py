@@ -18,12 +18,11 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # XLA's older code generator for CPUs takes half the time. Its flag has another name in 0.11, which aborts on the old
 # one. Two tests run at a time on two cores: XLA's own threads add work and save no time.
-on_gpu = os.path.exists("/dev/nvidia0")
 os.environ["XLA_FLAGS"] = " ".join(
     (
         os.environ.get("XLA_FLAGS", ""),
         # XLA would time many variants of each matmul, for minutes: the blocks of attention all have different shapes.
-        "--xla_gpu_autotune_level=0" if on_gpu else "",
+        "--xla_gpu_autotune_level=0" if os.path.exists("/dev/nvidia0") else "",
         "--xla_cpu_use_fusion_emitters=false"
         if version("jaxlib") < "0.11"
         else "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",

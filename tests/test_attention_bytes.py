@@ -41,8 +41,9 @@ def test_a_saved_result_is_not_computed_again(remat: str, forwards: int) -> None
 def cudnn_calls(step: Compiled) -> collections.Counter[str]:
     """Of cuDNN's attention, in a step of one device, by direction."""
     found: collections.Counter[str] = collections.Counter()
-    for _, instruction, run in instructions.walk_instructions(step.text):
-        if direction := hlo.cudnn_attention(instruction):
+    for computation, instruction, run in instructions.walk_instructions(step.text):
+        name, direction = hlo.attention_kernel(computation, instruction) or ("", "")
+        if name == "cudnn":
             found[direction] += instructions.count_runs(instruction, run)
     return found
 

@@ -226,5 +226,6 @@ def test_the_cause_is_the_last_exception_whatever_follows() -> None:
 
 
 def test_attention_says_why_something_is_unavailable() -> None:
-    row = {"name": "triton", "head_dim": 128, "unavailable": "ModuleNotFoundError: jax_triton"}
-    assert "triton at head_dim 128 ModuleNotFoundError: jax_triton" in gpu_check.describe_attention({"rows": [row]})
+    row = {"name": "triton", "head_dim": 128, "documents": 6, "unavailable": "ModuleNotFoundError: jax_triton"}
+    said = gpu_check.describe_attention({"rows": [row]})
+    assert "triton at head_dim 128, 6 documents ModuleNotFoundError: jax_triton" in said

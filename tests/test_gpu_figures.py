@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import attention
 import gpu_figures
 import hot_path
 import jax
@@ -23,8 +22,6 @@ from jaxopt_llm.compiler import instructions
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.compiler.topology import gpu_topology
 from jaxopt_llm.config import cli
-from jaxopt_llm.kernels import attention_auto
-from jaxopt_llm.kernels.attention_auto import Measurement
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.plan import GIB, make_plan
@@ -126,20 +123,6 @@ def test_bars_are_of_what_was_measured() -> None:
         "FAIL  llama_8b: MFU at least 52%",
         "PASS  llama_8b_fp8: at least 1.3 × the tokens/s of bf16",
     ]
-
-
-def test_attention_is_what_was_measured_on_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Measurement("9.0", "bfloat16", 128, 8192, 1, "NVIDIA H200", "0.11.2", {"xla": 2.0, "triton": 1.0})
-    table = tmp_path / "table.json"
-    attention.write_table([row], table)
-    monkeypatch.setattr(attention_auto, "TABLE", table)
-
-    def taken(case: str, kind: str) -> str:
-        path = gpu_figures.by_measured_attention(gpu_figures.recipe(case, on_cpu=False), kind, tmp_path)
-        return cli.load_recipe(str(path)).training.attention
-
-    assert taken("llama_8b", "NVIDIA H200") == "auto"
-    assert taken("llama_8b", "NVIDIA H100") == taken("llama_1b", "NVIDIA H200") == "pallas"  # of head_dim 64: nothing
 
 
 def test_a_case_that_fails_or_is_interrupted_keeps_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ Hardware: one GPU of 141 GB. As compiled for an H200, 68.0 GiB at the peak. It i
 tokenizer of 32,000 ids yet.
 """
 
-from jaxopt_llm.config import Config, ModelConfig, MoEConfig, RematConfig, TrainingConfig
+from jaxopt_llm.config import Config, DataConfig, ModelConfig, MoEConfig, RematConfig, TrainingConfig
 
 
 def get_config() -> Config:
@@ -20,6 +20,7 @@ def get_config() -> Config:
             tied_head=False,
             moe=MoEConfig(experts=8, experts_per_token=2, expert_width=2816),
         ),
-        training=TrainingConfig(batch_size=8, sequence_length=2048, attention="pallas"),
+        data=DataConfig(documents_per_row=1),
+        training=TrainingConfig(batch_size=8, sequence_length=2048),
         remat=RematConfig(policy="none"),
     )

@@ -4,7 +4,7 @@ Hardware: one GPU of 80 GB. As compiled for an H200, 45.4 GiB at the peak. It is
 of 32,000 ids yet.
 """
 
-from jaxopt_llm.config import Config, ModelConfig, RematConfig, TrainingConfig
+from jaxopt_llm.config import Config, DataConfig, ModelConfig, RematConfig, TrainingConfig
 
 
 def get_config() -> Config:
@@ -19,6 +19,7 @@ def get_config() -> Config:
             mlp_width=5632,
             tied_head=False,
         ),
-        training=TrainingConfig(batch_size=16, sequence_length=2048, attention="pallas"),
+        data=DataConfig(documents_per_row=1),
+        training=TrainingConfig(batch_size=16, sequence_length=2048),
         remat=RematConfig(policy="none"),
     )

@@ -19,8 +19,8 @@ def get_config() -> Config:
         cli.load_recipe(str(RECIPE)),
         {
             "mesh.fsdp": 1,
+            "data.documents_per_row": 1,
             "training.batch_size": 1,
-            "training.attention": "pallas",
             "optimizer.state_dtype": "bfloat16",
             "precision.reduce_dtype": "bfloat16",
             "remat.policy": "none",

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from jaxopt_llm.compiler.instructions import (
     parse_integers,
     walk_instructions,
 )
+from jaxopt_llm.kernels.attention_cudnn import count_workspace
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 
@@ -94,6 +95,9 @@ class Collective:
 def read_memory(compiled: jax.stages.Compiled) -> Memory:
     """Return the bytes that the compiler assigned on each device.
 
+    A program that was compiled without a GPU lacks the workspace of cuDNN's attention (see
+    `attention_cudnn.count_workspace`). The largest one is added to the temporaries, as if it were alive at the peak.
+
     Raises:
         ValueError: the backend does not report them. CPU and GPU do.
     """
@@ -104,7 +108,7 @@ def read_memory(compiled: jax.stages.Compiled) -> Memory:
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes + _find_missing_workspace(str(compiled.as_text())),
         host=stats.host_argument_size_in_bytes
         + stats.host_output_size_in_bytes
         - stats.host_alias_size_in_bytes
@@ -217,33 +221,55 @@ def attention_scope(window: int | None, parts: int = 1) -> contextlib.AbstractCo
     return jax.named_scope(f"within_{window or 'all'}_keys_in_{parts}_parts")
 
 
-def cudnn_attention(call: Instruction) -> Literal["forward", "backward"] | None:
-    """Return the direction of a call of cuDNN's attention; None for other instructions."""
-    suffix = call.find(_CUDNN)
-    return None if suffix is None else "backward" if suffix else "forward"
+def attention_kernel(computation: Computation, call: Instruction) -> tuple[str, str] | None:
+    """Return the implementation of an attention kernel and its direction, or None for other instructions.
+
+    A kernel of ours is recognized by its arrays. The first are q, k and v: q [..., S, H, K] or [..., S, H × K]; k and v
+    have T rows. The forward has these three only.
+    """
+    if (suffix := call.find(_CUDNN)) is not None:
+        return "cudnn", "backward" if suffix else "forward"
+    if not (target := call.find(_TRITON)) or (arrays := _count_arrays(computation, call)) < 3:
+        return None
+    return "triton" if target.startswith("triton") else "pallas", "forward" if arrays == 3 else "backward"
+
+
+def _count_arrays(computation: Computation, call: Instruction) -> int:
+    """Return the number of operands of an attention kernel that are activations."""
+    operands = (computation[name].results[0] for name in call.operands)
+    return sum(array.dtype in ("bf16", "f16", "f32") and len(array.shape) >= 3 for array in operands)
+
+
+def _find_missing_workspace(text: str) -> int:
+    """Return the largest workspace that the backwards of a program lack, because it was compiled without a GPU."""
+    if "__cudnn$fmhaSoftmaxBackward" not in text:
+        return 0
+    missing = [0]
+    for computation, call, _ in walk_instructions(text):
+        if attention_kernel(computation, call) == ("cudnn", "backward") and call.results[-1].shape == (0,):
+            head_dim = computation[call.operands[0]].results[0].shape[-1]
+            segments, heads, length = computation[call.operands[3]].results[0].shape  # of the log-sum-exp
+            missing.append(count_workspace(segments, length, heads, head_dim))
+    return max(missing)
 
 
 def count_attention_products(computation: Computation, call: Instruction) -> tuple[str, int] | None:
     """Return the dtype and the multiply-adds of an attention kernel, or None for other instructions.
 
-    An attention kernel is recognized by its arrays. The first are q, k and v: q [..., S, H, K] or [..., S, H × K]; k
-    and v have T rows. For each query and each key that it sees, the forward (these three arrays only) computes 2
-    products, a backward that returns the gradient of q computes 3, and one that returns the gradients of k and v
-    computes 4. The one kernel of cuDNN's backward computes 5.
+    For each query and each key that it sees, the forward computes 2 products, a backward that returns the gradient of q
+    computes 3, and one that returns the gradients of k and v computes 4. The one kernel of cuDNN's backward computes 5.
 
     A query sees the keys up to its own position, (T + 1) / 2 on average, or the keys of its window. If the keys come in
     parts, each call gets its share of these (see `attention_scope`). Document boundaries are ignored. Masked products
     in the blocks on the diagonal, which a kernel also computes, are not counted.
     """
-    cudnn = cudnn_attention(call)
-    if not cudnn and not call.find(_TRITON):
+    kernel = attention_kernel(computation, call)
+    if not kernel:
         return None
     operands = [computation[name].results[0] for name in call.operands]
-    arrays = [array for array in operands if array.dtype in ("bf16", "f16", "f32") and len(array.shape) >= 3]
-    if len(arrays) < 3:
-        return None
-    (q, k), gradients = arrays[:2], [array for array in call.results if len(array.shape) >= 4]
-    products = {"forward": 2, "backward": 5}[cudnn] if cudnn else 2 if len(arrays) == 3 else 2 + len(gradients)
+    q, k = [array for array in operands if array.dtype in ("bf16", "f16", "f32") and len(array.shape) >= 3][:2]
+    gradients = sum(len(array.shape) >= 4 for array in call.results)
+    products = 2 if kernel[1] == "forward" else 5 if kernel[0] == "cudnn" else 2 + gradients
     scope = re.search(r"\bwithin_(\w+)_keys_in_(\d+)_parts", call.source)
     window, parts = (scope[1], int(scope[2])) if scope else ("all", 1)
     keys = parts * (k.shape[-3] if len(k.shape) > 3 else k.shape[-2])

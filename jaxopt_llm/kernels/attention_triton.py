@@ -28,7 +28,8 @@ from jaxopt_llm.kernels.batching import fold_batches
 CAPABILITIES = (9, 0), (12, 0)
 JAX = (0, 11)  # required by jax-triton 0.4
 PACKAGES = "triton", "jax_triton"
-JAX_TRITON = (0, 4)  # the first version that passes tensor descriptors
+# The first versions with what the kernels need: jax-triton passes tensor descriptors, and needs this version of triton.
+VERSIONS = {"jax-triton": (0, 4), "triton": (3, 7)}
 DTYPES = "bfloat16", "float16"
 LOG2_E = math.log2(math.e)
 CACHE_BYTES = 24 * 2**20  # for data that programs read repeatedly while they run together: half of Hopper's L2
@@ -73,10 +74,12 @@ def installation_problems() -> list[str]:
     if missing:
         names = ", ".join(missing)
         found.append(f"{names} not installed: run pip install 'jaxopt_llm[triton]' (on Linux); xla needs none")
-    else:
-        version, required = importlib.metadata.version("jax-triton"), ".".join(map(str, JAX_TRITON))
-        if tuple(map(int, version.split(".")[:2])) < JAX_TRITON:
-            found.append(f"jax-triton {version}: triton requires {required}; run pip install 'jaxopt_llm[triton]'")
+        return found
+    for package, required in VERSIONS.items():
+        version = importlib.metadata.version(package)
+        if tuple(map(int, version.split(".")[:2])) < required:
+            needed = ".".join(map(str, required))
+            found.append(f"{package} {version}: triton requires {needed}; run pip install 'jaxopt_llm[triton]'")
     return found
 
 

@@ -65,7 +65,7 @@ class _Kernels:
     module: Module
     sums: dict[str, _Sum] = field(default_factory=lambda: {name: _Sum() for name in KERNELS})
     host: _Sum = field(default_factory=_Sum)
-    host_overlapped: int = 0  # bytes of copies that are asynchronous, with a kernel between start and end
+    host_overlapped: int = 0  # bytes of asynchronous copies that run once, with a kernel between start and end
 
     def add(self, computation: Computation, kernel: Instruction, times: int) -> None:
         fused = list_fused(self.module, kernel)
@@ -73,7 +73,7 @@ class _Kernels:
         if moved := sum(hlo.count_moved_bytes(body, each) for body, each in inside):
             self.host.runs += times
             self.host.bytes += moved * times
-            self.host_overlapped += moved * times * _is_overlapped(computation, kernel)
+            self.host_overlapped += moved * (times == 1 and _is_overlapped(computation, kernel))
             return
         flops, seconds = 0, 0.0
         for body, each in inside:
@@ -83,7 +83,7 @@ class _Kernels:
                 flops += 2 * products
                 efficiency = roofline.MATMUL_EFFICIENCY
                 if attention:
-                    efficiency = roofline.kernel_efficiency(self.chip, hlo.cudnn_attention(each))
+                    efficiency = roofline.kernel_efficiency(self.chip, *hlo.attention_kernel(body, each))
                 seconds += roofline.seconds_of_matmuls(2 * products, self.chip, PEAK_KEYS[dtype], efficiency)
         moved = count_kernel_bytes(self.module, computation, kernel)
         total = self.sums[classify(computation, kernel, fused)]

@@ -7,6 +7,7 @@ from jaxopt_llm.compiler.chips import Chip
 from jaxopt_llm.config import Config
 from jaxopt_llm.planning.breakdown import HOST_COPIES, KERNELS, Part, format_breakdown
 from jaxopt_llm.planning.search import roofline
+from jaxopt_llm.planning.search.attention_cost import resolve_attention
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ def compute_speed(
         work: the step's work as `--search` counts it, with the compiled FLOPs and transfers.
     """
     training = config.training
+    attention = resolve_attention(config, chip.compute_capability).training.attention
     seconds = sum(part.seconds for part in breakdown)
     tokens_per_second = training.batch_size * training.sequence_length / seconds
     by_search = roofline.compute_step_time(work, chip, config.precision.compute_dtype).total
@@ -54,13 +56,18 @@ def compute_speed(
         days=training.steps * seconds / 86_400 if training.steps else None,
         steps=training.steps,
         search_step_seconds=None if config.model.mla.kv_rank else by_search,
-        assumptions=list_assumptions(chip, breakdown, work.transfers),
+        assumptions=list_assumptions(chip, attention, breakdown, work.transfers),
         breakdown=breakdown,
     )
 
 
-def list_assumptions(chip: Chip, breakdown: Sequence[Part], transfers: Sequence[roofline.Transfer]) -> tuple[str, ...]:
-    """Return the rates that the step's time assumes, and what it leaves out."""
+def list_assumptions(
+    chip: Chip, attention: str, breakdown: Sequence[Part], transfers: Sequence[roofline.Transfer]
+) -> tuple[str, ...]:
+    """Return the rates that the step's time assumes, and what it leaves out.
+
+    attention: its implementation.
+    """
     links = dict.fromkeys(each.link for each in transfers)
     rates = {"network": chip.network_bytes_per_second, chip.peer_link: chip.peer_bytes_per_second}
     used = [f"{link} {_percent(roofline.LINK_EFFICIENCY[link])} of {rates[link] / 1e9:,.4g} GB/s" for link in links]
@@ -69,11 +76,12 @@ def list_assumptions(chip: Chip, breakdown: Sequence[Part], transfers: Sequence[
         used.append(f"{chip.host_link} to the host {_percent(roofline.PCIE_EFFICIENCY)} of {rate}")
     memory = f"memory {_percent(roofline.MEMORY_EFFICIENCY)} of {chip.memory_bytes_per_second / 1e12:.4g} TB/s"
     matmuls = f"matmuls {_percent(roofline.MATMUL_EFFICIENCY)} of the chip's peak"
-    cudnn = " and ".join(map(_percent, roofline.CUDNN_EFFICIENCY.values()))
-    kernels = f"attention kernels {_percent(roofline.FLASH_EFFICIENCY)}, cuDNN's {cudnn}"
+    if attention in roofline.KERNEL_EFFICIENCY:
+        directions = (roofline.kernel_efficiency(chip, attention, each) for each in ("forward", "backward"))
+        matmuls += f" ({attention} {' and '.join(map(_percent, directions))})"
     launches = sum(part.runs for part in breakdown if part.name in KERNELS)
     return (
-        f"assumed: {', '.join([f'{matmuls} ({kernels})', memory, *used])}",
+        f"assumed: {', '.join([matmuls, memory, *used])}",
         f"left out: launches of {launches:,} kernels, latency of transfers, reading of data, evaluations, checkpoints",
     )
 

@@ -17,13 +17,16 @@ import numpy as np
 import pytest
 import reference
 import toy
+from jax.sharding import SingleDeviceSharding
 
+from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.kernels import attention as kernels
 from jaxopt_llm.kernels import attention_cudnn, cudnn_primitives
 from jaxopt_llm.kernels.attention import attention
 from jaxopt_llm.kernels.attention_auto import AttentionCall
 from jaxopt_llm.kernels.attention_mask import make_document_ranges
+from jaxopt_llm.kernels.attention_types import AttentionParameters
 
 pytestmark = pytest.mark.core
 
@@ -201,6 +204,30 @@ def test_offsets_that_do_not_fit_32_bits_are_rejected() -> None:
     run = functools.partial(cudnn_primitives.forward, 1.0)
     with pytest.raises(InputError, match="32, 64.*int32; set a larger --training.accumulation"):
         jax.eval_shape(lambda segments, *of: run(cudnn_primitives.Mask(True, None, segments), *of), segments, q, q, q)
+
+
+def test_the_workspace_is_the_one_that_cudnn_asks_for_on_a_gpu() -> None:
+    """Compare with the buffers of programs that were compiled on an H200 for cuDNN 9.19."""
+    assert attention_cudnn.count_workspace(17, 8192, 32, 128) == pytest.approx(4_581_233_408, rel=1e-5)
+    assert attention_cudnn.count_workspace(8 * 17, 512, 8, 64) == pytest.approx(287_476_480, rel=2e-4)
+
+
+@pytest.mark.parametrize("most", [1, 5])
+def test_memory_includes_a_workspace_that_a_program_compiled_without_a_gpu_lacks(most: int) -> None:
+    device = SingleDeviceSharding(topology.gpu_topology("h200", gpus_per_host=1)[0])
+    shapes = [(2, 256, heads, 64) for heads in (4, 2, 2, 4)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=device) for shape in shapes]
+    parameters = AttentionParameters(64**-0.5, keys_after=0, segments=most)
+
+    def step(q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array) -> tuple[jax.Array, ...]:
+        ranges = make_document_ranges(jnp.zeros(q.shape[:2], jnp.int32))
+        out, pull = jax.vjp(lambda q, k, v: kernels.attend(attention_cudnn, parameters, q, k, v, ranges), q, k, v)
+        return out, *pull(gradient)
+
+    compiled = topology.compile_without_gpu(topology.lower_without_gpu(jax.jit(step), *arrays))
+    stats = compiled.memory_analysis()
+    workspace = attention_cudnn.count_workspace(2 * most, 256, 4, 64)
+    assert workspace and hlo.read_memory(compiled).temporaries == stats.temp_size_in_bytes + workspace
 
 
 def test_unsupported_calls() -> None:

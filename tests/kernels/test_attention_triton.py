@@ -300,10 +300,16 @@ def test_problems_name_the_unsupported_property_and_xla() -> None:
 
 
 @needs_triton
-def test_an_older_jax_triton_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda name: {"jax-triton": "0.3.1"}[name])
+@pytest.mark.parametrize(
+    ("package", "version", "required"), [("jax-triton", "0.3.1", "0.4"), ("triton", "3.6.0", "3.7")]
+)
+def test_an_older_package_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, package: str, version: str, required: str
+) -> None:
+    versions = {"jax-triton": "0.4.1", "triton": "3.10.0"} | {package: version}
+    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
     (found,) = problems(64, "float16", (9, 0))
-    assert "jax-triton 0.3.1" in found and "requires 0.4; run pip install" in found
+    assert f"{package} {version}" in found and f"requires {required}; run pip install" in found
 
 
 # ---- Compiled for an H200, and for a B200 to check that its units are used.

@@ -190,14 +190,31 @@ ENTRY %main (x: f32[1024]) -> f32[1024] {
 """
 
 
+KERNEL = "%c = f32[1048576]{0} constant({...})\n  %other = f32[1048576]{0} fusion(%c), kind=kLoop, calls=%many"
+
+
 def test_copies_to_the_host_are_half_hidden_next_to_a_kernel() -> None:
     name, seconds = "copies to the host and back (PCIe)", 4096 / (PCIE_EFFICIENCY * CHIP.host_bytes_per_second)
     alone = parts_of(HOST.replace("BETWEEN", "%zero = s32[] constant(0)"))[name]
     assert (alone.seconds, alone.hidden_seconds, alone.bytes) == (pytest.approx(seconds), 0, 4096)
-    kernel = "%c = f32[1048576]{0} constant({...})\n  %other = f32[1048576]{0} fusion(%c), kind=kLoop, calls=%many"
-    half = parts_of(HOST.replace("BETWEEN", kernel))[name]
+    half = parts_of(HOST.replace("BETWEEN", KERNEL))[name]
     assert half.hidden_seconds == pytest.approx(COPY_OVERLAP * seconds)
     assert half.seconds == pytest.approx(seconds - half.hidden_seconds)
+
+
+def test_copies_to_the_host_in_a_loop_are_not_hidden() -> None:
+    """XLA captures the loop into a CUDA graph, in which they run alone."""
+    head, entry = HOST.replace("BETWEEN", KERNEL).split("ENTRY %main (x: f32[1024])")
+    body = f"%body (x: f32[1024]){entry}"
+    loop = (
+        "%condition (x: f32[1024]) -> pred[] {\n"
+        "  %x = f32[1024]{0:S(5)} parameter(0)\n  ROOT %y = pred[] constant(true)\n}\n"
+        "ENTRY %main (x: f32[1024]) -> f32[1024] {\n  %x = f32[1024]{0:S(5)} parameter(0)\n"
+        "  ROOT %loop = f32[1024]{0} while(%x), condition=%condition, body=%body, "
+        'backend_config={"known_trip_count":{"n":"4"}}\n}\n'
+    )
+    part = parts_of(head + body + loop)["copies to the host and back (PCIe)"]
+    assert (part.runs, part.bytes, part.hidden_seconds) == (4, 4 * 4096, 0)
 
 
 def test_a_loop_of_unknown_length_counts_once() -> None:

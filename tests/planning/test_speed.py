@@ -10,13 +10,15 @@ PARTS = (Part("matmuls", 1.5, 0.0, 7, 10, 10), Part("casts", 0.5, 0.0, 5, 0, 10)
 
 def test_assumptions_name_the_rates_of_what_a_step_uses() -> None:
     sent = Traffic(("fsdp",), "pcie", "all-gather", ("bf16",), 1, 1, 1.0, 1.0)
-    matmuls = "assumed: matmuls 75% of the chip's peak (attention kernels 35%, cuDNN's 65% and 54.7%)"
-    assert list_assumptions(CHIPS["4090"], PARTS, [sent, sent]) == (
-        f"{matmuls}, memory 87.5% of 1.008 TB/s, pcie 80% of 32 GB/s",
+    matmuls = "assumed: matmuls 75% of the chip's peak"
+    assert list_assumptions(CHIPS["4090"], "pallas", PARTS, [sent, sent]) == (
+        f"{matmuls} (pallas 35% and 35%), memory 87.5% of 1.008 TB/s, pcie 80% of 32 GB/s",
         "left out: launches of 12 kernels, latency of transfers, reading of data, evaluations, checkpoints",
     )
     copies = Part("copies to the host and back (NVLink-C2C)", 1.0, 0.0, 3, 0, 10)
-    (assumed, left_out) = list_assumptions(CHIPS["gh200"], (*PARTS, copies), [])
+    (assumed, left_out) = list_assumptions(CHIPS["gh200"], "cudnn", (*PARTS, copies), [])
+    assert assumed.startswith(f"{matmuls} (cudnn 50% and 41%), memory")
+    assert list_assumptions(CHIPS["gh200"], "xla", PARTS, [])[0].startswith(f"{matmuls}, memory")
     assert assumed.endswith("memory 87.5% of 4 TB/s, NVLink-C2C to the host 85% of 450 GB/s")
     assert "launches of 12 kernels" in left_out
 

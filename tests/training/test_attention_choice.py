@@ -63,8 +63,8 @@ def resolve(
 @pytest.mark.parametrize(
     ("changes", "capability", "documents", "expected"),
     [
-        ({}, "9.0", FEW, ("cudnn", 16)),
-        ({}, "10.0", FEW, ("cudnn", 16)),
+        ({}, "9.0", FEW, ("cudnn", 2)),
+        ({}, "10.0", FEW, ("cudnn", 2)),
         ({}, "9.0", MANY, ("triton", 0)),
         ({"data.documents_per_row": 16}, "9.0", MANY, ("cudnn", 16)),
         ({"data.documents_per_row": 1}, "9.0", MANY, ("cudnn", 1)),
@@ -73,10 +73,10 @@ def resolve(
         ({}, "8.0", FEW, ("pallas", 0)),
         ({"model.head_dim": 96}, "8.0", FEW, ("xla", 0)),
         ({"model.head_dim": 96, "data.documents_per_row": 1}, "8.0", FEW, ("cudnn", 1)),
-        ({"model.head_dim": 96}, "9.0", FEW, ("cudnn", 16)),
+        ({"model.head_dim": 96}, "9.0", FEW, ("cudnn", 2)),
         ({"model.attention_softcap": 50.0}, "9.0", FEW, ("triton", 0)),
         ({"mesh.context": 2}, "9.0", FEW, ("triton", 0)),
-        ({"mesh.context": 2, "sharding.context_exchange": "all_to_all"}, "9.0", FEW, ("cudnn", 16)),
+        ({"mesh.context": 2, "sharding.context_exchange": "all_to_all"}, "9.0", FEW, ("cudnn", 2)),
         ({"precision.compute_dtype": "float32"}, "9.0", FEW, ("pallas", 0)),
     ],
 )
@@ -90,11 +90,26 @@ def test_the_choice(
 
 def test_the_start_says_what_a_limit_costs() -> None:
     """32 documents of 2 tokens fill a row of 64 tokens, 16 half of it."""
-    assert "16 documents in a row turn 0.0% of the tokens into padding" in resolve()[2]
+    assert "2 documents in a row turn 0.0% of the tokens into padding" in resolve()[2]
     reason = resolve(documents=MANY)[2]
     assert "except cudnn (at most 16 documents in a row would turn 47.4% of the tokens" in reason
     assert "set --data.documents-per-row 16" in reason
     assert "turn 47.4%" in resolve({"training.attention": "cudnn"}, documents=MANY)[2]
+
+
+@pytest.mark.parametrize(("length", "limit"), [(62, 1), (30, 2), (14, 4), (6, 8), (2, 16)])
+def test_the_limit_is_as_small_as_the_data_allows(length: int, limit: int) -> None:
+    """A document has two tokens more than bytes; rows have 64 tokens."""
+    name, found, reason, _ = resolve(documents=[b"x" * length] * 100)
+    assert (name, found) == ("cudnn", limit) and f"at most {limit} documents in a row turn" in reason
+
+
+def test_the_choice_names_why_cudnn_is_left_out() -> None:
+    """Not for the documents, if cuDNN does not support the call anyway."""
+    unknown = [replace(source(FEW), training=SimpleNamespace(documents=None))]  # type: ignore[arg-type]
+    capped: Config = replace_fields(CONFIG, {"model.attention_softcap": 50.0})
+    _, choice = resolve_attention(capped, gpu(), unknown, SINGLE_PROCESS, None)
+    assert choice.name == "triton" and "softcap=50" in choice.reason and "reading all" not in choice.reason
 
 
 def test_the_waste_is_that_of_the_mixture() -> None:

@@ -64,13 +64,17 @@ def memory(device: jax.Device) -> dict[str, int]:
     return counts
 
 
+# XLA's allocator does not split a free block that is at most this much larger than the request.
+UNSPLIT = 128 * 2**20
+
+
 def test_the_measured_peak_is_the_planned_one(gpu: jax.Device) -> None:
     planned = hlo.read_memory(compiled(gpu)[1]).peak
     before = memory(gpu)
     step, state, batch = start(gpu)
     jax.block_until_ready(step(state, batch))
     assert before["peak_bytes_in_use"] < planned, "an earlier test used more memory; run this test alone"
-    assert memory(gpu)["peak_bytes_in_use"] - before["bytes_in_use"] == pytest.approx(planned, rel=0.1)
+    assert planned <= memory(gpu)["peak_bytes_in_use"] - before["bytes_in_use"] < planned + UNSPLIT
 
 
 def test_steps_happen_in_place(gpu: jax.Device) -> None:

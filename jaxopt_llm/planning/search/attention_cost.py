@@ -11,7 +11,7 @@ from typing import Any, Final
 from jaxopt_llm.config import Config, Kind, ModelConfig
 from jaxopt_llm.kernels.attention import KERNELS, find_unsupported
 from jaxopt_llm.kernels.attention_auto import AttentionCall, choose_fastest
-from jaxopt_llm.kernels.attention_cudnn import DOCUMENTS_PER_ROW
+from jaxopt_llm.kernels.attention_cudnn import DOCUMENTS_PER_ROW, count_workspace
 from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS, CAUSAL_ROWS, QUERY_BLOCK
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.self_attention import describe_call, kernel_head_dim
@@ -51,16 +51,16 @@ def _find_fastest(call: AttentionCall, capability: tuple[int, int] | None) -> An
 class AttentionCost:
     """Sizes of attention in one layer on one device.
 
-    flash: whether scores stay on the chip. `auto` counts as no flash attention until `resolve_attention` replaces it.
-    cudnn: whether the kernel that keeps them there is cuDNN's.
+    implementation: name in kernels/attention.py, or auto, which counts as xla until `resolve_attention` replaces it.
+    segments: maximum number of segments in a row, as cuDNN is compiled for it.
     sequence_shards: devices that divide a sequence.
     exchange: what these devices exchange, a value of `sharding.context_exchange`; "" for a single device.
     heads, kv_heads: heads of a device, before heads are exchanged.
     """
 
     model: ModelConfig
-    flash: bool
-    cudnn: bool
+    implementation: str
+    segments: int
     sequence: int
     sequence_shards: int
     exchange: str
@@ -74,14 +74,23 @@ class AttentionCost:
         shards = mesh.tensor * (mesh.context if exchange == ALL_TO_ALL else 1)
         return cls(
             model=model,
-            flash=config.training.attention in KERNELS,
-            cudnn=config.training.attention == "cudnn",
+            implementation=config.training.attention,
+            segments=describe_attention(config).segments or 1,
             sequence=config.training.sequence_length,
             sequence_shards=mesh.context,
             exchange=exchange,
             heads=model.heads / mesh.tensor,
             kv_heads=math.lcm(model.kv_heads, shards) / mesh.tensor,  # repeated for devices that share a head
         )
+
+    @property
+    def flash(self) -> bool:
+        """Whether a kernel keeps the scores on the chip."""
+        return self.implementation in KERNELS
+
+    @property
+    def cudnn(self) -> bool:
+        return self.implementation == "cudnn"
 
     def count_scored_keys(self, kind: Kind) -> float:
         """Return the mean number of keys for which a query's scores are computed.
@@ -105,6 +114,12 @@ class AttentionCost:
         """Sizes of a head's keys and values as the implementation reads them; kernels read padded heads."""
         padded = kernel_head_dim(self.model)
         return (padded, padded) if self.flash else (self.model.head_dim, self.model.value_dim)
+
+    @property
+    def workspace(self) -> float:
+        """Bytes that cuDNN's backward of a row works in."""
+        heads = self.heads / (self.sequence_shards if self.exchange == ALL_TO_ALL else 1)
+        return count_workspace(self.segments, self.sequence, heads, kernel_head_dim(self.model))
 
     @property
     def live_scores(self) -> float:

@@ -144,6 +144,8 @@ def _working(config: Config, state: StateSizes, tokens: int, passes: Passes) -> 
     attention = scores * (2 * 4 + 2 * compute)
     if cost.exchange == RING:  # keys and values of two parts, and their gradients in float32
         attention += 2 * tokens * cost.kv_heads * model.head_dim * 2 * (compute + 4)
+    if cost.cudnn:
+        attention += cost.workspace * tokens / config.training.sequence_length * config.mesh.context
     # Without scores XLA holds the arrays before attention and those of the MLP at the same time.
     residual = compute * tokens * (9 if cost.flash else 5) * model.width
     weights = compute * state.layers.weights / (passes.layers * passes.chunks)

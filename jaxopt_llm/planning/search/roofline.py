@@ -5,24 +5,31 @@ so times for matmuls and for memory add up. Transfers that overlap with kernels 
 longer than the kernels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 from jaxopt_llm.compiler.chips import CHIPS, Chip
 
 # Shares of the chip's figures that programs attain.
 # Matmuls: the best shapes reach 80% (H100, H200), 86% (A100) and 78% (B200) in bf16 (Bekman, Machine Learning
-# Engineering, "Maximum Achievable Matmul FLOPS"). The shapes of a model are not the best.
+# Engineering, "Maximum Achievable Matmul FLOPS"). The shapes of a model are not the best: 72 to 78% in steps of 1B and
+# 8B models on an H200.
 MATMUL_EFFICIENCY = 0.75
-# Memory: copies reach about 90% of the datasheet's bandwidth.
+# Memory: copies reach about 90% of the datasheet's bandwidth; the update of an 8B model on an H200 87%.
 MEMORY_EFFICIENCY = 0.875
-# Flash attention: FlashAttention-2, the method of our kernels, reaches 35% on H100 (Shah et al. 2024, arXiv:2407.08608)
-# and 50 to 73% on A100 (Dao 2023, arXiv:2307.08691). Our kernels have not been measured on any GPU.
+# Flash attention before Hopper: FlashAttention-2, the method of our kernels, reaches 50 to 73% on A100 (Dao 2023,
+# arXiv:2307.08691). No kernel has been measured there.
 FLASH_EFFICIENCY = 0.35
-# cuDNN's attention on H100, head size 128, causal: 644 and 541 TFLOP/s (forward and backward, NVIDIA's figures). Before
-# Hopper it has no better method than our kernels.
-CUDNN_EFFICIENCY = {"forward": 0.65, "backward": 0.547}
+# Attention from Hopper on, measured on an H200: causal, 8192 tokens, heads of size 128, in bf16. Alone, cuDNN reaches
+# 61% and 50% forward and backward; within the step of an 8B model, whose matmuls slow the clock, 52% and 43%, and with
+# packed documents 48% and 39%. Our kernels were measured alone (triton 44% and 53%, pallas 40% and 30%) and are listed
+# at the same ratio. Their backward computes two products twice, which count here.
+KERNEL_EFFICIENCY: Mapping[str, Mapping[str, float]] = {
+    "cudnn": {"forward": 0.5, "backward": 0.41},
+    "triton": {"forward": 0.37, "backward": 0.44},
+    "pallas": {"forward": 0.34, "backward": 0.25},
+}
 HOPPER = (9, 0)  # compute capability
 # Rings on 8 GPUs, by the bus bandwidth of nccl-tests: 230 to 240 of 300 GB/s (A100), 360 to 370 of 450 (H100).
 NVLINK_EFFICIENCY = 0.8
@@ -32,16 +39,14 @@ PCIE_RING_EFFICIENCY = 0.8
 # 55 of 64 GB/s into or out of pinned memory.
 PCIE_EFFICIENCY = 0.85
 
-# Share of the time of offloaded activations' copies that kernels hide. XLA schedules these copies next to kernels. The
-# share has not been measured; all GPUs of a host share its memory.
+# Share of the time of asynchronous copies to and from the host that kernels hide, outside of loops. In a loop they hide
+# nothing: XLA captures it into a CUDA graph, whose copies and kernels run one after the other (measured on an H200).
 COPY_OVERLAP = 0.5
 LINK_EFFICIENCY = {"nvlink": NVLINK_EFFICIENCY, "pcie": PCIE_RING_EFFICIENCY, "network": NETWORK_EFFICIENCY}
 # Axes whose transfers the next matmul waits for, because it reads their result: XLA may schedule a kernel next to such
 # a transfer, but none that takes long. The same holds for the heads that an all-to-all brings, and for transfers over
 # only `expert`: tokens on the way to their experts and back.
 BLOCKING_AXES = {"tensor", "pipeline"}
-
-Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
@@ -90,8 +95,7 @@ class Work:
     repeated_flops: the part of both kinds of FLOPs that repeats forwards.
     bytes: bytes that everything other than matmuls reads and writes.
     transfers: collectives.
-    pcie_bytes: bytes to the host and back.
-    pcie_overlapped_bytes: the part of pcie_bytes that is scheduled next to kernels.
+    pcie_bytes: bytes to the host and back. No kernel hides them.
     idle: share of the step in which a pipeline stage does no useful computation.
     """
 
@@ -103,7 +107,6 @@ class Work:
     bytes: float
     transfers: tuple[Transfer, ...]
     pcie_bytes: float
-    pcie_overlapped_bytes: float
     idle: float
 
 
@@ -118,7 +121,6 @@ def use_compiled_figures(work: Work, flops: float, transfers: Sequence[Transfer]
         flops=max(flops - work.attention_flops, 0.0),
         transfers=tuple(transfers),
         pcie_bytes=pcie_bytes,
-        pcie_overlapped_bytes=min(work.pcie_overlapped_bytes, pcie_bytes),
     )
 
 
@@ -164,7 +166,7 @@ def compute_step_time(work: Work, chip: Chip, compute_dtype: str) -> StepTime:
         streaming += attention_streaming
     kernels, attention = compute + streaming, max(attention_compute, attention_streaming)
     links = compute_link_time(work.transfers, kernels, attention)
-    host = compute_host_time(work.pcie_bytes, work.pcie_overlapped_bytes, chip, max(links.hidden, kernels))
+    host = compute_host_time(work.pcie_bytes, 0.0, chip, max(links.hidden, kernels))
     busy = 1 - work.idle
     return StepTime(
         compute=busy * compute,
@@ -185,9 +187,15 @@ def seconds_of_matmuls(flops: float, chip: Chip, dtype: str, efficiency: float =
     return flops / (efficiency * chip.peak_flops[dtype])
 
 
-def kernel_efficiency(chip: Chip, cudnn: Direction | None) -> float:
-    """Return the share of the peak that an attention kernel attains: cuDNN's in this direction, or for None our own."""
-    return CUDNN_EFFICIENCY[cudnn] if cudnn and chip.compute_capability >= HOPPER else FLASH_EFFICIENCY
+def kernel_efficiency(chip: Chip, implementation: str, direction: str) -> float:
+    """Return the share of the peak that an attention kernel attains.
+
+    Args:
+        implementation: a key of KERNEL_EFFICIENCY.
+        direction: forward or backward.
+    """
+    hopper = chip.compute_capability >= HOPPER
+    return KERNEL_EFFICIENCY[implementation][direction] if hopper else FLASH_EFFICIENCY
 
 
 def seconds_in_memory(read_and_written: float, chip: Chip) -> float:

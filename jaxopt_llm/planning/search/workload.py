@@ -63,7 +63,6 @@ def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
         bytes=_streamed_bytes(config, state, block, passes, attention_forwards),
         transfers=tuple(estimate_transfers(config, state, cluster, block, passes)),
         pcie_bytes=2 * state.host + copied,
-        pcie_overlapped_bytes=copied,
         idle=passes.idle,
     )
 
@@ -72,8 +71,7 @@ def _attention_efficiency(attention: AttentionCost, chip: Chip, forward_flops: f
     """Return the share of the peak that the matmuls of attention attain, forward and backward together."""
     if not attention.flash:
         return MATMUL_EFFICIENCY
-    forward = kernel_efficiency(chip, "forward" if attention.cudnn else None)
-    backward = kernel_efficiency(chip, "backward" if attention.cudnn else None)
+    forward, backward = (kernel_efficiency(chip, attention.implementation, each) for each in ("forward", "backward"))
     return (forward_flops + backward_flops) / (forward_flops / forward + backward_flops / backward)
 
 
