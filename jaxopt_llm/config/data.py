@@ -42,7 +42,7 @@ class DataConfig:
     drop: rows hold whole documents, and longer documents are dropped; auto: cut for conversations, split otherwise."""
     documents_per_row: int = setting(0, bounds=NON_NEGATIVE)
     """Maximum number of documents in a row; the rest of the row is padding. 0 = no limit, except that with
-    training.attention=cudnn the start of the run sets 16."""
+    training.attention=cudnn the start of the run sets one of 1 to 16, the smallest that adds hardly any padding."""
     tokenizer: str = setting("auto", resume="freely")
     """Tokenizer: bytes (256 bytes plus BOS and EOS), the path of a Hugging Face tokenizer.json or its folder, or the id
     of a model on the Hugging Face hub. auto: the tokenizer of model.pretrained, or bytes if there is none."""

@@ -20,7 +20,7 @@ from jaxopt_llm.kernels.batching import fold_batches
 from jaxopt_llm.kernels.cudnn_primitives import Mask, Segments
 
 AMPERE, HOPPER = (8, 0), (9, 0)
-# Documents in a row if nothing else is set. More cost memory for the softmax statistics of each; fewer, more padding.
+# Documents in a row at most, if nothing else is set: each costs memory in the backward (see `count_workspace`).
 DOCUMENTS_PER_ROW = 16
 reads_out = True
 
