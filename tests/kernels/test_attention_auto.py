@@ -67,6 +67,15 @@ def test_the_nearest_length_decides(keys: int, name: str, table: list[Measuremen
     assert choose(keys, table=table).name == name
 
 
+@pytest.mark.parametrize(("segments", "name"), [(1, "triton"), (17, "pallas"), (None, "pallas")])
+def test_packed_documents_have_measurements_of_their_own(segments: int | None, name: str) -> None:
+    packed = replace(ROW, documents=6, length=64, seconds={"xla": 2.0, "pallas": 1.0, "triton": 3.0})
+    call = AttentionCall(128, "bfloat16", 2048, segments)
+    choice = choose_fastest(call, (9, 0), ALL, [ROW, packed])
+    assert choice.name == name and ("6 documents in a row, on NVIDIA H200" in choice.reason) == (name == "pallas")
+    assert choose_fastest(call, (9, 0), ALL, [ROW]).name == "triton"
+
+
 @pytest.mark.parametrize("other", [{"capability": "8.0"}, {"dtype": "float16"}, {"head_dim": 64}])
 def test_measurements_of_other_calls_decide_nothing(other: dict[str, Any]) -> None:
     choice = choose(table=[replace(ROW, **other, seconds={"xla": 1.0, "pallas": 2.0, "triton": 3.0})])
