@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxopt_llm.compiler import hlo
-from jaxopt_llm.compiler.buffers import Buffer, compile_and_list_temporaries
+from jaxopt_llm.compiler.buffers import Buffer, find_peak
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.compiler.topology import gpu_topology
 from jaxopt_llm.config import Config, Intermediate, RematConfig, cli, fields
@@ -104,11 +104,11 @@ def _compile(config: Config, remat: RematConfig, mesh: Mesh, placement: Placemen
     program = make_program(
         dataclasses.replace(fields.replace_fields(config, {"model.layers": depth}), remat=remat), placement
     )
-    compiled, alive = compile_and_list_temporaries(program.step.lower(program.state, program.batch))
-    text = str(compiled.as_text())
+    peak = find_peak(program.step.lower(program.state, program.batch))
+    text = str(peak.compiled.as_text())
     gathers = [each for each in hlo.list_collectives(text, mesh) if each.kind == "all-gather"]
     gathered = sum(each.array_bytes * each.times for each in gathers)
-    return _Compiled(hlo.read_memory(compiled), alive, gathered, hlo.count_dot_flops(text))
+    return _Compiled(peak.memory, peak.temporaries, gathered, hlo.count_dot_flops(text))
 
 
 def _of_all_layers(deep: Sequence[Buffer], shallow: Sequence[Buffer], counts: set[int]) -> int:

@@ -58,7 +58,7 @@ import jax
 
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.compiler import hlo, topology
-from jaxopt_llm.compiler.buffers import compile_and_list_temporaries
+from jaxopt_llm.compiler.buffers import find_peak
 from jaxopt_llm.compiler.chips import seconds_at_peak
 from jaxopt_llm.config import Config, MeshConfig, PipelineConfig
 from jaxopt_llm.config.unread import describe_unread
@@ -151,9 +151,9 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
     program = make_program(config, placement, stores_frozen_weights(config))
     lowered = topology.lower_without_gpu(program.step, program.state, program.batch)
     clock = time.perf_counter()
-    compiled, temporaries = compile_and_list_temporaries(lowered)
+    peak = find_peak(lowered)
     compile_seconds = time.perf_counter() - clock
-    text, memory = str(compiled.as_text()), hlo.read_memory(compiled)
+    text, memory = str(peak.compiled.as_text()), peak.memory
     specs, length = program.specs, config.training.sequence_length
     tokens = config.training.batch_size * length
     collectives = tuple(links.sum_traffic(hlo.list_collectives(text, mesh), mesh, chip, gpus_per_host))
@@ -168,7 +168,8 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
     work = roofline.use_compiled_figures(work, sum(computed.values()), collectives, pcie_bytes)
     mfu_per_token = compute_utilisation(config, program, placement, chip)["mfu"]
     known = KnownShapes.from_program(program, config, placement)
-    by_kind, limit = sum_by_kind(program, known, memory, temporaries), int(chip.memory_bytes * float(MEMORY_FRACTION))
+    by_kind = sum_by_kind(program, known, memory, peak.temporaries)
+    limit = int(chip.memory_bytes * float(MEMORY_FRACTION))
     speed = compute_speed(config, chip, break_down_step(text, collectives, chip), mfu_per_token, work)
     return Plan(
         gpu=chip.name,
@@ -181,7 +182,7 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
         exchange=exchange.describe_exchange(config.model.moe, placement),
         compile_seconds=compile_seconds,
         memory=by_kind,
-        largest=find_largest(program, known, temporaries),
+        largest=find_largest(program, known, peak.temporaries),
         advice=advise(resolved, cluster, by_kind.peak - limit) if by_kind.peak > limit else (),
         less_remat=advise_less_remat(
             resolved, cluster, int(ranking.XLA_REMAT_SHARE * chip.memory_bytes) - by_kind.peak

@@ -140,13 +140,11 @@ def compiled(
     options = {} if matmul == "fp8" else {"xla_gpu_enable_triton_gemm": False}  # with fp8 the step says so itself
     lowered = topology.lower_without_gpu(program.step, program.state, program.batch)
     if listed:
-        executable, held = buffers.compile_and_list_temporaries(
-            lowered, lambda it, dump: topology.compile_without_gpu(it, options | dump)
-        )
+        peak = buffers.find_peak(lowered, lambda it, dump: topology.compile_without_gpu(it, options | dump))
+        executable, alive = peak.compiled, sum(each.bytes for each in peak.temporaries)
     else:
-        executable, held = topology.compile_without_gpu(lowered, options), None
+        executable, alive = topology.compile_without_gpu(lowered, options), None
     text = executable.as_text()
-    alive = None if held is None else sum(each.bytes for each in held)
     return Compiled(program, hlo.read_memory(executable), hlo.list_collectives(text, placement.mesh), text, alive)
 
 

@@ -18,7 +18,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxopt_llm.compiler import hlo, topology
-from jaxopt_llm.compiler.buffers import compile_and_list_temporaries
+from jaxopt_llm.compiler.buffers import find_peak
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.compiler.topology import gpu_topology
 
@@ -179,10 +179,10 @@ def test_what_is_not_kept_is_compiled() -> None:
 def test_buffers_are_listed_from_what_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "run_xla", remembered.run_xla)
     program = lowered(function=lambda x: jnp.tanh(x) @ x)  # whose first product is a temporary
-    _, buffers = compile_and_list_temporaries(program)
+    buffers = find_peak(program).temporaries
     assert buffers
     monkeypatch.setattr(remembered, "compile_anew", None)
-    assert compile_and_list_temporaries(program)[1] == buffers
+    assert find_peak(program).temporaries == buffers
 
 
 @pytest.mark.parametrize(("said", "kept"), [(f"{topology.NO_KERNEL} for it", True), ("No space left", False)])

@@ -5,15 +5,16 @@
 of the jaxlibs of jax 0.10.2 and 0.11.2.
 """
 
+import dataclasses
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
-from jaxopt_llm.compiler import topology
+from jaxopt_llm.compiler import hlo, topology
 
 _HOST_COLOR = "color 5,"  # XLA's mark of an allocation in host memory
 
@@ -35,12 +36,26 @@ class Buffer:
     source: str
 
 
-def compile_and_list_temporaries(
-    lowered: jax.stages.Lowered, compile: Callable[..., jax.stages.Compiled] = topology.compile_without_gpu
-) -> tuple[jax.stages.Compiled, tuple[Buffer, ...]]:
-    """Compile a program and list the temporaries that are alive at its peak.
+@dataclass(frozen=True)
+class Peak:
+    """A compiled program at the moment when it holds most memory.
 
-    Their sum is less than `hlo.Memory.temporaries`: the difference is unused space between them.
+    Attributes:
+        memory: bytes on each device. The temporaries include the workspaces of cuDNN's attention, which a program that
+            was compiled without a GPU lacks.
+        temporaries: those that are alive. Their sum is less than `memory.temporaries`: the difference is unused space
+            between them.
+    """
+
+    compiled: jax.stages.Compiled
+    memory: hlo.Memory
+    temporaries: tuple[Buffer, ...]
+
+
+def find_peak(
+    lowered: jax.stages.Lowered, compile: Callable[..., jax.stages.Compiled] = topology.compile_without_gpu
+) -> Peak:
+    """Compile a program and find its peak of memory.
 
     Args:
         compile: function of the lowered program and of options for the compiler. The default is for programs that were
@@ -48,8 +63,14 @@ def compile_and_list_temporaries(
     """
     with tempfile.TemporaryDirectory() as folder, topology.without_cache():  # a program from the cache dumps nothing
         compiled = compile(lowered, {"xla_dump_to": folder})
-        dumps = (_read_dump(Path(folder), name) for name in ("live-range", "buffer-assignment", "values"))
-        return compiled, tuple(_list_alive_at_peak(*dumps))
+        dumps = [_read_dump(Path(folder), name) for name in ("live-range", "buffer-assignment", "values")]
+    workspaces = hlo.list_missing_workspaces(str(compiled.as_text()))
+    temporaries, memory = tuple(_list_alive_at_peak(*dumps, workspaces)), hlo.read_memory(compiled)
+    if workspaces:
+        without = _list_alive_at_peak(*dumps, {})
+        missing = sum(each.bytes for each in temporaries) - sum(each.bytes for each in without)
+        memory = dataclasses.replace(memory, temporaries=memory.temporaries + missing)
+    return Peak(compiled, memory, temporaries)
 
 
 def _read_dump(folder: Path, name: str) -> str:
@@ -78,8 +99,12 @@ class _Temporary:
     shape: tuple[int, ...]
 
 
-def _list_alive_at_peak(live_ranges: str, assignment: str, values: str) -> Iterator[Buffer]:
+def _list_alive_at_peak(
+    live_ranges: str, assignment: str, values: str, workspaces: Mapping[str, int]
+) -> Iterator[Buffer]:
     """Yield the temporaries that are alive at the moment with the largest sum of bytes.
+
+    workspaces: bytes that a call holds while it runs, in addition to the buffers of the dump.
 
     Moments are positions in XLA's schedule, in which the body of a loop comes before the loop. The peak that XLA itself
     names is not used: it leaves out the buffers that outer loops carry.
@@ -90,6 +115,10 @@ def _list_alive_at_peak(live_ranges: str, assignment: str, values: str) -> Itera
         for name, index, first, last in _RANGE.findall(live_ranges)
         if (name, index) in temporaries
     ]
+    starts = {name: int(first) for name, _, first, _ in _RANGE.findall(live_ranges) if name in workspaces}
+    for number, (name, first) in enumerate(starts.items(), 1):
+        size = workspaces[name]
+        ranges.append((first, first, _Temporary(size, -number, "u8", (size,)), name))  # no other buffer has this offset
 
     def list_alive(moment: int) -> list[tuple[_Temporary, str]]:
         """List one temporary per offset. An operand and the result that overwrites it share an offset."""

@@ -95,8 +95,7 @@ class Collective:
 def read_memory(compiled: jax.stages.Compiled) -> Memory:
     """Return the bytes that the compiler assigned on each device.
 
-    A program that was compiled without a GPU lacks the workspace of cuDNN's attention (see
-    `attention_cudnn.count_workspace`). The largest one is added to the temporaries, as if it were alive at the peak.
+    A program that was compiled without a GPU lacks the workspaces of cuDNN's attention: see `buffers.find_peak`.
 
     Raises:
         ValueError: the backend does not report them. CPU and GPU do.
@@ -108,7 +107,7 @@ def read_memory(compiled: jax.stages.Compiled) -> Memory:
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes + _find_missing_workspace(str(compiled.as_text())),
+        temporaries=stats.temp_size_in_bytes,
         host=stats.host_argument_size_in_bytes
         + stats.host_output_size_in_bytes
         - stats.host_alias_size_in_bytes
@@ -240,17 +239,20 @@ def _count_arrays(computation: Computation, call: Instruction) -> int:
     return sum(array.dtype in ("bf16", "f16", "f32") and len(array.shape) >= 3 for array in operands)
 
 
-def _find_missing_workspace(text: str) -> int:
-    """Return the largest workspace that the backwards of a program lack, because it was compiled without a GPU."""
+def list_missing_workspaces(text: str) -> dict[str, int]:
+    """Return the calls of cuDNN's attention that lack their workspace, by name, with the bytes of the workspace.
+
+    cuDNN asks for it when it builds a kernel, so a program that was compiled without a GPU lacks it.
+    """
     if "__cudnn$fmhaSoftmaxBackward" not in text:
-        return 0
-    missing = [0]
+        return {}
+    found = {}
     for computation, call, _ in walk_instructions(text):
         if attention_kernel(computation, call) == ("cudnn", "backward") and call.results[-1].shape == (0,):
             head_dim = computation[call.operands[0]].results[0].shape[-1]
             segments, heads, length = computation[call.operands[3]].results[0].shape  # of the log-sum-exp
-            missing.append(count_workspace(segments, length, heads, head_dim))
-    return max(missing)
+            found[call.name] = count_workspace(segments, length, heads, head_dim)
+    return found
 
 
 def count_attention_products(computation: Computation, call: Instruction) -> tuple[str, int] | None:

@@ -15,7 +15,7 @@ from jax.errors import JaxRuntimeError
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.compiler import hlo
-from jaxopt_llm.compiler.buffers import compile_and_list_temporaries
+from jaxopt_llm.compiler.buffers import find_peak
 from jaxopt_llm.compiler.chips import CHIPS, chip_of
 from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import InputError, OutOfMemory
@@ -107,12 +107,12 @@ class OomExplainer:
     def _list_memory(self, lowered: jax.stages.Lowered) -> list[str]:
         """Return the lines of the tables of memory by kind and of the largest arrays."""
         try:
-            compiled, temporaries = compile_and_list_temporaries(lowered, _compile_without_autotuning)
+            found = find_peak(lowered, _compile_without_autotuning)
         except (JaxRuntimeError, ValueError) as error:  # no room on the GPU for the program, or XLA dumped nothing
             return [f"the arrays in memory cannot be listed: {' '.join(str(error).split())[:200]}"]
         known = KnownShapes.from_program(self.program, self.config, self.placement)
-        memory = sum_by_kind(self.program, known, hlo.read_memory(compiled), temporaries)
-        return [*format_kinds(memory), *format_largest(find_largest(self.program, known, temporaries))]
+        memory = sum_by_kind(self.program, known, found.memory, found.temporaries)
+        return [*format_kinds(memory), *format_largest(find_largest(self.program, known, found.temporaries))]
 
 
 def _describe_cluster() -> Cluster:

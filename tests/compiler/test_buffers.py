@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxopt_llm.compiler.buffers import compile_and_list_temporaries
+from jaxopt_llm.compiler.buffers import find_peak
 
 pytestmark = pytest.mark.core
 
@@ -21,9 +21,7 @@ def test_temporaries_at_the_peak_are_listed() -> None:
             return jnp.cumsum(large)
 
     lowered = jax.jit(step).lower(jax.ShapeDtypeStruct((SIDE,), "float32"))
-    _, temporaries = compile_and_list_temporaries(
-        lowered, lambda program, options: program.compile(compiler_options=options)
-    )
+    temporaries = find_peak(lowered, lambda program, options: program.compile(compiler_options=options)).temporaries
     largest = max(temporaries, key=lambda each: each.bytes)
     assert (largest.bytes, largest.dtype, largest.shape) == (4 * SIDE**2, "f32", (SIDE, SIDE))
     assert "large" in largest.source

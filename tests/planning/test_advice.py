@@ -10,7 +10,8 @@ import pytest
 import toy
 from commands import ROOT
 
-from jaxopt_llm.compiler import hlo, topology
+from jaxopt_llm.compiler import topology
+from jaxopt_llm.compiler.buffers import find_peak
 from jaxopt_llm.compiler.topology import gpu_topology
 from jaxopt_llm.config import Config, MeshConfig, ModelConfig, ShardingConfig, TrainingConfig, cli, fields
 from jaxopt_llm.parallel.mesh import make_mesh
@@ -128,6 +129,7 @@ WIDE = changed(
     model__vocabulary_size=32_000,
     training__batch_size=128,
     training__loss_chunk=1024,
+    training__attention="cudnn",
     sharding__zero_stage=3,
 )
 
@@ -141,7 +143,8 @@ def test_jax_0_11_fetches_non_layer_moments_early() -> None:
 
 
 def test_whole_logits_can_be_the_peak() -> None:
-    found = advice.predict_footprint(changed(WIDE, remat__policy="none", training__loss_chunk=0))
+    settings = {"remat__policy": "none", "training__loss_chunk": 0, "training__attention": "triton"}
+    found = advice.predict_footprint(changed(WIDE, **settings))
     assert found.loss > (4 + 2) * 2048 * 32_000 > found.working
     assert found.peak == found.parameters + found.optimizer + found.activations + found.loss
 
@@ -154,32 +157,29 @@ def peak(config: Config) -> int:
         config.model, config.training, config.optimizer, config.schedule, config.remat, config.lora, placement
     )
     lowered = topology.lower_without_gpu(program.step, program.state, program.batch)
-    return hlo.read_memory(topology.compile_without_gpu(lowered, {"xla_gpu_enable_triton_gemm": False})).peak
+    options = {"xla_gpu_enable_triton_gemm": False}
+    return find_peak(lowered, lambda it, dump: topology.compile_without_gpu(it, options | dump)).memory.peak
 
 
 WHOLE: advice.Settings = {"sharding.zero_stage": 0}
 
 
-# beyond: MiB that are saved in addition to the prediction, as compiled by jax 0.10.2 and by 0.11.2. For WHOLE the
-# prediction is 87 and 32 MiB too high: it counts the table's gradient twice in the backward, and too few other arrays.
+# beyond: MiB that are saved in addition to the prediction, as compiled by jax 0.10.2 and by 0.11.2. With cuDNN the peak
+# is in the backward of a layer's attention, whose workspace is 273 MiB.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "beyond"),
     [
-        # With remat none the zeros of attention's gradients also exist at the loss (16), and with 0.10.2 so do results
-        # computed from the last layer's intermediates (12).
-        ({"remat.policy": "none"}, {"remat.policy": "full"}, (29, 17)),
-        # With chunks of 256 the peak is at the loss with 0.10.2 (28 above the prediction), and in the backward with
-        # 0.11.2 (18 below the prediction).
-        ({"remat.policy": "none", "training.loss_chunk": 0}, {"training.loss_chunk": 256}, (-20, 28)),
-        # With four microbatches the peak is in a layer's backward.
-        ({"remat.policy": "none"}, {"training.accumulation": 4}, (39, 7)),
-        # With 0.10.2 the peak is then in the update. With 0.11.2 30 MiB between the arrays are unused.
-        (WHOLE, {"offload.optimizer": True}, (-15, -29)),
-        # With 0.10.2 the peak is then in the update: all gradients, and the table's new moments.
-        (WHOLE, {"optimizer.state_dtype": "int8"}, (-47, 0)),
-        (WHOLE, {"mesh.fsdp": 4, "mesh.tensor": 2, "sharding.sequence_parallel": True}, (-51, -13)),
-        (WHOLE, {"lora.rank": 16}, (-104, -45)),
+        ({"remat.policy": "none"}, {"remat.policy": "full"}, (-9, -4)),
+        # With 0.10.2 the peak without chunks is at the loss.
+        ({"remat.policy": "none", "training.loss_chunk": 0}, {"training.loss_chunk": 256}, (10, -5)),
+        # With four microbatches it is a smaller part of the prediction that is too high by a layer's weights.
+        ({"remat.policy": "none"}, {"training.accumulation": 4}, (26, 46)),
+        # With 0.11.2 30 MiB between the arrays are unused.
+        (WHOLE, {"offload.optimizer": True}, (9, -29)),
+        (WHOLE, {"optimizer.state_dtype": "int8"}, (8, -20)),
+        (WHOLE, {"mesh.fsdp": 4, "mesh.tensor": 2, "sharding.sequence_parallel": True}, (-2, -4)),
+        (WHOLE, {"lora.rank": 16}, (12, 34)),
     ],
 )
 def test_predicted_savings_match_compiled_ones(

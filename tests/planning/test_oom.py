@@ -15,6 +15,7 @@ from test_loop import tiny
 from jaxopt_llm import train as command
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.compiler import hlo
+from jaxopt_llm.compiler.buffers import Peak
 from jaxopt_llm.config import CheckpointConfig, Config, MeshConfig, ModelConfig
 from jaxopt_llm.core.errors import InputError, OutOfMemory
 from jaxopt_llm.observe.preemption import Preemption
@@ -166,7 +167,7 @@ def test_a_step_that_runs_out_of_memory_leaves_its_checkpoint(tmp_path: Path, mo
             return compiled(*arguments)
 
     monkeypatch.setattr(setup, "make_program", lambda *_, **__: dataclasses.replace(program, step=Failing()))
-    monkeypatch.setattr(oom, "compile_and_list_temporaries", lambda *_: (compiled, ()))
+    monkeypatch.setattr(oom, "find_peak", lambda *_: Peak(compiled, oom.hlo.read_memory(compiled), ()))
     monkeypatch.setattr(oom, "advise", lambda *_: ())
     told = "out of memory in step 4 or the one before: .* checkpoint 2 in "
     with Preemption() as preemption, pytest.raises(OutOfMemory, match=told):

@@ -144,8 +144,6 @@ def _working(config: Config, state: StateSizes, tokens: int, passes: Passes) -> 
     attention = scores * (2 * 4 + 2 * compute)
     if cost.exchange == RING:  # keys and values of two parts, and their gradients in float32
         attention += 2 * tokens * cost.kv_heads * model.head_dim * 2 * (compute + 4)
-    if cost.cudnn:
-        attention += cost.workspace * tokens / config.training.sequence_length * config.mesh.context
     # Without scores XLA holds the arrays before attention and those of the MLP at the same time.
     residual = compute * tokens * (9 if cost.flash else 5) * model.width
     weights = compute * state.layers.weights / (passes.layers * passes.chunks)
@@ -154,11 +152,14 @@ def _working(config: Config, state: StateSizes, tokens: int, passes: Passes) -> 
     # Masks are held within attention, then the next layer's weights.
     ahead = max(masks, weights) if _gathers_ahead(config) else 0
     waiting, running = (compute * tokens * elements for elements in _mlp_elements(config))
-    matmuls = max(attention + ahead + waiting, running) + residual + weights
+    # While cuDNN's backward works, the MLP is done.
+    workspace = cost.workspace * tokens * config.mesh.context / config.training.sequence_length if cost.cudnn else 0.0
+    matmuls = max(attention + ahead + waiting, workspace + ahead, running) + residual + weights
     # After all matmuls of a layer, its gradients are whole and wait for their reduction.
     whole = BYTES[config.precision.reduce_dtype] * state.layers.trained / (passes.layers * passes.chunks)
     layer_end = (config.sharding.zero_stage >= 2) * whole + _gathers_ahead(config) * weights
-    return max(matmuls, layer_end) + _head_gradient(config, state)
+    # Without ZeRO the head's gradient is already whole among the gradients.
+    return max(matmuls, layer_end) + (config.sharding.zero_stage > 0) * _head_gradient(config, state)
 
 
 def _mlp_elements(config: Config) -> tuple[float, float]:
