@@ -104,7 +104,7 @@ def serves_the_same_answer(folder: Path) -> None:
     messages = [{"role": "user", "content": question}]
     settings = {"messages": messages, "date_string": day, "add_generation_prompt": True}
     prompt = jinja2.Template(TEMPLATE).render(bos_token="", **settings)  # `generate` adds BOS
-    merge = "jaxopt-llm convert merge --checkpoint runs/finetune --to models/exact --dtype float32 >&2"
+    merge = "jaxopt-llm convert merge --checkpoint runs/chats --to models/exact --dtype float32 >&2"
     ours = f"jaxopt-llm generate --checkpoint models/exact --tokens 40 --prompt {shlex.quote(prompt)}"
     both = run(folder, f"{merge}\n{served.command()}\nprintf '\\0'\n{ours}")
     assert both.returncode == 0, both.stderr
