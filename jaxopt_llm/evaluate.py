@@ -91,7 +91,7 @@ def main() -> int:
         raise InputError(f"--batches {options.batches}: must be at least 1")
     named = {argument.split("=")[0].replace("_", "-") for argument in overrides}
     reads_other_data = "--data.paths" in named
-    trained = run.open_config(options.checkpoint)
+    trained = run.open_config(options.checkpoint, options.base)
     is_folder = not is_run_directory(options.checkpoint)
     if is_folder and not named & {"--data.paths", "--evaluation.paths"}:
         problem = "a model folder has no held-out documents"
@@ -110,7 +110,12 @@ def main() -> int:
         print(f"attention: {attention}", file=sys.stderr)
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
         source = run.load_model(
-            options.checkpoint, config.data, attention=attention.name, adapter=options.adapter, step=options.step
+            options.checkpoint,
+            config.data,
+            attention=attention.name,
+            adapter=options.adapter,
+            step=options.step,
+            base=options.base,
         )
     for name, documents in _open_documents(config, source.tokenizer, reads_other_data).items():
         size, data = config.model.vocabulary_size, config.data
