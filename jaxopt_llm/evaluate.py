@@ -117,6 +117,9 @@ def main() -> int:
             step=options.step,
             base=options.base,
         )
+    model = f"step {source.step}"
+    if options.adapter:
+        model = f"the adapters {options.adapter}" + ("" if is_folder else f" over {model}")
     for name, documents in _open_documents(config, source.tokenizer, reads_other_data).items():
         size, data = config.model.vocabulary_size, config.data
         rows = PackedRows(documents, length, size, name, data.long_documents, data.documents_per_row)
@@ -126,7 +129,7 @@ def main() -> int:
             loss, tokens = evaluate(source, rows, config.training.batch_size, options.batches)
         read = f"{tokens:,} tokens" if options.batches is None else f"read {tokens:,} of {documents.size:,} tokens"
         print(
-            f"step {source.step} on {name} ({documents}): {loss:.4f} nats per token, "
+            f"{model} on {name} ({documents}): {loss:.4f} nats per token, "
             f"perplexity {math.exp(min(loss, 700)):.4g}, {read}"
         )
     return 0

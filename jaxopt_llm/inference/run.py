@@ -73,7 +73,15 @@ class LoadedModel:
 
 def load_config(directory: Path) -> Config:
     """Load the configuration of a run directory. Raises InputError if it is not one."""
+    _check_is_no_step(directory)
     return cli.load_run_config(directory, "--checkpoint ")
+
+
+def _check_is_no_step(directory: Path) -> None:
+    """Raise InputError for the directory of one checkpoint of a run."""
+    if directory.name.isdecimal() and directory.parent.name == "checkpoints":
+        remedy = f"name the run with --checkpoint {directory.parent.parent} --step {directory.name}"
+        raise InputError(f"--checkpoint {directory}: this is one checkpoint of a run; {remedy}")
 
 
 def move_base(directory: Path, config: Config, base: Path | None) -> Config:
@@ -117,8 +125,9 @@ def _open_config_and_folder(directory: Path, base: Path | None) -> tuple[Config,
             raise InputError(f"--base {base}: {directory} is a model folder, which has no other base; leave it out")
         folder = huggingface.open_model_folder(directory)
         return make_folder_config(folder, name, directory, name), folder
+    _check_is_no_step(directory)
     try:
-        config = load_config(directory)
+        config = cli.load_run_config(directory, "--checkpoint ")
     except InputError as error:
         if (directory / adapter_config.FILE).is_file():
             raise InputError(

@@ -120,8 +120,7 @@ def find_frozen_base(directory: Path, config: Config) -> Path | None:
     if not path.is_dir():
         raise InputError(
             f"model.pretrained={path}: the folder does not exist, but the checkpoints of {directory} do not hold its "
-            "frozen weights: restore it, or name its new location with --base (or set model.pretrained and "
-            f"data.tokenizer in {directory / 'config.json'})"
+            "frozen weights: restore it, or name its new location with --base"
         )
     return path
 

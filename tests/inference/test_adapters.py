@@ -94,9 +94,10 @@ def test_generate_and_evaluate_take_adapters(
     data = ("--data.paths", tmp_path / "text.txt", "--training.sequence-length", 8)
     prompt = ("--prompt", "What is", "--tokens", 8)
     for main, arguments in ((generate.main, prompt), (evaluate.main, data)):
-        expected = printed(main, "--checkpoint", merged, *arguments)
-        assert printed(main, "--checkpoint", base, "--adapter", adapter, *arguments) == expected
-        assert printed(main, "--checkpoint", run_of_base, "--adapter", adapter, *arguments) == expected
+        expected, model = printed(main, "--checkpoint", merged, *arguments), f"the adapters {adapter}"
+        for checkpoint, name in ((base, model), (run_of_base, f"{model} over step 0")):
+            found = printed(main, "--checkpoint", checkpoint, "--adapter", adapter, *arguments)
+            assert found == expected.replace("step 0 on", f"{name} on")
         assert printed(main, "--checkpoint", base, *arguments) != expected
 
 
@@ -220,3 +221,7 @@ def test_a_moved_base_is_named_before_its_tokenizer_and_found_with_base(
     assert "hold all weights of the model; leave it out" in refuse(*generates, "--base", base)
     with pytest.raises(InputError, match=f"--base {directory}: {base} is a model folder"):
         run.open_config(base, directory)
+    with pytest.raises(InputError, match="leave it out"):
+        load_pretrained(base, base=directory)
+    with pytest.raises(InputError, match="hold all weights of the model"):
+        load_pretrained(directory, base=base)
