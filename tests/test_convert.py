@@ -249,6 +249,7 @@ def test_checkpoints_of_adapters_leave_the_base_where_it_is(folder: Path, tmp_pa
     (tmp_path / "documents.jsonl").write_text("\n".join(documents))
     corpus = ("--data.paths", tmp_path / "documents.jsonl", "--data.held-out", 0.2, "--evaluation.batches", 1000)
     options = ("--config", recipe, *corpus, "--training.batch-size", 1, "--precision.compute-dtype", "float32")
+    options += ("--schedule.decay-steps", 4)  # of runs of any length
     qlora = ("--lora.rank", 2, "--lora.base", "nf4", "--lora.dora", "True", "--lora.dropout", 0.1)
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     done("train", *options, *qlora, "--run.directory", whole, "--training.steps", 3, "--checkpoint.every", 1)
