@@ -154,7 +154,7 @@ def _override(trained: Config, overrides: list[str], reads_other_data: bool) -> 
     trained = fields.replace_fields(trained, {"training.accumulation": 1, "mesh": MeshConfig(), "remat": RematConfig()})
     if reads_other_data:  # data.weights belong to the paths of the run
         trained = fields.replace_fields(trained, {"data.weights": (), "data.format": "auto"})
-    config = cli.override_config(trained, overrides, PROGRAM)
+    config = cli.override_config(trained, overrides, PROGRAM, errors.list_flags(make_parser()))
     validate(config)
     for name in fields.FIELDS:
         if not name.startswith(OVERRIDABLE) and fields.get_field(trained, name) != fields.get_field(config, name):

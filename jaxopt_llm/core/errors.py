@@ -129,16 +129,16 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: --([\w-]+)", message)
-        near = difflib.get_close_matches(unknown[1], _list_flags(self), n=1) if unknown else []
+        near = difflib.get_close_matches(unknown[1], list_flags(self), n=1) if unknown else []
         raise InputError(f"{message}; did you mean --{near[0]}?" if near else message)
 
 
-def _list_flags(parser: argparse.ArgumentParser) -> list[str]:
+def list_flags(parser: argparse.ArgumentParser) -> list[str]:
     """Return the flags of a parser and of its subcommands, without dashes before them."""
     found = [flag.lstrip("-") for flag in parser._option_string_actions if flag.startswith("--")]
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            found += [flag for subcommand in action.choices.values() for flag in _list_flags(subcommand)]
+            found += [flag for subcommand in action.choices.values() for flag in list_flags(subcommand)]
     return found
 
 
