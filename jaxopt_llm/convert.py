@@ -1,8 +1,8 @@
 """Command `convert`: conversion between run directories and folders of Hugging Face and PEFT.
 
 python -m jaxopt_llm.convert import --from FOLDER --to RUN_DIR
-python -m jaxopt_llm.convert export --checkpoint RUN_DIR [--step N|best] --to FOLDER
-python -m jaxopt_llm.convert merge --checkpoint RUN_DIR [--step N|best] --to FOLDER
+python -m jaxopt_llm.convert export --checkpoint RUN_DIR [--step N|best] [--base FOLDER] --to FOLDER
+python -m jaxopt_llm.convert merge --checkpoint RUN_DIR [--step N|best] [--base FOLDER] --to FOLDER
 python -m jaxopt_llm.convert merge --base FOLDER --adapter FOLDER --to FOLDER
 """
 
@@ -42,11 +42,12 @@ def make_parser() -> argparse.ArgumentParser:
     merging = commands.add_parser("merge", help="merge adapters into their model and write it as a folder")
     merging.add_argument("--checkpoint", type=Path, metavar="RUN_DIR", help="run that trains adapters")
     merging.add_argument(
-        "--base", type=Path, metavar="FOLDER", help="instead of --checkpoint: model of --adapter, or its hub id"
+        "--base", type=Path, metavar="FOLDER", help="model of --adapter, or its hub id; with --checkpoint, see export"
     )
     merging.add_argument(
         "--adapter", type=Path, metavar="FOLDER", help="PEFT folder with LoRA adapters of --base, or its hub id"
     )
+    flags.add_base_flag(exporting)
     for command in (exporting, merging):
         flags.add_step_flag(command)
         add = command.add_argument
@@ -81,6 +82,7 @@ from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.parallel.zero import parameter_sharding
 from jaxopt_llm.training import lora
+from jaxopt_llm.training.initial_weights import find_frozen_base
 
 
 @errors.own_flags({"data.tokenizer": "--tokenizer"})
@@ -111,21 +113,28 @@ def import_folder(path: Path, directory: Path, tokenizer: str) -> None:
     print(f"{param.count_parameters(parts.specs):,} parameters of {path} are the checkpoint of step 0 in {directory}")
 
 
-def export_run(directory: Path, path: Path, dtype: str | None, max_file_bytes: int, step: Step = None) -> None:
+def export_run(
+    directory: Path, path: Path, dtype: str | None, max_file_bytes: int, step: Step = None, base: Path | None = None
+) -> None:
     """Write a checkpoint of a run as a Hugging Face folder.
 
-    For a run that trains adapters, write only the adapters, as a PEFT folder.
+    For a run that trains adapters, write only the adapters, as a PEFT folder. base: new location of their base.
     """
-    config = run.load_config(directory)
+    config = _load_config(directory, base, f"{directory} is what export writes; leave it as it is")
     if config.lora.rank:
         _export_adapters(directory, path, config, dtype, step)
     else:
         _export_model(directory, path, config, dtype, max_file_bytes, step)
 
 
-def merge_run(directory: Path, path: Path, dtype: str | None, max_file_bytes: int, step: Step = None) -> None:
-    """Merge the adapters of a run's checkpoint into its base, and write the model as a Hugging Face folder."""
-    config = run.load_config(directory)
+def merge_run(
+    directory: Path, path: Path, dtype: str | None, max_file_bytes: int, step: Step = None, base: Path | None = None
+) -> None:
+    """Merge the adapters of a run's checkpoint into its base, and write the model as a Hugging Face folder.
+
+    base: new location of the base; None: that of the run.
+    """
+    config = _load_config(directory, base, f"name it with --base {directory}, and its adapters with --adapter FOLDER")
     if not config.lora.rank:
         raise InputError(f"--checkpoint {directory}: it has no adapters; write its model with `convert export`")
     _export_model(directory, path, config, dtype, max_file_bytes, step)
@@ -137,6 +146,13 @@ def merge_folders(base: Path, adapter: Path, path: Path, dtype: str | None, max_
     model, layers = stored.open_folder_layers(source, adapter)
     write_layers(path, layers, model, Origin(source, source), dtype, max_file_bytes)
     print(f"{base} with the adapters of {adapter} is in {path}")
+
+
+def _load_config(directory: Path, base: Path | None, remedy: str) -> Config:
+    """Load the configuration of a run. remedy: what to do if the directory is a Hugging Face model folder."""
+    if run.is_model_folder(directory):
+        raise InputError(f"--checkpoint {directory}: this is a Hugging Face model folder, not a training run; {remedy}")
+    return run.move_base(directory, run.load_config(directory), base)
 
 
 def _export_adapters(directory: Path, path: Path, config: Config, dtype: str | None, step: Step) -> None:
@@ -161,6 +177,7 @@ def _export_adapters(directory: Path, path: Path, config: Config, dtype: str | N
 def _export_model(
     directory: Path, path: Path, config: Config, dtype: str | None, max_file_bytes: int, step: Step
 ) -> None:
+    find_frozen_base(directory, config)  # first, because without its weights nothing can be written
     source = pretrained.find_source_folder(config)
     if source is None and config.model.pretrained and not is_run_directory(Path(config.model.pretrained)):
         problem = f"{config.model.pretrained}, from which the model came, no longer exists"
@@ -168,7 +185,6 @@ def _export_model(
     dtype = dtype or _read_dtype(source)
 
     def write(checkpoints: Checkpoints, found: int) -> int:
-        # The layers first: if the base is missing, so is often the tokenizer in its folder.
         layers = stored.open_run_layers(directory, config, found)
         write_layers(path, layers, config.model, run.find_origin(config), dtype, max_file_bytes)
         return found
@@ -195,9 +211,9 @@ def main() -> int:
         raise InputError(f"--shard-bytes {shard_bytes}: must be at least 1")
     settings = (arguments.to, arguments.dtype, shard_bytes)
     if arguments.command == "export":
-        export_run(arguments.checkpoint, *settings, arguments.step)
-    elif arguments.checkpoint and not (arguments.base or arguments.adapter):
-        merge_run(arguments.checkpoint, *settings, arguments.step)
+        export_run(arguments.checkpoint, *settings, arguments.step, arguments.base)
+    elif arguments.checkpoint and not arguments.adapter:
+        merge_run(arguments.checkpoint, *settings, arguments.step, arguments.base)
     elif arguments.base and arguments.adapter and not arguments.checkpoint:
         if arguments.step is not None:
             raise InputError(f"--step {arguments.step}: --base is a model folder, which has no steps; leave it out")

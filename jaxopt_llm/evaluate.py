@@ -91,7 +91,7 @@ def main() -> int:
         raise InputError(f"--batches {options.batches}: must be at least 1")
     named = {argument.split("=")[0].replace("_", "-") for argument in overrides}
     reads_other_data = "--data.paths" in named
-    trained = run.open_config(options.checkpoint)
+    trained = run.open_config(options.checkpoint, options.base)
     is_folder = not is_run_directory(options.checkpoint)
     if is_folder and not named & {"--data.paths", "--evaluation.paths"}:
         problem = "a model folder has no held-out documents"
@@ -110,8 +110,16 @@ def main() -> int:
         print(f"attention: {attention}", file=sys.stderr)
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
         source = run.load_model(
-            options.checkpoint, config.data, attention=attention.name, adapter=options.adapter, step=options.step
+            options.checkpoint,
+            config.data,
+            attention=attention.name,
+            adapter=options.adapter,
+            step=options.step,
+            base=options.base,
         )
+    model = f"step {source.step}"
+    if options.adapter:
+        model = f"the adapters {options.adapter}" + ("" if is_folder else f" over {model}")
     for name, documents in _open_documents(config, source.tokenizer, reads_other_data).items():
         size, data = config.model.vocabulary_size, config.data
         rows = PackedRows(documents, length, size, name, data.long_documents, data.documents_per_row)
@@ -121,7 +129,7 @@ def main() -> int:
             loss, tokens = evaluate(source, rows, config.training.batch_size, options.batches)
         read = f"{tokens:,} tokens" if options.batches is None else f"read {tokens:,} of {documents.size:,} tokens"
         print(
-            f"step {source.step} on {name} ({documents}): {loss:.4f} nats per token, "
+            f"{model} on {name} ({documents}): {loss:.4f} nats per token, "
             f"perplexity {math.exp(min(loss, 700)):.4g}, {read}"
         )
     return 0
@@ -146,7 +154,7 @@ def _override(trained: Config, overrides: list[str], reads_other_data: bool) -> 
     trained = fields.replace_fields(trained, {"training.accumulation": 1, "mesh": MeshConfig(), "remat": RematConfig()})
     if reads_other_data:  # data.weights belong to the paths of the run
         trained = fields.replace_fields(trained, {"data.weights": (), "data.format": "auto"})
-    config = cli.override_config(trained, overrides, PROGRAM)
+    config = cli.override_config(trained, overrides, PROGRAM, errors.list_flags(make_parser()))
     validate(config)
     for name in fields.FIELDS:
         if not name.startswith(OVERRIDABLE) and fields.get_field(trained, name) != fields.get_field(config, name):

@@ -126,6 +126,7 @@ def main() -> int:
             tensor=arguments.tensor,
             adapter=arguments.adapter,
             step=arguments.step,
+            base=arguments.base,
         )
     rest = (count, sampling, arguments.stop)
     with oom.explain_oom("generating", "give fewer or shorter prompts at once, or a smaller --tokens or --context"):
@@ -143,7 +144,7 @@ def main() -> int:
 def _read_data_settings(arguments: argparse.Namespace) -> DataConfig | None:
     """Return the settings of the tokenizer and of its chat template; None: those of the model."""
     given = {name: value for name in ("tokenizer", "chat_template") if (value := getattr(arguments, name))}
-    return replace(run.open_config(arguments.checkpoint).data, **given) if given else None
+    return replace(run.open_config(arguments.checkpoint, arguments.base).data, **given) if given else None
 
 
 def _read_prompts(file: Path) -> list[str]:

@@ -52,7 +52,8 @@ def prepare(config: DataConfig, directory: Path, workers: int) -> None:
     """Write the corpus of `config.paths` into a directory, or complete one that was started there.
 
     Raises:
-        InputError: a source cannot be read, or the directory holds another prepared corpus or other files.
+        InputError: a source cannot be read, or the directory holds another prepared corpus, a damaged one or other
+            files.
     """
     tokenizer = load_tokenizer(config)
     files = list(chain.from_iterable(find_corpus_files(config, "--input")))
@@ -68,12 +69,13 @@ def prepare(config: DataConfig, directory: Path, workers: int) -> None:
     _check_output(directory, plan)
     with lock_directory(directory, "--output"):
         if _check_output(directory, plan):  # again, because from here on no other process writes there
-            console.print(f"{directory}: the input or --malformed has changed: starting over", markup=False)
+            console.print(f"{directory}: the input or an option has changed: starting over", markup=False)
             prepared.delete_unfinished(directory)
         for leftover in directory.glob("*.tmp"):  # of a process that died
             leftover.unlink()
         prepared.write_json(directory / PLAN, plan)
         if (directory / prepared.MANIFEST).exists():
+            prepared.check_sizes(directory)
             console.print(f"{directory} is already finished", markup=False)
         else:
             merger = prepared.ShardMerger(directory, plan["dtype"], config.content != "text")
@@ -133,9 +135,10 @@ def _mark_learned(text: str, starts: NDArray[np.int64], learned: NDArray[np.bool
 
 
 def _check_output(directory: Path, plan: dict[str, Any]) -> bool:
-    """Return whether the directory holds an unfinished corpus of the same command, which must start over.
+    """Return whether the directory holds an unfinished corpus that must start over.
 
-    This is the case after a malformed row was repaired, or is now skipped.
+    This is the case after a malformed row was repaired, or is now skipped. While no document has been written, it is
+    the case after any change of the command.
 
     Raises:
         InputError: the directory holds anything other than a corpus prepared by the same command.
@@ -150,7 +153,8 @@ def _check_output(directory: Path, plan: dict[str, Any]) -> bool:
     differences = [name for name in sorted({*plan, *old}) if old.get(name) != plan.get(name)]
     if not differences:
         return False
-    if prepared.is_unfinished(directory) and prepared.have_same_command(old, plan):
+    may_start_over = prepared.have_same_command(old, plan) or prepared.holds_no_documents(directory)
+    if may_start_over and prepared.is_unfinished(directory):
         return True
     problem = f"holds another prepared corpus, which differs in {', '.join(differences)}"
     raise InputError(f"--output {directory} {problem}; choose another directory")

@@ -32,7 +32,7 @@ from jaxopt_llm.planning.oom import OomExplainer
 from jaxopt_llm.training.compile import compile_programs, lower_programs
 from jaxopt_llm.training.initial_weights import open_initial_weights
 from jaxopt_llm.training.loop import Loop
-from jaxopt_llm.training.setup import check_inputs, prepare_run
+from jaxopt_llm.training.setup import check_inputs, prepare_run, read_started
 from jaxopt_llm.training.startup_report import print_report
 from jaxopt_llm.training.validation import validate
 
@@ -66,6 +66,9 @@ def train(requested: Config, preemption: Preemption, processes: Processes = SING
         progress.advance(start)
         if start >= steps:
             progress.say(f"{directory} is finished at step {start}; train longer with --training.steps N")
+            started = read_started(directory)
+            if started and (changes := fields.list_changes(started.config, config)):
+                progress.say(f"no step is left to train, so these changes have no effect: {', '.join(changes)}")
             return
         initial = open_initial_weights(config, setup.program, start, progress.say, processes)
         print_report(setup, progress.say)

@@ -123,6 +123,7 @@ def test_any_source_is_read_whole(run: Path) -> None:
         (("--batches", 0), "--batches 0: must be at least 1"),
         (("--data.paths", "nowhere.txt"), "nowhere.txt"),
         (("--data.path", "x"), "did you mean --data.paths"),
+        (("--adaptor", "x"), "did you mean --adapter?"),
     ],
 )
 def test_bad_input(run: Path, arguments: tuple[object, ...], said: str) -> None:

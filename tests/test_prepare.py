@@ -175,6 +175,7 @@ def test_a_failed_preparation_starts_over_after_the_repair(repaired: bool, tmp_p
     path.write_text(good + '{"text": "cut\n')
     same = ("prepare", "--input", path, "--output", out, "--workers", 1)
     assert "line 3: not valid JSON" in command(*same).stderr
+    (out / "tokens.bin").write_bytes(b"one")  # as if a shard before the bad row had been appended
     left = {each.name: each.read_bytes() for each in out.iterdir()}
 
     # Another command and a file of somebody else are still refused, and nothing is deleted.
@@ -191,11 +192,36 @@ def test_a_failed_preparation_starts_over_after_the_repair(repaired: bool, tmp_p
         path.write_text(good + '{"text": "cut\n')
     done = command(*same, *(() if repaired else ("--malformed", "skip")))
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"{out}: the input or --malformed has changed: starting over" in done.stdout
+    assert f"{out}: the input or an option has changed: starting over" in done.stdout
     assert f"\n{2 + repaired} documents" in done.stdout
     assert command("prepare", "--verify", out).returncode == 0
     path.write_text(good)  # a finished corpus is not replaced
     assert "another prepared corpus" in command(*same).stderr
+
+
+def test_a_start_without_documents_is_replaced_by_one_with_other_options(tmp_path: Path) -> None:
+    path, out = tmp_path / "a.jsonl", tmp_path / "out"
+    path.write_text('{"body": "one"}\n')
+    same = ("prepare", "--input", path, "--output", out, "--workers", 1)
+    assert "name the text column with --text-field" in command(*same).stderr
+    (out / "thesis.txt").write_text("kept")
+    refused = command(*same, "--text-field", "body")
+    assert refused.returncode == 2 and "which differs in text_field" in refused.stderr
+    (out / "thesis.txt").unlink()
+    done = command(*same, "--text-field", "body")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{out}: the input or an option has changed: starting over" in done.stdout and "\n1 documents" in done.stdout
+    assert command("prepare", "--verify", out).returncode == 0
+
+
+def test_a_finished_corpus_of_other_sizes_is_refused(tmp_path: Path) -> None:
+    path, out = write_jsonl(tmp_path / "a.jsonl", ["one", "two"]), tmp_path / "out"
+    same = ("prepare", "--input", path, "--output", out, "--workers", 1)
+    assert command(*same).returncode == 0
+    (out / "keys.bin").write_bytes(b"")
+    refused = command(*same)
+    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
+    assert "keys.bin is truncated or belongs to another corpus: it has 0 bytes of 16; remove" in refused.stderr
 
 
 def test_skipped_rows_are_printed_by_reason_with_an_example(tmp_path: Path) -> None:

@@ -111,6 +111,11 @@ def test_a_recipe_without_sizes_takes_those_of_any_folder(name: str, tmp_path: P
         pretrained.resolve_pretrained(cli.parse_config(["--config", "10b.py", *arguments[2:4]], "train"))
 
 
+def test_fine_tuning_saves_every_step_whose_loss_is_compared() -> None:
+    config = cli.load_recipe("finetune.py")
+    assert config.checkpoint.every == config.evaluation.every < 50 and config.checkpoint.keep_best == 1
+
+
 # DeepSeek's paper says 2.4B, without the table that is looked up.
 @pytest.mark.parametrize(
     ("name", "published"), list(zip(MIXTURES, (12.9e9, 3.3e9, 2.4e9 + 102_400 * 2048), strict=True))

@@ -169,7 +169,12 @@ def test_a_finished_run_says_so(whole: Path) -> None:
     before = (whole / "metrics.jsonl").read_text()
     again = train(whole, "--training.steps", 8, "--evaluation.every", 4)
     assert (again.returncode, again.stderr) == (0, "")
-    assert "finished" in again.stdout
+    assert "finished" in again.stdout and "no effect" not in again.stdout
+    changes = ("--optimizer.learning-rate", 1e-4, "--run.allow-change", "optimizer.learning-rate", "--logging.every", 3)
+    again = train(whole, "--training.steps", 8, "--evaluation.every", 4, *changes)
+    assert (again.returncode, again.stderr) == (0, "")
+    changed = "no step is left to train, so these changes have no effect: optimizer.learning_rate, logging.every\n"
+    assert again.stdout.endswith(changed)
     assert (whole / "metrics.jsonl").read_text() == before
 
 

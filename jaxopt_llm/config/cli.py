@@ -12,6 +12,7 @@ import re
 import runpy
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,15 +200,17 @@ def explain_no_run(directory: Path, error: BaseException) -> str:
     return f"it holds runs: name one of them, such as {inside}" if inside else describe_error(error)
 
 
-def override_config(config: Config, overrides: list[str], program: str) -> Config:
+def override_config(config: Config, overrides: list[str], program: str, own: Sequence[str] = ()) -> Config:
     """Return the configuration with the fields `--section.field VALUE ...` replaced.
 
     Prints the help and exits with 0 for --help.
 
+    own: names of other flags of the command, which a message may propose.
+
     Raises:
         InputError: a flag or a value is invalid. The message is one line.
     """
-    _refuse_unknown(overrides)
+    _refuse_unknown(overrides, own)
     if not overrides:
         return config
     given = {argument.split("=")[0] for argument in overrides} & {"--training.steps", "--training.epochs"}
@@ -250,12 +253,12 @@ def _split_config(arguments: list[str]) -> tuple[str | None, list[str]]:
     return path, rest
 
 
-def _refuse_unknown(overrides: list[str]) -> None:
+def _refuse_unknown(overrides: list[str], own: Sequence[str]) -> None:
     for argument in overrides:
         flag = argument.split("=")[0]
         name = flag.removeprefix("--").replace("-", "_")
         if argument.startswith("--") and flag != "--help" and name not in fields.FIELDS:
-            near = find_settings(name)
+            near = difflib.get_close_matches(name, own, n=1, cutoff=0.8) or find_settings(name)
             hint = f"did you mean {' or '.join(f'--{each}' for each in near)}?" if near else "--help lists all fields"
             raise InputError(f"{flag}: no such field; {hint}")
 

@@ -75,6 +75,13 @@ def forbidden_changes(old: Config, new: Config) -> list[str]:
     ]
 
 
+def list_changes(old: Config, new: Config) -> list[str]:
+    """List the settings that differ between two configurations, without those of the machine and of the resume."""
+    ignored = ("run.directory", "run.allow_change", "distributed.")
+    names = (name for name in FIELDS if not name.startswith(ignored))
+    return [name for name in names if get_field(old, name) != get_field(new, name)]
+
+
 def normalize_names(names: tuple[str, ...]) -> list[str]:
     """Return names of settings, which may be spelt with dashes like flags, with underscores."""
     return [name.replace("-", "_") for name in names]

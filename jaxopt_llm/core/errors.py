@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import difflib
 import os
 import re
 import signal
@@ -121,10 +122,24 @@ def _name_flags(message: str, flags: Mapping[str, str]) -> str:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Argument parser that raises InputError instead of printing its usage and exiting."""
+    """Argument parser that raises InputError instead of printing its usage and exiting.
+
+    The message proposes the flag whose spelling is nearest to an unknown one.
+    """
 
     def error(self, message: str) -> NoReturn:
-        raise InputError(message)
+        unknown = re.match(r"unrecognized arguments: --([\w-]+)", message)
+        near = difflib.get_close_matches(unknown[1], list_flags(self), n=1) if unknown else []
+        raise InputError(f"{message}; did you mean --{near[0]}?" if near else message)
+
+
+def list_flags(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the flags of a parser and of its subcommands, without dashes before them."""
+    found = [flag.lstrip("-") for flag in parser._option_string_actions if flag.startswith("--")]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found += [flag for subcommand in action.choices.values() for flag in list_flags(subcommand)]
+    return found
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:

@@ -51,7 +51,8 @@ def find_folder(name: str | Path, setting: str, weights: bool = True) -> Path:
         weights: whether the weights are needed, in addition to the configuration and the tokenizer.
 
     Raises:
-        InputError: the model cannot be downloaded, and the cache of the hub does not hold it.
+        InputError: the model cannot be downloaded, and the cache of the hub does not hold it; or the name looks like a
+            mistyped path.
     """
     if not is_hub_id(name):
         if _URL.match(str(name)):
@@ -60,6 +61,9 @@ def find_folder(name: str | Path, setting: str, weights: bool = True) -> Path:
         return Path(name)
     found = _ID.fullmatch(str(name))
     assert found is not None
+    if found["revision"] is None and (parent := Path(name).parent).is_dir():
+        problem = f"no such folder in {parent}"
+        raise InputError(f"{setting}{name}: {problem}; correct the name, or for a model of the hub write {name}@main")
     try:
         folder = _download(found["repository"], found["revision"])
         if weights:

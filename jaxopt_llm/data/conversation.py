@@ -43,12 +43,14 @@ def detect_form(columns: Collection[str], where: object) -> str:
     if {"chosen", "rejected"} <= {*columns}:
         remedy = "write the prompt and the chosen answer as prompt and completion"
         raise InputError(f"{where}: {_PREFERENCE_PAIR}; {remedy}")
+    fields = f"{where}: the fields {', '.join(sorted(columns))} match"
+    if forms:
+        raise InputError(
+            f"{fields} several forms of conversations; set --data.content to one of them: {', '.join(forms)}"
+        )
     known = "; ".join(f"{form}: {', '.join(sorted(required))}" for form, required in FORMS.items())
-    matches = f"several forms of conversations ({', '.join(forms)})" if forms else "no form of conversations"
-    raise InputError(
-        f"{where}: the fields {', '.join(sorted(columns))} match {matches}; set --data.content to the form (forms and "
-        f"their fields: {known})"
-    )
+    remedy = "or read them as text with --data.content text"
+    raise InputError(f"{fields} no form of conversations; rename them to the fields of a form ({known}), {remedy}")
 
 
 def normalize_conversation(row: dict[str, Any], form: str) -> str:
@@ -133,7 +135,9 @@ def _from_sharegpt(message: Any) -> Any:
 
 def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise Malformed("with a message without a role")
+        is_sharegpt = isinstance(message, dict) and {"from", "value"} <= message.keys()
+        detail = "with from and value instead: rename the field messages to conversations, as in the form sharegpt"
+        raise Malformed("with a message without a role", detail if is_sharegpt else "")
     if isinstance(message.get("content"), list):
         # Most templates only support text, and would write the list in Python's syntax.
         message = {**message, "content": "".join(map(_text, message["content"]))}

@@ -184,7 +184,7 @@ class _Array:
     def fail(self, problem: str, line: int | None = None) -> NoReturn:
         """Raise InputError. Unlike in JSON lines, the rows after the problem cannot be found."""
         where = self._line + self._text.count("\n", 0, self._at) if line is None else line
-        remedy = "repair the array; if the file has one JSON value per line, set --data.format jsonl"
+        remedy = "repair the array, or write one JSON object per line without brackets"
         raise InputError(f"{self._file}, line {where}: {problem}, so the rest cannot be read; {remedy}")
 
     def _read_more(self) -> bool:

@@ -94,6 +94,12 @@ def is_unfinished(directory: Path) -> bool:
     return all(_UNFINISHED.fullmatch(path.name) for path in directory.iterdir())
 
 
+def holds_no_documents(directory: Path) -> bool:
+    """Return whether no document of an unfinished corpus has been written."""
+    written = any(path.stat().st_size for path in directory.glob("*.bin"))
+    return not written and not any(directory.glob("shard-*.json"))
+
+
 def delete_unfinished(directory: Path) -> None:
     """Delete an unfinished corpus. The plan is deleted last, so that a kill in between leaves a directory of ours."""
     for path in sorted(directory.iterdir(), key=lambda path: path.name == PLAN):
@@ -296,6 +302,11 @@ def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[Ind
             "or data.eos): train with that one, or prepare the corpus again"
         )
     return IndexedPiece(name, *_map_arrays(directory, manifest)), manifest.sha256
+
+
+def check_sizes(directory: Path) -> None:
+    """Raise InputError if the files of a finished corpus do not have the sizes that its manifest records."""
+    _map_arrays(directory, _read_manifest(directory))
 
 
 def verify_corpus(directory: Path, workers: int) -> tuple[int, int]:

@@ -14,12 +14,19 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help=models)
     add_step_flag(parser)
     parser.add_argument("--adapter", type=Path, metavar="FOLDER", help=adapters)
+    add_base_flag(parser)
 
 
 def add_step_flag(parser: argparse.ArgumentParser) -> None:
     """Add the flag that names the checkpoint of a run."""
     steps = "checkpoint of the run: its step, or best for the lowest held-out loss (default: the newest)"
     parser.add_argument("--step", type=_parse_step, metavar="N", help=steps)
+
+
+def add_base_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that names the base model of a run with adapters."""
+    bases = "new location of the model whose adapters the run trains, if its folder was moved"
+    parser.add_argument("--base", type=Path, metavar="FOLDER", help=bases)
 
 
 def _parse_step(text: str) -> Step:

@@ -85,24 +85,27 @@ class Pretrained:
         return jax.jit(forward)
 
 
-def load(path: Path, adapter: Path | None = None, step: Step = None) -> Pretrained:
+def load(path: Path, adapter: Path | None = None, step: Step = None, base: Path | None = None) -> Pretrained:
     """Load the model of a Hugging Face folder, or of a run's checkpoint.
 
     Args:
         path: the folder or its hub id, or the run directory.
         adapter: folder or hub id of LoRA adapters of this model, as PEFT writes them; None for no adapters.
         step: checkpoint of the run.
+        base: new location of the base of the run's adapters; None: unchanged.
 
     Raises:
-        InputError: the folder is incomplete or its model family is not supported, or `adapter` or `step` does not match
-            it.
+        InputError: the folder is incomplete or its model family is not supported, or `adapter`, `step` or `base` does
+            not match it.
         CheckpointError: the run has no usable checkpoint.
     """
     path = hub.find_folder(path, "")
     if is_run_directory(path):
-        return _load_run(path, adapter, step)
+        return _load_run(path, adapter, step, base)
     if step is not None:
         raise InputError(f"step={step}: {path} is a model folder, which has no steps; leave it out")
+    if base is not None:
+        raise InputError(f"base={base}: {path} is a model folder, which has no other base; leave it out")
     return _load_folder(path, adapter)
 
 
@@ -120,8 +123,8 @@ def _load_folder(path: Path, adapter: Path | None) -> Pretrained:
     return Pretrained(folder.config, params, path, Origin(path, path), model, placement)
 
 
-def _load_run(path: Path, adapter: Path | None, step: Step) -> Pretrained:
-    config = cli.load_run_config(path, "")
+def _load_run(path: Path, adapter: Path | None, step: Step, base: Path | None) -> Pretrained:
+    config = run.move_base(path, cli.load_run_config(path, ""), base)
     adapters = None if adapter is None else run.open_run_adapters(adapter, path, config)
     precision = replace(config.precision.for_evaluation(), compute_dtype="float32")
     dtype = config.precision.param_dtype

@@ -43,7 +43,7 @@ from jaxopt_llm.parallel.mesh import make_mesh, visible_devices
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint, resting_parameter_sharding
 from jaxopt_llm.training import lora, pretrained_weights, shapes
-from jaxopt_llm.training.initial_weights import open_frozen_base, read_tokenizer_digest
+from jaxopt_llm.training.initial_weights import find_frozen_base, open_frozen_base, read_tokenizer_digest
 
 MAX_ROW_TOKENS = 2048  # of the rows that a model folder is evaluated on
 FrozenAs = Literal["resting", "original", "absent"]
@@ -73,11 +73,34 @@ class LoadedModel:
 
 def load_config(directory: Path) -> Config:
     """Load the configuration of a run directory. Raises InputError if it is not one."""
+    _check_is_no_step(directory)
     return cli.load_run_config(directory, "--checkpoint ")
 
 
-def _is_folder(directory: Path) -> bool:
-    """Return whether this is a Hugging Face folder. A run directory also has a file config.json."""
+def _check_is_no_step(directory: Path) -> None:
+    """Raise InputError for the directory of one checkpoint of a run."""
+    if directory.name.isdecimal() and directory.parent.name == "checkpoints":
+        remedy = f"name the run with --checkpoint {directory.parent.parent} --step {directory.name}"
+        raise InputError(f"--checkpoint {directory}: this is one checkpoint of a run; {remedy}")
+
+
+def move_base(directory: Path, config: Config, base: Path | None) -> Config:
+    """Return the configuration of a run with the new location of its base; None: the location has not changed.
+
+    Raises:
+        InputError: there is no such folder, or the run's checkpoints hold all weights.
+    """
+    if base is None:
+        return config
+    name, old = hub.absolute_name(base), config.model.pretrained
+    moved = replace_fields(config, {"model.pretrained": name})
+    if find_frozen_base(directory, moved) is None:
+        raise InputError(f"--base {base}: the checkpoints of {directory} hold all weights of the model; leave it out")
+    return replace_fields(moved, {"data.tokenizer": name}) if config.data.tokenizer == old else moved
+
+
+def is_model_folder(directory: Path) -> bool:
+    """Return whether this is a Hugging Face model folder. A run directory also has a file config.json."""
     if is_run_directory(directory):
         return False
     try:
@@ -87,21 +110,24 @@ def _is_folder(directory: Path) -> bool:
     return isinstance(settings, dict) and "model_type" in settings
 
 
-def open_config(directory: Path) -> Config:
+def open_config(directory: Path, base: Path | None = None) -> Config:
     """Load the configuration of a run directory, or that of a Hugging Face folder, completed with defaults.
 
-    Raises InputError if the directory is neither.
+    Raises InputError if the directory is neither. base: see `move_base`.
     """
-    return _open_config_and_folder(directory)[0]
+    return _open_config_and_folder(directory, base)[0]
 
 
-def _open_config_and_folder(directory: Path) -> tuple[Config, ModelFolder | None]:
+def _open_config_and_folder(directory: Path, base: Path | None) -> tuple[Config, ModelFolder | None]:
     name, directory = hub.absolute_name(directory), hub.find_folder(directory, "--checkpoint ")
-    if _is_folder(directory):
+    if is_model_folder(directory):
+        if base is not None:
+            raise InputError(f"--base {base}: {directory} is a model folder, which has no other base; leave it out")
         folder = huggingface.open_model_folder(directory)
         return make_folder_config(folder, name, directory, name), folder
+    _check_is_no_step(directory)
     try:
-        return load_config(directory), None
+        config = cli.load_run_config(directory, "--checkpoint ")
     except InputError as error:
         if (directory / adapter_config.FILE).is_file():
             raise InputError(
@@ -109,6 +135,7 @@ def _open_config_and_folder(directory: Path) -> tuple[Config, ModelFolder | None
                 "model with --checkpoint"
             ) from error
         raise InputError(f"{error}, nor a Hugging Face model folder") from error
+    return move_base(directory, config, base), None
 
 
 def make_folder_config(folder: ModelFolder, name: str, directory: Path, tokenizer: str) -> Config:
@@ -137,6 +164,7 @@ def load_model(
     attention: str = "xla",
     adapter: Path | None = None,
     step: Step = None,
+    base: Path | None = None,
 ) -> LoadedModel:
     """Load the model of a run directory or of a Hugging Face folder.
 
@@ -147,18 +175,21 @@ def load_model(
         attention: attention implementation for calls without a cache.
         adapter: PEFT folder with LoRA adapters of the model; None for no adapters.
         step: checkpoint of the run.
+        base: new location of the base of the run's adapters; None: unchanged.
 
     Raises:
-        InputError: the directory is neither, or `adapter` or `step` does not match it.
+        InputError: the directory is neither, or `adapter`, `step` or `base` does not match it.
         CheckpointError: the run has no usable checkpoint.
     """
-    config, folder = _open_config_and_folder(directory)
+    config, folder = _open_config_and_folder(directory, base)
     config = replace(config, data=data or config.data)
     adapters = None
     if folder and step is not None:
         raise InputError(f"--step {step}: {directory} is a model folder, which has no steps; leave it out")
     if adapter is not None:
         adapters = open_adapters(adapter, folder) if folder else open_run_adapters(adapter, directory, config)
+    if folder is None:
+        find_frozen_base(directory, config)  # first, because a missing base folder often also had the tokenizer
     tokenizer = load_tokenizer(config.data)
     if tokenizer.vocabulary_size > config.model.vocabulary_size:
         raise InputError(

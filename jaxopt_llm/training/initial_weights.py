@@ -107,6 +107,24 @@ def _read_identity(directory: Path, key: str, what: str) -> Any:
         raise InputError(f"{directory}: corpus.json does not name the {what} ({error!r}); restore it") from error
 
 
+def find_frozen_base(directory: Path, config: Config) -> Path | None:
+    """Return the folder with the frozen weights that a run's checkpoints do not hold; None: they hold all weights.
+
+    Raises:
+        InputError: the folder is missing.
+    """
+    trains_all = not config.lora.rank and not config.training.trainable
+    if trains_all or read_base_digest(directory) is None:
+        return None
+    path = hub.find_folder(config.model.pretrained, "model.pretrained=")
+    if not path.is_dir():
+        raise InputError(
+            f"model.pretrained={path}: the folder does not exist, but the checkpoints of {directory} do not hold its "
+            "frozen weights: restore it, or name its new location with --base"
+        )
+    return path
+
+
 def open_frozen_base(directory: Path, config: Config) -> ModelFolder | None:
     """Open the folder with the frozen weights that a run's checkpoints do not hold.
 
@@ -115,18 +133,11 @@ def open_frozen_base(directory: Path, config: Config) -> ModelFolder | None:
     Raises:
         InputError: the folder is missing, or its weights differ from those that the run started from.
     """
-    expected = read_base_digest(directory)
-    if expected is None:
+    path = find_frozen_base(directory, config)
+    if path is None:
         return None
-    path = hub.find_folder(config.model.pretrained, "model.pretrained=")
-    if not path.is_dir():
-        raise InputError(
-            f"model.pretrained={path}: the folder does not exist, but the checkpoints of {directory} do not hold its "
-            f"frozen weights: restore it, or set model.pretrained and data.tokenizer in {directory / 'config.json'} to "
-            "its new location"
-        )
     folder = huggingface.open_model_folder(path)
-    if folder.sha256 != expected:
+    if folder.sha256 != read_base_digest(directory):
         raise InputError(
             f"model.pretrained={config.model.pretrained}: its weights differ from those that {directory} started from, "
             "and the checkpoints of that run hold only adapters: restore the original weights, or name their "

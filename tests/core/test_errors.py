@@ -53,3 +53,13 @@ def test_a_command_names_its_own_flags() -> None:
             "data.eos=x: set --data.text-field or data.text_field, not data.other, in a/data.eos", ("detail",)
         )
     assert got.value.details == ("detail",)
+
+
+def test_the_flag_that_is_spelt_like_an_unknown_one_is_proposed() -> None:
+    parser = errors.ArgumentParser()
+    subcommand = parser.add_subparsers().add_parser("merge")
+    subcommand.add_argument("--tokenizer")
+    with pytest.raises(InputError, match="^unrecognized arguments: --tokeniser x; did you mean --tokenizer\\?$"):
+        parser.parse_args(["merge", "--tokeniser", "x"])
+    with pytest.raises(InputError, match="^unrecognized arguments: --other$"):
+        parser.parse_args(["merge", "--other"])

@@ -78,6 +78,10 @@ def test_what_is_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not hub.is_hub_id("org/name")
     assert hub.absolute_name("org/name") == str(tmp_path / "org" / "name")
     assert hub.find_folder("org/name", "") == Path("org/name")
+    with pytest.raises(
+        InputError, match="^--base org/nam: no such folder in org; correct the name, or .* org/nam@main"
+    ):
+        hub.find_folder("org/nam", "--base ")
 
 
 def test_settings_of_a_cached_model(offline: Path, model: Path) -> None:

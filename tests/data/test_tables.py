@@ -146,7 +146,7 @@ DAMAGED = {
     "text": ("a.json", "hello", "a.json: neither a JSON array nor one JSON object per line"),
     "cut in a row": ("a.json", '[{"text": "a"},\n {"text": "b', "a.json, line 2: not valid JSON: Unterminated string"),
     "cut after a row": ("a.json", '[{"text": "a"}\n', "a.json, line 2: a comma or the end of the array is missing"),
-    "a quote": ("a.json", '[{"text": "a"},\n{"text: "b"}]', "a.json, line 2: not valid JSON: .*--data.format jsonl"),
+    "a quote": ("a.json", '[{"text": "a"},\n{"text: "b"}]', "a.json, line 2: not valid JSON: .*; repair the array"),
     "a comma": ("a.json", '[{"text": "a"}\n{"text": "b"}]', "a.json, line 2: a comma or the end of the array"),
     "two arrays": ("a.json", '[{"text": "a"}]\n[{"text": "b"}]', "a.json, line 2: text follows the end of the array"),
     "an open quote": ("a.csv", 'id,text\n1,a\n2,"b\n3,c\n', "a.csv, line 3: the row cannot be read .unexpected end"),

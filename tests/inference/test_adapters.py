@@ -18,7 +18,9 @@ from commands import command, some_text, train
 
 from jaxopt_llm import convert, evaluate, generate, load_pretrained
 from jaxopt_llm.checkpoint.huggingface import safetensors
-from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.config.fields import replace_fields, to_json
+from jaxopt_llm.core.errors import CommandError, InputError
+from jaxopt_llm.data.tokenizer import load_tokenizer
 from jaxopt_llm.inference import run
 from jaxopt_llm.inference.load import Pretrained
 
@@ -92,9 +94,10 @@ def test_generate_and_evaluate_take_adapters(
     data = ("--data.paths", tmp_path / "text.txt", "--training.sequence-length", 8)
     prompt = ("--prompt", "What is", "--tokens", 8)
     for main, arguments in ((generate.main, prompt), (evaluate.main, data)):
-        expected = printed(main, "--checkpoint", merged, *arguments)
-        assert printed(main, "--checkpoint", base, "--adapter", adapter, *arguments) == expected
-        assert printed(main, "--checkpoint", run_of_base, "--adapter", adapter, *arguments) == expected
+        expected, model = printed(main, "--checkpoint", merged, *arguments), f"the adapters {adapter}"
+        for checkpoint, name in ((base, model), (run_of_base, f"{model} over step 0")):
+            found = printed(main, "--checkpoint", checkpoint, "--adapter", adapter, *arguments)
+            assert found == expected.replace("step 0 on", f"{name} on")
         assert printed(main, "--checkpoint", base, *arguments) != expected
 
 
@@ -183,3 +186,42 @@ def test_a_run_is_loaded_from_python_as_generate_loads_it(
         assert (tmp_path / "saved" / name).read_bytes() == (tmp_path / "merged" / name).read_bytes()
     expected = load_pretrained(tmp_path / "merged").logits(ids)
     np.testing.assert_allclose(model.logits(ids), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_moved_base_is_named_before_its_tokenizer_and_found_with_base(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, old = tmp_path / "run", str(tmp_path / "old")
+    (directory / "checkpoints").mkdir(parents=True)
+    settings = {"model.pretrained": old, "data.tokenizer": old, "lora.rank": 2}
+    config = replace_fields(run.open_config(base), settings)
+    (directory / "config.json").write_text(to_json(config))
+    tokenizer = load_tokenizer(run.open_config(base).data).sha256
+    (directory / "corpus.json").write_text(json.dumps({"base_sha256": "", "tokenizer_sha256": tokenizer}))
+
+    def refuse(main: Callable[[], int], *arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments), "--checkpoint", str(directory)])
+        with pytest.raises(CommandError) as error:
+            main()
+        assert capsys.readouterr().err.count("warning") == 0
+        return str(error.value)
+
+    generates = (generate.main, "--prompt", "x")
+    merges = (convert.main, "merge", "--to", tmp_path / "new")
+    commands = (generates, (evaluate.main, "--data.paths", __file__), merges)
+    for given in commands:
+        problem = f"model.pretrained={old}: the folder does not exist, but the checkpoints of {directory} do not hold "
+        assert refuse(*given).startswith(problem)
+        assert "name its new location with --base" in refuse(*given, "--base", tmp_path / "nowhere")
+        moved = refuse(*given, "--base", base)  # goes on to the weights, which this run does not have
+        assert "the run has no checkpoint yet" in moved or f"{base}: its weights differ" in moved
+    found = run.open_config(directory, base)
+    assert found.model.pretrained == found.data.tokenizer == str(base)
+    (directory / "corpus.json").write_text(json.dumps({"base_sha256": None, "tokenizer_sha256": tokenizer}))
+    assert "hold all weights of the model; leave it out" in refuse(*generates, "--base", base)
+    with pytest.raises(InputError, match=f"--base {directory}: {base} is a model folder"):
+        run.open_config(base, directory)
+    with pytest.raises(InputError, match="leave it out"):
+        load_pretrained(base, base=directory)
+    with pytest.raises(InputError, match="hold all weights of the model"):
+        load_pretrained(directory, base=base)

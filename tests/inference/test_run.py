@@ -138,6 +138,15 @@ def test_other_directories_are_rejected(content: str | None, tmp_path: Path) -> 
         run.load_model(tmp_path)
 
 
+def test_a_checkpoint_in_place_of_its_run_is_named_with_its_step(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints" / "55"
+    path.mkdir(parents=True)
+    (tmp_path / "config.json").write_text("{}")
+    for load in (run.load_config, run.open_config):
+        with pytest.raises(InputError, match=f"of a run; name the run with --checkpoint {tmp_path} --step 55$"):
+            load(path)
+
+
 @pytest.mark.slow
 def test_offloaded_parameters_generate_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = train(tmp_path, "--training.steps", 1)

@@ -37,10 +37,11 @@ def read_settings(path: Path) -> Settings:
     """Read the config.json of a folder. Raise InputError if the folder or the file is missing or invalid."""
     if (path / ADAPTER_FILE).is_file() and not (path / CONFIG_FILE).is_file():
         base = safetensors.parse_json((path / ADAPTER_FILE).read_bytes(), path / ADAPTER_FILE)
+        name = base.get("base_model_name_or_path")
+        named = f" ({name})" if name else ""
         raise InputError(
-            f"{path}: adapters of PEFT, not a model; name their base model here "
-            f"({base.get('base_model_name_or_path')}), and the adapters with --adapter, or with --lora.pretrained to "
-            "train them"
+            f"{path}: adapters of PEFT, not a model; name their base model here{named}, and the adapters with "
+            "--adapter, or with --lora.pretrained to train them"
         )
     return safetensors.read_json(path, CONFIG_FILE, "Hugging Face model")
 

@@ -170,6 +170,9 @@ def test_a_missing_file_and_a_missing_folder(tmp_path: Path) -> None:
     (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
     with pytest.raises(InputError, match=r"adapter: adapters of PEFT, not a model; name their base .*org/base"):
         model_folder.read_settings(tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": null}')
+    with pytest.raises(InputError, match="name their base model here, and the adapters with --adapter"):
+        model_folder.read_settings(tmp_path / "adapter")
     write_arrays(tmp_path, 24)
     last = sorted(tmp_path.glob("*.safetensors"))[-1]
     last.unlink()
