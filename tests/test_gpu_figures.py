@@ -27,7 +27,8 @@ from jaxopt_llm.kernels import attention_auto
 from jaxopt_llm.kernels.attention_auto import Measurement
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.decoder_specs import param_specs
-from jaxopt_llm.plan import GIB, make_plan
+from jaxopt_llm.planning.memory import GIB
+from jaxopt_llm.planning.step_plan import make_plan
 from jaxopt_llm.training.validation import validate
 
 QUICK = ("llama_8b",)

@@ -29,12 +29,12 @@ from jaxopt_llm.config import (
 )
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.plan import Plan, make_plan
-from jaxopt_llm.planning import breakdown, checkpoint_interval
+from jaxopt_llm.planning import breakdown, checkpoint_interval, step_plan
 from jaxopt_llm.planning.search import ranking, roofline
 from jaxopt_llm.planning.search.ranking import estimate
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
+from jaxopt_llm.planning.step_plan import Plan, make_plan
 from jaxopt_llm.training.validation import validate
 
 TINY = ROOT / "benchmarks" / "recipes" / "tiny.py"
@@ -311,8 +311,8 @@ def test_estimates_match_the_compiler_on_experts(case: str) -> None:
 def test_kinds_add_up_to_the_compilers_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a plan with stacks of whole gradients in one group."""
     totals = []
-    read = planning.hlo.read_memory
-    monkeypatch.setattr(planning.hlo, "read_memory", lambda compiled: totals.append(read(compiled)) or totals[-1])
+    read = step_plan.hlo.read_memory
+    monkeypatch.setattr(step_plan.hlo, "read_memory", lambda compiled: totals.append(read(compiled)) or totals[-1])
     config = dataclasses.replace(
         CONFIG,
         model=dataclasses.replace(CONFIG.model, layers=2),

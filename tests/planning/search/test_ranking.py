@@ -13,9 +13,9 @@ from jaxopt_llm import plan as planning
 from jaxopt_llm.config import Config, MeshConfig, ShardingConfig, cli
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
-from jaxopt_llm.plan import Memory, Plan
 from jaxopt_llm.planning.breakdown import Part
 from jaxopt_llm.planning.checkpoint_interval import CheckpointPlan
+from jaxopt_llm.planning.memory import Memory
 from jaxopt_llm.planning.search import decision_tree, ranking, report
 from jaxopt_llm.planning.search.ranking import (
     MAX_COMPILED,
@@ -30,6 +30,7 @@ from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_state_sizes
 from jaxopt_llm.planning.search.stopping import MIN_GAIN, PRIOR_ERROR
 from jaxopt_llm.planning.speed import compute_speed
+from jaxopt_llm.planning.step_plan import Plan
 
 RECIPE = dataclasses.replace(cli.load_recipe("10b.py"), mesh=MeshConfig(fsdp=4))
 CLUSTER = Cluster("h200", 1, 4)
