@@ -29,6 +29,7 @@ from outcomes import NOT_MEASURED, Verdict, cause
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.config import cli
 from jaxopt_llm.core import errors
+from jaxopt_llm.core.errors import DoesNotFit
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.kernels import attention_auto
 from jaxopt_llm.model.self_attention import kernel_head_dim
@@ -72,7 +73,7 @@ def start_plan(path: Path, gpu: str, gpus: int = 1) -> subprocess.Popen[str]:
 def predicted(plan: subprocess.Popen[str]) -> dict[str, Any]:
     """Return the figures of a plan that are compared, or why there are none."""
     said, complaints = plan.communicate()
-    if plan.returncode:
+    if plan.returncode not in (0, DoesNotFit.exit_code):
         return {"unavailable": cause(complaints)}
     found = json.loads(said)
     names = ("parameters", "active_parameters", "host_bytes", "flops", "model_flops")

@@ -59,7 +59,7 @@ from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.compiler import topology
 from jaxopt_llm.config import Config, MeshConfig, PipelineConfig
 from jaxopt_llm.config.unread import describe_unread
-from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.errors import DoesNotFit, InputError
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.model import flops
 from jaxopt_llm.observe.progress import CompileLine
@@ -161,6 +161,11 @@ def main() -> int:
         charts = figure.make_charts(plan.memory, plan.limit, plan.speed.breakdown)
         figure.save_figure(charts, _make_heading(plan), options.save)
         print(f"{options.save} shows this plan", file=sys.stderr)
+    if plan.spare < 0:
+        problem = f"the step does not fit: each GPU lacks {-plan.spare / GIB:.2f} GiB"
+        raise DoesNotFit(
+            f"{problem}; use settings from the table of those that save most, or find others with --search"
+        )
     return 0
 
 
@@ -229,7 +234,7 @@ def _search(config: Config, options: argparse.Namespace) -> int:
     if found.winner is None:
         lacking = min(-candidate.plan.spare for candidate in found.compiled) / GIB
         problem = f"nothing fits: the smallest of the compiled settings lacks {lacking:.1f} GiB of each GPU"
-        raise InputError(f"{problem}. Cheapest next step: {'; or '.join(steps)}")
+        raise DoesNotFit(f"{problem}. Cheapest next step: {'; or '.join(steps)}")
     if options.write:
         with options.write.open("x") as file:
             file.write(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 
 import jax
@@ -11,11 +12,11 @@ from commands import ROOT
 
 from jaxopt_llm import plan as planning
 from jaxopt_llm.config import Config, MeshConfig, ShardingConfig, cli
-from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.errors import DoesNotFit, InputError
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.planning.breakdown import Part
 from jaxopt_llm.planning.checkpoint_interval import CheckpointPlan
-from jaxopt_llm.planning.memory import Memory
+from jaxopt_llm.planning.memory import GIB, Memory
 from jaxopt_llm.planning.search import decision_tree, ranking, report
 from jaxopt_llm.planning.search.ranking import (
     MAX_COMPILED,
@@ -262,6 +263,45 @@ def test_flags_reproduce_the_setting() -> None:
     by_name = next(choice.config for choice in found.candidates if not isinstance(choice.config.remat.policy, str))
     given = report.format_flags(by_name, RECIPE).split()
     assert cli.override_config(RECIPE, given, "plan") == by_name
+
+
+@pytest.fixture
+def plan_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Return `plan` with the fake compiler."""
+    monkeypatch.setattr(planning, "prepare_jax", lambda: None)
+    monkeypatch.setattr(planning, "MAX_COMPILES", 1)  # starts no processes
+
+    def run_command(limit: int, *arguments: str) -> int:
+        def make_plan(config: Config, *_: object, **__: object) -> Plan:
+            return dataclasses.replace(as_estimated(config, limit=limit), collectives=())
+
+        monkeypatch.setattr(planning, "make_plan", make_plan)
+        monkeypatch.setattr(ranking, "search_settings", lambda *_: run(make_plan, limit=limit)[0])
+        given = ("--config", "10b.py", "--mesh.fsdp", "4", "--gpus-per-host", "4", *arguments)
+        monkeypatch.setattr(sys, "argv", ["plan", *given])
+        return planning.main()
+
+    return run_command
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",)])
+def test_a_step_that_does_not_fit_has_its_own_exit_code(
+    plan_command: Callable[..., int], capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    assert plan_command(LIMIT, *arguments) == 0
+    assert ("fits, spare" if not arguments else '"fits": true') in capsys.readouterr().out
+    with pytest.raises(DoesNotFit, match=r"the step does not fit: each GPU lacks [\d.]+ GiB; use settings") as refused:
+        plan_command(GIB, *arguments)
+    assert refused.value.exit_code == 6
+    assert ("DOES NOT FIT" if not arguments else '"fits": false') in capsys.readouterr().out
+
+
+def test_a_search_that_finds_nothing_has_the_same_exit_code(
+    plan_command: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "find_remedies", lambda *_: ["--hosts 2"])
+    with pytest.raises(DoesNotFit, match=r"nothing fits: .* GiB of each GPU. Cheapest next step: --hosts 2"):
+        plan_command(GIB, "--search")
 
 
 def test_json_contains_the_json_of_plans() -> None:
