@@ -27,6 +27,12 @@ from jaxopt_llm.config.fields import SEARCHED
 from jaxopt_llm.core import errors
 
 PROGRAM = errors.program_name("plan")
+DEFAULT_GPU = "h200"
+# Options by the names that users of other programs try.
+OTHER_NAMES = {
+    "--nodes": "--hosts", "--num-nodes": "--hosts", "--nnodes": "--hosts",
+    "--gpus": "--gpus-per-host", "--num-gpus": "--gpus-per-host", "--gpus-per-node": "--gpus-per-host",
+}  # fmt: skip
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -34,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--gpu", type=str.lower, default="h200", choices=sorted(CHIPS), help="GPU to compile for (default: h200)")
+    add("--gpu", type=str.lower, choices=sorted(CHIPS), help=f"GPU to compile for (default: {DEFAULT_GPU})")
     hosts, gpus = "those that the mesh needs; with --search 1", "8, or fewer for a smaller mesh; with --search 8"
     add("--hosts", type=int, metavar="N", help=f"number of machines (default: {hosts})")
     add("--gpus-per-host", type=int, metavar="N", help=f"GPUs of each machine (default: {gpus})")
@@ -61,12 +67,13 @@ from jaxopt_llm.config import Config, MeshConfig, PipelineConfig
 from jaxopt_llm.config.unread import describe_unread
 from jaxopt_llm.core.errors import DoesNotFit, InputError
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
+from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.model import flops
 from jaxopt_llm.observe.progress import CompileLine
 from jaxopt_llm.planning import figure
 from jaxopt_llm.planning.advice import format_advice, format_less_remat
 from jaxopt_llm.planning.checkpoint_interval import format_checkpoints
-from jaxopt_llm.planning.memory import GIB, format_kinds, format_largest
+from jaxopt_llm.planning.memory import GIB, choose_unit, format_kinds, format_largest
 from jaxopt_llm.planning.search import decision_tree, ranking, recipe, report
 from jaxopt_llm.planning.search.remedies import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster
@@ -82,27 +89,30 @@ MAX_COMPILES = 8  # programs that a search compiles at the same time, at most: e
 
 def format_plan(plan: Plan) -> str:
     """Return a plan as a table."""
+    unit = choose_unit(plan.memory.peak)[1]
+    total = sum(each.bytes for each in plan.collectives)
+    sent_name, sent_unit = choose_unit(total)
     lines = [
         f"{_make_heading(plan)}; compiled in {plan.compile_seconds:.1f} s with jax {plan.jax}",
-        f"attention: {plan.attention}",
+        f"attention: {_format_attention(plan.attention)}",
         *([f"experts' tokens: {plan.exchange}"] if plan.exchange else []),
         "",
         *format_kinds(plan.memory),
-        f"  {'XLA may use':18} {plan.limit / GIB:9.2f}   {float(MEMORY_FRACTION):.0%} of the GPU's",
-        f"  {'fits, spare' if plan.spare >= 0 else 'DOES NOT FIT, lacks':18} {abs(plan.spare) / GIB:8.2f}",
+        f"  {'XLA may use':18} {plan.limit / unit:9,.2f}   {float(MEMORY_FRACTION):.0%} of the GPU's",
+        f"  {'fits, spare' if plan.spare >= 0 else 'DOES NOT FIT, lacks':18} {abs(plan.spare) / unit:8,.2f}",
         *([_format_host_memory(plan)] if plan.host_bytes else []),
         *([f"  {format_less_remat(plan.less_remat)}"] if plan.less_remat else []),
         *((*format_largest(plan.largest), *format_advice(plan.advice)) if plan.spare < 0 else ()),
         "",
-        f"{'collectives of a step':44} {'times':>7} {'GiB sent':>9} {'ms':>9} {'overlapped':>10}",
+        f"{'collectives of a step':44} {'times':>7} {f'{sent_name} sent':>9} {'ms':>9} {'overlapped':>10}",
     ]
     for traffic in sorted(plan.collectives, key=lambda traffic: -traffic.seconds):
         name = f"{' × '.join(traffic.axes)} ({traffic.link}): {traffic.kind} {' '.join(traffic.dtypes)}"
-        sent = f"{traffic.bytes / GIB:9.3f} {traffic.seconds * 1e3:9.2f} {traffic.overlapped:10.0%}"
+        sent = f"{traffic.bytes / sent_unit:9.3f} {traffic.seconds * 1e3:9.2f} {traffic.overlapped:10.0%}"
         lines.append(f"  {name:42} {traffic.times:7,} {sent}")
     seconds = sum(each.seconds for each in plan.collectives)
     lines += [
-        f"  {'all':42} {'':7} {sum(each.bytes for each in plan.collectives) / GIB:9.3f} {seconds * 1e3:9.2f}",
+        f"  {'all':42} {'':7} {total / sent_unit:9.3f} {seconds * 1e3:9.2f}",
         "",
         f"matmuls of each GPU: {plan.flops / 1e12:,.4g} TFLOP, {plan.flops_seconds * 1e3:,.4g} ms at the chip's peak; "
         f"the model needs {plan.model_flops / 1e12:,.4g} (no recomputation, causal attention)",
@@ -119,6 +129,12 @@ def format_plan(plan: Plan) -> str:
 def _make_heading(plan: Plan) -> str:
     parameters = flops.describe_parameters(plan.parameters, plan.active_parameters)
     return f"{parameters} on {plan.hosts} × {plan.gpus_per_host} {plan.gpu}"
+
+
+def _format_attention(choice: AttentionChoice) -> str:
+    """Return an implementation of attention, with the reason for it up to its first detail."""
+    short = choice.reason.partition("; ")[0].partition(" (")[0]
+    return str(choice) if short == choice.reason else f"{choice.name}, {short} (--json has the whole reason)"
 
 
 def _format_host_memory(plan: Plan) -> str:
@@ -145,11 +161,18 @@ def main() -> int:
         if options.search:
             raise InputError("--save draws a plan; leave out --search, or use --write to save the settings it finds")
         figure.check_figure_file(options.save)
+    for flag in (argument.partition("=")[0].replace("_", "-") for argument in arguments):
+        if flag in OTHER_NAMES:
+            raise InputError(f"{flag}: no such option; did you mean {OTHER_NAMES[flag]}?")
     config = pretrained.resolve_pretrained(cli.parse_config(arguments, PROGRAM))
     if options.search:
         config = _without_illegal_mesh(config)
     validate(config)
     _choose_hosts(options, config)
+    if options.gpu is None:
+        options.gpu = DEFAULT_GPU
+        if not options.json:
+            print(f"planned for {CHIPS[DEFAULT_GPU].name}, because --gpu is not given", flush=True)
     prepare_jax()
     if options.search:
         return _search(config, options)

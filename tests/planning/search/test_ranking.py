@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,7 @@ from jaxopt_llm.core.errors import DoesNotFit, InputError
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.planning.breakdown import Part
 from jaxopt_llm.planning.checkpoint_interval import CheckpointPlan
+from jaxopt_llm.planning.links import Traffic
 from jaxopt_llm.planning.memory import GIB, Memory
 from jaxopt_llm.planning.search import decision_tree, ranking, report
 from jaxopt_llm.planning.search.ranking import (
@@ -62,7 +64,7 @@ def as_estimated(config: Config, more: float = 1.0, limit: int = LIMIT) -> Plan:
         largest=(),
         advice=(),
         less_remat=None,
-        checkpoints=CheckpointPlan(500, 1.0, 0, {}),
+        checkpoints=CheckpointPlan(500, 1.0, 0, 0, {}),
         gpu=CLUSTER.chip.name,
         hosts=CLUSTER.hosts,
         gpus_per_host=CLUSTER.gpus_per_host,
@@ -294,6 +296,61 @@ def test_a_step_that_does_not_fit_has_its_own_exit_code(
         plan_command(GIB, *arguments)
     assert refused.value.exit_code == 6
     assert ("DOES NOT FIT" if not arguments else '"fits": false') in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--nodes", "2"), "--nodes: no such option; did you mean --hosts?"),
+        (("--gpus=2",), "--gpus: no such option; did you mean --gpus-per-host?"),
+        (("--gpus_per_node", "2"), "--gpus-per-node: no such option; did you mean --gpus-per-host?"),
+    ],
+)
+def test_options_by_the_names_of_other_programs(
+    plan_command: Callable[..., int], arguments: tuple[str, ...], complaint: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(complaint)):
+        plan_command(LIMIT, *arguments)
+
+
+def test_the_first_line_says_that_the_gpu_was_not_given(
+    plan_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = "planned for NVIDIA H200, because --gpu is not given\n"
+    for given in ((), ("--search",)):
+        assert plan_command(LIMIT, *given) == 0
+        assert capsys.readouterr().out.startswith(first)
+    assert plan_command(LIMIT, "--gpu", "h200") == 0
+    assert first not in capsys.readouterr().out
+
+
+def test_a_small_plan_is_printed_in_mib() -> None:
+    plan = dataclasses.replace(as_estimated(RECIPE, limit=2**30), collectives=())
+    traffic = Traffic(("fsdp",), "nvlink", "all-gather", ("bf16",), 3, 3 * 2**19, 0.001, 1.0)
+    small = dataclasses.replace(plan, memory=Memory(2**19, 2**20, 0, 0, 0, 0), collectives=(traffic,))
+    lines = planning.format_plan(small).splitlines()
+    assert "memory of each GPU         MiB" in lines and "GiB" in planning.format_plan(plan)
+    numbers = {line[:20].strip(): float(line[20:31].replace(",", "")) for line in lines if line[:12] in STARTS}
+    assert numbers == {"parameters": 0.5, "gradients": 1.0, "peak": 1.5, "XLA may use": 1024.0, "fits, spare": 1022.5}
+    assert any(line.split()[-4:] == ["3", "1.500", "1.00", "100%"] for line in lines)
+
+
+STARTS = ("  parameters", "  gradients ", "  peak      ", "  XLA may us", "  fits, spar")
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        ("", "xla"),
+        ("the fastest on NVIDIA H200", "xla, the fastest on NVIDIA H200"),
+        ("by the order; run this; except cudnn (many; words)", "xla, by the order (--json has the whole reason)"),
+        ("the only one (cudnn: this; triton: that)", "xla, the only one (--json has the whole reason)"),
+    ],
+)
+def test_the_choice_of_attention_is_a_short_line(reason: str, shown: str) -> None:
+    plan = dataclasses.replace(as_estimated(RECIPE), collectives=(), attention=AttentionChoice("xla", reason))
+    assert f"\nattention: {shown}\n" in planning.format_plan(plan)
+    assert reason in planning.to_json(plan)
 
 
 def test_a_search_that_finds_nothing_has_the_same_exit_code(
