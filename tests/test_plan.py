@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import pytest
@@ -198,6 +198,30 @@ def test_estimates_match_the_compiler_on_long_sequences(case: str) -> None:
     assert exchanged(found.work.transfers) == pytest.approx(exchanged(plan.collectives), rel=0.15)
     sent = sum(each.bytes for each in plan.collectives)
     assert sum(each.bytes for each in found.work.transfers) == pytest.approx(sent, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_estimates_match_the_compiler_on_gradients_over_context(zero_stage: Literal[2, 3]) -> None:
+    """Check the weights' transfers over `fsdp` and `context` together, which cross hosts."""
+    config = dataclasses.replace(
+        CONFIG,
+        model=dataclasses.replace(CONFIG.model, layers=2),
+        training=TrainingConfig(batch_size=8, sequence_length=512, accumulation=2),
+        mesh=MeshConfig(fsdp=2, context=2),
+        sharding=ShardingConfig(zero_stage),
+    )
+    state = compute_state_sizes(config)
+    assert state is not None
+    found, plan = estimate(config, Cluster("h200", 2, 2), state).work.transfers, make_plan(config, "h200", 2, 2)
+
+    def moved(transfers: Iterable[Any], kind: str) -> tuple[float, float]:
+        both = [each for each in transfers if (each.axes, each.kind) == (("fsdp", "context"), kind)]
+        assert {each.link for each in both} == {"network"}
+        return sum(each.bytes for each in both), sum(each.seconds for each in both)
+
+    for kind in ("reduce-scatter", "all-gather"):
+        assert moved(found, kind) == pytest.approx(moved(plan.collectives, kind), rel=0.01)
 
 
 def test_matmuls_of_kernels_are_counted() -> None:
