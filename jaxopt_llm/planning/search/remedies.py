@@ -80,16 +80,14 @@ def _find_fitting(config: Config, cluster: Cluster, limit: int, allowed: tuple[s
 
 def _describe(found: Candidate, cluster: Cluster, recipe: Config) -> str:
     figures = f"about {found.footprint.peak / GIB:.1f} GiB and {found.time.total:.2f} s per step"
-    exposed = time_without_overlap(found, cluster)
+    exposed = _time_without_overlap(found, cluster)
     if exposed > LONGER * found.time.total:
         figures += f" ({exposed:.2f} s if XLA hides no transfer)"
     return f"{figures} with {format_flags(found.config, recipe) or 'the recipe without changes'}"
 
 
-def time_without_overlap(found: Candidate, cluster: Cluster) -> float:
-    """Return the time of a step if XLA hides no transfer. Only compiling shows what it hides; near the limit of memory
-    it may be little.
-    """
+def _time_without_overlap(found: Candidate, cluster: Cluster) -> float:
+    """Return the time of a step if XLA hides no transfer. Only compiling shows what it does hide."""
     exposed = tuple(replace(each, overlapped=0.0) for each in found.work.transfers)  # type: ignore[type-var]
     work = replace(found.work, transfers=exposed)
     return compute_step_time(work, cluster.chip, found.config.precision.compute_dtype).total
