@@ -90,6 +90,7 @@ MAX_COMPILES = 8  # programs that a search compiles at the same time, at most: e
 def format_plan(plan: Plan) -> str:
     """Return a plan as a table."""
     unit = choose_unit(plan.memory.peak)[1]
+    digits = 2 if unit == GIB else 1  # a GPU has many MiB
     total = sum(each.bytes for each in plan.collectives)
     sent_name, sent_unit = choose_unit(total)
     lines = [
@@ -98,8 +99,8 @@ def format_plan(plan: Plan) -> str:
         *([f"experts' tokens: {plan.exchange}"] if plan.exchange else []),
         "",
         *format_kinds(plan.memory),
-        f"  {'XLA may use':18} {plan.limit / unit:9,.2f}   {float(MEMORY_FRACTION):.0%} of the GPU's",
-        f"  {'fits, spare' if plan.spare >= 0 else 'DOES NOT FIT, lacks':18} {abs(plan.spare) / unit:8,.2f}",
+        f"  {'XLA may use':18} {plan.limit / unit:9,.{digits}f}   {float(MEMORY_FRACTION):.0%} of the GPU's",
+        f"  {'fits, spare' if plan.spare >= 0 else 'DOES NOT FIT, lacks':18} {abs(plan.spare) / unit:8,.{digits}f}",
         *([_format_host_memory(plan)] if plan.host_bytes else []),
         *([f"  {format_less_remat(plan.less_remat)}"] if plan.less_remat else []),
         *((*format_largest(plan.largest), *format_advice(plan.advice)) if plan.spare < 0 else ()),
