@@ -165,13 +165,14 @@ class Prepared:
     backward: Callable[[], Any]
 
 
-def prepare(
-    function: Attention, q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array, autotune: bool = True
-) -> Prepared:
+def prepare(function: Attention, operands: tuple[jax.Array, ...], autotune: bool = True) -> Prepared:
     """Compile a forward and a backward. Raises the error of an implementation that does not support the call.
 
-    autotune: whether XLA looks for the fastest matmuls, which takes a minute for the many shapes of `xla`.
+    Args:
+        operands: q, k, v and the gradient of the result.
+        autotune: whether XLA looks for the fastest matmuls, which takes a minute for the many shapes of `xla`.
     """
+    q, k, v, gradient = operands
     options = None if autotune or ON_CPU else {"xla_gpu_autotune_level": 0}
     compiled = functools.partial(jax.jit, compiler_options=options)
     forward = compiled(function)
@@ -207,8 +208,8 @@ def distance(found: Any, expected: Any) -> float:
 def compare(case: Case, only: list[str], runs: int) -> list[dict[str, Any]]:
     operands, prepared, rows = case.operands(), {}, []
     with jax.default_matmul_precision("highest"):
-        wide = [x.astype(jnp.float32) for x in operands]
-        exact = prepare(case.own(attention_xla), *wide, autotune=False)
+        wide = tuple(x.astype(jnp.float32) for x in operands)
+        exact = prepare(case.own(attention_xla), wide, autotune=False)
         expected, expected_gradients = exact.forward(), exact.backward()
     for name, function in case.ways().items():
         if only and name not in only:
@@ -216,7 +217,7 @@ def compare(case: Case, only: list[str], runs: int) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"name": name, **dataclasses.asdict(case)}
         rows.append(row)
         try:
-            one = prepare(function, *operands, autotune=name != "xla" or case.documents == 1)
+            one = prepare(function, operands, autotune=name != "xla" or case.documents == 1)
         except Exception as error:  # a library may raise anything for unsupported calls; the error is shown
             row["unavailable"] = first_line(error)
             continue

@@ -26,6 +26,7 @@ from outcomes import NOT_MEASURED, Verdict, cause
 
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.core import errors
+from jaxopt_llm.core.errors import DoesNotFit
 from jaxopt_llm.core.files import replace_durably
 
 CASES = tuple(
@@ -62,7 +63,7 @@ def start_plan(path: Path, gpu: str, gpus: int = 1) -> subprocess.Popen[str]:
 def predicted(plan: subprocess.Popen[str]) -> dict[str, Any]:
     """Return the figures of a plan that are compared, or why there are none."""
     said, complaints = plan.communicate()
-    if plan.returncode:
+    if plan.returncode not in (0, DoesNotFit.exit_code):
         return {"unavailable": cause(complaints)}
     found = json.loads(said)
     names = ("parameters", "active_parameters", "host_bytes", "flops", "model_flops")

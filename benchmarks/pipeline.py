@@ -36,7 +36,7 @@ from jaxopt_llm.model import flops
 from jaxopt_llm.model.decoder_specs import list_segments
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.plan import make_plan
+from jaxopt_llm.planning.step_plan import make_plan
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.program import make_program
 from jaxopt_llm.training.validation import validate

@@ -20,6 +20,7 @@ import jax
 from held_out import compare, table
 
 from jaxopt_llm.config import Matmul
+from jaxopt_llm.core.errors import DoesNotFit
 
 FIELD = "precision.matmul"
 GIB = 2**30
@@ -28,9 +29,9 @@ GIB = 2**30
 def plan(recipe: str, matmul: str) -> dict[str, float]:
     """Return the figures of each GPU in a step."""
     arguments = ("--config", recipe, "--json", "--precision.matmul", matmul)
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxopt_llm.plan", *arguments], check=True, stdout=subprocess.PIPE, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "jaxopt_llm.plan", *arguments], stdout=subprocess.PIPE, text=True)
+    if done.returncode != DoesNotFit.exit_code:
+        done.check_returncode()
     told = json.loads(done.stdout)
     sent = {kind: 0 for kind in ("all-gather", "reduce-scatter", "all-reduce")}
     for each in told["collectives"]:

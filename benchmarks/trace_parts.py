@@ -49,7 +49,7 @@ def read_trace(folder: Path) -> Mapping[str, tuple[float, float]]:
     files = sorted(folder.glob("plugins/profile/*/*.xplane.pb"))
     if not files:
         raise InputError(f"{folder} has no trace; make one with train_step.py --profile {folder}")
-    milliseconds, runs = collections.Counter[str](), collections.Counter[str]()
+    milliseconds, runs = collections.defaultdict[str, float](float), collections.Counter[str]()
     planes = [plane for plane in ProfileData.from_file(str(files[-1])).planes if plane.name.startswith("/device:GPU")]
     if not planes:
         raise InputError(f"{files[-1]} has no kernels of a GPU; make the trace on a GPU")
@@ -78,7 +78,7 @@ def compare(folder: Path, gpu: str) -> dict[str, Any]:
     text = (folder / "step.hlo.txt").read_text()
     of_instructions = dict(classify_kernels(parse_module(text)))
     kernels = read_trace(folder)
-    measured, roofline = collections.Counter[str](), collections.Counter[str]()
+    measured, roofline = collections.defaultdict[str, float](float), collections.defaultdict[str, float](float)
     for name, (milliseconds, _) in kernels.items():
         measured[find_part(name, of_instructions)] += milliseconds
     for part in breakdown.break_down_step(text, (), CHIPS[gpu]):

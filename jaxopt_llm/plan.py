@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from jaxopt_llm.compiler.chips import CHIPS
@@ -28,6 +27,12 @@ from jaxopt_llm.config.fields import SEARCHED
 from jaxopt_llm.core import errors
 
 PROGRAM = errors.program_name("plan")
+DEFAULT_GPU = "h200"
+# Options by the names that users of other programs try.
+OTHER_NAMES = {
+    "--nodes": "--hosts", "--num-nodes": "--hosts", "--nnodes": "--hosts",
+    "--gpus": "--gpus-per-host", "--num-gpus": "--gpus-per-host", "--gpus-per-node": "--gpus-per-host",
+}  # fmt: skip
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--gpu", type=str.lower, default="h200", choices=sorted(CHIPS), help="GPU to compile for (default: h200)")
+    add("--gpu", type=str.lower, choices=sorted(CHIPS), help=f"GPU to compile for (default: {DEFAULT_GPU})")
     hosts, gpus = "those that the mesh needs; with --search 1", "8, or fewer for a smaller mesh; with --search 8"
     add("--hosts", type=int, metavar="N", help=f"number of machines (default: {hosts})")
     add("--gpus-per-host", type=int, metavar="N", help=f"GPUs of each machine (default: {gpus})")
@@ -57,163 +62,26 @@ if __name__ == "__main__":
 import jax
 
 from jaxopt_llm.checkpoint import pretrained
-from jaxopt_llm.compiler import hlo, topology
-from jaxopt_llm.compiler.buffers import find_peak
-from jaxopt_llm.compiler.chips import seconds_at_peak
+from jaxopt_llm.compiler import topology
 from jaxopt_llm.config import Config, MeshConfig, PipelineConfig
 from jaxopt_llm.config.unread import describe_unread
-from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.errors import DoesNotFit, InputError
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.model import flops
-from jaxopt_llm.model.linear import leaves
-from jaxopt_llm.model.moe import exchange
 from jaxopt_llm.observe.progress import CompileLine
-from jaxopt_llm.parallel.mesh import make_mesh
-from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.planning import figure, links
-from jaxopt_llm.planning.advice import Advice, advise, advise_less_remat, format_advice, format_less_remat
-from jaxopt_llm.planning.breakdown import break_down_step
-from jaxopt_llm.planning.checkpoint_interval import CheckpointPlan, format_checkpoints, plan_checkpoints
-from jaxopt_llm.planning.memory import (
-    GIB,
-    KnownShapes,
-    LiveArray,
-    Memory,
-    find_largest,
-    format_kinds,
-    format_largest,
-    sum_by_kind,
-)
-from jaxopt_llm.planning.search import decision_tree, ranking, recipe, report, roofline
-from jaxopt_llm.planning.search.attention_cost import resolve_attention
+from jaxopt_llm.planning import figure
+from jaxopt_llm.planning.advice import format_advice, format_less_remat
+from jaxopt_llm.planning.checkpoint_interval import format_checkpoints
+from jaxopt_llm.planning.memory import GIB, choose_unit, format_kinds, format_largest
+from jaxopt_llm.planning.search import decision_tree, ranking, recipe, report
 from jaxopt_llm.planning.search.remedies import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster
-from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
-from jaxopt_llm.planning.search.workload import estimate_work
-from jaxopt_llm.planning.speed import Speed, compute_speed, format_speed
-from jaxopt_llm.training.initial_weights import stores_frozen_weights
-from jaxopt_llm.training.program import make_program
-from jaxopt_llm.training.utilisation import compute_utilisation
+from jaxopt_llm.planning.speed import format_speed
+from jaxopt_llm.planning.step_plan import GPUS_PER_HOST, Plan, make_plan
 from jaxopt_llm.training.validation import validate
 
-GPUS_PER_HOST = 8
 MAX_COMPILES = 8  # programs that a search compiles at the same time, at most: each takes a core and 1 to 2 GB
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Memory, traffic and FLOPs of the compiled training step of a configuration."""
-
-    gpu: str
-    hosts: int
-    gpus_per_host: int
-    jax: str
-    parameters: int
-    active_parameters: int  # parameters that a token uses
-    attention: AttentionChoice
-    exchange: str  # exchange of the experts' tokens; "" if there is none
-    compile_seconds: float
-    memory: Memory
-    largest: tuple[LiveArray, ...]  # largest arrays that are alive at the peak
-    advice: tuple[Advice, ...]  # changes that save most memory; empty if the step fits
-    less_remat: Advice | None  # change that recomputes less in the memory that is left
-    host_bytes: int  # host memory per GPU
-    pcie_bytes: int  # bytes between each GPU and its host in a step
-    host_link: str  # name of the link to the host
-    pcie_seconds: float  # pcie_bytes at the rate of the link, reads after writes
-    limit: int  # bytes of a GPU that XLA may use
-    collectives: tuple[links.Traffic, ...]
-    flops: int  # matmuls of each GPU in a step, as compiled; those in attention kernels are calculated
-    flops_seconds: float  # flops at the peak rate of the chip
-    model_flops: float  # FLOPs per GPU and step that the model needs: no recomputation, causal attention
-    repeated_flops: float  # FLOPs per GPU and step of recomputed forwards, calculated
-    speed: Speed
-    checkpoints: CheckpointPlan
-    idle: float  # share of the stages' time without a microbatch, or in a slot for a layer that holds none
-
-    @property
-    def spare(self) -> int:
-        """Bytes of a GPU that stay free; negative if the step does not fit."""
-        return self.limit - self.memory.peak
-
-
-def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
-    """Compile the training step and measure its memory, traffic and FLOPs.
-
-    Raises:
-        InputError: the mesh has another size than the GPUs, the GPU is unknown, or JAX cannot compile for GPUs.
-    """
-    devices = _describe_gpus(config, gpu, hosts, gpus_per_host)
-    chip = CHIPS[gpu]
-    mesh = make_mesh(config.mesh, devices)
-    placement = Placement(mesh, config.sharding, config.precision, config.offload)
-    program = make_program(config, placement, stores_frozen_weights(config))
-    lowered = topology.lower_without_gpu(program.step, program.state, program.batch)
-    clock = time.perf_counter()
-    peak = find_peak(lowered)
-    compile_seconds = time.perf_counter() - clock
-    text, memory = str(peak.compiled.as_text()), peak.memory
-    specs, length = program.specs, config.training.sequence_length
-    tokens = config.training.batch_size * length
-    collectives = tuple(links.sum_traffic(hlo.list_collectives(text, mesh), mesh, chip, gpus_per_host))
-    needed = flops.count_per_token(config.model, specs.masters, specs.frozen, length)
-    computed = hlo.count_dot_flops_by_dtype(text)
-    state_sizes = compute_state_sizes(config)
-    assert state_sizes is not None, "`validate` rejects such a configuration"
-    resolved = resolve_attention(config, chip.compute_capability)
-    pcie_bytes = hlo.count_host_bytes(text)
-    cluster = Cluster(gpu, hosts, gpus_per_host)
-    work = estimate_work(resolved, state_sizes, cluster)
-    work = roofline.use_compiled_figures(work, sum(computed.values()), collectives, pcie_bytes)
-    mfu_per_token = compute_utilisation(config, program, placement, chip)["mfu"]
-    known = KnownShapes.from_program(program, config, placement)
-    by_kind = sum_by_kind(program, known, memory, peak.temporaries)
-    limit = int(chip.memory_bytes * float(MEMORY_FRACTION))
-    speed = compute_speed(config, chip, break_down_step(text, collectives, chip), mfu_per_token, work)
-    return Plan(
-        gpu=chip.name,
-        hosts=hosts,
-        gpus_per_host=gpus_per_host,
-        jax=jax.__version__,
-        parameters=leaves.count_parameters(program.model.specs),
-        active_parameters=flops.count_active_parameters(config.model, program.model.specs),
-        attention=program.attention,
-        exchange=exchange.describe_exchange(config.model.moe, placement),
-        compile_seconds=compile_seconds,
-        memory=by_kind,
-        largest=find_largest(program, known, peak.temporaries),
-        advice=advise(resolved, cluster, by_kind.peak - limit) if by_kind.peak > limit else (),
-        less_remat=advise_less_remat(
-            resolved, cluster, int(ranking.XLA_REMAT_SHARE * chip.memory_bytes) - by_kind.peak
-        ),
-        host_bytes=memory.host,
-        pcie_bytes=pcie_bytes,
-        host_link=chip.host_link,
-        pcie_seconds=pcie_bytes / chip.host_bytes_per_second,
-        limit=limit,
-        collectives=collectives,
-        flops=sum(computed.values()),
-        flops_seconds=seconds_at_peak(chip, computed),
-        model_flops=needed.causal * tokens / len(devices),
-        repeated_flops=work.repeated_flops,
-        speed=speed,
-        checkpoints=plan_checkpoints(config, specs, speed.step_seconds),
-        idle=work.idle,
-    )
-
-
-def _describe_gpus(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Sequence[jax.Device]:
-    """Return the GPUs to compile for. Raise InputError if the mesh has another size."""
-    devices = topology.gpu_topology(gpu, hosts, gpus_per_host)
-    if len(devices) != config.mesh.devices:
-        needed = config.mesh.devices
-        gpus = next(number for number in (gpus_per_host, *range(GPUS_PER_HOST, 0, -1)) if needed % number == 0)
-        raise InputError(
-            f"--hosts {hosts} × --gpus-per-host {gpus_per_host} are {len(devices)} GPUs, but the mesh has {needed}: "
-            f"give --hosts {needed // gpus} --gpus-per-host {gpus}, or change --mesh.*"
-        )
-    return devices
 
 
 # --- Output
@@ -221,27 +89,31 @@ def _describe_gpus(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> 
 
 def format_plan(plan: Plan) -> str:
     """Return a plan as a table."""
+    unit = choose_unit(plan.memory.peak)[1]
+    digits = 2 if unit == GIB else 1  # a GPU has many MiB
+    total = sum(each.bytes for each in plan.collectives)
+    sent_name, sent_unit = choose_unit(total)
     lines = [
         f"{_make_heading(plan)}; compiled in {plan.compile_seconds:.1f} s with jax {plan.jax}",
-        f"attention: {plan.attention}",
+        f"attention: {_format_attention(plan.attention)}",
         *([f"experts' tokens: {plan.exchange}"] if plan.exchange else []),
         "",
         *format_kinds(plan.memory),
-        f"  {'XLA may use':18} {plan.limit / GIB:9.2f}   {float(MEMORY_FRACTION):.0%} of the GPU's",
-        f"  {'fits, spare' if plan.spare >= 0 else 'DOES NOT FIT, lacks':18} {abs(plan.spare) / GIB:8.2f}",
+        f"  {'XLA may use':18} {plan.limit / unit:9,.{digits}f}   {float(MEMORY_FRACTION):.0%} of the GPU's",
+        f"  {'fits, spare' if plan.spare >= 0 else 'DOES NOT FIT, lacks':18} {abs(plan.spare) / unit:8,.{digits}f}",
         *([_format_host_memory(plan)] if plan.host_bytes else []),
         *([f"  {format_less_remat(plan.less_remat)}"] if plan.less_remat else []),
         *((*format_largest(plan.largest), *format_advice(plan.advice)) if plan.spare < 0 else ()),
         "",
-        f"{'collectives of a step':44} {'times':>7} {'GiB sent':>9} {'ms':>9} {'overlapped':>10}",
+        f"{'collectives of a step':44} {'times':>7} {f'{sent_name} sent':>9} {'ms':>9} {'overlapped':>10}",
     ]
     for traffic in sorted(plan.collectives, key=lambda traffic: -traffic.seconds):
         name = f"{' × '.join(traffic.axes)} ({traffic.link}): {traffic.kind} {' '.join(traffic.dtypes)}"
-        sent = f"{traffic.bytes / GIB:9.3f} {traffic.seconds * 1e3:9.2f} {traffic.overlapped:10.0%}"
+        sent = f"{traffic.bytes / sent_unit:9.3f} {traffic.seconds * 1e3:9.2f} {traffic.overlapped:10.0%}"
         lines.append(f"  {name:42} {traffic.times:7,} {sent}")
     seconds = sum(each.seconds for each in plan.collectives)
     lines += [
-        f"  {'all':42} {'':7} {sum(each.bytes for each in plan.collectives) / GIB:9.3f} {seconds * 1e3:9.2f}",
+        f"  {'all':42} {'':7} {total / sent_unit:9.3f} {seconds * 1e3:9.2f}",
         "",
         f"matmuls of each GPU: {plan.flops / 1e12:,.4g} TFLOP, {plan.flops_seconds * 1e3:,.4g} ms at the chip's peak; "
         f"the model needs {plan.model_flops / 1e12:,.4g} (no recomputation, causal attention)",
@@ -258,6 +130,12 @@ def format_plan(plan: Plan) -> str:
 def _make_heading(plan: Plan) -> str:
     parameters = flops.describe_parameters(plan.parameters, plan.active_parameters)
     return f"{parameters} on {plan.hosts} × {plan.gpus_per_host} {plan.gpu}"
+
+
+def _format_attention(choice: AttentionChoice) -> str:
+    """Return an implementation of attention, with the reason for it up to its first detail."""
+    short = choice.reason.partition("; ")[0].partition(" (")[0]
+    return str(choice) if short == choice.reason else f"{choice.name}, {short} (--json has the whole reason)"
 
 
 def _format_host_memory(plan: Plan) -> str:
@@ -284,11 +162,18 @@ def main() -> int:
         if options.search:
             raise InputError("--save draws a plan; leave out --search, or use --write to save the settings it finds")
         figure.check_figure_file(options.save)
+    for flag in (argument.partition("=")[0].replace("_", "-") for argument in arguments):
+        if flag in OTHER_NAMES:
+            raise InputError(f"{flag}: no such option; did you mean {OTHER_NAMES[flag]}?")
     config = pretrained.resolve_pretrained(cli.parse_config(arguments, PROGRAM))
     if options.search:
         config = _without_illegal_mesh(config)
     validate(config)
     _choose_hosts(options, config)
+    if options.gpu is None:
+        options.gpu = DEFAULT_GPU
+        if not options.json:
+            print(f"planned for {CHIPS[DEFAULT_GPU].name}, because --gpu is not given", flush=True)
     prepare_jax()
     if options.search:
         return _search(config, options)
@@ -300,6 +185,11 @@ def main() -> int:
         charts = figure.make_charts(plan.memory, plan.limit, plan.speed.breakdown)
         figure.save_figure(charts, _make_heading(plan), options.save)
         print(f"{options.save} shows this plan", file=sys.stderr)
+    if plan.spare < 0:
+        problem = f"the step does not fit: each GPU lacks {-plan.spare / GIB:.2f} GiB"
+        raise DoesNotFit(
+            f"{problem}; use settings from the table of those that save most, or find others with --search"
+        )
     return 0
 
 
@@ -368,7 +258,7 @@ def _search(config: Config, options: argparse.Namespace) -> int:
     if found.winner is None:
         lacking = min(-candidate.plan.spare for candidate in found.compiled) / GIB
         problem = f"nothing fits: the smallest of the compiled settings lacks {lacking:.1f} GiB of each GPU"
-        raise InputError(f"{problem}. Cheapest next step: {'; or '.join(steps)}")
+        raise DoesNotFit(f"{problem}. Cheapest next step: {'; or '.join(steps)}")
     if options.write:
         with options.write.open("x") as file:
             file.write(

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import pytest
@@ -29,12 +29,12 @@ from jaxopt_llm.config import (
 )
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.plan import Plan, make_plan
-from jaxopt_llm.planning import breakdown, checkpoint_interval
+from jaxopt_llm.planning import breakdown, checkpoint_interval, step_plan
 from jaxopt_llm.planning.search import ranking, roofline
 from jaxopt_llm.planning.search.ranking import estimate
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
+from jaxopt_llm.planning.step_plan import Plan, make_plan
 from jaxopt_llm.training.validation import validate
 
 TINY = ROOT / "benchmarks" / "recipes" / "tiny.py"
@@ -200,6 +200,30 @@ def test_estimates_match_the_compiler_on_long_sequences(case: str) -> None:
     assert sum(each.bytes for each in found.work.transfers) == pytest.approx(sent, rel=0.1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_estimates_match_the_compiler_on_gradients_over_context(zero_stage: Literal[2, 3]) -> None:
+    """Check the weights' transfers over `fsdp` and `context` together, which cross hosts."""
+    config = dataclasses.replace(
+        CONFIG,
+        model=dataclasses.replace(CONFIG.model, layers=2),
+        training=TrainingConfig(batch_size=8, sequence_length=512, accumulation=2),
+        mesh=MeshConfig(fsdp=2, context=2),
+        sharding=ShardingConfig(zero_stage),
+    )
+    state = compute_state_sizes(config)
+    assert state is not None
+    found, plan = estimate(config, Cluster("h200", 2, 2), state).work.transfers, make_plan(config, "h200", 2, 2)
+
+    def moved(transfers: Iterable[Any], kind: str) -> tuple[float, float]:
+        both = [each for each in transfers if (each.axes, each.kind) == (("fsdp", "context"), kind)]
+        assert {each.link for each in both} == {"network"}
+        return sum(each.bytes for each in both), sum(each.seconds for each in both)
+
+    for kind in ("reduce-scatter", "all-gather"):
+        assert moved(found, kind) == pytest.approx(moved(plan.collectives, kind), rel=0.01)
+
+
 def test_matmuls_of_kernels_are_counted() -> None:
     """Check the matmuls that run: two forwards of two matmuls, and a backward of three and of four."""
     plan = plan_over_sequences("ring")
@@ -311,8 +335,8 @@ def test_estimates_match_the_compiler_on_experts(case: str) -> None:
 def test_kinds_add_up_to_the_compilers_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a plan with stacks of whole gradients in one group."""
     totals = []
-    find = planning.find_peak
-    monkeypatch.setattr(planning, "find_peak", lambda lowered: totals.append(find(lowered)) or totals[-1])
+    find = step_plan.find_peak
+    monkeypatch.setattr(step_plan, "find_peak", lambda lowered: totals.append(find(lowered)) or totals[-1])
     config = dataclasses.replace(
         CONFIG,
         model=dataclasses.replace(CONFIG.model, layers=2),

@@ -12,7 +12,7 @@ from test_bytes import FSDP, ROWS, SEQUENCE, VOCABULARY, WIDTH, Compiled, assert
 
 from jaxopt_llm.config import MeshConfig, RematConfig, cli
 from jaxopt_llm.model import param
-from jaxopt_llm.plan import make_plan
+from jaxopt_llm.planning.step_plan import make_plan
 
 LAYERS, MLP = 8, 4 * WIDTH
 HOST = "5"  # XLA's number of the memory space

@@ -72,6 +72,15 @@ class ProcessLost(CommandError):
         super().__init__(f"{reason}; {remedy}")
 
 
+class DoesNotFit(CommandError):
+    """Result of a plan whose step needs more memory than the GPUs have.
+
+    It has its own exit code, so that a script can tell it from bad input.
+    """
+
+    exit_code = 6
+
+
 class Preempted(CommandError):
     """End of a run that a signal stopped.
 

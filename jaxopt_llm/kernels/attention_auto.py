@@ -21,7 +21,7 @@ FALLBACK = "xla"  # has no limits and needs no GPU
 # of FlashAttention-2, our method (huggingface/transformers#48163).
 ORDER = {9: ("cudnn", "triton", "pallas"), 10: ("cudnn", "triton", "pallas")}
 OTHER_ORDER = ("pallas", "cudnn")
-MEASURE = "run `python benchmarks/attention.py --write-table` on such a GPU to measure it"
+MEASURE = "on such a GPU, `benchmarks/attention.py --write-table` of a checkout measures it"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """Settings that make a step smaller, their predicted saving and their price. Arithmetic only: nothing is compiled."""
 
 import functools
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,7 @@ from jaxopt_llm.planning.search.attention_cost import describe_attention
 from jaxopt_llm.planning.search.footprint import Footprint, compute_footprint
 from jaxopt_llm.planning.search.ranking import is_valid
 from jaxopt_llm.planning.search.roofline import Cluster, compute_step_time
-from jaxopt_llm.planning.search.setting_space import MIN_CONTEXT_TOKENS, list_narrower
+from jaxopt_llm.planning.search.setting_space import MIN_CONTEXT_TOKENS, list_divisors, list_narrower
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
 from jaxopt_llm.planning.search.workload import estimate_work
 
@@ -22,6 +24,9 @@ Option = tuple[Settings, str]  # settings and their price in words
 
 MIN_SAVING = 0.01  # share of the estimated peak; a setting that saves less is not advised
 MAX_ADVICE = 6
+TOGETHER = "the prices of these together"
+MAX_PAIRS = 100  # pairs of settings that are judged; each takes about a millisecond
+PAIR_SLACK = 0.8  # share of the lacking bytes that the savings of a pair must add up to, to be judged together
 MIN_GAIN = 0.01  # share of a step's time; less is not worth a word
 AMPERE = (8, 0)  # compute capability
 # Policies, cheapest first, with their FLOPs beyond those of `none` in percent (docs/rematerialisation.md).
@@ -59,10 +64,11 @@ def advise(
 ) -> tuple[Advice, ...]:
     """Return settings that save much of each GPU's memory, cheapest first.
 
-    Settings that do not change what the run learns come before those that do. Some settings form a series in which each
-    saves more than the one before: of a series only the first that is predicted to save the `lacking` bytes is
-    returned, or else the one that saves most. If none that leaves the run as it is suffices, these are followed by a
-    combination of the few that save most and suffice together.
+    Settings that do not change what the run learns come before those that do; in both groups those that suffice come
+    first. Some settings form a series in which each saves more than the one before: of a series only the first that is
+    predicted to save the `lacking` bytes is returned, or else the one that saves most. A combination is added if it
+    suffices and is cheaper than each single setting that does. It has no settings that change what the run learns,
+    unless nothing else suffices.
 
     Args:
         cluster: the GPUs, whose rates determine what is cheap.
@@ -70,52 +76,123 @@ def advise(
         resumes: whether there are checkpoints to resume from; then settings that change the run are left out.
         simulated: whether devices and host share one memory, so that offloading saves nothing.
     """
-    before, seconds = predict_footprint(config), predict_seconds(config, cluster)
+    judge = _Judge(config, cluster, lacking, resumes, simulated)
+    series = [
+        [advice for settings, price in options if (advice := judge(settings, price))]
+        for options in _list_series(config, simulated)
+    ]
+    series = [options for options in series if options]
+    singles = [
+        next((advice for advice in options if advice.fits), max(options, key=lambda advice: advice.saves))
+        for options in series
+    ]
+    singles.sort(key=lambda advice: (not advice.same, -advice.saves))
+    sufficient = [advice.slowdown for advice in singles if advice.fits and advice.same]
+    below = min(sufficient) - MIN_GAIN if sufficient else math.inf
+    together = _cheapest_pair(judge, series, below)
+    if together is None and not sufficient:
+        together = _combine_most(judge, [advice for advice in singles if advice.same])
+    if together is None and not any(advice.fits for advice in singles):
+        together = _combine_most(judge, singles)
+    return _order([*singles, together] if together else singles)
 
-    def size(footprint: Footprint) -> int:
-        return round(footprint.peak + footprint.host * simulated)
 
-    def judge(settings: Settings, price: str) -> Advice | None:
+@dataclass(frozen=True)
+class _Judge:
+    """Prediction of the effect of settings on a configuration; the arguments are those of `advise`."""
+
+    config: Config
+    cluster: Cluster
+    lacking: int
+    resumes: bool
+    simulated: bool
+
+    def __call__(self, settings: Settings, price: str) -> Advice | None:
+        """Return the effect of settings; None if they are not legal, save little, or may not change in a resume."""
+        config = self.config
         changed = apply_settings(config, settings)
         if changed is None:
             return None
-        same, after = not fields.forbidden_changes(config, changed), predict_footprint(changed)
-        saves, moved = size(before) - size(after), after.host - before.host
-        if saves < MIN_SAVING * size(before) or (resumes and not same):
+        same, before, after = (
+            not fields.forbidden_changes(config, changed),
+            predict_footprint(config),
+            predict_footprint(changed),
+        )
+        saves, moved = self._size(before) - self._size(after), after.host - before.host
+        if saves < self.least or (self.resumes and not same):
             return None
         price += f" ({moved / GIB:.1f} GiB of host memory for each GPU)" if moved > 0 else ""
-        is_measured = "training.attention" not in settings  # the rates of attention kernels are assumptions
-        slowdown = predict_seconds(changed, cluster) / seconds - 1 if is_measured else 0.0
-        return Advice(settings, saves, slowdown, price, saves >= lacking, same)
+        # The rates of attention kernels are assumptions, so a change of the kernel counts as neither slower nor faster.
+        timed = {name: value for name, value in settings.items() if name != "training.attention"}
+        seconds = predict_seconds(fields.replace_fields(config, timed), self.cluster)
+        slowdown = seconds / predict_seconds(config, self.cluster) - 1
+        return Advice(settings, saves, slowdown, price, saves >= self.lacking, same)
 
-    found: list[Advice] = []
-    for series in _list_series(config, simulated):
-        options = [advice for settings, price in series if (advice := judge(settings, price))]
-        if options:
-            most = max(options, key=lambda advice: advice.saves)
-            found.append(next((advice for advice in options if advice.fits), most))
-    found.sort(key=lambda advice: (not advice.same, -advice.saves))
-    combinations: list[Advice] = []
-    if not any(advice.fits and advice.same for advice in found):
-        settings: Settings = {}
-        saved = 0
-        for advice in found:
-            combined = judge(settings | advice.settings, "the prices of these together")
-            if combined is None or combined.saves < saved + MIN_SAVING * size(before):
-                continue  # the settings before have already saved what this one would
-            settings, saved = combined.settings, combined.saves
-            if combined.fits:
-                combinations = [combined]
-                break
-    return _order(found, combinations)
+    @property
+    def least(self) -> float:
+        """Bytes that a setting must save."""
+        return MIN_SAVING * self._size(predict_footprint(self.config))
+
+    def _size(self, footprint: Footprint) -> int:
+        return round(footprint.peak + footprint.host * self.simulated)
 
 
-def _order(singles: list[Advice], combinations: list[Advice]) -> tuple[Advice, ...]:
-    """Return the best of the single settings, cheapest first, with the combinations before those of another run."""
-    singles = sorted(singles, key=lambda advice: (not advice.same, not advice.fits, -advice.saves))
-    kept = sorted(singles[: MAX_ADVICE - len(combinations)], key=lambda advice: advice.slowdown)
-    same, others = ([advice for advice in kept if advice.same is wanted] for wanted in (True, False))
-    return (*same, *combinations, *others)
+def _cheapest_pair(judge: _Judge, series: Sequence[Sequence[Advice]], below: float) -> Advice | None:
+    """Return the cheapest pair of settings of two series that suffices and leaves the run as it is.
+
+    Prices and savings about add up. So pairs are judged in the order of the sums of their slowdowns, and only if the
+    sum of their savings is about enough.
+
+    Args:
+        below: slowdown that the pair must not reach.
+    """
+    pairs = [
+        (first, second)
+        for one, other in itertools.combinations(series, 2)
+        for first, second in itertools.product(one, other)
+        if first.same and second.same and not first.settings.keys() & second.settings.keys()
+        if not (first.fits or second.fits)
+        if first.slowdown + second.slowdown < below
+        if first.saves + second.saves > PAIR_SLACK * judge.lacking
+    ]
+    pairs.sort(key=lambda pair: (pair[0].slowdown + pair[1].slowdown, -pair[0].saves - pair[1].saves))
+    for first, second in pairs[:MAX_PAIRS]:
+        together = judge(first.settings | second.settings, TOGETHER)
+        if together and together.fits and together.same and together.slowdown < below:
+            return together
+    return None
+
+
+def _combine_most(judge: _Judge, singles: Sequence[Advice]) -> Advice | None:
+    """Return a combination that suffices: of the settings that save most, those that it cannot do without."""
+
+    def combine(members: Sequence[Advice]) -> Advice | None:
+        settings = {name: value for advice in members for name, value in advice.settings.items()}
+        return judge(settings, TOGETHER)
+
+    members: list[Advice] = []
+    saved = 0.0
+    for advice in singles:
+        together = combine([*members, advice])
+        if together is None or together.saves < saved + judge.least:
+            continue  # the settings before have already saved what this one would
+        members, saved = [*members, advice], together.saves
+        if together.fits:
+            break
+    else:
+        return None
+    for advice in sorted(members, key=lambda advice: -advice.slowdown):
+        fewer = [member for member in members if member is not advice]
+        smaller = combine(fewer)
+        if smaller and smaller.fits and smaller.slowdown < together.slowdown:
+            members, together = fewer, smaller
+    return together
+
+
+def _order(found: Sequence[Advice]) -> tuple[Advice, ...]:
+    """Return the best of the settings: those of the same run first, then those that fit, cheapest first."""
+    best = sorted(found, key=lambda advice: (not advice.same, not advice.fits, -advice.saves))[:MAX_ADVICE]
+    return tuple(sorted(best, key=lambda advice: (not advice.same, not advice.fits, advice.slowdown)))
 
 
 def advise_less_remat(config: Config, cluster: Cluster, room: int) -> Advice | None:
@@ -234,7 +311,9 @@ def _batch(config: Config) -> Iterator[list[Option]]:
         2: ", and gradients are reduced for each microbatch",
         3: ", and weights are gathered and gradients reduced for each microbatch",
     }.get(config.sharding.zero_stage if config.mesh.batch_shards > 1 else 0, "")
-    yield [({"training.accumulation": training.accumulation * 2**n}, price) for n in range(1, 7)]
+    rows = training.batch_size // config.mesh.batch_shards
+    more = (count for count in list_divisors(rows) if count > training.accumulation)
+    yield [({"training.accumulation": count}, price) for count in more]
 
 
 def _narrower(config: Config, simulated: bool) -> Iterator[list[Option]]:

@@ -240,13 +240,19 @@ def classify(buffer: Buffer, known: KnownShapes) -> str:
     return "other"
 
 
+def choose_unit(size: int) -> tuple[str, int]:
+    """Return the name and the bytes of the unit in which a table of parts of `size` bytes is printed."""
+    return ("GiB", GIB) if size >= GIB else ("MiB", 2**20)
+
+
 def format_kinds(memory: Memory) -> list[str]:
-    """Return the lines of the table of memory by kind."""
+    """Return the lines of the table of memory by kind, in the unit for its peak."""
     kinds = dataclasses.asdict(memory).items()
+    name, unit = choose_unit(memory.peak)
     return [
-        "memory of each GPU         GiB",
-        *(f"  {name.replace('_', ' '):18} {size / GIB:9.2f}" for name, size in kinds),
-        f"  {'peak':18} {memory.peak / GIB:9.2f}",
+        f"memory of each GPU         {name}",
+        *(f"  {kind.replace('_', ' '):18} {size / unit:9,.2f}" for kind, size in kinds),
+        f"  {'peak':18} {memory.peak / unit:9,.2f}",
     ]
 
 

@@ -261,8 +261,8 @@ def test_advice_for_a_resume_does_not_change_the_run() -> None:
     fresh, resumed = advise(SMALL, CLUSTER, GIB), advise(SMALL, CLUSTER, GIB, resumes=True)
     assert {"lora.rank": 16} in [each.settings for each in fresh]
     assert resumed and all(each.same for each in resumed)
-    # Settings that leave the run as it is come first; in both groups the cheapest comes first.
-    order = [(not each.same, each.slowdown) for each in fresh if not each.price.startswith(TOGETHER)]
+    # Settings that leave the run as it is come first, then those that suffice, and of these the cheapest.
+    order = [(not each.same, not each.fits, each.slowdown) for each in fresh]
     assert order == sorted(order) and len(order) > 3
 
 
@@ -289,20 +289,54 @@ def test_the_cheapest_sufficient_option_of_a_series_is_advised() -> None:
     ]
 
 
-TOGETHER = "the prices of these together"
+def test_a_large_batch_is_divided_as_far_as_it_must_be() -> None:
+    config = changed(llama(), training__batch_size=8 * 3 * 1024)
+    whole, least = (advice.predict_footprint(changed(config, training__accumulation=rows)).peak for rows in (1, 3072))
+    for lacking, microbatches in ((whole - least, 3072), (int(0.45 * (whole - least)), 2)):
+        found = advise(config, CLUSTER, lacking)
+        (divided,) = (each for each in found if list(each.settings) == ["training.accumulation"])
+        assert divided.fits and divided.settings["training.accumulation"] == microbatches
 
 
-def test_a_sufficient_combination_follows_the_single_settings() -> None:
-    config = llama(mesh__fsdp=1)
-    lacking = 55 * GIB
+def find_combination(config: Config, lacking: int) -> tuple[Advice, list[Advice]]:
+    """Return the combination of settings that is advised first, and the single settings."""
     found = advise(config, CLUSTER, lacking)
-    (combined,) = (each for each in found if each.price.startswith(TOGETHER))
-    place = found.index(combined)
-    assert combined.fits and combined.same and len(combined.settings) > 1
-    assert place and all(each.same and not each.fits for each in found[:place])
-    assert not any(each.same for each in found[place + 1 :])
+    (combined,) = (each for each in found if each.price.startswith(advice.TOGETHER))
+    assert combined is found[0] and combined.fits and combined.same
     after = advice.apply_settings(config, combined.settings)
-    assert after is not None and saved(config, after) >= lacking
+    assert after is not None and combined.saves == saved(config, after) >= lacking
+    return combined, [each for each in found if each is not combined]
+
+
+def test_two_cheap_settings_come_before_an_expensive_one() -> None:
+    config = llama(remat__policy="none", training__attention="pallas")
+    combined, singles = find_combination(config, 2 * GIB)
+    assert combined.settings == {"remat.policy": "dots", "remat.offload": ("block_input",)}
+    others = [each.slowdown for each in singles if each.fits and each.same]
+    assert others and combined.slowdown < min(others) - advice.MIN_GAIN
+    # A single setting that is as cheap comes without a combination.
+    assert not any(each.price.startswith(advice.TOGETHER) for each in advise(config, CLUSTER, 5 * GIB))
+
+
+@pytest.mark.parametrize(("lacking", "size"), [(55, 2), (60, 3)])
+def test_settings_are_combined_if_none_suffices(lacking: int, size: int) -> None:
+    """Check a pair, and the settings that save most, without those that are not needed."""
+    config = llama(mesh__fsdp=1)
+    combined, singles = find_combination(config, lacking * GIB)
+    assert len(combined.settings) == size
+    assert not any(each.fits and each.same for each in singles)
+    for left_out in combined.settings:
+        fewer = {name: value for name, value in combined.settings.items() if name != left_out}
+        after = advice.apply_settings(config, fewer)
+        assert after is not None and saved(config, after) < lacking * GIB
+
+
+def test_settings_that_change_the_run_are_combined_only_if_nothing_else_suffices() -> None:
+    found = advise(llama(training__attention="pallas"), CLUSTER, 8 * GIB)
+    assert [each.settings for each in found if each.fits] == [{"lora.rank": 16}]
+    found = advise(llama(mesh__fsdp=1), CLUSTER, 70 * GIB)
+    assert not any(each.price.startswith(advice.TOGETHER) and each.same for each in found)
+    assert any(each.fits and not each.same for each in found)
 
 
 def test_format_advice() -> None:

@@ -31,7 +31,10 @@ def test_a_checkpoint_holds_masters_and_moments() -> None:
     assert plan(Config(), 1.0).bytes == pytest.approx(12 * parameters, rel=1e-3)  # float32, and two moments
     adapted = Config(lora=LoraConfig(rank=8))
     frozen = plan(adapted, 1.0).bytes - plan(adapted, 1.0, keep_frozen=False).bytes
-    assert frozen == 2 * parameters  # bfloat16
+    assert frozen == plan(adapted, 1.0).frozen_bytes == 2 * parameters  # bfloat16
+    assert plan(adapted, 1.0, keep_frozen=False).frozen_bytes == plan(Config(), 1.0).frozen_bytes == 0
+    _, line = format_checkpoints(plan(adapted, 1.0))
+    assert line.endswith("iB of it are frozen parameters; with a folder as --model.pretrained they are not saved")
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ from jaxopt_llm.config.fields import METADATA, SEARCHED
 from jaxopt_llm.planning.memory import GIB
 from jaxopt_llm.planning.search.ranking import Candidate, SearchResult, estimate_all
 from jaxopt_llm.planning.search.report import format_flags
-from jaxopt_llm.planning.search.roofline import Cluster
+from jaxopt_llm.planning.search.roofline import Cluster, compute_step_time
 
 ADAPTER_RANK = 16  # rank of the adapters that are suggested
 MAX_REMEDIES = 3
+LONGER = 1.1  # ratio from which on a remedy gives the time of a step without overlap, too
 HOST_FACTORS = (2, 4, 8, 16, 32, 64)  # numbers of hosts that are tried, as multiples of the given hosts
 
 
@@ -37,11 +38,11 @@ def _try_narrower(result: SearchResult, allowed: tuple[str, ...]) -> Iterator[st
     recipe = result.recipe
     for name in SEARCHED:
         if name not in allowed and (found := _find_fitting(recipe, result.cluster, result.limit, (*allowed, name))):
-            yield f"--allow {name} (price: {METADATA[name].price}): {_describe(found, recipe)}"
+            yield f"--allow {name} (price: {METADATA[name].price}): {_describe(found, result.cluster, recipe)}"
     if recipe.lora.rank == 0:
         adapted = replace(recipe, lora=replace(recipe.lora, rank=ADAPTER_RANK))
         if found := _find_fitting(adapted, result.cluster, result.limit, allowed):
-            yield f"train only adapters: {_describe(found, recipe)}"
+            yield f"train only adapters: {_describe(found, result.cluster, recipe)}"
 
 
 def _try_larger_gpus(result: SearchResult, allowed: tuple[str, ...], fraction: float) -> Iterator[str]:
@@ -59,7 +60,7 @@ def _try_larger_gpus(result: SearchResult, allowed: tuple[str, ...], fraction: f
         if chip.memory_bytes <= given.memory_bytes or slower:
             continue
         if found := _find_fitting(result.recipe, cluster, limit, allowed):
-            yield f"--gpu {name}: {_describe(found, result.recipe)}"
+            yield f"--gpu {name}: {_describe(found, cluster, result.recipe)}"
             return
 
 
@@ -67,7 +68,7 @@ def _try_more_hosts(result: SearchResult, allowed: tuple[str, ...]) -> Iterator[
     for factor in HOST_FACTORS:
         larger = replace(result.cluster, hosts=factor * result.cluster.hosts)
         if found := _find_fitting(result.recipe, larger, result.limit, allowed):
-            yield f"--hosts {larger.hosts}: {_describe(found, result.recipe)}"
+            yield f"--hosts {larger.hosts}: {_describe(found, larger, result.recipe)}"
             return
 
 
@@ -77,6 +78,16 @@ def _find_fitting(config: Config, cluster: Cluster, limit: int, allowed: tuple[s
     return next((candidate for candidate in candidates if candidate.footprint.peak <= limit), None)
 
 
-def _describe(found: Candidate, recipe: Config) -> str:
+def _describe(found: Candidate, cluster: Cluster, recipe: Config) -> str:
     figures = f"about {found.footprint.peak / GIB:.1f} GiB and {found.time.total:.2f} s per step"
+    exposed = _time_without_overlap(found, cluster)
+    if exposed > LONGER * found.time.total:
+        figures += f" ({exposed:.2f} s if XLA hides no transfer)"
     return f"{figures} with {format_flags(found.config, recipe) or 'the recipe without changes'}"
+
+
+def _time_without_overlap(found: Candidate, cluster: Cluster) -> float:
+    """Return the time of a step if XLA hides no transfer. Only compiling shows what it does hide."""
+    exposed = tuple(replace(each, overlapped=0.0) for each in found.work.transfers)  # type: ignore[type-var]
+    work = replace(found.work, transfers=exposed)
+    return compute_step_time(work, cluster.chip, found.config.precision.compute_dtype).total

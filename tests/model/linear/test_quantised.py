@@ -34,7 +34,7 @@ from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.gathering import attach_shardings, make_perturbations
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import inside_gradient_group, parameter_sharding
-from jaxopt_llm.plan import make_plan
+from jaxopt_llm.planning.step_plan import make_plan
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training import utilisation
 from jaxopt_llm.training.evaluation import make_held_out_loss

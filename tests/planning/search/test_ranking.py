@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import itertools
+import re
+import sys
 from collections.abc import Callable, Sequence
 
 import jax
@@ -11,11 +13,12 @@ from commands import ROOT
 
 from jaxopt_llm import plan as planning
 from jaxopt_llm.config import Config, MeshConfig, ShardingConfig, cli
-from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.errors import DoesNotFit, InputError
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
-from jaxopt_llm.plan import Memory, Plan
 from jaxopt_llm.planning.breakdown import Part
 from jaxopt_llm.planning.checkpoint_interval import CheckpointPlan
+from jaxopt_llm.planning.links import Traffic
+from jaxopt_llm.planning.memory import GIB, Memory
 from jaxopt_llm.planning.search import decision_tree, ranking, report
 from jaxopt_llm.planning.search.ranking import (
     MAX_COMPILED,
@@ -30,6 +33,7 @@ from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_state_sizes
 from jaxopt_llm.planning.search.stopping import MIN_GAIN, PRIOR_ERROR
 from jaxopt_llm.planning.speed import compute_speed
+from jaxopt_llm.planning.step_plan import Plan
 
 RECIPE = dataclasses.replace(cli.load_recipe("10b.py"), mesh=MeshConfig(fsdp=4))
 CLUSTER = Cluster("h200", 1, 4)
@@ -60,7 +64,7 @@ def as_estimated(config: Config, more: float = 1.0, limit: int = LIMIT) -> Plan:
         largest=(),
         advice=(),
         less_remat=None,
-        checkpoints=CheckpointPlan(500, 1.0, 0, {}),
+        checkpoints=CheckpointPlan(500, 1.0, 0, 0, {}),
         gpu=CLUSTER.chip.name,
         hosts=CLUSTER.hosts,
         gpus_per_host=CLUSTER.gpus_per_host,
@@ -164,6 +168,10 @@ def test_if_nothing_fits_remedies_are_found() -> None:
     steps = find_remedies(found, (), 0.92)
     assert [step.split(":")[0] for step in steps] == ["train only adapters", "--gpu b200", "--hosts 2"]
     assert "--lora.rank 16" in steps[0]
+    # Over two hosts the time depends on whether XLA hides the transfers.
+    assert "hides no transfer" not in steps[0]
+    shown = re.search(r" and ([\d.]+) s per step \(([\d.]+) s if XLA hides no transfer\) with ", steps[2])
+    assert shown is not None and float(shown[2]) > 1.1 * float(shown[1])
     nearly = dataclasses.replace(found, limit=int(0.99 * least.footprint.peak))
     narrower, *_ = find_remedies(nearly, (), 0.92)
     # The setting that needs least has its moments on the host. With jax 0.11 the table's moments are also on the GPU,
@@ -261,6 +269,100 @@ def test_flags_reproduce_the_setting() -> None:
     by_name = next(choice.config for choice in found.candidates if not isinstance(choice.config.remat.policy, str))
     given = report.format_flags(by_name, RECIPE).split()
     assert cli.override_config(RECIPE, given, "plan") == by_name
+
+
+@pytest.fixture
+def plan_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Return `plan` with the fake compiler."""
+    monkeypatch.setattr(planning, "prepare_jax", lambda: None)
+    monkeypatch.setattr(planning, "MAX_COMPILES", 1)  # starts no processes
+
+    def run_command(limit: int, *arguments: str) -> int:
+        def make_plan(config: Config, *_: object, **__: object) -> Plan:
+            return dataclasses.replace(as_estimated(config, limit=limit), collectives=())
+
+        monkeypatch.setattr(planning, "make_plan", make_plan)
+        monkeypatch.setattr(ranking, "search_settings", lambda *_: run(make_plan, limit=limit)[0])
+        given = ("--config", "10b.py", "--mesh.fsdp", "4", "--gpus-per-host", "4", *arguments)
+        monkeypatch.setattr(sys, "argv", ["plan", *given])
+        return planning.main()
+
+    return run_command
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",)])
+def test_a_step_that_does_not_fit_has_its_own_exit_code(
+    plan_command: Callable[..., int], capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    assert plan_command(LIMIT, *arguments) == 0
+    assert ("fits, spare" if not arguments else '"fits": true') in capsys.readouterr().out
+    with pytest.raises(DoesNotFit, match=r"the step does not fit: each GPU lacks [\d.]+ GiB; use settings") as refused:
+        plan_command(GIB, *arguments)
+    assert refused.value.exit_code == 6
+    assert ("DOES NOT FIT" if not arguments else '"fits": false') in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--nodes", "2"), "--nodes: no such option; did you mean --hosts?"),
+        (("--gpus=2",), "--gpus: no such option; did you mean --gpus-per-host?"),
+        (("--gpus_per_node", "2"), "--gpus-per-node: no such option; did you mean --gpus-per-host?"),
+    ],
+)
+def test_options_by_the_names_of_other_programs(
+    plan_command: Callable[..., int], arguments: tuple[str, ...], complaint: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(complaint)):
+        plan_command(LIMIT, *arguments)
+
+
+def test_the_first_line_says_that_the_gpu_was_not_given(
+    plan_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = "planned for NVIDIA H200, because --gpu is not given\n"
+    for given in ((), ("--search",)):
+        assert plan_command(LIMIT, *given) == 0
+        assert capsys.readouterr().out.startswith(first)
+    assert plan_command(LIMIT, "--gpu", "h200") == 0
+    assert first not in capsys.readouterr().out
+
+
+def test_a_small_plan_is_printed_in_mib() -> None:
+    plan = dataclasses.replace(as_estimated(RECIPE, limit=2**30), collectives=())
+    traffic = Traffic(("fsdp",), "nvlink", "all-gather", ("bf16",), 3, 3 * 2**19, 0.001, 1.0)
+    small = dataclasses.replace(plan, memory=Memory(2**19, 2**20, 0, 0, 0, 0), collectives=(traffic,))
+    lines = planning.format_plan(small).splitlines()
+    assert "memory of each GPU         MiB" in lines and "GiB" in planning.format_plan(plan)
+    numbers = {line[:20].strip(): float(line[20:31].replace(",", "")) for line in lines if line[:12] in STARTS}
+    assert numbers == {"parameters": 0.5, "gradients": 1.0, "peak": 1.5, "XLA may use": 1024.0, "fits, spare": 1022.5}
+    assert any(line.split()[-4:] == ["3", "1.500", "1.00", "100%"] for line in lines)
+
+
+STARTS = ("  parameters", "  gradients ", "  peak      ", "  XLA may us", "  fits, spar")
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        ("", "xla"),
+        ("the fastest on NVIDIA H200", "xla, the fastest on NVIDIA H200"),
+        ("by the order; run this; except cudnn (many; words)", "xla, by the order (--json has the whole reason)"),
+        ("the only one (cudnn: this; triton: that)", "xla, the only one (--json has the whole reason)"),
+    ],
+)
+def test_the_choice_of_attention_is_a_short_line(reason: str, shown: str) -> None:
+    plan = dataclasses.replace(as_estimated(RECIPE), collectives=(), attention=AttentionChoice("xla", reason))
+    assert f"\nattention: {shown}\n" in planning.format_plan(plan)
+    assert reason in planning.to_json(plan)
+
+
+def test_a_search_that_finds_nothing_has_the_same_exit_code(
+    plan_command: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "find_remedies", lambda *_: ["--hosts 2"])
+    with pytest.raises(DoesNotFit, match=r"nothing fits: .* GiB of each GPU. Cheapest next step: --hosts 2"):
+        plan_command(GIB, "--search")
 
 
 def test_json_contains_the_json_of_plans() -> None:

@@ -1,0 +1,155 @@
+"""Plan of a training step: its memory, traffic, FLOPs and speed, read off the program compiled for given GPUs."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+
+from jaxopt_llm.compiler import hlo, topology
+from jaxopt_llm.compiler.buffers import find_peak
+from jaxopt_llm.compiler.chips import CHIPS, seconds_at_peak
+from jaxopt_llm.config import Config
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
+from jaxopt_llm.kernels.attention_auto import AttentionChoice
+from jaxopt_llm.model import flops
+from jaxopt_llm.model.linear import leaves
+from jaxopt_llm.model.moe import exchange
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.planning import links
+from jaxopt_llm.planning.advice import Advice, advise, advise_less_remat
+from jaxopt_llm.planning.breakdown import break_down_step
+from jaxopt_llm.planning.checkpoint_interval import CheckpointPlan, plan_checkpoints
+from jaxopt_llm.planning.memory import KnownShapes, LiveArray, Memory, find_largest, sum_by_kind
+from jaxopt_llm.planning.search import ranking, roofline
+from jaxopt_llm.planning.search.attention_cost import resolve_attention
+from jaxopt_llm.planning.search.roofline import Cluster
+from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
+from jaxopt_llm.planning.search.workload import estimate_work
+from jaxopt_llm.planning.speed import Speed, compute_speed
+from jaxopt_llm.training.initial_weights import stores_frozen_weights
+from jaxopt_llm.training.program import make_program
+from jaxopt_llm.training.utilisation import compute_utilisation
+
+GPUS_PER_HOST = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory, traffic and FLOPs of the compiled training step of a configuration."""
+
+    gpu: str
+    hosts: int
+    gpus_per_host: int
+    jax: str
+    parameters: int
+    active_parameters: int  # parameters that a token uses
+    attention: AttentionChoice
+    exchange: str  # exchange of the experts' tokens; "" if there is none
+    compile_seconds: float
+    memory: Memory
+    largest: tuple[LiveArray, ...]  # largest arrays that are alive at the peak
+    advice: tuple[Advice, ...]  # changes that save most memory; empty if the step fits
+    less_remat: Advice | None  # change that recomputes less in the memory that is left
+    host_bytes: int  # host memory per GPU
+    pcie_bytes: int  # bytes between each GPU and its host in a step
+    host_link: str  # name of the link to the host
+    pcie_seconds: float  # pcie_bytes at the rate of the link, reads after writes
+    limit: int  # bytes of a GPU that XLA may use
+    collectives: tuple[links.Traffic, ...]
+    flops: int  # matmuls of each GPU in a step, as compiled; those in attention kernels are calculated
+    flops_seconds: float  # flops at the peak rate of the chip
+    model_flops: float  # FLOPs per GPU and step that the model needs: no recomputation, causal attention
+    repeated_flops: float  # FLOPs per GPU and step of recomputed forwards, calculated
+    speed: Speed
+    checkpoints: CheckpointPlan
+    idle: float  # share of the stages' time without a microbatch, or in a slot for a layer that holds none
+
+    @property
+    def spare(self) -> int:
+        """Bytes of a GPU that stay free; negative if the step does not fit."""
+        return self.limit - self.memory.peak
+
+
+def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
+    """Compile the training step and measure its memory, traffic and FLOPs.
+
+    Raises:
+        InputError: the mesh has another size than the GPUs, the GPU is unknown, or JAX cannot compile for GPUs.
+    """
+    devices = _describe_gpus(config, gpu, hosts, gpus_per_host)
+    chip = CHIPS[gpu]
+    mesh = make_mesh(config.mesh, devices)
+    placement = Placement(mesh, config.sharding, config.precision, config.offload)
+    program = make_program(config, placement, stores_frozen_weights(config))
+    lowered = topology.lower_without_gpu(program.step, program.state, program.batch)
+    clock = time.perf_counter()
+    peak = find_peak(lowered)
+    compile_seconds = time.perf_counter() - clock
+    text, memory = str(peak.compiled.as_text()), peak.memory
+    specs, length = program.specs, config.training.sequence_length
+    tokens = config.training.batch_size * length
+    collectives = tuple(links.sum_traffic(hlo.list_collectives(text, mesh), mesh, chip, gpus_per_host))
+    needed = flops.count_per_token(config.model, specs.masters, specs.frozen, length)
+    computed = hlo.count_dot_flops_by_dtype(text)
+    resolved, cluster = resolve_attention(config, chip.compute_capability), Cluster(gpu, hosts, gpus_per_host)
+    pcie_bytes = hlo.count_host_bytes(text)
+    work = roofline.use_compiled_figures(
+        _estimate_work(resolved, cluster), sum(computed.values()), collectives, pcie_bytes
+    )
+    mfu_per_token = compute_utilisation(config, program, placement, chip)["mfu"]
+    known = KnownShapes.from_program(program, config, placement)
+    by_kind = sum_by_kind(program, known, memory, peak.temporaries)
+    limit = int(chip.memory_bytes * float(MEMORY_FRACTION))
+    speed = compute_speed(config, chip, break_down_step(text, collectives, chip), mfu_per_token, work)
+    return Plan(
+        gpu=chip.name,
+        hosts=hosts,
+        gpus_per_host=gpus_per_host,
+        jax=jax.__version__,
+        parameters=leaves.count_parameters(program.model.specs),
+        active_parameters=flops.count_active_parameters(config.model, program.model.specs),
+        attention=program.attention,
+        exchange=exchange.describe_exchange(config.model.moe, placement),
+        compile_seconds=compile_seconds,
+        memory=by_kind,
+        largest=find_largest(program, known, peak.temporaries),
+        advice=advise(resolved, cluster, by_kind.peak - limit) if by_kind.peak > limit else (),
+        less_remat=advise_less_remat(
+            resolved, cluster, int(ranking.XLA_REMAT_SHARE * chip.memory_bytes) - by_kind.peak
+        ),
+        host_bytes=memory.host,
+        pcie_bytes=pcie_bytes,
+        host_link=chip.host_link,
+        pcie_seconds=pcie_bytes / chip.host_bytes_per_second,
+        limit=limit,
+        collectives=collectives,
+        flops=sum(computed.values()),
+        flops_seconds=seconds_at_peak(chip, computed),
+        model_flops=needed.causal * tokens / len(devices),
+        repeated_flops=work.repeated_flops,
+        speed=speed,
+        checkpoints=plan_checkpoints(config, specs, speed.step_seconds),
+        idle=work.idle,
+    )
+
+
+def _describe_gpus(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Sequence[jax.Device]:
+    """Return the GPUs to compile for. Raise InputError if the mesh has another size."""
+    devices = topology.gpu_topology(gpu, hosts, gpus_per_host)
+    if len(devices) != config.mesh.devices:
+        needed = config.mesh.devices
+        gpus = next(number for number in (gpus_per_host, *range(GPUS_PER_HOST, 0, -1)) if needed % number == 0)
+        raise InputError(
+            f"--hosts {hosts} × --gpus-per-host {gpus_per_host} are {len(devices)} GPUs, but the mesh has {needed}: "
+            f"give --hosts {needed // gpus} --gpus-per-host {gpus}, or change --mesh.*"
+        )
+    return devices
+
+
+def _estimate_work(config: Config, cluster: Cluster) -> roofline.Work:
+    state_sizes = compute_state_sizes(config)
+    assert state_sizes is not None, "`validate` rejects such a configuration"
+    return estimate_work(config, state_sizes, cluster)
