@@ -6,7 +6,6 @@ of the jaxlibs of jax 0.10.2 and 0.11.2.
 """
 
 import dataclasses
-import functools
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -65,11 +64,12 @@ def find_peak(
     with tempfile.TemporaryDirectory() as folder, topology.without_cache():  # a program from the cache dumps nothing
         compiled = compile(lowered, {"xla_dump_to": folder})
         names = "live-range", "buffer-assignment", "values"
-        list_alive = functools.partial(_list_alive_at_peak, *(_read_dump(Path(folder), name) for name in names))
+        live_ranges, assignment, values = (_read_dump(Path(folder), name) for name in names)
     workspaces = hlo.list_missing_workspaces(str(compiled.as_text()))
-    temporaries, memory = tuple(list_alive(workspaces)), hlo.read_memory(compiled)
+    temporaries = tuple(_list_alive_at_peak(live_ranges, assignment, values, workspaces))
+    memory = hlo.read_memory(compiled)
     if workspaces:
-        without = list_alive({})
+        without = _list_alive_at_peak(live_ranges, assignment, values, {})
         missing = sum(each.bytes for each in temporaries) - sum(each.bytes for each in without)
         memory = dataclasses.replace(memory, temporaries=memory.temporaries + missing)
     return Peak(compiled, memory, temporaries)

@@ -85,7 +85,7 @@ class AttentionCost:
 
     @property
     def flash(self) -> bool:
-        """Whether a kernel keeps the scores on the chip."""
+        """Return whether a kernel keeps the scores on the chip."""
         return self.implementation in KERNELS
 
     @property
