@@ -7,7 +7,7 @@ communication per GPU and step, as compiled by
 
     python -m jaxopt_llm.plan --config gpt3_175b.py --gpu h100 --hosts 12 --gpus-per-host 8
 
-are 48.7 GiB at the peak and 307.4 GiB sent. The recipe uses ZeRO-3 between hosts and tensor parallelism inside a host;
+are 49.7 GiB at the peak and 307.4 GiB sent. The recipe uses ZeRO-3 between hosts and tensor parallelism inside a host;
 the 96 heads are divisible by the 96 GPUs. All layers have dense attention; the paper alternates it with banded layers.
 
 The paper's batch is 1536 rows: --training.batch-size 1536 --training.accumulation 32. Megatron-LM's layout, which is

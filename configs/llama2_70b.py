@@ -7,7 +7,7 @@ communication per GPU and step, as compiled by
 
     python -m jaxopt_llm.plan --config llama2_70b.py --gpu h100 --hosts 16 --gpus-per-host 8
 
-are 12.8 GiB at the peak and 4,313.8 GiB sent. The step compiles in 22 s on two cores.
+are 14.2 GiB at the peak and 4,313.8 GiB sent. The step compiles in 22 s on two cores.
 
 The batch is the paper's: 1024 rows of 4096 tokens. The layout is Megatron-LM's. Between hosts it is an interleaved
 pipeline with chunks of one layer, five chunks per stage (Narayanan et al. 2021, arXiv:2104.04473). Inside each host it

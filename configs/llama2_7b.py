@@ -6,7 +6,7 @@ Hardware: 8 GPUs of 80 GB in one host. Memory and communication per GPU and step
 
     python -m jaxopt_llm.plan --config llama2_7b.py --gpu h100 --hosts 1 --gpus-per-host 8
 
-are 20.4 GiB at the peak and 43.5 GiB sent. The recipe uses ZeRO-3 with 4 rows of 4096 tokens on each GPU. The paper's
+are 28.5 GiB at the peak and 43.5 GiB sent. The recipe uses ZeRO-3 with 4 rows of 4096 tokens on each GPU. The paper's
 batch is 1024 rows: --training.batch-size 1024 --training.accumulation 32.
 """
 

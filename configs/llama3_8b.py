@@ -6,7 +6,7 @@ Hardware: 8 GPUs of 80 GB in one host. Memory and communication per GPU and step
 
     python -m jaxopt_llm.plan --config llama3_8b.py --gpu h100 --hosts 1 --gpus-per-host 8
 
-are 25.5 GiB at the peak and 50.6 GiB sent. The recipe uses ZeRO-3 with 2 rows of 8192 tokens on each GPU. The paper's
+are 34.0 GiB at the peak and 50.6 GiB sent. The recipe uses ZeRO-3 with 2 rows of 8192 tokens on each GPU. The paper's
 batch starts at 1024 rows of 4096 tokens and grows; for a larger --training.batch-size raise --training.accumulation.
 """
 

@@ -36,22 +36,21 @@ SIZED = PRETRAINING + TUNING
 # Docstrings have what jax 0.10.2 compiles. What 0.11.2 compiles otherwise: GiB at the peak, and GiB sent where that
 # differs, too.
 OTHERWISE: dict[str, tuple[float, ...]] = {
-    "llama2_7b": (20.3,),
-    "10b": (29.4,),
-    "llama3_8b": (25.9,),
-    "llama2_70b_qlora": (13.8,),
+    "llama2_7b": (28.8,),
+    "10b": (39.0,),
+    "llama3_8b": (33.3,),
+    "llama2_70b_qlora": (16.3,),
     "llama3_8b_qlora": (9.8,),
     "llama3_8b_lora": (17.0,),
     # 0.11.2 copies a layer's masters out of the stack before it casts them.
-    "llama2_70b": (13.2,),
+    "llama2_70b": (14.7,),
     # 0.10.2 holds the gradient of the last norm's input in float32, too. Of the 44 messages of a layer in a ring 0.11.2
     # sends 15 in float32, 0.10.2 14.
     "llama3_8b_128k": (72.5, 877.1),
-    "qwen3_8b_full": (27.0,),
+    "qwen3_8b_full": (31.1,),
     "mixtral_8x7b": (116.2, 183.7),
-    "gpt3_175b": (48.7,),
     "qwen3_30b_a3b": (85.7,),
-    "deepseek_v2_lite": (49.3,),
+    "deepseek_v2_lite": (50.6,),
 }
 ROUNDED = 0.051  # GiB: docstrings have a tenth
 MIXTURES = ("mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v2_lite")
@@ -156,8 +155,8 @@ ON_ONE = {"mesh.fsdp": 1, "training.accumulation": 16, "lora.rank": 16, "optimiz
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("llama3_8b_lora", 1, {}, 24, OTHERWISE["llama3_8b_lora"][0]),
-                ("llama2_70b_qlora", 2, ON_TWO, 40, 29.5),
-                ("llama2_70b_qlora", 1, ON_ONE, 48, 41.7),
+                ("llama2_70b_qlora", 2, ON_TWO, 40, 30.0),
+                ("llama2_70b_qlora", 1, ON_ONE, 48, 42.0),
             )
         ),
     ],
