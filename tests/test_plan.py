@@ -60,8 +60,10 @@ def plans() -> dict[int, Plan]:
 def test_attention_is_chosen_like_in_a_run(plans: dict[int, Plan]) -> None:
     """Check the choice without measurements: the table is measured on GPUs, and tests have none."""
     (line,) = (each for each in planning.format_plan(plans[1]).splitlines() if each.startswith("attention: "))
-    assert line.startswith("attention: xla, as there is no measurement of head_dim 128 in bfloat16")
-    assert json.loads(planning.to_json(plans[1]))["attention"]["name"] == "xla"
+    assert line.startswith(
+        "attention: cudnn, by the order for compute capability 9.0, as there is no measurement of head_dim"
+    )
+    assert json.loads(planning.to_json(plans[1]))["attention"]["name"] == "cudnn"
 
 
 def test_memory_by_kind(plans: dict[int, Plan]) -> None:
