@@ -131,6 +131,7 @@ def test_a_scale_below_its_floor_ends_the_run_with_3(tmp_path: Path) -> None:
 def test_without_a_scale_float16_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny(tmp_path / "run", precision=PrecisionConfig(compute_dtype="float16"))
     config = replace(config, model=replace(MODEL, window=128), training=replace(config.training, steps=1))
+    config = replace(config, schedule=replace(config.schedule, warmup_steps=0))
     with Preemption() as preemption:
         training_command.train(config, preemption)
     said = capsys.readouterr().err

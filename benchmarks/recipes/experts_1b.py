@@ -1,7 +1,7 @@
 """1.1B active of 3.4B parameters: `llama_1b.py` with 8 experts in each layer, 2 for a token, each half as wide as its
 MLP is. benchmarks/experts.py compares a step of it with dense models.
 
-Hardware: one GPU of 141 GB. As compiled for an H200, 68.0 GiB at the peak. It is not for learning: there is no
+Hardware: one GPU of 141 GB. As compiled for an H200, 68.1 GiB at the peak. It is not for learning: there is no
 tokenizer of 32,000 ids yet.
 """
 

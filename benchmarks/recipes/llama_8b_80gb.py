@@ -1,6 +1,6 @@
 """llama_8b.py for a GPU of 80 GB: 8.1 bytes a parameter, moments in 8 bits, and of each block its input alone is kept.
 
-Hardware: one H100. As compiled for it, 66.3 GiB at the peak, and 30% more FLOPs than the model needs.
+Hardware: one H100. As compiled for it, 66.3 GiB at the peak, and 26% more FLOPs than the model needs.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """llama_8b.py with two rows of 8192 tokens a step, over which the update and the casts of weights are spread.
 
-Hardware: one H200. As compiled, 125.3 GiB at the peak, of 129.7 that XLA may use. Without its option it would compute
+Hardware: one H200. As compiled, 125.1 GiB at the peak, of 129.7 that XLA may use. Without its option it would compute
 things again on its own, 30% more FLOPs (see compiler/xla_options.py).
 """
 
