@@ -59,7 +59,7 @@ def test_a_step_says_its_utilisation_in_both_conventions() -> None:
         "from jaxopt_llm.training import utilisation\nfrom jaxopt_llm.compiler import chips\n"
         "chips.chip_of = utilisation.chip_of = lambda kind: chips.CHIPS['h200']\n"
         "import train_step\n"
-        f"print(json.dumps(train_step.measure(time.time(), 1, ['--config', {str(path)!r}])))"
+        f"print(json.dumps(train_step.measure(time.time(), 1, '', ['--config', {str(path)!r}])))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=True
