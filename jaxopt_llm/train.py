@@ -16,6 +16,7 @@ if __name__ == "__main__" and cli.asks_for_help(sys.argv[1:]):
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxopt_llm.checkpoint import pretrained
@@ -65,10 +66,7 @@ def train(requested: Config, preemption: Preemption, processes: Processes = SING
         processes.note_checkpoint(start)
         progress.advance(start)
         if start >= steps:
-            progress.say(f"{directory} is finished at step {start}; train longer with --training.steps N")
-            started = read_started(directory)
-            if started and (changes := fields.list_changes(started.config, config)):
-                progress.say(f"no step is left to train, so these changes have no effect: {', '.join(changes)}")
+            _say_finished(directory, start, config, progress.say)
             return
         initial = open_initial_weights(config, setup.program, start, progress.say, processes)
         print_report(setup, progress.say)
@@ -102,6 +100,14 @@ def train(requested: Config, preemption: Preemption, processes: Processes = SING
                         loop.save(checkpoint_due, exits, last)
                     if stop and not last:
                         raise Preempted(step)
+
+
+def _say_finished(directory: Path, step: int, config: Config, say: Callable[[str], None]) -> None:
+    """Say that a run is finished, and which requested changes have no effect."""
+    say(f"{directory} is finished at step {step}; train longer with --training.steps N")
+    started = read_started(directory)
+    if started and (changes := fields.list_changes(started.config, config)):
+        say(f"no step is left to train, so these changes have no effect: {', '.join(changes)}")
 
 
 def main() -> int:

@@ -122,6 +122,18 @@ def on_h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
     return run
 
 
+def test_only_the_named_parts_run_in_the_given_time(
+    on_h200: Callable[..., tuple[int, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [part("first", "report({})", 2), part("second", "report({})"), part("long", "", seconds=10_000)]
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--only", "first", "long", "--seconds", "600"])
+    code, results = on_h200(*parts)
+    assert code == 6 and results["not_measured"] == ["long"]
+    assert {name: each["status"] for name, each in results["parts"].items()} == {"first": "passed", "long": "skipped"}
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "0"])
+    assert on_h200(*parts)[1]["not_measured"] == ["first", "long"]
+
+
 def test_a_part_that_is_stopped_says_what_it_knows(
     on_h200: Callable[..., tuple[int, dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

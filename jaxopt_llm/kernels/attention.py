@@ -116,8 +116,7 @@ def attention(
         The output [B, S, H, V] in q's dtype; 0 for a query that sees nothing.
 
     Raises:
-        ValueError: Shapes, dtypes or numbers do not match, there is a window without causal, or the implementation does
-            not exist or does not support the call.
+        ValueError: Shapes, dtypes or numbers do not match, or the implementation does not support the call.
     """
     _check_call(q, k, v, causal=causal, window=window, segment_ids=segment_ids, positions=positions)
     for name, value in (("scale", scale), ("softcap", softcap)):

@@ -122,7 +122,7 @@ class _Judge:
         if saves < self.least or (self.resumes and not same):
             return None
         price += f" ({moved / GIB:.1f} GiB of host memory for each GPU)" if moved > 0 else ""
-        # The rates of attention kernels are assumptions, so a change of the kernel counts as neither slower nor faster.
+        # Rates of attention kernels were measured on Hopper only: a change of the kernel is neither slower nor faster.
         timed = {name: value for name, value in settings.items() if name != "training.attention"}
         seconds = predict_seconds(fields.replace_fields(config, timed), self.cluster)
         slowdown = seconds / predict_seconds(config, self.cluster) - 1

@@ -82,8 +82,8 @@ class _Kernels:
                 dtype, products = counted
                 flops += 2 * products
                 efficiency = roofline.MATMUL_EFFICIENCY
-                if attends := hlo.attention_kernel(body, each):
-                    efficiency = roofline.kernel_efficiency(self.chip, *attends)
+                if implementation_and_direction := hlo.attention_kernel(body, each):
+                    efficiency = roofline.kernel_efficiency(self.chip, *implementation_and_direction)
                 seconds += roofline.seconds_of_matmuls(2 * products, self.chip, PEAK_KEYS[dtype], efficiency)
         moved = count_kernel_bytes(self.module, computation, kernel)
         total = self.sums[classify(computation, kernel, fused)]

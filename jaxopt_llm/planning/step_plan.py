@@ -80,8 +80,7 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
         InputError: the mesh has another size than the GPUs, the GPU is unknown, or JAX cannot compile for GPUs.
     """
     devices = _describe_gpus(config, gpu, hosts, gpus_per_host)
-    chip = CHIPS[gpu]
-    mesh = make_mesh(config.mesh, devices)
+    chip, mesh = CHIPS[gpu], make_mesh(config.mesh, devices)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
     program = make_program(config, placement, stores_frozen_weights(config))
     lowered = topology.lower_without_gpu(program.step, program.state, program.batch)
