@@ -50,10 +50,12 @@ CASES = (
     Case("8b pallas", LLAMA_8B, "h200", 1, 1, {"training.attention": "pallas"}),
     Case("8b cudnn", LLAMA_8B, "h200", 1, 1, {"training.attention": "cudnn"}),
     Case("8b lora", LLAMA_8B_LORA, "h200", 1, 1),
-    Case("8b fsdp 8", "llama3_8b.py", "h100", changes={"training.attention": "pallas"}),
-    Case("10b fsdp 8", "10b.py", "h100", changes={"training.attention": "pallas"}),
-    Case("mixtral", "mixtral_8x7b.py", "h200", changes={"training.attention": "pallas"}),
-    Case("70b", "llama2_70b.py", "h100", 16, changes={"training.attention": "pallas"}),
+    Case("8b 80gb", str(HERE / "recipes" / "llama_8b_80gb.py"), "h100", 1, 1),
+    Case("1b", str(HERE / "recipes" / "llama_1b.py"), "h200", 1, 1),
+    Case("8b fsdp 8", "llama3_8b.py", "h100", changes={"training.attention": "cudnn", "data.documents_per_row": 1}),
+    Case("10b fsdp 8", "10b.py", "h100", changes={"training.attention": "cudnn", "data.documents_per_row": 1}),
+    Case("mixtral", "mixtral_8x7b.py", "h200", changes={"training.attention": "cudnn", "data.documents_per_row": 1}),
+    Case("70b", "llama2_70b.py", "h100", 16, changes={"training.attention": "cudnn", "data.documents_per_row": 1}),
 )
 # Columns of the table and the parts that they add up. All other parts are transfers.
 PARTS = {

@@ -61,8 +61,10 @@ def measure(started: float, steps: int, profile: str, arguments: list[str]) -> d
     from jaxopt_llm.model.linear import leaves
     from jaxopt_llm.parallel.mesh import make_mesh
     from jaxopt_llm.parallel.placement import Placement
+    from jaxopt_llm.planning.run_programs import list_run_candidates
+    from jaxopt_llm.planning.settings_choice import choose_settings
     from jaxopt_llm.training import state as training_state
-    from jaxopt_llm.training.program import make_program
+    from jaxopt_llm.training.program import Program, make_program
     from jaxopt_llm.training.utilisation import utilisation_per_token
     from jaxopt_llm.training.validation import validate
 
@@ -70,11 +72,17 @@ def measure(started: float, steps: int, profile: str, arguments: list[str]) -> d
     validate(config)
     runtime.configure_jax(config.mesh.devices, cache=True)
     placement = Placement(make_mesh(config.mesh), config.sharding, config.precision, config.offload)
-    program = make_program(config, placement)
-    lowering = time.time()
-    compiled = program.step.lower(program.state, program.batch).compile()
-    compile_seconds = time.time() - lowering
-    device, memory = jax.devices()[0], hlo.read_memory(compiled)
+
+    def compile_with(config: Any) -> tuple[Program, jax.stages.Compiled]:
+        program = make_program(config, placement)
+        return program, program.step.lower(program.state, program.batch).compile()
+
+    device, lowering = jax.devices()[0], time.time()
+    choice = choose_settings(
+        list_run_candidates(config, device), compile_with, lambda compiled: hlo.read_memory(compiled[1]).peak
+    )
+    config, (program, compiled) = choice.config, choice.compiled
+    compile_seconds, memory = time.time() - lowering, hlo.read_memory(compiled)
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is not None and memory.peak > limit:
         return {"unavailable": f"needs {memory.peak / 2**30:.1f} GiB, {device.device_kind} has {limit / 2**30:.1f}"}
@@ -149,7 +157,7 @@ def settings(config: Any) -> dict[str, Any]:
         *("training.batch_size", "training.sequence_length", "training.accumulation", "training.attention"),
         *("precision.matmul", "precision.reduce_dtype", "optimizer.state_dtype", "optimizer.in_backward"),
         *("remat.policy", "remat.every", "remat.offload", "offload.optimizer", "offload.parameters", "lora.rank"),
-        "xla.options",
+        *("training.unroll", "training.loss_chunk", "xla.own_remat", "xla.options"),
     )
     return {name: fields.get_field(config, name) for name in names}
 

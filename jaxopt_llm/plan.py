@@ -77,6 +77,7 @@ from jaxopt_llm.planning.memory import GIB, choose_unit, format_kinds, format_la
 from jaxopt_llm.planning.search import decision_tree, ranking, recipe, report
 from jaxopt_llm.planning.search.remedies import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster
+from jaxopt_llm.planning.settings_choice import format_choices, list_candidates
 from jaxopt_llm.planning.speed import format_speed
 from jaxopt_llm.planning.step_plan import GPUS_PER_HOST, Plan, make_plan
 from jaxopt_llm.training.validation import validate
@@ -97,6 +98,7 @@ def format_plan(plan: Plan) -> str:
         f"{_make_heading(plan)}; compiled in {plan.compile_seconds:.1f} s with jax {plan.jax}",
         f"attention: {_format_attention(plan.attention)}",
         *([f"experts' tokens: {plan.exchange}"] if plan.exchange else []),
+        *([f"chosen: {format_choices(plan.chosen)}"] if plan.chosen else []),
         "",
         *format_kinds(plan.memory),
         f"  {'XLA may use':18} {plan.limit / unit:9,.{digits}f}   {float(MEMORY_FRACTION):.0%} of the GPU's",
@@ -237,6 +239,7 @@ def _search(config: Config, options: argparse.Namespace) -> int:
     topology.gpu_topology(gpu, hosts, gpus_per_host)  # raises an error now, before the search
     cluster, allowed = Cluster(gpu, hosts, gpus_per_host), tuple(dict.fromkeys(options.allow))
     limit = int(cluster.chip.memory_bytes * float(MEMORY_FRACTION))
+    config = _with_policy(config, cluster, limit)
     clock, compiles = time.perf_counter(), min(os.cpu_count() or 1, MAX_COMPILES, ranking.MAX_COMPILED)
     plan_config = functools.partial(make_plan, gpu=gpu, hosts=hosts, gpus_per_host=gpus_per_host)
     spawn, line = multiprocessing.get_context("spawn"), CompileLine(ranking.MAX_COMPILED)
@@ -267,6 +270,12 @@ def _search(config: Config, options: argparse.Namespace) -> int:
                 )
             )
     return 0
+
+
+def _with_policy(config: Config, cluster: Cluster, limit: int) -> Config:
+    """Return the recipe with the policy that `auto` means by arithmetic: the search tries all policies."""
+    likely = list_candidates(config, cluster, limit)[0].config
+    return dataclasses.replace(config, remat=likely.remat)
 
 
 def _print_search(found: ranking.SearchResult, seconds: float, steps: list[str], options: argparse.Namespace) -> None:

@@ -30,10 +30,11 @@ from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.observe.progress import ProgressLine
 from jaxopt_llm.planning.memory import write_memory
 from jaxopt_llm.planning.oom import OomExplainer
-from jaxopt_llm.training.compile import compile_programs, lower_programs
+from jaxopt_llm.planning.run_programs import compile_fitting
 from jaxopt_llm.training.initial_weights import open_initial_weights
 from jaxopt_llm.training.loop import Loop
-from jaxopt_llm.training.setup import check_inputs, prepare_run, read_started
+from jaxopt_llm.training.setup import check_inputs, prepare_run
+from jaxopt_llm.training.started import read_started
 from jaxopt_llm.training.startup_report import print_report
 from jaxopt_llm.training.validation import validate
 
@@ -72,11 +73,9 @@ def train(requested: Config, preemption: Preemption, processes: Processes = SING
         print_report(setup, progress.say)
 
         clock = time.perf_counter()
-        lowered = lower_programs(setup)
-        explainer = OomExplainer(config, setup.program, setup.placement, checkpoints)
-        with explainer.explain_oom(lambda: "compiling", lowered.step):
-            programs = compile_programs(setup, lowered)
+        setup, lowered, programs = compile_fitting(setup, checkpoints, progress.say)
         progress.say(f"compiled in {time.perf_counter() - clock:.1f} s; {programs}")
+        explainer = OomExplainer(setup.config, setup.program, setup.placement, checkpoints)
         explainer.check_fits(
             {"the step": (lowered.step, programs.step), "an evaluation": (lowered.held_out, programs.held_out)}
         )

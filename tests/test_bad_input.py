@@ -28,8 +28,9 @@ CASES = {
     "not a policy, and the policies in order": (
         ["--remat.policy", "all"],
         [
-            "--remat.policy all: must be one of 'none', 'full', 'dots', 'save_attention', 'save_qkv', or values, each "
-            "one of 'block_input', 'attention_input', 'query_latent', 'latent', 'rotary_key', 'query', 'key', 'value'"
+            "--remat.policy all: must be one of 'auto', 'none', 'full', 'dots', 'save_attention', 'save_qkv', or "
+            "values, each one of 'block_input', 'attention_input', 'query_latent', 'latent', 'rotary_key', 'query', "
+            "'key', 'value'"
         ],
     ),
     "not a choice": (["--sharding.zero-stage", "5"], ["zero-stage", "5"]),

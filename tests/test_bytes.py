@@ -42,7 +42,7 @@ from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.offload import NO_OFFLOAD
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import master_sharding
-from jaxopt_llm.planning import advice, breakdown
+from jaxopt_llm.planning import advice, breakdown, prediction
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.training import update
 from jaxopt_llm.training.optimizer import make_optimizer
@@ -518,7 +518,7 @@ CONFIG = Config(
 def test_the_savings_of_stages_are_foretold() -> None:
     stages = [(replace(CONFIG, sharding=ShardingConfig(stage)), compiled(8, FSDP, stage)) for stage in (0, 1, 2, 3)]
     for (before, wide), (after, narrow) in itertools.combinations(stages, 2):
-        foretold = advice.predict_footprint(before).peak - advice.predict_footprint(after).peak
+        foretold = prediction.predict_footprint(before).peak - prediction.predict_footprint(after).peak
         assert foretold == pytest.approx(wide.memory.peak - narrow.memory.peak, rel=0.2), (before, after)
 
 

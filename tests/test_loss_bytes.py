@@ -23,7 +23,7 @@ from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import parameter_sharding
 
 TOKENS, VOCABULARY, WIDTH = 16_384, 128_000, 4096
-CHUNK = TrainingConfig().loss_chunk
+CHUNK = TrainingConfig().logit_tokens
 TABLE, ACTIVATION = VOCABULARY * WIDTH, TOKENS * WIDTH
 ONE, TENSOR, FSDP = MeshConfig(), MeshConfig(tensor=8), MeshConfig(fsdp=8)
 

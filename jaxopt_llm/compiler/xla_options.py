@@ -12,11 +12,6 @@ in which all but 1% of the gathered and reduced bytes overlap with other kernels
 - Several collectives at a time without a ring: 0.2 GiB more memory.
 Two options cannot be judged from a compiled program, only on a GPU: command buffers, which are on by default, and the
 choice between Triton and cuBLAS, which XLA makes by timing.
-
-An option for users: xla_gpu_memory_limit_slop_factor=150. If a program needs 79% of a GPU's memory or more, XLA adds
-rematerialization of its own, which may save nothing (8B, two rows of 8192 tokens on one H200, remat none: 1168 TFLOP
-instead of 896, with a peak of 125.3 GiB in both cases). With this option XLA does not add it, and no longer reduces
-programs that do not fit.
 """
 
 from collections.abc import Mapping
@@ -74,6 +69,11 @@ NO_TRITON_MATMULS: Options = {"xla_gpu_enable_triton_gemm": False}
 NO_DYNAMIC_SLICE_FUSION: Options = (
     {"xla_gpu_enable_dynamic_slice_fusion": False} if jax.__version_info__ >= (0, 11) else {}
 )
+# If a program needs 79% of a GPU's memory or more, XLA adds rematerialization of its own, which may save nothing (8B,
+# two rows of 8192 tokens on one H200, remat none: 1168 TFLOP instead of 896, with a peak of 125.3 GiB in both cases),
+# and schedules collectives for less memory. With this option it does neither, and no longer reduces programs that do
+# not fit. Programs that need less are the same with and without it.
+NO_OWN_REMAT: Options = {"xla_gpu_memory_limit_slop_factor": 150}
 # On CPUs, the pass that widens 16-bit sums over devices aborts in a region that is manual over `pipeline` only.
 NO_WIDER_SUMS: Options = {DISABLE_PASSES: "all-reduce-promotion"}
 
@@ -89,13 +89,19 @@ def compiler_options(
     Args:
         microbatches: number of microbatches in a step.
         matmul: value of precision.matmul.
-        user: options of the user, which override those of this module. Passes that the user disables are disabled in
-            addition to WRONG_PASSES, which would compute wrong results.
+        user: settings of `xla`. Its options override those of this module. Passes that the user disables are
+            disabled in addition to WRONG_PASSES, which would compute wrong results.
     """
     ours, theirs = _default_options(mesh, microbatches, matmul), user.parse_options()
+    if user.own_remat == "off" and _is_gpu(mesh):
+        ours = ours | NO_OWN_REMAT
     if DISABLE_PASSES in ours and DISABLE_PASSES in theirs:
         theirs[DISABLE_PASSES] = f"{ours[DISABLE_PASSES]},{theirs[DISABLE_PASSES]}"
     return ours | theirs
+
+
+def _is_gpu(mesh: Mesh | AbstractMesh) -> bool:
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != "cpu"
 
 
 def _default_options(mesh: Mesh | AbstractMesh, microbatches: int, matmul: Matmul) -> Options:

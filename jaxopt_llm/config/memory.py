@@ -23,16 +23,19 @@ Intermediate = Literal[
 ]
 
 
-Policy = Literal["none", "full", "dots", "save_attention", "save_qkv"]
+Policy = Literal["auto", "none", "full", "dots", "save_attention", "save_qkv"]
 
 
 @dataclass(frozen=True)
 class RematConfig:
-    policy: Policy | tuple[Intermediate, ...] = setting("full", in_backward="full")
+    policy: Policy | tuple[Intermediate, ...] = setting("auto", in_backward="full")
     """Activations of each block that are kept for the backward pass in addition to the block's input; the others are
     recomputed (activation checkpointing). none: keep all except elementwise results; dots: keep all products with
     weights, but not attention; save_qkv: keep queries, keys, values and the result of attention; save_attention: keep
-    only the result of attention; full: keep nothing; or a list of names of `Intermediate` (config/memory.py)."""
+    only the result of attention; full: keep nothing; or a list of names of `Intermediate` (config/memory.py). auto: the
+    policy that recomputes least of those with which the compiled step leaves 5% of the memory free; full with
+    remat.every, remat.offload or optimizer.in_backward. The start of the run resolves it in config.json, and a resumed
+    run keeps it on the same GPUs."""
     every: int = setting(1, in_backward=1, bounds=AT_LEAST_ONE)
     """Number of consecutive layers that the backward pass recomputes together from the input of the first one; the
     forward pass keeps nothing of the layers in between (Megatron-LM: recompute-method uniform). During this

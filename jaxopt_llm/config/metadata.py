@@ -35,6 +35,7 @@ class Bounds:
         return " and ".join(f"{text} {bound:,}" for text, bound in parts if bound is not None)
 
 
+AUTO = "auto"  # a value that the start of a run resolves
 AT_LEAST_ONE = Bounds(minimum=1)
 NON_NEGATIVE = Bounds(minimum=0)
 POSITIVE = Bounds(above=0)
@@ -81,7 +82,7 @@ def find_out_of_range(name: str, section: Any) -> list[str]:
     """List the settings of a section that are outside their bounds. name: dotted name of the section."""
     found = []
     for field in dataclasses.fields(section):
-        bounds = Metadata(**field.metadata).bounds
-        if bounds and not bounds.include(getattr(section, field.name)):
-            found.append(f"{name}.{field.name}={getattr(section, field.name)}: must be {bounds}")
+        bounds, value = Metadata(**field.metadata).bounds, getattr(section, field.name)
+        if bounds and value != AUTO and not bounds.include(value):
+            found.append(f"{name}.{field.name}={value}: must be {bounds}")
     return found

@@ -1,11 +1,12 @@
 """Configuration of a run, composed of the sections of this package."""
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from jaxopt_llm.config.checkpoint import CheckpointConfig
 from jaxopt_llm.config.data import DataConfig
 from jaxopt_llm.config.memory import OffloadConfig, RematConfig
-from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, find_out_of_range, section, setting
+from jaxopt_llm.config.metadata import AT_LEAST_ONE, AUTO, NON_NEGATIVE, find_out_of_range, section, setting
 from jaxopt_llm.config.model import ModelConfig
 from jaxopt_llm.config.parallel import DistributedConfig, MeshConfig, PipelineConfig, ShardingConfig
 from jaxopt_llm.config.precision import PrecisionConfig
@@ -40,6 +41,10 @@ class XlaConfig:
     """XLA compiler options for the training step and the held-out loss, each NAME=VALUE, such as
     xla_gpu_autotune_level=0. They override and extend the defaults in compiler/xla_options.py. Names are those of the
     installed jaxlib."""
+    own_remat: Literal["auto", "on", "off"] = "auto"
+    """Rematerialisation that XLA adds on its own to a program that needs more than about 79% of a GPU's memory. It
+    computes again what remat.policy keeps, and may save nothing. off: sets xla_gpu_memory_limit_slop_factor=150. auto:
+    off, or on if only then the step fits. Resolved like remat.policy."""
 
     def problems(self) -> list[str]:
         form = "must be NAME=VALUE with a NAME that begins with xla_"
@@ -102,6 +107,20 @@ class Config:
     logging: LoggingConfig = section(LoggingConfig, resume="freely")
     profile: ProfileConfig = section(ProfileConfig, resume="freely")
 
+    def unroll_problems(self) -> list[str]:
+        """List the settings with which the layers cannot be unrolled: `training.unroll`."""
+        remat, exempt = self.remat, self.precision.compute_dtype_layers
+        loops = {
+            f"remat.policy={remat.policy}": remat.policy not in (AUTO, "none"),
+            f"remat.every={remat.every}": remat.every > 1,
+            f"remat.offload={' '.join(remat.offload)}": bool(remat.offload),
+            "offload.parameters=True": self.offload.parameters,
+            "optimizer.in_backward=True": self.optimizer.in_backward,
+            f"mesh.pipeline={self.mesh.pipeline}": self.mesh.pipeline > 1,
+            f"precision.compute_dtype_layers={exempt}": exempt > 0,
+        }
+        return [name for name, applies in loops.items() if applies]
+
     def problems(self) -> list[str]:
         """List the errors in each section, and those between sections that need neither the model nor JAX to check."""
         sections = [getattr(self, field.name) for field in fields(self) if field.name != "pipeline"]
@@ -117,6 +136,8 @@ class Config:
         start, steps = self.profile.start_step, self.training.steps
         if start > steps > 0:
             found.append(f"profile.start_step={start}: must be at most training.steps={steps}")
+        if self.training.unroll == "all" and (loops := self.unroll_problems()):
+            found.append(f"training.unroll=all does not support {', '.join(loops)}: set --training.unroll none")
         model, length = self.model, self.training.sequence_length
         if model.positions == "learned" and length > model.max_positions:
             remedy = f"set --model.max-positions to at least {length}"

@@ -9,6 +9,9 @@ from typing import Literal
 from jaxopt_llm.config import groups
 from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, SHARE, Bounds, find_out_of_range, setting
 
+Unroll = Literal["auto", "all", "none"]
+MIN_LOSS_CHUNK = 1024  # tokens of training.loss_chunk=auto
+
 
 @dataclass(frozen=True)
 class TrainingConfig:
@@ -25,9 +28,15 @@ class TrainingConfig:
     accumulation: int = setting(1, resume="freely", in_backward=1, bounds=AT_LEAST_ONE)
     """Microbatches per step, each of batch_size / accumulation sequences (gradient accumulation; DeepSpeed and Hugging
     Face: gradient_accumulation_steps)."""
-    loss_chunk: int = setting(1024, resume="freely", bounds=NON_NEGATIVE)
-    """Tokens of each device whose logits exist at the same time (chunked cross-entropy). 0 = all tokens of the
-    microbatch."""
+    loss_chunk: int | Literal["auto"] = setting("auto", resume="freely", bounds=NON_NEGATIVE)
+    """Tokens of each device whose logits exist at the same time (chunked cross-entropy). Larger chunks read the head's
+    weights less often. 0 = all tokens of the microbatch. auto: on GPUs the largest power of two, from 1024 to 8192,
+    that does not raise the peak of memory; 1024 on CPUs. Resolved like remat.policy."""
+    unroll: Unroll = setting("auto", resume="freely")
+    """Unrolling of the loop over the layers. none: one loop, which copies what the backward needs into stacks and back.
+    all: no loop and no stacks, at the price of a longer compilation and more memory; requires remat.policy none and one
+    stage. auto: all on a single GPU if the memory suffices and the run is longer than 10 minutes, otherwise none.
+    Resolved like remat.policy."""
     attention: Literal["auto", "xla", "cudnn", "pallas", "triton"] = setting(
         "auto",
         resume="freely",
@@ -58,6 +67,11 @@ class TrainingConfig:
     skip_limit: int = setting(10, resume="freely", in_backward=1, bounds=AT_LEAST_ONE)
     """Number of consecutive skipped steps that end the run, with exit code 3. Overflows under loss scaling do not
     count."""
+
+    @property
+    def logit_tokens(self) -> int:
+        """Tokens of `loss_chunk`, and of the smallest chunk while it is not resolved."""
+        return MIN_LOSS_CHUNK if isinstance(self.loss_chunk, str) else self.loss_chunk
 
     def problems(self) -> list[str]:
         found = find_out_of_range("training", self)

@@ -17,6 +17,7 @@ SAVED_BY_POLICY: dict[str, tuple[Intermediate, ...]] = {
     "save_qkv": (*QKV, "attention"),
     "save_attention": ("attention",),
     "full": (),
+    "auto": (),  # until a policy is chosen (planning/settings_choice.py)
 }
 
 checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)  # XLA merges no recomputation within a scan

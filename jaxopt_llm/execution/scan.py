@@ -24,9 +24,10 @@ from jaxopt_llm.parallel.sequence import uses_zigzag
 from jaxopt_llm.parallel.zero import inside_gradient_group
 
 
-def make_executor(remat: RematConfig) -> Executor:
+def make_executor(remat: RematConfig, unrolled: bool = False) -> Executor:
+    """Return the executor. unrolled: without loops over the layers; the loss alone always has them."""
     return Executor(
-        loss_and_gradients=functools.partial(loss_and_gradients, remat=remat),
+        loss_and_gradients=functools.partial(loss_and_gradients, remat=remat, unrolled=unrolled),
         loss=functools.partial(loss, remat=remat),
     )
 
@@ -39,6 +40,7 @@ def loss_and_gradients(
     loss_weight: jax.Array,
     placement: Placement,
     remat: RematConfig,
+    unrolled: bool = False,
 ) -> tuple[jax.Array, jax.Array, Auxiliary, Params]:
     """Return loss, number of tokens, auxiliary sums and gradients; see executor.py."""
     inside = inside_gradient_group(placement)
@@ -46,7 +48,9 @@ def loss_and_gradients(
     params = tree.merge(trainable, frozen)
 
     def objective(perturbations: Params, microbatch: Batch) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
-        value, loss, auxiliary = microbatch_loss(model, params, microbatch, loss_weight, inside, remat, perturbations)
+        value, loss, auxiliary = microbatch_loss(
+            model, params, microbatch, loss_weight, inside, remat, perturbations, unrolled
+        )
         return value + loss_weight * auxiliary.loss, (loss, auxiliary)
 
     def one_microbatch(microbatch: Batch) -> Sums:  # fields [B / G, S]
@@ -86,6 +90,7 @@ def microbatch_loss(
     placement: Placement,
     remat: RematConfig,
     perturbations: Params | None = None,
+    unrolled: bool = False,
 ) -> tuple[jax.Array, jax.Array, Auxiliary]:
     """Return the head's objective and loss and the auxiliary sums of one microbatch, fields [B, S].
 
@@ -98,7 +103,7 @@ def microbatch_loss(
     context = model.make_context(batch, placement)
     non_layer = attach_non_layer(model.specs, params, perturbations, placement)
     x = model.embed(non_layer, batch.tokens, context)
-    x, _, auxiliary = run_segments(model, model_segments(model), params, perturbations, x, context, remat)
+    x, _, auxiliary = run_segments(model, model_segments(model, unrolled), params, perturbations, x, context, remat)
     return *model.loss(non_layer, x, batch, context, loss_weight), auxiliary
 
 

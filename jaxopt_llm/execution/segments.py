@@ -47,6 +47,8 @@ class LocalSegment:
     per_layer: constants that are scanned with the weights, each [R, period, ...].
     occupied: bool [R], False for an empty slot, which returns its input; None if no slot is empty.
     rows: int [R], the rows of these periods in weights that also hold others; None if the weights hold no others.
+    unrolled: run the periods without a loop. The backward then reads what the forward kept where it was written, while
+        a loop copies it into stacks and back.
     """
 
     kinds: tuple[Kind, ...]
@@ -54,6 +56,7 @@ class LocalSegment:
     per_layer: Mapping[str, Any]
     occupied: jax.Array | None = None
     rows: jax.Array | None = None
+    unrolled: bool = False
 
     @property
     def periods(self) -> int:
@@ -113,7 +116,7 @@ def _run_segment(
         return layer_groups.scan_spans(
             lambda quantised: runner(weights, quantised).scan_body, spans, carry, perturbations, others
         )
-    return jax.lax.scan(scan_body, carry, scanned)[0]
+    return jax.lax.scan(scan_body, carry, scanned, unroll=segment.periods if segment.unrolled else 1)[0]
 
 
 def _precision_spans(model: Model, segment: LocalSegment, context: Context) -> list[PrecisionSpan]:
@@ -206,10 +209,10 @@ class PeriodRunner:
         return run
 
 
-def model_segments(model: Model) -> dict[str, LocalSegment]:
+def model_segments(model: Model, unrolled: bool = False) -> dict[str, LocalSegment]:
     """Return all segments of a model, by their names in its parameters."""
     return {
-        name: LocalSegment(segment.kinds, model.specs[name], segment.per_layer)
+        name: LocalSegment(segment.kinds, model.specs[name], segment.per_layer, unrolled=unrolled)
         for name, segment in name_segments(model).items()
     }
 

@@ -310,7 +310,7 @@ def restore_run(
     """
     precision = precision or config.precision.for_evaluation()
     products = choose_local_grouped_matmul(precision)
-    decoder = Decoder(config.model, config.training.loss_chunk, attention=attention, grouped_matmul=products)
+    decoder = Decoder(config.model, config.training.logit_tokens, attention=attention, grouped_matmul=products)
     model, trained, frozen = lora.adapt_model(decoder, config.lora, config.precision, config.training.trainable)
     base = None
     if frozen_as == "absent":

@@ -1,23 +1,22 @@
 """Settings that make a step smaller, their predicted saving and their price. Arithmetic only: nothing is compiled."""
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxopt_llm.config import Config, MeshConfig, fields
+from jaxopt_llm.config import Config, MeshConfig, RematConfig, fields
+from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.kernels.attention import KERNELS, find_unsupported
 from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.planning.memory import GIB
+from jaxopt_llm.planning.prediction import predict_footprint, predict_seconds
 from jaxopt_llm.planning.search.attention_cost import describe_attention
-from jaxopt_llm.planning.search.footprint import Footprint, compute_footprint
+from jaxopt_llm.planning.search.footprint import Footprint
 from jaxopt_llm.planning.search.ranking import is_valid
-from jaxopt_llm.planning.search.roofline import Cluster, compute_step_time
+from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.setting_space import MIN_CONTEXT_TOKENS, list_divisors, list_narrower
-from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
-from jaxopt_llm.planning.search.workload import estimate_work
 
 Settings = dict[str, Any]  # values by field, for example {"sharding.zero_stage": 3}
 Option = tuple[Settings, str]  # settings and their price in words
@@ -204,33 +203,17 @@ def advise_less_remat(config: Config, cluster: Cluster, room: int) -> Advice | N
     if remat.offload or not isinstance(remat.policy, str):
         return None
     before, seconds = predict_footprint(config).peak, predict_seconds(config, cluster)
-    found = []
-    for policy in (name for name, extra in POLICIES.items() if extra < POLICIES[remat.policy]):
+    found, current = [], _count_extra(remat)
+    for policy in (name for name, extra in POLICIES.items() if extra < current):
         settings: Settings = {"remat.policy": policy} | ({"remat.every": 1} if remat.every > 1 else {})
         changed = apply_settings(config, settings)
         if changed is None or (needs := round(predict_footprint(changed).peak - before)) > room:
             continue
         slowdown = predict_seconds(changed, cluster) / seconds - 1
         if slowdown < -MIN_GAIN:
-            price = f"about {POLICIES[remat.policy] - POLICIES[policy]}% fewer FLOPs"
+            price = f"about {current - POLICIES[policy]}% fewer FLOPs"
             found.append(Advice(settings, -needs, slowdown, price, fits=True, same=True))
     return min(found, key=lambda advice: advice.slowdown, default=None)
-
-
-@functools.cache
-def predict_footprint(config: Config) -> Footprint:
-    """Return the memory of a step by arithmetic."""
-    state = compute_state_sizes(config)
-    assert state is not None, "`validate` refuses such moments"
-    return compute_footprint(config, state)
-
-
-@functools.cache
-def predict_seconds(config: Config, cluster: Cluster) -> float:
-    """Return the time of a step by the arithmetic with which `plan --search` ranks settings."""
-    state = compute_state_sizes(config)
-    assert state is not None, "`validate` refuses such moments"
-    return compute_step_time(estimate_work(config, state, cluster), cluster.chip, config.precision.compute_dtype).total
 
 
 def apply_settings(config: Config, settings: Settings) -> Config | None:
@@ -283,21 +266,29 @@ def _list_series(config: Config, simulated: bool) -> Iterator[list[Option]]:
     yield from _lora(config)
 
 
+def _count_extra(remat: RematConfig) -> int:
+    """Return the FLOPs of a policy beyond those of `none` in percent. An unresolved policy counts as full."""
+    return POLICIES["full" if remat.policy == AUTO else str(remat.policy)]
+
+
 def _remat(config: Config) -> Iterator[list[Option]]:
-    remat = config.remat
+    remat, loop = config.remat, {}
+    if config.training.unroll == "all":
+        loop = {"training.unroll": "none"}
+        yield [(loop, "a loop over the layers copies their activations into stacks and back")]
     if not remat.offload and remat.every == 1:
         if isinstance(remat.policy, str):
-            current = POLICIES[remat.policy]
+            current = _count_extra(remat)
             more = {policy: extra - current for policy, extra in POLICIES.items() if extra > current}
-            yield [({"remat.policy": policy}, f"about {extra}% more FLOPs") for policy, extra in more.items()]
+            yield [({"remat.policy": policy} | loop, f"about {extra}% more FLOPs") for policy, extra in more.items()]
         else:
             yield [({"remat.policy": "full"}, "the intermediates that the policy names are computed again")]
-    if not remat.offload and remat.policy == "full":
+    if not remat.offload and remat.policy in (AUTO, "full"):
         groups = range(remat.every + 1, config.model.layers)
         yield [({"remat.every": every}, "the blocks' forward runs three times") for every in groups]
     if "block_input" not in remat.offload:
         offloaded = (*remat.offload, "block_input")
-        yield [({"remat.offload": offloaded}, "each layer's input goes to the host and back over PCIe")]
+        yield [({"remat.offload": offloaded} | loop, "each layer's input goes to the host and back over PCIe")]
 
 
 def _batch(config: Config) -> Iterator[list[Option]]:
@@ -305,7 +296,7 @@ def _batch(config: Config) -> Iterator[list[Option]]:
     yield [
         ({"training.loss_chunk": chunk}, "a slower head, if its matmuls become small")
         for chunk in (4096, 2048, 1024, 512, 256)
-        if chunk < (training.loss_chunk or 8192)
+        if chunk < (training.logit_tokens or 8192)
     ]
     price = "smaller matmuls" + {
         2: ", and gradients are reduced for each microbatch",

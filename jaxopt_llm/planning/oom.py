@@ -16,19 +16,17 @@ from jax.errors import JaxRuntimeError
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.compiler.buffers import find_peak
-from jaxopt_llm.compiler.chips import CHIPS, chip_of
 from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import InputError, OutOfMemory
 from jaxopt_llm.kernels.attention import get_compute_capability
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning.advice import advise, format_advice
 from jaxopt_llm.planning.memory import GIB, KnownShapes, find_largest, format_kinds, format_largest, sum_by_kind
+from jaxopt_llm.planning.prediction import describe_cluster
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
-from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.training.program import Program
 
 EXHAUSTED = "RESOURCE_EXHAUSTED"  # prefix of XLA's error
-STAND_IN = "h100"  # GPU by whose rates the advice of a simulated run is ordered
 DEFAULT_LACKING = GIB  # bytes that are assumed to be lacking if XLA's error does not say how many
 # Two forms of XLA's error: for a single buffer, and for all buffers of a program.
 _REQUESTED = re.compile(r"to allocate (?:request for )?([\d.]+) ?(bytes|[KMGT]iB)")
@@ -101,7 +99,7 @@ class OomExplainer:
             message += f"; the run can resume from checkpoint {newest} in {self.checkpoints.directory}"
         simulated = jax.default_backend() == "cpu"
         resolved = resolve_attention(self.config, get_compute_capability(jax.devices()[0]))
-        advice = advise(resolved, _describe_cluster(), lacking, newest is not None, simulated)
+        advice = advise(resolved, describe_cluster(), lacking, newest is not None, simulated)
         return OutOfMemory(message, (*self._list_memory(lowered), *format_advice(advice)))
 
     def _list_memory(self, lowered: jax.stages.Lowered) -> list[str]:
@@ -113,13 +111,6 @@ class OomExplainer:
         known = KnownShapes.from_program(self.program, self.config, self.placement)
         memory = sum_by_kind(self.program, known, found.memory, found.temporaries)
         return [*format_kinds(memory), *format_largest(find_largest(self.program, known, found.temporaries))]
-
-
-def _describe_cluster() -> Cluster:
-    """Return the GPUs of this run; for devices without figures, GPUs whose rates have similar proportions."""
-    local, chip = jax.local_device_count(), chip_of(jax.devices()[0].device_kind)
-    name = next((name for name, known in CHIPS.items() if known is chip), STAND_IN)
-    return Cluster(name, jax.device_count() // local, local)
 
 
 def explain_oom(action: str, remedy: str) -> contextlib.AbstractContextManager[None]:

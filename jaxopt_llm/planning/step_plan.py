@@ -1,13 +1,15 @@
 """Plan of a training step: its memory, traffic, FLOPs and speed, read off the program compiled for given GPUs."""
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
 from jaxopt_llm.compiler import hlo, topology
-from jaxopt_llm.compiler.buffers import find_peak
+from jaxopt_llm.compiler.buffers import Peak, find_peak
 from jaxopt_llm.compiler.chips import CHIPS, seconds_at_peak
 from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import InputError
@@ -23,14 +25,16 @@ from jaxopt_llm.planning.advice import Advice, advise, advise_less_remat
 from jaxopt_llm.planning.breakdown import break_down_step
 from jaxopt_llm.planning.checkpoint_interval import CheckpointPlan, plan_checkpoints
 from jaxopt_llm.planning.memory import KnownShapes, LiveArray, Memory, find_largest, sum_by_kind
-from jaxopt_llm.planning.search import ranking, roofline
+from jaxopt_llm.planning.search import roofline
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
+from jaxopt_llm.planning.search.ranking import FREE
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
 from jaxopt_llm.planning.search.workload import estimate_work
+from jaxopt_llm.planning.settings_choice import choose_settings, list_candidates, list_choices
 from jaxopt_llm.planning.speed import Speed, compute_speed
 from jaxopt_llm.training.initial_weights import stores_frozen_weights
-from jaxopt_llm.training.program import make_program
+from jaxopt_llm.training.program import Program, make_program
 from jaxopt_llm.training.utilisation import compute_utilisation
 
 GPUS_PER_HOST = 8
@@ -48,6 +52,7 @@ class Plan:
     active_parameters: int  # parameters that a token uses
     attention: AttentionChoice
     exchange: str  # exchange of the experts' tokens; "" if there is none
+    chosen: dict[str, Any]  # values of the settings that the configuration leaves open
     compile_seconds: float
     memory: Memory
     largest: tuple[LiveArray, ...]  # largest arrays that are alive at the peak
@@ -80,20 +85,24 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
         InputError: the mesh has another size than the GPUs, the GPU is unknown, or JAX cannot compile for GPUs.
     """
     devices = _describe_gpus(config, gpu, hosts, gpus_per_host)
-    chip, mesh = CHIPS[gpu], make_mesh(config.mesh, devices)
+    chip, mesh, cluster = CHIPS[gpu], make_mesh(config.mesh, devices), Cluster(gpu, hosts, gpus_per_host)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
-    program = make_program(config, placement, stores_frozen_weights(config))
-    lowered = topology.lower_without_gpu(program.step, program.state, program.batch)
+    limit = int(chip.memory_bytes * float(MEMORY_FRACTION))
     clock = time.perf_counter()
-    peak = find_peak(lowered)
+    choice = choose_settings(
+        list_candidates(config, cluster, limit),
+        functools.partial(_compile, placement=placement),
+        count_peak=lambda compiled: compiled[1].memory.peak,
+    )
     compile_seconds = time.perf_counter() - clock
+    chosen, config, (program, peak) = list_choices(config, choice.config), choice.config, choice.compiled
     text, memory = str(peak.compiled.as_text()), peak.memory
     specs, length = program.specs, config.training.sequence_length
     tokens = config.training.batch_size * length
     collectives = tuple(links.sum_traffic(hlo.list_collectives(text, mesh), mesh, chip, gpus_per_host))
     needed = flops.count_per_token(config.model, specs.masters, specs.frozen, length)
     computed = hlo.count_dot_flops_by_dtype(text)
-    resolved, cluster = resolve_attention(config, chip.compute_capability), Cluster(gpu, hosts, gpus_per_host)
+    resolved = resolve_attention(config, chip.compute_capability)
     pcie_bytes = hlo.count_host_bytes(text)
     work = roofline.use_compiled_figures(
         _estimate_work(resolved, cluster), sum(computed.values()), collectives, pcie_bytes
@@ -101,7 +110,6 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
     mfu_per_token = compute_utilisation(config, program, placement, chip)["mfu"]
     known = KnownShapes.from_program(program, config, placement)
     by_kind = sum_by_kind(program, known, memory, peak.temporaries)
-    limit = int(chip.memory_bytes * float(MEMORY_FRACTION))
     speed = compute_speed(config, chip, break_down_step(text, collectives, chip), mfu_per_token, work)
     return Plan(
         gpu=chip.name,
@@ -111,14 +119,13 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
         parameters=leaves.count_parameters(program.model.specs),
         active_parameters=flops.count_active_parameters(config.model, program.model.specs),
         attention=program.attention,
+        chosen=chosen,
         exchange=exchange.describe_exchange(config.model.moe, placement),
         compile_seconds=compile_seconds,
         memory=by_kind,
         largest=find_largest(program, known, peak.temporaries),
         advice=advise(resolved, cluster, by_kind.peak - limit) if by_kind.peak > limit else (),
-        less_remat=advise_less_remat(
-            resolved, cluster, int(ranking.XLA_REMAT_SHARE * chip.memory_bytes) - by_kind.peak
-        ),
+        less_remat=advise_less_remat(resolved, cluster, int((1 - FREE) * limit) - by_kind.peak),
         host_bytes=memory.host,
         pcie_bytes=pcie_bytes,
         host_link=chip.host_link,
@@ -133,6 +140,11 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
         checkpoints=plan_checkpoints(config, specs, speed.step_seconds),
         idle=work.idle,
     )
+
+
+def _compile(config: Config, placement: Placement) -> tuple[Program, Peak]:
+    program = make_program(config, placement, stores_frozen_weights(config))
+    return program, find_peak(topology.lower_without_gpu(program.step, program.state, program.batch))
 
 
 def _describe_gpus(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Sequence[jax.Device]:

@@ -19,6 +19,7 @@ from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionCall, Attention
 from jaxopt_llm.kernels.attention_cudnn import DOCUMENTS_PER_ROW
 from jaxopt_llm.model.self_attention import describe_call
 from jaxopt_llm.training.kernel_check import check_attention
+from jaxopt_llm.training.started import Started, find_changes
 
 AUTO, CUDNN = "auto", "cudnn"
 LIMITS = (1, 2, 4, 8, DOCUMENTS_PER_ROW)  # of the documents in a row, from which the start of a run takes one
@@ -41,14 +42,6 @@ class Limit:
 
     def __str__(self) -> str:
         return f"at most {self.documents} documents in a row"
-
-
-@dataclasses.dataclass(frozen=True)
-class Started:
-    """Settings and device of the run that its directory holds."""
-
-    config: Config
-    device: str
 
 
 def resolve_attention(
@@ -80,6 +73,7 @@ class _Chooser:
 
     def __init__(self, config: Config, device: Any, sources: Sequence[Source], started: Started | None) -> None:
         self._config, self._device, self._sources, self._started = config, device, sources, started
+        self._changes = find_changes(started, config, device) if started else ""
         self._limit = config.data.documents_per_row or (started.config.data.documents_per_row if started else 0)
         # The rows of a run never change, so that a run without a limit stays without one.
         self._can_limit = not self._limit and not started
@@ -114,19 +108,10 @@ class _Chooser:
     def _find_kept(self) -> str:
         """Return the implementation that a continued run keeps, or "" if there is a new choice."""
         started = self._started
-        if started is None or self._config.training.attention != AUTO or self._find_changes():
+        if started is None or self._config.training.attention != AUTO or self._changes:
             return ""
         name, capability = started.config.training.attention, get_compute_capability(self._device)
         return "" if name == AUTO or find_unsupported(self._call, capability)[name] else name
-
-    def _find_changes(self) -> str:
-        """Return what changed since the start of a continued run, of all that decides the choice."""
-        started = self._started
-        if started is None:
-            return ""
-        if started.device != self._device.device_kind:
-            return f"the device was {started.device or 'unknown'} and is {self._device.device_kind}"
-        return "the mesh changed" if started.config.mesh != self._config.mesh else ""
 
     def _find_limit(self) -> Limit:
         """Return the smallest limit that turns hardly more tokens into padding than the largest one.
@@ -171,6 +156,6 @@ class _Chooser:
         reasons = [choice.reason] if choice.reason else []
         if limit and limit.waste is not None:
             reasons.append(f"{limit} turn {limit.waste:.1%} of the tokens into padding")
-        if anew and (changes := self._find_changes()):
-            reasons.append(f"chosen anew because {changes}")
+        if anew and self._changes:
+            reasons.append(f"chosen anew because {self._changes}")
         return "; ".join(reasons)

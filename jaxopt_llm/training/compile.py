@@ -23,12 +23,19 @@ class Executables:
     step: Any
     held_out: Any
 
+    @property
+    def peak(self) -> int:
+        """Bytes of each device that the compiled programs need."""
+        return max(memory.peak for memory in self._read_memory())
+
     def __str__(self) -> str:
         """Return a description of the memory that the programs need, on each device and on the host."""
-        memories = [hlo.read_memory(program) for program in (self.step, self.held_out)]
-        peak, host = max(memory.peak for memory in memories), max(memory.host for memory in memories)
+        host = max(memory.host for memory in self._read_memory())
         host_memory = f" and {host / 2**30:.2f} GiB of host memory" if host else ""
-        return f"{peak / 2**30:.2f} GiB per device{host_memory} while it runs"
+        return f"{self.peak / 2**30:.2f} GiB per device{host_memory} while it runs"
+
+    def _read_memory(self) -> list[hlo.Memory]:
+        return [hlo.read_memory(program) for program in (self.step, self.held_out)]
 
 
 def lower_programs(setup: Setup) -> Executables:

@@ -73,7 +73,10 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
     model, attention = _make_model(config, placement)
     if stages > 1:
         model = stack_by_stage(model, stages, config.pipeline)
-    executor = pipeline.make_executor(config.remat, config.pipeline) if stages > 1 else scan.make_executor(config.remat)
+    if stages > 1:
+        executor = pipeline.make_executor(config.remat, config.pipeline)
+    else:
+        executor = scan.make_executor(config.remat, unrolled=training.unroll == "all")
     model, trainable, frozen = adapt_model(model, config.lora, placement.precision, training.trainable)
     learning_rate = make_schedule(config.optimizer.learning_rate, config.schedule, training.steps)
     optimizers = update.make_optimizers(functools.partial(make_optimizer, config.optimizer, learning_rate), trainable)
@@ -125,7 +128,7 @@ def _make_model(config: Config, placement: Placement) -> tuple[Model, AttentionC
         xla_options.check_options(config.xla, placement.mesh)
     return Decoder(
         config.model,
-        training.loss_chunk,
+        training.logit_tokens,
         training.z_loss,
         attention=attention.name,
         grouped_matmul=products,

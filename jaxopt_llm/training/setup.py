@@ -26,11 +26,11 @@ from jaxopt_llm.observe import dashboards
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.rows import LocalRows
-from jaxopt_llm.training.attention_choice import Started, resolve_attention
+from jaxopt_llm.training.attention_choice import resolve_attention
 from jaxopt_llm.training.initial_weights import read_base_digest, read_tokenizer_digest, stores_frozen_weights
 from jaxopt_llm.training.program import Program, make_program
+from jaxopt_llm.training.started import DEVICE_FILE, Started, has_checkpoint, read_started
 
-DEVICE_FILE = "device.json"  # kind of the devices, which decides what `auto` means
 HELD_OUT = "held-out"  # name of the validation set that is split off the training data
 
 
@@ -69,6 +69,7 @@ class Setup:
         local_rows: rows of each batch that this process reads.
         loader: batches of the training split.
         validation: batches of an evaluation, for each validation set by name.
+        started: the run that continues; None for a new one.
     """
 
     config: Config
@@ -79,10 +80,16 @@ class Setup:
     local_rows: LocalRows
     loader: Loader
     validation: dict[str, Sequence[Batch]]
+    started: Started | None
 
     @property
     def directory(self) -> Path:
         return Path(self.config.run.directory)
+
+    def with_config(self, config: Config) -> "Setup":
+        """Return the setup with another configuration of the same data, mesh and train state."""
+        program = make_program(config, self.placement, stores_frozen_weights(config))
+        return replace(self, config=config, program=replace(program, attention=self.program.attention))
 
 
 # Kinds of files in a run, in the folder of a model or of adapters, in a corpus, and in a prepared corpus.
@@ -149,7 +156,7 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
         name: read_validation_batches(rows, size, config.evaluation.batches, local_rows.indices)
         for name, rows in data.validation.items()
     }
-    return Setup(config, processes, data, placement, program, local_rows, loader, validation)
+    return Setup(config, processes, data, placement, program, local_rows, loader, validation, started)
 
 
 def check_hub_commits(config: Config, processes: Processes) -> None:
@@ -189,24 +196,6 @@ def read_decay_steps(directory: Path) -> int | None:
     """Return the `schedule.decay_steps` of the run in a directory, or None if no run has started there."""
     started = read_started(directory)
     return started.config.schedule.decay_steps if started else None
-
-
-def read_started(directory: Path) -> Started | None:
-    """Return the settings of the run in a directory, and its device, or None if no run has started there."""
-    if not has_checkpoint(directory):
-        return None
-    try:
-        config = fields.from_json((directory / "config.json").read_text())
-    except (ValueError, TypeError, OSError):
-        return None  # `check_run_directory` reports it
-    file = directory / DEVICE_FILE  # earlier versions did not write it
-    return Started(config, json.loads(file.read_text())["kind"] if file.exists() else "")
-
-
-def has_checkpoint(directory: Path) -> bool:
-    """Return whether there is something to continue from: otherwise an earlier run left only its log."""
-    checkpoints = directory / "checkpoints"
-    return checkpoints.exists() and any(checkpoints.iterdir())
 
 
 def open_documents(config: Config, processes: Processes) -> Documents:

@@ -6,6 +6,7 @@ from jax.sharding import AbstractMesh
 
 from jaxopt_llm.config import AXES, Config
 from jaxopt_llm.config.fields import METADATA, WITH_IN_BACKWARD, get_field, normalize_names, wrong_types
+from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.execution import stage_layout
 from jaxopt_llm.model.decoder import Decoder
@@ -95,7 +96,7 @@ def _in_backward_problems(config: Config) -> list[str]:
     changes = [
         f"--{name.replace('_', '-')} {'' if value == () else value} (it is {get_field(config, name)})"
         for name, value in WITH_IN_BACKWARD.items()
-        if get_field(config, name) != value
+        if get_field(config, name) not in (value, AUTO)
     ]
     if not changes:
         return []

@@ -92,6 +92,8 @@ def _saved_elements(config: Config, block: BlockCost, passes: Passes) -> float:
     per_layer = sum(block.elements[name] for name in names)
     if "attention" in names:
         per_layer += 2 * config.model.heads / config.mesh.tensor  # the log-sum-exp of the softmax, in float32
+    if config.training.unroll == "all":  # XLA keeps the elementwise results that a loop would compute again
+        per_layer += sum(block.elements[name] for name in ("attention_input", "mlp_input", "mlp_up"))
     every, tensor = config.remat.every, config.mesh.tensor
     layers = passes.layers * per_layer
     if every > 1:
@@ -109,7 +111,7 @@ def _loss(config: Config, state: StateSizes, tokens: int, block: BlockCost, pass
     """
     model, compute = config.model, BYTES[config.precision.compute_dtype]
     rows, gradient = count_table_rows(config), _head_gradient(config, state)
-    chunk = min(config.training.loss_chunk or tokens, tokens)
+    chunk = min(config.training.logit_tokens or tokens, tokens)
     summed = 4 * (state.layers.gradients + state.non_layer.gradients) if accumulates_gradients(config) else 0
     logits = 4 * rows * chunk + gradient if tokens > chunk else max(4 * rows * chunk, gradient)
     # XLA allocates the zeros that the layers' gradients are written into from the beginning.

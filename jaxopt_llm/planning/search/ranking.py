@@ -32,9 +32,9 @@ from jaxopt_llm.training.validation import validate
 MAX_COMPILED = 12  # settings
 MAX_HOSTS_TRIED = 32  # numbers of hosts that are tried if no mesh of the given ones is legal
 MEMORY_SLACK = 0.05  # error that the arithmetic may make: a setting is compiled if it would fit with this much less
-# Share of a GPU's memory above which XLA rematerialises on its own, at a cost that only compiling shows; such a program
-# also takes twice as long to compile. Settings above it are used only if there are no others.
-XLA_REMAT_SHARE = 0.76
+# Share of the memory that a setting leaves free, if there is such a setting: for the fragments of XLA's allocator, and
+# for samples and evaluations.
+FREE = 0.05
 
 
 class CompiledPlan(Protocol):
@@ -168,7 +168,7 @@ def search_settings(
             f"no mesh of {cluster.hosts} × {cluster.gpus_per_host} GPUs is legal for this recipe, for example "
             f"{next(iter(illegal.values()))[0]}" + (f"; --hosts {hosts} works" if hosts else "")
         )
-    roomy = int(XLA_REMAT_SHARE * cluster.chip.memory_bytes)
+    roomy = int((1 - FREE) * limit)
     if any(candidate.footprint.peak <= roomy for candidate in candidates):
         limit = min(limit, roomy)
     compiled = _compile_best(config, candidates, cluster, limit, compile_all, at_once)

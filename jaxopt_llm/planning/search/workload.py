@@ -106,7 +106,7 @@ def _streamed_bytes(
         merged = queries * (attention_forwards + passes.backwards) + 2 * keys * passes.backwards
         streamed += layers * (config.mesh.context - 1) * MERGE_BYTES * merged
     rows = count_table_rows(config)
-    chunks = -(-tokens // config.training.loss_chunk) if config.training.loss_chunk else 1
+    chunks = -(-tokens // (config.training.logit_tokens or tokens))
     streamed += LOGIT_BYTES * passes.microbatches * tokens * rows
     streamed += passes.microbatches * chunks * 8 * rows * model.width
     # The update reads and writes the train state, and reads the gradients twice: first for their norm.

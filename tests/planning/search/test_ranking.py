@@ -72,6 +72,7 @@ def as_estimated(config: Config, more: float = 1.0, limit: int = LIMIT) -> Plan:
         parameters=10,
         attention=AttentionChoice("xla"),
         exchange="",
+        chosen={},
         active_parameters=10,
         compile_seconds=0.0,
         memory=Memory(*map(round, sizes), round(found.footprint.peak * more - sum(sizes)), 0, 0),

@@ -1,0 +1,71 @@
+"""Unrolled layers: the same gradients as a loop, and no stacks for the backward in the program of a GPU."""
+
+import jax
+import numpy as np
+import pytest
+import toy
+
+from jaxopt_llm.compiler import topology
+from jaxopt_llm.compiler.instructions import parse_module
+from jaxopt_llm.config import (
+    LoraConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RematConfig,
+    ScheduleConfig,
+    ShardingConfig,
+    TrainingConfig,
+)
+from jaxopt_llm.config.training import Unroll
+from jaxopt_llm.execution import scan
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.placement import Placement
+
+pytestmark = pytest.mark.core
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_unrolled_layers_compute_the_same(microbatches: int) -> None:
+    model, placement = Decoder(toy.CONFIG), toy.placement()
+    params = toy.params(model.specs)
+    frozen, batch = jax.tree.map(lambda leaf: None, params), toy.microbatches(toy.packed(4, 16), microbatches)
+
+    def compute(unrolled: bool) -> tuple[float, object]:
+        def step(params: object) -> tuple[jax.Array, object]:
+            loss, _, _, gradients = scan.loss_and_gradients(
+                model, params, frozen, batch, np.float32(0.01), placement, RematConfig("none"), unrolled
+            )
+            return loss, gradients
+
+        loss, gradients = jax.jit(step, compiler_options=toy.QUICK_COMPILE)(params)
+        return float(loss), gradients
+
+    (loss, gradients), (loop_loss, loop_gradients) = compute(unrolled=True), compute(unrolled=False)
+    assert loss == pytest.approx(loop_loss, rel=1e-6)
+    assert toy.distance(gradients, loop_gradients) < 1e-5
+
+
+def compile_step(unroll: Unroll) -> str:
+    """Return the step for one GPU as text."""
+    placement = Placement(
+        make_mesh(MeshConfig(), topology.gpu_topology("h200", 1, 1)), ShardingConfig(), PrecisionConfig()
+    )
+    training = TrainingConfig(batch_size=2, sequence_length=64, attention="xla", unroll=unroll)
+    sections = training, OptimizerConfig(), ScheduleConfig(), RematConfig("none"), LoraConfig()
+    program = toy.make_program(toy.UNIFORM, *sections, placement)
+    return topology.compile_without_gpu(
+        topology.lower_without_gpu(program.step, program.state, program.batch)
+    ).as_text()
+
+
+def count_stacked(text: str) -> int:
+    """Count the arrays that a program writes slice by slice."""
+    written = (each for body in parse_module(text).values() for each in body.values())
+    return sum(each.opcode == "dynamic-update-slice" for each in written)
+
+
+def test_an_unrolled_step_has_no_stacks() -> None:
+    assert count_stacked(compile_step("none")) > 10
+    assert count_stacked(compile_step("all")) == 0

@@ -1,0 +1,154 @@
+"""Choice of the settings that a configuration leaves open: the order of the candidates, and the first that fits."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from jaxopt_llm.compiler.chips import CHIPS
+from jaxopt_llm.config import Config, cli, fields
+from jaxopt_llm.planning import settings_choice
+from jaxopt_llm.planning.memory import GIB
+from jaxopt_llm.planning.search.roofline import Cluster
+from jaxopt_llm.planning.settings_choice import (
+    FREE,
+    Candidate,
+    choose_settings,
+    keep_settings,
+    list_candidates,
+    list_choices,
+    list_settings,
+)
+from jaxopt_llm.planning.step_plan import make_plan
+
+pytestmark = pytest.mark.core
+
+ONE, EIGHT = Cluster("h200", 1, 1), Cluster("h100", 1, 8)
+LARGE = 10_000 * GIB
+RECIPE = cli.load_recipe("llama3_8b.py")
+ALONE: dict[str, Any] = {"mesh.fsdp": 1, "training.batch_size": 1}
+
+
+def with_settings(config: Config = RECIPE, **values: Any) -> Config:
+    return fields.replace_fields(config, {name.replace("__", "."): value for name, value in values.items()})
+
+
+def candidates(config: Config, cluster: Cluster = EIGHT, limit: int = LARGE, **on: bool) -> list[dict[str, Any]]:
+    return [list_settings(each.config) for each in list_candidates(config, cluster, limit, **on)]
+
+
+def test_every_setting_of_the_choice_is_open_by_default() -> None:
+    assert list_choices(Config(), Config()) == dict.fromkeys(settings_choice.CHOSEN, "auto")
+
+
+def test_the_policy_that_computes_least_again_comes_first() -> None:
+    found = candidates(RECIPE)
+    assert [each["remat.policy"] for each in found] == [*settings_choice.POLICIES, "full"]
+    assert all(each["training.unroll"] == "none" for each in found), "XLA schedules collectives badly without a loop"
+    assert [each["xla.own_remat"] for each in found] == ["off"] * 6 + ["on"]
+
+
+def test_layers_are_unrolled_on_a_single_gpu_in_a_long_run() -> None:
+    alone = fields.replace_fields(RECIPE, ALONE)
+    found = [(each["remat.policy"], each["training.unroll"]) for each in candidates(alone, ONE)]
+    assert found[:3] == [("none", "all"), ("none", "none"), (settings_choice.POLICIES[1], "none")]
+    assert all(unroll == "none" for _, unroll in found[1:])
+    short = with_settings(alone, training__steps=100)  # 70 s by arithmetic: compiling would take most of what it saves
+    assert all(each["training.unroll"] == "none" for each in candidates(short, ONE))
+    by_epochs = with_settings(alone, training__steps=0, training__epochs=1.0)
+    assert candidates(by_epochs, ONE)[0]["training.unroll"] == "all"
+
+
+def test_arithmetic_leaves_out_what_cannot_fit() -> None:
+    limit = 40 * GIB
+    found = list_candidates(RECIPE, EIGHT, limit)
+    assert found[0].config.remat.policy == "save_attention"
+    assert [each.limit for each in found] == [int((1 - FREE) * limit), limit, limit]
+    assert [each.config.remat.policy for each in list_candidates(RECIPE, EIGHT, GIB)] == ["full", "full"]
+
+
+def test_values_of_the_user_stay() -> None:
+    ours = with_settings(
+        remat__policy="save_qkv", training__loss_chunk=512, training__unroll="none", xla__own_remat="on"
+    )
+    assert candidates(ours) == [list_settings(ours)]
+    assert {each["remat.policy"] for each in candidates(with_settings(training__unroll="all"), ONE)} == {"none"}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"remat__every": 4}, {"remat__offload": ("block_input",)}, {"optimizer__in_backward": True}],
+    ids=str,
+)
+def test_memory_that_the_user_saves_is_not_given_away(values: dict[str, Any]) -> None:
+    assert {each["remat.policy"] for each in candidates(with_settings(**values))} == {"full"}
+
+
+def test_chunks_of_the_loss_do_not_raise_the_peak() -> None:
+    chunks = {each["training.loss_chunk"] for each in candidates(RECIPE)}
+    assert chunks == {8192}
+    wide = with_settings(model__vocabulary_size=2_000_000, remat__policy="full")
+    assert candidates(wide)[0]["training.loss_chunk"] == 1024
+
+
+def test_cpus_have_one_candidate() -> None:
+    (found,) = candidates(RECIPE, on_gpu=False)
+    assert found["remat.policy"] == "none" and found["training.loss_chunk"] == 1024
+    (small,) = candidates(RECIPE, limit=40 * GIB, on_gpu=False)
+    assert small["remat.policy"] == "save_attention"
+
+
+def numbered(*limits: int) -> list[Candidate]:
+    return [Candidate(with_settings(training__steps=index + 1), limit) for index, limit in enumerate(limits)]
+
+
+def choose(limits: tuple[int, ...], peaks: tuple[int, ...], **options: Any) -> tuple[int, list[int]]:
+    """Return the number of the candidate that was chosen, and the numbers of those that were compiled."""
+    compiled: list[int] = []
+
+    def compile(config: Config) -> int:
+        compiled.append(config.training.steps)
+        return config.training.steps
+
+    choice = choose_settings(numbered(*limits), compile, lambda step: peaks[step - 1], **options)
+    assert choice.compiled == choice.config.training.steps and len(choice.rejected) == len(compiled) - 1
+    return choice.compiled, compiled
+
+
+def test_the_first_that_fits_is_taken() -> None:
+    assert choose((10, 10, 12), (10, 9, 8)) == (1, [1])
+    assert choose((10, 10, 12), (11, 9, 8)) == (2, [1, 2])
+    assert choose((10, 10, 12), (11, 11, 99)) == (3, [1, 2, 3]), "the last one is taken, and refused later"
+
+
+def test_a_long_search_ends_with_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings_choice, "SEARCH_SECONDS", -1.0)
+    assert choose((10, 10, 12), (11, 9, 8)) == (3, [1, 3])
+
+
+def test_process_0_decides() -> None:
+    verdicts = iter(["too large", "fits"])
+    assert choose((10, 10, 12), (1, 99, 1), agree=lambda mine: next(verdicts)) == (2, [1, 2])
+
+
+def test_a_run_that_continues_keeps_its_choice() -> None:
+    started = with_settings(
+        remat__policy="full", training__unroll="none", training__loss_chunk=2048, xla__own_remat="off"
+    )
+    assert list_settings(keep_settings(RECIPE, started)) == list_settings(started)
+    asked = with_settings(remat__policy="none")
+    assert keep_settings(asked, started).remat.policy == "none"
+
+
+def test_a_plan_uses_the_choice() -> None:
+    config = dataclasses.replace(Config(), mesh=dataclasses.replace(Config().mesh, fsdp=8))
+    plan = make_plan(config, "h100", 1, 8)
+    assert plan.chosen == {
+        "remat.policy": "none",
+        "training.unroll": "none",
+        "training.loss_chunk": 1024,
+        "xla.own_remat": "off",
+    }
+    assert plan.memory.peak < CHIPS["h100"].memory_bytes
+    given = make_plan(with_settings(config, remat__policy="full"), "h100", 1, 8)
+    assert "remat.policy" not in given.chosen and given.flops > plan.flops
