@@ -17,13 +17,15 @@ from boards import events
 
 from jaxopt_llm import train as command
 from jaxopt_llm.compiler.chips import CHIPS
-from jaxopt_llm.config import Config, LoggingConfig, MeshConfig, ProfileConfig, cli
+from jaxopt_llm.config import Config, LoggingConfig, MeshConfig, ProfileConfig, cli, fields
 from jaxopt_llm.core.errors import InputError, TrainingDiverged
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.observe.meter import LossWindow
 from jaxopt_llm.observe.preemption import Preemption
+from jaxopt_llm.planning import run_programs
+from jaxopt_llm.planning.settings_choice import format_choices, list_settings
 from jaxopt_llm.training import attention_choice, compile, guard, loop, setup, utilisation
 from jaxopt_llm.training.evaluation import LossSum
 
@@ -127,6 +129,35 @@ def test_the_resolved_attention_is_in_the_configuration_of_the_run(tmp_path: Pat
     assert json.loads((tmp_path / "run" / "config.json").read_text())["training"]["attention"] == "xla"
     started = setup.read_started(tmp_path / "run")
     assert started is not None and started.device == "cpu"
+
+
+def test_chosen_settings_are_in_the_configuration_and_a_run_that_continues_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(**values: Any) -> tuple[dict[str, Any], str]:
+        """Train to a step, and return what was chosen and the line that says so."""
+        with Preemption() as preemption:
+            command.train(fields.replace_fields(tiny(tmp_path / "run"), values), preemption)
+        config = fields.from_json((tmp_path / "run" / "config.json").read_text())
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("chosen: ")]
+        return list_settings(config), "".join(lines)
+
+    chosen, line = train(**{"training.steps": 2})
+    assert chosen == {
+        "remat.policy": "none",
+        "training.unroll": "none",
+        "training.loss_chunk": 1024,
+        "xla.own_remat": "off",
+    }
+    assert line == f"chosen: {format_choices(chosen)}"
+    # From now on "full" would be chosen.
+    monkeypatch.setattr(run_programs, "CPU_SHARE", 1e-9)
+    chosen, line = train(**{"training.steps": 3})
+    assert chosen["remat.policy"] == "none" and "anew" not in line
+    chosen, line = train(**{"training.steps": 4, "mesh.fsdp": 2})
+    assert chosen["remat.policy"] == "full" and line.endswith("; chosen anew because the mesh changed")
+    chosen, line = train(**{"training.steps": 5, "mesh.fsdp": 2, "remat.policy": "save_qkv"})
+    assert chosen["remat.policy"] == "save_qkv" and "remat.policy" not in line
 
 
 def test_records_have_the_utilisation_of_a_known_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
