@@ -44,18 +44,32 @@ class Case:
         return fields.replace_fields(cli.load_recipe(self.recipe), self.changes)
 
 
-LLAMA_8B, LLAMA_8B_LORA = (str(HERE / "recipes" / f"llama_8b{suffix}.py") for suffix in ("", "_lora"))
+LOOP: dict[str, Any] = {"training.unroll": "none"}
+FULL: dict[str, Any] = {"remat.policy": "full"}
+ONE_DOCUMENT: dict[str, Any] = {"data.documents_per_row": 1}
+
+
+def own_recipe(name: str) -> str:
+    return str(HERE / "recipes" / name)
+
+
 CASES = (
-    Case("8b xla", LLAMA_8B, "h200", 1, 1, {"training.attention": "xla"}),
-    Case("8b pallas", LLAMA_8B, "h200", 1, 1, {"training.attention": "pallas"}),
-    Case("8b cudnn", LLAMA_8B, "h200", 1, 1, {"training.attention": "cudnn"}),
-    Case("8b lora", LLAMA_8B_LORA, "h200", 1, 1),
-    Case("8b 80gb", str(HERE / "recipes" / "llama_8b_80gb.py"), "h100", 1, 1),
-    Case("1b", str(HERE / "recipes" / "llama_1b.py"), "h200", 1, 1),
-    Case("8b fsdp 8", "llama3_8b.py", "h100", changes={"training.attention": "cudnn", "data.documents_per_row": 1}),
-    Case("10b fsdp 8", "10b.py", "h100", changes={"training.attention": "cudnn", "data.documents_per_row": 1}),
-    Case("mixtral", "mixtral_8x7b.py", "h200", changes={"training.attention": "cudnn", "data.documents_per_row": 1}),
-    Case("70b", "llama2_70b.py", "h100", 16, changes={"training.attention": "cudnn", "data.documents_per_row": 1}),
+    Case("8b xla, loop", own_recipe("llama_8b.py"), "h200", 1, 1, {"training.attention": "xla"} | LOOP),
+    Case("8b pallas, loop", own_recipe("llama_8b.py"), "h200", 1, 1, {"training.attention": "pallas"} | LOOP),
+    Case("8b loop", own_recipe("llama_8b.py"), "h200", 1, 1, LOOP),
+    Case("8b", own_recipe("llama_8b.py"), "h200", 1, 1),
+    Case("8b fp8, loop", own_recipe("llama_8b_fp8.py"), "h200", 1, 1, LOOP),
+    Case("8b fp8", own_recipe("llama_8b_fp8.py"), "h200", 1, 1),
+    Case("8b lora, loop", own_recipe("llama_8b_lora.py"), "h200", 1, 1, LOOP),
+    Case("8b lora", own_recipe("llama_8b_lora.py"), "h200", 1, 1),
+    Case("1b loop", own_recipe("llama_1b.py"), "h200", 1, 1, LOOP),
+    Case("1b", own_recipe("llama_1b.py"), "h200", 1, 1),
+    Case("8b fsdp 8, full", "llama3_8b.py", "h100", changes=FULL | ONE_DOCUMENT),
+    Case("8b fsdp 8", "llama3_8b.py", "h100", changes=ONE_DOCUMENT),
+    Case("10b fsdp 8, full", "10b.py", "h100", changes=FULL | ONE_DOCUMENT),
+    Case("10b fsdp 8", "10b.py", "h100", changes=ONE_DOCUMENT),
+    Case("mixtral", "mixtral_8x7b.py", "h200", changes=ONE_DOCUMENT),
+    Case("70b", "llama2_70b.py", "h100", 16, changes=ONE_DOCUMENT),
 )
 # Columns of the table and the parts that they add up. All other parts are transfers.
 PARTS = {
@@ -85,6 +99,7 @@ def make_row(case: Case, config: Config, plan: Plan) -> dict[str, Any]:
         "case": case.name,
         "recipe": Path(case.recipe).name,
         "changes": dict(case.changes),
+        "chosen": plan.chosen,
         "gpus": f"{case.hosts * case.gpus_per_host} {plan.gpu}",
         "peak_bytes": plan.memory.peak,
         "fits": plan.spare >= 0,
@@ -105,7 +120,7 @@ def make_row(case: Case, config: Config, plan: Plan) -> dict[str, Any]:
 
 
 HEADER = (
-    f"{'case':12} {'GPUs':>14} {'peak GiB':>8} | {'step ms':>9} {'MFU':>6} | "
+    f"{'case':16} {'GPUs':>14} {'peak GiB':>8} | {'step ms':>9} {'MFU':>6} | "
     + " ".join(f"{column:>9}" for column in PARTS)
     + f" {'exposed':>9} {'hidden':>9} | {'B/param':>7} {'launches':>8} {'recomputed':>10}"
 )
@@ -114,7 +129,7 @@ HEADER = (
 def format_row(row: Mapping[str, Any]) -> str:
     columns = (*(row["milliseconds"].get(column, 0.0) for column in PARTS), row["exposed_milliseconds"])
     return (
-        f"{row['case']:12} {row['gpus']:>14} {row['peak_bytes'] / GIB:8.2f} | {1e3 * row['step_seconds']:9.1f} "
+        f"{row['case']:16} {row['gpus']:>14} {row['peak_bytes'] / GIB:8.2f} | {1e3 * row['step_seconds']:9.1f} "
         f"{row['mfu']:6.1%} | {' '.join(f'{value:9.1f}' for value in columns)} {row['hidden_milliseconds']:9.1f} | "
         f"{row['update_bytes_per_parameter']:7.1f} {row['launches']:8,} {row['recomputed_share']:10.1%}"
         + ("" if row["fits"] else "  does not fit")

@@ -4,10 +4,11 @@
 
 Hardware: 8 GPUs of 80 GB in one host. Memory and communication per GPU and step, as compiled by
 
-    python -m jaxopt_llm.plan --config 10b.py --gpu h100 --hosts 1 --gpus-per-host 8
+    python -m jaxopt_llm.plan --config 10b.py --remat.policy full --gpu h100 --hosts 1 --gpus-per-host 8
 
-are 39.7 GiB at the peak and 66.2 GiB sent. The recipe uses ZeRO-3 with 4 rows of 4096 tokens on each GPU. To use more
-GPUs, set --mesh.data N on N hosts: gradients are reduced inside each host, and between hosts once a step.
+are 39.7 GiB at the peak and 66.2 GiB sent. Without --remat.policy full, a run recomputes less where the memory
+suffices. The recipe uses ZeRO-3 with 4 rows of 4096 tokens on each GPU. To use more GPUs, set --mesh.data N on N hosts:
+gradients are reduced inside each host, and between hosts once a step.
 """
 
 from jaxopt_llm.config import (

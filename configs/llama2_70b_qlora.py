@@ -4,11 +4,12 @@
 
 Hardware: 8 GPUs of 80 GB in one host. Memory and communication per GPU and step, as compiled by
 
-    python -m jaxopt_llm.plan --config llama2_70b_qlora.py --gpu h100 --hosts 1 --gpus-per-host 8
+    python -m jaxopt_llm.plan --config llama2_70b_qlora.py --remat.policy full --gpu h100 --hosts 1 --gpus-per-host 8
 
-are 16.5 GiB at the peak and 64.4 GiB sent. ZeRO-3 shards the 4-bit codes; each GPU has 2 rows of 2048 tokens. Rank,
-alpha, dropout, learning rate, clip norm and the 16 rows of a step are the paper's for 65B. FOLDER is the downloaded
-model. For chats.jsonl see docs/chat.md.
+are 16.5 GiB at the peak and 64.4 GiB sent. Without --remat.policy full, a run recomputes less where the memory
+suffices. ZeRO-3 shards the 4-bit codes; each GPU has 2 rows of 2048 tokens. Rank, alpha, dropout, learning rate, clip
+norm and the 16 rows of a step are the paper's for 65B. FOLDER is the downloaded model. For chats.jsonl see
+docs/chat.md.
 
 On 2 GPUs of 40 GB or more: --mesh.fsdp 2 --training.accumulation 8 takes 30.1 GiB on each.
 On one GPU of 48 GB: --mesh.fsdp 1 --training.accumulation 16 --lora.rank 16 --optimizer.state-dtype int8 takes

@@ -4,11 +4,12 @@
 
 Hardware: one GPU of 24 GB. Memory and communication per GPU and step, as compiled by
 
-    python -m jaxopt_llm.plan --config llama3_8b_lora.py --gpu 4090 --hosts 1 --gpus-per-host 1
+    python -m jaxopt_llm.plan --config llama3_8b_lora.py --remat.policy full --gpu 4090 --hosts 1 --gpus-per-host 1
 
-are 16.9 GiB at the peak and 0.0 GiB sent. A step has 16 rows of 2048 tokens, one at a time. All matrices of the blocks
-have adapters and alpha is twice the rank, as Biderman et al. advise (2024, arXiv:2405.09673). FOLDER is the downloaded
-model; Llama 3.1 works, too. For chats.jsonl see docs/chat.md.
+are 16.9 GiB at the peak and 0.0 GiB sent. Without --remat.policy full, a run recomputes less where the memory suffices.
+A step has 16 rows of 2048 tokens, one at a time. All matrices of the blocks have adapters and alpha is twice the rank,
+as Biderman et al. advise (2024, arXiv:2405.09673). FOLDER is the downloaded model; Llama 3.1 works, too. For
+chats.jsonl see docs/chat.md.
 """
 
 from jaxopt_llm.config import (

@@ -19,7 +19,6 @@ from jaxopt_llm.config import (
     ModelConfig,
     OptimizerConfig,
     PrecisionConfig,
-    RematConfig,
     RunConfig,
     ScheduleConfig,
     TrainingConfig,
@@ -41,7 +40,6 @@ def get_config() -> Config:
         optimizer=OptimizerConfig(learning_rate=5e-3, weight_decay=0.0),
         schedule=ScheduleConfig(warmup_steps=50, decay_steps=steps),
         precision=PrecisionConfig(compute_dtype="float32"),  # CPUs are slow in 16 bits
-        remat=RematConfig(policy="none"),
         evaluation=EvaluationConfig(every=200, batches=20),
         logging=LoggingConfig(every=50),
     )

@@ -5,10 +5,11 @@
 Hardware: 8 H200 in one host; each holds 16 experts of each layer. Memory and communication per GPU and
 step, as compiled by
 
-    python -m jaxopt_llm.plan --config qwen3_30b_a3b.py --gpu h200 --hosts 1 --gpus-per-host 8
+    python -m jaxopt_llm.plan --config qwen3_30b_a3b.py --remat.policy full --gpu h200 --hosts 1 --gpus-per-host 8
 
-are 85.6 GiB at the peak and 248.1 GiB sent. On 8 such hosts, --mesh.fsdp 8 --training.accumulation 1
---training.batch-size 128 takes 21.8 GiB: fsdp then shards the experts, too.
+are 85.7 GiB at the peak and 248.1 GiB sent. Without --remat.policy full, a run recomputes less where the memory
+suffices. On 8 such hosts, --mesh.fsdp 8 --training.accumulation 1 --training.batch-size 128 takes 21.8 GiB: fsdp then
+shards the experts, too.
 
 ZeRO-3 shards the parameters that all tokens use. Each GPU processes 2 rows of 4096 tokens at a time; a step has 64
 rows. --model.pretrained FOLDER starts from the published weights. The default learning rate is too high for them; set

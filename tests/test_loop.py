@@ -134,13 +134,15 @@ def test_the_resolved_attention_is_in_the_configuration_of_the_run(tmp_path: Pat
 def test_chosen_settings_are_in_the_configuration_and_a_run_that_continues_keeps_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    config = tiny(tmp_path / "run")
+
     def train(**values: Any) -> tuple[dict[str, Any], str]:
         """Train to a step, and return what was chosen and the line that says so."""
         with Preemption() as preemption:
-            command.train(fields.replace_fields(tiny(tmp_path / "run"), values), preemption)
-        config = fields.from_json((tmp_path / "run" / "config.json").read_text())
+            command.train(fields.replace_fields(config, values), preemption)
+        written = fields.from_json((tmp_path / "run" / "config.json").read_text())
         lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("chosen: ")]
-        return list_settings(config), "".join(lines)
+        return list_settings(written), "".join(lines)
 
     chosen, line = train(**{"training.steps": 2})
     assert chosen == {
@@ -154,9 +156,9 @@ def test_chosen_settings_are_in_the_configuration_and_a_run_that_continues_keeps
     monkeypatch.setattr(run_programs, "CPU_SHARE", 1e-9)
     chosen, line = train(**{"training.steps": 3})
     assert chosen["remat.policy"] == "none" and "anew" not in line
-    chosen, line = train(**{"training.steps": 4, "mesh.fsdp": 2})
+    chosen, line = train(**{"training.steps": 4, "mesh.fsdp": 4, "mesh.data": 2})
     assert chosen["remat.policy"] == "full" and line.endswith("; chosen anew because the mesh changed")
-    chosen, line = train(**{"training.steps": 5, "mesh.fsdp": 2, "remat.policy": "save_qkv"})
+    chosen, line = train(**{"training.steps": 5, "mesh.fsdp": 4, "mesh.data": 2, "remat.policy": "save_qkv"})
     assert chosen["remat.policy"] == "save_qkv" and "remat.policy" not in line
 
 

@@ -81,8 +81,9 @@ def plan(name: str) -> Plan:
     assert command
     options = shlex.split(command[1])
     given = dict(zip(options[::2], options[1::2], strict=True))
-    config = cli.load_recipe(given["--config"])
-    return make_plan(config, given["--gpu"], int(given["--hosts"]), int(given["--gpus-per-host"]))
+    gpu, hosts, gpus_per_host = given.pop("--gpu"), int(given.pop("--hosts")), int(given.pop("--gpus-per-host"))
+    config = cli.parse_config([word for pair in given.items() for word in pair], "plan")
+    return make_plan(config, gpu, hosts, gpus_per_host)
 
 
 @pytest.mark.parametrize("name", SIZED + MIXTURES)

@@ -20,6 +20,6 @@ def get_config() -> Config:
             tied_head=False,
         ),
         data=DataConfig(documents_per_row=1),
-        training=TrainingConfig(batch_size=16, sequence_length=2048),
+        training=TrainingConfig(steps=100_000, batch_size=16, sequence_length=2048),
         remat=RematConfig(policy="none"),
     )

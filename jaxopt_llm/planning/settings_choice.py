@@ -34,6 +34,8 @@ POLICIES: tuple[Policy | tuple[Intermediate, ...], ...] = (
     "none",
     ("query", "key", "attention", "mlp_gate", "mlp_up"),
     ("attention", "mlp_gate", "mlp_up"),
+    ("query", "key", "value", "attention", "mlp_up"),
+    ("attention", "mlp_up"),
     "save_qkv",
     "save_attention",
     "full",
