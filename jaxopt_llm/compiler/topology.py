@@ -176,8 +176,14 @@ def without_cache() -> Iterator[None]:
 
 @functools.cache
 def _toolkit() -> tempfile.TemporaryDirectory[str]:
-    """Return a folder that XLA accepts as a CUDA toolkit, with an assembler that writes empty files."""
+    """Return a folder that XLA accepts as a CUDA toolkit, with an assembler that writes empty files.
+
+    Its library of mathematical functions is empty, too. XLA links it into every kernel and ends without it.
+    """
     folder = tempfile.TemporaryDirectory(prefix="jaxopt_llm-toolkit-")
+    library = Path(folder.name, "nvvm", "libdevice", "libdevice.10.bc")
+    library.parent.mkdir(parents=True)
+    library.write_text("; no functions\n")
     assembler = Path(folder.name, "bin", "ptxas")
     assembler.parent.mkdir()
     assembler.write_text(_ASSEMBLER)

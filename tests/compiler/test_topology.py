@@ -74,6 +74,13 @@ def test_nvidias_assembler_is_not_used(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "log").read_text().startswith("asked")
 
 
+def test_a_machine_without_a_cuda_toolkit_has_what_xla_reads_of_it() -> None:
+    """XLA finds both files in the folder that it is given, before it looks for an installed toolkit."""
+    folder = Path(topology._toolkit().name)
+    assert os.access(folder / "bin" / "ptxas", os.X_OK)
+    assert (folder / "nvvm" / "libdevice" / "libdevice.10.bc").exists()
+
+
 def test_hosts_and_gpus() -> None:
     devices = gpu_topology("h100", hosts=3, gpus_per_host=4)
     assert [device.id for device in devices] == list(range(12))
