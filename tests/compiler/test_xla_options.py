@@ -50,6 +50,19 @@ def test_user_options_come_last_and_wrong_passes_stay_disabled() -> None:
     )
 
 
+def test_own_remat_off_is_an_option_of_gpus_only() -> None:
+    off, name = XlaConfig(own_remat="off"), "xla_gpu_memory_limit_slop_factor"
+    mesh, on_cpu = (
+        make_mesh(MeshConfig(fsdp=8), gpu_topology("h200")),
+        make_mesh(MeshConfig(fsdp=8), jax.devices("cpu")),
+    )
+    assert compiler_options(mesh, user=off)[name] == 150
+    assert all(name not in compiler_options(mesh, user=XlaConfig(own_remat=value)) for value in ("auto", "on"))
+    assert not compiler_options(on_cpu, user=off)
+    ours = XlaConfig((f"{name}=95",), own_remat="off")
+    assert compiler_options(mesh, user=ours)[name] == "95"
+
+
 def test_a_matmul_whose_result_is_kept_and_used_runs_once() -> None:
     layers = 8
     step = compiled(layers, MeshConfig(), 3, "none")
