@@ -61,7 +61,7 @@ def measure(started: float, steps: int, profile: str, arguments: list[str]) -> d
     from jaxopt_llm.model.linear import leaves
     from jaxopt_llm.parallel.mesh import make_mesh
     from jaxopt_llm.parallel.placement import Placement
-    from jaxopt_llm.planning.run_programs import list_run_candidates
+    from jaxopt_llm.planning.run_programs import count_usable_bytes, list_run_candidates
     from jaxopt_llm.planning.settings_choice import choose_settings
     from jaxopt_llm.training import state as training_state
     from jaxopt_llm.training.program import Program, make_program
@@ -78,9 +78,8 @@ def measure(started: float, steps: int, profile: str, arguments: list[str]) -> d
         return program, program.step.lower(program.state, program.batch).compile()
 
     device, lowering = jax.devices()[0], time.time()
-    choice = choose_settings(
-        list_run_candidates(config, device), compile_with, lambda compiled: hlo.read_memory(compiled[1]).peak
-    )
+    candidates = list_run_candidates(config, device, count_usable_bytes(device))
+    choice = choose_settings(candidates, compile_with, lambda compiled: hlo.read_memory(compiled[1]).peak)
     config, (program, compiled) = choice.config, choice.compiled
     compile_seconds, memory = time.time() - lowering, hlo.read_memory(compiled)
     limit = (device.memory_stats() or {}).get("bytes_limit")

@@ -49,8 +49,9 @@ def compile_fitting(setup: Setup, checkpoints: Checkpoints, say: Callable[[str],
     changes = find_changes(started, setup.config, device) if started else ""
     config = keep_settings(setup.config, started.config) if started and not changes else setup.config
     channel = setup.processes.channel("settings")
+    limit = int(channel.exchange(str(count_usable_bytes(device)))[0])  # all processes need the same candidates
     choice = choose_settings(
-        list_run_candidates(config, device),
+        list_run_candidates(config, device, limit),
         compile_with,
         count_peak=lambda compiled: compiled[2].peak,
         agree=lambda verdict: channel.exchange(verdict)[0],
@@ -62,12 +63,16 @@ def compile_fitting(setup: Setup, checkpoints: Checkpoints, say: Callable[[str],
     return choice.compiled
 
 
-def list_run_candidates(config: Config, device: jax.Device) -> list[Candidate]:
-    """Return the candidates for the devices of this process, of which `device` is one."""
-    return list_candidates(config, describe_cluster(), _count_usable_bytes(device), device.platform == "gpu")
+def list_run_candidates(config: Config, device: jax.Device, limit: int) -> list[Candidate]:
+    """Return the candidates for the devices of this run, of which `device` is one.
+
+    Args:
+        limit: bytes of a device that a step may use.
+    """
+    return list_candidates(config, describe_cluster(), limit, device.platform == "gpu")
 
 
-def _count_usable_bytes(device: jax.Device) -> int:
+def count_usable_bytes(device: jax.Device) -> int:
     """Return the bytes of a device that a step may use."""
     if device.platform == "cpu":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
