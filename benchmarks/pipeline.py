@@ -75,7 +75,7 @@ def waiting_bytes(config: Config, slots: int) -> int:
 
 SCHEDULES: tuple[tuple[Schedule, int], ...] = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 5))
 SIZES = ((4, 6), (4, 8), (4, 32), (16, 16), (16, 64), (16, 256))  # stages, microbatches
-LARGE, SMALL = "llama2_70b.py", "llama_small.py"
+LARGE, SMALL = "llama2_70b_pipeline.py", "llama_small.py"
 NO_PIPELINE = "--mesh.pipeline 1 --pipeline.schedule 1f1b --pipeline.virtual-stages 1"
 WHOLE = f"{NO_PIPELINE} --mesh.fsdp 1 --mesh.tensor 1 --training.batch-size 1 --training.accumulation 1"
 
