@@ -40,7 +40,7 @@ def gpu_topology(chip: str = "h200", hosts: int = 1, gpus_per_host: int = 8) -> 
     # Without this variable the plugin requires a driver. JAX reads it only once, when it first looks for devices and
     # loads its plugins.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    shape = f"1x{hosts}x{gpus_per_host}"  # slices x hosts per slice x GPUs per host
+    shape = f"{hosts}x1x{gpus_per_host}"  # NVLink domains x hosts in a domain x GPUs in a host
     try:
         target = _target_config(CHIPS[chip])
         topology = topologies.get_topology_desc(shape, "cuda", topology=shape, target_config=target)
