@@ -47,7 +47,7 @@ LATENCY_HIDING: Options = {"xla_gpu_enable_latency_hiding_scheduler": True}
 # come after its last matmul (10B, 8 GPUs: 48% of the gathered bytes overlap with matmuls). Without it 77% overlap, all
 # except those of the attention weights.
 PIPELINED_ALL_GATHER: Options = {"xla_gpu_enable_pipelined_all_gather": True} if jax.__version_info__ < (0, 11) else {}
-# By default XLA starts a collective only when the previous one has ended. A ring sends keys, values and the gradients of
+# By default XLA starts a collective only when the one before has ended. A ring sends keys, values and the gradients of
 # both at the same time; experts exchange tokens and their counts at the same time. Under ZeRO-3, the gather of the
 # queries' weights takes the whole backward of attention by XLA's schedule, and the reductions that could run next to it
 # wait. Between pipeline stages, the permutes are exposed without it (70B on 128 H100s: 1.8 of 46.3 s). It needs no more
