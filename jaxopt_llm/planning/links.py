@@ -88,7 +88,7 @@ def time_collectives(
             collective=each,
             link=links[each.name][0],
             seconds=at_full_rate[each.name] * each.times,
-            exposed=waited[each.name] / (attained[each.name] * each.times) if attained[each.name] else 0.0,
+            exposed=min(waited[each.name] / (attained[each.name] * each.times), 1.0) if attained[each.name] else 0.0,
         )
         for each in collectives
     )

@@ -104,8 +104,9 @@ class _Schedule:
                 started[instruction.name] = ended
             elif instruction.opcode in CONTROL:
                 for callee in list_callees(instruction):
-                    inner, runs = self.run(callee), self._times(callee) / self._times(name)
-                    clock.run(runs * inner.now, runs * inner.transferring)
+                    if runs := self._times(callee) / self._times(name):
+                        inner = self.run(callee)
+                        clock.run(runs * inner.now, runs * inner.transferring)
             elif is_kernel(instruction) and not hlo.count_moved_bytes(computation, instruction):
                 fused = list_fused(self.module, instruction)
                 clock.run(estimate_kernel(self.module, computation, instruction, fused, self.chip).seconds)
@@ -114,8 +115,9 @@ class _Schedule:
         return clock
 
     def _times(self, name: str) -> int:
-        """Return the number of runs of a computation; at least 1, so that it can be divided by."""
-        return self.executions[name].times or 1
+        """Return the number of runs of a computation; 1 in a loop without a fixed trip count."""
+        times = self.executions[name].times
+        return 1 if times is None else times
 
     def _list_begun(self, instruction: Instruction) -> list[str]:
         """Return the names of the collectives that an instruction begins."""
