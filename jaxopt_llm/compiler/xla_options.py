@@ -51,7 +51,10 @@ PIPELINED_ALL_GATHER: Options = {"xla_gpu_enable_pipelined_all_gather": True} if
 # both at the same time; experts exchange tokens and their counts at the same time. Under ZeRO-3, the gather of the
 # queries' weights takes the whole backward of attention by XLA's schedule, and the reductions that could run next to it
 # wait. Between pipeline stages, the permutes are exposed without it (70B on 128 H100s: 1.8 of 46.3 s). It needs no more
-# memory. With jax 0.10.2 ZeRO-3 is slower with it (8B on 8 H100s: 66 instead of 25 ms exposed).
+# memory. Exposed time of 8B, without and with it:
+# - 8 H100s: remat none 19 and 10 ms, save_qkv 27 and 14 ms, but full 26 and 61 ms.
+# - 64 H100s: remat none 43 and 28 ms, full 53 and 30 ms.
+# - 8 H100s with jax 0.10.2, remat none: 25 and 66 ms.
 PARALLEL_COLLECTIVES: Options = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 # XLA combines small reductions, up to 30 MB of what a device keeps. The more devices, the larger are the arrays: on 64
 # GPUs all gradients of an 8B layer are one reduction, which begins after the last of them and is exposed. With a limit
@@ -93,6 +96,7 @@ def compiler_options(
     microbatches: int = 1,
     matmul: Matmul = "compute_dtype",
     user: XlaConfig = NO_USER_OPTIONS,
+    recomputes_layers: bool = False,
 ) -> Options:
     """Return the compiler options for programs over the mesh.
 
@@ -101,14 +105,15 @@ def compiler_options(
         matmul: value of precision.matmul.
         user: options of the user, which override those of this module. Passes that the user disables are disabled in
             addition to WRONG_PASSES, which would compute wrong results.
+        recomputes_layers: whether the backward runs all of a layer again (remat.policy full).
     """
-    ours, theirs = _default_options(mesh, microbatches, matmul), user.parse_options()
+    ours, theirs = _default_options(mesh, microbatches, matmul, recomputes_layers), user.parse_options()
     if DISABLE_PASSES in ours and DISABLE_PASSES in theirs:
         theirs[DISABLE_PASSES] = f"{ours[DISABLE_PASSES]},{theirs[DISABLE_PASSES]}"
     return ours | theirs
 
 
-def _default_options(mesh: Mesh | AbstractMesh, microbatches: int, matmul: Matmul) -> Options:
+def _default_options(mesh: Mesh | AbstractMesh, microbatches: int, matmul: Matmul, recomputes_layers: bool) -> Options:
     if not isinstance(mesh, Mesh):
         return {}
     if mesh.devices.flat[0].platform == "cpu":
@@ -118,12 +123,17 @@ def _default_options(mesh: Mesh | AbstractMesh, microbatches: int, matmul: Matmu
         return single
     gathers = PIPELINED_ALL_GATHER if pipelines_all_gather(mesh.shape, microbatches) else {}
     several = single | LATENCY_HIDING | gathers
-    if SCHEDULES_WELL or max(mesh.shape["context"], mesh.shape["expert"]) > 1:
+    hides_more = SCHEDULES_WELL and not (recomputes_layers and _is_one_host(mesh))
+    if hides_more or max(mesh.shape["context"], mesh.shape["expert"]) > 1:
         several |= PARALLEL_COLLECTIVES
     storage = mesh.shape["fsdp"] * mesh.shape["expert"] * mesh.shape["context"]
     if SCHEDULES_WELL and storage > 1:
         several |= {REDUCE_SCATTER_THRESHOLD: REDUCED_TOGETHER // storage}
     return several
+
+
+def _is_one_host(mesh: Mesh) -> bool:
+    return len({device.process_index for device in mesh.devices.flat}) == 1
 
 
 def pipelines_all_gather(axis_sizes: Mapping[str, int], microbatches: int) -> bool:

@@ -51,6 +51,14 @@ def test_few_gradients_are_reduced_together_on_any_number_of_gpus() -> None:
     assert REDUCE_SCATTER_THRESHOLD not in compiler_options(make_mesh(MeshConfig(tensor=8), gpu_topology("h100")), 1)
 
 
+@pytest.mark.skipif(not SCHEDULES_WELL, reason="this option is for jax 0.11 and later")
+def test_recomputed_layers_on_one_host_get_one_collective_at_a_time() -> None:
+    for hosts, expected in ((1, False), (2, True)):
+        mesh = make_mesh(MeshConfig(fsdp=8 * hosts), gpu_topology("h100", hosts))
+        options = compiler_options(mesh, 1, recomputes_layers=True)
+        assert (options.items() >= PARALLEL_COLLECTIVES.items()) == expected
+
+
 def test_user_options_come_last_and_wrong_passes_stay_disabled() -> None:
     mesh = make_mesh(MeshConfig(fsdp=8), gpu_topology("h200"))
     user = XlaConfig(
