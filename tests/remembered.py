@@ -168,6 +168,7 @@ def key(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> str:
         "target": [
             devices,
             len(lowering._device_list[0].client.devices()),
+            topology.name_topology(len({process for _, process, _ in devices}), 1),
             *(topology._target_config(chip) for chip in chips.values() if chip),
         ],
         "versions": versions(),

@@ -8,7 +8,7 @@ import contextlib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,9 +18,12 @@ from jaxopt_llm.compiler.instructions import (
     Computation,
     Execution,
     Instruction,
+    Module,
     count_runs,
     parse_integers,
+    parse_module,
     walk_instructions,
+    walk_module,
 )
 from jaxopt_llm.kernels.attention_cudnn import count_workspace
 
@@ -67,8 +70,9 @@ class Collective:
         group_size: devices that work together; 2 for a permute.
         axes: mesh axes along which the devices of a group differ.
         times: number of runs: the product of the trip counts of the loops around it.
-        asynchronous: whether other work is scheduled between its start and its end.
         source: JAX operation that it comes from; "" if XLA does not name it.
+        name: name of the instruction; unique in a program.
+        module: the program.
     """
 
     kind: str
@@ -77,8 +81,9 @@ class Collective:
     group_size: int
     axes: tuple[str, ...]
     times: int
-    asynchronous: bool
     source: str
+    name: str
+    module: Module = field(repr=False, compare=False)
 
     @property
     def wire_bytes(self) -> int:
@@ -155,9 +160,10 @@ def list_collectives(text: str, mesh: jax.sharding.Mesh) -> tuple[Collective, ..
     devices = int(partitions[1]) if partitions else 1
     if devices != mesh.size:
         raise ValueError(f"the program is for {devices} devices, the mesh has {mesh.size}")
+    module = parse_module(text)
     return tuple(
-        _make_collective(computation, instruction, execution, mesh)
-        for computation, instruction, execution in walk_instructions(text)
+        _make_collective(module, computation, instruction, execution, mesh)
+        for computation, instruction, execution in walk_module(module)
         if instruction.opcode.removesuffix("-start") in COLLECTIVES
     )
 
@@ -324,7 +330,7 @@ def count_moved_bytes(computation: Computation, instruction: Instruction) -> int
 
 
 def _make_collective(
-    computation: Computation, instruction: Instruction, execution: Execution, mesh: jax.sharding.Mesh
+    module: Module, computation: Computation, instruction: Instruction, execution: Execution, mesh: jax.sharding.Mesh
 ) -> Collective:
     kind = instruction.opcode.removesuffix("-start")
     # The other operands of a ragged all-to-all are sizes.
@@ -332,7 +338,6 @@ def _make_collective(
     arrays = [array for name in names for array in computation[name].results]
     groups = _parse_groups(instruction, mesh.size)
     size = max(len(group) for group in groups)
-    started = execution.asynchronous or instruction.opcode.endswith("-start")
     return Collective(
         kind=kind,
         dtypes=tuple(dict.fromkeys(array.dtype for array in arrays)),
@@ -340,8 +345,9 @@ def _make_collective(
         group_size=size,
         axes=_find_axes(groups, mesh),
         times=count_runs(instruction, execution),
-        asynchronous=started and not instruction.find('("is_sync":true)'),  # XLA's mark of a start without overlap
         source=instruction.source,
+        name=instruction.name,
+        module=module,
     )
 
 

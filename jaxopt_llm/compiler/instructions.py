@@ -115,12 +115,10 @@ class Execution:
     Attributes:
         times: number of runs; None if a loop has no fixed trip count.
         fused: whether the computation is inside a fusion.
-        asynchronous: whether it runs between a start and its done.
     """
 
     times: int | None = 0
     fused: bool = False
-    asynchronous: bool = False
 
 
 def taken_scope_name(taken: int, times: int) -> str:
@@ -134,7 +132,11 @@ def taken_scope_name(taken: int, times: int) -> str:
 
 def walk_instructions(text: str) -> Iterator[tuple[Computation, Instruction, Execution]]:
     """Yield every instruction that can run, with its computation and that computation's executions."""
-    module = parse_module(text)
+    yield from walk_module(parse_module(text))
+
+
+def walk_module(module: Module) -> Iterator[tuple[Computation, Instruction, Execution]]:
+    """Yield the instructions of a module as `walk_instructions` does."""
     executions = count_executions(module)
     for name, computation in module.items():
         if executions[name].times != 0:
@@ -156,7 +158,6 @@ def count_executions(module: Module) -> Mapping[str, Execution]:
                 executions[callee] = Execution(
                     times=times,
                     fused=past.fused or caller.fused or instruction.opcode.startswith("fusion"),
-                    asynchronous=past.asynchronous or caller.asynchronous or instruction.opcode.endswith("-start"),
                 )
     return executions
 

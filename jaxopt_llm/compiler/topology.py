@@ -40,7 +40,7 @@ def gpu_topology(chip: str = "h200", hosts: int = 1, gpus_per_host: int = 8) -> 
     # Without this variable the plugin requires a driver. JAX reads it only once, when it first looks for devices and
     # loads its plugins.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    shape = f"1x{hosts}x{gpus_per_host}"  # slices x hosts per slice x GPUs per host
+    shape = name_topology(hosts, gpus_per_host)
     try:
         target = _target_config(CHIPS[chip])
         topology = topologies.get_topology_desc(shape, "cuda", topology=shape, target_config=target)
@@ -50,6 +50,15 @@ def gpu_topology(chip: str = "h200", hosts: int = 1, gpus_per_host: int = 8) -> 
             "set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before the program starts, or call gpu_topology() first"
         ) from error
     return list(topology.devices)
+
+
+def name_topology(hosts: int, gpus_per_host: int) -> str:
+    """Return XLA's name of a topology: NVLink domains x hosts in a domain x GPUs in a host.
+
+    A run on several hosts finds the same domains. If all hosts were one, XLA would have no estimate of collectives
+    between them, and would schedule them badly.
+    """
+    return f"{hosts}x1x{gpus_per_host}"
 
 
 def _is_cuda_plugin_installed() -> bool:

@@ -9,7 +9,6 @@ in which all but 1% of the gathered and reduced bytes overlap with other kernels
   then exposed.
 - Pipelined all-reduce: 1.6 GiB more memory.
 - Double buffering of loops: twice the program for the same overlap.
-- Several collectives at a time without a ring: 0.2 GiB more memory.
 Two options cannot be judged from a compiled program, only on a GPU: command buffers, which are on by default, and the
 choice between Triton and cuBLAS, which XLA makes by timing.
 """
@@ -43,9 +42,23 @@ LATENCY_HIDING: Options = {"xla_gpu_enable_latency_hiding_scheduler": True}
 # come after its last matmul (10B, 8 GPUs: 48% of the gathered bytes overlap with matmuls). Without it 77% overlap, all
 # except those of the attention weights.
 PIPELINED_ALL_GATHER: Options = {"xla_gpu_enable_pipelined_all_gather": True} if jax.__version_info__ < (0, 11) else {}
-# By default XLA overlaps one collective at a time with computation, and the others wait. A ring sends keys, values and
-# the gradients of both at the same time; experts exchange tokens and their counts at the same time.
+# By default XLA starts a collective only when the one before has ended. A ring sends keys, values and the gradients of
+# both at the same time; experts exchange tokens and their counts at the same time. Under ZeRO-3, the gather of the
+# queries' weights takes the whole backward of attention by XLA's schedule, and the reductions that could run next to it
+# wait. Between pipeline stages, the permutes are exposed without it (70B on 128 H100s: 1.8 of 46.3 s). It needs no more
+# memory. Exposed time of 8B, without and with it:
+# - 8 H100s: remat none 19 and 10 ms, save_qkv 27 and 14 ms, but full 26 and 61 ms.
+# - 64 H100s: remat none 43 and 28 ms, full 53 and 30 ms.
+# - 8 H100s with jax 0.10.2, remat none: 25 and 66 ms.
 PARALLEL_COLLECTIVES: Options = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+# XLA combines small reductions, up to 30 MB of what a device keeps. The more devices, the larger are the arrays: on 64
+# GPUs all gradients of an 8B layer are one reduction, which begins after the last of them and is exposed. With a limit
+# for the whole array, only norms, keys and values are combined (share of the time of collectives that is exposed, with
+# PARALLEL_COLLECTIVES, remat none: 8B on 8 H100s 14% -> 7%, on 64 H100s 58% -> 15%). With jax 0.10.2, 8 GPUs are slower
+# with it (25 -> 47 ms exposed).
+REDUCED_TOGETHER = 64 * 2**20  # bytes
+REDUCE_SCATTER_THRESHOLD = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+SCHEDULES_WELL = jax.__version_info__ >= (0, 11)  # with the two options above
 # XLA passes that change the result of a program without an error:
 # - all-gather-to-collective-permute-simplifier replaces a gather that is sliced again with a permute. It leaves out
 #   devices that keep their own slice, and these devices get zeros (seen in 0.10.2: gradients between the stages of a
@@ -83,6 +96,7 @@ def compiler_options(
     microbatches: int = 1,
     matmul: Matmul = "compute_dtype",
     user: XlaConfig = NO_USER_OPTIONS,
+    recomputes_layers: bool = False,
 ) -> Options:
     """Return the compiler options for programs over the mesh.
 
@@ -91,8 +105,9 @@ def compiler_options(
         matmul: value of precision.matmul.
         user: settings of `xla`. Its options override those of this module. Passes that the user disables are
             disabled in addition to WRONG_PASSES, which would compute wrong results.
+        recomputes_layers: whether the backward runs all of a layer again (remat.policy full).
     """
-    ours, theirs = _default_options(mesh, microbatches, matmul), user.parse_options()
+    ours, theirs = _default_options(mesh, microbatches, matmul, recomputes_layers), user.parse_options()
     if user.own_remat == "off" and _is_gpu(mesh):
         ours = ours | NO_OWN_REMAT
     if DISABLE_PASSES in ours and DISABLE_PASSES in theirs:
@@ -104,7 +119,7 @@ def _is_gpu(mesh: Mesh | AbstractMesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != "cpu"
 
 
-def _default_options(mesh: Mesh | AbstractMesh, microbatches: int, matmul: Matmul) -> Options:
+def _default_options(mesh: Mesh | AbstractMesh, microbatches: int, matmul: Matmul, recomputes_layers: bool) -> Options:
     if not isinstance(mesh, Mesh):
         return {}
     if mesh.devices.flat[0].platform == "cpu":
@@ -113,8 +128,18 @@ def _default_options(mesh: Mesh | AbstractMesh, microbatches: int, matmul: Matmu
     if mesh.size == 1:
         return single
     gathers = PIPELINED_ALL_GATHER if pipelines_all_gather(mesh.shape, microbatches) else {}
-    has_parallel_collectives = max(mesh.shape["context"], mesh.shape["expert"]) > 1
-    return single | LATENCY_HIDING | gathers | (PARALLEL_COLLECTIVES if has_parallel_collectives else {})
+    several = single | LATENCY_HIDING | gathers
+    hides_more = SCHEDULES_WELL and not (recomputes_layers and _is_one_host(mesh))
+    if hides_more or max(mesh.shape["context"], mesh.shape["expert"]) > 1:
+        several |= PARALLEL_COLLECTIVES
+    storage = mesh.shape["fsdp"] * mesh.shape["expert"] * mesh.shape["context"]
+    if SCHEDULES_WELL and storage > 1:
+        several |= {REDUCE_SCATTER_THRESHOLD: REDUCED_TOGETHER // storage}
+    return several
+
+
+def _is_one_host(mesh: Mesh) -> bool:
+    return len({device.process_index for device in mesh.devices.flat}) == 1
 
 
 def pipelines_all_gather(axis_sizes: Mapping[str, int], microbatches: int) -> bool:

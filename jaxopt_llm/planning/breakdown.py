@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxopt_llm.compiler import hlo
-from jaxopt_llm.compiler.chips import PEAK_KEYS, Chip
+from jaxopt_llm.compiler.chips import Chip
 from jaxopt_llm.compiler.instructions import Computation, Instruction, Module, parse_module
 from jaxopt_llm.kernels.attention import SCOPE
-from jaxopt_llm.planning.kernel_bytes import count_kernel_bytes, list_fused, walk_kernels
+from jaxopt_llm.planning.kernel_bytes import list_fused, walk_kernels
+from jaxopt_llm.planning.kernel_time import estimate_kernel
 from jaxopt_llm.planning.search import roofline
 from jaxopt_llm.training.update import UPDATE
 
@@ -75,22 +76,12 @@ class _Kernels:
             self.host.bytes += moved * times
             self.host_overlapped += moved * (times == 1 and _is_overlapped(computation, kernel))
             return
-        flops, seconds = 0, 0.0
-        for body, each in inside:
-            attention = hlo.count_attention_products(body, each)
-            if counted := attention or hlo.count_matmul_products(body, each):
-                dtype, products = counted
-                flops += 2 * products
-                efficiency = roofline.MATMUL_EFFICIENCY
-                if implementation_and_direction := hlo.attention_kernel(body, each):
-                    efficiency = roofline.kernel_efficiency(self.chip, *implementation_and_direction)
-                seconds += roofline.seconds_of_matmuls(2 * products, self.chip, PEAK_KEYS[dtype], efficiency)
-        moved = count_kernel_bytes(self.module, computation, kernel)
+        cost = estimate_kernel(self.module, computation, kernel, fused, self.chip)
         total = self.sums[classify(computation, kernel, fused)]
-        total.seconds += max(seconds, roofline.seconds_in_memory(moved, self.chip)) * times
+        total.seconds += cost.seconds * times
         total.runs += times
-        total.flops += flops * times
-        total.bytes += moved * times
+        total.flops += cost.flops * times
+        total.bytes += cost.bytes * times
 
 
 def classify(computation: Computation, kernel: Instruction, fused: Sequence[tuple[Computation, Instruction]]) -> str:
@@ -148,26 +139,21 @@ def break_down_step(text: str, transfers: Sequence[roofline.Transfer], chip: Chi
     seconds = {name: total.seconds for name, total in kernels.sums.items()}
     parts = [
         *(Part(name, each.seconds, 0.0, each.runs, each.flops, each.bytes) for name, each in kernels.sums.items()),
-        *_list_links(transfers, sum(seconds.values()), seconds[ATTENTION]),
+        *_list_links(transfers),
         *_list_host_copies(kernels, transfers, sum(seconds.values())),
     ]
     return tuple(part for part in parts if part.seconds or part.hidden_seconds)
 
 
-def _list_links(transfers: Sequence[roofline.Transfer], kernels: float, attention: float) -> Iterator[Part]:
+def _list_links(transfers: Sequence[roofline.Transfer]) -> Iterator[Part]:
     groups: Mapping[tuple[str, str], list[roofline.Transfer]] = collections.defaultdict(list)
     for each in transfers:
         groups[" × ".join(each.axes), each.link].append(each)
-    exposed = 0.0
     for (axes, link), group in groups.items():
         all_seconds = sum(map(roofline.seconds_on_link, group))
-        hidden = sum(roofline.seconds_on_link(each) * roofline.hidden_share(each) for each in group)
-        exposed += all_seconds - hidden
+        hidden = sum(roofline.seconds_on_link(each) * each.overlapped for each in group)
         runs, sent = (sum(getattr(each, name) for each in group) for name in ("times", "bytes"))
         yield Part(f"collectives over {axes} ({link})", all_seconds - hidden, hidden, runs, 0, sent)
-    longer = roofline.compute_link_time(transfers, kernels, attention).exposed - exposed
-    if longer > 1e-9:  # not a rounding error
-        yield Part("collectives longer than the kernels", longer, 0.0, 0, 0, 0)
 
 
 def _list_host_copies(kernels: _Kernels, transfers: Sequence[roofline.Transfer], seconds: float) -> Iterator[Part]:

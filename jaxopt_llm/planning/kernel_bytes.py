@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from jaxopt_llm.compiler.instructions import Computation, Instruction, Module, count_executions, list_callees
 
-_CONTROL = ("while", "conditional", "call", "async-start")  # they run computations, and are no kernels themselves
+CONTROL = ("while", "conditional", "call", "async-start")  # they run computations, and are no kernels themselves
 _NO_WORK = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
     *("opt-barrier", "domain", "async-update", "add-dependency"),
@@ -29,14 +29,19 @@ def walk_kernels(module: Module) -> Iterator[tuple[Computation, Instruction, int
     while pending:
         name = pending.pop()
         for instruction in module[name].values():
-            if instruction.opcode in _CONTROL:
+            if instruction.opcode in CONTROL:
                 called = [callee for callee in list_callees(instruction) if callee not in seen]
                 pending += called
                 seen.update(called)
-            elif instruction.opcode not in _NO_WORK and not instruction.opcode.endswith("-done"):
+            elif is_kernel(instruction):
                 times = executions[name].times
                 if times != 0:
                     yield module[name], instruction, 1 if times is None else times
+
+
+def is_kernel(instruction: Instruction) -> bool:
+    """Return whether an instruction runs on its own, as a kernel or a collective. The end of a start does not."""
+    return instruction.opcode not in (*CONTROL, *_NO_WORK) and not instruction.opcode.endswith("-done")
 
 
 def list_fused(module: Module, kernel: Instruction) -> list[tuple[Computation, Instruction]]:

@@ -11,6 +11,8 @@ from jax.sharding import AbstractMesh
 
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.compiler.chips import Chip
+from jaxopt_llm.planning.overlap import find_exposed_seconds
+from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Traffic:
 
     bytes: bytes that each GPU sends, on a ring.
     seconds: bytes divided by the rate of the slowest link, without latency. Overlap with computation is not subtracted.
-    overlapped: share of the bytes in collectives that have other work scheduled between their start and their end.
+    overlapped: share of the time of these collectives that kernels hide, by the schedule of the program.
     """
 
     axes: tuple[str, ...]
@@ -57,16 +59,51 @@ def find_link(
     return "network", min(rings * chip.network_bytes_per_second, chip.peer_bytes_per_second)
 
 
+@dataclass(frozen=True)
+class TimedCollective:
+    """Collective of a compiled step with the time of all its runs.
+
+    seconds: at the full rate of the link, without latency.
+    exposed: share of the time in which the program waits for it.
+    """
+
+    collective: hlo.Collective
+    link: str
+    seconds: float
+    exposed: float
+
+
+def time_collectives(
+    collectives: Sequence[hlo.Collective], mesh: jax.sharding.Mesh, chip: Chip, gpus_per_host: int
+) -> tuple[TimedCollective, ...]:
+    """Return the collectives of a step with their time and the share of it that no kernel hides."""
+    if not collectives:
+        return ()
+    links = {each.name: find_link(each.axes, each.kind, mesh, chip, gpus_per_host) for each in collectives}
+    at_full_rate = {each.name: each.wire_bytes / links[each.name][1] for each in collectives}
+    attained = {name: seconds / LINK_EFFICIENCY[links[name][0]] for name, seconds in at_full_rate.items()}
+    waited = find_exposed_seconds(collectives[0].module, attained, chip)
+    return tuple(
+        TimedCollective(
+            collective=each,
+            link=links[each.name][0],
+            seconds=at_full_rate[each.name] * each.times,
+            exposed=min(waited[each.name] / (attained[each.name] * each.times), 1.0) if attained[each.name] else 0.0,
+        )
+        for each in collectives
+    )
+
+
 def sum_traffic(
     collectives: Sequence[hlo.Collective], mesh: jax.sharding.Mesh, chip: Chip, gpus_per_host: int
 ) -> Iterator[Traffic]:
     """Yield the collectives of a step, summed by kind, mesh axes and dtypes."""
     groups = collections.defaultdict(list)
-    for collective in collectives:
-        groups[collective.axes, collective.kind, collective.dtypes].append(collective)
+    for timed in time_collectives(collectives, mesh, chip, gpus_per_host):
+        groups[timed.collective.axes, timed.collective.kind, timed.collective.dtypes].append(timed)
     for (axes, kind, dtypes), group in groups.items():
-        link, rate = find_link(axes, kind, mesh, chip, gpus_per_host)
-        times = sum(each.times for each in group)
-        sent = sum(each.wire_bytes * each.times for each in group)
-        overlapped = sum(each.wire_bytes * each.times for each in group if each.asynchronous) / sent if sent else 0.0
-        yield Traffic(axes, link, kind, dtypes, times, sent, sent / rate, overlapped)
+        times = sum(each.collective.times for each in group)
+        sent = sum(each.collective.wire_bytes * each.collective.times for each in group)
+        seconds = sum(each.seconds for each in group)
+        hidden = sum(each.seconds * (1 - each.exposed) for each in group)
+        yield Traffic(axes, group[0].link, kind, dtypes, times, sent, seconds, hidden / seconds if seconds else 0.0)

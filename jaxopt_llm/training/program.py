@@ -13,6 +13,7 @@ from jaxopt_llm.compiler import kernel_choice, xla_options
 from jaxopt_llm.config import Config
 from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.executor import Executor
+from jaxopt_llm.execution.remat import saved_intermediates
 from jaxopt_llm.execution.stage_layout import stack_by_stage
 from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionChoice
 from jaxopt_llm.kernels.attention_cudnn import DOCUMENTS_PER_ROW
@@ -91,7 +92,11 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
         in_backward=config.optimizer.in_backward,
         dropout_seed=config.run.seed if config.lora.dropout else None,
         compiler_options=xla_options.compiler_options(
-            placement.mesh, training.accumulation, placement.precision.matmul, config.xla
+            placement.mesh,
+            training.accumulation,
+            placement.precision.matmul,
+            config.xla,
+            recomputes_layers=not saved_intermediates(config.remat),
         ),
     )
     return Program(

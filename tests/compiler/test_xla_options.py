@@ -13,7 +13,11 @@ from jaxopt_llm.compiler.topology import gpu_topology
 from jaxopt_llm.compiler.xla_options import (
     DISABLE_PASSES,
     NO_WRONG_PASSES,
+    PARALLEL_COLLECTIVES,
     PIPELINED_ALL_GATHER,
+    REDUCE_SCATTER_THRESHOLD,
+    REDUCED_TOGETHER,
+    SCHEDULES_WELL,
     check_options,
     compiler_options,
 )
@@ -35,6 +39,24 @@ def test_all_gather_is_pipelined_only_without_microbatches_and_experts() -> None
     assert not compiler_options(experts, 1).keys() & PIPELINED_ALL_GATHER.keys()
     assert compiler_options(mesh, 4)["xla_gpu_enable_latency_hiding_scheduler"] is True
     assert not compiler_options(make_mesh(MeshConfig(fsdp=8), jax.devices("cpu")), 1)
+
+
+@pytest.mark.skipif(not SCHEDULES_WELL, reason="these options are for jax 0.11 and later")
+def test_few_gradients_are_reduced_together_on_any_number_of_gpus() -> None:
+    """The option is in bytes that a device keeps."""
+    for hosts in (1, 8):
+        options = compiler_options(make_mesh(MeshConfig(fsdp=8 * hosts), gpu_topology("h100", hosts)), 1)
+        assert options[REDUCE_SCATTER_THRESHOLD] == REDUCED_TOGETHER // (8 * hosts)
+        assert options.items() >= PARALLEL_COLLECTIVES.items()
+    assert REDUCE_SCATTER_THRESHOLD not in compiler_options(make_mesh(MeshConfig(tensor=8), gpu_topology("h100")), 1)
+
+
+@pytest.mark.skipif(not SCHEDULES_WELL, reason="this option is for jax 0.11 and later")
+def test_recomputed_layers_on_one_host_get_one_collective_at_a_time() -> None:
+    for hosts, expected in ((1, False), (2, True)):
+        mesh = make_mesh(MeshConfig(fsdp=8 * hosts), gpu_topology("h100", hosts))
+        options = compiler_options(mesh, 1, recomputes_layers=True)
+        assert (options.items() >= PARALLEL_COLLECTIVES.items()) == expected
 
 
 def test_user_options_come_last_and_wrong_passes_stay_disabled() -> None:

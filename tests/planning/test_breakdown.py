@@ -145,13 +145,12 @@ def transfer(seconds: float, *axes: str, overlapped: float = 1.0, link: str = "n
     return Traffic(axes, link, "all-gather", ("bf16",), 3, 1000, full_rate, overlapped)
 
 
-def test_collectives_by_axis_are_hidden_if_other_work_runs_next_to_them() -> None:
-    kernels = sum(part.seconds for part in parts_of().values())
-    short = kernels / 10
+def test_collectives_are_parts_by_axis_and_link() -> None:
+    short = 1e-6
     found = parts_of(
         PROGRAM,
         transfer(short, "fsdp", overlapped=0.75),
-        transfer(short, "tensor"),  # the next matmul waits for it
+        transfer(short, "tensor", overlapped=0),
         transfer(short, "data", overlapped=0, link="network"),
     )
     links = {name: (part.seconds, part.hidden_seconds) for name, part in found.items() if "collectives" in name}
@@ -161,13 +160,6 @@ def test_collectives_by_axis_are_hidden_if_other_work_runs_next_to_them() -> Non
         "collectives over data (network)": pytest.approx((short, 0)),
     }
     assert found["collectives over fsdp (nvlink)"].runs == 3
-
-
-def test_hidden_collectives_cost_what_kernels_cannot_hide() -> None:
-    kernels = sum(part.seconds for part in parts_of().values())
-    found = parts_of(PROGRAM, transfer(3 * kernels, "fsdp"))
-    assert found["collectives longer than the kernels"].seconds == pytest.approx(2 * kernels)
-    assert sum(part.seconds for part in found.values()) == pytest.approx(3 * kernels)
 
 
 HOST = """HloModule m, is_scheduled=true

@@ -43,10 +43,6 @@ PCIE_EFFICIENCY = 0.85
 # nothing: XLA captures it into a CUDA graph, whose copies and kernels run one after the other (measured on an H200).
 COPY_OVERLAP = 0.5
 LINK_EFFICIENCY = {"nvlink": NVLINK_EFFICIENCY, "pcie": PCIE_RING_EFFICIENCY, "network": NETWORK_EFFICIENCY}
-# Axes whose transfers the next matmul waits for, because it reads their result: XLA may schedule a kernel next to such
-# a transfer, but none that takes long. The same holds for the heads that an all-to-all brings, and for transfers over
-# only `expert`: tokens on the way to their experts and back.
-BLOCKING_AXES = {"tensor", "pipeline"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ class Transfer(Protocol):
     """Collectives of one kind in a step, as one GPU sees them.
 
     seconds: time at the full rate of the link.
-    overlapped: share of the transfer next to which other kernels are scheduled.
+    overlapped: share of the transfer that kernels hide, if they take long enough.
     """
 
     @property
@@ -221,9 +217,9 @@ def compute_link_time(transfers: Sequence[Transfer], kernels: float, attention: 
     Args:
         attention: the part of the kernels that is attention, the only one that hides a ring's keys and values.
     """
-    hidden = sum(seconds_on_link(each) * hidden_share(each) for each in transfers)
-    exposed = sum(seconds_on_link(each) * (1 - hidden_share(each)) for each in transfers)
-    in_ring = sum(seconds_on_link(each) * hidden_share(each) for each in transfers if _is_ring_attention(each))
+    hidden = sum(seconds_on_link(each) * each.overlapped for each in transfers)
+    exposed = sum(seconds_on_link(each) * (1 - each.overlapped) for each in transfers)
+    in_ring = sum(seconds_on_link(each) * each.overlapped for each in transfers if _is_ring_attention(each))
     # Kernels and links run at the same time, and the slower takes the time.
     links_longer = max(0.0, hidden - kernels, in_ring - attention)
     return TransferTime(exposed + links_longer, hidden)
@@ -244,12 +240,6 @@ def compute_host_time(moved: float, overlapped: float, chip: Chip, others: float
 def seconds_on_link(transfer: Transfer) -> float:
     """Return the time of a transfer at the rate that its link attains."""
     return transfer.seconds / LINK_EFFICIENCY[transfer.link]
-
-
-def hidden_share(transfer: Transfer) -> float:
-    """Return the share of a transfer that kernels hide."""
-    waited_for = BLOCKING_AXES & {*transfer.axes} or transfer.axes == ("expert",) or transfer.kind == "all-to-all"
-    return 0.0 if waited_for else transfer.overlapped
 
 
 def _is_ring_attention(transfer: Transfer) -> bool:

@@ -25,6 +25,10 @@ from jaxopt_llm.planning.search.state_sizes import ParameterCounts, StateSizes
 # Share of a transfer next to which other kernels are scheduled in compiled programs: all of what is gathered or reduced
 # in every layer, nothing of what is reduced once per step after the microbatches.
 OVERLAP_IN_LAYERS, OVERLAP_AT_END = 1.0, 0.0
+# Axes whose transfers the next matmul waits for, because it reads their result: XLA may schedule a kernel next to such
+# a transfer, but none that takes long. The same holds for the heads that an all-to-all brings, and for transfers over
+# only `expert`: tokens on the way to their experts and back.
+BLOCKING_AXES = {"tensor", "pipeline"}
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,8 @@ class _Step:
         group = math.prod(getattr(mesh, axis) for axis in axes)
         moved = rounds * array_bytes * (1 if kind == "collective-permute" else (group - 1) / group)
         link, rate = _find_link(axes, kind, mesh, self.cluster.gpu, self.cluster.gpus_per_host)
-        yield EstimatedTransfer(axes, link, kind, moved, moved / rate, overlapped)
+        waited_for = BLOCKING_AXES & {*axes} or axes == ("expert",) or kind == "all-to-all"
+        yield EstimatedTransfer(axes, link, kind, moved, moved / rate, 0.0 if waited_for else overlapped)
 
     def transfer_weights(
         self, layers: ParameterCounts, non_layer: ParameterCounts, expert: tuple[str, ...]

@@ -61,15 +61,6 @@ def test_overlapped_transfers_cost_only_their_excess() -> None:
     assert time(transfers=transfer(0.9, overlapped=0.0)).total == pytest.approx(1.9)
     longer = time(transfers=transfer(3))
     assert (longer.total, longer.bottleneck) == (pytest.approx(3), "links")
-    # The next matmul reads the result over `tensor`, so it waits, whatever is scheduled next to the transfer.
-    assert time(transfers=transfer(0.9, axis="tensor")).total == pytest.approx(1.9)
-
-
-def test_transfers_of_tokens_to_experts_are_exposed() -> None:
-    """Check that transfers over only `expert` are exposed, but not those over other axes as well."""
-    assert time(transfers=transfer(0.9, axis="expert")).total == pytest.approx(1.9)
-    (each,) = transfer(0.9)
-    assert time(transfers=(replace(each, axes=("fsdp", "expert")),)).total == pytest.approx(1)
 
 
 def test_flash_attention_has_its_own_efficiency() -> None:
@@ -93,12 +84,6 @@ def test_only_attention_hides_ring_transfers() -> None:
     assert time(transfers=transfer(0.4, "context", kind="collective-permute"), **attention).total == pytest.approx(1.5)
     # All kernels hide weights that are gathered over the same devices.
     assert time(transfers=transfer(0.9, "context"), **attention).total == pytest.approx(1.5)
-
-
-def test_an_all_to_all_is_exposed() -> None:
-    assert time(transfers=transfer(0.9, "context", kind="all-to-all"), attention_flops=SECOND).total == pytest.approx(
-        2.9
-    )
 
 
 def test_copies_to_the_host_are_not_hidden() -> None:

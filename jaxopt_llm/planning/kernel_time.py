@@ -1,0 +1,52 @@
+"""Time of a kernel by the roofline: the longer of its matmuls and its memory traffic."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxopt_llm.compiler import hlo
+from jaxopt_llm.compiler.chips import PEAK_KEYS, Chip
+from jaxopt_llm.compiler.instructions import Computation, Instruction, Module
+from jaxopt_llm.planning.kernel_bytes import count_kernel_bytes
+from jaxopt_llm.planning.search import roofline
+
+
+@dataclass(frozen=True)
+class KernelCost:
+    """Work of one run of a kernel.
+
+    Attributes:
+        flops: FLOPs of matmuls.
+        bytes: bytes read and written in GPU memory.
+    """
+
+    flops: int
+    bytes: int
+    seconds: float
+
+
+def estimate_kernel(
+    module: Module,
+    computation: Computation,
+    kernel: Instruction,
+    fused: Sequence[tuple[Computation, Instruction]],
+    chip: Chip,
+) -> KernelCost:
+    """Return the work and the time of one run of a kernel.
+
+    Args:
+        fused: the instructions inside it (kernel_bytes.list_fused).
+
+    Raises:
+        KeyError: the chip has no matmuls in a dtype of the kernel.
+    """
+    flops, seconds = 0, 0.0
+    for body, each in ((computation, kernel), *fused):
+        if counted := hlo.count_attention_products(body, each) or hlo.count_matmul_products(body, each):
+            dtype, products = counted
+            flops += 2 * products
+            efficiency = roofline.MATMUL_EFFICIENCY
+            if implementation_and_direction := hlo.attention_kernel(body, each):
+                efficiency = roofline.kernel_efficiency(chip, *implementation_and_direction)
+            seconds += roofline.seconds_of_matmuls(2 * products, chip, PEAK_KEYS[dtype], efficiency)
+    moved = count_kernel_bytes(module, computation, kernel)
+    return KernelCost(flops, moved, max(seconds, roofline.seconds_in_memory(moved, chip)))
