@@ -7,9 +7,10 @@ communication per GPU and step, as compiled by
 
     python -m jaxopt_llm.plan --config llama2_70b.py --remat.policy full --gpu h100 --hosts 16 --gpus-per-host 8
 
-are 22.8 GiB at the peak and 4,071.5 GiB sent. Without --remat.policy full, a run recomputes less where the memory suffices.
-The recipe uses ZeRO-3 over all GPUs. The batch is the paper's: 1024 rows of 4096 tokens, in 8 microbatches with a row
-for each GPU. llama2_70b_pipeline.py needs less memory, and less of the network, but is slower by the roofline of `plan`.
+are 22.8 GiB at the peak and 4,071.5 GiB sent. Without --remat.policy full, a run recomputes less where the memory
+suffices. The recipe uses ZeRO-3 over all GPUs. The batch is the paper's: 1024 rows of 4096 tokens, in 2 microbatches
+with 4 rows for each GPU. More microbatches leave memory to recompute less, but every microbatch gathers the weights
+over the network. llama2_70b_pipeline.py needs less memory and is slower by the roofline of `plan`.
 """
 
 from jaxopt_llm.config import (
@@ -36,7 +37,7 @@ def get_config() -> Config:
             mlp_width=28_672,
             tied_head=False,
         ),
-        training=TrainingConfig(steps=500_000, batch_size=1024, sequence_length=4096, accumulation=8),
+        training=TrainingConfig(steps=500_000, batch_size=1024, sequence_length=4096, accumulation=2),
         optimizer=OptimizerConfig(learning_rate=1.5e-4, epsilon=1e-5),
         schedule=ScheduleConfig(warmup_steps=2000),
         mesh=MeshConfig(fsdp=128),
