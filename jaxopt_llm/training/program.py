@@ -91,7 +91,11 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
         in_backward=config.optimizer.in_backward,
         dropout_seed=config.run.seed if config.lora.dropout else None,
         compiler_options=xla_options.compiler_options(
-            placement.mesh, training.accumulation, placement.precision.matmul, config.xla
+            placement.mesh,
+            training.accumulation,
+            placement.precision.matmul,
+            config.xla,
+            adapters=config.lora.rank > 0,
         ),
     )
     return Program(

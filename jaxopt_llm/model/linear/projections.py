@@ -12,16 +12,18 @@ stacked: W = [W_q W_k W_v], A = [A_q A_k A_v], and B has scale · B_q, scale · 
     dx [T, D] = [dy dlow] · [W A]ᵀ    if F <= D
               = dy · Wᵀ + dlow · Aᵀ   otherwise
 
-    [x low] is a copy of x, and a second product reads and writes y again: the narrower side is copied. W costs no
-    traffic, because a loop over layers copies each weight out of its stack in any case. So this needs weights that
-    rest as they are used. Training only: a decoder reads each weight for a few tokens, and the copy would double that.
+    [x low] is a copy of x, and a second product reads and writes y again: the narrower side is copied. [W Bᵀ]ᵀ is a
+    copy of W. In a loop over layers it replaces the copy out of the stack, and over codes it is where they are
+    dequantised. In other cases it pays from about as many tokens on as the narrower side is wide. All this is for
+    training with weights that a device holds whole.
 
-shared A: low = x · A, and all other products weight by weight. Devices divide the weights, or operands are rounded.
+shared A: low = x · A, and all other products weight by weight. Devices divide the weights, or there are few tokens.
 
-apart: weight by weight. Dropout gives each adapter an input of its own.
+apart: weight by weight. Dropout gives each adapter an input of its own, and rounded operands have scales of their own.
 """
 
 import itertools
+import math
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +35,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxopt_llm.model.linear import weights
-from jaxopt_llm.model.linear.leaves import LoraWeight
+from jaxopt_llm.model.linear.leaves import LoraWeight, QuantisedWeight
 from jaxopt_llm.model.linear.weights import Weight, gather_weight, shardings_of
 from jaxopt_llm.parallel.gathering import PlacedWeight, WeightShardings, reduce_gradient
 
@@ -86,10 +88,15 @@ def _is_stackable(subscripts: str, x: jax.Array, weight: LoraWeight) -> bool:
     left, right, result = weights.split_subscripts(subscripts)
     summed = "".join(axis for axis in right if axis not in result)
     shardings = [shardings_of(part) for part in (weight.base, weight.lora_a, weight.lora_b)]
+    outputs, inputs = (math.prod(factor.array.shape[:-1]) for factor in (weight.lora_b, weight.lora_a))
+    # Weights that are whole have gradient groups over `data` and `fsdp`: x is the part of one group.
+    mesh = shardings[0].resting.mesh
+    tokens = x.size // inputs // (mesh.shape["expert"] * mesh.shape["context"])
     return (
         weight.lora_b.perturbation is not None  # training
         and left.endswith(summed)
         and right.startswith(summed)
+        and (isinstance(weight.base, QuantisedWeight) or tokens >= min(inputs, outputs))
         and all(_is_whole(each) and jnp.dtype(each.compute_dtype) == x.dtype for each in shardings)
     )
 
@@ -185,7 +192,8 @@ def _split_gradients(stack: Sequence[LoraWeight], da: jax.Array, dbs: Sequence[j
     """
     gradients, start = [], 0
     for weight, db in zip(stack, dbs, strict=True):
-        ranks = slice(start, start := start + weight.lora_a.array.shape[-1])
+        end = start + weight.lora_a.array.shape[-1]
+        ranks, start = slice(start, end), end
         nothing = jax.tree.map(lambda _: None, weight, is_leaf=lambda leaf: isinstance(leaf, PlacedWeight))
         factors = {"lora_a": da[:, ranks], "lora_b": weight.scale * db[:, ranks]}
         for name, gradient in factors.items():
