@@ -22,8 +22,10 @@ shared A: low = x · A, and all other products weight by weight. Devices divide 
 apart: weight by weight. Dropout gives each adapter an input of its own, and rounded operands have scales of their own.
 """
 
+import functools
 import itertools
 import math
+import operator
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -141,6 +143,10 @@ def _product(subscripts: str, x: jax.Array, matrix: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, x, matrix, preferred_element_type=x.dtype)
 
 
+def _sum_of_products(subscripts: str, xs: Sequence[jax.Array], matrices: Sequence[jax.Array]) -> jax.Array:
+    return functools.reduce(operator.add, map(functools.partial(_product, subscripts), xs, matrices))
+
+
 @jax.custom_vjp
 def _stacked(x, stack, perturbations):
     return _stacked_forward(x, stack, perturbations)[0]
@@ -166,12 +172,11 @@ def _stacked_backward(residuals, dys):
     joined = sum(sizes) <= (len(sizes) - 1) * len(a)
     if joined:
         dys, ws, bs = ([jnp.concatenate(parts, dim)] for parts, dim in ((dys, -1), (ws, 1), (bs, 0)))
-    d_low = sum(_product("...F,FR->...R", dy, b) for dy, b in zip(dys, bs, strict=True))
+    d_low = _sum_of_products("...F,FR->...R", dys, bs)
     if sum(sizes) <= len(a):  # then all parts are one
         dx = _product("...F,DF->...D", jnp.concatenate([*dys, d_low], -1), jnp.concatenate([*ws, a], 1))
     else:
-        dx = sum(_product("...F,DF->...D", dy, w) for dy, w in zip(dys, ws, strict=True))
-        dx += _product("...R,DR->...D", d_low, a)
+        dx = _sum_of_products("...F,DF->...D", dys, ws) + _product("...R,DR->...D", d_low, a)
     da = _factor_gradient(_flatten_inputs(x, stack), d_low, stack[0].lora_a.shardings)
     dbs = [_factor_gradient(dy, low, stack[0].lora_b.shardings) for dy in dys]
     dbs = jnp.split(dbs[0], _ends(sizes), 0) if joined else dbs
