@@ -160,7 +160,7 @@ def _stacked_forward(x, stack, perturbations):
         y = _product("...D,DF->...F", jnp.concatenate([inputs, low], -1), jnp.concatenate([w, b.T], 0))
     else:
         y = _product("...D,DF->...F", inputs, w) + _product("...R,FR->...F", low, b)
-    # x as it came: reshaped, it would be another array, which a loop over layers would keep as well.
+    # x as it came: reshaped, it would be another array, which a loop over layers would keep as well (8B: 2 GiB).
     return jnp.split(y, _ends([len(b) for b in bs]), -1), (x, low, stack)
 
 
