@@ -73,6 +73,8 @@ DISABLE_PASSES = "xla_disable_hlo_passes"
 NO_WRONG_PASSES: Options = {DISABLE_PASSES: ",".join(WRONG_PASSES)}
 # If Triton's matmuls are enabled, XLA uses them first, with operands widened to 16 bits. It calls cuBLASLt in fp8 only
 # for the remaining matmuls.
+# With adapters, cuBLAS adds the product of an adapter to that of its base (beta = 1); Triton's matmuls need a kernel
+# for the sum (8B on one H200, rank 16: 8 ms less of a roofline of 554 ms).
 NO_TRITON_MATMULS: Options = {"xla_gpu_enable_triton_gemm": False}
 # XLA 0.11.2 lets cuBLAS matmuls and jax-triton kernels write directly into the stack of residuals for the backward. It
 # runs such a matmul or kernel twice if something else also reads its result (8B on one H200, remat none: 518 TFLOP
@@ -97,17 +99,20 @@ def compiler_options(
     matmul: Matmul = "compute_dtype",
     user: XlaConfig = NO_USER_OPTIONS,
     recomputes_layers: bool = False,
+    adapters: bool = False,
 ) -> Options:
     """Return the compiler options for programs over the mesh.
 
     Args:
         microbatches: number of microbatches in a step.
         matmul: value of precision.matmul.
+        adapters: whether LoRA adapters are trained.
         user: settings of `xla`. Its options override those of this module. Passes that the user disables are
             disabled in addition to WRONG_PASSES, which would compute wrong results.
         recomputes_layers: whether the backward runs all of a layer again (remat.policy full).
     """
-    ours, theirs = _default_options(mesh, microbatches, matmul, recomputes_layers), user.parse_options()
+    no_triton = matmul == "fp8" or adapters
+    ours, theirs = _default_options(mesh, microbatches, no_triton, recomputes_layers), user.parse_options()
     if user.own_remat == "off" and _is_gpu(mesh):
         ours = ours | NO_OWN_REMAT
     if DISABLE_PASSES in ours and DISABLE_PASSES in theirs:
@@ -119,12 +124,12 @@ def _is_gpu(mesh: Mesh | AbstractMesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != "cpu"
 
 
-def _default_options(mesh: Mesh | AbstractMesh, microbatches: int, matmul: Matmul, recomputes_layers: bool) -> Options:
+def _default_options(mesh: Mesh | AbstractMesh, microbatches: int, no_triton: bool, recomputes_layers: bool) -> Options:
     if not isinstance(mesh, Mesh):
         return {}
     if mesh.devices.flat[0].platform == "cpu":
         return NO_WIDER_SUMS if mesh.shape["pipeline"] > 1 else {}
-    single = NO_WRONG_PASSES | NO_DYNAMIC_SLICE_FUSION | (NO_TRITON_MATMULS if matmul == "fp8" else {})
+    single = NO_WRONG_PASSES | NO_DYNAMIC_SLICE_FUSION | (NO_TRITON_MATMULS if no_triton else {})
     if mesh.size == 1:
         return single
     gathers = PIPELINED_ALL_GATHER if pipelines_all_gather(mesh.shape, microbatches) else {}

@@ -20,7 +20,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.intermediates import tag
-from jaxopt_llm.model.layers import Function, project, recomputed
+from jaxopt_llm.model.layers import Function, project, project_all, recomputed
 from jaxopt_llm.model.linear import weights
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.param import ParamSpec, normal
@@ -90,8 +90,8 @@ def latent_attention(
     @recomputed
     def project_keys_and_values(latent: jax.Array) -> tuple[jax.Array, jax.Array]:
         normed = latent_norm(latent)
-        key = tag(by_head(project("BSR,RHN->BSHN", normed, params, "key"), "heads"), "key")
-        return key, tag(by_head(project("BSR,RHV->BSHV", normed, params, "value"), "heads"), "value")
+        key, value = project_all(normed, params, {"key": "BSR,RHN->BSHN", "value": "BSR,RHV->BSHV"})
+        return tag(by_head(key, "heads"), "key"), tag(by_head(value, "heads"), "value")
 
     query, latent, rotary_key = _project_in(params, x, placement, norm, query_latent_norm)
     plain_query, rotary_query = jnp.split(query, [query.shape[-1] - rotary_key.shape[-1]], axis=-1)
@@ -131,12 +131,11 @@ def _project_in(
     @recomputed
     def project_down(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         x = tag(all_gather_sequence(norm(x), placement), "attention_input")
-        if "query" in params:
-            query = tag(by_head(project("BSD,DHK->BSHK", x, params, "query"), "heads"), "query")
-        else:
-            query = tag(whole(project("BSD,DQ->BSQ", x, params, "query_down")), "query_latent")
-        latent = tag(whole(project("BSD,DR->BSR", x, params, "latent")), "latent")
-        return query, latent, tag(whole(project("BSD,DP->BSP", x, params, "rotary_key")), "rotary_key")
+        query_product = {"query": "BSD,DHK->BSHK"} if "query" in params else {"query_down": "BSD,DQ->BSQ"}
+        products = query_product | {"latent": "BSD,DR->BSR", "rotary_key": "BSD,DP->BSP"}
+        query, latent, rotary_key = project_all(x, params, products)
+        query = tag(by_head(query, "heads"), "query") if "query" in params else tag(whole(query), "query_latent")
+        return query, tag(whole(latent), "latent"), tag(whole(rotary_key), "rotary_key")
 
     @recomputed
     def project_query_up(latent: jax.Array) -> jax.Array:

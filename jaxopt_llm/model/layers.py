@@ -16,7 +16,7 @@ import numpy as np
 from jaxopt_llm.config import Intermediate, ModelConfig
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.intermediates import tag
-from jaxopt_llm.model.linear import weights
+from jaxopt_llm.model.linear import projections, weights
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.param import ParamSpec, normal, ones, zeros
 from jaxopt_llm.parallel.sequence import all_gather_sequence, reduce_scatter_sequence
@@ -26,7 +26,9 @@ from jaxopt_llm.parallel.sequence import all_gather_sequence, reduce_scatter_seq
 # inside is not recomputed: its own backward needs only its operands. This is why the operations that feed a matmul are
 # recomputed together with it. A gathered weight that is kept is not gathered again.
 recomputed = functools.partial(
-    jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(weights.GATHERED_NAME)
+    jax.checkpoint,
+    prevent_cse=False,
+    policy=jax.checkpoint_policies.save_only_these_names(weights.GATHERED_NAME, projections.LOW_RANK_NAME),
 )
 
 Function = Callable[[jax.Array], jax.Array]
@@ -157,7 +159,19 @@ def with_biases(specs: dict[str, ParamSpec], *names: str) -> dict[str, ParamSpec
 
 def project(subscripts: str, x: jax.Array, params: dict[str, Weight], name: str) -> jax.Array:
     """Multiply x with a projection, and add its bias if it has one."""
-    y = weights.einsum(subscripts, x, params[name])
+    return project_all(x, params, {name: subscripts})[0]
+
+
+def project_all(x: jax.Array, params: dict[str, Weight], products: dict[str, str]) -> list[jax.Array]:
+    """Apply several projections to x. products: subscripts by the name of the projection, in the order of the results.
+
+    Adapters share products with x.
+    """
+    ys = projections.einsum_all([*products.values()], x, [params[name] for name in products])
+    return [_add_bias(y, params, name) for name, y in zip(products, ys, strict=True)]
+
+
+def _add_bias(y: jax.Array, params: dict[str, Weight], name: str) -> jax.Array:
     if f"{name}_bias" not in params:
         return y
     # In float32 for the backward: the bias's gradient sums over thousands of positions.
@@ -200,10 +214,10 @@ def mlp(params: dict[str, Weight], x: jax.Array, context: Context, *, norm: Func
     @recomputed
     def project_in(x: jax.Array) -> list[jax.Array]:
         x = tag(all_gather_sequence(norm(x), context.placement), "mlp_input")
-        hidden = {name: project("BSD,DF->BSF", x, params, name) for name in INPUT_PROJECTIONS if name in params}
+        products = {name: "BSD,DF->BSF" for name in INPUT_PROJECTIONS if name in params}
         return [
             tag(context.placement.constrain(array, "batch", "sequence", "mlp"), INPUT_PROJECTIONS[name])
-            for name, array in hidden.items()
+            for name, array in zip(products, project_all(x, params, products), strict=True)
         ]
 
     @recomputed

@@ -25,7 +25,7 @@ from jaxopt_llm.kernels.padded import Padded, common_size
 from jaxopt_llm.kernels.ring import Ring
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.intermediates import tag
-from jaxopt_llm.model.layers import Function, Rotary, project, recomputed, with_biases
+from jaxopt_llm.model.layers import Function, Rotary, project, project_all, recomputed, with_biases
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.param import ParamSpec, normal
 from jaxopt_llm.parallel.placement import Placement
@@ -96,11 +96,8 @@ def self_attention(
     @recomputed
     def project_in(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         x = tag(all_gather_sequence(norm(x), context.placement), "attention_input")
-        return (
-            by_head(project("BSD,DHK->BSHK", x, params, "query"), "heads"),
-            by_head(project("BSD,DGK->BSGK", x, params, "key"), "kv_heads"),
-            by_head(project("BSD,DGK->BSGK", x, params, "value"), "kv_heads"),
-        )
+        q, k, v = project_all(x, params, {"query": "BSD,DHK->BSHK", "key": "BSD,DGK->BSGK", "value": "BSD,DGK->BSGK"})
+        return by_head(q, "heads"), by_head(k, "kv_heads"), by_head(v, "kv_heads")
 
     q, k, v = project_in(x)
     q, k, v = tag(q, "query"), tag(k, "key"), tag(v, "value")

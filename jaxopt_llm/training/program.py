@@ -97,6 +97,7 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
             placement.precision.matmul,
             config.xla,
             recomputes_layers=not saved_intermediates(config.remat),
+            adapters=config.lora.rank > 0,
         ),
     )
     return Program(

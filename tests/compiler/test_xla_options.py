@@ -21,12 +21,13 @@ from jaxopt_llm.compiler.xla_options import (
     check_options,
     compiler_options,
 )
-from jaxopt_llm.config import Config, MeshConfig, ModelConfig, XlaConfig, cli, fields
+from jaxopt_llm.config import Config, Matmul, MeshConfig, ModelConfig, XlaConfig, cli, fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.model import flops
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 
+TRITON: tuple[tuple[Matmul, bool], ...] = (("compute_dtype", False), ("fp8", False), ("compute_dtype", True))
 TINY = ROOT / "benchmarks" / "recipes" / "tiny.py"
 
 
@@ -57,6 +58,12 @@ def test_recomputed_layers_on_one_host_get_one_collective_at_a_time() -> None:
         mesh = make_mesh(MeshConfig(fsdp=8 * hosts), gpu_topology("h100", hosts))
         options = compiler_options(mesh, 1, recomputes_layers=True)
         assert (options.items() >= PARALLEL_COLLECTIVES.items()) == expected
+
+
+def test_cublas_multiplies_where_it_adds_adapters_or_multiplies_codes() -> None:
+    mesh = make_mesh(MeshConfig(fsdp=8), gpu_topology("h200"))
+    found = [compiler_options(mesh, 1, matmul, adapters=on) for matmul, on in TRITON]
+    assert [options.get("xla_gpu_enable_triton_gemm", True) for options in found] == [True, False, False]
 
 
 def test_user_options_come_last_and_wrong_passes_stay_disabled() -> None:

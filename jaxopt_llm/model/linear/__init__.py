@@ -3,6 +3,7 @@
 A block passes each weight on as it received it, and never learns how the weight is stored. It calls one of these:
 
     einsum          matmul with activations: projections, MLPs, logits                    weights.py
+    einsum_all      matmuls of one input: q, k and v; gate and up; adapters share products        projections.py
     grouped_matmul  matmul of each token with the matrix of its expert                    weights.py
     materialise     the array itself, for elementwise use: norm scales, biases, routers   weights.py
     look_up         rows of an embedding table                                            vocabulary.py
@@ -45,8 +46,9 @@ Leaf classes (leaves.py). A weight of shape [D, F], contracted over D, is one of
     LoraWeight    base (one of the above) [D, F], lora_a [D, r], lora_b [F, r], magnitude [F] (DoRA) or None
 
 A LoRA product is x · base + scale · (dropout(x) · A) · Bᵀ: two thin matmuls next to the base's, so A · B is never
-formed. The codes of a quantised base are gathered as codes, which moves 1 or 0.5 bytes per value, and dequantised
-afterwards. Quantised bases are always frozen.
+formed. Where a device holds the weights whole, the thin matmuls are merged with those of the base and of other weights
+(projections.py). The codes of a quantised base are gathered as codes, which moves 1 or 0.5 bytes per value, and
+dequantised afterwards. Quantised bases are always frozen.
 
 Quantised matmuls (quantised.py, `precision.matmul`) are independent of the leaf classes. The weight rests unquantised.
 The operands of a product are rounded to fp8, int8 or int4 when it is computed, and the weight is gathered as codes

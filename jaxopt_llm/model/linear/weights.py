@@ -32,11 +32,18 @@ def einsum(subscripts: str, x: jax.Array, weight: Weight, dtype: jnp.dtype | Non
     """
     dtype = dtype or x.dtype
     if isinstance(weight, LoraWeight):
-        down, up = _low_rank_subscripts(subscripts)
-        low = weight.scale * einsum(down, _apply_dropout(x, weight), weight.lora_a)
-        y = einsum(subscripts, x, weight.base, dtype) + einsum(up, low, weight.lora_b, dtype)
-        return y if weight.magnitude is None else _scale_to_magnitude(subscripts, y, weight)
+        low = einsum(low_rank_subscripts(subscripts)[0], _apply_dropout(x, weight), weight.lora_a)
+        return add_adapter(subscripts, x, low, weight, dtype)
     return _einsum(subscripts, dtype, x, *split_perturbation(weight))
+
+
+def add_adapter(
+    subscripts: str, x: jax.Array, low: jax.Array, weight: LoraWeight, dtype: jnp.dtype | None = None
+) -> jax.Array:
+    """Compute `einsum` with a weight that has an adapter. low: the product of the adapter's input with A."""
+    dtype = dtype or x.dtype
+    up = einsum(low_rank_subscripts(subscripts)[1], weight.scale * low, weight.lora_b, dtype)
+    return scale_to_magnitude(subscripts, einsum(subscripts, x, weight.base, dtype) + up, weight)
 
 
 def grouped_matmul(
@@ -90,12 +97,16 @@ def _apply_dropout(x: jax.Array, weight: LoraWeight) -> jax.Array:
     return x if weight.noise is None else dropout.apply_dropout(x, weight.noise, weight.dropout)
 
 
-def _scale_to_magnitude(subscripts: str, y: jax.Array, weight: LoraWeight) -> jax.Array:
+def scale_to_magnitude(subscripts: str, y: jax.Array, weight: LoraWeight) -> jax.Array:
     """Scale each output channel of y, a product with base + scale × A·B, by magnitude / norm of the channel's weights.
+
+    Without a magnitude (DoRA), return y.
 
     The norm is a constant for the gradient, as in the paper (arXiv:2402.09353, section 4.3).
     """
-    _, axes, result = _split_subscripts(subscripts)
+    if weight.magnitude is None:
+        return y
+    _, axes, result = split_subscripts(subscripts)
     summed, others = ("".join(axis for axis in axes if (axis in result) is kept) for kept in (False, True))
     base, a, b = (gather_weight(part) for part in (weight.base, weight.lora_a, weight.lora_b))
 
@@ -111,7 +122,7 @@ def _scale_to_magnitude(subscripts: str, y: jax.Array, weight: LoraWeight) -> ja
     return (y.astype(jnp.float32) * jnp.einsum(f"{others}->{result[-len(others) :]}", scale)).astype(y.dtype)
 
 
-def _split_subscripts(subscripts: str) -> tuple[str, str, str]:
+def split_subscripts(subscripts: str) -> tuple[str, str, str]:
     """Return the axes of x, of the weight and of the result."""
     operands, result = subscripts.split("->")
     left, right = operands.split(",")
@@ -131,9 +142,9 @@ def _find_split_axis(gathered: NamedSharding, axes: str, result: str) -> tuple[s
     return None
 
 
-def _low_rank_subscripts(subscripts: str) -> tuple[str, str]:
+def low_rank_subscripts(subscripts: str) -> tuple[str, str]:
     """Return the products with A and with B: "BSD,DHK->BSHK" -> ("BSD,Dr->BSr", "BSr,HKr->BSHK")."""
-    left, right, result = _split_subscripts(subscripts)
+    left, right, result = split_subscripts(subscripts)
     summed = "".join(axis for axis in right if axis not in result)
     others = "".join(axis for axis in right if axis in result)
     low = "".join(axis for axis in left if axis not in summed) + "r"
@@ -215,7 +226,7 @@ def _einsum(subscripts, dtype, x, weight, perturbation):
 
 def _einsum_forward(subscripts, dtype, x, weight, perturbation):
     shardings = shardings_of(weight)
-    left, right, result = _split_subscripts(subscripts)
+    left, right, result = split_subscripts(subscripts)
     gathered = _gather_operand(weight, _contracted_dims(right, result))
     operand = quantised.quantise_inputs(shardings.matmul, x, _contracted_dims(left, result), shardings.grouped)
     split = _find_split_axis(shardings.gathered, right, result)
@@ -226,7 +237,7 @@ def _einsum_forward(subscripts, dtype, x, weight, perturbation):
 def _einsum_backward(subscripts, dtype, residuals, dy):
     x, weight, gathered = residuals
     shardings = shardings_of(weight)
-    left, right, result = _split_subscripts(subscripts)
+    left, right, result = split_subscripts(subscripts)
     gathered = _gather_operand(weight, _contracted_dims(right, result)) if gathered is None else gathered
     x_dtype = shardings.compute_dtype if isinstance(x, Quantised) else x.dtype
     dy = quantised.quantise_gradient(shardings.matmul, dy.astype(x_dtype), shardings.grouped)
@@ -234,7 +245,7 @@ def _einsum_backward(subscripts, dtype, residuals, dy):
     if not shardings.trainable:
         return dx, None, None
     x, dy = (quantised.dequantise(operand, shardings.compute_dtype) for operand in (x, dy))
-    dw = _weight_gradient(left, result, right, x, dy, shardings)
+    dw = form_gradient(left, result, right, x, dy, shardings)
     return dx, None, reduce_gradient(dw, shardings)
 
 
@@ -246,7 +257,7 @@ def _keep_gathered(gathered: Operand, shardings: WeightShardings) -> Operand | N
 
 
 @jax.named_scope(GRADIENT)
-def _weight_gradient(left: str, result: str, right: str, x: jax.Array, dy: jax.Array, shardings: WeightShardings):
+def form_gradient(left: str, result: str, right: str, x: jax.Array, dy: jax.Array, shardings: WeightShardings):
     rows = "".join(axis for axis in left if axis not in right)  # contracted: batch and sequence
     inputs, outputs = left.removeprefix(rows), result.removeprefix(rows)
     # Dimensions are merged only if no device boundary lies inside them: not batch and sequence if `context` divides the

@@ -160,7 +160,7 @@ def three_products(subscripts: str, matmul: Matmul, placement: Placement) -> tup
 def test_products_use_rounded_operands_and_gradients_pass_straight_through(subscripts: str, matmul: Matmul) -> None:
     x, w, dy, *found = three_products(subscripts, matmul, toy.placement())
     X, W, DY = rounded(matmul, x, w, dy, PRODUCTS[subscripts][1])
-    left, right, result = weights._split_subscripts(subscripts)
+    left, right, result = weights.split_subscripts(subscripts)
     of_x, of_w = f"{result},{right}->{left}", f"{left},{result}->{right}"
 
     def products(x: np.ndarray, w: np.ndarray, dy: np.ndarray) -> tuple[np.ndarray, ...]:
