@@ -184,14 +184,13 @@ def seconds_of_matmuls(flops: float, chip: Chip, dtype: str, efficiency: float =
 
 
 def kernel_efficiency(chip: Chip, implementation: str, direction: str) -> float:
-    """Return the share of the peak that an attention kernel attains.
+    """Return the share of the peak that an attention kernel attains: FLASH_EFFICIENCY if it has not been measured.
 
     Args:
-        implementation: a key of KERNEL_EFFICIENCY.
         direction: forward or backward.
     """
-    hopper = chip.compute_capability >= HOPPER
-    return KERNEL_EFFICIENCY[implementation][direction] if hopper else FLASH_EFFICIENCY
+    measured = KERNEL_EFFICIENCY.get(implementation, {}) if chip.compute_capability >= HOPPER else {}
+    return measured.get(direction, FLASH_EFFICIENCY)
 
 
 def seconds_in_memory(read_and_written: float, chip: Chip) -> float:
