@@ -4,9 +4,9 @@
 
 Each case is a recipe compiled for its GPUs. `collectives` is the time of all collectives at the rates that `plan`
 assumes, `exposed` the part of it in which no kernel runs next to them (planning/overlap.py). The lines below a case are
-the collectives with the most exposed time. The option
-xla_gpu_memory_limit_slop_factor=150 keeps XLA from rematerialising on its own near full memory. No GPU
-is needed; nothing runs, so no time is measured. With --only, the other cases keep their rows of FILE.
+the collectives with the most exposed time. The option xla_gpu_memory_limit_slop_factor=150 keeps XLA from
+rematerialising on its own near full memory. No GPU is needed; nothing runs, so no time is measured. With --only, the
+other cases keep their rows of FILE.
 """
 
 import argparse
@@ -64,22 +64,8 @@ CASES = (
     Case("8b on 64", "llama3_8b.py", 8, ON_64),
     Case("8b on 64, bf16 sums", "llama3_8b.py", 8, ON_64 | BF16_SUMS),
     Case("8b on 8 x 8, HSDP", "llama3_8b.py", 8, ON_64 | {"mesh.fsdp": 8, "mesh.data": 8}),
-    Case("70b", "llama2_70b.py", 16),
-    Case(
-        "70b, ZeRO-3",
-        "llama2_70b.py",
-        16,
-        {
-            "mesh.pipeline": 1,
-            "mesh.tensor": 1,
-            "mesh.fsdp": 128,
-            "sharding.sequence_parallel": False,
-            "training.accumulation": 2,
-            "remat.policy": "full",
-            "pipeline.schedule": "1f1b",
-            "pipeline.virtual_stages": 1,
-        },
-    ),
+    Case("70b", "llama2_70b_pipeline.py", 16),
+    Case("70b, ZeRO-3", "llama2_70b.py", 16, {"remat.policy": "full"}),
 )
 
 

@@ -44,7 +44,7 @@ OTHERWISE: dict[str, tuple[float, ...]] = {
     "llama3_8b_lora": (17.0,),
     # 0.11.2 copies a layer's masters out of the stack before it casts them.
     "llama2_70b_pipeline": (14.7,),
-    "llama2_70b": (22.5,),
+    "llama2_70b": (53.8,),
     # 0.10.2 holds the gradient of the last norm's input in float32, too. Of the 44 messages of a layer in a ring 0.11.2
     # sends 15 in float32, 0.10.2 14.
     "llama3_8b_128k": (72.5, 877.1),
