@@ -158,7 +158,8 @@ def test_chosen_settings_are_in_the_configuration_and_a_run_that_continues_keeps
     assert chosen["remat.policy"] == "none" and "anew" not in line
     chosen, line = train(**{"training.steps": 4, "mesh.fsdp": 4, "mesh.data": 2})
     assert chosen["remat.policy"] == "full" and line.endswith("; chosen anew because the mesh changed")
-    chosen, line = train(**{"training.steps": 5, "mesh.fsdp": 4, "mesh.data": 2, "remat.policy": "save_qkv"})
+    others = {"mesh.fsdp": 4, "mesh.data": 2}
+    chosen, line = train(**others, **{"training.steps": 5, "remat.policy": "save_qkv"})
     assert chosen["remat.policy"] == "save_qkv" and "remat.policy" not in line
 
 

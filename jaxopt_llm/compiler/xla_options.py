@@ -87,7 +87,8 @@ NO_DYNAMIC_SLICE_FUSION: Options = (
 # If a program needs 79% of a GPU's memory or more, XLA adds rematerialization of its own, which may save nothing (8B,
 # two rows of 8192 tokens on one H200, remat none: 1168 TFLOP instead of 896, with a peak of 125.3 GiB in both cases),
 # and schedules collectives for less memory. With this option it does neither, and no longer reduces programs that do
-# not fit. Programs that need less are the same with and without it.
+# not fit. On one GPU, programs that need less are the same with and without it. Over several GPUs it also hides more of
+# the collectives of programs that need less (70B on 128 H100s in 54 of 80 GB: 25.8 instead of 26.8 s).
 NO_OWN_REMAT: Options = {"xla_gpu_memory_limit_slop_factor": 150}
 # On CPUs, the pass that widens 16-bit sums over devices aborts in a region that is manual over `pipeline` only.
 NO_WIDER_SUMS: Options = {DISABLE_PASSES: "all-reduce-promotion"}

@@ -83,6 +83,6 @@ def find_out_of_range(name: str, section: Any) -> list[str]:
     found = []
     for field in dataclasses.fields(section):
         bounds, value = Metadata(**field.metadata).bounds, getattr(section, field.name)
-        if bounds and value != AUTO and not bounds.include(value):
+        if bounds and not isinstance(value, str) and not bounds.include(value):  # a text is a choice such as auto
             found.append(f"{name}.{field.name}={value}: must be {bounds}")
     return found

@@ -110,8 +110,9 @@ class Config:
     def unroll_problems(self) -> list[str]:
         """List the settings with which the layers cannot be unrolled: `training.unroll`."""
         remat, exempt = self.remat, self.precision.compute_dtype_layers
+        policy = remat.policy if isinstance(remat.policy, str) else " ".join(remat.policy)
         loops = {
-            f"remat.policy={remat.policy}": remat.policy not in (AUTO, "none"),
+            f"remat.policy={policy}": remat.policy not in (AUTO, "none"),
             f"remat.every={remat.every}": remat.every > 1,
             f"remat.offload={' '.join(remat.offload)}": bool(remat.offload),
             "offload.parameters=True": self.offload.parameters,

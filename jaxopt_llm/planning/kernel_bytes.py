@@ -83,7 +83,7 @@ def _count_read(module: Module, body: Computation, name: str) -> int:
         elif user.opcode in _VIEWS:
             read += _count_read(module, body, user.name)
         elif user.opcode == "convert":  # of a whole stack, of which only a slice is used
-            read += _count_read(module, body, user.name) * whole // user.results[0].bytes
+            read += _count_read(module, body, user.name) * whole // max(user.results[0].bytes, 1)
         elif user.opcode == "fusion":
             inner = module[list_callees(user)[0]]
             inputs = [each for each in inner.values() if each.opcode == "parameter"]

@@ -5,18 +5,21 @@ order of their speed, and the first that fits is taken. Arithmetic leaves out th
 compile one candidate: the program that they run.
 """
 
+import enum
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from jaxopt_llm.config import Config, Intermediate, fields
+from jaxopt_llm.config import Config, Intermediate, RematConfig, fields
 from jaxopt_llm.config.memory import Policy
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.config.training import MIN_LOSS_CHUNK
+from jaxopt_llm.core.errors import OutOfMemory
 from jaxopt_llm.planning.memory import GIB
 from jaxopt_llm.planning.prediction import predict_footprint, predict_seconds
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
+from jaxopt_llm.planning.search.block_cost import BlockCost, list_recomputed, list_saved
 from jaxopt_llm.planning.search.microbatch import count_tokens
 from jaxopt_llm.planning.search.ranking import FREE
 from jaxopt_llm.planning.search.roofline import Cluster
@@ -29,7 +32,7 @@ SEARCH_SECONDS = 60.0  # after this time, no candidate other than the last is co
 # Shortest run, by arithmetic, whose layers are unrolled: compiling them takes half a minute more, and a step 4 to 7%
 # less.
 UNROLLED_RUN_SECONDS = 600.0
-# Policies in the order of what they compute again, least first.
+# Policies to choose from. Which of them compute least again depends on the model.
 POLICIES: tuple[Policy | tuple[Intermediate, ...], ...] = (
     "none",
     ("query", "key", "attention", "mlp_gate", "mlp_up"),
@@ -43,6 +46,14 @@ POLICIES: tuple[Policy | tuple[Intermediate, ...], ...] = (
 LOSS_CHUNKS = (8192, 4096, 2048)
 
 
+class Verdict(enum.Enum):
+    """Whether a candidate fits, and if not, whether there is time to compile the next one."""
+
+    FITS = "fits"
+    TOO_LARGE = "too large"
+    TOO_LATE = "too late"
+
+
 @dataclass(frozen=True)
 class Candidate:
     """Configuration without `auto`, and the bytes of a device that its step may need."""
@@ -53,11 +64,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice(Generic[T]):
-    """The chosen candidate, what compiling it returned, and a line for each candidate that was compiled before."""
+    """The configuration of the chosen candidate, and what compiling it returned."""
 
     config: Config
     compiled: T
-    rejected: tuple[str, ...]
 
 
 def list_candidates(config: Config, cluster: Cluster, limit: int, on_gpu: bool = True) -> list[Candidate]:
@@ -83,31 +93,45 @@ def choose_settings(
     candidates: Sequence[Candidate],
     compile: Callable[[Config], T],
     count_peak: Callable[[T], int],
-    agree: Callable[[str], str] = lambda verdict: verdict,
+    agree: Callable[[Verdict], Verdict] = lambda verdict: verdict,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Choice[T]:
     """Compile candidates until one fits.
 
     Args:
-        compile: compiles the step of a configuration.
+        compile: compiles the step of a configuration. OutOfMemory means that it does not fit.
         count_peak: returns the bytes of a device that the result of `compile` needs.
-        agree: returns the verdict of process 0 to all processes.
+        agree: returns the verdict of all processes.
+        say: gets a line for each candidate that does not fit.
+
+    Raises:
+        OutOfMemory: no memory to compile the last candidate.
     """
     clock, remaining = time.monotonic(), list(candidates)
-    rejected: list[str] = []
-    while True:
+    while len(remaining) > 1:
         candidate = remaining.pop(0)
-        compiled = compile(candidate.config)
-        if not remaining:
-            return Choice(candidate.config, compiled, tuple(rejected))
-        peak = count_peak(compiled)
+        try:
+            compiled = compile(candidate.config)
+            peak = count_peak(compiled)
+            problem = f"needs {peak / GIB:.2f} GiB per device, more than {candidate.limit / GIB:.2f}"
+            fits = peak <= candidate.limit
+        except OutOfMemory as error:
+            problem, fits = str(error), False
         late = time.monotonic() - clock > SEARCH_SECONDS
-        verdict = agree("fits" if peak <= candidate.limit else "too large, late" if late else "too large")
-        if verdict == "fits":
-            return Choice(candidate.config, compiled, tuple(rejected))
-        settings = format_choices(list_settings(candidate.config))
-        rejected.append(f"{settings}: {peak / GIB:.2f} GiB per device, more than {candidate.limit / GIB:.2f}")
-        if verdict == "too large, late":
-            del remaining[:-1]
+        verdict = agree(Verdict.FITS if fits else Verdict.TOO_LATE if late else Verdict.TOO_LARGE)
+        if verdict is Verdict.FITS:
+            return Choice(candidate.config, compiled)
+        say(f"{format_choices(list_settings(candidate.config))}: {problem}")
+        if verdict is Verdict.TOO_LATE:
+            del remaining[:-2]  # the last two differ in xla.own_remat
+    return Choice(remaining[0].config, compile(remaining[0].config))
+
+
+def find_common_verdict(verdicts: Sequence[Verdict]) -> Verdict:
+    """Return the verdict of all processes: a candidate fits if it fits each, and process 0 decides what is late."""
+    if all(verdict is Verdict.FITS for verdict in verdicts):
+        return Verdict.FITS
+    return Verdict.TOO_LATE if verdicts[0] is Verdict.TOO_LATE else Verdict.TOO_LARGE
 
 
 def keep_settings(config: Config, started: Config) -> Config:
@@ -149,7 +173,23 @@ def _list_policies(config: Config) -> Iterable[Any]:
         return ["none"]
     # With these settings the user trades time for memory.
     saves_memory = bool(remat.offload) or remat.every > 1 or config.optimizer.in_backward
-    return ["full"] if saves_memory else POLICIES
+    return ["full"] if saves_memory else _order_policies(config)
+
+
+def _order_policies(config: Config) -> list[Any]:
+    """Return the policies that differ for this model, those that compute least again first."""
+    block = BlockCost.from_config(config)
+
+    def count_recomputed(policy: Any) -> tuple[bool, float]:
+        recomputed = list_recomputed(RematConfig(policy), config.model)
+        return "attention" in recomputed, sum(block.weights.get(name, 0.0) for name in recomputed)
+
+    def find_saved(policy: Any) -> frozenset[str]:
+        saved = list_saved(RematConfig(policy), config.model)
+        return frozenset(name for name in saved if block.elements[name])
+
+    different = {find_saved(policy): policy for policy in reversed(POLICIES)}
+    return sorted(reversed(different.values()), key=count_recomputed)
 
 
 def _list_unrolling(config: Config, cluster: Cluster, on_gpu: bool) -> Iterable[str]:

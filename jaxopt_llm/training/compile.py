@@ -23,19 +23,12 @@ class Executables:
     step: Any
     held_out: Any
 
-    @property
-    def peak(self) -> int:
-        """Bytes of each device that the compiled programs need."""
-        return max(memory.peak for memory in self._read_memory())
-
     def __str__(self) -> str:
         """Return a description of the memory that the programs need, on each device and on the host."""
-        host = max(memory.host for memory in self._read_memory())
+        memories = [hlo.read_memory(program) for program in (self.step, self.held_out)]
+        peak, host = max(memory.peak for memory in memories), max(memory.host for memory in memories)
         host_memory = f" and {host / 2**30:.2f} GiB of host memory" if host else ""
-        return f"{self.peak / 2**30:.2f} GiB per device{host_memory} while it runs"
-
-    def _read_memory(self) -> list[hlo.Memory]:
-        return [hlo.read_memory(program) for program in (self.step, self.held_out)]
+        return f"{peak / 2**30:.2f} GiB per device{host_memory} while it runs"
 
 
 def lower_programs(setup: Setup) -> Executables:
@@ -45,12 +38,8 @@ def lower_programs(setup: Setup) -> Executables:
     return Executables(*(each.lower(program.state, program.batch) for each in (program.step, held_out)))
 
 
-def compile_programs(setup: Setup, lowered: Executables) -> Executables:
-    """Compile both programs. With `run.deterministic` on GPUs, they return the same bits every time."""
+def compile_program(setup: Setup, program: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compile one of the programs. With `run.deterministic` on GPUs, it returns the same bits every time."""
     repeats = setup.config.run.deterministic and jax.default_backend() == "gpu"
-
-    def compile(program: jax.stages.Lowered) -> jax.stages.Compiled:
-        options = repeatable_options(program, setup.directory, setup.processes.first) if repeats else None
-        return program.compile(compiler_options=options)
-
-    return Executables(compile(lowered.step), compile(lowered.held_out))
+    options = repeatable_options(program, setup.directory, setup.processes.first) if repeats else None
+    return program.compile(compiler_options=options)

@@ -1,19 +1,23 @@
 """Choice of the settings that a configuration leaves open: the order of the candidates, and the first that fits."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.config import Config, cli, fields
+from jaxopt_llm.core.errors import OutOfMemory
 from jaxopt_llm.planning import settings_choice
 from jaxopt_llm.planning.memory import GIB
+from jaxopt_llm.planning.prediction import predict_footprint
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.settings_choice import (
     FREE,
     Candidate,
+    Verdict,
     choose_settings,
+    find_common_verdict,
     keep_settings,
     list_candidates,
     list_choices,
@@ -102,16 +106,24 @@ def numbered(*limits: int) -> list[Candidate]:
     return [Candidate(with_settings(training__steps=index + 1), limit) for index, limit in enumerate(limits)]
 
 
-def choose(limits: tuple[int, ...], peaks: tuple[int, ...], **options: Any) -> tuple[int, list[int]]:
-    """Return the number of the candidate that was chosen, and the numbers of those that were compiled."""
+def choose(limits: tuple[int, ...], peaks: tuple[int | None, ...], **options: Any) -> tuple[int, list[int]]:
+    """Return the number of the candidate that was chosen, and the numbers of those that were compiled.
+
+    peaks: of the candidates; None if there is no memory to compile one.
+    """
     compiled: list[int] = []
+    lines: list[str] = []
 
     def compile(config: Config) -> int:
         compiled.append(config.training.steps)
-        return config.training.steps
+        if peaks[compiled[-1] - 1] is None:
+            raise OutOfMemory("out of memory compiling", ())
+        return compiled[-1]
 
-    choice = choose_settings(numbered(*limits), compile, lambda step: peaks[step - 1], **options)
-    assert choice.compiled == choice.config.training.steps and len(choice.rejected) == len(compiled) - 1
+    choice = choose_settings(
+        numbered(*limits), compile, lambda step: cast(int, peaks[step - 1]), say=lines.append, **options
+    )
+    assert choice.compiled == choice.config.training.steps and len(lines) == len(compiled) - 1
     return choice.compiled, compiled
 
 
@@ -121,14 +133,53 @@ def test_the_first_that_fits_is_taken() -> None:
     assert choose((10, 10, 12), (11, 11, 99)) == (3, [1, 2, 3]), "the last one is taken, and refused later"
 
 
-def test_a_long_search_ends_with_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_candidate_that_cannot_be_compiled_does_not_fit() -> None:
+    assert choose((10, 10, 12), (None, 9, 8)) == (2, [1, 2])
+    with pytest.raises(OutOfMemory):
+        choose((10, 12), (None, None))
+
+
+def test_a_long_search_ends_with_the_last_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings_choice, "SEARCH_SECONDS", -1.0)
-    assert choose((10, 10, 12), (11, 9, 8)) == (3, [1, 3])
+    assert choose((10, 10, 10, 12, 12), (11, 9, 8, 13, 8)) == (5, [1, 4, 5])
 
 
-def test_process_0_decides() -> None:
-    verdicts = iter(["too large", "fits"])
+def test_all_processes_decide_together() -> None:
+    verdicts = iter([Verdict.TOO_LARGE, Verdict.FITS])
     assert choose((10, 10, 12), (1, 99, 1), agree=lambda mine: next(verdicts)) == (2, [1, 2])
+    fits, large, late = Verdict.FITS, Verdict.TOO_LARGE, Verdict.TOO_LATE
+    assert find_common_verdict([fits, fits]) is fits
+    assert find_common_verdict([fits, late]) is find_common_verdict([large, late]) is large
+    assert find_common_verdict([late, large]) is find_common_verdict([late, fits]) is late
+
+
+def test_policies_that_are_the_same_for_a_model_are_compiled_once() -> None:
+    """GPT-3 has no gate, and as many heads of keys as of queries."""
+    found = [each["remat.policy"] for each in candidates(cli.load_recipe("gpt3_175b.py"), Cluster("h100", 12, 8))]
+    assert found == [
+        "none",
+        ("query", "key", "value", "attention", "mlp_up"),
+        ("query", "key", "attention", "mlp_gate", "mlp_up"),
+        ("attention", "mlp_gate", "mlp_up"),
+        "save_qkv",
+        "save_attention",
+        *("full", "full"),
+    ]
+
+
+def test_unrolled_layers_keep_what_a_loop_computes_again() -> None:
+    config = with_settings(
+        fields.replace_fields(RECIPE, ALONE),
+        remat__policy="none",
+        training__attention="cudnn",
+        training__loss_chunk=1024,
+    )
+    loop, unrolled = (
+        predict_footprint(with_settings(config, training__unroll=unroll)).activations for unroll in ("none", "all")
+    )
+    model = config.model
+    kept = model.mlp_width + 2 * model.width  # the product of gate and up, and the two norms
+    assert unrolled - loop == 2 * model.layers * config.training.sequence_length * kept
 
 
 def test_a_run_that_continues_keeps_its_choice() -> None:
