@@ -42,6 +42,7 @@ CONFIG = Config(
     model=ModelConfig(width=1024, layers=8, heads=8, kv_heads=8, head_dim=128, mlp_width=4096, vocabulary_size=7_680),
     training=TrainingConfig(batch_size=8, sequence_length=128),
     mesh=MeshConfig(fsdp=8),
+    remat=RematConfig("full"),
 )
 
 
@@ -117,7 +118,7 @@ def test_speed_in_words_and_as_json(plans: dict[int, Plan]) -> None:
     assert values["checkpoints"]["seconds"] == pytest.approx(500 * plan.speed.step_seconds)
     interval = checkpoint_interval.format_duration(500 * plan.speed.step_seconds)
     assert f"checkpoints: one every 500 steps ({interval}), " in text
-    # The default recomputes everything, on GPUs that are nearly empty.
+    # The policy recomputes everything, on GPUs that are nearly empty.
     assert values["less_remat"]["settings"] == {"remat.policy": "none"}
     assert "memory is left to recompute less: --remat.policy none: " in text
 

@@ -1,6 +1,6 @@
 """1.1B parameters in TinyLlama's shape (Zhang et al. 2024, arXiv:2401.02385): scripts/gpu_check measures a step of it.
 
-Hardware: one GPU of 80 GB. As compiled for an H200, 45.1 GiB at the peak. It is not for learning: there is no tokenizer
+Hardware: one GPU of 80 GB. As compiled for an H200, 56.6 GiB at the peak. It is not for learning: there is no tokenizer
 of 32,000 ids yet.
 """
 

@@ -1,6 +1,6 @@
 """Adapters over llama_1b.py, its base in bf16.
 
-Hardware: one GPU of 80 GB. As compiled for an H200, 31.7 GiB at the peak.
+Hardware: one GPU of 80 GB. As compiled for an H200, 44.3 GiB at the peak.
 """
 
 from pathlib import Path

@@ -4,7 +4,7 @@
 computed again, in its backward: 2% of the FLOPs that the model needs. With moments in float32 only remat `full` fits,
 with 26%.
 
-Hardware: one H200. As compiled, 101.1 GiB at the peak. It is not for learning.
+Hardware: one H200. As compiled, 112.5 GiB at the peak. It is not for learning.
 """
 
 from pathlib import Path

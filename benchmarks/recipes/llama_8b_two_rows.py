@@ -1,7 +1,7 @@
 """llama_8b.py with two rows of 8192 tokens a step, over which the update and the casts of weights are spread.
 
-Hardware: one H200. As compiled, 125.1 GiB at the peak, of 129.7 that XLA may use. Without its option it would compute
-things again on its own, 30% more FLOPs (see compiler/xla_options.py).
+Hardware: one H200. As compiled, 125.1 GiB at the peak, of 129.7 that XLA may use. With xla.own_remat on, XLA would
+compute things again on its own, 30% more FLOPs (see compiler/xla_options.py).
 """
 
 from pathlib import Path
@@ -14,6 +14,5 @@ def get_config() -> Config:
         cli.load_recipe(str(Path(__file__).with_name("llama_8b.py"))),
         {
             "training.batch_size": 2,
-            "xla.options": ("xla_gpu_memory_limit_slop_factor=150",),
         },
     )
