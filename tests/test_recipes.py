@@ -159,7 +159,7 @@ ON_ONE = {"mesh.fsdp": 1, "training.accumulation": 16, "lora.rank": 16, "optimiz
             for case in (
                 ("llama3_8b_lora", 1, {}, 24, OTHERWISE["llama3_8b_lora"][0]),
                 ("llama2_70b_qlora", 2, ON_TWO, 40, 30.0),
-                ("llama2_70b_qlora", 1, ON_ONE, 48, 42.0),
+                ("llama2_70b_qlora", 1, ON_ONE, 48, 41.8),
             )
         ),
     ],
@@ -168,7 +168,8 @@ def test_adapters_fit_the_gpus_that_the_docstrings_name(
     name: str, gpus: int, changes: dict[str, Any], gigabytes: int, otherwise: float
 ) -> None:
     if changes:
-        found = make_plan(fields.replace_fields(cli.load_recipe(f"{name}.py"), changes), "h100", 1, gpus)
+        least = {"remat.policy": "full", **changes}
+        found = make_plan(fields.replace_fields(cli.load_recipe(f"{name}.py"), least), "h100", 1, gpus)
     else:
         found = plan(name)
     assert found.memory.peak < 0.92 * gigabytes * GIB  # the share that XLA may use
@@ -183,7 +184,7 @@ def test_adapters_fit_the_gpus_that_the_docstrings_name(
 @pytest.mark.slow
 def test_adapters_need_a_fraction_of_full_tuning() -> None:
     """Of Llama 2 7B, both in bf16, a row at a time."""
-    row = {"mesh.fsdp": 1, "training.batch_size": 1}
+    row = {"mesh.fsdp": 1, "training.batch_size": 1, "remat.policy": "full"}
     whole, adapters = (
         make_plan(fields.replace_fields(cli.load_recipe("llama2_7b.py"), {**row, "lora.rank": rank}), "h200", 1, 1)
         for rank in (0, 16)
