@@ -47,7 +47,7 @@ LOSS_CHUNKS = (8192, 4096, 2048)
 
 
 class Verdict(enum.Enum):
-    """Whether a candidate fits, and if not, whether there is time to compile the next one."""
+    """Verdict on a compiled candidate. TOO_LATE: it is too large, and there is no time to compile many others."""
 
     FITS = "fits"
     TOO_LARGE = "too large"

@@ -177,7 +177,7 @@ def test_if_nothing_fits_remedies_are_found() -> None:
     assert two > one >= 1.1
     nearly = dataclasses.replace(found, limit=int(0.99 * least.footprint.peak))
     attention, narrower, *_ = find_remedies(nearly, (), 0.92)
-    assert attention.startswith("--allow training.attention (") and "--training.attention cudnn" in attention
+    assert attention.startswith("--allow training.attention (")
     # The setting that needs least has its moments on the host. With jax 0.11 the table's moments are also on the GPU,
     # where 8 bits make them smaller.
     early = jax.__version_info__ >= (0, 11)
