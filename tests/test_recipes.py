@@ -40,7 +40,7 @@ OTHERWISE: dict[str, tuple[float, ...]] = {
     "10b": (39.1,),
     "llama3_8b": (33.3,),
     "llama2_70b_qlora": (16.3,),
-    "llama3_8b_qlora": (9.8,),
+    "llama3_8b_qlora": (9.7,),
     "llama3_8b_lora": (17.0,),
     # 0.11.2 copies a layer's masters out of the stack before it casts them.
     "llama2_70b_pipeline": (14.7,),
