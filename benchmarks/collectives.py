@@ -9,7 +9,7 @@ rematerialising on its own near full memory. No GPU is needed; nothing runs, so 
 other cases keep their rows of FILE.
 """
 
-import argparse
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from cases import run_cases
 
 from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.compiler.buffers import find_peak
@@ -147,23 +148,8 @@ def save(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [case.name for case in CASES]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help="cases to compile")
-    parser.add_argument("--json", type=Path, help="file for the figures; the table is written next to it as .txt")
-    options = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_enable_compilation_cache", False)
-    found = json.loads(options.json.read_text())["rows"] if options.json and options.json.exists() else []
-    rows = {row["case"]: row for row in found}
-    print(HEADER, flush=True)
-    for case in CASES:
-        if case.name in options.only:
-            rows[case.name] = measure(case)
-            print(format_row(rows[case.name]), flush=True)
-            if options.json:  # after each case, so that an interrupted run keeps its rows
-                save(options.json, [rows[name] for name in names if name in rows])
-    return 0
+    cases = {case.name: functools.partial(measure, case) for case in CASES}
+    return run_cases(__doc__, cases, HEADER, format_row, save)
 
 
 if __name__ == "__main__":

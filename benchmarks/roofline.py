@@ -8,7 +8,7 @@ trained parameter of a GPU, `launches` the kernels of a step, `recomputed` the F
 No GPU is needed; nothing runs, so no time is measured. With --only, the other cases keep their rows of FILE.
 """
 
-import argparse
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from cases import run_cases
 
 from jaxopt_llm.config import Config, cli, fields
 from jaxopt_llm.core import errors
@@ -148,26 +149,15 @@ def save(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     replace_durably(file.with_suffix(".txt"), "\n".join([*lines, *map(format_row, rows), ""]))
 
 
+def measure(case: Case) -> dict[str, Any]:
+    config = case.load()
+    validate(config)
+    return make_row(case, config, make_plan(config, case.gpu, case.hosts, case.gpus_per_host))
+
+
 def main() -> int:
-    parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [case.name for case in CASES]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help="cases to compile")
-    parser.add_argument("--json", type=Path, help="file for the figures; the table is written next to it as .txt")
-    options = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_enable_compilation_cache", False)
-    found = json.loads(options.json.read_text())["rows"] if options.json and options.json.exists() else []
-    rows = {row["case"]: row for row in found}
-    print(HEADER, flush=True)
-    for case in CASES:
-        if case.name in options.only:
-            config = case.load()
-            validate(config)
-            rows[case.name] = make_row(case, config, make_plan(config, case.gpu, case.hosts, case.gpus_per_host))
-            print(format_row(rows[case.name]), flush=True)
-            if options.json:  # after each case, so that an interrupted run keeps its rows
-                save(options.json, [rows[name] for name in names if name in rows])
-    return 0
+    cases = {case.name: functools.partial(measure, case) for case in CASES}
+    return run_cases(__doc__, cases, HEADER, format_row, save)
 
 
 if __name__ == "__main__":

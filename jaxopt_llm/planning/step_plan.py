@@ -1,6 +1,5 @@
 """Plan of a training step: its memory, traffic, FLOPs and speed, read off the program compiled for given GPUs."""
 
-import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from jaxopt_llm.planning.search.ranking import FREE
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
 from jaxopt_llm.planning.search.workload import estimate_work
-from jaxopt_llm.planning.settings_choice import choose_settings, list_candidates, list_choices
+from jaxopt_llm.planning.settings_choice import Choice, choose_settings, list_candidates, list_choices
 from jaxopt_llm.planning.speed import Speed, compute_speed
 from jaxopt_llm.training.initial_weights import stores_frozen_weights
 from jaxopt_llm.training.program import Program, make_program
@@ -87,13 +86,8 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
     devices = _describe_gpus(config, gpu, hosts, gpus_per_host)
     chip, mesh, cluster = CHIPS[gpu], make_mesh(config.mesh, devices), Cluster(gpu, hosts, gpus_per_host)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
-    limit = int(chip.memory_bytes * float(MEMORY_FRACTION))
-    clock = time.perf_counter()
-    choice = choose_settings(
-        list_candidates(config, cluster, limit),
-        functools.partial(_compile, placement=placement),
-        count_peak=lambda compiled: compiled[1].memory.peak,
-    )
+    limit, clock = int(chip.memory_bytes * float(MEMORY_FRACTION)), time.perf_counter()
+    choice = _choose_and_compile(config, cluster, limit, placement)
     compile_seconds = time.perf_counter() - clock
     chosen, config, (program, peak) = list_choices(config, choice.config), choice.config, choice.compiled
     text, memory = str(peak.compiled.as_text()), peak.memory
@@ -142,9 +136,17 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
     )
 
 
-def _compile(config: Config, placement: Placement) -> tuple[Program, Peak]:
-    program = make_program(config, placement, stores_frozen_weights(config))
-    return program, find_peak(topology.lower_without_gpu(program.step, program.state, program.batch))
+def _choose_and_compile(
+    config: Config, cluster: Cluster, limit: int, placement: Placement
+) -> Choice[tuple[Program, Peak]]:
+    """Compile the step with the settings that a run on these GPUs would choose."""
+
+    def compile_step(config: Config) -> tuple[Program, Peak]:
+        program = make_program(config, placement, stores_frozen_weights(config))
+        return program, find_peak(topology.lower_without_gpu(program.step, program.state, program.batch))
+
+    candidates = list_candidates(config, cluster, limit)
+    return choose_settings(candidates, compile_step, count_peak=lambda compiled: compiled[1].memory.peak)
 
 
 def _describe_gpus(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Sequence[jax.Device]:

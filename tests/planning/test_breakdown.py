@@ -145,6 +145,27 @@ def transfer(seconds: float, *axes: str, overlapped: float = 1.0, link: str = "n
     return Traffic(axes, link, "all-gather", ("bf16",), 3, 1000, full_rate, overlapped)
 
 
+def test_a_slice_of_a_cast_reads_only_the_slice() -> None:
+    """XLA writes the cast of one layer like this where layers are unrolled."""
+    text = """HloModule m
+
+%cast (stack: f32[4,1024]) -> bf16[1024] {
+  %stack = f32[4,1024]{1,0} parameter(0)
+  %narrow = bf16[4,1024]{1,0} convert(%stack)
+  %layer = bf16[1,1024]{1,0} slice(%narrow), slice={[2:3], [0:1024]}
+  ROOT %flat = bf16[1024]{0} bitcast(%layer)
+}
+
+ENTRY %main (stack: f32[4,1024]) -> bf16[1024] {
+  %stack = f32[4,1024]{1,0} parameter(0)
+  ROOT %layer = bf16[1024]{0} fusion(%stack), kind=kLoop, calls=%cast
+}
+"""
+    module = parse_module(text)
+    (found,) = kernel_bytes.walk_kernels(module)
+    assert kernel_bytes.count_kernel_bytes(module, *found[:2]) == (4 + 2) * 1024
+
+
 def test_collectives_are_parts_by_axis_and_link() -> None:
     short = 1e-6
     found = parts_of(
