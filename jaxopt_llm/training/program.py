@@ -25,11 +25,12 @@ from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.sequence import count_key_parts
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training import update
+from jaxopt_llm.training.decoder_step import make_decoder_step
 from jaxopt_llm.training.lora import adapt_model
 from jaxopt_llm.training.optimizer import is_elementwise, make_optimizer
 from jaxopt_llm.training.schedule import make_schedule
 from jaxopt_llm.training.state import StateSpecs, TrainState
-from jaxopt_llm.training.step import StepSettings, make_step
+from jaxopt_llm.training.step import StepSettings
 from jaxopt_llm.training.update import Optimizers
 
 
@@ -106,7 +107,7 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
         executor=executor,
         specs=specs,
         optimizers=optimizers,
-        step=make_step(model, specs, optimizers, learning_rate, executor, placement, settings),
+        step=make_decoder_step(model, specs, optimizers, learning_rate, executor, placement, settings),
         to_checkpoint=training_state.make_checkpoint_converter(specs, placement),
         state=training_state.abstract_state(specs, placement),
         batch=Batch(tokens=ids, targets=ids, loss_mask=mask, segment_ids=ids, positions=ids),

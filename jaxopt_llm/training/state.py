@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from jaxopt_llm.training.update import Optimizers
 
 # Bytes per device of initial values in host memory that one program makes. One larger leaf has a program of its own.
 HOST_BYTES_PER_PROGRAM = 2**30
-STORED = ("masters", "moments", "frozen", "guard", "loss_scale")  # the fields of the state that have specs
+STORED = ("masters", "moments", "frozen", "guard", "loss_scale", "variables")  # the fields of the state that have specs
 
 
 @struct.dataclass
@@ -43,6 +43,7 @@ class TrainState:
         frozen: parameters without master weights or moments.
         guard: see guard.py.
         loss_scale: see loss_scale.py; empty without loss scaling.
+        variables: the model's variables that are not parameters, such as running means; empty for the decoder.
     """
 
     step: tree.Leaf
@@ -52,6 +53,7 @@ class TrainState:
     frozen: Params
     guard: Guard
     loss_scale: LossScale
+    variables: Params = field(default_factory=dict)
 
     @property
     def trainable(self) -> Params:
@@ -78,6 +80,7 @@ class StateSpecs:
     guard: Guard
     loss_scale: LossScale
     keep_frozen: bool = True
+    variables: Params = field(default_factory=dict)
 
 
 def make_state_specs(
@@ -105,6 +108,7 @@ def state_shardings(specs: StateSpecs, placement: Placement) -> TrainState:
         frozen=zero.resting_parameter_sharding(specs.frozen, placement),
         guard=jax.tree.map(lambda spec: placement.replicated, specs.guard),
         loss_scale=jax.tree.map(lambda spec: placement.replicated, specs.loss_scale),
+        variables=jax.tree.map(lambda spec: placement.replicated, specs.variables),
     )
 
 
@@ -147,16 +151,26 @@ def _make_compute_copy(specs: Params, masters: Params, shardings: Params | None,
 
 
 def initialize_state(
-    specs: StateSpecs, optimizers: Optimizers, seed: int, placement: Placement, given: Params | None = None
+    specs: StateSpecs,
+    optimizers: Optimizers,
+    seed: int,
+    placement: Placement,
+    given: Params | None = None,
+    make_values: Callable[[], tuple[Params, Params]] | None = None,
 ) -> TrainState:
     """Return the state before the first step. Each device makes its own shards.
 
     Args:
         given: parameters from another source, with their final sharding, and None for those that are drawn at random.
+        make_values: traced function that returns the initial parameters and variables; by default parameters are drawn
+            as their specs say, and there are no variables.
     """
 
     def make() -> TrainState:
-        params = leaves.initialize(tree.merge(specs.masters, specs.frozen), seed)
+        if make_values is None:
+            params, variables = leaves.initialize(tree.merge(specs.masters, specs.frozen), seed), {}
+        else:
+            params, variables = make_values()
         masters = tree.restrict(params, specs.masters)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
@@ -166,6 +180,7 @@ def initialize_state(
             frozen=tree.restrict(params, specs.frozen),
             guard=initialize_guard(),
             loss_scale=initialize_loss_scale(placement.precision),
+            variables=variables,
         )
 
     shardings = state_shardings(specs, placement)

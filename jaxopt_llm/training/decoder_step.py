@@ -1,0 +1,114 @@
+"""Training step of the decoder: its loss over tokens, its dropout and the metrics of its routers.
+
+With `optimizer.in_backward`, the step calls `in_backward.loss_and_update` instead of the executor: it updates each
+period during the backward and cannot discard the update.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+
+from jaxopt_llm.execution.executor import Executor
+from jaxopt_llm.execution.in_backward import loss_and_update
+from jaxopt_llm.model import param
+from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.model.moe import experts
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.training import update
+from jaxopt_llm.training.guard import judge_step
+from jaxopt_llm.training.state import StateSpecs, TrainState
+from jaxopt_llm.training.step import (
+    Advance,
+    Differentiate,
+    Differentiated,
+    Outcome,
+    Step,
+    StepSettings,
+    make_step,
+    update_after_backward,
+)
+from jaxopt_llm.training.update import Optimizers, Updatable
+
+
+def make_decoder_step(
+    model: Model,
+    specs: StateSpecs,
+    optimizers: Optimizers,
+    schedule: optax.Schedule,
+    executor: Executor,
+    placement: Placement,
+    settings: StepSettings,
+) -> Step:
+    """Return the jitted step of a model of tokens; see `make_step`.
+
+    Batch fields: [M, B, S], M microbatches. Further metrics are those of experts.router_metrics.
+    """
+    batch_sharding = placement.activation(None, "batch", "sequence")
+    if settings.in_backward:
+        advance = update_in_backward(model, optimizers, specs, placement)
+    else:
+        differentiate = differentiate_decoder(model, executor, placement)
+        advance = update_after_backward(differentiate, optimizers, specs, placement, settings)
+    if settings.dropout_seed is not None:
+        advance = _with_noise(advance, settings.dropout_seed, batch_sharding)
+    return make_step(advance, specs, schedule, placement, batch_sharding, settings.compiler_options)
+
+
+def _with_noise(advance: Advance, seed: int, batch_sharding: NamedSharding) -> Advance:
+    """Add random bits of the seed and the step to the batch."""
+
+    def advance_with_noise(state: TrainState, batch: Batch) -> Outcome:
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        noise = jax.random.bits(key, batch.tokens.shape, jnp.uint32)
+        return advance(state, replace(batch, noise=jax.lax.with_sharding_constraint(noise, batch_sharding)))
+
+    return advance_with_noise
+
+
+def _invert_tokens(batch: Batch) -> jax.Array:
+    """Return 1 / tokens that count, float32. A batch without any has loss 0 and gradient 0, not NaN."""
+    return 1.0 / jnp.maximum(jnp.sum(batch.loss_mask), 1).astype(jnp.float32)
+
+
+def differentiate_decoder(model: Model, executor: Executor, placement: Placement) -> Differentiate:
+    """Return the function that computes the gradients of the mean loss over tokens."""
+
+    def differentiate(state: TrainState, batch: Batch, scale: jax.Array | float) -> Differentiated:
+        per_token = _invert_tokens(batch)
+        # `trainable` is the compute copy where there is one, and the masters otherwise.
+        loss, _, auxiliary, gradients = executor.loss_and_gradients(
+            model, state.trainable, state.frozen, batch, scale * per_token, placement
+        )
+        metrics = experts.router_metrics(auxiliary.statistics)
+        return Differentiated(loss * per_token, gradients, scale, metrics, state.variables)
+
+    return differentiate
+
+
+def update_in_backward(model: Model, optimizers: Optimizers, specs: StateSpecs, placement: Placement) -> Advance:
+    """Return the function that updates each period during the backward."""
+
+    def read_params(section_state: Updatable) -> Params:
+        masters, _, compute = section_state
+        return masters if compute is None else compute
+
+    def update_period(section: str, period_state: Updatable, gradients: Params) -> Updatable:
+        period_specs = param.period_specs(specs.masters[section])
+        return update.update_period(optimizers[section], period_specs, placement, period_state, gradients)
+
+    def advance(state: TrainState, batch: Batch) -> Outcome:
+        per_token = _invert_tokens(batch)
+        sections = update.split_sections(state.updatable)
+        loss, squares, auxiliary, sections = loss_and_update(
+            model, sections, state.frozen, batch, per_token, placement, read_params, update_period
+        )
+        loss, norm, overflow = loss * per_token, jnp.sqrt(squares), jnp.bool(False)
+        _, guard = judge_step(state.guard, loss, norm, overflow, outliers=0.0)
+        metrics = experts.router_metrics(auxiliary.statistics)
+        return Outcome(loss, norm, overflow, guard, update.join_sections(sections), metrics, state.variables)
+
+    return advance
