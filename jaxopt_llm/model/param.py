@@ -14,10 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxopt_llm.core import tree
-
-# Logical axes of a stack of layers. They come first and ZeRO never splits them. Most stacks have only the last one. In
-# a pipeline, parameters rest by stage, and the last axis is the slot within the stage. Loops run over the last axis.
-STACK_AXES = ("virtual", "stages", "layers")
+from jaxopt_llm.parallel.axes import LOOPED_AXES
 
 FLOAT32 = np.dtype(np.float32)
 Initializer = Callable[[jax.Array, tuple[int, ...], int], jax.Array]  # (key, shape, fan-in) -> float32 array
@@ -69,7 +66,7 @@ class ParamSpec:
 
     @property
     def leading(self) -> int:
-        """Number of leading axes that are a stack's (STACK_AXES)."""
+        """Number of leading axes that are a stack's (LOOPED_AXES)."""
         return 0 if self.layers is None else np.ndim(self.layers)
 
     @property
@@ -87,7 +84,7 @@ class ParamSpec:
         return replace(
             self,
             shape=(*indices.shape, *self.shape),
-            axes=(*STACK_AXES[-indices.ndim :], *self.axes),
+            axes=(*LOOPED_AXES[-indices.ndim :], *self.axes),
             contracting=tuple(dim + indices.ndim for dim in self.contracting),
             layers=_to_nested_tuple(indices),
         )

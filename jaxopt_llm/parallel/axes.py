@@ -11,6 +11,7 @@ PARAMETER_AXES: dict[str, tuple[str, ...]] = {
     "experts": ("expert",),
     "expert_mlp": ("tensor",),
     "vocabulary": ("pipeline", "tensor"),
+    "tensor": ("tensor",),  # of a user's model: a dimension that its rules give to `tensor`
 }
 ACTIVATION_AXES: dict[str, tuple[str, ...]] = {
     "batch": BATCH_AXES,
@@ -30,4 +31,7 @@ REPLICATED_WHEN_SMALLER = ("kv_heads",)
 # Logical axes that the stages of a pipeline divide in addition to `tensor`. If stages × `tensor` does not divide the
 # size, only `tensor` does, by intent.
 SPLIT_OVER_STAGES = ("vocabulary",)
+# Logical axes of a stack of layers. They come first and ZeRO never divides them. Most stacks have only the last one. In
+# a pipeline, parameters rest by stage, and the last axis is the slot within the stage. Loops run over the last axis.
+LOOPED_AXES = ("virtual", "stages", "layers")
 STORAGE_AXES = ("fsdp", "context", "expert")  # ZeRO divides state by the product of their sizes

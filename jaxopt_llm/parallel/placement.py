@@ -20,6 +20,7 @@ from jaxopt_llm.config.precision import Exactness
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.parallel.axes import (
     ACTIVATION_AXES,
+    LOOPED_AXES,
     PARAMETER_AXES,
     REPLICATED_WHEN_SMALLER,
     SEQUENCE_PARALLEL_AXES,
@@ -49,6 +50,8 @@ class Placement:
 
     grouped: the mesh axes that a surrounding `vmap` over gradient groups already divides (zero.py). Shardings inside it
         do not name them.
+    reduces_microbatches: gradients are summed over all devices after each microbatch, without gradient groups. ZeRO
+        then divides them from stage 1 on.
     """
 
     mesh: Mesh | AbstractMesh
@@ -56,6 +59,7 @@ class Placement:
     precision: PrecisionConfig
     offload: OffloadConfig = NO_OFFLOAD
     grouped: tuple[str, ...] = ()
+    reduces_microbatches: bool = False
 
     def for_evaluation(self) -> "Placement":
         return replace(self, precision=self.precision.for_evaluation())
@@ -142,7 +146,8 @@ class Placement:
             used = {axis for dim in dims for axis in dim}
             storage = tuple(axis for axis in overlay if axis not in used and self.size(axis) > 1)
             for i in range(spec.leading, len(dims)):
-                if storage and spec.shape[i] % self.size(*dims[i], *storage) == 0:
+                looped = spec.axes[i] in LOOPED_AXES  # of a stack within a stack
+                if storage and not looped and spec.shape[i] % self.size(*dims[i], *storage) == 0:
                     dims[i] += storage
                     break
         return tuple(dims)

@@ -38,6 +38,8 @@ def gradient_group_axes(placement: Placement) -> tuple[str, ...]:
     Each index along these axes is one gradient group: the devices that share a part of the batch. `expert` is never one
     of the axes: the devices of a group exchange tokens over it.
     """
+    if placement.reduces_microbatches:
+        return ()
     axes = ("data", "fsdp") if placement.sharding.zero_stage < 2 else ("data",)
     return tuple(axis for axis in axes if placement.size(axis) > 1)
 
@@ -57,7 +59,8 @@ def master_sharding(specs: Any, placement: Placement) -> Any:
 
 def gradient_sharding(specs: Any, placement: Placement) -> Any:
     """Return the sharding of gradients within one gradient group."""
-    return jax.tree.map(lambda spec: placement.parameter(spec, storage_axes(2, placement)), specs)
+    stage = 1 if placement.reduces_microbatches else 2
+    return jax.tree.map(lambda spec: placement.parameter(spec, storage_axes(stage, placement)), specs)
 
 
 def parameter_sharding(specs: Any, placement: Placement) -> Any:

@@ -16,10 +16,11 @@ index into the axis that is sharded over the stages would make XLA gather it.
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxopt_llm.core import tree
@@ -30,13 +31,15 @@ from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import cast_masters
 from jaxopt_llm.parallel.placement import Placement
 
-Optimizers = dict[str, optax.GradientTransformation]  # by section
 # Masters, moments, and the compute copy or None: of all sections, of one section, or of one period.
 Updatable = tuple[tree.Tree, tree.Tree, tree.Tree]
+WHOLE = "whole"  # the only key of the moments of a WholeOptimizer
 UPDATE = "update"  # the named scope of the update in compiled programs and profiles
 
 
-def make_optimizers(make: Callable[[str, tree.Tree], optax.GradientTransformation], specs: Params) -> Optimizers:
+def make_optimizers(
+    make: Callable[[str, tree.Tree], optax.GradientTransformation], specs: Params
+) -> dict[str, optax.GradientTransformation]:
     """Make the optimizer of every section.
 
     Args:
@@ -45,8 +48,45 @@ def make_optimizers(make: Callable[[str, tree.Tree], optax.GradientTransformatio
     return {section: make(section, param.period_specs(leaves)) for section, leaves in specs.items()}
 
 
+@dataclass(frozen=True)
+class WholeOptimizer:
+    """An optax transformation that gets all parameters at once, as the tree that its user knows.
+
+    Its masks and labels see that tree, and what it computes over all parameters, such as a global norm, is over all of
+    them.
+
+    to_tree, from_tree: between the sections and that tree.
+    """
+
+    transformation: optax.GradientTransformation
+    to_tree: Callable[[Params], tree.Tree]
+    from_tree: Callable[[tree.Tree], Params]
+
+    def initialize(self, masters: Params) -> Params:
+        return {WHOLE: self.transformation.init(self.to_tree(masters))}
+
+    def update(
+        self, state: Updatable, gradients: Params, factor: jax.Array, good: jax.Array, specs: Params, placement: Placement
+    ) -> Updatable:
+        """Return the state after a step; see `update_period`."""
+        masters, moments = offload.fetch_to_device(state[:2])
+        with jax.named_scope(UPDATE):
+            parameters = self.to_tree(masters)
+            scaled = self.to_tree(jax.tree.map(lambda x: x * factor, gradients))
+            updates, new_moments = self.transformation.update(scaled, moments[WHOLE], parameters)
+            new = self.from_tree(optax.apply_updates(parameters, updates)), {WHOLE: new_moments}
+            masters, moments = jax.tree.map(functools.partial(jnp.where, good), new, (masters, moments))
+            copy = None if state[2] is None else cast_masters(specs, masters, placement)
+        return offload.store_like((masters, moments, copy), state)
+
+
+Optimizers = dict[str, optax.GradientTransformation] | WholeOptimizer  # a dict is by section
+
+
 def initialize_moments(optimizers: Optimizers, specs: Params, masters: Params) -> Params:
     """Return the initial optimizer state of every section."""
+    if isinstance(optimizers, WholeOptimizer):
+        return optimizers.initialize(masters)
 
     def initialize(section: str, optimizer: optax.GradientTransformation) -> tree.Tree:
         layers = param.layer_indices(specs[section])
@@ -65,10 +105,10 @@ def moment_specs(optimizers: Optimizers, specs: Params) -> Params:
     axes of the stack. ZeRO shards the optimizer state along these axes.
     """
 
-    def section_specs(section: str, state: tree.Tree) -> tree.Tree:
-        layers = param.layer_indices(specs[section])
+    def section_specs(
+        parameters: list[tuple[str, ParamSpec]], layers: np.ndarray | None, state: tree.Tree
+    ) -> tree.Tree:
         leading = 0 if layers is None else layers.ndim
-        parameters = tree.leaves_with_path(specs[section])
 
         def leaf_spec(path: str, leaf: jax.ShapeDtypeStruct) -> ParamSpec:
             # The path of a moment ends with the path of its parameter, followed by /codes or /scales in 8 bits.
@@ -85,7 +125,14 @@ def moment_specs(optimizers: Optimizers, specs: Params) -> Params:
 
     abstract = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)
     state = jax.eval_shape(lambda masters: initialize_moments(optimizers, specs, masters), abstract)
-    return {section: section_specs(section, state[section]) for section in optimizers}
+    if isinstance(optimizers, WholeOptimizer):
+        return section_specs(tree.leaves_with_path(optimizers.to_tree(specs)), None, state)
+    return {
+        section: section_specs(
+            tree.leaves_with_path(specs[section]), param.layer_indices(specs[section]), state[section]
+        )
+        for section in optimizers
+    }
 
 
 def split_sections(state: Updatable) -> dict[str, Updatable]:
@@ -116,6 +163,8 @@ def apply_gradients(
         factor, good: see `update_period`.
         elementwise: whether the optimizers are elementwise (optimizer.is_elementwise).
     """
+    if isinstance(optimizers, WholeOptimizer):
+        return optimizers.update(state, gradients, factor, good, specs, placement)
 
     def update_section(section: str, state: Updatable) -> Updatable:
         periods = param.layer_indices(specs[section])

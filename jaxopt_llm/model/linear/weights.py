@@ -80,6 +80,24 @@ def materialise(weight: Weight, dtype: jnp.dtype | None = None) -> jax.Array:
     return _materialise(dtype, *split_perturbation(weight))
 
 
+def keep_gathered(weight: Weight) -> Weight:
+    """Return a weight whose products keep it gathered for their backward."""
+
+    def keep(placed: PlacedWeight) -> PlacedWeight:
+        return replace(placed, shardings=replace(placed.shardings, keep_gathered=True))
+
+    return jax.tree.map(keep, weight, is_leaf=_is_placed)
+
+
+def gather_for_use(weight: Weight) -> jax.Array:
+    """Return the gathered weight in compute dtype, for any use other than a product. It has a gradient, if it trains.
+
+    Adapters are never added to their base as arrays: only a product with `einsum` reads them.
+    """
+    assert not isinstance(weight, LoraWeight), "an adapter is only multiplied"
+    return materialise(weight) if isinstance(weight, PlacedWeight) else gather_weight(weight)
+
+
 def gather_merged(weight: Weight, contracting: tuple[int, ...]) -> jax.Array:
     """Return the gathered weight as one array in compute dtype, with its adapter merged. It has no gradient.
 

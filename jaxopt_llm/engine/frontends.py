@@ -1,0 +1,321 @@
+"""Front-ends: a user's model and loss, in Flax NNX, in Linen or as plain functions, as functions of lists of arrays.
+
+A front-end traces the user's code and knows no placement. What it names:
+
+parameters: the arrays that the loss is differentiated with respect to: `nnx.Param`s, Linen's collection "params", or
+    every leaf of a plain pytree.
+variables: all other arrays of the model, which the loss may change: running means of BatchNorm, keys and counts of
+    random numbers, caches. Typed keys are stored as their uint32 data.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx, struct
+
+from jaxopt_llm.core import tree
+from jaxopt_llm.core.errors import InputError
+
+Loss = Callable[[Any, Any], Any]  # (model, batch) -> see `normalise_loss`
+RNG = "rng_count"  # the variable by which a Linen model draws other random numbers at every call
+
+
+@dataclass(frozen=True)
+class ArrayInfo:
+    """An array of a model before it exists.
+
+    path: its keys, joined by slashes. axes: the names of its dimensions that the user gave, or None.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: tuple[str | None, ...] | None = None
+
+
+@struct.dataclass
+class LossParts:
+    """What a loss returned. The mean loss of several batches is the sum of `total` by the sum of `count`.
+
+    metrics: scalars, each a mean over what `count` counts.
+    """
+
+    total: jax.Array
+    count: jax.Array
+    metrics: dict[str, jax.Array]
+
+
+class Frontend(Protocol):
+    """A user's model as functions of lists of arrays, in the order of `parameters` and `variables`."""
+
+    @property
+    def parameters(self) -> list[ArrayInfo]: ...
+
+    @property
+    def variables(self) -> list[ArrayInfo]: ...
+
+    def make(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Return the initial parameters and variables. It is traced, so that each device makes its own shards."""
+
+    def call(
+        self, loss: Loss, parameters: Sequence[Any], variables: Sequence[Any], batch: Any
+    ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
+        """Return what the loss returned, and the parameters and the variables after it."""
+
+    def rebuild(self, parameters: Sequence[Any], variables: Sequence[Any]) -> Any:
+        """Return the user's own kind of object with these arrays."""
+
+    def as_tree(self, parameters: Sequence[Any]) -> Any:
+        """Return the parameters as the pytree that an optax transformation gets: nested dicts, or the plain pytree."""
+
+
+def make_frontend(model: Any, loss: Loss, example: Any, seed: int) -> Frontend:
+    """Return the front-end of a model.
+
+    Args:
+        model: function that returns an NNX module or a pytree of arrays, or a Linen module.
+        example: batch as ShapeDtypeStructs, or with arrays.
+
+    Raises:
+        InputError: the model is none of these.
+    """
+    if isinstance(model, linen.Module):
+        return LinenFrontend(model, loss, example, seed)
+    if isinstance(model, nnx.Module) or not callable(model):
+        raise InputError(
+            f"model: {type(model).__name__} already holds its arrays on one device; give a function that makes it, such "
+            "as lambda: MyModel(rngs=nnx.Rngs(0)), or a Linen module"
+        )
+    with nnx.use_eager_sharding(False):
+        made = nnx.eval_shape(model)
+    return NnxFrontend(model, made) if isinstance(made, nnx.Module) else FunctionFrontend(model, made)
+
+
+def normalise_loss(output: Any) -> LossParts:
+    """Return the parts of what a loss returned: mean, (sum, count), or one of them with a dict of metrics.
+
+    Raises:
+        InputError: it is none of these.
+    """
+    metrics: dict[str, jax.Array] = {}
+    value = output
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
+        value, metrics = value
+    total, count = value if isinstance(value, tuple) and len(value) == 2 else (value, jnp.float32(1))
+    scalars = {"the loss": total, "its count": count} | {f"metric {name}": each for name, each in metrics.items()}
+    for name, each in scalars.items():
+        if not isinstance(each, int | float) and getattr(each, "shape", None) != ():
+            found = f"shape {list(each.shape)}" if hasattr(each, "shape") else f"type {type(each).__name__}"
+            raise InputError(
+                f"loss: {name} is not a scalar, it has {found}; return the mean loss, or (sum, count), or one of them "
+                "and a dict of scalar metrics"
+            )
+    total, count, metrics = jax.tree.map(lambda each: jnp.asarray(each).astype(jnp.float32), (total, count, metrics))
+    return LossParts(total, count, metrics)
+
+
+# --- Typed keys, which are stored as their data
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """For each variable, the implementation of its random key, or None."""
+
+    implementations: tuple[str | None, ...]
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any]) -> "_Keys":
+        return cls(tuple(_key_implementation(leaf) for leaf in leaves))
+
+    def unwrap(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        return [
+            leaf if name is None else jax.random.key_data(leaf)
+            for name, leaf in zip(self.implementations, leaves, strict=True)
+        ]
+
+    def wrap(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        return [
+            leaf if name is None else jax.random.wrap_key_data(leaf, impl=name)
+            for name, leaf in zip(self.implementations, leaves, strict=True)
+        ]
+
+
+def _key_implementation(leaf: Any) -> str | None:
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return None
+    found: list[str] = []
+    jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), jax.ShapeDtypeStruct((), leaf.dtype))
+    return found[0]
+
+
+def _describe(paths: Sequence[str], leaves: Sequence[Any], axes: Sequence[Any] | None = None) -> list[ArrayInfo]:
+    names = [None] * len(paths) if axes is None else axes
+    data = jax.eval_shape(_Keys.of(leaves).unwrap, list(leaves))
+    return [
+        ArrayInfo(path, tuple(leaf.shape), leaf.dtype, each)
+        for path, leaf, each in zip(paths, data, names, strict=True)
+    ]
+
+
+def nest(paths: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
+    """Return nested dicts of leaves by their paths."""
+    nested: dict[str, Any] = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        *parents, last = path.split("/")
+        inner = nested
+        for key in parents:
+            inner = inner.setdefault(key, {})
+        inner[last] = leaf
+    return nested
+
+
+# --- Flax NNX
+
+
+class NnxFrontend:
+    """A model of Flax NNX."""
+
+    def __init__(self, factory: Callable[[], nnx.Module], abstract: nnx.Module) -> None:
+        self._factory = factory
+        self._graph, parameters, variables = nnx.split(abstract, nnx.Param, ...)
+        self._parameter_keys, parameter_variables = _flatten_state(parameters)
+        self._variable_keys, variable_variables = _flatten_state(variables)
+        self._parameter_types = parameter_variables
+        self._variable_types = variable_variables
+        self._keys = _Keys.of([each.get_value() for each in variable_variables])
+        self.parameters = _describe(
+            _join_keys(self._parameter_keys),
+            [each.get_value() for each in parameter_variables],
+            [each.get_metadata().get("out_sharding") for each in parameter_variables],
+        )
+        self.variables = _describe(
+            _join_keys(self._variable_keys), [each.get_value() for each in variable_variables]
+        )
+
+    def make(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        with nnx.use_eager_sharding(False):
+            return self._read(self._factory())
+
+    def call(
+        self, loss: Loss, parameters: Sequence[Any], variables: Sequence[Any], batch: Any
+    ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
+        model = self.rebuild(parameters, variables)
+        with nnx.use_eager_sharding(False):
+            output = loss(model, batch)
+        return output, *self._read(model)
+
+    def rebuild(self, parameters: Sequence[Any], variables: Sequence[Any]) -> nnx.Module:
+        pairs = [
+            *zip(self._parameter_keys, self._parameter_types, parameters, strict=True),
+            *zip(self._variable_keys, self._variable_types, self._keys.wrap(variables), strict=True),
+        ]
+        with nnx.use_eager_sharding(False):
+            state = nnx.from_flat_state((keys, kind.replace(value)) for keys, kind, value in pairs)
+            return nnx.merge(self._graph, state)
+
+    def as_tree(self, parameters: Sequence[Any]) -> dict[str, Any]:
+        return nest([info.path for info in self.parameters], parameters)
+
+    def _read(self, model: nnx.Module) -> tuple[list[jax.Array], list[jax.Array]]:
+        _, parameters, variables = nnx.split(model, nnx.Param, ...)
+        known = [dict(zip(*_flatten_state(state), strict=True)) for state in (parameters, variables)]
+        parameter_values = [known[0][keys].get_value() for keys in self._parameter_keys]
+        # Variables that the call created, such as those of `sow`, are not part of the state.
+        variable_values = [known[1][keys].get_value() for keys in self._variable_keys]
+        return parameter_values, self._keys.unwrap(variable_values)
+
+
+def _flatten_state(state: nnx.State) -> tuple[list[tuple[Any, ...]], list[Any]]:
+    """Return the keys of each variable of a state, and the variables."""
+    pairs = list(nnx.to_flat_state(state))
+    return [keys for keys, _ in pairs], [variable for _, variable in pairs]
+
+
+def _join_keys(keys: Sequence[tuple[Any, ...]]) -> list[str]:
+    return ["/".join(map(str, each)) for each in keys]
+
+
+# --- Flax Linen
+
+
+class LinenFrontend:
+    """A model of Flax Linen. The loss calls it as a bound module: `loss(model, batch)` calls `model(batch["x"])`."""
+
+    def __init__(self, module: linen.Module, loss: Loss, example: Any, seed: int) -> None:
+        self._module, self._loss, self._example, self._seed = module, loss, example, seed
+        abstract = jax.eval_shape(self._initialize)
+        parameters = abstract.pop("params", {})
+        self._parameter_tree, self._variable_tree = jax.tree.structure(parameters), jax.tree.structure(abstract)
+        boxes = jax.tree.leaves(parameters, is_leaf=_is_box)
+        axes = [tuple(box.names) if hasattr(box, "names") else None for box in boxes]
+        self.parameters = _describe(_unboxed_paths(parameters), jax.tree.leaves(parameters), axes)
+        count = ArrayInfo(RNG, (), jnp.dtype(jnp.uint32))
+        self.variables = [*_describe(_unboxed_paths(abstract), jax.tree.leaves(abstract)), count]
+
+    def _initialize(self) -> dict[str, Any]:
+        example = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._example)
+        return dict(self._module.init(jax.random.key(self._seed), example, method=self._loss))
+
+    def make(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        variables = self._initialize()
+        return jax.tree.leaves(variables.pop("params", {})), [*jax.tree.leaves(variables), jnp.uint32(0)]
+
+    def call(
+        self, loss: Loss, parameters: Sequence[Any], variables: Sequence[Any], batch: Any
+    ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
+        *others, count = variables
+        collections = self.rebuild(parameters, variables)
+        key = jax.random.fold_in(jax.random.key(self._seed), count)
+        mutable = [name for name in collections if name != "params"]
+        output, changed = self._module.apply(
+            collections, batch, method=loss, mutable=mutable, rngs={"params": key}
+        )
+        known = {name: dict(changed).get(name, collections[name]) for name in mutable}
+        leaves = jax.tree.leaves(known) if known else list(others)
+        return output, list(parameters), [*leaves, count + jnp.uint32(1)]
+
+    def rebuild(self, parameters: Sequence[Any], variables: Sequence[Any]) -> dict[str, Any]:
+        others = jax.tree.unflatten(self._variable_tree, variables[:-1])
+        return {"params": jax.tree.unflatten(self._parameter_tree, parameters), **others}
+
+    def as_tree(self, parameters: Sequence[Any]) -> Any:
+        return nest([info.path for info in self.parameters], parameters)
+
+
+def _is_box(leaf: Any) -> bool:
+    return isinstance(leaf, linen.meta.AxisMetadata)
+
+
+def _unboxed_paths(variables: Any) -> list[str]:
+    """Return the paths of the arrays, without what a box of axis names adds."""
+    return [path for path, _ in tree.leaves_with_path(variables, _is_box)]
+
+
+# --- Plain functions
+
+
+class FunctionFrontend:
+    """A pytree of arrays and a function of it."""
+
+    def __init__(self, factory: Callable[[], Any], abstract: Any) -> None:
+        self._factory, self._tree = factory, jax.tree.structure(abstract)
+        paths = [path for path, _ in tree.leaves_with_path(abstract)]
+        self.parameters = _describe(paths, jax.tree.leaves(abstract))
+        self.variables: list[ArrayInfo] = []
+
+    def make(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        return jax.tree.leaves(self._factory()), []
+
+    def call(
+        self, loss: Loss, parameters: Sequence[Any], variables: Sequence[Any], batch: Any
+    ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
+        return loss(self.rebuild(parameters, variables), batch), list(parameters), []
+
+    def rebuild(self, parameters: Sequence[Any], variables: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(self._tree, parameters)
+
+    def as_tree(self, parameters: Sequence[Any]) -> Any:
+        return self.rebuild(parameters, [])

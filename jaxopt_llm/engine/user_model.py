@@ -1,0 +1,165 @@
+"""A user's model and loss under the engine: specs of its parameters, and its loss over placed weights."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from jaxopt_llm.config import PrecisionConfig
+from jaxopt_llm.core import tree
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.engine.frontends import ArrayInfo, Frontend, Loss, LossParts, nest, normalise_loss
+from jaxopt_llm.execution.placed_evaluation import Lazy, evaluate
+from jaxopt_llm.execution.weight_uses import LOOKUP, PRODUCT, Use, drop_results, find_uses
+from jaxopt_llm.model import param
+from jaxopt_llm.model.linear.leaves import LoraWeight, QuantisedWeight
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel.gathering import PlacedWeight, attach_shardings
+from jaxopt_llm.parallel.placement import Placement
+
+Rules = Mapping[str, str | None]  # the user's names of dimensions -> mesh axis
+
+
+@dataclass(frozen=True, eq=False)
+class UserModel:
+    """A user's model as the step sees it.
+
+    Attributes:
+        specs: {"non_layer": parameters outside of loops, "segment_0": parameters of a loop over layers, ...}, each as
+            nested dicts by the parameter's path.
+        sections: the section of each parameter of the front-end.
+        uses: how the loss reads each parameter.
+    """
+
+    frontend: Frontend
+    loss: Loss
+    specs: Params
+    sections: tuple[str, ...]
+    uses: tuple[tuple[Use, ...], ...]
+
+    def evaluate(
+        self, params: Params, perturbations: Params, variables: Params, batch: Any, placement: Placement
+    ) -> tuple[LossParts, Params]:
+        """Return the loss of a microbatch, and the variables after it.
+
+        Args:
+            params, perturbations: by section; see attach_shardings.
+        """
+        weights = {
+            name: attach_shardings(
+                param.period_specs(specs),
+                params[name],
+                perturbations[name],
+                placement,
+                keep_gathered=False,
+                matmul="compute_dtype" if name == "non_layer" else placement.precision.matmul,
+            )
+            for name, specs in self.specs.items()
+        }
+        by_path = dict(tree.leaves_with_path(weights, _is_weight))
+        parameters, lazy = [], []
+        for info, section in zip(self.frontend.parameters, self.sections, strict=True):
+            weight = by_path[f"{section}/{info.path}"]
+            leading = 0 if section == "non_layer" else 1
+            dtype = jnp.dtype(placement.precision.compute_dtype)
+            lazy.append(Lazy(weight, leading, tuple(range(len(info.shape) - leading)), dtype))
+            parameters.append(jax.ShapeDtypeStruct(info.shape, dtype))
+        flat = list_variables(self.frontend, variables)
+        closed, structure = trace_loss(self.frontend, self.loss, parameters, flat, batch)
+        keep = [index >= len(parameters) for index in range(len(closed.jaxpr.outvars))]
+        results = evaluate(drop_results(closed, keep), [*lazy, *flat, *jax.tree.leaves(batch)])
+        _, parts, changed = jax.tree.unflatten(structure, [*[None] * len(parameters), *results])
+        return parts, nest_variables(self.frontend, changed)
+
+    def nest(self, leaves: Sequence[Any]) -> Params:
+        """Return leaves in the order of the front-end's parameters as a tree like `specs`."""
+        paths = [f"{section}/{info.path}" for section, info in zip(self.sections, self.frontend.parameters, strict=True)]
+        return nest(paths, leaves)
+
+    def flatten(self, params: Params) -> list[Any]:
+        """Return the leaves of a tree like `specs` in the order of the front-end's parameters."""
+        by_path = dict(tree.leaves_with_path(params))
+        return [
+            by_path[f"{section}/{info.path}"]
+            for section, info in zip(self.sections, self.frontend.parameters, strict=True)
+        ]
+
+
+def _is_weight(leaf: Any) -> bool:
+    return isinstance(leaf, PlacedWeight | LoraWeight | QuantisedWeight)
+
+
+def list_variables(frontend: Frontend, variables: Params) -> list[Any]:
+    by_path = dict(tree.leaves_with_path(variables))
+    return [by_path[info.path] for info in frontend.variables]
+
+
+def nest_variables(frontend: Frontend, leaves: Sequence[Any]) -> Params:
+    return nest([info.path for info in frontend.variables], leaves)
+
+
+def trace_loss(
+    frontend: Frontend, loss: Loss, parameters: Sequence[Any], variables: Sequence[Any], batch: Any
+) -> tuple[ClosedJaxpr, Any]:
+    """Return the jaxpr of (parameters, variables, batch) -> (parameters, LossParts, variables), and its tree."""
+
+    def function(parameters: Sequence[Any], variables: Sequence[Any], batch: Any) -> Any:
+        output, after, changed = frontend.call(loss, parameters, variables, batch)
+        return after, normalise_loss(output), changed
+
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(list(parameters), list(variables), batch)
+    return closed, jax.tree.structure(shapes)
+
+
+def make_user_model(
+    frontend: Frontend, loss: Loss, batch: Any, rules: Rules, precision: PrecisionConfig
+) -> UserModel:
+    """Return the model, after one abstract run of the loss that shows how it reads each parameter.
+
+    Args:
+        batch: a microbatch as ShapeDtypeStructs.
+
+    Raises:
+        InputError: the loss changes a parameter, or a rule does not fit.
+    """
+    dtype = jnp.dtype(precision.compute_dtype)
+    parameters = [jax.ShapeDtypeStruct(info.shape, dtype) for info in frontend.parameters]
+    variables = [jax.ShapeDtypeStruct(info.shape, info.dtype) for info in frontend.variables]
+    closed, _ = trace_loss(frontend, loss, parameters, variables, batch)
+    uses, unchanged = find_uses(closed, len(parameters))
+    _check_unchanged(frontend, unchanged)
+    specs = [_make_spec(info, found, rules) for info, found in zip(frontend.parameters, uses, strict=True)]
+    lengths = list(dict.fromkeys(spec.shape[0] for spec in specs if spec.leading))
+    sections = tuple(f"segment_{lengths.index(spec.shape[0])}" if spec.leading else "non_layer" for spec in specs)
+    paths = [f"{section}/{info.path}" for section, info in zip(sections, frontend.parameters, strict=True)]
+    return UserModel(frontend, loss, nest(paths, specs), sections, tuple(map(tuple, uses)))
+
+
+def _check_unchanged(frontend: Frontend, unchanged: Sequence[int | None]) -> None:
+    """Raise InputError if the loss writes to a parameter: only the optimizer does."""
+    for index, info in enumerate(frontend.parameters):
+        if unchanged[index] != index:
+            raise InputError(
+                f"loss: it assigns to the parameter {info.path}, and the change would be lost; keep what the loss "
+                "changes in a variable of another type than nnx.Param, such as nnx.BatchStat"
+            )
+
+
+def _make_spec(info: ArrayInfo, uses: Sequence[Use], rules: Rules) -> ParamSpec:
+    leading = min((use.leading for use in uses), default=0)
+    products = [use.contracting for kind in (PRODUCT, LOOKUP) for use in uses if use.kind == kind]
+    named = info.axes or (None,) * len(info.shape)
+    axes: list[str | None] = [rules.get(name) if name else None for name in named]
+    axes[:leading] = ["layers"] * leading
+    return ParamSpec(
+        info.shape,
+        tuple(axes),
+        contracting=products[0] if products else (),
+        layers=tuple(range(info.shape[0])) if leading else None,
+    )
+
+

@@ -1,0 +1,200 @@
+"""Evaluation of a user's loss with weights that rest on many devices.
+
+A loss is written for one device, and JAX traces it to a jaxpr. `evaluate` runs this jaxpr with a `Lazy` weight wherever
+the user's code reads a parameter: nothing moves until an equation needs the values. So
+
+- a weight enters a loop over layers (`lax.scan`, `nnx.scan`, `nn.scan`) as it rests, and each iteration gathers its own
+  layer;
+- a weight enters a rematerialised function (`jax.checkpoint`, `nnx.remat`, `nn.remat`) as it rests, and the backward
+  gathers it again;
+- a product with a weight (`dot_general`) is the `einsum` of model/linear/, as in the decoder: the gradient is formed in
+  the reductions' dtype, adapters and quantised bases are multiplied as such, and outside a rematerialised function the
+  backward gathers the weight again instead of keeping it;
+- every other equation reads the gathered array.
+
+Whatever framework the parameters come from, the jaxpr reads them as inputs, so no read can pass by unnoticed.
+"""
+
+import contextlib
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core.primitives import dot_general_p, jit_p, remat_p, scan_p
+
+from jaxopt_llm.model.linear.leaves import LoraWeight
+from jaxopt_llm.model.linear.weights import Weight, einsum, gather_for_use, keep_gathered, shardings_of
+
+Value = Any  # an array, or a Lazy weight
+
+
+@struct.dataclass
+class Lazy:
+    """A weight that no equation has read yet.
+
+    leading: number of leading dimensions that loops have not taken yet; the weight's shardings are those of one layer.
+    order: the weight's dimensions (without the leading ones) in the order in which the program sees them.
+    dtype: dtype in which the program sees it.
+    """
+
+    weight: Weight
+    leading: int = struct.field(pytree_node=False)
+    order: tuple[int, ...] = struct.field(pytree_node=False)
+    dtype: Any = struct.field(pytree_node=False)
+
+
+def evaluate(closed: ClosedJaxpr, arguments: Sequence[Value]) -> list[jax.Array]:
+    """Evaluate a jaxpr whose arguments are arrays and `Lazy` weights. Return its results as arrays."""
+    return [read_array(value) for value in _Evaluation(in_remat=False).run(closed.jaxpr, closed.consts, arguments)]
+
+
+def read_array(value: Value) -> jax.Array:
+    """Return an array as it is, and a weight gathered, in the dtype in which the program sees it."""
+    if not isinstance(value, Lazy):
+        return value
+    gather = gather_for_use
+    for _ in range(value.leading):
+        gather = jax.vmap(gather)
+    array = gather(value.weight)
+    order = (*range(value.leading), *(value.leading + dim for dim in value.order))
+    return jnp.transpose(array, order).astype(value.dtype)
+
+
+def split_scan(eqn: JaxprEqn) -> tuple[int, int]:
+    """Return the numbers of constants and of carried values of a scan. JAX 0.11 lists them in another parameter."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    constants, carry, _ = (len(jax.tree.leaves(part, is_leaf=lambda leaf: leaf is None)) for part in eqn.params["ft_in"])
+    return constants, carry
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """Evaluation of a jaxpr. in_remat: within a rematerialised function, whose backward keeps what it gathers."""
+
+    in_remat: bool
+
+    def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
+        values: dict[Any, Value] = {}
+
+        def read(atom: Any) -> Value:
+            return atom.val if isinstance(atom, Literal) else values[atom]
+
+        values |= zip(jaxpr.constvars, constants, strict=True)
+        values |= zip(jaxpr.invars, arguments, strict=True)
+        for eqn in jaxpr.eqns:
+            stack = str(eqn.source_info.name_stack)
+            with jax.named_scope(stack) if stack else contextlib.nullcontext(), eqn.ctx.manager:
+                results = self._apply(eqn, [read(atom) for atom in eqn.invars])
+            values |= zip(eqn.outvars, results, strict=True)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _apply(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        if not any(isinstance(value, Lazy) for value in inputs):
+            return _bind(eqn, inputs)
+        special = {
+            jit_p: self._call,
+            remat_p: self._rematerialise,
+            scan_p: self._scan,
+            dot_general_p: self._multiply,
+            jax.lax.transpose_p: _transpose,
+            jax.lax.convert_element_type_p: _convert,
+        }.get(eqn.primitive)
+        return (special or self._use)(eqn, inputs)
+
+    def _call(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        closed = eqn.params["jaxpr"]
+        return self.run(closed.jaxpr, closed.consts, inputs)
+
+    def _rematerialise(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        def function(*inputs: Value) -> list[jax.Array]:
+            results = _Evaluation(in_remat=True).run(eqn.params["jaxpr"], (), inputs)
+            return [read_array(value) for value in results]
+
+        policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
+        return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)(*inputs)
+
+    def _scan(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        closed, (constants, carried) = eqn.params["jaxpr"], split_scan(eqn)
+        fixed, carry, scanned = inputs[:constants], inputs[constants : constants + carried], inputs[constants + carried :]
+
+        def enter(value: Value) -> Value:
+            if isinstance(value, Lazy) and not value.leading:
+                return read_array(value)  # the loop is not over the layers of a stack
+            return replace(value, leading=value.leading - 1) if isinstance(value, Lazy) else value
+
+        def body(carry: Sequence[jax.Array], layer: Sequence[Value]) -> tuple[list[jax.Array], list[jax.Array]]:
+            results = [read_array(value) for value in self.run(closed.jaxpr, closed.consts, [*fixed, *carry, *layer])]
+            return results[:carried], results[carried:]
+
+        carry, stacked = jax.lax.scan(
+            body,
+            [read_array(value) for value in carry],
+            [enter(value) for value in scanned],
+            length=eqn.params["length"],
+            reverse=eqn.params["reverse"],
+            unroll=eqn.params["unroll"],
+        )
+        return [*carry, *stacked]
+
+    def _multiply(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """Multiply an array with a weight as the decoder does."""
+        left, right = inputs
+        weight, array = (left, right) if isinstance(left, Lazy) else (right, left)
+        plain = eqn.params["precision"] in (None, (jax.lax.Precision.DEFAULT,) * 2)
+        if isinstance(array, Lazy):
+            array = read_array(array)
+        if weight.leading or not plain:
+            return self._use(eqn, inputs)
+        axes, other, result = _name_axes(eqn, weight_first=weight is left)
+        stored = "".join(axes[weight.order.index(dim)] for dim in range(len(axes)))
+        placed = keep_gathered(weight.weight) if self.in_remat else weight.weight
+        array = array.astype(shardings_of(placed.base if isinstance(placed, LoraWeight) else placed).compute_dtype)
+        return [einsum(f"{other},{stored}->{result}", array, placed, eqn.outvars[0].aval.dtype)]
+
+    def _use(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """Apply an equation to the gathered arrays."""
+
+        def function(*inputs: Value) -> list[jax.Array]:
+            return _bind(eqn, [read_array(value) for value in inputs])
+
+        # The backward gathers again: to keep the gathered weights of all layers would undo ZeRO-3.
+        return function(*inputs) if self.in_remat else jax.checkpoint(function)(*inputs)
+
+
+def _bind(eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:
+    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def _transpose(eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+    (lazy,), permutation = inputs, eqn.params["permutation"]
+    if lazy.leading:
+        return _bind(eqn, [read_array(lazy)])
+    return [replace(lazy, order=tuple(lazy.order[dim] for dim in permutation))]
+
+
+def _convert(eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+    (lazy,) = inputs
+    return [replace(lazy, dtype=eqn.params["new_dtype"])]
+
+
+def _name_axes(eqn: JaxprEqn, weight_first: bool) -> tuple[str, str, str]:
+    """Return a letter for each axis of the weight, of the other operand, and of the result of a `dot_general`."""
+    (summed, batch), shapes = eqn.params["dimension_numbers"], [atom.aval.shape for atom in eqn.invars]
+    letters = iter(string.ascii_uppercase)
+    left = [next(letters) for _ in shapes[0]]
+    right = [""] * len(shapes[1])
+    for ours, theirs in (*zip(*summed, strict=True), *zip(*batch, strict=True)):
+        right[theirs] = left[ours]
+    right = [letter or next(letters) for letter in right]
+    contracted, together = ({left[dim] for dim in dims[0]} for dims in (summed, batch))
+    result = [left[dim] for dim in batch[0]]
+    result += [letter for letter in left + right if letter not in contracted | together]
+    names = ["".join(each) for each in (left, right, result)]
+    return (names[0], names[1], names[2]) if weight_first else (names[1], names[0], names[2])

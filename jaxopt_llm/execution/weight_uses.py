@@ -1,0 +1,142 @@
+"""How a loss reads each of its parameters, found in its jaxpr: by which loops, in which products, in which dtypes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core.primitives import dot_general_p, jit_p, remat_p, scan_p
+from jax.interpreters import partial_eval
+
+from jaxopt_llm.execution.placed_evaluation import split_scan
+
+PRODUCT, LOOKUP, OTHER = "product", "lookup", "other"
+
+
+@dataclass(frozen=True)
+class Use:
+    """One equation that reads a parameter.
+
+    kind: PRODUCT, a matrix product or a convolution; LOOKUP, rows of a table; OTHER.
+    leading: number of leading dimensions that loops took before.
+    contracting: the dimensions of the parameter that a product sums over, or that a row of a table has.
+    in_remat: whether it is within a rematerialised function.
+    primitive: name of the primitive.
+    """
+
+    kind: str
+    leading: int
+    contracting: tuple[int, ...] = ()
+    in_remat: bool = False
+    primitive: str = ""
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A value that is a parameter. dims: for each of its dimensions, that of the parameter; None for one of size 1."""
+
+    parameter: int
+    leading: int
+    dims: tuple[int | None, ...]
+
+
+@dataclass
+class UseFinder:
+    """Walks a jaxpr. uses: found so far, by the index of the parameter among the arguments."""
+
+    uses: dict[int, list[Use]] = field(default_factory=dict)
+
+    def walk(self, jaxpr: Jaxpr, arguments: Sequence[Any], in_remat: bool = False) -> list[Any]:
+        """Follow the arguments (`_Traced`, or None for other values) through a jaxpr. Return its results like them."""
+        values: dict[Any, Any] = dict(zip(jaxpr.invars, arguments, strict=True))
+        for eqn in jaxpr.eqns:
+            inputs = [None if isinstance(atom, Literal) else values.get(atom) for atom in eqn.invars]
+            if any(each is not None for each in inputs):
+                values |= zip(eqn.outvars, self._apply(eqn, inputs, in_remat), strict=True)
+        return [None if isinstance(atom, Literal) else values.get(atom) for atom in jaxpr.outvars]
+
+    def _apply(self, eqn: JaxprEqn, inputs: list[Any], in_remat: bool) -> list[Any]:
+        if eqn.primitive is jit_p:
+            return self.walk(eqn.params["jaxpr"].jaxpr, inputs, in_remat)
+        if eqn.primitive is remat_p:
+            return self.walk(eqn.params["jaxpr"], inputs, in_remat=True)
+        if eqn.primitive is scan_p:
+            return self._scan(eqn, inputs, in_remat)
+        (first, *others) = inputs
+        if eqn.primitive is jax.lax.transpose_p:
+            return [replace(first, dims=tuple(first.dims[dim] for dim in eqn.params["permutation"]))]
+        if eqn.primitive is jax.lax.convert_element_type_p:
+            return [first]
+        for position, traced in enumerate(inputs):
+            if traced is not None:
+                kind, dims = _classify(eqn, position)
+                contracting = sorted(traced.dims[dim] for dim in dims if traced.dims[dim] is not None)
+                use = Use(kind, traced.leading, tuple(contracting), in_remat, eqn.primitive.name)
+                self.uses.setdefault(traced.parameter, []).append(use)
+        return [None] * len(eqn.outvars)
+
+    def _scan(self, eqn: JaxprEqn, inputs: list[Any], in_remat: bool) -> list[Any]:
+        constants, carried = split_scan(eqn)
+
+        def enter(position: int, traced: Any) -> Any:
+            if traced is None or position < constants:
+                return traced
+            if position >= constants + carried and traced.dims[:1] == (traced.leading,):
+                return replace(traced, leading=traced.leading + 1, dims=traced.dims[1:])
+            # The loop changes it, or takes another dimension than the first: it reads the whole parameter.
+            self.uses.setdefault(traced.parameter, []).append(Use(OTHER, traced.leading, (), in_remat, "scan"))
+            return None
+
+        def leave(position: int, result: Any) -> Any:
+            """Return what the stacked results of the iterations are: a parameter, if each returns its own layer."""
+            if result is None or position < carried or result not in entered[constants + carried :]:
+                return None
+            return replace(result, leading=result.leading - 1, dims=(result.leading - 1, *result.dims))
+
+        entered = [enter(position, traced) for position, traced in enumerate(inputs)]
+        results = self.walk(eqn.params["jaxpr"].jaxpr, entered, in_remat)
+        return [leave(position, result) for position, result in enumerate(results)]
+
+
+def _classify(eqn: JaxprEqn, position: int) -> tuple[str, tuple[int, ...]]:
+    """Return the kind of a use, and the dimensions of the operand that are contracted or make up a row."""
+    if eqn.primitive is dot_general_p:
+        return PRODUCT, tuple(eqn.params["dimension_numbers"][0][position])
+    if eqn.primitive.name == "conv_general_dilated" and position == 1:
+        return PRODUCT, tuple(eqn.params["dimension_numbers"].rhs_spec[1:])
+    if eqn.primitive.name == "gather" and position == 0:
+        collapsed = eqn.params["dimension_numbers"].collapsed_slice_dims
+        return LOOKUP, tuple(dim for dim in range(len(eqn.invars[0].aval.shape)) if dim not in collapsed)
+    return OTHER, ()
+
+
+def find_uses(closed: ClosedJaxpr, parameters: int) -> tuple[list[list[Use]], list[int | None]]:
+    """Follow the first `parameters` arguments of a jaxpr.
+
+    Returns:
+        The uses of each, an empty list for one that no equation reads; and for each result of the jaxpr the argument
+        that it is, unchanged, or None.
+    """
+    finder, invars = UseFinder(), closed.jaxpr.invars
+    traced = [_Traced(index, 0, tuple(range(len(var.aval.shape)))) for index, var in enumerate(invars[:parameters])]
+    results = finder.walk(closed.jaxpr, [*traced, *[None] * (len(invars) - parameters)])
+    unchanged = [result.parameter if result in traced else None for result in results]
+    return [finder.uses.get(index, []) for index in range(parameters)], unchanged
+
+
+def drop_results(closed: ClosedJaxpr, keep: Sequence[bool]) -> ClosedJaxpr:
+    """Return the jaxpr with only some of its results, without the equations that only the others need."""
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, list(keep), instantiate=True)
+    return ClosedJaxpr(jaxpr, closed.consts)
+
+
+def list_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Yield all equations, also those inside of others."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                inner = part.jaxpr if isinstance(part, ClosedJaxpr) else part
+                if isinstance(inner, Jaxpr):
+                    yield from list_equations(inner)
