@@ -1,26 +1,31 @@
-"""Trainer for large language models on JAX/XLA."""
+"""Trainer on JAX/XLA for models that do not fit: large language models by recipes, and any model in Flax by `initialize`.
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+The names are imported when they are first used, because a command configures JAX before it imports JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxopt_llm.inference.load import Pretrained
+    from jaxopt_llm.config import Config as Config
+    from jaxopt_llm.engine.engine import Engine as Engine
+    from jaxopt_llm.engine.engine import initialize as initialize
+    from jaxopt_llm.inference.load import load_pretrained as load_pretrained
+
+_PLACES = {
+    "Config": "jaxopt_llm.config",
+    "Engine": "jaxopt_llm.engine.engine",
+    "initialize": "jaxopt_llm.engine.engine",
+    "load_pretrained": "jaxopt_llm.inference.load",
+}
+__all__ = [*_PLACES]  # noqa: PLE0604
 
 
-def load_pretrained(
-    path: str | Path,
-    adapter: str | Path | None = None,
-    step: int | Literal["best"] | None = None,
-    base: str | Path | None = None,
-) -> "Pretrained":
-    """Load the model of a Hugging Face folder or hub id, or of a run, onto this machine's devices.
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_PLACES[name]), name)
 
-    Args:
-        path: the folder, hub id or run directory.
-        adapter: PEFT folder or hub id of LoRA adapters of the model.
-        step: checkpoint of the run: its step, or `best` for the lowest held-out loss; None for the newest.
-        base: new location of the model whose adapters the run trains, if its folder was moved.
-    """
-    from jaxopt_llm.inference import load  # imported here, because a command configures JAX before it imports JAX
 
-    return load.load(Path(path), None if adapter is None else Path(adapter), step, None if base is None else Path(base))
+def __dir__() -> list[str]:
+    return [*globals(), *_PLACES]

@@ -18,6 +18,7 @@ FLOORS = (
     ("training",),
     ("inference",),
     ("planning",),
+    ("engine",),
     ("train", "evaluate", "generate", "prepare", "plan", "convert", "report", "checkpoint/__main__"),
     ("completion", "__main__"),
 )

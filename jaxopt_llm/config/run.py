@@ -1,7 +1,8 @@
 """Configuration of a run, composed of the sections of this package."""
 
+import difflib
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from jaxopt_llm.config.checkpoint import CheckpointConfig
 from jaxopt_llm.config.data import DataConfig
@@ -11,6 +12,7 @@ from jaxopt_llm.config.model import ModelConfig
 from jaxopt_llm.config.parallel import DistributedConfig, MeshConfig, PipelineConfig, ShardingConfig
 from jaxopt_llm.config.precision import PrecisionConfig
 from jaxopt_llm.config.training import EvaluationConfig, LoraConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
+from jaxopt_llm.core.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,16 @@ class ProfileConfig:
         return find_out_of_range("profile", self)
 
 
+def _make_section(name: str, section: Any, settings: dict[str, Any]) -> Any:
+    known = [field.name for field in fields(section)]
+    for setting_name in settings:
+        if setting_name not in known:
+            near = difflib.get_close_matches(setting_name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+            raise InputError(f"config: {name} has no setting {setting_name}: {hint}")
+    return section(**settings)
+
+
 @dataclass(frozen=True)
 class Config:
     run: RunConfig = section(RunConfig)
@@ -106,6 +118,17 @@ class Config:
     evaluation: EvaluationConfig = section(EvaluationConfig, resume="freely")
     logging: LoggingConfig = section(LoggingConfig, resume="freely")
     profile: ProfileConfig = section(ProfileConfig, resume="freely")
+
+    def __post_init__(self) -> None:
+        """Accept a dict of settings in place of each section.
+
+        Raises:
+            InputError: a section has no setting of that name.
+        """
+        for field in fields(self):
+            given = getattr(self, field.name)
+            if isinstance(given, dict):
+                object.__setattr__(self, field.name, _make_section(field.name, field.default_factory, given))
 
     def unroll_problems(self) -> list[str]:
         """List the settings with which the layers cannot be unrolled: `training.unroll`."""

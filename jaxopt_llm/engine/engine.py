@@ -73,7 +73,8 @@ def make_engine_program(
         optimizers, elementwise = _make_whole_optimizer(optimizer, model), False
     specs = training_state.make_state_specs(model.specs, frozen, optimizers, placement.precision)
     variables = nest_variables(
-        frontend, [ParamSpec(info.shape, (None,) * len(info.shape), dtype=np.dtype(info.dtype)) for info in frontend.variables]
+        frontend,
+        [ParamSpec(info.shape, (None,) * len(info.shape), dtype=np.dtype(info.dtype)) for info in frontend.variables],
     )
     specs = replace(specs, variables=variables)
     settings = StepSettings(
@@ -82,9 +83,7 @@ def make_engine_program(
         elementwise=elementwise,
     )
     options = xla_options.compiler_options(mesh, microbatches, placement.precision.matmul, config.xla)
-    advance = update_after_backward(
-        differentiate_user_model(model, placement), optimizers, specs, placement, settings
-    )
+    advance = update_after_backward(differentiate_user_model(model, placement), optimizers, specs, placement, settings)
     shardings = jax.tree.map(lambda x: x.sharding, batch)
     evaluation = jax.jit(
         functools.partial(compute_loss, model, placement=placement), out_shardings=placement.replicated
@@ -215,10 +214,7 @@ class Engine:
     def save(self, directory: str | Path) -> None:
         """Write a checkpoint of the state, with the hashes of its files."""
         program = self.program
-        saved = {
-            name: getattr(self.state, name)
-            for name in training_state.checkpoint_specs(program.specs)
-        }
+        saved = {name: getattr(self.state, name) for name in training_state.checkpoint_specs(program.specs)}
         with Checkpoints(Path(directory) / "checkpoints", self.config.checkpoint) as checkpoints:
             checkpoints.save_last(int(self.state.step), saved, {})
 

@@ -191,9 +191,7 @@ class NnxFrontend:
             [each.get_value() for each in parameter_variables],
             [each.get_metadata().get("out_sharding") for each in parameter_variables],
         )
-        self.variables = _describe(
-            _join_keys(self._variable_keys), [each.get_value() for each in variable_variables]
-        )
+        self.variables = _describe(_join_keys(self._variable_keys), [each.get_value() for each in variable_variables])
 
     def make(self) -> tuple[list[jax.Array], list[jax.Array]]:
         with nnx.use_eager_sharding(False):
@@ -270,9 +268,7 @@ class LinenFrontend:
         collections = self.rebuild(parameters, variables)
         key = jax.random.fold_in(jax.random.key(self._seed), count)
         mutable = [name for name in collections if name != "params"]
-        output, changed = self._module.apply(
-            collections, batch, method=loss, mutable=mutable, rngs={"params": key}
-        )
+        output, changed = self._module.apply(collections, batch, method=loss, mutable=mutable, rngs={"params": key})
         known = {name: dict(changed).get(name, collections[name]) for name in mutable}
         leaves = jax.tree.leaves(known) if known else list(others)
         return output, list(parameters), [*leaves, count + jnp.uint32(1)]

@@ -77,7 +77,9 @@ class UserModel:
 
     def nest(self, leaves: Sequence[Any]) -> Params:
         """Return leaves in the order of the front-end's parameters as a tree like `specs`."""
-        paths = [f"{section}/{info.path}" for section, info in zip(self.sections, self.frontend.parameters, strict=True)]
+        paths = [
+            f"{section}/{info.path}" for section, info in zip(self.sections, self.frontend.parameters, strict=True)
+        ]
         return nest(paths, leaves)
 
     def flatten(self, params: Params) -> list[Any]:
@@ -115,9 +117,7 @@ def trace_loss(
     return closed, jax.tree.structure(shapes)
 
 
-def make_user_model(
-    frontend: Frontend, loss: Loss, batch: Any, rules: Rules, precision: PrecisionConfig
-) -> UserModel:
+def make_user_model(frontend: Frontend, loss: Loss, batch: Any, rules: Rules, precision: PrecisionConfig) -> UserModel:
     """Return the model, after one abstract run of the loss that shows how it reads each parameter.
 
     Args:
@@ -161,5 +161,3 @@ def _make_spec(info: ArrayInfo, uses: Sequence[Use], rules: Rules) -> ParamSpec:
         contracting=products[0] if products else (),
         layers=tuple(range(info.shape[0])) if leading else None,
     )
-
-

@@ -69,8 +69,8 @@ def split_scan(eqn: JaxprEqn) -> tuple[int, int]:
     """Return the numbers of constants and of carried values of a scan. JAX 0.11 lists them in another parameter."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
-    constants, carry, _ = (len(jax.tree.leaves(part, is_leaf=lambda leaf: leaf is None)) for part in eqn.params["ft_in"])
-    return constants, carry
+    constants, carry, _ = eqn.params["ft_in"].unpack()
+    return len(constants), len(carry)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,11 @@ class _Evaluation:
 
     def _scan(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         closed, (constants, carried) = eqn.params["jaxpr"], split_scan(eqn)
-        fixed, carry, scanned = inputs[:constants], inputs[constants : constants + carried], inputs[constants + carried :]
+        fixed, carry, scanned = (
+            inputs[:constants],
+            inputs[constants : constants + carried],
+            inputs[constants + carried :],
+        )
 
         def enter(value: Value) -> Value:
             if isinstance(value, Lazy) and not value.leading:

@@ -63,7 +63,7 @@ class UseFinder:
             return self.walk(eqn.params["jaxpr"], inputs, in_remat=True)
         if eqn.primitive is scan_p:
             return self._scan(eqn, inputs, in_remat)
-        (first, *others) = inputs
+        first = inputs[0]
         if eqn.primitive is jax.lax.transpose_p:
             return [replace(first, dims=tuple(first.dims[dim] for dim in eqn.params["permutation"]))]
         if eqn.primitive is jax.lax.convert_element_type_p:

@@ -85,13 +85,15 @@ class Pretrained:
         return jax.jit(forward)
 
 
-def load(path: Path, adapter: Path | None = None, step: Step = None, base: Path | None = None) -> Pretrained:
-    """Load the model of a Hugging Face folder, or of a run's checkpoint.
+def load_pretrained(
+    path: str | Path, adapter: str | Path | None = None, step: Step = None, base: str | Path | None = None
+) -> Pretrained:
+    """Load the model of a Hugging Face folder or hub id, or of a run's checkpoint, onto this machine's devices.
 
     Args:
         path: the folder or its hub id, or the run directory.
         adapter: folder or hub id of LoRA adapters of this model, as PEFT writes them; None for no adapters.
-        step: checkpoint of the run.
+        step: checkpoint of the run: its step, or `best` for the lowest held-out loss; None for the newest.
         base: new location of the base of the run's adapters; None: unchanged.
 
     Raises:
@@ -99,7 +101,8 @@ def load(path: Path, adapter: Path | None = None, step: Step = None, base: Path 
             not match it.
         CheckpointError: the run has no usable checkpoint.
     """
-    path = hub.find_folder(path, "")
+    path = hub.find_folder(Path(path), "")
+    adapter, base = (None if given is None else Path(given) for given in (adapter, base))
     if is_run_directory(path):
         return _load_run(path, adapter, step, base)
     if step is not None:

@@ -66,7 +66,13 @@ class WholeOptimizer:
         return {WHOLE: self.transformation.init(self.to_tree(masters))}
 
     def update(
-        self, state: Updatable, gradients: Params, factor: jax.Array, good: jax.Array, specs: Params, placement: Placement
+        self,
+        state: Updatable,
+        gradients: Params,
+        factor: jax.Array,
+        good: jax.Array,
+        specs: Params,
+        placement: Placement,
     ) -> Updatable:
         """Return the state after a step; see `update_period`."""
         masters, moments = offload.fetch_to_device(state[:2])
