@@ -16,6 +16,7 @@ from jaxopt_llm.config import Config, OptimizerConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.frontends import Loss, LossParts, make_frontend
+from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, plan_engine
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
 from jaxopt_llm.engine.user_model import nest_variables
 from jaxopt_llm.parallel.mesh import make_mesh, visible_devices
@@ -83,6 +84,23 @@ class Engine:
             return jax.device_put(array, target.sharding)
 
         return jax.tree.map(place_leaf, batch, self.program.batch)
+
+    def plan(
+        self, gpu: str = "h200", gpus: int | None = None, gpus_per_host: int = GPUS_PER_HOST, rows: int | None = None
+    ) -> EnginePlan:
+        """Return memory, collectives and time of a step on GPUs that this machine need not have.
+
+        Nothing is allocated. The step is compiled for these GPUs, which takes seconds to minutes.
+
+        Args:
+            gpu: one of the chips of `plan`, such as "h100".
+            gpus: number of GPUs, by default those of the mesh. Another number changes `mesh.fsdp`.
+            rows: rows of the batch over all GPUs, by default those of the example.
+
+        Raises:
+            InputError: the GPU is unknown, or the batch or the mesh does not divide.
+        """
+        return plan_engine(self._job, gpu, gpus, gpus_per_host, rows)
 
     def model(self) -> Any:
         """Return the user's model with the trained parameters: an NNX module, Linen's variables, or the pytree."""
