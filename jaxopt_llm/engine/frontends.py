@@ -65,6 +65,9 @@ class Frontend(Protocol):
     ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
         """Return what the loss returned, and the parameters and the variables after it."""
 
+    def for_evaluation(self) -> "Frontend":
+        """Return the front-end of the model in evaluation mode, where the framework has one."""
+
     def rebuild(self, parameters: Sequence[Any], variables: Sequence[Any]) -> Any:
         """Return the user's own kind of object with these arrays."""
 
@@ -198,6 +201,17 @@ class NnxFrontend:
         with nnx.use_eager_sharding(False):
             return self._read(self._factory())
 
+    def for_evaluation(self) -> "NnxFrontend":
+        """Return the front-end of the model after `model.eval()`: no dropout, and BatchNorm by its running means."""
+
+        def make() -> nnx.Module:
+            model = self._factory()
+            model.eval()
+            return model
+
+        with nnx.use_eager_sharding(False):
+            return NnxFrontend(make, nnx.eval_shape(make))
+
     def call(
         self, loss: Loss, parameters: Sequence[Any], variables: Sequence[Any], batch: Any
     ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
@@ -263,6 +277,9 @@ class LinenFrontend:
         variables = self._initialize()
         return jax.tree.leaves(variables.pop("params", {})), [*jax.tree.leaves(variables), jnp.uint32(0)]
 
+    def for_evaluation(self) -> "LinenFrontend":
+        return self
+
     def call(
         self, loss: Loss, parameters: Sequence[Any], variables: Sequence[Any], batch: Any
     ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
@@ -306,6 +323,9 @@ class FunctionFrontend:
 
     def make(self) -> tuple[list[jax.Array], list[jax.Array]]:
         return jax.tree.leaves(self._factory()), []
+
+    def for_evaluation(self) -> "FunctionFrontend":
+        return self
 
     def call(
         self, loss: Loss, parameters: Sequence[Any], variables: Sequence[Any], batch: Any
