@@ -1,6 +1,8 @@
 """Engine: the training of any model in Flax NNX, in Linen or as plain functions, by the settings of a `Config`."""
 
+import dataclasses
 import functools
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AbstractMesh
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
-from jaxopt_llm.config import Config, OptimizerConfig
+from jaxopt_llm.config import AXES, Config, OptimizerConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.engine.batches import fit_to_example
+from jaxopt_llm.engine.batches import count_rows, fit_to_example
+from jaxopt_llm.engine.checks import EngineWarning, check_config
 from jaxopt_llm.engine.frontends import ArrayInfo, Loss, LossParts, make_frontend
 from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, plan_engine
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
@@ -184,15 +188,19 @@ def initialize(
     config = Config() if config is None else config
     if config.mesh.devices == 1:
         config = replace(config, mesh=replace(config.mesh, fsdp=len(visible_devices())))
+    check_config(config, count_rows(example))
     frontend = make_frontend(model, loss, example, config.run.seed)
-    return Engine(
-        Job(
-            config=config,
-            frontend=frontend,
-            loss=loss,
-            evaluation_loss=evaluation_loss or loss,
-            example=example,
-            optimizer=optimizer or config.optimizer,
-            rules=dict(rules or {}),
-        )
+    job = Job(
+        config=config,
+        frontend=frontend,
+        loss=loss,
+        evaluation_loss=evaluation_loss or loss,
+        example=example,
+        optimizer=optimizer or config.optimizer,
+        rules=dict(rules or {}),
     )
+    # The program on an abstract mesh: all errors and warnings appear now, and nothing is allocated.
+    program = make_engine_program(job, AbstractMesh(dataclasses.astuple(config.mesh), AXES))
+    for oddity in program.model.oddities:
+        warnings.warn(oddity, EngineWarning, stacklevel=2)
+    return Engine(job)

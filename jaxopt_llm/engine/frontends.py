@@ -49,7 +49,12 @@ class LossParts:
 
 
 class Frontend(Protocol):
-    """A user's model as functions of lists of arrays, in the order of `parameters` and `variables`."""
+    """A user's model as functions of lists of arrays, in the order of `parameters` and `variables`.
+
+    dropped: paths of the variables that calls created, such as those of `sow`, and that are no part of the model.
+    """
+
+    dropped: set[str]
 
     @property
     def parameters(self) -> list[ArrayInfo]: ...
@@ -183,6 +188,7 @@ class NnxFrontend:
 
     def __init__(self, factory: Callable[[], nnx.Module], abstract: nnx.Module) -> None:
         self._factory = factory
+        self.dropped: set[str] = set()
         split: Any = nnx.split(abstract, nnx.Param, ...)
         self._graph, parameters, variables = split
         self._parameter_keys, parameter_variables = _flatten_state(parameters)
@@ -237,7 +243,8 @@ class NnxFrontend:
         _, parameters, variables = split
         known = [dict(zip(*_flatten_state(state), strict=True)) for state in (parameters, variables)]
         parameter_values = [known[0][keys].get_value() for keys in self._parameter_keys]
-        # Variables that the call created, such as those of `sow`, are not part of the state.
+        for found, keys in zip(known, (self._parameter_keys, self._variable_keys), strict=True):
+            self.dropped |= {*_join_keys([*(found.keys() - {*keys})])}
         variable_values = [known[1][keys].get_value() for keys in self._variable_keys]
         return parameter_values, self._keys.unwrap(variable_values)
 
@@ -260,6 +267,7 @@ class LinenFrontend:
 
     def __init__(self, module: linen.Module, loss: Loss, example: Any, seed: int) -> None:
         self._module, self._loss, self._example, self._seed = module, loss, example, seed
+        self.dropped: set[str] = set()
         abstract = jax.eval_shape(self._initialize)
         parameters = abstract.pop("params", {})
         self._parameter_tree, self._variable_tree = jax.tree.structure(parameters), jax.tree.structure(abstract)
@@ -317,6 +325,7 @@ class FunctionFrontend:
 
     def __init__(self, factory: Callable[[], Any], abstract: Any) -> None:
         self._factory, self._tree = factory, jax.tree.structure(abstract)
+        self.dropped: set[str] = set()
         paths = [path for path, _ in tree.leaves_with_path(abstract)]
         self.parameters = _describe(paths, jax.tree.leaves(abstract))
         self.variables: list[ArrayInfo] = []
