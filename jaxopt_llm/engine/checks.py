@@ -1,6 +1,6 @@
 """Checks of an engine's configuration, and of what its loss does with the model, before anything is allocated."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -91,8 +91,8 @@ def check_rules(parameters: Sequence[ArrayInfo], rules: Mapping[str, str | None]
         if len(split) > 1:
             raise InputError(f"rules: two dimensions of {info.path} go to tensor; give tensor to one of them")
         if split and info.shape[split[0]] % tensor:
-            name, size = (info.axes or ())[split[0]], info.shape[split[0]]
-            raise InputError(f"rules: {name} of {info.path} is {size}, which mesh.tensor={tensor} does not divide")
+            dimension, size = (info.axes or ())[split[0]], info.shape[split[0]]
+            raise InputError(f"rules: {dimension} of {info.path} is {size}, which mesh.tensor={tensor} does not divide")
     if tensor > 1 and not any(rules.values()):
         raise InputError(f"mesh.tensor={tensor} divides nothing without a rule: set rules, or mesh.tensor=1")
     unruled = sorted(names - {*rules}) if tensor > 1 else []
