@@ -24,6 +24,7 @@ from jaxopt_llm.engine.frontends import ArrayInfo, Loss, LossParts, make_fronten
 from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, plan_engine
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
 from jaxopt_llm.engine.user_model import nest_variables
+from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.parallel.mesh import make_mesh, visible_devices
 from jaxopt_llm.parallel.zero import abstract_checkpoint
 from jaxopt_llm.training import state as training_state
@@ -64,8 +65,9 @@ class Engine:
 
             def make_values() -> tuple[Any, Any]:
                 parameters, variables = self._frontend.make()
-                parameters = [leaf.astype(jnp.float32) for leaf in parameters]
-                return program.model.nest(parameters), nest_variables(self._frontend, variables)
+                arrays = program.model.nest([leaf.astype(jnp.float32) for leaf in parameters])
+                whole = leaves.wrap_arrays(program.model.specs, arrays, self.config.run.seed)
+                return whole, nest_variables(self._frontend, variables)
 
             self._state = training_state.initialize_state(
                 program.specs, program.optimizers, self.config.run.seed, program.placement, make_values=make_values
@@ -120,11 +122,17 @@ class Engine:
         return plan_engine(self._job, gpu, gpus, gpus_per_host, rows)
 
     def model(self) -> Any:
-        """Return the user's model with the trained parameters: an NNX module, Linen's variables, or the pytree."""
+        """Return the user's model with the trained parameters: an NNX module, Linen's variables, or the pytree.
+
+        Adapters are merged into their bases, and codes are dequantised.
+        """
         state, model = self.state, self.program.model
         variables = dict(tree.leaves_with_path(state.variables))
+        merged = jax.tree.map(
+            _merge_weight, model.specs, tree.merge(state.masters, state.frozen), is_leaf=leaves.is_wrapped
+        )
         return self._frontend.rebuild(
-            model.flatten(state.masters), [variables[info.path] for info in self._frontend.variables]
+            model.flatten(merged), [variables[info.path] for info in self._frontend.variables]
         )
 
     def save(self, directory: str | Path) -> None:
@@ -160,6 +168,17 @@ class Engine:
     def take_state(self, state: TrainState) -> None:
         """Continue with this state."""
         self._state = state
+
+
+def _merge_weight(spec: Any, weight: Any) -> jax.Array:
+    """Return a parameter, with its adapter if it has one, as one array."""
+    if not leaves.is_wrapped(spec):
+        return weight
+    bare = leaves.unwrap_specs(spec)
+    merge = functools.partial(leaves.merge_to_array, contracting=bare.unstack().contracting)
+    for _ in range(bare.leading):
+        merge = jax.vmap(merge)
+    return jax.jit(merge)(weight)
 
 
 def initialize(
