@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from jaxopt_llm.compiler import xla_options
 from jaxopt_llm.config import BATCH_AXES, Config, OptimizerConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.engine import deepspeed
 from jaxopt_llm.engine.frontends import Frontend, Loss, make_frontend
 from jaxopt_llm.engine.gradients import compute_loss, differentiate_user_model
 from jaxopt_llm.engine.user_model import Rules, UserModel, make_user_model, nest_variables
@@ -235,7 +237,7 @@ def initialize(
     model: Any,
     loss: Loss,
     example: Any,
-    config: Config | None = None,
+    config: Config | str | Path | None = None,
     optimizer: optax.GradientTransformation | OptimizerConfig | None = None,
     rules: Mapping[str, str | None] | None = None,
 ) -> Engine:
@@ -245,15 +247,44 @@ def initialize(
         model: function without arguments that makes an NNX module or a pytree of arrays; or a Linen module.
         loss: (model, batch) -> mean loss, (sum, count), or one of them and a dict of metrics; scalars.
         example: a batch as arrays or `jax.ShapeDtypeStruct`s. The first dimension of each array are the rows.
-        config: settings; by default all visible devices divide the state (ZeRO-3).
+        config: settings, or the path of a DeepSpeed configuration in JSON, whose mapping is printed; by default all
+            visible devices divide the state (ZeRO-3).
         optimizer: optax transformation, or an OptimizerConfig; by default `config.optimizer`.
         rules: names of dimensions, as in `nnx.with_partitioning`, to the mesh axis `tensor`, or None.
 
     Raises:
         InputError: something does not fit together.
     """
+    if isinstance(config, str | Path):
+        config = _read_deepspeed(Path(config), example, optimizer)
     config = Config() if config is None else config
     if config.mesh.devices == 1:
         config = replace(config, mesh=replace(config.mesh, fsdp=len(visible_devices())))
     frontend = make_frontend(model, loss, example, config.run.seed)
     return Engine(config, frontend, loss, example, optimizer or config.optimizer, dict(rules or {}))
+
+
+def _read_deepspeed(path: Path, example: Any, optimizer: Any) -> Config:
+    """Return the settings of a DeepSpeed file. Print on process 0 what became of its keys."""
+    read = deepspeed.read_file(path, len(visible_devices()))
+    rows, found = read.config.training.batch_size, jnp.shape(jax.tree.leaves(example)[0])[0]
+    if read.has("training.batch_size") and found != rows:
+        raise InputError(
+            f"example: it has {found} rows, and the batch sizes of {path.name} make {rows} for all devices and "
+            "microbatches together; give a whole batch, or change the file"
+        )
+    mesh = read.config.mesh
+    for key, size in {"pipeline.stages": mesh.pipeline, "sequence_parallel_size": mesh.context}.items():
+        if size > 1:
+            raise InputError(
+                f"{path.name}: {key}={size}: only the decoder of this package has such an axis; remove it, or write a "
+                "recipe of the decoder with jaxopt-llm import-config"
+            )
+    replaced = {"optimizer": "optimizer.name", "gradient_clipping": "optimizer.clip_norm"}
+    if not isinstance(optimizer, OptimizerConfig):
+        replaced["scheduler"] = "schedule.kind"
+    names = [name for name, setting in replaced.items() if read.has(setting)]
+    lines = [f"replaced by initialize(optimizer=...): {', '.join(names)}"] if optimizer is not None and names else []
+    if jax.process_index() == 0:
+        print("\n".join([*read.lines(), *lines]), file=sys.stderr)
+    return read.config
