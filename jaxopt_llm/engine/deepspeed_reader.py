@@ -100,7 +100,7 @@ class Reader:
             case Ignored(reason):
                 self.ignored[key] = reason
             case Refused(remedy, harmless):
-                if value in harmless or (isinstance(value, dict) and not value.get("enabled", value)):
+                if value == AUTO or value in harmless or (isinstance(value, dict) and not value.get("enabled", value)):
                     self.ignored[key] = "as here"
                 else:
                     self.problems.append(f"{_show(key, value)}: {remedy}")
@@ -310,9 +310,12 @@ class Reader:
             self.problems.append(f"{key} is absent; give it")
 
     def read_wandb(self) -> None:
-        enabled, project = self.values.get("wandb.enabled"), self.values.get("wandb.project", "deepspeed")
+        enabled, project = self.values.get("wandb.enabled"), self.values.get("wandb.project", ABSENT)
+        setting = ("logging.wandb_project",)
+        if enabled:
+            self.add("wandb.project", project, setting, "deepspeed" if project is ABSENT else project)
         if enabled is not None:
-            self.add("wandb.enabled", enabled, ("logging.wandb_project",), project if enabled else "")
+            self.ignored["wandb.enabled"] = "logging.wandb_project says it"
 
 
 def _show(key: str, value: Any) -> str:
