@@ -30,8 +30,8 @@ from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning.breakdown import break_down_step
 from jaxopt_llm.planning.links import TimedCollective, sum_traffic, time_collectives
-from jaxopt_llm.planning.memory import GIB
 from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY
+from jaxopt_llm.planning.units import GIB
 from jaxopt_llm.training.initial_weights import stores_frozen_weights
 from jaxopt_llm.training.program import make_program
 from jaxopt_llm.training.validation import validate

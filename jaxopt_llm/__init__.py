@@ -1,4 +1,4 @@
-"""Trainer on JAX/XLA for models that do not fit: large language models by recipes, and any model in Flax by `initialize`.
+"""Trainer on JAX/XLA for models that do not fit: language models by recipes, and any model in Flax by `initialize`.
 
 The names are imported when they are first used, because a command configures JAX before it imports JAX.
 """
@@ -18,7 +18,7 @@ _PLACES = {
     "initialize": "jaxopt_llm.engine.engine",
     "load_pretrained": "jaxopt_llm.inference.load",
 }
-__all__ = [*_PLACES]  # noqa: PLE0604
+__all__ = [*_PLACES]
 
 
 def __getattr__(name: str) -> Any:

@@ -70,16 +70,17 @@ from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.model import flops
 from jaxopt_llm.observe.progress import CompileLine
-from jaxopt_llm.planning import figure
+from jaxopt_llm.planning import figure, links
 from jaxopt_llm.planning.advice import format_advice, format_less_remat
 from jaxopt_llm.planning.checkpoint_interval import format_checkpoints
-from jaxopt_llm.planning.memory import GIB, choose_unit, format_kinds, format_largest
+from jaxopt_llm.planning.memory import format_kinds, format_largest
 from jaxopt_llm.planning.search import decision_tree, ranking, recipe, report
 from jaxopt_llm.planning.search.remedies import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.settings_choice import format_choices, list_candidates
 from jaxopt_llm.planning.speed import format_speed
 from jaxopt_llm.planning.step_plan import GPUS_PER_HOST, Plan, make_plan
+from jaxopt_llm.planning.units import GIB, choose_unit
 from jaxopt_llm.training.validation import validate
 
 MAX_COMPILES = 8  # programs that a search compiles at the same time, at most: each takes a core and 1 to 2 GB
@@ -92,8 +93,6 @@ def format_plan(plan: Plan) -> str:
     """Return a plan as a table."""
     unit = choose_unit(plan.memory.peak)[1]
     digits = 2 if unit == GIB else 1  # a GPU has many MiB
-    total = sum(each.bytes for each in plan.collectives)
-    sent_name, sent_unit = choose_unit(total)
     lines = [
         f"{_make_heading(plan)}; compiled in {plan.compile_seconds:.1f} s with jax {plan.jax}",
         f"attention: {_format_attention(plan.attention)}",
@@ -107,15 +106,7 @@ def format_plan(plan: Plan) -> str:
         *([f"  {format_less_remat(plan.less_remat)}"] if plan.less_remat else []),
         *((*format_largest(plan.largest), *format_advice(plan.advice)) if plan.spare < 0 else ()),
         "",
-        f"{'collectives of a step':44} {'times':>7} {f'{sent_name} sent':>9} {'ms':>9} {'overlapped':>10}",
-    ]
-    for traffic in sorted(plan.collectives, key=lambda traffic: -traffic.seconds):
-        name = f"{' × '.join(traffic.axes)} ({traffic.link}): {traffic.kind} {' '.join(traffic.dtypes)}"
-        sent = f"{traffic.bytes / sent_unit:9.3f} {traffic.seconds * 1e3:9.2f} {traffic.overlapped:10.0%}"
-        lines.append(f"  {name:42} {traffic.times:7,} {sent}")
-    seconds = sum(each.seconds for each in plan.collectives)
-    lines += [
-        f"  {'all':42} {'':7} {total / sent_unit:9.3f} {seconds * 1e3:9.2f}",
+        *links.format_traffic(plan.collectives),
         "",
         f"matmuls of each GPU: {plan.flops / 1e12:,.4g} TFLOP, {plan.flops_seconds * 1e3:,.4g} ms at the chip's peak; "
         f"the model needs {plan.model_flops / 1e12:,.4g} (no recomputation, causal attention)",

@@ -26,8 +26,8 @@ from jaxopt_llm.model import flops, param
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.planning.memory import GIB
 from jaxopt_llm.planning.step_plan import Plan, make_plan
+from jaxopt_llm.planning.units import GIB
 from jaxopt_llm.training.validation import validate
 
 PRETRAINING = ("llama2_7b", "10b", "llama3_8b", "llama2_70b", "llama2_70b_pipeline", "gpt3_175b")

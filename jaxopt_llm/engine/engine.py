@@ -1,10 +1,9 @@
 """Engine: the training of any model in Flax NNX, in Linen or as plain functions, by the settings of a `Config`."""
 
-import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,129 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
-from jaxopt_llm.compiler import xla_options
-from jaxopt_llm.config import BATCH_AXES, Config, OptimizerConfig
+from jaxopt_llm.config import Config, OptimizerConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine import deepspeed
-from jaxopt_llm.engine.frontends import Frontend, Loss, make_frontend
-from jaxopt_llm.engine.gradients import compute_loss, differentiate_user_model
-from jaxopt_llm.engine.user_model import Rules, UserModel, make_user_model, nest_variables
-from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.engine.frontends import Loss, LossParts, make_frontend
+from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, plan_engine
+from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
+from jaxopt_llm.engine.user_model import nest_variables
 from jaxopt_llm.parallel.mesh import make_mesh, visible_devices
-from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training import update
-from jaxopt_llm.training.optimizer import is_elementwise, make_optimizer
-from jaxopt_llm.training.schedule import make_schedule
-from jaxopt_llm.training.state import StateSpecs, TrainState
-from jaxopt_llm.training.step import Metrics, StepSettings, make_step, update_after_backward
-from jaxopt_llm.training.update import Optimizers, WholeOptimizer
-
-
-@dataclass(frozen=True)
-class EngineProgram:
-    """Program of an engine on one placement; nothing is compiled.
-
-    Attributes:
-        step: jitted (state, batch) -> (state, metrics).
-        state, batch: abstract arguments of `step`.
-    """
-
-    model: UserModel
-    placement: Placement
-    specs: StateSpecs
-    optimizers: Optimizers
-    step: Any
-    evaluation: Any
-    state: TrainState
-    batch: Any
-
-
-def make_engine_program(
-    config: Config, frontend: Frontend, loss: Loss, example: Any, optimizer: Any, rules: Rules, mesh: Any
-) -> EngineProgram:
-    """Make the program of a user's model on a mesh, which may be one of devices that do not exist."""
-    placement = Placement(mesh, config.sharding, config.precision, config.offload, reduces_microbatches=True)
-    microbatches = config.training.accumulation
-    batch = _split_microbatches(example, microbatches, placement)
-    microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-    model = make_user_model(frontend, loss, microbatch, rules, config.precision)
-    frozen = jax.tree.map(lambda spec: None, model.specs)
-    learning_rate = None
-    if isinstance(optimizer, OptimizerConfig):
-        learning_rate = make_schedule(optimizer.learning_rate, config.schedule, config.training.steps)
-        make = functools.partial(make_optimizer, optimizer, learning_rate)
-        optimizers = update.make_optimizers(make, model.specs)
-        elementwise = is_elementwise(optimizer)
-    else:
-        optimizers, elementwise = _make_whole_optimizer(optimizer, model), False
-    specs = training_state.make_state_specs(model.specs, frozen, optimizers, placement.precision)
-    variables = nest_variables(
-        frontend,
-        [ParamSpec(info.shape, (None,) * len(info.shape), dtype=np.dtype(info.dtype)) for info in frontend.variables],
-    )
-    specs = replace(specs, variables=variables)
-    settings = StepSettings(
-        clip_norm=config.optimizer.clip_norm if isinstance(optimizer, OptimizerConfig) else 0.0,
-        skip_outliers=config.training.skip_outliers,
-        elementwise=elementwise,
-    )
-    options = xla_options.compiler_options(mesh, microbatches, placement.precision.matmul, config.xla)
-    advance = update_after_backward(differentiate_user_model(model, placement), optimizers, specs, placement, settings)
-    shardings = jax.tree.map(lambda x: x.sharding, batch)
-    evaluation = jax.jit(
-        functools.partial(compute_loss, model, placement=placement), out_shardings=placement.replicated
-    )
-    return EngineProgram(
-        model=model,
-        placement=placement,
-        specs=specs,
-        optimizers=optimizers,
-        step=make_step(advance, specs, learning_rate, placement, shardings, options),
-        evaluation=evaluation,
-        state=training_state.abstract_state(specs, placement),
-        batch=batch,
-    )
-
-
-def _make_whole_optimizer(transformation: optax.GradientTransformation, model: UserModel) -> WholeOptimizer:
-    def to_tree(sections: Any) -> Any:
-        return model.frontend.as_tree(model.flatten(sections))
-
-    def from_tree(parameters: Any) -> Any:
-        by_path = dict(tree.leaves_with_path(parameters))
-        return model.nest([by_path[info.path] for info in model.frontend.parameters])
-
-    return WholeOptimizer(transformation, to_tree, from_tree)
-
-
-def _split_microbatches(example: Any, microbatches: int, placement: Placement) -> Any:
-    """Return the batch as ShapeDtypeStructs [M, B, ...]."""
-    rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(example)}
-    if len(rows) != 1 or () in rows:
-        raise InputError(
-            f"example: its arrays begin with different dimensions ({', '.join(map(str, sorted(rows)))}), and the first "
-            "one must be the rows of the batch in each"
-        )
-    ((size,),) = rows
-    devices = placement.size(*BATCH_AXES)
-    if size % (microbatches * devices):
-        axes = " × ".join(f"mesh.{axis}={placement.size(axis)}" for axis in BATCH_AXES if placement.size(axis) > 1)
-        over = " × ".join(filter(None, [f"training.accumulation={microbatches}" if microbatches > 1 else "", axes]))
-        raise InputError(f"example: a batch of {size} rows is not divisible by {over}; change one of them")
-
-    def split(leaf: Any) -> jax.ShapeDtypeStruct:
-        shape = (microbatches, size // microbatches, *jnp.shape(leaf)[1:])
-        axes = tuple(axis for axis in BATCH_AXES if placement.size(axis) > 1)
-        sharding = NamedSharding(placement.mesh, PartitionSpec(None, axes or None))
-        return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype), sharding=sharding)
-
-    return jax.tree.map(split, example)
+from jaxopt_llm.training.state import TrainState
+from jaxopt_llm.training.step import Metrics
 
 
 class Engine:
@@ -143,23 +34,15 @@ class Engine:
     Nothing is allocated before the first call of `step`, `evaluate`, `model`, `save` or `restore`.
     """
 
-    def __init__(
-        self, config: Config, frontend: Frontend, loss: Loss, example: Any, optimizer: Any, rules: Rules
-    ) -> None:
-        self.config = config
-        self._frontend, self._loss, self._example = frontend, loss, example
-        self._optimizer, self._rules = optimizer, rules
+    def __init__(self, job: Job) -> None:
+        self.config = job.config
+        self._job, self._frontend = job, job.frontend
         self._state: TrainState | None = None
 
     @functools.cached_property
     def program(self) -> EngineProgram:
         """Program on the visible devices."""
-        return self.make_program(make_mesh(self.config.mesh))
-
-    def make_program(self, mesh: Any) -> EngineProgram:
-        return make_engine_program(
-            self.config, self._frontend, self._loss, self._example, self._optimizer, self._rules, mesh
-        )
+        return make_engine_program(self._job, make_mesh(self.config.mesh))
 
     @property
     def state(self) -> TrainState:
@@ -187,14 +70,13 @@ class Engine:
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
         """Return the mean loss and metrics over batches. Nothing is updated."""
-        totals: Any = None
-        for batch in batches:
-            sums = jax.device_get(self.program.evaluation(self.state, batch=self.place(batch)))
-            totals = sums if totals is None else jax.tree.map(np.add, totals, sums)
-        if totals is None:
-            raise InputError("evaluate: there is no batch")
-        total, count, metrics = totals
-        return {"loss": float(total / count)} | {name: float(value / count) for name, value in metrics.items()}
+        evaluation, state = self.program.evaluation, self.state
+        each = [jax.device_get(evaluation(state, batch=self.place(batch))) for batch in batches]
+        if not each:
+            raise InputError("evaluate: there is no batch; give at least one")
+        sums: LossParts = jax.tree.map(lambda *values: sum(map(float, values)), *each)
+        totals = {"loss": sums.total, **sums.metrics}
+        return {name: float(value / sums.count) for name, value in totals.items()}
 
     def place(self, batch: Any) -> Any:
         """Return a batch [rows, ...] as the step takes it: on the devices, [M, B, ...]."""
@@ -204,6 +86,23 @@ class Engine:
             return jax.device_put(array, target.sharding)
 
         return jax.tree.map(place_leaf, batch, self.program.batch)
+
+    def plan(
+        self, gpu: str = "h200", gpus: int | None = None, gpus_per_host: int = GPUS_PER_HOST, rows: int | None = None
+    ) -> EnginePlan:
+        """Return memory, collectives and time of a step on GPUs that this machine need not have.
+
+        Nothing is allocated. The step is compiled for these GPUs, which takes seconds to minutes.
+
+        Args:
+            gpu: one of the chips of `plan`, such as "h100".
+            gpus: number of GPUs, by default those of the mesh. Another number changes `mesh.fsdp`.
+            rows: rows of the batch over all GPUs, by default those of the example.
+
+        Raises:
+            InputError: the GPU is unknown, or the batch or the mesh does not divide.
+        """
+        return plan_engine(self._job, gpu, gpus, gpus_per_host, rows)
 
     def model(self) -> Any:
         """Return the user's model with the trained parameters: an NNX module, Linen's variables, or the pytree."""
@@ -261,7 +160,7 @@ def initialize(
     if config.mesh.devices == 1:
         config = replace(config, mesh=replace(config.mesh, fsdp=len(visible_devices())))
     frontend = make_frontend(model, loss, example, config.run.seed)
-    return Engine(config, frontend, loss, example, optimizer or config.optimizer, dict(rules or {}))
+    return Engine(Job(config, frontend, loss, example, optimizer or config.optimizer, dict(rules or {})))
 
 
 def _read_deepspeed(path: Path, example: Any, optimizer: Any) -> Config:

@@ -86,8 +86,8 @@ def make_frontend(model: Any, loss: Loss, example: Any, seed: int) -> Frontend:
         return LinenFrontend(model, loss, example, seed)
     if isinstance(model, nnx.Module) or not callable(model):
         raise InputError(
-            f"model: {type(model).__name__} already holds its arrays on one device; give a function that makes it, such "
-            "as lambda: MyModel(rngs=nnx.Rngs(0)), or a Linen module"
+            f"model: {type(model).__name__} already holds its arrays on one device; give a function that makes it, "
+            "such as lambda: MyModel(rngs=nnx.Rngs(0)), or a Linen module"
         )
     with nnx.use_eager_sharding(False):
         made = nnx.eval_shape(model)
@@ -180,7 +180,8 @@ class NnxFrontend:
 
     def __init__(self, factory: Callable[[], nnx.Module], abstract: nnx.Module) -> None:
         self._factory = factory
-        self._graph, parameters, variables = nnx.split(abstract, nnx.Param, ...)
+        split: Any = nnx.split(abstract, nnx.Param, ...)
+        self._graph, parameters, variables = split
         self._parameter_keys, parameter_variables = _flatten_state(parameters)
         self._variable_keys, variable_variables = _flatten_state(variables)
         self._parameter_types = parameter_variables
@@ -218,7 +219,8 @@ class NnxFrontend:
         return nest([info.path for info in self.parameters], parameters)
 
     def _read(self, model: nnx.Module) -> tuple[list[jax.Array], list[jax.Array]]:
-        _, parameters, variables = nnx.split(model, nnx.Param, ...)
+        split: Any = nnx.split(model, nnx.Param, ...)
+        _, parameters, variables = split
         known = [dict(zip(*_flatten_state(state), strict=True)) for state in (parameters, variables)]
         parameter_values = [known[0][keys].get_value() for keys in self._parameter_keys]
         # Variables that the call created, such as those of `sow`, are not part of the state.

@@ -5,11 +5,11 @@ draw of a dropout mask) is the same on every mesh. XLA divides the computation b
 summed over the devices in each microbatch.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from jaxopt_llm.core import tree
 from jaxopt_llm.engine.frontends import LossParts
@@ -21,15 +21,12 @@ from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Differentiate, Differentiated
 
+Carry = tuple[Params, LossParts, Params]  # variables, sums of the loss, gradients
 
-@struct.dataclass
-class _Sums:
-    """Sums over microbatches. metrics: each times the count of its microbatch."""
 
-    total: jax.Array
-    count: jax.Array
-    metrics: dict[str, jax.Array]
-    gradients: Params
+def weigh(parts: LossParts) -> LossParts:
+    """Return the parts of a microbatch's loss as sums, which add up over microbatches: each metric times the count."""
+    return replace(parts, metrics={name: value * parts.count for name, value in parts.metrics.items()})
 
 
 def differentiate_user_model(model: UserModel, placement: Placement) -> Differentiate:
@@ -39,48 +36,42 @@ def differentiate_user_model(model: UserModel, placement: Placement) -> Differen
         params = tree.merge(state.trainable, state.frozen)
         trained = tree.restrict(model.specs, state.trainable)
 
-        def one_microbatch(variables: Params, microbatch: Any) -> tuple[Params, _Sums]:
+        def one_microbatch(variables: Params, microbatch: Any) -> tuple[Params, LossParts, Params]:
             def objective(perturbations: Params) -> tuple[jax.Array, tuple[LossParts, Params]]:
                 parts, after = model.evaluate(params, perturbations, variables, microbatch, placement)
                 return scale * parts.total, (parts, after)
 
             gradients, (parts, after) = jax.grad(objective, has_aux=True)(make_perturbations(trained, placement))
-            metrics = {name: value * parts.count for name, value in parts.metrics.items()}
-            return after, _Sums(parts.total, parts.count, metrics, gradients)
+            return after, weigh(parts), gradients
 
-        def accumulate(carry: tuple[Params, _Sums], microbatch: Any) -> tuple[tuple[Params, _Sums], None]:
-            variables, sums = carry
-            variables, added = one_microbatch(variables, microbatch)
-            gradients = add_gradients(sums.gradients, added.gradients, trained, placement)
-            rest = jax.tree.map(jnp.add, sums.replace(gradients=None), added.replace(gradients=None))
-            return (variables, rest.replace(gradients=gradients)), None
+        def accumulate(carry: Carry, microbatch: Any) -> tuple[Carry, None]:
+            variables, sums, gradients = carry
+            variables, added, more = one_microbatch(variables, microbatch)
+            sums = jax.tree.map(jnp.add, sums, added)
+            return (variables, sums, add_gradients(gradients, more, trained, placement)), None
 
         first = jax.tree.map(lambda x: x[0], batch)
         if jax.tree.leaves(batch)[0].shape[0] == 1:
-            variables, sums = one_microbatch(state.variables, first)
+            variables, sums, gradients = one_microbatch(state.variables, first)
         else:
-            shapes = jax.eval_shape(one_microbatch, state.variables, first)[1]
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
-            zeros = zeros.replace(gradients=constrain_gradients(zeros.gradients, trained, placement))
-            variables, sums = jax.lax.scan(accumulate, (state.variables, zeros), batch)[0]
+            _, *shapes = jax.eval_shape(one_microbatch, state.variables, first)
+            zeros, no_gradients = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+            begin = state.variables, zeros, constrain_gradients(no_gradients, trained, placement)
+            variables, sums, gradients = jax.lax.scan(accumulate, begin, batch)[0]
         # A batch without anything that counts has loss 0 and gradient 0, not NaN.
         count = jnp.where(sums.count == 0, 1.0, sums.count)
         metrics = {name: value / count for name, value in sums.metrics.items()}
-        return Differentiated(sums.total / count, sums.gradients, scale * count, metrics, variables)
+        return Differentiated(sums.total / count, gradients, scale * count, metrics, variables)
 
     return differentiate
 
 
-def compute_loss(model: UserModel, state: TrainState, batch: Any, placement: Placement) -> tuple[Any, ...]:
-    """Return the sums of the loss, of the count and of the metrics (each times the count) of a batch [M, B, ...].
-
-    Each microbatch begins with the variables of the state.
-    """
+def compute_loss(model: UserModel, state: TrainState, batch: Any, placement: Placement) -> LossParts:
+    """Return the sums of a batch [M, B, ...]; see `weigh`. Each microbatch begins with the variables of the state."""
     params = tree.merge(state.trainable, state.frozen)
     nothing = jax.tree.map(lambda spec: None, model.specs)
 
-    def one_microbatch(microbatch: Any) -> tuple[Any, ...]:
-        parts, _ = model.evaluate(params, nothing, state.variables, microbatch, placement)
-        return parts.total, parts.count, {name: value * parts.count for name, value in parts.metrics.items()}
+    def one_microbatch(microbatch: Any) -> LossParts:
+        return weigh(model.evaluate(params, nothing, state.variables, microbatch, placement)[0])
 
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(one_microbatch, batch))

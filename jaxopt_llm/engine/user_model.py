@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from jaxopt_llm.config import PrecisionConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.frontends import ArrayInfo, Frontend, Loss, LossParts, nest, normalise_loss
@@ -40,6 +39,11 @@ class UserModel:
     specs: Params
     sections: tuple[str, ...]
     uses: tuple[tuple[Use, ...], ...]
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the loss rematerialises layers."""
+        return any(use.in_remat for uses in self.uses for use in uses)
 
     def evaluate(
         self, params: Params, perturbations: Params, variables: Params, batch: Any, placement: Placement
@@ -117,7 +121,7 @@ def trace_loss(
     return closed, jax.tree.structure(shapes)
 
 
-def make_user_model(frontend: Frontend, loss: Loss, batch: Any, rules: Rules, precision: PrecisionConfig) -> UserModel:
+def make_user_model(frontend: Frontend, loss: Loss, batch: Any, rules: Rules, placement: Placement) -> UserModel:
     """Return the model, after one abstract run of the loss that shows how it reads each parameter.
 
     Args:
@@ -126,7 +130,7 @@ def make_user_model(frontend: Frontend, loss: Loss, batch: Any, rules: Rules, pr
     Raises:
         InputError: the loss changes a parameter, or a rule does not fit.
     """
-    dtype = jnp.dtype(precision.compute_dtype)
+    dtype = jnp.dtype(placement.precision.compute_dtype)
     parameters = [jax.ShapeDtypeStruct(info.shape, dtype) for info in frontend.parameters]
     variables = [jax.ShapeDtypeStruct(info.shape, info.dtype) for info in frontend.variables]
     closed, _ = trace_loss(frontend, loss, parameters, variables, batch)

@@ -65,6 +65,12 @@ def read_array(value: Value) -> jax.Array:
     return jnp.transpose(array, order).astype(value.dtype)
 
 
+def typeof(atom: Any) -> jax.core.ShapedArray:
+    """Return the shape and the dtype of an input or a result of an equation."""
+    found: jax.core.ShapedArray = atom.aval
+    return found
+
+
 def split_scan(eqn: JaxprEqn) -> tuple[int, int]:
     """Return the numbers of constants and of carried values of a scan. JAX 0.11 lists them in another parameter."""
     if "num_consts" in eqn.params:
@@ -159,7 +165,7 @@ class _Evaluation:
         stored = "".join(axes[weight.order.index(dim)] for dim in range(len(axes)))
         placed = keep_gathered(weight.weight) if self.in_remat else weight.weight
         array = array.astype(shardings_of(placed.base if isinstance(placed, LoraWeight) else placed).compute_dtype)
-        return [einsum(f"{other},{stored}->{result}", array, placed, eqn.outvars[0].aval.dtype)]
+        return [einsum(f"{other},{stored}->{result}", array, placed, typeof(eqn.outvars[0]).dtype)]
 
     def _use(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """Apply an equation to the gathered arrays."""
@@ -190,7 +196,7 @@ def _convert(eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
 
 def _name_axes(eqn: JaxprEqn, weight_first: bool) -> tuple[str, str, str]:
     """Return a letter for each axis of the weight, of the other operand, and of the result of a `dot_general`."""
-    (summed, batch), shapes = eqn.params["dimension_numbers"], [atom.aval.shape for atom in eqn.invars]
+    (summed, batch), shapes = eqn.params["dimension_numbers"], [typeof(atom).shape for atom in eqn.invars]
     letters = iter(string.ascii_uppercase)
     left = [next(letters) for _ in shapes[0]]
     right = [""] * len(shapes[1])

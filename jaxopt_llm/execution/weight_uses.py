@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import dot_general_p, jit_p, remat_p, scan_p
 from jax.interpreters import partial_eval
 
-from jaxopt_llm.execution.placed_evaluation import split_scan
+from jaxopt_llm.execution.placed_evaluation import split_scan, typeof
 
 PRODUCT, LOOKUP, OTHER = "product", "lookup", "other"
 
@@ -107,7 +107,7 @@ def _classify(eqn: JaxprEqn, position: int) -> tuple[str, tuple[int, ...]]:
         return PRODUCT, tuple(eqn.params["dimension_numbers"].rhs_spec[1:])
     if eqn.primitive.name == "gather" and position == 0:
         collapsed = eqn.params["dimension_numbers"].collapsed_slice_dims
-        return LOOKUP, tuple(dim for dim in range(len(eqn.invars[0].aval.shape)) if dim not in collapsed)
+        return LOOKUP, tuple(dim for dim in range(len(typeof(eqn.invars[0]).shape)) if dim not in collapsed)
     return OTHER, ()
 
 
@@ -119,7 +119,7 @@ def find_uses(closed: ClosedJaxpr, parameters: int) -> tuple[list[list[Use]], li
         that it is, unchanged, or None.
     """
     finder, invars = UseFinder(), closed.jaxpr.invars
-    traced = [_Traced(index, 0, tuple(range(len(var.aval.shape)))) for index, var in enumerate(invars[:parameters])]
+    traced = [_Traced(index, 0, tuple(range(len(typeof(var).shape)))) for index, var in enumerate(invars[:parameters])]
     results = finder.walk(closed.jaxpr, [*traced, *[None] * (len(invars) - parameters)])
     unchanged = [result.parameter if result in traced else None for result in results]
     return [finder.uses.get(index, []) for index in range(parameters)], unchanged

@@ -13,6 +13,7 @@ from jaxopt_llm.compiler import hlo
 from jaxopt_llm.compiler.chips import Chip
 from jaxopt_llm.planning.overlap import find_exposed_seconds
 from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY
+from jaxopt_llm.planning.units import choose_unit
 
 
 @dataclass(frozen=True)
@@ -107,3 +108,16 @@ def sum_traffic(
         seconds = sum(each.seconds for each in group)
         hidden = sum(each.seconds * (1 - each.exposed) for each in group)
         yield Traffic(axes, group[0].link, kind, dtypes, times, sent, seconds, hidden / seconds if seconds else 0.0)
+
+
+def format_traffic(collectives: Sequence[Traffic]) -> list[str]:
+    """Return the lines of the table of the collectives of a step."""
+    total = sum(each.bytes for each in collectives)
+    name, unit = choose_unit(total)
+    lines = [f"{'collectives of a step':44} {'times':>7} {f'{name} sent':>9} {'ms':>9} {'overlapped':>10}"]
+    for traffic in sorted(collectives, key=lambda traffic: -traffic.seconds):
+        kind = f"{' × '.join(traffic.axes)} ({traffic.link}): {traffic.kind} {' '.join(traffic.dtypes)}"
+        sent = f"{traffic.bytes / unit:9.3f} {traffic.seconds * 1e3:9.2f} {traffic.overlapped:10.0%}"
+        lines.append(f"  {kind:42} {traffic.times:7,} {sent}")
+    seconds = sum(each.seconds for each in collectives)
+    return [*lines, f"  {'all':42} {'':7} {total / unit:9.3f} {seconds * 1e3:9.2f}"]

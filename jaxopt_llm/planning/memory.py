@@ -23,10 +23,11 @@ from jaxopt_llm.parallel.placement import Placement, Spec
 from jaxopt_llm.parallel.zero import gathered_sharding, gradient_sharding, master_sharding, parameter_sharding
 from jaxopt_llm.planning.activations import Activations
 from jaxopt_llm.planning.search.passes import Passes
+from jaxopt_llm.planning.units import GIB, choose_unit
 from jaxopt_llm.training.program import Program
+from jaxopt_llm.training.state import StateSpecs, TrainState
 from jaxopt_llm.training.update import UPDATE
 
-GIB = 2**30
 MAX_ARRAYS = 6  # arrays that are listed by name
 GRADIENT_DTYPES = ("f32", "bf16")  # dtypes in which gradients are summed, in XLA's names
 # Components of an operation's path that JAX adds around scopes and loops.
@@ -94,12 +95,7 @@ class KnownShapes:
     def from_program(cls, program: Program, config: Config, placement: Placement) -> "KnownShapes":
         """Collect the shapes of the program of a configuration on a placement."""
         activations = Activations(config.model, config.training, placement)
-        gradients: dict[Shape, dict[str, None]] = {}
         saved: dict[Shape, dict[str, None]] = {}
-        for section, blocks in program.specs.masters.items():
-            for path, spec in tree.leaves_with_path(blocks):
-                for shape in _gradient_shapes(spec, placement, config.remat, len(blocks)):
-                    gradients.setdefault(_squeezed(shape), {})[f"{section}/{path}"] = None
         for section, blocks in program.model.specs.items():
             numbers = param.layer_indices(blocks)
             if section != "non_layer" and numbers is not None:
@@ -107,13 +103,26 @@ class KnownShapes:
                     saved.setdefault(_sorted((numbers.shape[-1], *shape)), {})[name] = None
         if waiting_inputs := Passes.from_config(config).waiting_inputs:  # 0 without a pipeline
             saved[_sorted((waiting_inputs, *activations.stage_input_shape))] = {"chunk inputs": None}
+        return dataclasses.replace(cls.from_specs(program.specs, placement, config.remat), saved=_join_names(saved))
+
+    @classmethod
+    def from_specs(cls, specs: StateSpecs, placement: Placement, remat: RematConfig) -> "KnownShapes":
+        """Collect the shapes of a state's gradients. Nothing is known of the activations."""
+        gradients: dict[Shape, dict[str, None]] = {}
+        for section, blocks in specs.masters.items():
+            for path, spec in tree.leaves_with_path(blocks):
+                for shape in _gradient_shapes(spec, placement, remat, len(blocks)):
+                    gradients.setdefault(_squeezed(shape), {})[f"{section}/{path}"] = None
         fetched = {
             _squeezed(parameter_sharding(spec, placement).shard_shape(spec.shape)[spec.leading :])
-            for spec in jax.tree.leaves((program.specs.masters, program.specs.frozen))
+            for spec in jax.tree.leaves((specs.masters, specs.frozen))
             if placement.offload.parameters and spec.leading
         }
-        named = [{shape: ", ".join(names) for shape, names in shapes.items()} for shapes in (gradients, saved)]
-        return cls(named[0], named[1], fetched)
+        return cls(_join_names(gradients), {}, fetched)
+
+
+def _join_names(shapes: Mapping[Shape, Mapping[str, None]]) -> dict[Shape, str]:
+    return {shape: ", ".join(names) for shape, names in shapes.items()}
 
 
 def _gradient_shapes(spec: Spec, placement: Placement, remat: RematConfig, blocks: int) -> Iterator[Shape]:
@@ -138,9 +147,8 @@ def _gradient_shapes(spec: Spec, placement: Placement, remat: RematConfig, block
             yield (slots, *of_layer)
 
 
-def sum_by_kind(program: Program, known: KnownShapes, total: hlo.Memory, temporaries: Sequence[Buffer]) -> Memory:
+def sum_by_kind(state: TrainState, known: KnownShapes, total: hlo.Memory, temporaries: Sequence[Buffer]) -> Memory:
     """Return the bytes of each kind at the peak; they add up to `total.peak`."""
-    state = program.state
     kinds = dict.fromkeys((field.name for field in dataclasses.fields(Memory)), 0)
     kinds["parameters"] = count_resting_bytes((state.masters, state.compute, state.frozen))
     kinds["optimizer"] = count_resting_bytes(state.moments)
@@ -168,12 +176,11 @@ def write_memory(path: Path, program: Program, step: jax.stages.Compiled) -> Non
     replace_durably(path, json.dumps(description))
 
 
-def find_largest(program: Program, known: KnownShapes, temporaries: Sequence[Buffer]) -> tuple[LiveArray, ...]:
+def find_largest(state: TrainState, known: KnownShapes, temporaries: Sequence[Buffer]) -> tuple[LiveArray, ...]:
     """Return the largest arrays of the train state and of the temporaries.
 
     Arrays of the same name, dtype and shape count as one.
     """
-    state = program.state
     trees = {
         "master weights of": (state.masters, "parameters"),
         "compute copy of": (state.compute, "parameters"),
@@ -238,11 +245,6 @@ def classify(buffer: Buffer, known: KnownShapes) -> str:
     if "jvp(" in buffer.source or FORWARD_SCOPE in scopes or _sorted(buffer.shape) in known.saved:
         return "activations"
     return "other"
-
-
-def choose_unit(size: int) -> tuple[str, int]:
-    """Return the name and the bytes of the unit in which a table of parts of `size` bytes is printed."""
-    return ("GiB", GIB) if size >= GIB else ("MiB", 2**20)
 
 
 def format_kinds(memory: Memory) -> list[str]:

@@ -21,9 +21,10 @@ from jaxopt_llm.core.errors import InputError, OutOfMemory
 from jaxopt_llm.kernels.attention import get_compute_capability
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning.advice import advise, format_advice
-from jaxopt_llm.planning.memory import GIB, KnownShapes, find_largest, format_kinds, format_largest, sum_by_kind
+from jaxopt_llm.planning.memory import KnownShapes, find_largest, format_kinds, format_largest, sum_by_kind
 from jaxopt_llm.planning.prediction import describe_cluster
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
+from jaxopt_llm.planning.units import GIB
 from jaxopt_llm.training.program import Program
 
 EXHAUSTED = "RESOURCE_EXHAUSTED"  # prefix of XLA's error
@@ -109,8 +110,8 @@ class OomExplainer:
         except (JaxRuntimeError, ValueError) as error:  # no room on the GPU for the program, or XLA dumped nothing
             return [f"the arrays in memory cannot be listed: {' '.join(str(error).split())[:200]}"]
         known = KnownShapes.from_program(self.program, self.config, self.placement)
-        memory = sum_by_kind(self.program, known, found.memory, found.temporaries)
-        return [*format_kinds(memory), *format_largest(find_largest(self.program, known, found.temporaries))]
+        memory = sum_by_kind(self.program.state, known, found.memory, found.temporaries)
+        return [*format_kinds(memory), *format_largest(find_largest(self.program.state, known, found.temporaries))]
 
 
 def explain_oom(action: str, remedy: str) -> contextlib.AbstractContextManager[None]:

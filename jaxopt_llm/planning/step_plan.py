@@ -103,7 +103,7 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
     )
     mfu_per_token = compute_utilisation(config, program, placement, chip)["mfu"]
     known = KnownShapes.from_program(program, config, placement)
-    by_kind = sum_by_kind(program, known, memory, peak.temporaries)
+    by_kind = sum_by_kind(program.state, known, memory, peak.temporaries)
     speed = compute_speed(config, chip, break_down_step(text, collectives, chip), mfu_per_token, work)
     return Plan(
         gpu=chip.name,
@@ -117,7 +117,7 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
         exchange=exchange.describe_exchange(config.model.moe, placement),
         compile_seconds=compile_seconds,
         memory=by_kind,
-        largest=find_largest(program, known, peak.temporaries),
+        largest=find_largest(program.state, known, peak.temporaries),
         advice=advise(resolved, cluster, by_kind.peak - limit) if by_kind.peak > limit else (),
         less_remat=advise_less_remat(resolved, cluster, int((1 - FREE) * limit) - by_kind.peak),
         host_bytes=memory.host,

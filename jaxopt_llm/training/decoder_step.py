@@ -31,13 +31,13 @@ from jaxopt_llm.training.step import (
     make_step,
     update_after_backward,
 )
-from jaxopt_llm.training.update import Optimizers, Updatable
+from jaxopt_llm.training.update import SectionOptimizers, Updatable
 
 
 def make_decoder_step(
     model: Model,
     specs: StateSpecs,
-    optimizers: Optimizers,
+    optimizers: SectionOptimizers,
     schedule: optax.Schedule,
     executor: Executor,
     placement: Placement,
@@ -89,7 +89,7 @@ def differentiate_decoder(model: Model, executor: Executor, placement: Placement
     return differentiate
 
 
-def update_in_backward(model: Model, optimizers: Optimizers, specs: StateSpecs, placement: Placement) -> Advance:
+def update_in_backward(model: Model, optimizers: SectionOptimizers, specs: StateSpecs, placement: Placement) -> Advance:
     """Return the function that updates each period during the backward."""
 
     def read_params(section_state: Updatable) -> Params:

@@ -31,7 +31,7 @@ from jaxopt_llm.training.optimizer import is_elementwise, make_optimizer
 from jaxopt_llm.training.schedule import make_schedule
 from jaxopt_llm.training.state import StateSpecs, TrainState
 from jaxopt_llm.training.step import StepSettings
-from jaxopt_llm.training.update import Optimizers
+from jaxopt_llm.training.update import SectionOptimizers
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Program:
     attention: AttentionChoice
     executor: Executor
     specs: StateSpecs
-    optimizers: Optimizers
+    optimizers: SectionOptimizers
     step: Any
     to_checkpoint: Callable[[TrainState], dict[str, Params]]
     state: TrainState

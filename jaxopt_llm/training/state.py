@@ -167,10 +167,9 @@ def initialize_state(
     """
 
     def make() -> TrainState:
-        if make_values is None:
-            params, variables = leaves.initialize(tree.merge(specs.masters, specs.frozen), seed), {}
-        else:
-            params, variables = make_values()
+        params, variables = (
+            make_values() if make_values else (leaves.initialize(tree.merge(specs.masters, specs.frozen), seed), {})
+        )
         masters = tree.restrict(params, specs.masters)
         return TrainState(
             step=jnp.zeros((), jnp.int32),

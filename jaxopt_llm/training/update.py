@@ -37,17 +37,6 @@ WHOLE = "whole"  # the only key of the moments of a WholeOptimizer
 UPDATE = "update"  # the named scope of the update in compiled programs and profiles
 
 
-def make_optimizers(
-    make: Callable[[str, tree.Tree], optax.GradientTransformation], specs: Params
-) -> dict[str, optax.GradientTransformation]:
-    """Make the optimizer of every section.
-
-    Args:
-        make: (name of a section, specs of one of its periods) -> optimizer.
-    """
-    return {section: make(section, param.period_specs(leaves)) for section, leaves in specs.items()}
-
-
 @dataclass(frozen=True)
 class WholeOptimizer:
     """An optax transformation that gets all parameters at once, as the tree that its user knows.
@@ -86,7 +75,17 @@ class WholeOptimizer:
         return offload.store_like((masters, moments, copy), state)
 
 
-Optimizers = dict[str, optax.GradientTransformation] | WholeOptimizer  # a dict is by section
+SectionOptimizers = dict[str, optax.GradientTransformation]  # by section
+Optimizers = SectionOptimizers | WholeOptimizer
+
+
+def make_optimizers(make: Callable[[str, tree.Tree], optax.GradientTransformation], specs: Params) -> SectionOptimizers:
+    """Make the optimizer of every section.
+
+    Args:
+        make: (name of a section, specs of one of its periods) -> optimizer.
+    """
+    return {section: make(section, param.period_specs(leaves)) for section, leaves in specs.items()}
 
 
 def initialize_moments(optimizers: Optimizers, specs: Params, masters: Params) -> Params:

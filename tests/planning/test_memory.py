@@ -11,7 +11,8 @@ from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, RematConfig, T
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.planning import memory
 from jaxopt_llm.planning.activations import Activations
-from jaxopt_llm.planning.memory import GIB, KnownShapes, LiveArray, Memory
+from jaxopt_llm.planning.memory import KnownShapes, LiveArray, Memory
+from jaxopt_llm.planning.units import GIB
 from jaxopt_llm.training.program import make_program
 
 KNOWN = KnownShapes(

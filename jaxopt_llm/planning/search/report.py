@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxopt_llm.config import AXES, Config, MeshConfig, PipelineConfig, RematConfig, fields
 from jaxopt_llm.config.fields import FIELDS, SEARCHED
-from jaxopt_llm.planning.memory import GIB
 from jaxopt_llm.planning.search.ranking import CompiledCandidate, SearchResult
+from jaxopt_llm.planning.units import GIB
 
 
 def describe_mesh(mesh: MeshConfig) -> str:

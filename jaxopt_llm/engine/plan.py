@@ -1,0 +1,171 @@
+"""Plan of an engine's step on GPUs that need not exist: memory, collectives and time, read off the compiled program."""
+
+import dataclasses
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxopt_llm.compiler import hlo, topology
+from jaxopt_llm.compiler.buffers import find_peak
+from jaxopt_llm.compiler.chips import CHIPS, seconds_at_peak
+from jaxopt_llm.compiler.instructions import count_runs, walk_instructions
+from jaxopt_llm.config import RematConfig
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
+from jaxopt_llm.engine.program import Job, make_engine_program
+from jaxopt_llm.model import param
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.planning import links
+from jaxopt_llm.planning.breakdown import Part, break_down_step, format_breakdown
+from jaxopt_llm.planning.memory import (
+    KnownShapes,
+    LiveArray,
+    Memory,
+    find_largest,
+    format_kinds,
+    format_largest,
+    sum_by_kind,
+)
+from jaxopt_llm.planning.units import GIB, choose_unit
+
+GPUS_PER_HOST = 8
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Memory, collectives and time of each GPU in a step. `print(plan)` shows them as a table.
+
+    Attributes:
+        rows: rows of a batch, over all GPUs.
+        limit: bytes of a GPU that XLA may use.
+        host_bytes: host memory per GPU.
+        flops: matmuls of each GPU in a step, as compiled. Convolutions are not counted.
+        breakdown: parts of a step's time by a roofline; nothing is measured.
+        convolutions: convolutions in the program, whose time the breakdown leaves out.
+    """
+
+    gpu: str
+    hosts: int
+    gpus_per_host: int
+    jax: str
+    parameters: int
+    rows: int
+    compile_seconds: float
+    memory: Memory
+    largest: tuple[LiveArray, ...]
+    limit: int
+    host_bytes: int
+    collectives: tuple[links.Traffic, ...]
+    flops: int
+    flops_seconds: float
+    breakdown: tuple[Part, ...]
+    convolutions: int
+
+    @property
+    def spare(self) -> int:
+        """Bytes of a GPU that stay free; negative if the step does not fit."""
+        return self.limit - self.memory.peak
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(part.seconds for part in self.breakdown)
+
+    def __str__(self) -> str:
+        unit = choose_unit(self.memory.peak)[1]
+        digits = 2 if unit == GIB else 1
+        fits = self.spare >= 0
+        return "\n".join(
+            [
+                f"{self.parameters / 1e6:,.4g}M parameters on {self.hosts} × {self.gpus_per_host} {self.gpu}; "
+                f"compiled in {self.compile_seconds:.1f} s with jax {self.jax}",
+                "",
+                *format_kinds(self.memory),
+                f"  {'XLA may use':18} {self.limit / unit:9,.{digits}f}   {float(MEMORY_FRACTION):.0%} of the GPU's",
+                f"  {'fits, spare' if fits else 'DOES NOT FIT, lacks':18} {abs(self.spare) / unit:8,.{digits}f}",
+                *([f"  {'host, for each GPU':18} {self.host_bytes / GIB:9.2f} GiB"] if self.host_bytes else []),
+                *([] if fits else format_largest(self.largest)),
+                "",
+                *links.format_traffic(self.collectives),
+                "",
+                f"matmuls of each GPU: {self.flops / 1e12:,.4g} TFLOP, {self.flops_seconds * 1e3:,.4g} ms at the "
+                "chip's peak",
+                f"speed, by a roofline of the compiled program (not measured): {self.step_seconds:,.4g} s a step, "
+                f"{self.rows / self.step_seconds:,.4g} rows/s",
+                *([f"  without the time of {self.convolutions} convolutions"] if self.convolutions else []),
+                "",
+                *format_breakdown(self.breakdown),
+            ]
+        )
+
+
+def plan_engine(job: Job, gpu: str, gpus: int | None, gpus_per_host: int, rows: int | None) -> EnginePlan:
+    """Compile the step for given GPUs and measure it; see Engine.plan."""
+    job = _resize(job, gpus, rows)
+    count = job.config.mesh.devices
+    gpus_per_host = min(gpus_per_host, count)
+    if gpu not in CHIPS:
+        raise InputError(f"plan: gpu={gpu} is unknown; choose one of {', '.join(sorted(CHIPS))}")
+    if count % gpus_per_host:
+        raise InputError(f"plan: {count} GPUs are not a whole number of hosts with {gpus_per_host}; set gpus_per_host")
+    chip, hosts = CHIPS[gpu], count // gpus_per_host
+    mesh = make_mesh(job.config.mesh, topology.gpu_topology(gpu, hosts, gpus_per_host))
+    clock = time.perf_counter()
+    program = make_engine_program(job, mesh)
+    peak = find_peak(topology.lower_without_gpu(program.step, program.state, program.batch))
+    seconds = time.perf_counter() - clock
+    text = str(peak.compiled.as_text())
+    known = KnownShapes.from_specs(program.specs, program.placement, RematConfig("none"))
+    collectives = tuple(links.sum_traffic(hlo.list_collectives(text, mesh), mesh, chip, gpus_per_host))
+    computed = hlo.count_dot_flops_by_dtype(text)
+    return EnginePlan(
+        gpu=chip.name,
+        hosts=hosts,
+        gpus_per_host=gpus_per_host,
+        jax=jax.__version__,
+        parameters=param.count_parameters(program.model.specs),
+        rows=jax.tree.leaves(job.example)[0].shape[0],
+        compile_seconds=seconds,
+        memory=sum_by_kind(program.state, known, peak.memory, peak.temporaries),
+        largest=find_largest(program.state, known, peak.temporaries),
+        limit=int(chip.memory_bytes * float(MEMORY_FRACTION)),
+        host_bytes=peak.memory.host,
+        collectives=collectives,
+        flops=sum(computed.values()),
+        flops_seconds=seconds_at_peak(chip, computed),
+        breakdown=break_down_step(text, collectives, chip),
+        convolutions=_count_convolutions(text),
+    )
+
+
+def _count_convolutions(text: str) -> int:
+    """Return the number of convolutions that run in a step."""
+    kernels = "__cudnn$conv"
+    return sum(
+        count_runs(instruction, execution)
+        for _, instruction, execution in walk_instructions(text)
+        if instruction.opcode == "convolution" or kernels in instruction.attributes
+    )
+
+
+def _resize(job: Job, gpus: int | None, rows: int | None) -> Job:
+    """Return the job on another number of GPUs, which `fsdp` divides, and with another number of rows."""
+    mesh = job.config.mesh
+    if gpus is not None:
+        others = math.prod(dataclasses.astuple(replace(mesh, fsdp=1)))
+        if gpus % others:
+            raise InputError(f"plan: {gpus} GPUs are not divisible by the other axes of the mesh, {others}")
+        job = replace(job, config=replace(job.config, mesh=replace(mesh, fsdp=gpus // others)))
+    if rows is not None:
+        job = replace(job, example=_with_rows(job.example, rows))
+    return job
+
+
+def _with_rows(example: Any, rows: int) -> Any:
+    def resize(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *jnp.shape(leaf)[1:]), leaf.dtype)
+
+    return jax.tree.map(resize, example)
