@@ -19,7 +19,7 @@ class Maps:
         values: our value for each value of DeepSpeed's. None: they are equal.
         otherwise: what to do with another value than those of `values`.
         default: DeepSpeed's default, which replaces ours if the key is absent. None: ours stays.
-        default_note: the note of the default.
+        default_note: note on the default.
         joint: a function of deepspeed.py reads the key together with others.
     """
 
@@ -146,13 +146,23 @@ ZERO: Keys = {
 }
 
 PRECISION: Keys = {
-    "fp16.enabled": _joint("precision.compute_dtype", "precision.loss_scaling", note="hysteresis is 1"),
+    "fp16.enabled": _joint(
+        "precision.compute_dtype",
+        "precision.loss_scaling",
+        note="each overflow halves the scale; DeepSpeed's hysteresis is 2",
+    ),
     "bf16.enabled": _joint("precision.compute_dtype", note="neither fp16 nor bf16: float32"),
     **_all(Ignored("steps that are not finite are always skipped"), "bf16.", "check_grad_overflow check_overflow"),
     "bf16.immediate_grad_update": SCHEDULED,
     "bf16.bf16_master_weights_and_grads": Refused("masters are float32; remove it"),
     "bf16.bf16_optimizer_states": Refused("set optimizer.state_dtype=bfloat16 in a Config"),
-    "communication_data_type": Maps(("precision.reduce_dtype",), "absent: float32", DTYPES, "set fp32, bf16 or fp16"),
+    "communication_data_type": Maps(
+        ("precision.reduce_dtype",),
+        values=DTYPES,
+        otherwise="set fp32, bf16 or fp16",
+        default="float32",
+        default_note="DeepSpeed takes the dtype of the model",
+    ),
     "data_types.grad_accum_dtype": Ignored("sums over microbatches are float32"),
     "data_types.param_dtype": Ignored("fp16 and bf16 decide"),
     "data_types.buffer_dtype": Refused("a variable keeps the dtype that the model gives it"),
@@ -175,7 +185,9 @@ GRADIENTS: Keys = {
     ),
     **_all(Ignored("gradients are averaged in precision.reduce_dtype"), "", "prescale_gradients"),
     "gradient_predivide_factor": Ignored("gradients are averaged in precision.reduce_dtype"),
-    "gradient_allreduce_op": Refused("gradients are averaged; multiply the learning rate", harmless=("mean",)),
+    "gradient_allreduce_op": Refused(
+        "gradients are averaged; multiply the loss by the number of devices", harmless=("mean",)
+    ),
     "sparse_gradients": Ignored("gradients of tables are dense"),
     "disable_allgather": SCHEDULED,
     "optimizer.type": _joint("optimizer.name"),
@@ -193,7 +205,7 @@ ADAM: Keys = {
     "eps": Maps(("optimizer.epsilon",), default=1e-8),
     "weight_decay": Maps(("optimizer.weight_decay",), DECAY, default=0.0),
     "adam_w_mode": _joint("optimizer.weight_decay", note="false only without weight decay, which is decoupled here"),
-    "torch_adam": _joint("optimizer.weight_decay", note="the update is fused"),
+    "torch_adam": _joint("optimizer.weight_decay", note="PyTorch's default is 0.01: give weight_decay"),
     **_all(_FUSED, "", "fused foreach set_grad_none fp32_optimizer_states"),
     "bias_correction": Refused("moments are corrected; remove it", harmless=(True,)),
     "amsgrad": Refused("pass initialize(optimizer=optax.amsgrad(...))"),
@@ -235,14 +247,15 @@ OTHER_OPTIMIZERS = {  # what to pass as initialize(optimizer=...)
 }
 
 LAG = "DeepSpeed's rate is up to two steps behind: its first two steps have rate 0"
+REPLACES = "replaces optimizer.params.lr"
 WARMUP: Keys = {
-    "warmup_num_steps": Maps(("schedule.warmup_steps",), LAG, default=1000),
+    "warmup_num_steps": Maps(("schedule.warmup_steps",), LAG, default=1000, default_note=LAG),
     "warmup_type": Refused(f'the warm-up is linear; set "linear", or: {CONSTANT}', harmless=("linear",)),
     "last_batch_iteration": Ignored("the training state counts the steps"),
 }
 WARMUP_RATE: Keys = {
     "warmup_min_lr": Refused(f"the warm-up begins at 0; set 0, or: {CONSTANT}", harmless=(0,)),
-    "warmup_max_lr": Maps(("optimizer.learning_rate",), "replaces optimizer.params.lr"),
+    "warmup_max_lr": Maps(("optimizer.learning_rate",), REPLACES),
 }
 DECAYING: Keys = {"total_num_steps": _joint("schedule.decay_steps", "training.steps")}
 SCHEDULERS: dict[str, Keys] = {
@@ -251,7 +264,7 @@ SCHEDULERS: dict[str, Keys] = {
         **WARMUP,
         **WARMUP_RATE,
         **DECAYING,
-        "warmup_max_lr": Maps(("optimizer.learning_rate",), "replaces optimizer.params.lr", default=1e-3),
+        "warmup_max_lr": Maps(("optimizer.learning_rate",), REPLACES, default=1e-3, default_note=REPLACES),
     },
     "WarmupCosineLR": {
         **WARMUP,

@@ -142,7 +142,7 @@ class Reader:
                 continue
             if key not in self.values:
                 if entry.default is not None:
-                    self.add(key, ABSENT, entry.settings, entry.default, entry.default_note or entry.note)
+                    self.add(key, ABSENT, entry.settings, entry.default, entry.default_note)
                 continue
             value = ours = self.values[key]
             if entry.values is not None:
@@ -234,7 +234,13 @@ class Reader:
         if fp16 is True and bf16 is True:
             self.problems.append("fp16.enabled and bf16.enabled are both true; keep one")
         elif fp16 is True:
-            self.add("fp16.enabled", True, (*dtype, "precision.loss_scaling"), ("float16", "dynamic"))
+            self.add(
+                "fp16.enabled",
+                True,
+                (*dtype, "precision.loss_scaling"),
+                ("float16", "dynamic"),
+                self._note("fp16.enabled"),
+            )
             power = self.values.get("fp16.initial_scale_power", 16)
             if type(power) is int and 0 <= power < 128:
                 given = self.values.get("fp16.initial_scale_power", ABSENT)

@@ -3,11 +3,13 @@
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import command
+from commands import ROOT, command
 
 from jaxopt_llm.config import Config, cli, fields
 from jaxopt_llm.core.errors import InputError
@@ -632,3 +634,9 @@ def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "recipe.py").exists()
     missing = command("import_config", "deepspeed", tmp_path / "no.json", "--output", tmp_path / "recipe.py")
     assert (missing.returncode, missing.stderr) == (2, f"error: there is no file {tmp_path / 'no.json'}\n")
+
+
+def test_the_tables_of_the_guide_are_up_to_date() -> None:
+    script = ROOT / "scripts/deepspeed_page.py"
+    done = subprocess.run([sys.executable, script, "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
