@@ -583,6 +583,14 @@ def test_the_old_forms() -> None:
     assert (config.precision.compute_dtype, config.offload.optimizer) == ("bfloat16", True)
 
 
+def test_a_section_that_is_off_refuses_nothing() -> None:
+    bf16 = {"enabled": False, "bf16_master_weights_and_grads": True}
+    read = read_deepspeed({"bf16": bf16, "wandb": {"enabled": False, "project": "mine"}}, "ds.json", devices=1)
+    assert read.ignored["bf16.bf16_master_weights_and_grads"] == "bf16.enabled is not true"
+    assert read.ignored["wandb.project"] == "wandb.enabled is not true"
+    assert (read.config.precision.compute_dtype, read.config.logging.wandb_project) == ("float32", "")
+
+
 def test_muon() -> None:
     settings = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.9, "adam_lr": 3e-4}}}
     read = read_deepspeed(settings, "ds.json", devices=1)
@@ -624,6 +632,11 @@ def test_the_command_writes_a_recipe(tmp_path: Path) -> None:
     again = command("import_config", *arguments)
     assert (again.returncode, recipe.read_text()) == (2, text)
     assert again.stderr == f"error: --output {recipe}: it exists; name a new file\n"
+
+
+def test_the_help_names_the_command_as_it_was_typed() -> None:
+    assert command("import_config", "--help").stdout.startswith("usage: python -m jaxopt_llm.import_config ")
+    assert command("__main__", "import-config", "--help").stdout.startswith("usage: jaxopt-llm import-config ")
 
 
 def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from flax import nnx
 
 import jaxopt_llm
 from jaxopt_llm import Config, Engine
+from jaxopt_llm.config import OptimizerConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.deepspeed import read_file
 
@@ -72,10 +73,21 @@ def test_a_file_trains_like_a_config(file: Path, capfd: pytest.CaptureFixture[st
     assert found != train(start(same, optimizer=optax.sgd(0.1, 0.5))), "without the clip"
 
 
-def test_an_argument_replaces_the_optimizer_of_the_file(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    engine = start(file, optimizer=optax.adam(0.01))
-    assert capfd.readouterr().err.endswith("\nreplaced by initialize(optimizer=...): optimizer, gradient_clipping\n")
-    assert train(engine) == train(start(engine.config, optimizer=optax.adam(0.01)))
+@pytest.mark.parametrize(
+    ("optimizer", "replaced"),
+    [
+        (optax.adam(0.01), "optimizer, gradient_clipping, scheduler"),
+        (OptimizerConfig(learning_rate=0.01), "optimizer, gradient_clipping"),
+    ],
+    ids=["optax", "settings"],
+)
+def test_an_argument_replaces_the_optimizer_of_the_file(
+    optimizer: Any, replaced: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_type": "linear"}}
+    engine = start(write(tmp_path, SETTINGS | {"scheduler": scheduler}), optimizer=optimizer)
+    assert capfd.readouterr().err.endswith(f"\nreplaced by initialize(optimizer=...): {replaced}\n")
+    assert train(engine) == train(start(engine.config, optimizer=optimizer))
 
 
 def test_a_micro_batch_in_place_of_a_batch(tmp_path: Path) -> None:
