@@ -1,7 +1,9 @@
 """Engine: the training of any model in Flax NNX, in Linen or as plain functions, by the settings of a `Config`."""
 
+import dataclasses
 import functools
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AbstractMesh
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
-from jaxopt_llm.config import Config, OptimizerConfig
+from jaxopt_llm.config import AXES, Config, OptimizerConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine import deepspeed
-from jaxopt_llm.engine.frontends import Loss, LossParts, make_frontend
+from jaxopt_llm.engine.batches import count_rows, fit_to_example
+from jaxopt_llm.engine.checks import EngineWarning, check_config, find_unread
+from jaxopt_llm.engine.frontends import ArrayInfo, Loss, LossParts, make_frontend
 from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, plan_engine
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
 from jaxopt_llm.engine.user_model import nest_variables
@@ -38,6 +43,16 @@ class Engine:
         self.config = job.config
         self._job, self._frontend = job, job.frontend
         self._state: TrainState | None = None
+
+    @property
+    def example(self) -> Any:
+        """A batch as ShapeDtypeStructs, or with arrays."""
+        return self._job.example
+
+    @property
+    def parameters(self) -> list[ArrayInfo]:
+        """Path and shape of each parameter."""
+        return self._frontend.parameters
 
     @functools.cached_property
     def program(self) -> EngineProgram:
@@ -70,8 +85,11 @@ class Engine:
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
         """Return the mean loss and metrics over batches. Nothing is updated."""
-        evaluation, state = self.program.evaluation, self.state
-        each = [jax.device_get(evaluation(state, batch=self.place(batch))) for batch in batches]
+        return self.evaluate_state(self.state, batches)
+
+    def evaluate_state(self, state: TrainState, batches: Iterable[Any]) -> dict[str, float]:
+        """Return what `evaluate` returns, of a given state."""
+        each = [jax.device_get(self.program.evaluation(state, batch=self.place(batch))) for batch in batches]
         if not each:
             raise InputError("evaluate: there is no batch; give at least one")
         sums: LossParts = jax.tree.map(lambda *values: sum(map(float, values)), *each)
@@ -81,11 +99,10 @@ class Engine:
     def place(self, batch: Any) -> Any:
         """Return a batch [rows, ...] as the step takes it: on the devices, [M, B, ...]."""
 
-        def place_leaf(leaf: Any, target: jax.ShapeDtypeStruct) -> jax.Array:
-            array = np.asarray(leaf).reshape(target.shape).astype(target.dtype)
-            return jax.device_put(array, target.sharding)
+        def place_leaf(array: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
+            return jax.device_put(array.reshape(target.shape), target.sharding)
 
-        return jax.tree.map(place_leaf, batch, self.program.batch)
+        return jax.tree.map(place_leaf, fit_to_example(batch, self.example), self.program.batch)
 
     def plan(
         self, gpu: str = "h200", gpus: int | None = None, gpus_per_host: int = GPUS_PER_HOST, rows: int | None = None
@@ -114,22 +131,37 @@ class Engine:
 
     def save(self, directory: str | Path) -> None:
         """Write a checkpoint of the state, with the hashes of its files."""
-        program = self.program
-        saved = {name: getattr(self.state, name) for name in training_state.checkpoint_specs(program.specs)}
         with Checkpoints(Path(directory) / "checkpoints", self.config.checkpoint) as checkpoints:
-            checkpoints.save_last(int(self.state.step), saved, {})
+            checkpoints.save_last(int(self.state.step), self.to_checkpoint(self.state), {})
 
     def restore(self, directory: str | Path) -> int:
-        """Restore the newest intact checkpoint, which any mesh may have written. Return its step."""
-        program = self.program
+        """Restore the newest intact checkpoint, which any mesh may have written. Return its step.
+
+        Raises:
+            InputError: there is no checkpoint.
+            CheckpointError: none is intact, or it is of another model or optimizer.
+        """
         with Checkpoints(Path(directory) / "checkpoints") as checkpoints:
             step = checkpoints.latest_verified_step()
             if step is None:
-                raise InputError(f"{directory} has no checkpoint")
-            abstract = abstract_checkpoint(training_state.checkpoint_specs(program.specs), program.placement)
-            restored = checkpoints.restore(step, **abstract)
-        self._state = training_state.resume_state(program.specs, step, program.placement, **restored)
+                raise InputError(f"restore: {directory} has no checkpoint")
+            self._state = self.load(checkpoints, step)
         return step
+
+    def load(self, checkpoints: Checkpoints, step: int) -> TrainState:
+        """Return the state of a checkpoint. The engine's own state is freed first."""
+        self._state, program = None, self.program
+        abstract = abstract_checkpoint(training_state.checkpoint_specs(program.specs), program.placement)
+        restored = checkpoints.restore(step, **abstract)
+        return training_state.resume_state(program.specs, step, program.placement, **restored)
+
+    def to_checkpoint(self, state: TrainState) -> dict[str, Any]:
+        """Return the trees of a state's checkpoint."""
+        return {name: getattr(state, name) for name in training_state.checkpoint_specs(self.program.specs)}
+
+    def take_state(self, state: TrainState) -> None:
+        """Continue with this state."""
+        self._state = state
 
 
 def initialize(
@@ -139,6 +171,7 @@ def initialize(
     config: Config | str | Path | None = None,
     optimizer: optax.GradientTransformation | OptimizerConfig | None = None,
     rules: Mapping[str, str | None] | None = None,
+    evaluation_loss: Loss | None = None,
 ) -> Engine:
     """Return an engine that trains a model.
 
@@ -150,6 +183,7 @@ def initialize(
             visible devices divide the state (ZeRO-3).
         optimizer: optax transformation, or an OptimizerConfig; by default `config.optimizer`.
         rules: names of dimensions, as in `nnx.with_partitioning`, to the mesh axis `tensor`, or None.
+        evaluation_loss: loss of `evaluate`, by default `loss`. An NNX model is in evaluation mode in either.
 
     Raises:
         InputError: something does not fit together.
@@ -159,26 +193,39 @@ def initialize(
     config = Config() if config is None else config
     if config.mesh.devices == 1:
         config = replace(config, mesh=replace(config.mesh, fsdp=len(visible_devices())))
+    check_config(config, count_rows(example))
     frontend = make_frontend(model, loss, example, config.run.seed)
-    return Engine(Job(config, frontend, loss, example, optimizer or config.optimizer, dict(rules or {})))
+    job = Job(
+        config=config,
+        frontend=frontend,
+        loss=loss,
+        evaluation_loss=evaluation_loss or loss,
+        example=example,
+        optimizer=optimizer or config.optimizer,
+        rules=dict(rules or {}),
+    )
+    # The program on an abstract mesh: all errors and warnings appear now, and nothing is allocated.
+    program = make_engine_program(job, AbstractMesh(dataclasses.astuple(config.mesh), AXES))
+    for oddity in program.model.oddities:
+        warnings.warn(oddity, EngineWarning, stacklevel=2)
+    return Engine(job)
 
 
 def _read_deepspeed(path: Path, example: Any, optimizer: Any) -> Config:
     """Return the settings of a DeepSpeed file. Print on process 0 what became of its keys."""
     read = deepspeed.read_file(path, len(visible_devices()))
-    rows, found = read.config.training.batch_size, jnp.shape(jax.tree.leaves(example)[0])[0]
+    rows, found = read.config.training.batch_size, count_rows(example)
     if read.has("training.batch_size") and found != rows:
         raise InputError(
             f"example: it has {found} rows, and the batch sizes of {path.name} make {rows} for all devices and "
             "microbatches together; give a whole batch, or change the file"
         )
-    mesh = read.config.mesh
-    for key, size in {"pipeline.stages": mesh.pipeline, "sequence_parallel_size": mesh.context}.items():
-        if size > 1:
-            raise InputError(
-                f"{path.name}: {key}={size}: only the decoder of this package has such an axis; remove it, or write a "
-                "recipe of the decoder with jaxopt-llm import-config"
-            )
+    unread = find_unread(read.config)
+    if keys := [each.key for each in read.mapped if each.setting in unread]:
+        raise InputError(
+            f"{path.name}: {', '.join(keys)}: only the decoder of this package has an equivalent; remove it, or write a "
+            "recipe of the decoder with jaxopt-llm import-config"
+        )
     replaced = {"optimizer": "optimizer.name", "gradient_clipping": "optimizer.clip_norm"}
     if not isinstance(optimizer, OptimizerConfig):
         replaced["scheduler"] = "schedule.kind"

@@ -71,6 +71,11 @@ def typeof(atom: Any) -> jax.core.ShapedArray:
     return found
 
 
+def compute_dtype(weight: Weight) -> Any:
+    """Return the dtype in which products with a weight are computed."""
+    return jnp.dtype(shardings_of(weight.base if isinstance(weight, LoraWeight) else weight).compute_dtype)
+
+
 def split_scan(eqn: JaxprEqn) -> tuple[int, int]:
     """Return the numbers of constants and of carried values of a scan. JAX 0.11 lists them in another parameter."""
     if "num_consts" in eqn.params:
@@ -107,6 +112,7 @@ class _Evaluation:
             jit_p: self._call,
             remat_p: self._rematerialise,
             scan_p: self._scan,
+            jax.lax.conv_general_dilated_p: self._convolve,
             dot_general_p: self._multiply,
             jax.lax.transpose_p: _transpose,
             jax.lax.convert_element_type_p: _convert,
@@ -164,8 +170,17 @@ class _Evaluation:
         axes, other, result = _name_axes(eqn, weight_first=weight is left)
         stored = "".join(axes[weight.order.index(dim)] for dim in range(len(axes)))
         placed = keep_gathered(weight.weight) if self.in_remat else weight.weight
-        array = array.astype(shardings_of(placed.base if isinstance(placed, LoraWeight) else placed).compute_dtype)
+        array = array.astype(compute_dtype(placed))
         return [einsum(f"{other},{stored}->{result}", array, placed, typeof(eqn.outvars[0]).dtype)]
+
+    def _convolve(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """Convolve an array with a weight in the compute dtype, as `_multiply` multiplies."""
+        image, weight = inputs
+        if not isinstance(weight, Lazy) or weight.dtype == (compute := compute_dtype(weight.weight)):
+            return self._use(eqn, inputs)
+        narrow = eqn.replace(params=eqn.params | {"preferred_element_type": None})
+        (result,) = self._use(narrow, [image.astype(compute), replace(weight, dtype=compute)])
+        return [result.astype(typeof(eqn.outvars[0]).dtype)]
 
     def _use(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """Apply an equation to the gathered arrays."""

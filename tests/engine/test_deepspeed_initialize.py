@@ -100,8 +100,13 @@ def test_a_micro_batch_in_place_of_a_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "section"), [("pipeline.stages", {"pipeline": {"stages": 2}}), ("sequence_parallel_size", None)]
+    ("key", "section"),
+    [
+        ("pipeline.stages", {"pipeline": {"stages": 2}}),
+        ("sequence_parallel_size", {"sequence_parallel_size": 2}),
+        ("activation_checkpointing.cpu_checkpointing", {"activation_checkpointing": {"cpu_checkpointing": True}}),
+    ],
 )
-def test_axes_that_only_the_decoder_has(key: str, section: dict[str, Any] | None, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=f"ds_config.json: {key}=2: only the decoder of this package"):
-        start(write(tmp_path, SETTINGS | (section or {key: 2})))
+def test_what_only_the_decoder_has(key: str, section: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"ds_config.json: {key}: only the decoder of this package has an equivalent"):
+        start(write(tmp_path, SETTINGS | section))
