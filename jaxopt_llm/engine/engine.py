@@ -223,8 +223,8 @@ def _read_deepspeed(path: Path, example: Any, optimizer: Any) -> Config:
     unread = find_unread(read.config)
     if keys := [each.key for each in read.mapped if each.setting in unread]:
         raise InputError(
-            f"{path.name}: {', '.join(keys)}: only the decoder of this package has an equivalent; remove it, or write a "
-            "recipe of the decoder with jaxopt-llm import-config"
+            f"{path.name}: {', '.join(keys)}: only the decoder of this package has an equivalent; remove it, or write "
+            "a recipe of the decoder with jaxopt-llm import-config"
         )
     replaced = {"optimizer": "optimizer.name", "gradient_clipping": "optimizer.clip_norm"}
     if not isinstance(optimizer, OptimizerConfig):
