@@ -35,7 +35,7 @@ from jaxopt_llm.training.update import Optimizers, WholeOptimizer
 
 @dataclass(frozen=True)
 class Job:
-    """What a user trains, independently of the devices.
+    """Model, loss, data and settings of a training, independently of the devices.
 
     optimizer: an optax transformation, or settings of ours.
     rules: names of dimensions -> mesh axis.
