@@ -63,7 +63,7 @@ class UserModel:
 
     @property
     def recomputes(self) -> bool:
-        """Whether the loss rematerialises layers."""
+        """True if the loss rematerialises layers."""
         return any(use.in_remat for uses in self.uses for use in uses)
 
     def evaluate(
