@@ -210,6 +210,11 @@ def initialize(
     if isinstance(config, str | Path):
         config = _read_deepspeed(Path(config), example, optimizer)
     config = Config() if config is None else config
+    if not isinstance(config, Config):
+        raise InputError(
+            f"config: {type(config).__name__} is neither a Config, as in Config(mesh=dict(fsdp=8)), nor the path of a "
+            "DeepSpeed configuration"
+        )
     if config.mesh.devices == 1:
         config = replace(config, mesh=replace(config.mesh, fsdp=len(visible_devices())))
     check_config(config, count_rows(example))

@@ -1,6 +1,7 @@
 """fit: the loop that `train` runs, for an engine: resume, preemption, records, dashboards and checkpoints."""
 
 import json
+import math
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from jaxopt_llm.engine.engine import Engine
 from jaxopt_llm.observe.events import EventLog
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.observe.progress import ProgressLine
+from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.training.loop import Loop, run_steps
 from jaxopt_llm.training.started import has_checkpoint
 from jaxopt_llm.training.state import TrainState
@@ -142,6 +144,12 @@ def _check_directory(directory: Path, config: Config) -> None:
         raise InputError(f"fit: {directory} holds another run: {'; '.join(found)}; give another run_directory")
 
 
+def _describe(engine: Engine, directory: Path) -> str:
+    count = sum(math.prod(info.shape) for info in engine.parameters)
+    devices = engine.config.mesh.devices
+    return f"{count:,} parameters on {devices} {visible_devices()[0].device_kind} device(s), run directory {directory}"
+
+
 def _run(workload: EngineWorkload, preemption: Preemption) -> None:
     config, directory, engine = workload.config, workload.directory, workload.engine
     steps = config.training.steps
@@ -151,6 +159,7 @@ def _run(workload: EngineWorkload, preemption: Preemption) -> None:
     with progress, checkpoints:
         start = checkpoints.latest_verified_step() or 0
         progress.advance(start)
+        progress.say(_describe(engine, directory))
         with Loop(workload, checkpoints, progress, preemption, events) as loop:
             loop.restore(start)
             try:

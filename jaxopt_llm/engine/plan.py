@@ -80,7 +80,7 @@ class EnginePlan:
         fits = self.spare >= 0
         return "\n".join(
             [
-                f"{self.parameters / 1e6:,.4g}M parameters on {self.hosts} × {self.gpus_per_host} {self.gpu}; "
+                f"{self.parameters:,} parameters on {self.hosts} × {self.gpus_per_host} {self.gpu}; "
                 f"compiled in {self.compile_seconds:.1f} s with jax {self.jax}",
                 "",
                 *format_kinds(self.memory),
