@@ -4,6 +4,9 @@ Layers run in a loop, and a transfer runs next to the kernels of its own trip. X
 the last reduction of a trip next to no kernel. Between them it has little for the reductions: it forms the gradients of
 weights at the end of a backward, and takes these matmuls for so long (docs/sharding.md) that a single one of the MLP
 seems to hide all reductions. They begin next to the last of the MLP; the gradients of attention's weights follow.
+
+In a layer with experts the gathers of their weights are the longest. XLA begins them first, and the first matmul of the
+layer waits until they have ended, because its own weights come after them.
 """
 
 from collections.abc import Set
@@ -50,7 +53,7 @@ def find_layer_overlap(
     beside = weights[LAST] + sum(number for name, number in weights.items() if name in ATTENTION)
     flops = 2 * count_tokens(config) * beside * passes.layers * passes.backwards
     return LayerOverlap(
-        gathered_alone=first / (whole * (passes.forwards + passes.backwards)),
+        gathered_alone=1.0 if config.model.moe.experts else first / (whole * (passes.forwards + passes.backwards)),
         reduced_alone=weights[FIRST] / whole,
         reducing=seconds_of_matmuls(flops, chip, config.precision.compute_dtype),
     )
