@@ -157,11 +157,10 @@ def estimate_all(
     return tuple(found)
 
 
-def order_candidates(candidates: Iterable[Candidate], limit: float) -> tuple[Candidate, ...]:
+def order_candidates(candidates: Sequence[Candidate], limit: float) -> tuple[Candidate, ...]:
     """Return the candidates that need at most `limit` bytes, fastest first, then the others, smallest first."""
-    fitting, others = [], []
-    for candidate in candidates:
-        (fitting if candidate.footprint.peak <= limit else others).append(candidate)
+    fitting = [candidate for candidate in candidates if candidate.footprint.peak <= limit]
+    others = [candidate for candidate in candidates if candidate.footprint.peak > limit]
     fitting.sort(key=lambda candidate: (candidate.time.total, candidate.footprint.peak))
     others.sort(key=lambda candidate: candidate.footprint.peak)
     return (*fitting, *others)

@@ -156,7 +156,7 @@ class _Step:
             yield from self.transfer(storage, "reduce-scatter", reduced * moved, 1, alone, self.overlap.reducing)
         masters = reduced * (layers.masters + non_layer.masters)
         yield from self.transfer(("data",), "all-reduce", masters, 2, alone=1.0)
-        read, alone = layers.weights + non_layer.weights, 1.0
+        read, alone = float(layers.weights + non_layer.weights), 1.0
         if stage == 3:
             non_layer_uses *= 1 if on_stages else 2  # gathered within the loop over layers, and again around it
             gathered = layers.weights / passes.chunks * (passes.forwards + passes.backwards)
