@@ -99,6 +99,10 @@ class CompiledCandidate:
     def fits(self) -> bool:
         return self.plan.spare >= 0
 
+    @property
+    def has_stages(self) -> bool:
+        return self.config.mesh.pipeline > 1
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -226,15 +230,21 @@ def _compile_best(
             for other in compiled
         )
 
+    def is_slower(candidate: Candidate) -> bool:
+        """Return whether what has been compiled shows that the candidate is hardly faster than the best."""
+        measured = [other for other in compiled if other.fits]
+        # The estimate of pipeline stages errs in another way than that of all other settings.
+        alike = [other for other in measured if other.has_stages == (candidate.config.mesh.pipeline > 1)] or measured
+        times = [(other.candidate.time.total, other.time.total) for other in alike]
+        return bool(times) and is_settled(candidate.time.total, times, min(other.time.total for other in measured))
+
     def list_promising() -> Iterator[Candidate]:
         """Yield the recipe for comparison, then the candidates that may win by what has been compiled so far."""
         yield from (candidate for candidate in candidates if candidate.config == recipe)
-        for candidate in candidates:
-            measured = [(other.candidate.time.total, other.time.total) for other in compiled if other.fits]
-            if is_settled(candidate.time.total, measured):
-                return
-            fits = candidate.footprint.peak <= (1 + MEMORY_SLACK) * limit
-            if fits and candidate.config != recipe and not is_hopeless(candidate) and is_valid(candidate.config):
+        fitting = (candidate for candidate in candidates if candidate.footprint.peak <= (1 + MEMORY_SLACK) * limit)
+        for candidate in fitting:
+            rejected = candidate.config == recipe or is_slower(candidate) or is_hopeless(candidate)
+            if not rejected and is_valid(candidate.config):
                 yield candidate
 
     def compile_some(some: Sequence[Candidate]) -> None:

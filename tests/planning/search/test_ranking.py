@@ -136,10 +136,25 @@ def test_the_worse_the_estimate_the_more_is_compiled() -> None:
     _, more = run(every_third_is_slower)
     assert len(few) < len(more) <= MAX_COMPILED and more[: len(few)] == few
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranking, "is_settled", lambda next_estimate, measured: False)
+        patch.setattr(ranking, "is_settled", lambda *_: False)
         exhaustive, all_compiled = run()
     assert len(all_compiled) == MAX_COMPILED and exhaustive.winner is not None and exact.winner is not None
     assert exact.winner.config == exhaustive.winner.config
+
+
+def test_the_error_of_a_pipeline_says_nothing_about_other_settings() -> None:
+    """Check a recipe whose stages are much faster than estimated, but still slower than the rest."""
+
+    def stages_are_faster(config: Config) -> Plan:
+        plan = as_estimated(config)
+        return dataclasses.replace(plan, flops=round(plan.flops * (0.8 if config.mesh.pipeline > 1 else 1)))
+
+    in_stages = (each for each in cached_estimates(RECIPE, CLUSTER, ()) if each.config.mesh == MeshConfig(pipeline=4))
+    slow = next(each.config for each in in_stages if each.footprint.peak < LIMIT / 2)
+    _, few = run(recipe=slow)
+    found, compiled = run(stages_are_faster, recipe=slow)
+    assert found.winner is not None and found.winner.config.mesh.pipeline == 1
+    assert compiled == few and compiled[0] == slow
 
 
 def test_candidates_like_one_that_did_not_fit_are_skipped() -> None:
