@@ -1,58 +1,74 @@
-"""Write docs/guides/finetune.ipynb, the notebook of a guide, from its page.
+"""Write the notebooks: docs/guides/finetune.ipynb from the guide's page, docs/examples/vit.ipynb from the program.
 
-    .venv/bin/python scripts/notebook.py          write the notebook
-    .venv/bin/python scripts/notebook.py --check  exit with 1 if the notebook is out of date
+    .venv/bin/python scripts/notebook.py          write the notebooks
+    .venv/bin/python scripts/notebook.py --check  exit with 1 if a notebook is out of date
 
-Blocks of bash and of Python become cells of code; everything between them becomes cells of Markdown. There are no
-outputs.
+In a page, blocks of bash and of Python become cells of code; everything between them becomes cells of Markdown. In a
+program, the docstring becomes a cell of Markdown, and each class and function a cell of code. There are no outputs.
 """
 
+import ast
 import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parent.parent / "docs/guides/finetune.md"
-NOTEBOOK = PAGE.with_suffix(".ipynb")
+DOCS = Path(__file__).parent.parent / "docs"
+SOURCES = (DOCS / "guides/finetune.md", DOCS / "examples/vit.py")
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 
-def cells(page: str) -> list[dict[str, Any]]:
-    """Return the cells of a page in nbformat 4.5."""
-    found: list[dict[str, Any]] = []
+Part = tuple[str, str]  # language and text of a cell
 
-    def add(kind: str, source: str, **more: Any) -> None:
-        if source := source.strip("\n"):
-            lines = source.splitlines(keepends=True)
-            found.append({"cell_type": kind, "id": f"cell-{len(found)}", "metadata": {}, "source": lines} | more)
 
+def split_page(page: str) -> list[Part]:
     # The text before the first block; then language, code and following text of each block.
     before, *rest = BLOCK.split(page)
-    add("markdown", before)
+    parts = [("markdown", before)]
     for language, code, text in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
-        add("code", "%%bash\n" * (language == "bash") + code, execution_count=None, outputs=[])
-        add("markdown", text)
-    return found
+        parts += [(language, code), ("markdown", text)]
+    return parts
 
 
-def notebook(page: str) -> str:
-    """Return the notebook of a page as JSON."""
+def split_program(program: str) -> list[Part]:
+    """Return the parts of a program; two empty lines separate its classes and functions."""
+    docstring = ast.get_docstring(ast.parse(program))
+    assert docstring
+    _, _, code = program.partition('"""\n\n')
+    title, _, rest = docstring.partition("\n")
+    return [("markdown", f"# {title}\n{rest}"), *(("python", part) for part in code.split("\n\n\n"))]
+
+
+def make_cell(index: int, language: str, source: str) -> dict[str, Any]:
+    """Return a cell in nbformat 4.5."""
+    cell = {"id": f"cell-{index}", "metadata": {}}
+    if language == "markdown":
+        return {"cell_type": "markdown"} | cell | {"source": source.splitlines(keepends=True)}
+    code = ("%%bash\n" * (language == "bash") + source).splitlines(keepends=True)
+    return {"cell_type": "code"} | cell | {"source": code, "execution_count": None, "outputs": []}
+
+
+def notebook(parts: list[Part]) -> str:
+    """Return a notebook as JSON."""
+    kept = [(language, text.strip("\n")) for language, text in parts if text.strip("\n")]
+    cells = [make_cell(index, *part) for index, part in enumerate(kept)]
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
-    whole = {"cells": cells(page), "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+    whole = {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
     return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
 
 
 def main() -> int:
-    text = notebook(PAGE.read_text())
-    if "--check" in sys.argv[1:]:
-        if not NOTEBOOK.is_file() or NOTEBOOK.read_text() != text:
+    for source in SOURCES:
+        split = split_page if source.suffix == ".md" else split_program
+        text, path = notebook(split(source.read_text())), source.with_suffix(".ipynb")
+        if "--check" not in sys.argv[1:]:
+            path.write_text(text)
+        elif not path.is_file() or path.read_text() != text:
             command = "python scripts/notebook.py"
-            print(f"docs/guides/{NOTEBOOK.name} is out of date; write it again: {command}", file=sys.stderr)
+            print(f"{path.relative_to(DOCS.parent)} is out of date; write it again: {command}", file=sys.stderr)
             return 1
-        return 0
-    NOTEBOOK.write_text(text)
     return 0
 
 

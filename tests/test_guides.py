@@ -150,6 +150,28 @@ def test_deepspeed(tmp_path: Path) -> None:
     assert "devices = 8" in recipe and "mesh=MeshConfig(fsdp=8)" in recipe and "zero_stage=2" in recipe
 
 
+@pytest.mark.slow
+def test_any_model(tmp_path: Path) -> None:
+    done = follow("any_model", tmp_path)
+    alone, divided = printed_by(done, "nnx.Optimizer("), printed_by(done, "engine.model().layers[0]")
+    assert losses(alone) == pytest.approx(losses(divided), abs=2e-4) and losses(alone)[0] > 1 > 0.1 > losses(alone)[-1]
+    assert divided.endswith("P('fsdp', None) (64, 256)\n")
+    planned = printed_by(done, "print(plan)")
+    assert "25,772,703,745 parameters on 8 × 8 NVIDIA H100" in planned and "fits, spare" in planned
+    assert "'skipped': 0.0" in printed_by(done, "# two replicas (HSDP)")
+    stopped, continued = printed_by(done, "kill $!"), printed_by(done, "python train.py\n")
+    (step,) = re.findall(r"Preempted: preempted at step (\d+)", stopped)
+    assert f"continues from step {step}\n" in continued
+    assert losses(stopped + continued) == sorted(losses(stopped + continued), reverse=True)
+    (held_out,) = losses(printed_by(done, 'print("step"'), r"'loss': ([0-9.]+)")
+    assert held_out == pytest.approx(losses(continued, r"held-out ([0-9.]+)")[-1], rel=0.01)
+    assert "P('fsdp', 'tensor')" in printed_by(done, "rules=")
+    before, after = losses(printed_by(done, "make_other_batch(step)"), r"'loss': ([0-9.]+)")
+    assert before > 0.1 > 0.05 > after
+    assert "['Dense_0', 'Dense_1']" in printed_by(done, "nn.compact")
+    assert "'up': (16, 64)" in printed_by(done, "make_parameters")
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_says_whether_it_is_run(page: str) -> None:
     blocks = read_blocks(page)

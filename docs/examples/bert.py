@@ -29,7 +29,8 @@ class Block(nnx.Module):
 
 class Bert(nnx.Module):
     def __init__(self, rngs):
-        self.bytes, self.positions = nnx.Embed(257, WIDTH, rngs=rngs), nnx.Embed(LENGTH, WIDTH, rngs=rngs)
+        self.bytes = nnx.Embed(257, WIDTH, dtype=jnp.bfloat16, rngs=rngs)
+        self.positions = nnx.Embed(LENGTH, WIDTH, dtype=jnp.bfloat16, rngs=rngs)
         self.blocks, self.norm = nnx.vmap(Block)(rngs.split(LAYERS)), nnx.LayerNorm(WIDTH, rngs=rngs)
 
     def __call__(self, tokens):

@@ -17,7 +17,8 @@ VOCABULARY, LENGTH, PROMPT, WIDTH, ROWS, BETA = 32, 16, 8, 64, 64, 0.1
 
 class Transformer(nnx.Module):
     def __init__(self, rngs):
-        self.tokens, self.positions = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs), nnx.Embed(LENGTH, WIDTH, rngs=rngs)
+        self.tokens = nnx.Embed(VOCABULARY, WIDTH, dtype=jnp.bfloat16, rngs=rngs)
+        self.positions = nnx.Embed(LENGTH, WIDTH, dtype=jnp.bfloat16, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs)
         self.mlp = nnx.Sequential(nnx.Linear(WIDTH, 256, rngs=rngs), nnx.gelu, nnx.Linear(256, WIDTH, rngs=rngs))
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
@@ -26,9 +27,8 @@ class Transformer(nnx.Module):
         """Return the log-probability of each answer: of the tokens after the prompt."""
         x = self.tokens(tokens) + self.positions(jnp.arange(LENGTH))
         x += self.attention(x, mask=jnp.tril(jnp.ones((LENGTH, LENGTH), bool)))
-        logits = self.tokens.attend(self.norm(x + self.mlp(x)))[:, PROMPT - 1 : -1]
-        each = jax.nn.log_softmax(logits.astype(jnp.float32))
-        return jnp.take_along_axis(each, tokens[:, PROMPT:, None], 2).sum((1, 2))
+        logits = self.tokens.attend(self.norm(x + self.mlp(x)))[:, PROMPT - 1 : -1].astype(jnp.float32)
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, PROMPT:, None], 2).sum((1, 2))
 
 
 class Pair(nnx.Module):

@@ -99,6 +99,8 @@ def _make_section(name: str, section: Any, settings: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Config:
+    """Settings of a training, by section. A section is an object or a dict, as in `Config(mesh=dict(fsdp=8))`."""
+
     run: RunConfig = section(RunConfig)
     model: ModelConfig = section(ModelConfig, in_pretrained=True)
     data: DataConfig = section(DataConfig)

@@ -62,13 +62,10 @@ class Batches:
 def make_batches(data: Any, example: Any, seed: int) -> Batches:
     """Return batches of the example's shapes.
 
-    A run that continues reads on where it stopped. Of a function and of a dataset with an index it reads only what it
-    needs. An iterable has to be read again from its beginning, so it must give the same batches.
+    A run that continues reads of a function and of a dataset with an index only what it needs.
 
     Args:
-        data: function step -> batch (the first step is 0); dataset with `len` and an index (a Grain MapDataset or data
-            source, Hugging Face datasets, a map-style dataset of torch, a list), of batches, or of rows, which are
-            shuffled anew in each epoch; or an iterable of batches, such as a Grain IterDataset or torch's DataLoader.
+        data: see `fit`.
         seed: seed of the shuffles.
 
     Raises:

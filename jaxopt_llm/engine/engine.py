@@ -79,7 +79,9 @@ class Engine:
     def step(self, batch: Any) -> Metrics:
         """Train on one batch: arrays of the example's shapes. Return the metrics, which are on the device.
 
-        The state is updated in place.
+        The metrics are `loss`, `grad_norm`, `skipped` (number of skipped steps so far), `skipped_in_a_row`, `overflow`,
+        with a schedule of ours `learning_rate`, with a loss scale `loss_scale`, and those of the loss. The state is
+        updated in place.
         """
         state, self._state = self.state, None  # donated: after an error it cannot be used again
         self._state, metrics = self.program.step(state, self.place(batch))
@@ -144,6 +146,9 @@ class Engine:
 
     def restore(self, directory: str | Path) -> int:
         """Restore the newest intact checkpoint, which any mesh may have written. Return its step.
+
+        Args:
+            directory: that of `save`, or the run directory of `fit`.
 
         Raises:
             InputError: there is no checkpoint.

@@ -99,7 +99,10 @@ def fit(
     say how often.
 
     Args:
-        data: see `make_batches`.
+        data: function step -> batch (the first step is 0); dataset with `len` and an index (a Grain MapDataset or data
+            source, Hugging Face datasets, a map-style dataset of torch, a list), of batches, or of rows, which are
+            shuffled anew in each epoch; or an iterable of batches, such as a Grain IterDataset or torch's DataLoader.
+            An iterable is read again from its beginning by a run that continues, so it must give the same batches.
         steps: by default `config.training.steps`.
         run_directory: by default `config.run.directory`.
         held_out: batches whose mean loss is measured at each evaluation, as `eval_loss`.

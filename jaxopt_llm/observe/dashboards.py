@@ -64,6 +64,8 @@ class Dashboards:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._board is not None:
+            self._board.close()
         if self._run is not None:
             self._run.finish()
 
@@ -118,6 +120,10 @@ class _Board:
         except OSError as error:
             self._say(f"{self._folder} could not be written at step {step} ({error}); metrics.jsonl has this record")
             self._writer = None  # the file may end in the middle of an event, so the next record begins a new file
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
 
 
 @contextlib.contextmanager

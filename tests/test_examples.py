@@ -1,0 +1,91 @@
+"""The programs of docs/examples, with fewer steps and smaller models than a reader runs."""
+
+import importlib.util
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import ROOT
+
+# A program whose products are in float32 by accident is no example.
+pytestmark = pytest.mark.filterwarnings("error::jaxopt_llm.engine.checks.EngineWarning")
+FOLDER = ROOT / "docs/examples"
+EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py"))
+
+
+def load(name: str, **constants: Any) -> Any:
+    """Return an example as a module, with other values of some constants."""
+    path = FOLDER / f"{name}.py"
+    specification = importlib.util.spec_from_file_location(f"example_{name}", path)
+    assert specification and specification.loader
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    assert vars(module).keys() >= constants.keys()
+    vars(module).update(constants)
+    return module
+
+
+def recorded(directory: Path) -> dict[str, Any]:
+    """Return the last record of a run."""
+    return json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def test_vit(tmp_path: Path) -> None:
+    found = load("vit", LAYERS=2).main(steps=60, directory=tmp_path)
+    assert found["accuracy"] > 0.6 > 1 / 8, "it guesses one of eight directions without learning"
+    assert recorded(tmp_path)["eval_accuracy"] == pytest.approx(found["accuracy"])
+
+
+def test_bert(tmp_path: Path) -> None:
+    found = load("bert", WIDTH=48, LAYERS=1).main(steps=80, directory=tmp_path)
+    assert found["loss"] < 3.3 < math.log(256)
+
+
+def test_linen(tmp_path: Path) -> None:
+    found = load("linen", LAYERS=2).main(steps=100, directory=tmp_path)
+    assert found["accuracy"] > 0.7 > 1 / 8
+
+
+def test_dpo(tmp_path: Path) -> None:
+    example = load("dpo", WIDTH=32)
+    found = example.main(steps=60, directory=tmp_path)
+    assert found["accuracy"] > 0.95 and found["margin"] > 1
+    assert found["loss"] < math.log(2), "the loss of a policy that is its reference"
+
+
+def test_custom_optimizer(tmp_path: Path) -> None:
+    found = load("custom_optimizer").main(steps=80, directory=tmp_path)
+    assert found["loss"] < 0.01 < 0.36, "the variance of the targets around 0 is 0.64 + 0.36 / 16"
+
+
+def test_the_example_of_the_overviews(capsys: pytest.CaptureFixture[str]) -> None:
+    readme, overview = (
+        re.findall(r"^## Any model\n\n```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+        for page in ("README.md", "docs/index.md")
+    )
+    assert readme == overview and len(readme) == 1
+    exec(readme[0], {"__name__": "readme"})
+    assert float(capsys.readouterr().out) > 0
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_example_is_short_and_says_how_to_run_it(name: str) -> None:
+    lines = (FOLDER / f"{name}.py").read_text().splitlines()
+    assert len(lines) <= 60
+    assert lines[0].startswith('"""') and f"Run it with `python {name}.py`" in lines[2]
+    assert f"test_{name}" in globals(), "no test runs it"
+    assert f"]({name}.py)" in (FOLDER / "index.md").read_text()
+
+
+def test_the_notebook_has_the_code_of_the_example() -> None:
+    notebook = json.loads((FOLDER / "vit.ipynb").read_text())
+    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    _, _, rest = (FOLDER / "vit.py").read_text().partition('"""\n\nimport')
+    assert "\n\n\n".join(code) == f"import{rest}".strip("\n")
+    check = subprocess.run([sys.executable, ROOT / "scripts/notebook.py", "--check"], capture_output=True, text=True)
+    assert (check.returncode, check.stderr) == (0, "")
