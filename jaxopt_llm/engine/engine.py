@@ -62,8 +62,7 @@ class Engine:
 
         The state is updated in place.
         """
-        state, self._state = self.state, None  # donated: after an error it cannot be used again
-        self._state, metrics = self.program.step(state, self.place(batch))
+        self._state, metrics = self.program.step(self.state, self.place(batch))
         return metrics
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
@@ -77,13 +76,27 @@ class Engine:
         return {name: float(value / sums.count) for name, value in totals.items()}
 
     def place(self, batch: Any) -> Any:
-        """Return a batch [rows, ...] as the step takes it: on the devices, [M, B, ...]."""
+        """Return a batch [rows, ...] as the step takes it: on the devices, [M, B, ...].
 
-        def place_leaf(leaf: Any, target: jax.ShapeDtypeStruct) -> jax.Array:
-            array = np.asarray(leaf).reshape(target.shape).astype(target.dtype)
-            return jax.device_put(array, target.sharding)
+        Raises:
+            InputError: its arrays are not those of the example.
+        """
+        example: Any = jax.tree.structure(self.program.batch)
+        given: Any = jax.tree.structure(batch)
+        if example != given:
+            raise InputError(f"batch: its structure is {given}, and that of the example is {example}; they must agree")
 
-        return jax.tree.map(place_leaf, batch, self.program.batch)
+        def place_leaf(path: str, leaf: Any, target: jax.ShapeDtypeStruct) -> jax.Array:
+            array, (microbatches, rows, *rest) = np.asarray(leaf), target.shape
+            shape = (microbatches * rows, *rest)
+            if array.shape != shape or not jnp.can_cast(array.dtype, target.dtype, "same_kind"):
+                raise InputError(
+                    f"batch: {path or 'its array'} is {array.dtype}{list(array.shape)}, and that of the example is "
+                    f"{target.dtype}{list(shape)}; give every batch the shapes and dtypes of the example"
+                )
+            return jax.device_put(array.reshape(target.shape).astype(target.dtype), target.sharding)
+
+        return tree.map_with_path(place_leaf, batch, self.program.batch)
 
     def plan(
         self, gpu: str = "h200", gpus: int | None = None, gpus_per_host: int = GPUS_PER_HOST, rows: int | None = None
@@ -154,5 +167,8 @@ def initialize(
     config = Config() if config is None else config
     if config.mesh.devices == 1:
         config = replace(config, mesh=replace(config.mesh, fsdp=len(visible_devices())))
+    for name, axis in (rules or {}).items():
+        if axis not in ("tensor", None):
+            raise InputError(f"rules: {name} is on {axis}, and a name is on the mesh axis tensor or on None")
     frontend = make_frontend(model, loss, example, config.run.seed)
     return Engine(Job(config, frontend, loss, example, optimizer or config.optimizer, dict(rules or {})))

@@ -80,8 +80,22 @@ def make_frontend(model: Any, loss: Loss, example: Any, seed: int) -> Frontend:
         example: batch as ShapeDtypeStructs, or with arrays.
 
     Raises:
-        InputError: the model is none of these.
+        InputError: the model is none of these, or it has parameters that no gradient descent can train.
     """
+    frontend = _make_frontend(model, loss, example, seed)
+    for info in frontend.parameters:
+        if not jnp.issubdtype(info.dtype, jnp.floating):
+            remedy = (
+                "give its real and its imaginary part as two parameters"
+                if jnp.issubdtype(info.dtype, jnp.complexfloating)
+                else "keep it in a variable of another type than nnx.Param, in another collection than params, or "
+                "outside of a plain pytree"
+            )
+            raise InputError(f"model: the parameter {info.path} is {info.dtype}, and only floats are trained; {remedy}")
+    return frontend
+
+
+def _make_frontend(model: Any, loss: Loss, example: Any, seed: int) -> Frontend:
     if isinstance(model, linen.Module):
         return LinenFrontend(model, loss, example, seed)
     if isinstance(model, nnx.Module) or not callable(model):
@@ -113,6 +127,10 @@ def normalise_loss(output: Any) -> LossParts:
                 f"loss: {name} is not a scalar, it has {found}; return the mean loss, or (sum, count), or one of them "
                 "and a dict of scalar metrics"
             )
+        if jnp.issubdtype(jnp.result_type(each), jnp.complexfloating):
+            raise InputError(f"loss: {name} is complex; return its real part or its absolute value")
+    if not jnp.issubdtype(jnp.result_type(total), jnp.floating):
+        raise InputError(f"loss: it is {jnp.result_type(total)}, which has no gradient; return a float")
     total, count, metrics = jax.tree.map(lambda each: jnp.asarray(each).astype(jnp.float32), (total, count, metrics))
     return LossParts(total, count, metrics)
 
@@ -161,13 +179,21 @@ def _describe(paths: Sequence[str], leaves: Sequence[Any], axes: Sequence[Any] |
 
 
 def nest(paths: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
-    """Return nested dicts of leaves by their paths."""
+    """Return nested dicts of leaves by their paths.
+
+    Raises:
+        InputError: a path is that of two leaves, or begins another one.
+    """
     nested: dict[str, Any] = {}
     for path, leaf in zip(paths, leaves, strict=True):
         *parents, last = path.split("/")
         inner = nested
         for key in parents:
             inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                break
+        if not isinstance(inner, dict) or last in inner:
+            raise InputError(f"model: another array has the path {path}, or a part of it; rename one of the keys")
         inner[last] = leaf
     return nested
 
@@ -184,6 +210,7 @@ class NnxFrontend:
         self._graph, parameters, variables = split
         self._parameter_keys, parameter_variables = _flatten_state(parameters)
         self._variable_keys, variable_variables = _flatten_state(variables)
+        _check_values([*self._parameter_keys, *self._variable_keys], [*parameter_variables, *variable_variables])
         self._parameter_types = parameter_variables
         self._variable_types = variable_variables
         self._keys = _Keys.of([each.get_value() for each in variable_variables])
@@ -222,6 +249,10 @@ class NnxFrontend:
         split: Any = nnx.split(model, nnx.Param, ...)
         _, parameters, variables = split
         known = [dict(zip(*_flatten_state(state), strict=True)) for state in (parameters, variables)]
+        for keys in {*self._parameter_keys} - {*known[0]} | {*self._variable_keys} - {*known[1]}:
+            raise InputError(
+                f"loss: it deletes {_join_keys([keys])[0]} from the model; leave all arrays in their place"
+            )
         parameter_values = [known[0][keys].get_value() for keys in self._parameter_keys]
         # Variables that the call created, such as those of `sow`, are not part of the state.
         variable_values = [known[1][keys].get_value() for keys in self._variable_keys]
@@ -232,6 +263,16 @@ def _flatten_state(state: nnx.State) -> tuple[list[tuple[Any, ...]], list[Any]]:
     """Return the keys of each variable of a state, and the variables."""
     pairs = list(nnx.to_flat_state(state))
     return [keys for keys, _ in pairs], [variable for _, variable in pairs]
+
+
+def _check_values(keys: Sequence[tuple[Any, ...]], variables: Sequence[Any]) -> None:
+    for each, variable in zip(keys, variables, strict=True):
+        value = variable.get_value()
+        if not hasattr(value, "dtype"):
+            raise InputError(
+                f"model: {_join_keys([each])[0]} holds {type(value).__name__}, and a variable holds one array; give "
+                f"each array a {type(variable).__name__} of its own"
+            )
 
 
 def _join_keys(keys: Sequence[tuple[Any, ...]]) -> list[str]:

@@ -115,10 +115,16 @@ def trace_loss(
 
     def function(parameters: Sequence[Any], variables: Sequence[Any], batch: Any) -> Any:
         output, after, changed = frontend.call(loss, parameters, variables, batch)
-        return after, normalise_loss(output), changed
+        return after, normalise_loss(output), [_cast_float(*pair) for pair in zip(changed, variables, strict=True)]
 
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(list(parameters), list(variables), batch)
     return closed, jax.tree.structure(shapes)
+
+
+def _cast_float(value: Any, like: Any) -> Any:
+    """Return a float in the dtype of another: what a loss stores may be computed in fewer bits than it rests in."""
+    floats = jnp.issubdtype(value.dtype, jnp.floating) and jnp.issubdtype(like.dtype, jnp.floating)
+    return value.astype(like.dtype) if floats else value
 
 
 def make_user_model(frontend: Frontend, loss: Loss, batch: Any, rules: Rules, placement: Placement) -> UserModel:
@@ -136,7 +142,8 @@ def make_user_model(frontend: Frontend, loss: Loss, batch: Any, rules: Rules, pl
     closed, _ = trace_loss(frontend, loss, parameters, variables, batch)
     uses, unchanged = find_uses(closed, len(parameters))
     _check_unchanged(frontend, unchanged)
-    specs = [_make_spec(info, found, rules) for info, found in zip(frontend.parameters, uses, strict=True)]
+    _check_variables(frontend, closed.out_avals[len(closed.out_avals) - len(variables) :])
+    specs = [_make_spec(info, found, rules, placement) for info, found in zip(frontend.parameters, uses, strict=True)]
     lengths = list(dict.fromkeys(spec.shape[0] for spec in specs if spec.leading))
     sections = tuple(f"segment_{lengths.index(spec.shape[0])}" if spec.leading else "non_layer" for spec in specs)
     paths = [f"{section}/{info.path}" for section, info in zip(sections, frontend.parameters, strict=True)]
@@ -153,11 +160,46 @@ def _check_unchanged(frontend: Frontend, unchanged: Sequence[int | None]) -> Non
             )
 
 
-def _make_spec(info: ArrayInfo, uses: Sequence[Use], rules: Rules) -> ParamSpec:
+def _check_variables(frontend: Frontend, changed: Sequence[Any]) -> None:
+    """Raise InputError if the loss changes the shape or the kind of a variable, which the next step reads."""
+    for info, after in zip(frontend.variables, changed, strict=True):
+        if (after.shape, after.dtype) != (info.shape, info.dtype):
+            raise InputError(
+                f"loss: it changes the variable {info.path} from {info.dtype}{list(info.shape)} to "
+                f"{after.dtype}{list(after.shape)}; keep its shape and dtype"
+            )
+
+
+def _mesh_axes(info: ArrayInfo, rules: Rules, placement: Placement) -> list[str | None]:
+    """Return the mesh axis that the rules give to each dimension, or None.
+
+    Raises:
+        InputError: a rule does not fit the parameter.
+    """
+    named = info.axes or ()
+    axes = [rules.get(name) if name else None for name in named]
+    if not any(axes):
+        return [None] * len(info.shape)
+    if len(axes) != len(info.shape):
+        raise InputError(
+            f"rules: the parameter {info.path} has {len(info.shape)} dimensions and {len(named)} names {named}; "
+            "where nnx.vmap or nn.scan stacks it, name the new dimension by nnx.PARTITION_NAME or nn.PARTITION_NAME"
+        )
+    for dim, (axis, size) in enumerate(zip(axes, info.shape, strict=True)):
+        if axis and size % placement.size(axis):
+            raise InputError(
+                f"rules: dimension {dim} of {info.path} has {size} values, not divisible by mesh.{axis}="
+                f"{placement.size(axis)}; give {named[dim]} None, or change one of them"
+            )
+    if axes.count("tensor") > 1:
+        raise InputError(f"rules: two dimensions of {info.path} are on tensor: {named}; give one of them None")
+    return axes
+
+
+def _make_spec(info: ArrayInfo, uses: Sequence[Use], rules: Rules, placement: Placement) -> ParamSpec:
     leading = min((use.leading for use in uses), default=0)
     products = [use.contracting for kind in (PRODUCT, LOOKUP) for use in uses if use.kind == kind]
-    named = info.axes or (None,) * len(info.shape)
-    axes: list[str | None] = [rules.get(name) if name else None for name in named]
+    axes = _mesh_axes(info, rules, placement)
     axes[:leading] = ["layers"] * leading
     return ParamSpec(
         info.shape,

@@ -29,6 +29,7 @@ from jax.extend.core.primitives import dot_general_p, jit_p, remat_p, scan_p
 
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.model.linear.weights import Weight, einsum, gather_for_use, keep_gathered, shardings_of
+from jaxopt_llm.parallel.gathering import PlacedWeight, WeightShardings
 
 Value = Any  # an array, or a Lazy weight
 
@@ -40,12 +41,14 @@ class Lazy:
     leading: number of leading dimensions that loops have not taken yet; the weight's shardings are those of one layer.
     order: the weight's dimensions (without the leading ones) in the order in which the program sees them.
     dtype: dtype in which the program sees it.
+    rounded: whether the program rounded it from float32 to `dtype`, in which it is then gathered.
     """
 
     weight: Weight
     leading: int = struct.field(pytree_node=False)
     order: tuple[int, ...] = struct.field(pytree_node=False)
     dtype: Any = struct.field(pytree_node=False)
+    rounded: bool = struct.field(pytree_node=False, default=False)
 
 
 def evaluate(closed: ClosedJaxpr, arguments: Sequence[Value]) -> list[jax.Array]:
@@ -109,7 +112,7 @@ class _Evaluation:
             scan_p: self._scan,
             dot_general_p: self._multiply,
             jax.lax.transpose_p: _transpose,
-            jax.lax.convert_element_type_p: _convert,
+            jax.lax.convert_element_type_p: self._convert,
         }.get(eqn.primitive)
         return (special or self._use)(eqn, inputs)
 
@@ -164,8 +167,18 @@ class _Evaluation:
         axes, other, result = _name_axes(eqn, weight_first=weight is left)
         stored = "".join(axes[weight.order.index(dim)] for dim in range(len(axes)))
         placed = keep_gathered(weight.weight) if self.in_remat else weight.weight
-        array = array.astype(shardings_of(placed.base if isinstance(placed, LoraWeight) else placed).compute_dtype)
+        array = array.astype(_shardings(placed).compute_dtype)
         return [einsum(f"{other},{stored}->{result}", array, placed, typeof(eqn.outvars[0]).dtype)]
+
+    def _convert(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """Follow a cast that changes no value, and one from float32 to 16 bits. Any other is a use."""
+        (lazy,), new = inputs, jnp.dtype(eqn.params["new_dtype"])
+        own = jnp.dtype(_shardings(lazy.weight).compute_dtype)
+        if not lazy.rounded and new in (own, jnp.float32):
+            return [replace(lazy, dtype=new)]
+        if not lazy.rounded and own == jnp.float32 and new in (jnp.bfloat16, jnp.float16):
+            return [replace(lazy, weight=_gather_in(lazy.weight, new), dtype=new, rounded=True)]
+        return self._use(eqn, inputs)
 
     def _use(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """Apply an equation to the gathered arrays."""
@@ -189,9 +202,17 @@ def _transpose(eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
     return [replace(lazy, order=tuple(lazy.order[dim] for dim in permutation))]
 
 
-def _convert(eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
-    (lazy,) = inputs
-    return [replace(lazy, dtype=eqn.params["new_dtype"])]
+def _shardings(weight: Weight) -> WeightShardings:
+    return shardings_of(weight.base if isinstance(weight, LoraWeight) else weight)
+
+
+def _gather_in(weight: Weight, dtype: Any) -> Weight:
+    """Return a weight that is gathered and multiplied in `dtype`."""
+
+    def gather_in(placed: PlacedWeight) -> PlacedWeight:
+        return replace(placed, shardings=replace(placed.shardings, compute_dtype=str(dtype)))
+
+    return jax.tree.map(gather_in, weight, is_leaf=lambda leaf: isinstance(leaf, PlacedWeight))
 
 
 def _name_axes(eqn: JaxprEqn, weight_first: bool) -> tuple[str, str, str]:
