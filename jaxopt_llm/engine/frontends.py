@@ -297,7 +297,7 @@ class LinenFrontend:
         self.variables = [*_describe(_unboxed_paths(abstract), jax.tree.leaves(abstract)), count]
 
     def _initialize(self) -> dict[str, Any]:
-        example = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._example)
+        example = jax.tree.map(lambda x: jnp.zeros(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), self._example)
         return dict(self._module.init(jax.random.key(self._seed), example, method=self._loss))
 
     def make(self) -> tuple[list[jax.Array], list[jax.Array]]:

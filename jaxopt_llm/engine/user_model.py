@@ -178,13 +178,9 @@ def _mesh_axes(info: ArrayInfo, rules: Rules, placement: Placement) -> list[str 
     """
     named = info.axes or ()
     axes = [rules.get(name) if name else None for name in named]
-    if not any(axes):
-        return [None] * len(info.shape)
-    if len(axes) != len(info.shape):
-        raise InputError(
-            f"rules: the parameter {info.path} has {len(info.shape)} dimensions and {len(named)} names {named}; "
-            "where nnx.vmap or nn.scan stacks it, name the new dimension by nnx.PARTITION_NAME or nn.PARTITION_NAME"
-        )
+    if len(axes) > len(info.shape):
+        raise InputError(f"rules: the parameter {info.path} has {len(info.shape)} dimensions and the names {named}")
+    axes += [None] * (len(info.shape) - len(axes))  # as a PartitionSpec
     for dim, (axis, size) in enumerate(zip(axes, info.shape, strict=True)):
         if axis and size % placement.size(axis):
             raise InputError(
