@@ -22,7 +22,6 @@ from pathlib import Path
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.native.lock import lock_directory
-from jaxopt_llm.core.errors import Preempted
 from jaxopt_llm.distributed import launchers, process_group, runtime
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
 from jaxopt_llm.observe.events import EventLog
@@ -31,8 +30,9 @@ from jaxopt_llm.observe.progress import ProgressLine
 from jaxopt_llm.planning.memory import write_memory
 from jaxopt_llm.planning.oom import OomExplainer
 from jaxopt_llm.planning.run_programs import compile_fitting
+from jaxopt_llm.training.decoder_workload import DecoderWorkload
 from jaxopt_llm.training.initial_weights import open_initial_weights
-from jaxopt_llm.training.loop import Loop
+from jaxopt_llm.training.loop import Loop, run_steps
 from jaxopt_llm.training.setup import check_inputs, prepare_run
 from jaxopt_llm.training.started import read_started
 from jaxopt_llm.training.startup_report import print_report
@@ -82,23 +82,14 @@ def train(requested: Config, preemption: Preemption, processes: Processes = SING
         if processes.first:
             write_memory(directory / "memory.json", setup.program, programs.step)
 
-        with Loop(setup, programs, checkpoints, progress, preemption, events) as loop:
+        workload = DecoderWorkload(setup, programs, initial)
+        with Loop(workload, checkpoints, progress, preemption, events) as loop:
             with explainer.explain_oom(lambda: f"bringing the state of step {start} onto the devices", lowered.step):
-                loop.restore(start, initial)
-            loop.start(start, initial)
+                loop.restore(start)
+            loop.start(start)
             # Metrics are read one step late, and JAX reports a failed allocation only then.
             with explainer.explain_oom(lambda: f"in step {loop.current} or the one before", lowered.step):
-                for step in range(start + 1, steps + 1):
-                    loop.step(step)
-                    last = step == steps
-                    stop, checkpoint_due = loop.poll(step)
-                    evaluates = last or step % config.evaluation.every == 0
-                    exits = last or stop
-                    if evaluates or checkpoint_due or exits:
-                        loop.record(evaluates)
-                        loop.save(checkpoint_due, exits, last)
-                    if stop and not last:
-                        raise Preempted(step)
+                run_steps(loop, start, steps, config.evaluation.every)
 
 
 def _say_finished(directory: Path, step: int, config: Config, say: Callable[[str], None]) -> None:

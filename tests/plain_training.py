@@ -74,7 +74,9 @@ def plain(case: Case) -> tuple[Plain, Callable[[Any, Any], Any]]:
     with nnx.use_eager_sharding(False):
         made = case.model()
     if not isinstance(made, nnx.Module):
-        return Plain(lambda: (made, {}), lambda params, _, batch: (case.loss(params, batch), {})), lambda params, _: params
+        return Plain(
+            lambda: (made, {}), lambda params, _, batch: (case.loss(params, batch), {})
+        ), lambda params, _: params
     graph, template, variables = nnx.split(made, nnx.Param, ...)
 
     def rebuild(params: Any, variables: Any) -> Any:

@@ -50,7 +50,13 @@ class VitBlock(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norms = nnx.List([nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2)])
         self.attention = nnx.MultiHeadAttention(
-            2, WIDTH, kernel_init=named("embed", "heads"), dropout_rate=0.1, deterministic=False, decode=False, rngs=rngs
+            2,
+            WIDTH,
+            kernel_init=named("embed", "heads"),
+            dropout_rate=0.1,
+            deterministic=False,
+            decode=False,
+            rngs=rngs,
         )
         self.up = nnx.Linear(WIDTH, 2 * WIDTH, kernel_init=named("embed", "mlp"), rngs=rngs)
         self.down = nnx.Linear(2 * WIDTH, WIDTH, kernel_init=named("mlp", "embed"), rngs=rngs)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from flax import nnx
 from plain_training import ROWS, Batch, Case
-from zoo_images import CLIPPED, LAMB, MASKED, MOMENTUM, RULES, SETTINGS, PLAIN_SETTINGS, WIDTH, named
+from zoo_images import CLIPPED, LAMB, MASKED, MOMENTUM, PLAIN_SETTINGS, RULES, SETTINGS, WIDTH, named
 
 VOCABULARY, LENGTH, LAYERS = 32, 6, 3
 

@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import grain
 import jax
@@ -34,7 +35,7 @@ class Loader:
         local_rows: indices of the rows of a batch that this process reads (default: all).
 
     Attributes:
-        current_source: name of the source that is being read, for messages.
+        current_source: what is being read, for messages.
     """
 
     def __init__(
@@ -54,15 +55,18 @@ class Loader:
         self._shuffled = [rows.seed(seed + (index << 32)).shuffle().repeat() for index, rows in enumerate(data)]
         self.current_source = ""
 
-    def batch_at(self, step: int) -> Batch:
-        """Return this process's rows of the batch of a step (the first is 0): NumPy arrays [local rows, S]."""
-        return _stack(self.rows_at(step))
+    def batch_at(self, step: int, cancelled: Callable[[], bool] = lambda: False) -> Batch:
+        """Return this process's rows of the batch of a step (the first is 0): NumPy arrays [local rows, S].
+
+        If `cancelled()` becomes True meanwhile, the rest is not read.
+        """
+        return _stack(itertools.takewhile(lambda _: not cancelled(), self.rows_at(step)))
 
     def rows_at(self, step: int) -> Iterator[Batch]:
         """Yield the rows of `batch_at` one by one: fields [S]."""
         for row in self._local_rows:
             source, index = pick_source(step * self._batch_size + row, self._shares)
-            self.current_source = self._names[source]
+            self.current_source = f"data.paths {self._names[source]}"
             yield self._shuffled[source][index]
 
 
@@ -77,9 +81,17 @@ def pick_source(row: int, shares: Sequence[int]) -> tuple[int, int]:
     return len(shares) - 1, row
 
 
+class BatchSource(Protocol):
+    """Batches by step. current_source: name of what is being read, for messages."""
+
+    current_source: str
+
+    def batch_at(self, step: int, cancelled: Callable[[], bool] = ...) -> Any: ...
+
+
 def read_ahead(
-    loader: Loader, first: int, stall_seconds: float, stopping: Callable[[], bool]
-) -> Generator[tuple[Batch, float], None, None]:
+    loader: BatchSource, first: int, stall_seconds: float, stopping: Callable[[], bool]
+) -> Generator[tuple[Any, float], None, None]:
     """Yield (batch, seconds waited for it) for the steps from `first`. A thread reads ahead until this is closed.
 
     Raises:
@@ -88,14 +100,14 @@ def read_ahead(
         Exception: reading a batch raised it.
     """
     requested: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-    results: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     closed = threading.Event()
 
     def serve() -> None:
         for step in iter(requested.get, None):
             try:
-                results.put(_stack(itertools.takewhile(lambda _: not closed.is_set(), loader.rows_at(step))))
+                results.put(loader.batch_at(step, closed.is_set))
             except Exception as error:
                 results.put(error)
 
@@ -112,7 +124,7 @@ def read_ahead(
                 if stopping():
                     raise Preempted(step - _AHEAD)
                 if time.perf_counter() - clock > stall_seconds:
-                    problem = f"no batch in {stall_seconds:g} s: reading data.paths {loader.current_source} stalls"
+                    problem = f"no batch in {stall_seconds:g} s: reading {loader.current_source} stalls"
                     raise InputError(f"{problem}; check its storage, or increase data.stall_seconds")
             if isinstance(batch, Exception):
                 raise batch
@@ -125,7 +137,7 @@ def read_ahead(
         thread.join(timeout=JOIN_SECONDS)
 
 
-def _poll(results: queue.SimpleQueue[Batch | Exception]) -> Batch | Exception | None:
+def _poll(results: queue.SimpleQueue[Any]) -> Any:
     """Return the next result, or None if there is none within 0.2 s."""
     try:
         return results.get(timeout=0.2)

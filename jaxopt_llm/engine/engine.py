@@ -1,6 +1,8 @@
 """Engine: the training of any model in Flax NNX, in Linen or as plain functions, by the settings of a `Config`."""
 
+import dataclasses
 import functools
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AbstractMesh
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
-from jaxopt_llm.config import Config, OptimizerConfig
+from jaxopt_llm.config import AXES, Config, OptimizerConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.engine.frontends import Loss, LossParts, make_frontend
+from jaxopt_llm.engine.batches import count_rows, fit_to_example
+from jaxopt_llm.engine.checks import EngineWarning, check_config
+from jaxopt_llm.engine.frontends import ArrayInfo, Loss, LossParts, make_frontend
 from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, plan_engine
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
 from jaxopt_llm.engine.user_model import nest_variables
@@ -36,6 +41,16 @@ class Engine:
         self.config = job.config
         self._job, self._frontend = job, job.frontend
         self._state: TrainState | None = None
+
+    @property
+    def example(self) -> Any:
+        """A batch as ShapeDtypeStructs, or with arrays."""
+        return self._job.example
+
+    @property
+    def parameters(self) -> list[ArrayInfo]:
+        """Path and shape of each parameter."""
+        return self._frontend.parameters
 
     @functools.cached_property
     def program(self) -> EngineProgram:
@@ -67,8 +82,11 @@ class Engine:
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
         """Return the mean loss and metrics over batches. Nothing is updated."""
-        evaluation, state = self.program.evaluation, self.state
-        each = [jax.device_get(evaluation(state, batch=self.place(batch))) for batch in batches]
+        return self.evaluate_state(self.state, batches)
+
+    def evaluate_state(self, state: TrainState, batches: Iterable[Any]) -> dict[str, float]:
+        """Return what `evaluate` returns, of a given state."""
+        each = [jax.device_get(self.program.evaluation(state, batch=self.place(batch))) for batch in batches]
         if not each:
             raise InputError("evaluate: there is no batch; give at least one")
         sums: LossParts = jax.tree.map(lambda *values: sum(map(float, values)), *each)
@@ -79,24 +97,13 @@ class Engine:
         """Return a batch [rows, ...] as the step takes it: on the devices, [M, B, ...].
 
         Raises:
-            InputError: its arrays are not those of the example.
+            InputError: its arrays do not fit those of the example.
         """
-        example: Any = jax.tree.structure(self.program.batch)
-        given: Any = jax.tree.structure(batch)
-        if example != given:
-            raise InputError(f"batch: its structure is {given}, and that of the example is {example}; they must agree")
 
-        def place_leaf(path: str, leaf: Any, target: jax.ShapeDtypeStruct) -> jax.Array:
-            array, (microbatches, rows, *rest) = np.asarray(leaf), target.shape
-            shape = (microbatches * rows, *rest)
-            if array.shape != shape or not jnp.can_cast(array.dtype, target.dtype, "same_kind"):
-                raise InputError(
-                    f"batch: {path or 'its array'} is {array.dtype}{list(array.shape)}, and that of the example is "
-                    f"{target.dtype}{list(shape)}; give every batch the shapes and dtypes of the example"
-                )
-            return jax.device_put(array.reshape(target.shape).astype(target.dtype), target.sharding)
+        def place_leaf(array: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
+            return jax.device_put(array.reshape(target.shape), target.sharding)
 
-        return tree.map_with_path(place_leaf, batch, self.program.batch)
+        return jax.tree.map(place_leaf, fit_to_example(batch, self.example), self.program.batch)
 
     def plan(
         self, gpu: str = "h200", gpus: int | None = None, gpus_per_host: int = GPUS_PER_HOST, rows: int | None = None
@@ -125,22 +132,37 @@ class Engine:
 
     def save(self, directory: str | Path) -> None:
         """Write a checkpoint of the state, with the hashes of its files."""
-        program = self.program
-        saved = {name: getattr(self.state, name) for name in training_state.checkpoint_specs(program.specs)}
         with Checkpoints(Path(directory) / "checkpoints", self.config.checkpoint) as checkpoints:
-            checkpoints.save_last(int(self.state.step), saved, {})
+            checkpoints.save_last(int(self.state.step), self.to_checkpoint(self.state), {})
 
     def restore(self, directory: str | Path) -> int:
-        """Restore the newest intact checkpoint, which any mesh may have written. Return its step."""
-        program = self.program
+        """Restore the newest intact checkpoint, which any mesh may have written. Return its step.
+
+        Raises:
+            InputError: there is no checkpoint.
+            CheckpointError: none is intact, or it is of another model or optimizer.
+        """
         with Checkpoints(Path(directory) / "checkpoints") as checkpoints:
             step = checkpoints.latest_verified_step()
             if step is None:
-                raise InputError(f"{directory} has no checkpoint")
-            abstract = abstract_checkpoint(training_state.checkpoint_specs(program.specs), program.placement)
-            restored = checkpoints.restore(step, **abstract)
-        self._state = training_state.resume_state(program.specs, step, program.placement, **restored)
+                raise InputError(f"restore: {directory} has no checkpoint")
+            self._state = self.load(checkpoints, step)
         return step
+
+    def load(self, checkpoints: Checkpoints, step: int) -> TrainState:
+        """Return the state of a checkpoint. The engine's own state is freed first."""
+        self._state, program = None, self.program
+        abstract = abstract_checkpoint(training_state.checkpoint_specs(program.specs), program.placement)
+        restored = checkpoints.restore(step, **abstract)
+        return training_state.resume_state(program.specs, step, program.placement, **restored)
+
+    def to_checkpoint(self, state: TrainState) -> dict[str, Any]:
+        """Return the trees of a state's checkpoint."""
+        return {name: getattr(state, name) for name in training_state.checkpoint_specs(self.program.specs)}
+
+    def take_state(self, state: TrainState) -> None:
+        """Continue with this state."""
+        self._state = state
 
 
 def initialize(
@@ -150,6 +172,7 @@ def initialize(
     config: Config | None = None,
     optimizer: optax.GradientTransformation | OptimizerConfig | None = None,
     rules: Mapping[str, str | None] | None = None,
+    evaluation_loss: Loss | None = None,
 ) -> Engine:
     """Return an engine that trains a model.
 
@@ -160,6 +183,7 @@ def initialize(
         config: settings; by default all visible devices divide the state (ZeRO-3).
         optimizer: optax transformation, or an OptimizerConfig; by default `config.optimizer`.
         rules: names of dimensions, as in `nnx.with_partitioning`, to the mesh axis `tensor`, or None.
+        evaluation_loss: loss of `evaluate`, by default `loss`. An NNX model is in evaluation mode in either.
 
     Raises:
         InputError: something does not fit together.
@@ -167,8 +191,19 @@ def initialize(
     config = Config() if config is None else config
     if config.mesh.devices == 1:
         config = replace(config, mesh=replace(config.mesh, fsdp=len(visible_devices())))
-    for name, axis in (rules or {}).items():
-        if axis not in ("tensor", None):
-            raise InputError(f"rules: {name} is on {axis}, and a name is on the mesh axis tensor or on None")
+    check_config(config, count_rows(example))
     frontend = make_frontend(model, loss, example, config.run.seed)
-    return Engine(Job(config, frontend, loss, example, optimizer or config.optimizer, dict(rules or {})))
+    job = Job(
+        config=config,
+        frontend=frontend,
+        loss=loss,
+        evaluation_loss=evaluation_loss or loss,
+        example=example,
+        optimizer=optimizer or config.optimizer,
+        rules=dict(rules or {}),
+    )
+    # The program on an abstract mesh: all errors and warnings appear now, and nothing is allocated.
+    program = make_engine_program(job, AbstractMesh(dataclasses.astuple(config.mesh), AXES))
+    for oddity in program.model.oddities:
+        warnings.warn(oddity, EngineWarning, stacklevel=2)
+    return Engine(job)

@@ -49,7 +49,12 @@ class LossParts:
 
 
 class Frontend(Protocol):
-    """A user's model as functions of lists of arrays, in the order of `parameters` and `variables`."""
+    """A user's model as functions of lists of arrays, in the order of `parameters` and `variables`.
+
+    dropped: paths of the variables that calls created, such as those of `sow`, and that are no part of the model.
+    """
+
+    dropped: set[str]
 
     @property
     def parameters(self) -> list[ArrayInfo]: ...
@@ -64,6 +69,9 @@ class Frontend(Protocol):
         self, loss: Loss, parameters: Sequence[Any], variables: Sequence[Any], batch: Any
     ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
         """Return what the loss returned, and the parameters and the variables after it."""
+
+    def for_evaluation(self) -> "Frontend":
+        """Return the front-end of the model in evaluation mode, where the framework has one."""
 
     def rebuild(self, parameters: Sequence[Any], variables: Sequence[Any]) -> Any:
         """Return the user's own kind of object with these arrays."""
@@ -80,22 +88,8 @@ def make_frontend(model: Any, loss: Loss, example: Any, seed: int) -> Frontend:
         example: batch as ShapeDtypeStructs, or with arrays.
 
     Raises:
-        InputError: the model is none of these, or it has parameters that no gradient descent can train.
+        InputError: the model is none of these.
     """
-    frontend = _make_frontend(model, loss, example, seed)
-    for info in frontend.parameters:
-        if not jnp.issubdtype(info.dtype, jnp.floating):
-            remedy = (
-                "give its real and its imaginary part as two parameters"
-                if jnp.issubdtype(info.dtype, jnp.complexfloating)
-                else "keep it in a variable of another type than nnx.Param, in another collection than params, or "
-                "outside of a plain pytree"
-            )
-            raise InputError(f"model: the parameter {info.path} is {info.dtype}, and only floats are trained; {remedy}")
-    return frontend
-
-
-def _make_frontend(model: Any, loss: Loss, example: Any, seed: int) -> Frontend:
     if isinstance(model, linen.Module):
         return LinenFrontend(model, loss, example, seed)
     if isinstance(model, nnx.Module) or not callable(model):
@@ -206,6 +200,7 @@ class NnxFrontend:
 
     def __init__(self, factory: Callable[[], nnx.Module], abstract: nnx.Module) -> None:
         self._factory = factory
+        self.dropped: set[str] = set()
         split: Any = nnx.split(abstract, nnx.Param, ...)
         self._graph, parameters, variables = split
         self._parameter_keys, parameter_variables = _flatten_state(parameters)
@@ -224,6 +219,17 @@ class NnxFrontend:
     def make(self) -> tuple[list[jax.Array], list[jax.Array]]:
         with nnx.use_eager_sharding(False):
             return self._read(self._factory())
+
+    def for_evaluation(self) -> "NnxFrontend":
+        """Return the front-end of the model after `model.eval()`: no dropout, and BatchNorm by its running means."""
+
+        def make() -> nnx.Module:
+            model = self._factory()
+            model.eval()
+            return model
+
+        with nnx.use_eager_sharding(False):
+            return NnxFrontend(make, nnx.eval_shape(make))
 
     def call(
         self, loss: Loss, parameters: Sequence[Any], variables: Sequence[Any], batch: Any
@@ -254,7 +260,8 @@ class NnxFrontend:
                 f"loss: it deletes {_join_keys([keys])[0]} from the model; leave all arrays in their place"
             )
         parameter_values = [known[0][keys].get_value() for keys in self._parameter_keys]
-        # Variables that the call created, such as those of `sow`, are not part of the state.
+        for found, keys in zip(known, (self._parameter_keys, self._variable_keys), strict=True):
+            self.dropped |= {*_join_keys([*(found.keys() - {*keys})])}
         variable_values = [known[1][keys].get_value() for keys in self._variable_keys]
         return parameter_values, self._keys.unwrap(variable_values)
 
@@ -287,6 +294,7 @@ class LinenFrontend:
 
     def __init__(self, module: linen.Module, loss: Loss, example: Any, seed: int) -> None:
         self._module, self._loss, self._example, self._seed = module, loss, example, seed
+        self.dropped: set[str] = set()
         abstract = jax.eval_shape(self._initialize)
         parameters = abstract.pop("params", {})
         self._parameter_tree, self._variable_tree = jax.tree.structure(parameters), jax.tree.structure(abstract)
@@ -303,6 +311,9 @@ class LinenFrontend:
     def make(self) -> tuple[list[jax.Array], list[jax.Array]]:
         variables = self._initialize()
         return jax.tree.leaves(variables.pop("params", {})), [*jax.tree.leaves(variables), jnp.uint32(0)]
+
+    def for_evaluation(self) -> "LinenFrontend":
+        return self
 
     def call(
         self, loss: Loss, parameters: Sequence[Any], variables: Sequence[Any], batch: Any
@@ -341,12 +352,16 @@ class FunctionFrontend:
 
     def __init__(self, factory: Callable[[], Any], abstract: Any) -> None:
         self._factory, self._tree = factory, jax.tree.structure(abstract)
+        self.dropped: set[str] = set()
         paths = [path for path, _ in tree.leaves_with_path(abstract)]
         self.parameters = _describe(paths, jax.tree.leaves(abstract))
         self.variables: list[ArrayInfo] = []
 
     def make(self) -> tuple[list[jax.Array], list[jax.Array]]:
         return jax.tree.leaves(self._factory()), []
+
+    def for_evaluation(self) -> "FunctionFrontend":
+        return self
 
     def call(
         self, loss: Loss, parameters: Sequence[Any], variables: Sequence[Any], batch: Any

@@ -40,6 +40,7 @@ class Job:
     config: Config
     frontend: Frontend
     loss: Loss
+    evaluation_loss: Loss
     example: Any
     optimizer: optax.GradientTransformation | OptimizerConfig
     rules: Rules
@@ -82,7 +83,8 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
         mesh, config.training.accumulation, placement.precision.matmul, config.xla, recomputes_layers=model.recomputes
     )
     advance = update_after_backward(differentiate_user_model(model, placement), optimizers, specs, placement, settings)
-    evaluated = functools.partial(compute_loss, model, placement=placement.for_evaluation())
+    measured = replace(model, frontend=job.frontend.for_evaluation(), loss=job.evaluation_loss)
+    evaluated = functools.partial(compute_loss, measured, placement=placement.for_evaluation())
     return EngineProgram(
         model=model,
         placement=placement,

@@ -10,9 +10,10 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.engine.checks import check_parameters, check_rules, find_oddities
 from jaxopt_llm.engine.frontends import ArrayInfo, Frontend, Loss, LossParts, nest, normalise_loss
 from jaxopt_llm.execution.placed_evaluation import Lazy, evaluate
-from jaxopt_llm.execution.weight_uses import LOOKUP, PRODUCT, Use, drop_results, find_uses
+from jaxopt_llm.execution.weight_uses import CONVOLUTION, LOOKUP, PRODUCT, Use, drop_results, find_uses
 from jaxopt_llm.model import param
 from jaxopt_llm.model.linear.leaves import LoraWeight, QuantisedWeight
 from jaxopt_llm.model.model import Params
@@ -32,6 +33,7 @@ class UserModel:
             nested dicts by the parameter's path.
         sections: the section of each parameter of the front-end.
         uses: how the loss reads each parameter.
+        oddities: what the user probably did not intend; see checks.py.
     """
 
     frontend: Frontend
@@ -39,6 +41,7 @@ class UserModel:
     specs: Params
     sections: tuple[str, ...]
     uses: tuple[tuple[Use, ...], ...]
+    oddities: tuple[str, ...]
 
     @property
     def recomputes(self) -> bool:
@@ -75,7 +78,7 @@ class UserModel:
         flat = list_variables(self.frontend, variables)
         closed, structure = trace_loss(self.frontend, self.loss, parameters, flat, batch)
         keep = [index >= len(parameters) for index in range(len(closed.jaxpr.outvars))]
-        results = evaluate(drop_results(closed, keep), [*lazy, *flat, *jax.tree.leaves(batch)])
+        results = evaluate(drop_results(closed, keep), [*lazy, *flat, *jax.tree.leaves(batch)], placement.mesh)
         _, parts, changed = jax.tree.unflatten(structure, [*[None] * len(parameters), *results])
         return parts, nest_variables(self.frontend, changed)
 
@@ -136,6 +139,8 @@ def make_user_model(frontend: Frontend, loss: Loss, batch: Any, rules: Rules, pl
     Raises:
         InputError: the loss changes a parameter, or a rule does not fit.
     """
+    check_parameters(frontend.parameters)
+    oddities = check_rules(frontend.parameters, rules, placement)
     dtype = jnp.dtype(placement.precision.compute_dtype)
     parameters = [jax.ShapeDtypeStruct(info.shape, dtype) for info in frontend.parameters]
     variables = [jax.ShapeDtypeStruct(info.shape, info.dtype) for info in frontend.variables]
@@ -143,11 +148,12 @@ def make_user_model(frontend: Frontend, loss: Loss, batch: Any, rules: Rules, pl
     uses, unchanged = find_uses(closed, len(parameters))
     _check_unchanged(frontend, unchanged)
     _check_variables(frontend, closed.out_avals[len(closed.out_avals) - len(variables) :])
-    specs = [_make_spec(info, found, rules, placement) for info, found in zip(frontend.parameters, uses, strict=True)]
+    oddities += find_oddities(frontend, closed, uses, placement.precision.compute_dtype)
+    specs = [_make_spec(info, found, rules) for info, found in zip(frontend.parameters, uses, strict=True)]
     lengths = list(dict.fromkeys(spec.shape[0] for spec in specs if spec.leading))
     sections = tuple(f"segment_{lengths.index(spec.shape[0])}" if spec.leading else "non_layer" for spec in specs)
     paths = [f"{section}/{info.path}" for section, info in zip(sections, frontend.parameters, strict=True)]
-    return UserModel(frontend, loss, nest(paths, specs), sections, tuple(map(tuple, uses)))
+    return UserModel(frontend, loss, nest(paths, specs), sections, tuple(map(tuple, uses)), tuple(oddities))
 
 
 def _check_unchanged(frontend: Frontend, unchanged: Sequence[int | None]) -> None:
@@ -170,32 +176,12 @@ def _check_variables(frontend: Frontend, changed: Sequence[Any]) -> None:
             )
 
 
-def _mesh_axes(info: ArrayInfo, rules: Rules, placement: Placement) -> list[str | None]:
-    """Return the mesh axis that the rules give to each dimension, or None.
-
-    Raises:
-        InputError: a rule does not fit the parameter.
-    """
-    named = info.axes or ()
-    axes = [rules.get(name) if name else None for name in named]
-    if len(axes) > len(info.shape):
-        raise InputError(f"rules: the parameter {info.path} has {len(info.shape)} dimensions and the names {named}")
-    axes += [None] * (len(info.shape) - len(axes))  # as a PartitionSpec
-    for dim, (axis, size) in enumerate(zip(axes, info.shape, strict=True)):
-        if axis and size % placement.size(axis):
-            raise InputError(
-                f"rules: dimension {dim} of {info.path} has {size} values, not divisible by mesh.{axis}="
-                f"{placement.size(axis)}; give {named[dim]} None, or change one of them"
-            )
-    if axes.count("tensor") > 1:
-        raise InputError(f"rules: two dimensions of {info.path} are on tensor: {named}; give one of them None")
-    return axes
-
-
-def _make_spec(info: ArrayInfo, uses: Sequence[Use], rules: Rules, placement: Placement) -> ParamSpec:
+def _make_spec(info: ArrayInfo, uses: Sequence[Use], rules: Rules) -> ParamSpec:
     leading = min((use.leading for use in uses), default=0)
-    products = [use.contracting for kind in (PRODUCT, LOOKUP) for use in uses if use.kind == kind]
-    axes = _mesh_axes(info, rules, placement)
+    products = [use.contracting for kind in (PRODUCT, CONVOLUTION, LOOKUP) for use in uses if use.kind == kind]
+    named = info.axes or ()
+    axes: list[str | None] = [rules.get(name) if name else None for name in named]
+    axes += [None] * (len(info.shape) - len(axes))  # as in a PartitionSpec
     axes[:leading] = ["layers"] * leading
     return ParamSpec(
         info.shape,

@@ -26,10 +26,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import dot_general_p, jit_p, remat_p, scan_p
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.model.linear.weights import Weight, einsum, gather_for_use, keep_gathered, shardings_of
-from jaxopt_llm.parallel.gathering import PlacedWeight, WeightShardings
+from jaxopt_llm.parallel.gathering import PlacedWeight
 
 Value = Any  # an array, or a Lazy weight
 
@@ -51,9 +52,10 @@ class Lazy:
     rounded: bool = struct.field(pytree_node=False, default=False)
 
 
-def evaluate(closed: ClosedJaxpr, arguments: Sequence[Value]) -> list[jax.Array]:
+def evaluate(closed: ClosedJaxpr, arguments: Sequence[Value], mesh: Mesh | AbstractMesh) -> list[jax.Array]:
     """Evaluate a jaxpr whose arguments are arrays and `Lazy` weights. Return its results as arrays."""
-    return [read_array(value) for value in _Evaluation(in_remat=False).run(closed.jaxpr, closed.consts, arguments)]
+    results = _Evaluation(mesh, in_remat=False).run(closed.jaxpr, closed.consts, arguments)
+    return [read_array(value) for value in results]
 
 
 def read_array(value: Value) -> jax.Array:
@@ -74,6 +76,11 @@ def typeof(atom: Any) -> jax.core.ShapedArray:
     return found
 
 
+def compute_dtype(weight: Weight) -> Any:
+    """Return the dtype in which products with a weight are computed."""
+    return jnp.dtype(shardings_of(weight.base if isinstance(weight, LoraWeight) else weight).compute_dtype)
+
+
 def split_scan(eqn: JaxprEqn) -> tuple[int, int]:
     """Return the numbers of constants and of carried values of a scan. JAX 0.11 lists them in another parameter."""
     if "num_consts" in eqn.params:
@@ -86,6 +93,7 @@ def split_scan(eqn: JaxprEqn) -> tuple[int, int]:
 class _Evaluation:
     """Evaluation of a jaxpr. in_remat: within a rematerialised function, whose backward keeps what it gathers."""
 
+    mesh: Mesh | AbstractMesh
     in_remat: bool
 
     def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
@@ -105,11 +113,12 @@ class _Evaluation:
 
     def _apply(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         if not any(isinstance(value, Lazy) for value in inputs):
-            return _bind(eqn, inputs)
+            return self._bind(eqn, inputs)
         special = {
             jit_p: self._call,
             remat_p: self._rematerialise,
             scan_p: self._scan,
+            jax.lax.conv_general_dilated_p: self._convolve,
             dot_general_p: self._multiply,
             jax.lax.transpose_p: _transpose,
             jax.lax.convert_element_type_p: self._convert,
@@ -122,7 +131,7 @@ class _Evaluation:
 
     def _rematerialise(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         def function(*inputs: Value) -> list[jax.Array]:
-            results = _Evaluation(in_remat=True).run(eqn.params["jaxpr"], (), inputs)
+            results = replace(self, in_remat=True).run(eqn.params["jaxpr"], (), inputs)
             return [read_array(value) for value in results]
 
         policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
@@ -167,13 +176,22 @@ class _Evaluation:
         axes, other, result = _name_axes(eqn, weight_first=weight is left)
         stored = "".join(axes[weight.order.index(dim)] for dim in range(len(axes)))
         placed = keep_gathered(weight.weight) if self.in_remat else weight.weight
-        array = array.astype(_shardings(placed).compute_dtype)
+        array = array.astype(compute_dtype(placed))
         return [einsum(f"{other},{stored}->{result}", array, placed, typeof(eqn.outvars[0]).dtype)]
+
+    def _convolve(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """Convolve an array with a weight in the compute dtype, as `_multiply` multiplies."""
+        image, weight = inputs
+        if not isinstance(weight, Lazy) or weight.dtype == (compute := compute_dtype(weight.weight)):
+            return self._use(eqn, inputs)
+        narrow = eqn.replace(params=eqn.params | {"preferred_element_type": None})
+        (result,) = self._use(narrow, [image.astype(compute), replace(weight, dtype=compute)])
+        return [result.astype(typeof(eqn.outvars[0]).dtype)]
 
     def _convert(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """Follow a cast that changes no value, and one from float32 to 16 bits. Any other is a use."""
         (lazy,), new = inputs, jnp.dtype(eqn.params["new_dtype"])
-        own = jnp.dtype(_shardings(lazy.weight).compute_dtype)
+        own = compute_dtype(lazy.weight)
         if not lazy.rounded and new in (own, jnp.float32):
             return [replace(lazy, dtype=new)]
         if not lazy.rounded and own == jnp.float32 and new in (jnp.bfloat16, jnp.float16):
@@ -184,10 +202,21 @@ class _Evaluation:
         """Apply an equation to the gathered arrays."""
 
         def function(*inputs: Value) -> list[jax.Array]:
-            return _bind(eqn, [read_array(value) for value in inputs])
+            return self._bind(eqn, [read_array(value) for value in inputs])
 
         # The backward gathers again: to keep the gathered weights of all layers would undo ZeRO-3.
         return function(*inputs) if self.in_remat else jax.checkpoint(function)(*inputs)
+
+    def _bind(self, eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:
+        if eqn.primitive is jax.lax.conv_general_dilated_p:
+            # XLA computes a wrong gradient of the kernel of a transposed convolution if devices divide its window.
+            image, kernel = inputs
+            dims: list[Any] = [PartitionSpec.UNCONSTRAINED] * kernel.ndim
+            for dim in eqn.params["dimension_numbers"].rhs_spec[2:]:
+                dims[dim] = None
+            kernel = jax.lax.with_sharding_constraint(kernel, NamedSharding(self.mesh, PartitionSpec(*dims)))
+            return _bind(eqn, [image, kernel])
+        return _bind(eqn, inputs)
 
 
 def _bind(eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:
@@ -200,10 +229,6 @@ def _transpose(eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
     if lazy.leading:
         return _bind(eqn, [read_array(lazy)])
     return [replace(lazy, order=tuple(lazy.order[dim] for dim in permutation))]
-
-
-def _shardings(weight: Weight) -> WeightShardings:
-    return shardings_of(weight.base if isinstance(weight, LoraWeight) else weight)
 
 
 def _gather_in(weight: Weight, dtype: Any) -> Weight:

@@ -11,25 +11,25 @@ from jax.interpreters import partial_eval
 
 from jaxopt_llm.execution.placed_evaluation import split_scan, typeof
 
-PRODUCT, LOOKUP, OTHER = "product", "lookup", "other"
+PRODUCT, CONVOLUTION, LOOKUP, OTHER = "product", "convolution", "lookup", "other"
 
 
 @dataclass(frozen=True)
 class Use:
     """One equation that reads a parameter.
 
-    kind: PRODUCT, a matrix product or a convolution; LOOKUP, rows of a table; OTHER.
+    kind: PRODUCT, a matrix product; CONVOLUTION; LOOKUP, rows of a table; or OTHER.
     leading: number of leading dimensions that loops took before.
     contracting: the dimensions of the parameter that a product sums over, or that a row of a table has.
     in_remat: whether it is within a rematerialised function.
-    primitive: name of the primitive.
+    dtype: dtype in which the equation sees it.
     """
 
     kind: str
     leading: int
     contracting: tuple[int, ...] = ()
     in_remat: bool = False
-    primitive: str = ""
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class UseFinder:
             if traced is not None:
                 kind, dims = _classify(eqn, position)
                 contracting = sorted(traced.dims[dim] for dim in dims if traced.dims[dim] is not None)
-                use = Use(kind, traced.leading, tuple(contracting), in_remat, eqn.primitive.name)
+                use = Use(kind, traced.leading, tuple(contracting), in_remat, typeof(eqn.invars[position]).dtype.name)
                 self.uses.setdefault(traced.parameter, []).append(use)
         return [None] * len(eqn.outvars)
 
@@ -85,7 +85,7 @@ class UseFinder:
             if position >= constants + carried and traced.dims[:1] == (traced.leading,):
                 return replace(traced, leading=traced.leading + 1, dims=traced.dims[1:])
             # The loop changes it, or takes another dimension than the first: it reads the whole parameter.
-            self.uses.setdefault(traced.parameter, []).append(Use(OTHER, traced.leading, (), in_remat, "scan"))
+            self.uses.setdefault(traced.parameter, []).append(Use(OTHER, traced.leading, (), in_remat))
             return None
 
         def leave(position: int, result: Any) -> Any:
@@ -104,7 +104,7 @@ def _classify(eqn: JaxprEqn, position: int) -> tuple[str, tuple[int, ...]]:
     if eqn.primitive is dot_general_p:
         return PRODUCT, tuple(eqn.params["dimension_numbers"][0][position])
     if eqn.primitive.name == "conv_general_dilated" and position == 1:
-        return PRODUCT, tuple(eqn.params["dimension_numbers"].rhs_spec[1:])
+        return CONVOLUTION, tuple(eqn.params["dimension_numbers"].rhs_spec[1:])
     if eqn.primitive.name == "gather" and position == 0:
         collapsed = eqn.params["dimension_numbers"].collapsed_slice_dims
         return LOOKUP, tuple(dim for dim in range(len(typeof(eqn.invars[0]).shape)) if dim not in collapsed)

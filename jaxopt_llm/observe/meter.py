@@ -38,15 +38,16 @@ class LossWindow:
 class Meter:
     """Maker of the records of a run."""
 
-    def __init__(self, tokens_per_step: int, utilisation: dict[str, float]) -> None:
+    def __init__(self, unit: str, units_per_step: int, utilisation: dict[str, float]) -> None:
         """Start the clock at step 0.
 
         Args:
-            tokens_per_step: tokens of the whole batch.
-            utilisation: for each utilisation field of a record, the share of the devices' peak at one token per second.
+            unit: what a batch consists of: "tokens" or "rows".
+            units_per_step: their number in the whole batch.
+            utilisation: for each utilisation field of a record, the share of the devices' peak at one unit per second.
                 See model/flops.py.
         """
-        self._tokens, self._utilisation = tokens_per_step, utilisation
+        self._unit, self._units, self._utilisation = unit, units_per_step, utilisation
         self.restart(0)
 
     def restart(self, step: int) -> None:
@@ -60,12 +61,12 @@ class Meter:
     def make_record(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """Return the record of a step that has just ended, and restart the clock."""
         seconds = (time.perf_counter() - self._clock) / (step - self._first)
-        per_second = self._tokens / seconds
+        per_second = self._units / seconds
         record = {
             "step": step,
             **values,
-            "tokens": step * self._tokens,
-            "tokens_per_second": per_second,
+            self._unit: step * self._units,
+            f"{self._unit}_per_second": per_second,
             "step_seconds": seconds,
             "data_seconds": self._waited / (step - self._first),
             **{name: share * per_second for name, share in self._utilisation.items()},

@@ -50,7 +50,8 @@ class ProgressLine:
                 if name.startswith("eval_loss/")
             ]
             numbers += f" ({', '.join(sets)})" if len(sets) > 1 else ""
-        numbers += f"  grad norm {_decimals(record['grad_norm'], 3)}  {record['tokens_per_second']:,.0f} tokens/s"
+        unit = next(name for name in ("tokens", "rows") if f"{name}_per_second" in record)
+        numbers += f"  grad norm {_decimals(record['grad_norm'], 3)}  {record[f'{unit}_per_second']:,.0f} {unit}/s"
         self._progress.update(self._task, description=numbers)
         if not self._console.is_terminal or "eval_loss" in record:
             self.say(f"step {record['step']:>6}  {numbers}")

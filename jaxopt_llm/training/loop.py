@@ -1,4 +1,7 @@
-"""Loop over the steps of a run: it reads batches ahead, records metrics one step late, and writes checkpoints."""
+"""Loop over the steps of a run: it reads batches ahead, records metrics one step late, and writes checkpoints.
+
+It knows no model: what it trains is a `Workload` (workload.py).
+"""
 
 import contextlib
 import dataclasses
@@ -12,7 +15,6 @@ import jax
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.config import Config, ProfileConfig
 from jaxopt_llm.core.errors import InputError, Preempted, TrainingDiverged
-from jaxopt_llm.data.loader import read_ahead
 from jaxopt_llm.observe.dashboards import Dashboards
 from jaxopt_llm.observe.events import EventLog
 from jaxopt_llm.observe.meter import LossWindow, Meter
@@ -20,17 +22,10 @@ from jaxopt_llm.observe.metrics import MetricsLog
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.observe.profile import Profiler
 from jaxopt_llm.observe.progress import ProgressLine
-from jaxopt_llm.parallel.zero import abstract_checkpoint
-from jaxopt_llm.training import pretrained_weights
-from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.compile import Executables
-from jaxopt_llm.training.evaluation import LossSum, evaluate
-from jaxopt_llm.training.initial_weights import InitialWeights
-from jaxopt_llm.training.samples import Sampler
-from jaxopt_llm.training.setup import Setup, set_aside_log, write_run_files
+from jaxopt_llm.training.setup import set_aside_log
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Metrics
-from jaxopt_llm.training.utilisation import utilisation_per_token
+from jaxopt_llm.training.workload import Workload
 
 NOT_RECORDED = {"skipped", "skipped_in_a_row", "overflow"}
 REMEDY = "keeps the earlier checkpoints; try a lower --optimizer.learning-rate or a longer --schedule.warmup-steps"
@@ -63,23 +58,19 @@ class Loop:
 
     def __init__(
         self,
-        setup: Setup,
-        programs: Executables,
+        workload: Workload,
         checkpoints: Checkpoints,
         progress: ProgressLine,
         preemption: Preemption,
         events: EventLog,
     ) -> None:
         self.current = 0
-        self._setup: Setup = setup
-        self._programs, self._checkpoints = programs, checkpoints
-        self._progress, self._preemption, self._events = progress, preemption, events
-        self._tokens = setup.config.training.batch_size * setup.config.training.sequence_length
-        self._meter = Meter(self._tokens, utilisation_per_token(setup.config, setup.program, setup.placement))
+        self._workload, self._config = workload, workload.config
+        self._checkpoints, self._progress, self._preemption, self._events = checkpoints, progress, preemption, events
+        self._meter = Meter(workload.unit, workload.units_per_step, workload.utilisation)
         self._scope = contextlib.ExitStack()
         self._log: MetricsLog | None = None
         self._samples: MetricsLog | None = None
-        self._sampler = Sampler(setup)
         self._recorders: list[Callable[[dict[str, Any]], None]] = []
         self._finished: FinishedStep | None = None
         self._window = LossWindow()
@@ -95,35 +86,20 @@ class Loop:
             if error is None and log is not None:
                 log.close()
 
-    def restore(self, start: int, initial: InitialWeights) -> None:
+    def restore(self, start: int) -> None:
         """Load the state of step `start` onto the devices: from its checkpoint, or for step 0 from initial values."""
-        specs, placement = self._setup.program.specs, self._setup.placement
+        self._state = self._workload.restore(self._checkpoints, start, self._progress.say)
         if start:
-            saved = abstract_checkpoint(training_state.checkpoint_specs(specs), placement)
-            restored = self._checkpoints.restore(start, **saved)
-            if initial.weights is not None:
-                restored["frozen"] = pretrained_weights.read_frozen(initial.weights, specs.frozen, placement)
-            self._state = training_state.resume_state(specs, start, placement, **restored)
             self._window = LossWindow(**self._checkpoints.read_record(start).get("window", {}))
             self._progress.say(f"continues from step {start}")
-            return
-        given = None
-        if initial.weights is not None:
-            given = pretrained_weights.read_parameters(initial.weights, specs, placement)
-            self._progress.say(f"starts from the weights of {initial.weights.path}")
-        if initial.adapter is not None:
-            given = pretrained_weights.add_adapter(given, initial.adapter, specs, placement)
-            self._progress.say(f"starts from the adapters of {initial.adapter.path}")
-        optimizers, seed = self._setup.program.optimizers, self._setup.config.run.seed
-        self._state = training_state.initialize_state(specs, optimizers, seed, placement, given)
 
-    def start(self, start: int, initial: InitialWeights) -> None:
+    def start(self, start: int) -> None:
         """Open the records of the run and the iterator of batches, which starts to read at the first step.
 
         Raises:
             Preempted: a stop was requested.
         """
-        config, directory, processes = self._setup.config, self._setup.directory, self._setup.processes
+        config, directory, processes = self._config, self._workload.directory, self._workload.processes
         if processes.first:
             if not start:
                 set_aside_log(directory / "metrics.jsonl")
@@ -132,7 +108,7 @@ class Loop:
             self._log = MetricsLog(directory / "metrics.jsonl", start, self._progress.say)
             if config.evaluation.samples:
                 self._samples = MetricsLog(directory / "samples.jsonl", start, self._progress.say)
-            write_run_files(self._setup, initial.base_sha256)
+            self._workload.write_files()
             dashboards = Dashboards(config.logging, directory, start, dataclasses.asdict(config), self._progress.say)
             self._scope.enter_context(dashboards)
             self._recorders = [self._log.write, dashboards.write, self._progress.show]
@@ -143,7 +119,7 @@ class Loop:
         if self._vote.cast_and_wait(self._preemption.requested()):
             raise Preempted(start)
         self._meter.restart(start)
-        batches = read_ahead(self._setup.loader, start, config.data.stall_seconds, self._preemption.requested)
+        batches = self._workload.read_batches(start, self._preemption.requested)
         self._batches = self._scope.enter_context(contextlib.closing(batches))
         self.current = start
         self._progress.start_training()
@@ -162,7 +138,7 @@ class Loop:
             self._save_before_exit()
             raise
         self._meter.add_wait(waited)
-        self._state, metrics = self._programs.step(self._state, self._setup.local_rows.make_global(batch))
+        self._state, metrics = self._workload.step(self._state, batch)
         self._profiler.after_step(step, metrics)
         self._progress.advance(step)
         if self._finished and self._finished.summary is None:
@@ -204,15 +180,19 @@ class Loop:
         step, updated = self._finished.step, made_update(self._finished.metrics)
         self._postponed = due and not updated
         if last or (exits and updated):
-            self._checkpoints.save_last(step, self._setup.program.to_checkpoint(self._state), self._finished.summary)
+            self._checkpoints.save_last(step, self._workload.to_checkpoint(self._state), self._finished.summary)
             if last:
-                check_end(self._finished, self._setup.config)
+                check_end(self._finished, self._config)
         elif due and not self._postponed:
-            self._checkpoints.save(step, self._setup.program.to_checkpoint(self._state), self._finished.summary)
+            self._checkpoints.save(step, self._workload.to_checkpoint(self._state), self._finished.summary)
             self._meter.restart(step)
 
+    def release_state(self) -> TrainState:
+        """Return the state, which the loop must not use any more."""
+        return self._state
+
     def _save_before_exit(self) -> None:
-        if self._finished is None or self._setup.processes.count > 1:  # other processes already run the next step
+        if self._finished is None or self._workload.processes.count > 1:  # other processes already run the next step
             return
         if self._finished.summary is None:
             self.record(evaluates=False)
@@ -227,44 +207,54 @@ class Loop:
         Raises:
             TrainingDiverged: `check_skips` raises it, or the held-out loss is not finite.
         """
-        config, step, metrics = self._setup.config, finished.step, finished.metrics
+        config, step, metrics = self._config, finished.step, finished.metrics
         if skipped := check_skips(step, metrics, config):
             self._progress.say(f"step {step:>6}  skipped: {skipped}")
             self._events.write(step, "skipped", skipped)
         window = finished.window = self._window.add(float(metrics["loss"]), made_update(metrics))
         due = measured is not None or step % config.logging.every == 0
         self._window = LossWindow() if due else window
-        finished.summary = {"tokens": step * self._tokens, "window": dataclasses.asdict(self._window)}
+        units = {self._workload.unit: step * self._workload.units_per_step}
+        finished.summary = units | {"window": dataclasses.asdict(self._window)}
         if not due:
             return
         values = {name: to_json_number(value) for name, value in metrics.items() if name not in NOT_RECORDED}
         counts = {"loss": window.mean, "skipped": int(metrics["skipped"])}
         entry = self._meter.make_record(step, values | counts)
         if measured is not None:
-            losses = self._evaluate(measured)
+            losses = self._workload.evaluate(measured)
             entry |= losses
-            loss = finished.summary["eval_loss"] = losses["eval_loss"]
-            if not math.isfinite(loss):
+            finished.summary |= {name: value for name, value in losses.items() if name == "eval_loss"}
+            if not math.isfinite(loss := losses.get("eval_loss", 0.0)):
                 raise TrainingDiverged(f"step {step}: held-out loss {loss}; {config.run.directory} {REMEDY}")
             self._write_samples(step, measured)
             self._meter.restart(step)
         for write in self._recorders:
             write(entry)
 
-    def _evaluate(self, state: TrainState) -> dict[str, float]:
-        """Return the mean loss over all validation sets, `eval_loss`, and that of each of `evaluation.paths`."""
-        setup, total, losses = self._setup, LossSum(), {}
-        for name, batches in setup.validation.items():
-            loss = evaluate(self._programs.held_out, state, map(setup.local_rows.make_global, batches))
-            total += loss
-            if setup.config.evaluation.paths:
-                losses[f"eval_loss/{name}"] = loss.mean
-        return {"eval_loss": total.mean} | losses
-
     def _write_samples(self, step: int, state: TrainState) -> None:
-        for sample in self._sampler(state):
+        for sample in self._workload.sample(state):
             if self._samples is not None:
                 self._samples.write({"step": step, **sample})
+
+
+def run_steps(loop: Loop, start: int, steps: int, evaluate_every: int) -> None:
+    """Run the steps after `start`, up to `steps`.
+
+    Raises:
+        Preempted: a process was told to stop; the state of the step is saved.
+    """
+    for step in range(start + 1, steps + 1):
+        loop.step(step)
+        last = step == steps
+        stop, checkpoint_due = loop.poll(step)
+        evaluates = last or step % evaluate_every == 0
+        exits = last or stop
+        if evaluates or checkpoint_due or exits:
+            loop.record(evaluates)
+            loop.save(checkpoint_due, exits, last)
+        if stop and not last:
+            raise Preempted(step)
 
 
 def made_update(metrics: Metrics) -> bool:

@@ -70,9 +70,7 @@ class WholeOptimizer:
             scaled = self.to_tree(jax.tree.map(lambda x: x * factor, gradients))
             updates, new_moments = self.transformation.update(scaled, moments[WHOLE], parameters)
             new = self.from_tree(optax.apply_updates(parameters, updates)), {WHOLE: new_moments}
-            masters, moments = jax.tree.map(functools.partial(jnp.where, good), new, (masters, moments))
-            copy = None if state[2] is None else cast_masters(specs, masters, placement)
-        return offload.store_like((masters, moments, copy), state)
+            return _settle(new, (masters, moments), state, good, specs, placement)
 
 
 SectionOptimizers = dict[str, optax.GradientTransformation]  # by section
@@ -274,6 +272,18 @@ def update_period(
     updates, new_moments = optimizer.update(gradients, moments, masters)
     new = optax.apply_updates(masters, updates), new_moments
     # The selection is per period: for whole stacks the device would hold the old state in addition to the new one.
-    masters, moments = jax.tree.map(functools.partial(jnp.where, good), new, (masters, moments))
+    return _settle(new, (masters, moments), state, good, specs, placement)
+
+
+def _settle(
+    new: tuple[tree.Tree, tree.Tree],
+    old: tuple[tree.Tree, tree.Tree],
+    state: Updatable,
+    good: jax.Array | bool,
+    specs: tree.Tree,
+    placement: Placement,
+) -> Updatable:
+    """Return the new masters and moments, or if not `good` the old ones, and the compute copy, where `state` rests."""
+    masters, moments = jax.tree.map(functools.partial(jnp.where, good), new, old)
     copy = None if state[2] is None else cast_masters(specs, masters, placement)
     return offload.store_like((masters, moments, copy), state)

@@ -16,7 +16,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_record_has_the_means_since_the_last_record(clock: list[float]) -> None:
-    meter = Meter(tokens_per_step=60, utilisation={"mfu": 0.01})
+    meter = Meter("tokens", units_per_step=60, utilisation={"mfu": 0.01})
     meter.restart(4)
     clock[0] += 6.0
     meter.add_wait(3.0)
@@ -36,7 +36,7 @@ def test_a_record_has_the_means_since_the_last_record(clock: list[float]) -> Non
 
 
 def test_time_before_a_restart_does_not_count(clock: list[float]) -> None:
-    meter = Meter(tokens_per_step=60, utilisation={})
+    meter = Meter("tokens", units_per_step=60, utilisation={})
     clock[0] += 1000.0
     meter.add_wait(1000.0)
     meter.restart(1)

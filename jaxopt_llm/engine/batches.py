@@ -1,0 +1,136 @@
+"""Batches of an engine from what users have: functions, datasets of rows or of batches, and iterables."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+
+from jaxopt_llm.core import tree
+from jaxopt_llm.core.errors import InputError
+
+
+def fit_to_example(batch: Any, example: Any, name: str = "batch") -> Any:
+    """Return the arrays of a batch in the structure of the example, as NumPy arrays of its dtypes.
+
+    A mapping may have further keys, which are left out. Lists of numbers become arrays.
+
+    Raises:
+        InputError: an array is missing, or has another shape or another kind of dtype.
+    """
+
+    def fit(path: str, leaf: Any, target: Any) -> np.ndarray:
+        array, shape = np.asarray(leaf), tuple(target.shape)
+        wanted = np.dtype(target.dtype)
+        if array.shape != shape or not np.can_cast(array.dtype, wanted, "same_kind"):
+            found = f"{array.dtype}[{','.join(map(str, array.shape))}]"
+            expected = f"{wanted}[{','.join(map(str, shape))}]"
+            raise InputError(f"{name}: {path or 'the array'} is {found}, and the example has {expected}")
+        return array.astype(wanted, copy=False)
+
+    def select(example: Any, given: Any, path: str) -> Any:
+        if isinstance(example, Mapping):
+            missing = [key for key in example if not isinstance(given, Mapping) or key not in given]
+            if missing:
+                raise InputError(f"{name}: {path}{missing[0]} is missing, which the example has")
+            return {key: select(value, given[key], f"{path}{key}/") for key, value in example.items()}
+        if isinstance(example, list | tuple):
+            if len(example) != len(given):
+                raise InputError(f"{name}: {path or 'it'} has {len(given)} parts, and the example has {len(example)}")
+            parts = [select(*pair, f"{path}{index}/") for index, pair in enumerate(zip(example, given, strict=True))]
+            return type(example)(parts) if not hasattr(example, "_fields") else type(example)(*parts)
+        return fit(path.rstrip("/"), given, example)
+
+    return select(example, batch, "")
+
+
+class Batches:
+    """Batches by step, as read_ahead reads them."""
+
+    current_source = "the data of fit"  # for messages
+
+    def __init__(self, batch_at: Callable[[int], Any], example: Any) -> None:
+        self._batch_at, self._example = batch_at, example
+
+    def batch_at(self, step: int, cancelled: Callable[[], bool] = lambda: False) -> Any:
+        """Return the batch of a step, the first is 0."""
+        return fit_to_example(self._batch_at(step), self._example, f"batch of step {step + 1}")
+
+
+def make_batches(data: Any, example: Any, seed: int) -> Batches:
+    """Return batches of the example's shapes.
+
+    A run that continues reads on where it stopped. Of a function and of a dataset with an index it reads only what it
+    needs. An iterable has to be read again from its beginning, so it must give the same batches.
+
+    Args:
+        data: function step -> batch (the first step is 0); dataset with `len` and an index (a Grain MapDataset or data
+            source, Hugging Face datasets, a map-style dataset of torch, a list), of batches, or of rows, which are
+            shuffled anew in each epoch; or an iterable of batches, such as a Grain IterDataset or torch's DataLoader.
+        seed: seed of the shuffles.
+
+    Raises:
+        InputError: it is none of these, or its arrays do not fit the example.
+    """
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return Batches(_index_dataset(data, example, seed), example)
+    if callable(data):
+        return Batches(data, example)
+    if isinstance(data, Iterable):
+        return Batches(_Sequence(data), example)
+    raise InputError(
+        f"data: {type(data).__name__} is neither a function of the step, nor a dataset with len and an index, nor an "
+        "iterable of batches"
+    )
+
+
+def _index_dataset(data: Any, example: Any, seed: int) -> Callable[[int], Any]:
+    if not len(data):
+        raise InputError("data: the dataset is empty")
+    row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), example)
+    try:
+        fit_to_example(data[0], example)
+    except InputError:
+        fit_to_example(data[0], row, "row 0 of the data (it is not a batch either)")
+    else:
+        return lambda step: data[step % len(data)]
+    rows = jax.tree.leaves(example)[0].shape[0]
+    source = data if isinstance(data, grain.MapDataset) else grain.MapDataset.source(data)
+    shuffled = source.seed(seed).shuffle().repeat()
+
+    def batch_at(step: int) -> Any:
+        read = [fit_to_example(shuffled[index], row, f"row {index}") for index in range(step * rows, (step + 1) * rows)]
+        return jax.tree.map(lambda *parts: np.stack(parts), *read)
+
+    return batch_at
+
+
+class _Sequence:
+    """Batches of an iterable by step. It is iterated again when it ends, and when an earlier step is asked for."""
+
+    def __init__(self, data: Iterable[Any]) -> None:
+        self._data, self._next = data, 0
+        self._iterator: Iterator[Any] = iter(())
+
+    def __call__(self, step: int) -> Any:
+        if step < self._next or not self._next:
+            self._iterator, self._next = self._endless(), 0
+        batch = next(itertools.islice(self._iterator, step - self._next, None))
+        self._next = step + 1
+        return batch
+
+    def _endless(self) -> Iterator[Any]:
+        while True:
+            count = 0
+            for batch in self._data:
+                count += 1
+                yield batch
+            if not count:
+                raise InputError("data: the iterable has no batch left; give one that can be iterated again")
+
+
+def count_rows(example: Any) -> int:
+    """Return the number of rows of a batch."""
+    return int(tree.leaves_with_path(example)[0][1].shape[0])

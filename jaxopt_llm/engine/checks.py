@@ -1,0 +1,138 @@
+"""Checks of an engine's configuration, and of what its loss does with the model, before anything is allocated."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jax.extend.core.primitives import dot_general_p
+
+from jaxopt_llm.config import Config
+from jaxopt_llm.config.fields import FIELDS, get_field, wrong_types
+from jaxopt_llm.core import tree
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.engine.frontends import ArrayInfo, Frontend
+from jaxopt_llm.execution.placed_evaluation import typeof
+from jaxopt_llm.execution.weight_uses import PRODUCT, Use, list_equations
+from jaxopt_llm.parallel.placement import Placement
+
+# The settings that an engine reads, as globs. All others are of the decoder, its data and its commands.
+READ = (
+    *("run.*", "training.steps", "training.epochs", "training.accumulation", "training.skip_*", "training.trainable"),
+    *("training.batch_size", "lora.rank", "lora.alpha", "lora.targets", "lora.base", "lora.double_quantisation"),
+    *("lora.rslora", "lora.dora", "optimizer.*", "schedule.*", "precision.*", "mesh.data", "mesh.fsdp", "mesh.tensor"),
+    *("sharding.zero_stage", "remat.policy", "offload.*", "xla.*", "checkpoint.*", "evaluation.every", "logging.*"),
+    *("profile.*", "data.stall_seconds"),
+)
+NOT_READ = ("optimizer.in_backward", "precision.compute_dtype_layers")
+POLICIES = ("auto", "none", "full")
+CONSTANT_BYTES = 2**20  # larger constants of a loss are worth a warning
+
+
+class EngineWarning(UserWarning):
+    """Something that an engine does not refuse, but that its user probably did not intend."""
+
+
+def check_config(config: Config, rows: int) -> None:
+    """Raise an InputError that names all settings that are wrong, or that an engine does not read.
+
+    Args:
+        rows: rows of the example.
+    """
+    default = Config()
+    unread = [
+        name
+        for name in FIELDS
+        if (not tree.first_match(name, READ) or name in NOT_READ)
+        and get_field(config, name) != get_field(default, name)
+    ]
+    found = wrong_types(config) or config.problems()
+    if unread:
+        found.append(f"an engine does not read {', '.join(unread)}, settings of the decoder: leave them out")
+    if config.remat.policy not in POLICIES:
+        found.append(f"remat.policy={config.remat.policy}: for an engine it must be one of {', '.join(POLICIES)}")
+    if config.training.batch_size not in (default.training.batch_size, rows):
+        found.append(f"training.batch_size={config.training.batch_size}, but the example has {rows} rows")
+    if found:
+        raise InputError(f"config: {'; '.join(found)}")
+
+
+def check_parameters(parameters: Sequence[ArrayInfo]) -> None:
+    """Raise InputError if there is no parameter, or one that is not a real floating-point array."""
+    if not parameters:
+        raise InputError("model: it has no parameters; nothing could be trained")
+    for info in parameters:
+        if not jnp.issubdtype(info.dtype, jnp.floating):
+            raise InputError(
+                f"model: the parameter {info.path} is {np.dtype(info.dtype).name}, and only real floating-point "
+                "numbers are trained; keep it in a variable of another type than nnx.Param, or in the batch"
+            )
+
+
+def check_rules(parameters: Sequence[ArrayInfo], rules: Mapping[str, str | None], placement: Placement) -> list[str]:
+    """Return warnings of names that no rule mentions.
+
+    Raises:
+        InputError: a rule has no effect or cannot be followed.
+    """
+    names = {name for info in parameters for name in info.axes or () if name}
+    tensor = placement.size("tensor")
+    for name, axis in rules.items():
+        if axis not in ("tensor", None):
+            raise InputError(
+                f"rules: {name} -> {axis}: a rule names the mesh axis tensor, or None; ZeRO divides the storage over "
+                "fsdp by itself"
+            )
+        if name not in names:
+            known = f"the model names {', '.join(sorted(names))}" if names else "the model names no dimension"
+            raise InputError(f"rules: no parameter has a dimension {name}; {known}")
+    for info in parameters:
+        if len(info.axes or ()) > len(info.shape):
+            raise InputError(f"model: {info.path} has {len(info.shape)} dimensions, but the names {info.axes}")
+        split = [dim for dim, name in enumerate(info.axes or ()) if name and rules.get(name) == "tensor"]
+        if len(split) > 1:
+            raise InputError(f"rules: two dimensions of {info.path} go to tensor; give tensor to one of them")
+        if split and info.shape[split[0]] % tensor:
+            dimension, size = (info.axes or ())[split[0]], info.shape[split[0]]
+            raise InputError(f"rules: {dimension} of {info.path} is {size}, which mesh.tensor={tensor} does not divide")
+    if tensor > 1 and not any(rules.values()):
+        raise InputError(f"mesh.tensor={tensor} divides nothing without a rule: set rules, or mesh.tensor=1")
+    unruled = sorted(names - {*rules}) if tensor > 1 else []
+    if not unruled:
+        return []
+    return [f"no rule mentions the dimensions {', '.join(unruled)}: every device along mesh.tensor holds them whole"]
+
+
+def find_oddities(
+    frontend: Frontend, closed: ClosedJaxpr, uses: Sequence[Sequence[Use]], compute_dtype: str
+) -> Iterator[str]:
+    """Yield what a loss does that its user probably did not intend.
+
+    Args:
+        closed: its jaxpr.
+        uses: how it reads each parameter.
+    """
+    unread = [info.path for info, found in zip(frontend.parameters, uses, strict=True) if not found]
+    if unread:
+        more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
+        yield f"the loss does not read the parameters {', '.join(unread[:3])}{more}: they get no gradient"
+    if dropped := sorted(frontend.dropped):
+        yield f"the loss creates the variables {', '.join(dropped)}, which are no part of the model: they are dropped"
+    constants = [each for each in closed.consts if getattr(each, "nbytes", 0) >= CONSTANT_BYTES]
+    if constants:
+        shapes = ", ".join(f"{each.dtype}{list(each.shape)}" for each in constants[:3])
+        yield (
+            f"the loss reads arrays that are neither in the model nor in the batch ({shapes}): every device holds "
+            "them, and they are not trained; use the model that the loss receives"
+        )
+    wide = sum(
+        eqn.primitive is dot_general_p and all(typeof(atom).dtype == jnp.float32 for atom in eqn.invars)
+        for eqn in list_equations(closed.jaxpr)
+    )
+    # A product with a weight is in the compute dtype all the same.
+    wide -= sum(use.kind == PRODUCT and use.dtype == "float32" for found in uses for use in found)
+    if wide and compute_dtype != "float32":
+        yield (
+            f"{wide} products of activations are in float32 although precision.compute_dtype is {compute_dtype}, "
+            f"because a float32 array promotes what it meets; cast it in the loss, as in x.astype(jnp.{compute_dtype})"
+        )

@@ -1,0 +1,163 @@
+"""fit: the loop that `train` runs, for an engine: resume, preemption, records, dashboards and checkpoints."""
+
+import json
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.checkpoint.native.lock import lock_directory
+from jaxopt_llm.config import Config, fields
+from jaxopt_llm.core import tree
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.files import replace_durably
+from jaxopt_llm.data.loader import read_ahead
+from jaxopt_llm.distributed.process_group import SINGLE_PROCESS
+from jaxopt_llm.engine.batches import Batches, count_rows, make_batches
+from jaxopt_llm.engine.engine import Engine
+from jaxopt_llm.observe.events import EventLog
+from jaxopt_llm.observe.preemption import Preemption
+from jaxopt_llm.observe.progress import ProgressLine
+from jaxopt_llm.training.loop import Loop, run_steps
+from jaxopt_llm.training.started import has_checkpoint
+from jaxopt_llm.training.state import TrainState
+from jaxopt_llm.training.step import Metrics
+
+
+@dataclass(frozen=True, eq=False)
+class EngineWorkload:
+    """An engine and its data, as the loop sees them (training/workload.py).
+
+    held_out: batches of an evaluation.
+    """
+
+    engine: Engine
+    config: Config
+    batches: Batches
+    held_out: tuple[Any, ...]
+
+    processes = SINGLE_PROCESS
+    unit = "rows"
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.config.run.directory)
+
+    @property
+    def units_per_step(self) -> int:
+        return count_rows(self.engine.example)
+
+    @property
+    def utilisation(self) -> dict[str, float]:
+        return {}
+
+    def restore(self, checkpoints: Checkpoints, start: int, say: Callable[[str], None]) -> TrainState:
+        return self.engine.load(checkpoints, start) if start else self.engine.state
+
+    def read_batches(self, start: int, stopping: Callable[[], bool]) -> Generator[tuple[Any, float], None, None]:
+        return read_ahead(self.batches, start, self.config.data.stall_seconds, stopping)
+
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        new: tuple[TrainState, Metrics] = self.engine.program.step(state, self.engine.place(batch))
+        return new
+
+    def evaluate(self, state: TrainState) -> dict[str, float]:
+        if not self.held_out:
+            return {}
+        return {f"eval_{name}": value for name, value in self.engine.evaluate_state(state, self.held_out).items()}
+
+    def sample(self, state: TrainState) -> list[dict[str, str]]:
+        return []
+
+    def to_checkpoint(self, state: TrainState) -> dict[str, tree.Tree]:
+        return self.engine.to_checkpoint(state)
+
+    def write_files(self) -> None:
+        """Write config.json, and parameters.json: the shapes of all parameters."""
+        shapes = {info.path: list(info.shape) for info in self.engine.parameters}
+        replace_durably(self.directory / "parameters.json", json.dumps(shapes, indent=2))
+        replace_durably(self.directory / "config.json", fields.to_json(self.config))
+
+
+def fit(
+    engine: Engine,
+    data: Any,
+    steps: int | None = None,
+    run_directory: str | Path | None = None,
+    held_out: Iterable[Any] = (),
+) -> Engine:
+    """Train until `steps` steps are done, from the last checkpoint of the run directory if it has one.
+
+    The same call continues a run that was stopped, and the result is equal to the bit on the same devices. SIGTERM and
+    SIGINT end it after the current step and its checkpoint. Records are in metrics.jsonl and in tensorboard/, as those
+    of `train`, with `rows` in place of `tokens`; `config.checkpoint`, `config.logging` and `config.evaluation.every`
+    say how often.
+
+    Args:
+        data: see `make_batches`.
+        steps: by default `config.training.steps`.
+        run_directory: by default `config.run.directory`.
+        held_out: batches whose mean loss is measured at each evaluation, as `eval_loss`.
+
+    Returns:
+        The engine, with the state after the last step.
+
+    Raises:
+        InputError: the data does not fit, or the directory holds another run.
+        Preempted: a signal stopped it. The same call continues the run.
+        TrainingDiverged: the loss is not finite for `training.skip_limit` steps in a row.
+        CheckpointError: no checkpoint of the run is intact, or the last one could not be written.
+    """
+    if jax.process_count() > 1:
+        raise InputError("fit: several processes are not supported yet; run one process with all GPUs of a host")
+    config = engine.config
+    directory = Path(run_directory or config.run.directory).absolute()
+    config = replace(config, run=replace(config.run, directory=str(directory)))
+    if steps is not None:
+        config = replace(config, training=replace(config.training, steps=steps, epochs=0.0))
+    batches = make_batches(data, engine.example, config.run.seed)
+    workload = EngineWorkload(engine, config, batches, tuple(held_out))
+    with lock_directory(directory), Preemption() as preemption:
+        _check_directory(directory, config)
+        _run(workload, preemption)
+    return engine
+
+
+def _check_directory(directory: Path, config: Config) -> None:
+    """Raise InputError if the directory holds a run that this configuration does not continue."""
+    if not has_checkpoint(directory):
+        return
+    try:
+        old = fields.from_json((directory / "config.json").read_text())
+        json.loads((directory / "parameters.json").read_text())
+    except (ValueError, TypeError, OSError) as error:
+        raise InputError(
+            f"fit: {directory} holds checkpoints of something else than fit ({type(error).__name__}); give another "
+            "run_directory"
+        ) from error
+    if found := fields.forbidden_changes(old, config):
+        raise InputError(f"fit: {directory} holds another run: {'; '.join(found)}; give another run_directory")
+
+
+def _run(workload: EngineWorkload, preemption: Preemption) -> None:
+    config, directory, engine = workload.config, workload.directory, workload.engine
+    steps = config.training.steps
+    progress = ProgressLine(steps)
+    events = EventLog(directory, progress.say, writes=True)
+    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint, progress.say, on_save=events.write_save)
+    with progress, checkpoints:
+        start = checkpoints.latest_verified_step() or 0
+        progress.advance(start)
+        with Loop(workload, checkpoints, progress, preemption, events) as loop:
+            loop.restore(start)
+            try:
+                if start >= steps:
+                    progress.say(f"{directory} is finished at step {start}; fit longer with a larger number of steps")
+                else:
+                    loop.start(start)
+                    run_steps(loop, start, steps, config.evaluation.every)
+            finally:
+                engine.take_state(loop.release_state())

@@ -1,0 +1,103 @@
+"""Workload of a decoder: its state, its batches of packed documents, its held-out loss and its samples."""
+
+import functools
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.config import Config
+from jaxopt_llm.core import tree
+from jaxopt_llm.data.loader import read_ahead
+from jaxopt_llm.distributed.process_group import Processes
+from jaxopt_llm.parallel.zero import abstract_checkpoint
+from jaxopt_llm.training import pretrained_weights
+from jaxopt_llm.training import state as training_state
+from jaxopt_llm.training.compile import Executables
+from jaxopt_llm.training.evaluation import LossSum, evaluate
+from jaxopt_llm.training.initial_weights import InitialWeights
+from jaxopt_llm.training.samples import Sampler
+from jaxopt_llm.training.setup import Setup, write_run_files
+from jaxopt_llm.training.state import TrainState
+from jaxopt_llm.training.step import Metrics
+from jaxopt_llm.training.utilisation import utilisation_per_token
+
+
+class DecoderWorkload:
+    """A decoder and its documents, with compiled programs."""
+
+    def __init__(self, setup: Setup, programs: Executables, initial: InitialWeights) -> None:
+        """Take over what a run prepared.
+
+        Args:
+            initial: the weights that the run starts from.
+        """
+        self._setup, self._programs, self._initial = setup, programs, initial
+        self._sampler = Sampler(setup)
+
+    @property
+    def config(self) -> Config:
+        return self._setup.config
+
+    @property
+    def directory(self) -> Path:
+        return self._setup.directory
+
+    @property
+    def processes(self) -> Processes:
+        return self._setup.processes
+
+    unit = "tokens"
+
+    @property
+    def units_per_step(self) -> int:
+        return self.config.training.batch_size * self.config.training.sequence_length
+
+    @functools.cached_property
+    def utilisation(self) -> dict[str, float]:
+        return utilisation_per_token(self.config, self._setup.program, self._setup.placement)
+
+    def restore(self, checkpoints: Checkpoints, start: int, say: Callable[[str], None]) -> TrainState:
+        """Return the state of step `start`; see Workload."""
+        specs, placement, initial = self._setup.program.specs, self._setup.placement, self._initial
+        if start:
+            saved = abstract_checkpoint(training_state.checkpoint_specs(specs), placement)
+            restored = checkpoints.restore(start, **saved)
+            if initial.weights is not None:
+                restored["frozen"] = pretrained_weights.read_frozen(initial.weights, specs.frozen, placement)
+            return training_state.resume_state(specs, start, placement, **restored)
+        given = None
+        if initial.weights is not None:
+            given = pretrained_weights.read_parameters(initial.weights, specs, placement)
+            say(f"starts from the weights of {initial.weights.path}")
+        if initial.adapter is not None:
+            given = pretrained_weights.add_adapter(given, initial.adapter, specs, placement)
+            say(f"starts from the adapters of {initial.adapter.path}")
+        optimizers, seed = self._setup.program.optimizers, self.config.run.seed
+        return training_state.initialize_state(specs, optimizers, seed, placement, given)
+
+    def read_batches(self, start: int, stopping: Callable[[], bool]) -> Generator[tuple[Any, float], None, None]:
+        return read_ahead(self._setup.loader, start, self.config.data.stall_seconds, stopping)
+
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        new: tuple[TrainState, Metrics] = self._programs.step(state, self._setup.local_rows.make_global(batch))
+        return new
+
+    def evaluate(self, state: TrainState) -> dict[str, float]:
+        """Return the mean loss over all validation sets, `eval_loss`, and that of each of `evaluation.paths`."""
+        total, losses = LossSum(), {}
+        for name, batches in self._setup.validation.items():
+            loss = evaluate(self._programs.held_out, state, map(self._setup.local_rows.make_global, batches))
+            total += loss
+            if self.config.evaluation.paths:
+                losses[f"eval_loss/{name}"] = loss.mean
+        return {"eval_loss": total.mean} | losses
+
+    def sample(self, state: TrainState) -> list[dict[str, str]]:
+        return self._sampler(state)
+
+    def to_checkpoint(self, state: TrainState) -> dict[str, tree.Tree]:
+        return self._setup.program.to_checkpoint(state)
+
+    def write_files(self) -> None:
+        write_run_files(self._setup, self._initial.base_sha256)
