@@ -13,7 +13,8 @@ from plain_training import ROWS, Batch, Case
 from jaxopt_llm.config import OptimizerConfig
 
 WIDTH, CLASSES = 16, 8
-RULES: dict[str, str | None] = {"mlp": "tensor", "heads": "tensor", "embed": None}
+RULES: dict[str, str | None] = {"mlp": "tensor", "embed": None}
+HEADS = RULES | {"heads": "tensor"}
 MOMENTUM = optax.sgd(0.05, momentum=0.9)
 ADAMW = optax.adamw(1e-2, eps=1e-3, weight_decay=0.01)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAMW)
@@ -71,7 +72,7 @@ class Vit(nnx.Module):
         self.patches = nnx.Conv(1, WIDTH, (4, 4), strides=(4, 4), padding="VALID", rngs=rngs)
         self.cls = nnx.Param(jnp.zeros((1, 1, WIDTH)))
         self.positions = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (1, 5, WIDTH)))
-        self.blocks = nnx.List([VitBlock(rngs) for _ in range(2)])
+        self.blocks = nnx.List([VitBlock(rngs)])
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.head = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
 
@@ -104,7 +105,7 @@ class ResNet(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.stem = nnx.Conv(3, 8, (3, 3), use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(8, rngs=rngs)
-        self.blocks = nnx.List([ResNetBlock(8, 8, 1, rngs), ResNetBlock(8, 16, 2, rngs)])
+        self.blocks = nnx.List([ResNetBlock(8, 16, 2, rngs)])
         self.head = nnx.Linear(16, CLASSES, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -254,12 +255,12 @@ PLAIN_SETTINGS = optax.chain(
 
 CASES = {
     "mlp": Case(lambda: Mlp(16, nnx.Rngs(0)), classify, images(4), SETTINGS, RULES, PLAIN_SETTINGS),
-    "vit": Case(lambda: Vit(nnx.Rngs(0)), classify, images(8), MASKED, RULES),
+    "vit": Case(lambda: Vit(nnx.Rngs(0)), classify, images(8), MASKED, HEADS),
     "resnet": Case(lambda: ResNet(nnx.Rngs(0)), classify, images(8, 3), MOMENTUM),
     "mnist": Case(lambda: Cnn(nnx.Rngs(0)), classify, images(8), SGD_SETTINGS, {}, MOMENTUM),
     "vae": Case(lambda: Vae(nnx.Rngs(0, noise=1)), evidence, images(8), TWO_RATES),
     "unet": Case(lambda: UNet(nnx.Rngs(0)), denoise, images(4), CLIPPED),
-    "ensemble": Case(lambda: Ensemble(nnx.Rngs(0)), classify, images(4), LAMB, RULES),
+    "ensemble": Case(lambda: Ensemble(nnx.Rngs(0)), classify, images(4), LAMB, RULES | {"members": None}),
     "l2": Case(lambda: Mlp(16, nnx.Rngs(0)), with_l2, images(4), CLIPPED, RULES),
     "penalty": Case(lambda: Mlp(16, nnx.Rngs(0)), with_gradient_penalty, images(4), MOMENTUM, RULES),
     "clip": Case(lambda: Clip(nnx.Rngs(0)), contrast, pairs, TWO_RATES, RULES),

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from flax import nnx
 from plain_training import ROWS, Batch, Case
-from zoo_images import CLIPPED, LAMB, MASKED, MOMENTUM, PLAIN_SETTINGS, RULES, SETTINGS, WIDTH, named
+from zoo_images import CLIPPED, HEADS, LAMB, MASKED, MOMENTUM, PLAIN_SETTINGS, RULES, SETTINGS, WIDTH, named
 
 VOCABULARY, LENGTH, LAYERS = 32, 6, 3
 
@@ -64,7 +64,7 @@ class Listed(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, remat: bool) -> None:
         self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
         self.norm, self.head = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
         self.remat = remat
 
@@ -128,8 +128,8 @@ class Translator(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCABULARY, WIDTH, embedding_init=named("vocabulary", "embed"), rngs=rngs)
-        self.encoder = nnx.List([Block(rngs) for _ in range(2)])
-        self.decoder = nnx.List([Block(rngs, crosses=True) for _ in range(2)])
+        self.encoder = nnx.List([Block(rngs)])
+        self.decoder = nnx.List([Block(rngs, crosses=True)])
         self.norms = nnx.List([nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2)])
 
     def __call__(self, source: jax.Array, target: jax.Array) -> jax.Array:
@@ -148,7 +148,7 @@ def translate(model: Translator, batch: Any) -> Any:
 class Bert(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed, self.positions = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs), nnx.Embed(LENGTH, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+        self.blocks = nnx.List([Block(rngs)])
         self.transform, self.norm = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
         self.bias = nnx.Param(jnp.zeros(VOCABULARY))
 
@@ -258,17 +258,20 @@ class Gemma(nnx.Module):
 
 
 TOKENS = tokens("tokens")
-TABLE_RULES = RULES | {"vocabulary": "tensor"}
+TABLE_RULES = HEADS | {"vocabulary": "tensor"}
+STACKED = HEADS | {"layers": None}
 CASES = {
-    "lm1b": Case(lambda: Listed(nnx.Rngs(0), remat=False), predict_next, TOKENS, MASKED, RULES),
-    "lm1b_remat": Case(lambda: Listed(nnx.Rngs(0), remat=True), predict_next, TOKENS, SETTINGS, RULES, PLAIN_SETTINGS),
-    "scanned": Case(lambda: Scanned(nnx.Rngs(0), remat=False), predict_next, TOKENS, LAMB, RULES),
+    "lm1b": Case(lambda: Listed(nnx.Rngs(0), remat=False), predict_next, TOKENS, MASKED, HEADS),
+    "lm1b_remat": Case(lambda: Listed(nnx.Rngs(0), remat=True), predict_next, TOKENS, SETTINGS, HEADS, PLAIN_SETTINGS),
+    "scanned": Case(lambda: Scanned(nnx.Rngs(0), remat=False), predict_next, TOKENS, LAMB, STACKED),
     "scanned_remat": Case(
-        lambda: Scanned(nnx.Rngs(0), remat=True), predict_next, TOKENS, SETTINGS, RULES, PLAIN_SETTINGS
+        lambda: Scanned(nnx.Rngs(0), remat=True), predict_next, TOKENS, SETTINGS, STACKED, PLAIN_SETTINGS
     ),
-    "nested": Case(lambda: Nested(nnx.Rngs(0)), predict_next, TOKENS, CLIPPED, RULES),
+    "nested": Case(lambda: Nested(nnx.Rngs(0)), predict_next, TOKENS, CLIPPED, RULES | {"layers": None}),
     "wmt": Case(lambda: Translator(nnx.Rngs(0)), translate, tokens("source", "target"), CLIPPED, TABLE_RULES),
-    "bert": Case(lambda: Bert(nnx.Rngs(0)), predict_masked, tokens("tokens", "draw"), CLIPPED, RULES),
+    "bert": Case(lambda: Bert(nnx.Rngs(0)), predict_masked, tokens("tokens", "draw"), CLIPPED, HEADS),
     "mamba": Case(lambda: Mamba(nnx.Rngs(0)), predict_next, TOKENS, MOMENTUM, RULES),
-    "gemma": Case(lambda: Gemma(nnx.Rngs(0)), predict_next, TOKENS, CLIPPED, TABLE_RULES),
+    "gemma": Case(
+        lambda: Gemma(nnx.Rngs(0)), predict_next, TOKENS, CLIPPED, TABLE_RULES | {"pair": None, "head": None}
+    ),
 }

@@ -255,13 +255,11 @@ class NnxFrontend:
         split: Any = nnx.split(model, nnx.Param, ...)
         _, parameters, variables = split
         known = [dict(zip(*_flatten_state(state), strict=True)) for state in (parameters, variables)]
-        for keys in {*self._parameter_keys} - {*known[0]} | {*self._variable_keys} - {*known[1]}:
-            raise InputError(
-                f"loss: it deletes {_join_keys([keys])[0]} from the model; leave all arrays in their place"
-            )
-        parameter_values = [known[0][keys].get_value() for keys in self._parameter_keys]
         for found, keys in zip(known, (self._parameter_keys, self._variable_keys), strict=True):
+            if lost := {*keys} - found.keys():
+                raise InputError(f"loss: it removes {_join_keys([*lost])[0]} from the model; leave all arrays in place")
             self.dropped |= {*_join_keys([*(found.keys() - {*keys})])}
+        parameter_values = [known[0][keys].get_value() for keys in self._parameter_keys]
         variable_values = [known[1][keys].get_value() for keys in self._variable_keys]
         return parameter_values, self._keys.unwrap(variable_values)
 
