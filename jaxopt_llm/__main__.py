@@ -19,6 +19,7 @@ COMMANDS = {
     "prepare": ("prepare", (), "tokenize a corpus once"),
     "plan": ("plan", (), "compile a step for GPUs that this machine need not have, and print what it needs"),
     "convert": ("convert", (), "convert between runs, Hugging Face folders and PEFT folders"),
+    "import-config": ("import_config", (), "write a DeepSpeed configuration as a recipe"),
     "report": ("report", (), "write the curves and events of runs as a page for the browser"),
     "checkpoint": ("checkpoint", (), "list and verify the checkpoints of a run"),
     "completion": ("completion", (), "print a script that completes commands and flags in bash or zsh"),
@@ -27,7 +28,7 @@ USAGE = "\n".join(
     [
         "jaxopt-llm COMMAND [ARGUMENTS], or jaxopt-llm --version",
         "",
-        *(f"  {name:<12}{text}" for name, (_, _, text) in COMMANDS.items()),
+        *(f"  {name:<15}{text}" for name, (_, _, text) in COMMANDS.items()),
         "",
         "jaxopt-llm COMMAND --help lists the arguments of a command.",
     ]

@@ -21,7 +21,8 @@ from jaxopt_llm.core.errors import InputError
 SHELLS = ("bash", "zsh")
 USAGE = f"jaxopt-llm completion {'|'.join(SHELLS)}"
 # The commands that have a parser of their own flags.
-PARSERS = ("generate", "chat", "evaluate", "prepare", "plan", "convert", "report")
+PARSERS = ("generate", "chat", "evaluate", "prepare", "plan", "convert", "report", "import-config")
+MODULES = {"chat": "generate", "import-config": "import_config"}  # of the commands with another name
 # The settings that are flags of a command, by how their names begin.
 SETTINGS: dict[str, tuple[str, ...]] = {
     "train": ("",),
@@ -38,7 +39,7 @@ def make_completion_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxopt-llm")
     commands = parser.add_subparsers()
     for name in (*PARSERS, "train"):
-        module = importlib.import_module(f"jaxopt_llm.{'generate' if name == 'chat' else name}")
+        module = importlib.import_module(f"jaxopt_llm.{MODULES.get(name, name)}")
         parents = [module.make_parser()] if name in PARSERS else []
         command = commands.add_parser(name, help=name, parents=parents, add_help=not parents)
         if name in ("train", "plan"):

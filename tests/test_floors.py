@@ -19,7 +19,7 @@ FLOORS = (
     ("inference",),
     ("planning",),
     ("engine",),
-    ("train", "evaluate", "generate", "prepare", "plan", "convert", "report", "checkpoint/__main__"),
+    ("train", "evaluate", "generate", "prepare", "plan", "convert", "report", "import_config", "checkpoint/__main__"),
     ("completion", "__main__"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -137,6 +137,19 @@ def test_cluster(tmp_path: Path) -> None:
     assert len(losses(one)) == 4 and losses(one) == pytest.approx(losses(two), rel=1e-4)
 
 
+@pytest.mark.slow
+def test_deepspeed(tmp_path: Path) -> None:
+    done = follow("deepspeed", tmp_path)
+    first, sizes, habits = (printed_by(done, text) for text in ("held out:", "features", "class Network"))
+    trained, (held_out,) = losses(first), losses(first, r"held out: ([0-9.]+)")
+    assert trained[0] > 1 > 0.1 > trained[-1] and held_out < 1e-3
+    begun, ended = losses(sizes, r"([0-9.]+(?=\n| ->))")
+    assert begun > 1 and ended < 0.01 and "divided by tensor None" in sizes
+    assert "restored at step 100" in habits and "'first/kernel': (10, 64)" in habits and "'worst':" in habits
+    recipe = printed_by(done, "import-config")
+    assert "devices = 8" in recipe and "mesh=MeshConfig(fsdp=8)" in recipe and "zero_stage=2" in recipe
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_says_whether_it_is_run(page: str) -> None:
     blocks = read_blocks(page)

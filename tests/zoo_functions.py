@@ -84,7 +84,7 @@ BIASES = optax.multi_transform(
     lambda params: jax.tree.map(lambda leaf: "bias" if leaf.ndim < 2 else "weight", params),
 )
 CASES = {
-    "linen_scan": Case(LinenDecoder(), predict_next, TOKENS, CLIPPED, RULES | {"layers": None}),
+    "linen_scan": Case(LinenDecoder(), predict_next, TOKENS, CLIPPED, RULES),
     "linen_batchnorm": Case(LinenCnn(), classify, images(8), MOMENTUM),
     "functions": Case(
         make_tree, lambda params, batch: predict_next(lambda tokens: run_tree(params, tokens), batch), TOKENS, BIASES

@@ -259,15 +259,14 @@ class Gemma(nnx.Module):
 
 TOKENS = tokens("tokens")
 TABLE_RULES = HEADS | {"vocabulary": "tensor"}
-STACKED = HEADS | {"layers": None}
 CASES = {
     "lm1b": Case(lambda: Listed(nnx.Rngs(0), remat=False), predict_next, TOKENS, MASKED, HEADS),
     "lm1b_remat": Case(lambda: Listed(nnx.Rngs(0), remat=True), predict_next, TOKENS, SETTINGS, HEADS, PLAIN_SETTINGS),
-    "scanned": Case(lambda: Scanned(nnx.Rngs(0), remat=False), predict_next, TOKENS, LAMB, STACKED),
+    "scanned": Case(lambda: Scanned(nnx.Rngs(0), remat=False), predict_next, TOKENS, LAMB, HEADS),
     "scanned_remat": Case(
-        lambda: Scanned(nnx.Rngs(0), remat=True), predict_next, TOKENS, SETTINGS, STACKED, PLAIN_SETTINGS
+        lambda: Scanned(nnx.Rngs(0), remat=True), predict_next, TOKENS, SETTINGS, HEADS, PLAIN_SETTINGS
     ),
-    "nested": Case(lambda: Nested(nnx.Rngs(0)), predict_next, TOKENS, CLIPPED, RULES | {"layers": None}),
+    "nested": Case(lambda: Nested(nnx.Rngs(0)), predict_next, TOKENS, CLIPPED, RULES),
     "wmt": Case(lambda: Translator(nnx.Rngs(0)), translate, tokens("source", "target"), CLIPPED, TABLE_RULES),
     "bert": Case(lambda: Bert(nnx.Rngs(0)), predict_masked, tokens("tokens", "draw"), CLIPPED, HEADS),
     "mamba": Case(lambda: Mamba(nnx.Rngs(0)), predict_next, TOKENS, MOMENTUM, RULES),

@@ -121,18 +121,18 @@ def wrong_types(config: Any, prefix: str = "") -> list[str]:
         value = getattr(config, name)
         if dataclasses.is_dataclass(hint) and isinstance(value, hint):  # type: ignore[arg-type]
             found += wrong_types(value, f"{prefix}{name}.")
-        elif not _has_type(value, hint):
+        elif not has_type(value, hint):
             found.append(f"{prefix}{name}={value!r}: must be {describe_type(hint)}")
     return found
 
 
-def _has_type(value: Any, hint: Any) -> bool:
+def has_type(value: Any, hint: Any) -> bool:
     if typing.get_origin(hint) in UNIONS:
-        return any(_has_type(value, option) for option in typing.get_args(hint))
+        return any(has_type(value, option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is Literal:
         return any(type(value) is type(choice) and value == choice for choice in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
-        return isinstance(value, tuple) and all(_has_type(item, typing.get_args(hint)[0]) for item in value)
+        return isinstance(value, tuple) and all(has_type(item, typing.get_args(hint)[0]) for item in value)
     if hint is int:
         return type(value) is int and abs(value) < 2**31  # device programs use int32
     if hint is float:  # 0 or a normal number of float32: a device program would read 1e-320 as 0

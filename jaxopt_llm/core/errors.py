@@ -104,8 +104,8 @@ def set_program_prefix(prefix: str) -> None:
 
 
 def program_name(command: str) -> str:
-    """Return how the user starts a command: as a module or as `jaxopt-llm COMMAND`."""
-    return _prefix + command
+    """Return how the user starts a command: as a module or as `jaxopt-llm COMMAND`, which is spelt with dashes."""
+    return _prefix + (command if _prefix.endswith(".") else command.replace("_", "-"))
 
 
 @contextlib.contextmanager

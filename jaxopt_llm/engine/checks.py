@@ -7,7 +7,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core.primitives import dot_general_p
 
-from jaxopt_llm.config import Config
+from jaxopt_llm.config import Config, TrainingConfig
 from jaxopt_llm.config.fields import FIELDS, get_field, wrong_types
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
@@ -33,25 +33,30 @@ class EngineWarning(UserWarning):
     """Something that an engine does not refuse, but that its user probably did not intend."""
 
 
+def find_unread(config: Config) -> list[str]:
+    """Return the settings with another value than the default that an engine does not read."""
+    default = Config()
+    return [
+        name
+        for name in FIELDS
+        if (not tree.first_match(name, READ) or name in NOT_READ)
+        and get_field(config, name) != get_field(default, name)
+    ]
+
+
 def check_config(config: Config, rows: int) -> None:
     """Raise an InputError that names all settings that are wrong, or that an engine does not read.
 
     Args:
         rows: rows of the example.
     """
-    default = Config()
-    unread = [
-        name
-        for name in FIELDS
-        if (not tree.first_match(name, READ) or name in NOT_READ)
-        and get_field(config, name) != get_field(default, name)
-    ]
+    unread = find_unread(config)
     found = wrong_types(config) or config.problems()
     if unread:
         found.append(f"an engine does not read {', '.join(unread)}, settings of the decoder: leave them out")
     if config.remat.policy not in POLICIES:
         found.append(f"remat.policy={config.remat.policy}: for an engine it must be one of {', '.join(POLICIES)}")
-    if config.training.batch_size not in (default.training.batch_size, rows):
+    if config.training.batch_size not in (TrainingConfig.batch_size, rows):
         found.append(f"training.batch_size={config.training.batch_size}, but the example has {rows} rows")
     if found:
         raise InputError(f"config: {'; '.join(found)}")
@@ -87,8 +92,6 @@ def check_rules(parameters: Sequence[ArrayInfo], rules: Mapping[str, str | None]
             known = f"the model names {', '.join(sorted(names))}" if names else "the model names no dimension"
             raise InputError(f"rules: no parameter has a dimension {name}; {known}")
     for info in parameters:
-        if len(info.axes or ()) > len(info.shape):
-            raise InputError(f"model: {info.path} has {len(info.shape)} dimensions, but the names {info.axes}")
         split = [dim for dim, name in enumerate(info.axes or ()) if name and rules.get(name) == "tensor"]
         if len(split) > 1:
             raise InputError(f"rules: two dimensions of {info.path} go to tensor; give tensor to one of them")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -18,12 +19,14 @@ from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.config import AXES, Config, OptimizerConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.engine import deepspeed
 from jaxopt_llm.engine.batches import count_rows, fit_to_example
-from jaxopt_llm.engine.checks import EngineWarning, check_config
+from jaxopt_llm.engine.checks import EngineWarning, check_config, find_unread
 from jaxopt_llm.engine.frontends import ArrayInfo, Loss, LossParts, make_frontend
 from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, plan_engine
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
 from jaxopt_llm.engine.user_model import nest_variables
+from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.parallel.mesh import make_mesh, visible_devices
 from jaxopt_llm.parallel.zero import abstract_checkpoint
 from jaxopt_llm.training import state as training_state
@@ -64,8 +67,9 @@ class Engine:
 
             def make_values() -> tuple[Any, Any]:
                 parameters, variables = self._frontend.make()
-                parameters = [leaf.astype(jnp.float32) for leaf in parameters]
-                return program.model.nest(parameters), nest_variables(self._frontend, variables)
+                arrays = program.model.nest([leaf.astype(jnp.float32) for leaf in parameters])
+                whole = leaves.wrap_arrays(program.model.specs, arrays, self.config.run.seed)
+                return whole, nest_variables(self._frontend, variables)
 
             self._state = training_state.initialize_state(
                 program.specs, program.optimizers, self.config.run.seed, program.placement, make_values=make_values
@@ -123,11 +127,17 @@ class Engine:
         return plan_engine(self._job, gpu, gpus, gpus_per_host, rows)
 
     def model(self) -> Any:
-        """Return the user's model with the trained parameters: an NNX module, Linen's variables, or the pytree."""
+        """Return the user's model with the trained parameters: an NNX module, Linen's variables, or the pytree.
+
+        Adapters are merged into their bases, and codes are dequantised.
+        """
         state, model = self.state, self.program.model
         variables = dict(tree.leaves_with_path(state.variables))
+        merged = jax.tree.map(
+            _merge_weight, model.specs, tree.merge(state.masters, state.frozen), is_leaf=leaves.is_wrapped
+        )
         return self._frontend.rebuild(
-            model.flatten(state.masters), [variables[info.path] for info in self._frontend.variables]
+            model.flatten(merged), [variables[info.path] for info in self._frontend.variables]
         )
 
     def save(self, directory: str | Path) -> None:
@@ -165,11 +175,22 @@ class Engine:
         self._state = state
 
 
+def _merge_weight(spec: Any, weight: Any) -> jax.Array:
+    """Return a parameter, with its adapter if it has one, as one array."""
+    if not leaves.is_wrapped(spec):
+        return weight
+    bare = leaves.unwrap_specs(spec)
+    merge = functools.partial(leaves.merge_to_array, contracting=bare.unstack().contracting)
+    for _ in range(bare.leading):
+        merge = jax.vmap(merge)
+    return jax.jit(merge)(weight)
+
+
 def initialize(
     model: Any,
     loss: Loss,
     example: Any,
-    config: Config | None = None,
+    config: Config | str | Path | None = None,
     optimizer: optax.GradientTransformation | OptimizerConfig | None = None,
     rules: Mapping[str, str | None] | None = None,
     evaluation_loss: Loss | None = None,
@@ -180,7 +201,8 @@ def initialize(
         model: function without arguments that makes an NNX module or a pytree of arrays; or a Linen module.
         loss: (model, batch) -> mean loss, (sum, count), or one of them and a dict of metrics; scalars.
         example: a batch as arrays or `jax.ShapeDtypeStruct`s. The first dimension of each array are the rows.
-        config: settings; by default all visible devices divide the state (ZeRO-3).
+        config: settings, or the path of a DeepSpeed configuration in JSON, whose mapping is printed; by default all
+            visible devices divide the state (ZeRO-3).
         optimizer: optax transformation, or an OptimizerConfig; by default `config.optimizer`.
         rules: names of dimensions, as in `nnx.with_partitioning`, to the mesh axis `tensor`, or None.
         evaluation_loss: loss of `evaluate`, by default `loss`. An NNX model is in evaluation mode in either.
@@ -188,6 +210,8 @@ def initialize(
     Raises:
         InputError: something does not fit together.
     """
+    if isinstance(config, str | Path):
+        config = _read_deepspeed(Path(config), example, optimizer)
     config = Config() if config is None else config
     if config.mesh.devices == 1:
         config = replace(config, mesh=replace(config.mesh, fsdp=len(visible_devices())))
@@ -207,3 +231,28 @@ def initialize(
     for oddity in program.model.oddities:
         warnings.warn(oddity, EngineWarning, stacklevel=2)
     return Engine(job)
+
+
+def _read_deepspeed(path: Path, example: Any, optimizer: Any) -> Config:
+    """Return the settings of a DeepSpeed file. Print on process 0 what became of its keys."""
+    read = deepspeed.read_file(path, len(visible_devices()))
+    rows, found = read.config.training.batch_size, count_rows(example)
+    if read.has("training.batch_size") and found != rows:
+        raise InputError(
+            f"example: it has {found} rows, and the batch sizes of {path.name} make {rows} for all devices and "
+            "microbatches together; give a whole batch, or change the file"
+        )
+    unread = find_unread(read.config)
+    if keys := [each.key for each in read.mapped if each.setting in unread]:
+        raise InputError(
+            f"{path.name}: {', '.join(keys)}: only the decoder of this package has an equivalent; remove it, or write "
+            "a recipe of the decoder with jaxopt-llm import-config"
+        )
+    replaced = {"optimizer": "optimizer.name", "gradient_clipping": "optimizer.clip_norm"}
+    if not isinstance(optimizer, OptimizerConfig):
+        replaced["scheduler"] = "schedule.kind"
+    names = [name for name, setting in replaced.items() if read.has(setting)]
+    lines = [f"replaced by initialize(optimizer=...): {', '.join(names)}"] if optimizer is not None and names else []
+    if jax.process_index() == 0:
+        print("\n".join([*read.lines(), *lines]), file=sys.stderr)
+    return read.config

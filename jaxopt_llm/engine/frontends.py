@@ -38,7 +38,7 @@ class ArrayInfo:
 
 @struct.dataclass
 class LossParts:
-    """What a loss returned. The mean loss of several batches is the sum of `total` by the sum of `count`.
+    """Parts of what a loss returned. The mean loss of several batches is the sum of `total` by the sum of `count`.
 
     metrics: scalars, each a mean over what `count` counts.
     """

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,15 +14,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxopt_llm.compiler import xla_options
 from jaxopt_llm.config import BATCH_AXES, Config, OptimizerConfig
+from jaxopt_llm.config.training import ALL_LINEAR
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.frontends import Frontend, Loss
 from jaxopt_llm.engine.gradients import compute_loss, differentiate_user_model
 from jaxopt_llm.engine.user_model import Rules, UserModel, make_user_model, nest_variables
+from jaxopt_llm.model.linear.leaves import is_wrapped
+from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.training import lora, update
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training import update
 from jaxopt_llm.training.optimizer import is_elementwise, make_optimizer
 from jaxopt_llm.training.schedule import make_schedule
 from jaxopt_llm.training.state import StateSpecs, TrainState
@@ -31,7 +35,7 @@ from jaxopt_llm.training.update import Optimizers, WholeOptimizer
 
 @dataclass(frozen=True)
 class Job:
-    """What a user trains, independently of the devices.
+    """Model, loss, data and settings of a training, independently of the devices.
 
     optimizer: an optax transformation, or settings of ours.
     rules: names of dimensions -> mesh axis.
@@ -76,11 +80,18 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
     placement = Placement(mesh, config.sharding, config.precision, config.offload, reduces_microbatches=True)
     batch = split_microbatches(job.example, config.training.accumulation, placement)
     microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-    model = make_user_model(job.frontend, job.loss, microbatch, job.rules, placement)
-    optimizers, learning_rate, settings = _make_optimizers(job, model)
-    specs = _make_state_specs(model, optimizers, placement)
+    plain = make_user_model(job.frontend, job.loss, microbatch, job.rules, placement)
+    model, trained, frozen = adapt_user_model(plain, config)
+    optimizers, learning_rate, settings = _make_optimizers(job, model, trained)
+    specs = training_state.make_state_specs(trained, frozen, optimizers, placement.precision)
+    specs = replace(specs, variables=_make_variable_specs(job.frontend))
     options = xla_options.compiler_options(
-        mesh, config.training.accumulation, placement.precision.matmul, config.xla, recomputes_layers=model.recomputes
+        mesh,
+        config.training.accumulation,
+        placement.precision.matmul,
+        config.xla,
+        model.recomputes,
+        config.lora.rank > 0,
     )
     advance = update_after_backward(differentiate_user_model(model, placement), optimizers, specs, placement, settings)
     measured = replace(model, frontend=job.frontend.for_evaluation(), loss=job.evaluation_loss)
@@ -97,8 +108,14 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
     )
 
 
-def _make_optimizers(job: Job, model: UserModel) -> tuple[Optimizers, optax.Schedule | None, StepSettings]:
-    """Return the optimizers, the schedule of the learning rate if it is ours, and the settings of the step."""
+def _make_optimizers(
+    job: Job, model: UserModel, trained: Params
+) -> tuple[Optimizers, optax.Schedule | None, StepSettings]:
+    """Return the optimizers, the schedule of the learning rate if it is ours, and the settings of the step.
+
+    Args:
+        trained: specs of the trained parameters.
+    """
     training, optimizer = job.config.training, job.optimizer
     if not isinstance(optimizer, OptimizerConfig):
         return _make_whole_optimizer(optimizer, model), None, StepSettings(skip_outliers=training.skip_outliers)
@@ -109,7 +126,7 @@ def _make_optimizers(job: Job, model: UserModel) -> tuple[Optimizers, optax.Sche
         skip_outliers=training.skip_outliers,
         elementwise=is_elementwise(optimizer),
     )
-    return update.make_optimizers(make, model.specs), learning_rate, settings
+    return update.make_optimizers(make, trained), learning_rate, settings
 
 
 def _make_whole_optimizer(transformation: optax.GradientTransformation, model: UserModel) -> WholeOptimizer:
@@ -117,18 +134,47 @@ def _make_whole_optimizer(transformation: optax.GradientTransformation, model: U
         return model.frontend.as_tree(model.flatten(sections))
 
     def from_tree(parameters: Any) -> Any:
-        by_path = dict(tree.leaves_with_path(parameters))
-        return model.nest([by_path[info.path] for info in model.frontend.parameters])
+        by_path = dict(tree.leaves_with_path(parameters, is_wrapped))
+        return model.nest([by_path.get(info.path) for info in model.frontend.parameters])
 
     return WholeOptimizer(transformation, to_tree, from_tree)
 
 
-def _make_state_specs(model: UserModel, optimizers: Optimizers, placement: Placement) -> StateSpecs:
-    frozen = jax.tree.map(lambda spec: None, model.specs)
-    specs = training_state.make_state_specs(model.specs, frozen, optimizers, placement.precision)
-    infos = model.frontend.variables
-    variables = [ParamSpec(info.shape, (None,) * len(info.shape), dtype=np.dtype(info.dtype)) for info in infos]
-    return replace(specs, variables=nest_variables(model.frontend, variables))
+def _make_variable_specs(frontend: Frontend) -> Params:
+    infos = frontend.variables
+    specs = [ParamSpec(info.shape, (None,) * len(info.shape), dtype=np.dtype(info.dtype)) for info in infos]
+    return nest_variables(frontend, specs)
+
+
+def adapt_user_model(model: UserModel, config: Config) -> tuple[UserModel, Params, Params]:
+    """Divide the parameters into trained and frozen ones, and add adapters if `lora.rank` is set.
+
+    Returns the model, and the specs of its trained and of its frozen parameters; see `lora.adapt_model`.
+
+    Raises:
+        InputError: a pattern selects nothing, or a parameter that cannot have an adapter.
+    """
+    settings, trainable, products = config.lora, config.training.trainable, model.products
+
+    def is_product(path: str, spec: ParamSpec) -> bool:
+        return path in products
+
+    if settings.rank and ALL_LINEAR in settings.targets:
+        listed = [target for target in settings.targets if target != ALL_LINEAR]
+        settings = replace(settings, targets=(*listed, *sorted(products - {*_matches(products, listed)})))
+    others = [path for path in _matches(model.paths, settings.targets) if path not in products]
+    if settings.rank and others:
+        raise InputError(
+            f"lora.targets: {others[0]} is read by something else than matrix products, and an adapter is only "
+            "multiplied; leave it out"
+        )
+    if found := lora.problems(model.specs, settings, trainable, is_product):
+        raise InputError("; ".join(found))
+    return lora.adapt_model(model, settings, config.precision, trainable, is_product)
+
+
+def _matches(paths: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    return [path for path in paths if tree.first_match(path, patterns)]
 
 
 def split_microbatches(example: Any, microbatches: int, placement: Placement) -> Any:

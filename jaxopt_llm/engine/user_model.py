@@ -1,7 +1,7 @@
 """A user's model and loss under the engine: specs of its parameters, and its loss over placed weights."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jaxopt_llm.engine.frontends import ArrayInfo, Frontend, Loss, LossParts, ne
 from jaxopt_llm.execution.placed_evaluation import Lazy, evaluate
 from jaxopt_llm.execution.weight_uses import CONVOLUTION, LOOKUP, PRODUCT, Use, drop_results, find_uses
 from jaxopt_llm.model import param
-from jaxopt_llm.model.linear.leaves import LoraWeight, QuantisedWeight
+from jaxopt_llm.model.linear.leaves import LoraWeight, QuantisedWeight, is_wrapped
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.gathering import PlacedWeight, attach_shardings
@@ -43,6 +43,24 @@ class UserModel:
     uses: tuple[tuple[Use, ...], ...]
     oddities: tuple[str, ...]
 
+    def with_specs(self, specs: Params) -> "UserModel":
+        """Return the model over other parameters: with adapters, or with a quantised base."""
+        return replace(self, specs=specs)
+
+    @property
+    def products(self) -> set[str]:
+        """Paths of the parameters that only matrix products read, so that they can have adapters and be quantised."""
+        return {
+            path
+            for path, found, section in zip(self.paths, self.uses, self.sections, strict=True)
+            if found and all(use.kind == PRODUCT and use.leading == (section != "non_layer") for use in found)
+        }
+
+    @property
+    def paths(self) -> list[str]:
+        """Path in `specs` of each parameter of the front-end."""
+        return [f"{section}/{info.path}" for section, info in zip(self.sections, self.frontend.parameters, strict=True)]
+
     @property
     def recomputes(self) -> bool:
         """Whether the loss rematerialises layers."""
@@ -67,10 +85,9 @@ class UserModel:
             )
             for name, specs in self.specs.items()
         }
-        by_path = dict(tree.leaves_with_path(weights, _is_weight))
+        placed = _list_by_path(self.paths, weights, _is_weight)
         parameters, lazy = [], []
-        for info, section in zip(self.frontend.parameters, self.sections, strict=True):
-            weight = by_path[f"{section}/{info.path}"]
+        for info, section, weight in zip(self.frontend.parameters, self.sections, placed, strict=True):
             leading = 0 if section == "non_layer" else 1
             dtype = jnp.dtype(placement.precision.compute_dtype)
             lazy.append(Lazy(weight, leading, tuple(range(len(info.shape) - leading)), dtype))
@@ -84,18 +101,19 @@ class UserModel:
 
     def nest(self, leaves: Sequence[Any]) -> Params:
         """Return leaves in the order of the front-end's parameters as a tree like `specs`."""
-        paths = [
-            f"{section}/{info.path}" for section, info in zip(self.sections, self.frontend.parameters, strict=True)
-        ]
-        return nest(paths, leaves)
+        return nest(self.paths, leaves)
 
     def flatten(self, params: Params) -> list[Any]:
-        """Return the leaves of a tree like `specs` in the order of the front-end's parameters."""
-        by_path = dict(tree.leaves_with_path(params))
-        return [
-            by_path[f"{section}/{info.path}"]
-            for section, info in zip(self.sections, self.frontend.parameters, strict=True)
-        ]
+        """Return the leaves of a tree like `specs` in the order of the front-end's parameters, with None for no leaf.
+
+        A parameter with an adapter, or that is quantised, is one leaf.
+        """
+        return _list_by_path(self.paths, params, is_wrapped)
+
+
+def _list_by_path(paths: Sequence[str], params: Params, is_leaf: Callable[[Any], bool]) -> list[Any]:
+    by_path = dict(tree.leaves_with_path(params, is_leaf))
+    return [by_path.get(path) for path in paths]
 
 
 def _is_weight(leaf: Any) -> bool:
@@ -140,7 +158,6 @@ def make_user_model(frontend: Frontend, loss: Loss, batch: Any, rules: Rules, pl
         InputError: the loss changes a parameter, or a rule does not fit.
     """
     check_parameters(frontend.parameters)
-    oddities = check_rules(frontend.parameters, rules, placement)
     dtype = jnp.dtype(placement.precision.compute_dtype)
     parameters = [jax.ShapeDtypeStruct(info.shape, dtype) for info in frontend.parameters]
     variables = [jax.ShapeDtypeStruct(info.shape, info.dtype) for info in frontend.variables]
@@ -148,8 +165,14 @@ def make_user_model(frontend: Frontend, loss: Loss, batch: Any, rules: Rules, pl
     uses, unchanged = find_uses(closed, len(parameters))
     _check_unchanged(frontend, unchanged)
     _check_variables(frontend, closed.out_avals[len(closed.out_avals) - len(variables) :])
-    oddities += find_oddities(frontend, closed, uses, placement.precision.compute_dtype)
     specs = [_make_spec(info, found, rules) for info, found in zip(frontend.parameters, uses, strict=True)]
+    # The dimensions of a stack have no rule.
+    without_stacks = [
+        replace(info, axes=info.axes and (*(None,) * spec.leading, *info.axes[spec.leading :]))
+        for info, spec in zip(frontend.parameters, specs, strict=True)
+    ]
+    oddities = check_rules(without_stacks, rules, placement)
+    oddities += find_oddities(frontend, closed, uses, placement.precision.compute_dtype)
     lengths = list(dict.fromkeys(spec.shape[0] for spec in specs if spec.leading))
     sections = tuple(f"segment_{lengths.index(spec.shape[0])}" if spec.leading else "non_layer" for spec in specs)
     paths = [f"{section}/{info.path}" for section, info in zip(sections, frontend.parameters, strict=True)]
@@ -180,6 +203,8 @@ def _make_spec(info: ArrayInfo, uses: Sequence[Use], rules: Rules) -> ParamSpec:
     leading = min((use.leading for use in uses), default=0)
     products = [use.contracting for kind in (PRODUCT, CONVOLUTION, LOOKUP) for use in uses if use.kind == kind]
     named = info.axes or ()
+    if len(named) > len(info.shape):
+        raise InputError(f"model: {info.path} has {len(info.shape)} dimensions, and names for {len(named)}: {named}")
     axes: list[str | None] = [rules.get(name) if name else None for name in named]
     axes += [None] * (len(info.shape) - len(axes))  # as in a PartitionSpec
     axes[:leading] = ["layers"] * leading

@@ -1,4 +1,4 @@
-"""How a loss reads each of its parameters, found in its jaxpr: by which loops, in which products, in which dtypes."""
+"""Uses of the parameters of a loss, found in its jaxpr: the loops, products and dtypes by which it reads each."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

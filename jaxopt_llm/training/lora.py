@@ -1,7 +1,9 @@
 """Choice of the trained parameters, whole ones and LoRA adapters, and of the dtypes of the frozen ones."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -10,16 +12,27 @@ from jaxopt_llm.config import LoraConfig, PrecisionConfig
 from jaxopt_llm.config.training import ALL_LINEAR
 from jaxopt_llm.core import tree
 from jaxopt_llm.model.linear import leaves, nf4
-from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 
+M = TypeVar("M", bound="Adaptable")
+Select = Callable[[str, ParamSpec], bool]  # (path, spec) -> whether the parameter is selected
 
-def problems(specs: Params, config: LoraConfig, trainable: tuple[str, ...] = ()) -> list[str]:
+
+def is_block_matrix(path: str, spec: ParamSpec) -> bool:
+    """Return whether a parameter is a matrix of the blocks, whose base `lora.base` quantises."""
+    return bool(spec.leading and spec.contracting)
+
+
+def problems(
+    specs: Params, config: LoraConfig, trainable: tuple[str, ...] = (), is_quantised: Select = is_block_matrix
+) -> list[str]:
     """Find problems in the selection of trained parameters and adapters.
 
     Args:
         specs: specs of the model without adapters.
         trainable: see TrainingConfig.
+        is_quantised: selects the parameters that `lora.base` quantises.
     """
     paths = [path for path, _ in tree.leaves_with_path(specs)]
     found = [f"training.trainable: {each}" for each in _pattern_problems(paths, paths, trainable, "parameter")]
@@ -35,7 +48,7 @@ def problems(specs: Params, config: LoraConfig, trainable: tuple[str, ...] = ())
         *_rank_problems(adapted, config),
         *_table_problems(adapted, config),
         *_expert_problems(adapted, config),
-        *_nf4_problems(specs, config),
+        *_nf4_problems(specs, config, is_quantised),
     ]
 
 
@@ -106,29 +119,43 @@ def _expert_problems(adapted: dict[str, ParamSpec], config: LoraConfig) -> list[
     ]
 
 
-def _nf4_problems(specs: Params, config: LoraConfig) -> list[str]:
+def _nf4_problems(specs: Params, config: LoraConfig, is_quantised: Select) -> list[str]:
     if config.base != "nf4":
         return []
-    matrices = [spec for spec in jax.tree.leaves(specs) if spec.leading and spec.contracting]
+    matrices = [spec for path, spec in tree.leaves_with_path(specs) if is_quantised(path, spec)]
     dimensions = {(spec.axes[dim], spec.shape[dim]) for spec in matrices for dim in (leaves.nf4_dim(spec),)}
+    names = {"embed": "model.width=", "latent": "the rank of a latent, "}
     return [
-        f"lora.base=nf4: {'model.width=' if axis == 'embed' else 'the rank of a latent, '}{size} is not a multiple of "
-        f"{nf4.BLOCK_SIZES[-1]}: set --lora.base int8"
-        for axis, size in sorted(dimensions)
+        f"lora.base=nf4: {names.get(axis, 'a dimension of ')}{size} is not a multiple of {nf4.BLOCK_SIZES[-1]}: set "
+        "--lora.base int8"
+        for axis, size in sorted(dimensions, key=str)
         if not nf4.block_size(size)
     ]
 
 
+class Adaptable(Protocol):
+    """A model with specs that can be replaced."""
+
+    @property
+    def specs(self) -> Params: ...
+
+    def with_specs(self: M, specs: Params) -> M: ...
+
+
 def adapt_model(
-    model: Model, config: LoraConfig, precision: PrecisionConfig, trainable: tuple[str, ...] = ()
-) -> tuple[Model, Params, Params]:
+    model: M,
+    config: LoraConfig,
+    precision: PrecisionConfig,
+    trainable: tuple[str, ...] = (),
+    is_quantised: Select = is_block_matrix,
+) -> tuple[M, Params, Params]:
     """Divide the parameters of a model into trained and frozen ones, and add adapters if `lora.rank` is set.
 
     Returns the model, and the specs of its trained and of its frozen parameters: the two halves of a `tree.partition`,
     with the dtypes in which the parameters are stored.
 
     Args:
-        trainable: see TrainingConfig.
+        trainable, is_quantised: see `problems`.
     """
     patterns = trainable or (() if config.rank else ("*",))
     whole = {path for path, _ in tree.leaves_with_path(model.specs) if tree.first_match(path, patterns)}
@@ -137,7 +164,7 @@ def adapt_model(
         if path in whole:
             return spec
         base: tree.Leaf = replace(spec, dtype=np.dtype(precision.for_param(spec).compute_dtype))
-        if config.base != "float" and spec.leading and spec.contracting:
+        if config.base != "float" and is_quantised(path, spec):
             base = leaves.quantised_specs(spec, config.base, config.double_quantisation)
         if not (config.rank and spec.contracting and _first_target(path, config.targets)):
             return base

@@ -20,6 +20,7 @@ from jaxopt_llm.model import param
 from jaxopt_llm.model.linear import nf4
 from jaxopt_llm.model.linear.quantised import to_integers
 from jaxopt_llm.model.param import FLOAT32, Initializer, ParamSpec, normal, ones, zeros
+from jaxopt_llm.parallel.axes import PARAMETER_AXES
 
 INT8, UINT8 = np.dtype(np.int8), np.dtype(np.uint8)
 FACTORS = ("/lora_a", "/lora_b")
@@ -43,8 +44,7 @@ class Int8Weight:
 class Nf4Weight:
     """Weight as 4-bit codes with one scale per block; with double quantisation the scales are codes as well (nf4.py).
 
-    dim: the dimension along which blocks lie, counted from the end. It is the model's width or the rank of a latent:
-        every matrix of a block has exactly one of these, and `tensor` never splits it.
+    dim: the dimension along which blocks lie, counted from the end; see `nf4_dim`.
     """
 
     codes: tree.Leaf
@@ -123,8 +123,18 @@ def nf4_specs(spec: ParamSpec, double: bool) -> Nf4Weight:
 
 
 def nf4_dim(spec: ParamSpec) -> int:
-    """Return the dimension along which the blocks of NF4 lie."""
-    return next(dim for dim, axis in enumerate(spec.axes) if axis in ("embed", "latent"))
+    """Return the dimension along which the blocks of NF4 lie, which `tensor` never splits.
+
+    It is the model's width or the rank of a latent: every matrix of the decoder's blocks has exactly one of these. A
+    matrix whose dimensions have other names has its blocks along the first dimension that no mesh axis divides and that
+    consists of whole blocks, with the contracted dimensions first.
+    """
+    named = [dim for dim, axis in enumerate(spec.axes) if axis in ("embed", "latent")]
+    if named:
+        return named[0]
+    dims = dict.fromkeys((*spec.contracting, *range(spec.leading, len(spec.shape))))
+    whole = [dim for dim in dims if not PARAMETER_AXES.get(spec.axes[dim] or "")]
+    return next((dim for dim in whole if nf4.block_size(spec.shape[dim])), [*whole, *dims][0])
 
 
 def lora_specs(spec: ParamSpec, rank: int, scale: float, dora: bool = False, dropout: float = 0.0) -> LoraWeight:

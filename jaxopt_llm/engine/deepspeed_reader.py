@@ -1,0 +1,329 @@
+"""Reading of DeepSpeed's keys one after the other, and of those that mean something only together.
+
+An absent key has DeepSpeed's default, where that differs from ours in what the model learns. A key that the tables do
+not have is an error: DeepSpeed itself ignores it at the top of a file.
+"""
+
+import difflib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxopt_llm.config import Config, fields
+from jaxopt_llm.engine.deepspeed_keys import (
+    CONSTANT,
+    OPTIMIZER_NAMES,
+    OTHER_OPTIMIZERS,
+    SCHEDULE_KINDS,
+    SCHEDULERS,
+    Ignored,
+    Keys,
+    Maps,
+    Refused,
+)
+
+ABSENT = object()
+AUTO = "auto"  # a value that Hugging Face's Trainer fills in
+HINTS = {name: hint for name, hint, _ in fields.walk_fields(Config)}
+TOTAL, EACH, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+AXES = {
+    "mesh.tensor": "tensor_parallel.autotp_size",
+    "mesh.context": "sequence_parallel_size",
+    "mesh.pipeline": "pipeline.stages",
+}
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A key of DeepSpeed and a setting that it became.
+
+    value: DeepSpeed's; `ABSENT` if the file does not have the key.
+    """
+
+    key: str
+    value: Any
+    setting: str
+    ours: Any
+    note: str = ""
+
+
+def get_section(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    found = settings.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def normalise_type(section: str, name: Any) -> str:
+    """Return the type of an optimizer in lower case, because DeepSpeed compares it so, or that of a scheduler."""
+    return str(name).lower() if section == "optimizer" else str(name)
+
+
+@dataclass
+class Reader:
+    """State of the reading of one file.
+
+    Attributes:
+        devices: number of devices, or None.
+        values: the values of the keys that have an equivalent, by dotted name.
+        automatic: the keys whose value is "auto".
+        problems: errors, in the order of the file.
+    """
+
+    keys: Keys
+    devices: int | None
+    values: dict[str, Any] = field(default_factory=dict)
+    automatic: set[str] = field(default_factory=set)
+    mapped: list[Mapped] = field(default_factory=list)
+    ignored: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def walk(self, settings: dict[str, Any], prefix: str = "") -> None:
+        """Sort the keys of a section into `values`, `ignored` and `problems`. null is an absent key."""
+        switch = f"{prefix}enabled"
+        off = switch in self.keys and not settings.get("enabled", False)
+        for name, value in settings.items():
+            key = prefix + name
+            entry = self.keys.get(key)
+            inner = any(each.startswith(f"{key}.") for each in self.keys)
+            if value is None:
+                continue
+            if entry is None and inner and isinstance(value, dict):
+                self.walk(value, f"{key}.")
+            elif entry is None:
+                self.problems.append(self._unknown(prefix, name, inner))
+            elif off and key != switch:
+                self.ignored[key] = f"{switch} is not true"
+            else:
+                self._sort(key, value, entry)
+
+    def _sort(self, key: str, value: Any, entry: Maps | Ignored | Refused) -> None:
+        match entry:
+            case Ignored(reason):
+                self.ignored[key] = reason
+            case Refused(remedy, harmless):
+                if value == AUTO or value in harmless or (isinstance(value, dict) and not value.get("enabled", value)):
+                    self.ignored[key] = "as here"
+                else:
+                    self.problems.append(f"{_show(key, value)}: {remedy}")
+            case Maps(settings) if value == AUTO:
+                self.automatic.add(key)
+                for setting in settings:
+                    self.mapped.append(Mapped(key, AUTO, setting, fields.get_field(Config(), setting), "our default"))
+            case _:
+                self.values[key] = value
+
+    def _unknown(self, prefix: str, name: str, section: bool) -> str:
+        if section:
+            return f"{prefix}{name}: must be an object of keys and values"
+        known = sorted({each.removeprefix(prefix).split(".")[0] for each in self.keys if each.startswith(prefix)})
+        near = difflib.get_close_matches(name, known, 1)
+        remedy = f"did you mean {prefix}{near[0]}?" if near else "remove it"
+        return f"{prefix}{name}: unknown key; {remedy}"
+
+    def add(self, key: str, value: Any, settings: tuple[str, ...], ours: Any, note: str = "") -> None:
+        """Record what a key became, if it has the type of the settings.
+
+        ours: value of all settings, or a list with one entry for each.
+        """
+        several = len(settings) > 1 and isinstance(ours, list | tuple)
+        each = list(ours) if several else [ours] * len(settings)
+        if len(each) != len(settings):
+            self.problems.append(f"{_show(key, value)}: must have {len(settings)} entries")
+            return
+        for setting, setting_value in zip(settings, each, strict=True):
+            if fields.has_type(setting_value, HINTS[setting]):
+                self.mapped.append(Mapped(key, value, setting, setting_value, note))
+            else:
+                self.problems.append(f"{_show(key, value)}: must be {fields.describe_type(HINTS[setting])}")
+
+    def map_keys(self) -> None:
+        """Map the keys that are read alone, and the defaults of those that are absent."""
+        for key, entry in self.keys.items():
+            if not isinstance(entry, Maps) or entry.joint or key in self.automatic:
+                continue
+            if key not in self.values:
+                if entry.default is not None:
+                    self.add(key, ABSENT, entry.settings, entry.default, entry.default_note)
+                continue
+            value = ours = self.values[key]
+            if entry.values is not None:
+                known = [ours for theirs, ours in entry.values.items() if theirs == value]
+                if not known:
+                    self.problems.append(f"{_show(key, value)}: {entry.otherwise}")
+                    continue
+                (ours,) = known
+            self.add(key, value, entry.settings, ours, entry.note)
+
+    def _whole(self, key: str) -> int | None:
+        """Return a number of at least 1, or None if the key is absent."""
+        value = self.values.get(key)
+        if value is None or (type(value) is int and value > 0):
+            return value
+        self.problems.append(f"{_show(key, value)}: must be a whole number of at least 1")
+        return None
+
+    def _note(self, key: str) -> str:
+        entry = self.keys[key]
+        assert isinstance(entry, Maps)
+        return entry.note
+
+    # --- Keys that are read together
+
+    def read_parallelism(self) -> None:
+        """Map the sizes of the mesh, and the batch sizes, which the number of data-parallel devices relates."""
+        if self.values.get(AXES["mesh.tensor"]) == 0:  # DeepSpeed: off
+            self.ignored[AXES["mesh.tensor"]] = "off"
+            del self.values[AXES["mesh.tensor"]]
+        split = 1
+        for setting, key in AXES.items():
+            if size := self._whole(key):
+                self.add(key, size, (setting,), size, self._note(key))
+                split *= size
+        given = self._whole("data_parallel_size")
+        if self.devices and self.devices % split:
+            sizes = " × ".join(f"{key}={self.values[key]}" for key in AXES.values() if key in self.values)
+            self.problems.append(f"{self.devices} devices are not divisible by {sizes}; change one of them")
+            return
+        replicas = self.devices // split if self.devices else given
+        if given and replicas != given:
+            self.problems.append(
+                f"data_parallel_size={given}: {self.devices} devices are {split} × {replicas}; remove it"
+            )
+            return
+        replicas = self._read_batch_sizes(replicas)
+        if replicas:
+            note = "data-parallel devices, by the batch sizes" if not (self.devices or given) else ""
+            key, value = ("devices", self.devices) if self.devices else ("data_parallel_size", given or ABSENT)
+            self.add(key, value, ("mesh.fsdp",), replicas, note)
+
+    def _read_batch_sizes(self, replicas: int | None) -> int | None:
+        """Map the batch sizes. Return the number of data-parallel devices, which three sizes together determine."""
+        total, each, steps = map(self._whole, (TOTAL, EACH, STEPS))
+        if total and each and steps and not replicas:
+            replicas = max(total // (each * steps), 1)
+        if each and not replicas:
+            self.problems.append(f"{EACH}={each}: the number of devices is unknown; give it (--devices)")
+            return None
+        if total and not steps:
+            steps = total // (each * replicas) if each and replicas else 1
+        steps = steps or 1
+        rows = each * steps * replicas if each and replicas else total
+        count = steps * (replicas or 1)
+        if total and (rows != total or total % count):
+            product = f"{EACH}={each} × " if each else ""
+            found = f" = {rows}" if each else ""
+            self.problems.append(
+                f"{TOTAL}={total} is not {'' if each else 'divisible by '}{product}{STEPS}={steps} × {replicas or 1} "
+                f"data-parallel devices{found}; change one of them"
+            )
+            return replicas
+        arithmetic = f"{rows // count} × {steps} × {replicas}" if rows and replicas else self._note(TOTAL)
+        for key, value in ((TOTAL, total), (EACH, each)):
+            if value:
+                self.add(key, value, ("training.batch_size",), rows, arithmetic)
+        if total or each or STEPS in self.values:
+            self.add(STEPS, self.values.get(STEPS, ABSENT), ("training.accumulation",), steps)
+        return replicas
+
+    def read_precision(self) -> None:
+        chosen = {key: self.values.get(key, ABSENT) for key in ("fp16.enabled", "bf16.enabled")}
+        fp16, bf16 = chosen.values()
+        for key, value in chosen.items():
+            if value not in (True, False, ABSENT):
+                self.problems.append(f"{_show(key, value)}: must be true or false")
+        dtype = ("precision.compute_dtype",)
+        if fp16 is True and bf16 is True:
+            self.problems.append("fp16.enabled and bf16.enabled are both true; keep one")
+        elif fp16 is True:
+            self.add(
+                "fp16.enabled",
+                True,
+                (*dtype, "precision.loss_scaling"),
+                ("float16", "dynamic"),
+                self._note("fp16.enabled"),
+            )
+            power = self.values.get("fp16.initial_scale_power", 16)
+            if type(power) is int and 0 <= power < 128:
+                given = self.values.get("fp16.initial_scale_power", ABSENT)
+                self.add("fp16.initial_scale_power", given, ("precision.initial_loss_scale",), 2.0**power)
+            else:
+                self.problems.append(f"fp16.initial_scale_power={power}: must be a whole number from 0 to 127")
+        elif bf16 is True:
+            self.add("bf16.enabled", True, dtype, "bfloat16")
+        elif not self.automatic & chosen.keys():
+            self.add("bf16.enabled", bf16, dtype, "float32", "neither fp16 nor bf16 is enabled")
+
+    def read_optimizer(self) -> None:
+        kind = self.values.get("optimizer.type")
+        name = normalise_type("optimizer", kind)
+        if kind is None:
+            note = "our default; initialize(optimizer=...) replaces it"
+            self.add("optimizer", ABSENT, ("optimizer.name",), Config().optimizer.name, note)
+        elif name not in OPTIMIZER_NAMES:
+            remedy = OTHER_OPTIMIZERS.get(name, "an optax transformation")
+            self.problems.append(f"optimizer.type={kind}: pass initialize(optimizer={remedy}) and remove it")
+        else:
+            self.add("optimizer.type", kind, ("optimizer.name",), OPTIMIZER_NAMES[name])
+            self._check_decay(name)
+        missing = {"optimizer.params.adam_lr"} - self.values.keys() - self.automatic
+        if name == "muon" and missing:
+            self.problems.append(
+                "optimizer.params.adam_lr is absent: the step of Muon here has the size of Adam's, so DeepSpeed's rate "
+                "of Muon does not fit; give the rate of Adam"
+            )
+
+    def _check_decay(self, name: str) -> None:
+        """Refuse a weight decay that is added to the gradient, which differs from ours if the optimizer has moments."""
+        key = "optimizer.params.weight_decay"
+        decay = self.values.get(key, 0)
+        modes = {
+            mode: self.values[f"optimizer.params.{mode}"]
+            for mode in ("adam_w_mode", "torch_adam", "momentum")
+            if f"optimizer.params.{mode}" in self.values
+        }
+        coupled = {
+            "adam": ("adam_w_mode=false", modes.get("adam_w_mode") is False),
+            "sgd": ("momentum", bool(modes.get("momentum"))),
+        }
+        condition, applies = coupled.get(name, ("", False))
+        if applies and decay:
+            self.problems.append(
+                f"{key}={decay} with {condition}: DeepSpeed adds it to the gradient (L2), and ours is decoupled; set "
+                f"0, or pass initialize(optimizer=optax.chain(optax.add_decayed_weights({decay}), ...)) and remove it"
+            )
+        if modes.get("torch_adam") and key not in self.values.keys() | self.automatic:
+            self.problems.append(f"{key} is absent: PyTorch's AdamW takes 0.01 for it, DeepSpeed's 0; give it")
+        for mode in modes.keys() - {"momentum"}:
+            self.ignored[f"optimizer.params.{mode}"] = "weight decay is decoupled, and the update is fused"
+
+    def read_scheduler(self) -> None:
+        kind = self.values.get("scheduler.type")
+        if kind is None:
+            note = "a scheduler of the caller is not known here; set schedule.* in a Config"
+            self.add("scheduler", ABSENT, ("schedule.kind", "schedule.warmup_steps"), ("constant", 0), note)
+            return
+        if kind not in SCHEDULERS:
+            self.problems.append(f"scheduler.type={kind}: {CONSTANT}")
+            return
+        is_log = "scheduler.params.warmup_type" not in self.ignored
+        note = "the warm-up is linear; DeepSpeed's default is logarithmic" if is_log else ""
+        self.add("scheduler.type", kind, ("schedule.kind",), SCHEDULE_KINDS[kind], note)
+        if kind == "WarmupDecayLR":
+            self.add("scheduler.type", kind, ("schedule.final_share",), 0.0)
+        key = "scheduler.params.total_num_steps"
+        if key in self.values:
+            self.add(key, self.values[key], ("schedule.decay_steps", "training.steps"), self.values[key])
+        elif key in self.keys and key not in self.automatic:
+            self.problems.append(f"{key} is absent; give it")
+
+    def read_wandb(self) -> None:
+        enabled, project = self.values.get("wandb.enabled"), self.values.get("wandb.project", ABSENT)
+        setting = ("logging.wandb_project",)
+        if enabled:
+            self.add("wandb.project", project, setting, "deepspeed" if project is ABSENT else project)
+        if enabled is not None:
+            self.ignored["wandb.enabled"] = "logging.wandb_project says it"
+
+
+def _show(key: str, value: Any) -> str:
+    text = json.dumps(value)
+    return key if value is ABSENT or len(text) > 40 else f"{key}={text}"
