@@ -129,7 +129,8 @@ class Engine:
     def model(self) -> Any:
         """Return the user's model with the trained parameters: an NNX module, Linen's variables, or the pytree.
 
-        Adapters are merged into their bases, and codes are dequantised.
+        Adapters are merged into their bases, and codes are dequantised. The other arrays are those of the state, which
+        the next step replaces.
         """
         state, model = self.state, self.program.model
         variables = dict(tree.leaves_with_path(state.variables))
