@@ -209,7 +209,8 @@ class _Evaluation:
 
     def _bind(self, eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:
         if eqn.primitive is jax.lax.conv_general_dilated_p:
-            # XLA computes a wrong gradient of the kernel of a transposed convolution if devices divide its window.
+            # XLA computes a wrong gradient of the kernel of a transposed convolution if one mesh axis divides its window
+            # and another one holds copies of the images.
             image, kernel = inputs
             dims: list[Any] = [PartitionSpec.UNCONSTRAINED] * kernel.ndim
             for dim in eqn.params["dimension_numbers"].rhs_spec[2:]:

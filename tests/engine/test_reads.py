@@ -229,19 +229,6 @@ def in_highest_precision(p: Any, x: Any) -> Any:
     return jnp.dot(x, p["w"], precision="highest")
 
 
-@loss_of(lambda: {"w": weight(2, 2, 4, 4)})
-def transposed_convolution(p: Any, x: Any) -> Any:
-    """The kernel's window divides by fsdp; XLA divides the window's gradient wrongly."""
-    image = jax.lax.conv_transpose(x.reshape(-1, 1, 2, 4), p["w"], (2, 2), "SAME")
-    return jnp.mean(jnp.tanh(image), axis=(1, 2)).repeat(2, axis=-1)
-
-
-@loss_of(lambda: {"w": weight(2, 2, 4, 4)})
-def transposed_convolution_with_a_flipped_kernel(p: Any, x: Any) -> Any:
-    image = jax.lax.conv_transpose(x.reshape(-1, 1, 2, 4), p["w"], (2, 2), "SAME", transpose_kernel=True)
-    return jnp.mean(jnp.tanh(image), axis=(1, 2)).repeat(2, axis=-1)
-
-
 # --- casts
 
 
@@ -288,8 +275,7 @@ def batch(random: np.random.RandomState) -> Batch:
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_weight_is_read_as_on_one_device(name: str) -> None:
     case = Case(*LOSSES[name], batch, OPTIMIZER)
-    mesh = {"data": 4, "fsdp": 2} if "convolution" in name else {"fsdp": 8}
-    config = Config(mesh=mesh, precision={"compute_dtype": "float32"}, training={"accumulation": 3})
+    config = Config(mesh={"fsdp": 8}, precision={"compute_dtype": "float32"}, training={"accumulation": 3})
     engine = jaxopt_llm.initialize(*LOSSES[name], case.batches(1)[0], config, OPTIMIZER)
     expected = train_plainly(case, 3, 2)
     losses = [float(engine.step(batch)["loss"]) for batch in case.batches(2)]
