@@ -177,7 +177,8 @@ class Engine:
 
 
 def _merge_weight(spec: Any, weight: Any) -> jax.Array:
-    """Return a parameter, with its adapter if it has one, as one array."""
+    """Return a parameter as one array in device memory, with its adapter if it has one."""
+    weight = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind("device")), weight)
     if not leaves.is_wrapped(spec):
         return weight
     bare = leaves.unwrap_specs(spec)

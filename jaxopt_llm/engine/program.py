@@ -81,6 +81,13 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
     batch = split_microbatches(job.example, config.training.accumulation, placement)
     microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
     plain = make_user_model(job.frontend, job.loss, microbatch, job.rules, placement)
+    if config.remat.policy == "full":
+        if {*plain.sections} == {"non_layer"}:
+            raise InputError(
+                "config: remat.policy=full has no effect, because the loss has no loop over stacked layers (nnx.scan, "
+                "nn.scan, lax.scan): wrap the blocks in nnx.remat, nn.remat or jax.checkpoint instead"
+            )
+        plain = replace(plain, remat_loops=True)
     model, trained, frozen = adapt_user_model(plain, config)
     optimizers, learning_rate, settings = _make_optimizers(job, model, trained)
     specs = training_state.make_state_specs(trained, frozen, optimizers, placement.precision)

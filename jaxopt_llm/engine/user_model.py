@@ -34,6 +34,7 @@ class UserModel:
         sections: the section of each parameter of the front-end.
         uses: how the loss reads each parameter.
         oddities: what the user probably did not intend; see checks.py.
+        remat_loops: rematerialise the iterations of loops over layers (remat.policy full).
     """
 
     frontend: Frontend
@@ -42,6 +43,7 @@ class UserModel:
     sections: tuple[str, ...]
     uses: tuple[tuple[Use, ...], ...]
     oddities: tuple[str, ...]
+    remat_loops: bool = False
 
     def with_specs(self, specs: Params) -> "UserModel":
         """Return the model over other parameters: with adapters, or with a quantised base."""
@@ -63,8 +65,8 @@ class UserModel:
 
     @property
     def recomputes(self) -> bool:
-        """Whether the loss rematerialises layers."""
-        return any(use.in_remat for uses in self.uses for use in uses)
+        """True if the loss rematerialises layers."""
+        return self.remat_loops or any(use.in_remat for uses in self.uses for use in uses)
 
     def evaluate(
         self, params: Params, perturbations: Params, variables: Params, batch: Any, placement: Placement
@@ -95,7 +97,8 @@ class UserModel:
         flat = list_variables(self.frontend, variables)
         closed, structure = trace_loss(self.frontend, self.loss, parameters, flat, batch)
         keep = [index >= len(parameters) for index in range(len(closed.jaxpr.outvars))]
-        results = evaluate(drop_results(closed, keep), [*lazy, *flat, *jax.tree.leaves(batch)], placement.mesh)
+        arguments = [*lazy, *flat, *jax.tree.leaves(batch)]
+        results = evaluate(drop_results(closed, keep), arguments, placement.mesh, self.remat_loops)
         _, parts, changed = jax.tree.unflatten(structure, [*[None] * len(parameters), *results])
         return parts, nest_variables(self.frontend, changed)
 

@@ -30,6 +30,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.model.linear.weights import Weight, einsum, gather_for_use, keep_gathered, shardings_of
+from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import PlacedWeight
 
 Value = Any  # an array, or a Lazy weight
@@ -52,10 +53,16 @@ class Lazy:
     rounded: bool = struct.field(pytree_node=False, default=False)
 
 
-def evaluate(closed: ClosedJaxpr, arguments: Sequence[Value], mesh: Mesh | AbstractMesh) -> list[jax.Array]:
-    """Evaluate a jaxpr whose arguments are arrays and `Lazy` weights. Return its results as arrays."""
-    results = _Evaluation(mesh, in_remat=False).run(closed.jaxpr, closed.consts, arguments)
-    return [read_array(value) for value in results]
+def evaluate(
+    closed: ClosedJaxpr, arguments: Sequence[Value], mesh: Mesh | AbstractMesh, remat_loops: bool = False
+) -> list[jax.Array]:
+    """Evaluate a jaxpr whose arguments are arrays and `Lazy` weights. Return its results as arrays.
+
+    Args:
+        remat_loops: rematerialise the iterations of loops over layers.
+    """
+    evaluation = _Evaluation(mesh, in_remat=False, remat_loops=remat_loops)
+    return [read_array(value) for value in evaluation.run(closed.jaxpr, closed.consts, arguments)]
 
 
 def read_array(value: Value) -> jax.Array:
@@ -65,7 +72,7 @@ def read_array(value: Value) -> jax.Array:
     gather = gather_for_use
     for _ in range(value.leading):
         gather = jax.vmap(gather)
-    array = gather(value.weight)
+    array = gather(offload.fetch_to_device(value.weight))
     order = (*range(value.leading), *(value.leading + dim for dim in value.order))
     return jnp.transpose(array, order).astype(value.dtype)
 
@@ -91,10 +98,15 @@ def split_scan(eqn: JaxprEqn) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """Evaluation of a jaxpr. in_remat: within a rematerialised function, whose backward keeps what it gathers."""
+    """Evaluation of a jaxpr.
+
+    in_remat: within a rematerialised function, whose backward keeps what it gathers.
+    remat_loops: see `evaluate`.
+    """
 
     mesh: Mesh | AbstractMesh
     in_remat: bool
+    remat_loops: bool
 
     def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
         values: dict[Any, Value] = {}
@@ -150,12 +162,15 @@ class _Evaluation:
                 return read_array(value)  # the loop is not over the layers of a stack
             return replace(value, leading=value.leading - 1) if isinstance(value, Lazy) else value
 
+        remat = self.remat_loops and not self.in_remat and any(_is_stack(value) for value in scanned)
+        inside = replace(self, in_remat=True) if remat else self
+
         def body(carry: Sequence[jax.Array], layer: Sequence[Value]) -> tuple[list[jax.Array], list[jax.Array]]:
-            results = [read_array(value) for value in self.run(closed.jaxpr, closed.consts, [*fixed, *carry, *layer])]
+            results = [read_array(value) for value in inside.run(closed.jaxpr, closed.consts, [*fixed, *carry, *layer])]
             return results[:carried], results[carried:]
 
         carry, stacked = jax.lax.scan(
-            body,
+            jax.checkpoint(body, prevent_cse=False) if remat else body,
             [read_array(value) for value in carry],
             [enter(value) for value in scanned],
             length=eqn.params["length"],
@@ -175,9 +190,15 @@ class _Evaluation:
             return self._use(eqn, inputs)
         axes, other, result = _name_axes(eqn, weight_first=weight is left)
         stored = "".join(axes[weight.order.index(dim)] for dim in range(len(axes)))
-        placed = keep_gathered(weight.weight) if self.in_remat else weight.weight
-        array = array.astype(compute_dtype(placed))
-        return [einsum(f"{other},{stored}->{result}", array, placed, typeof(eqn.outvars[0]).dtype)]
+        subscripts, dtype = f"{other},{stored}->{result}", typeof(eqn.outvars[0]).dtype
+
+        def multiply(array: jax.Array, weight: Weight) -> jax.Array:
+            placed = keep_gathered(weight) if self.in_remat else weight
+            return einsum(subscripts, array.astype(compute_dtype(weight)), offload.fetch_to_device(placed), dtype)
+
+        # What came from the host is not kept on the device for the backward.
+        fetches_again = not self.in_remat and offload.any_on_host(weight.weight)
+        return [(jax.checkpoint(multiply) if fetches_again else multiply)(array, weight.weight)]
 
     def _convolve(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """Convolve an array with a weight in the compute dtype, as `_multiply` multiplies."""
@@ -209,8 +230,8 @@ class _Evaluation:
 
     def _bind(self, eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:
         if eqn.primitive is jax.lax.conv_general_dilated_p:
-            # XLA computes a wrong gradient of the kernel of a transposed convolution if one mesh axis divides its window
-            # and another one holds copies of the images.
+            # XLA computes a wrong gradient of the kernel of a transposed convolution if one mesh axis divides its
+            # window and another one holds copies of the images.
             image, kernel = inputs
             dims: list[Any] = [PartitionSpec.UNCONSTRAINED] * kernel.ndim
             for dim in eqn.params["dimension_numbers"].rhs_spec[2:]:
@@ -218,6 +239,10 @@ class _Evaluation:
             kernel = jax.lax.with_sharding_constraint(kernel, NamedSharding(self.mesh, PartitionSpec(*dims)))
             return _bind(eqn, [image, kernel])
         return _bind(eqn, inputs)
+
+
+def _is_stack(value: Value) -> bool:
+    return isinstance(value, Lazy) and value.leading > 0
 
 
 def _bind(eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:

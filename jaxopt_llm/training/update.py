@@ -30,6 +30,7 @@ from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import cast_masters
 from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.training.host_update import update_by_parts
 
 # Masters, moments, and the compute copy or None: of all sections, of one section, or of one period.
 Updatable = tuple[tree.Tree, tree.Tree, tree.Tree]
@@ -64,13 +65,24 @@ class WholeOptimizer:
         placement: Placement,
     ) -> Updatable:
         """Return the state after a step; see `update_period`."""
-        masters, moments = offload.fetch_to_device(state[:2])
-        with jax.named_scope(UPDATE):
+        masters, moments, copy = state
+
+        def settle(state: tuple[Params, Params], gradients: Params) -> tuple[Params, Params]:
+            masters, moments = state
             parameters = self.to_tree(masters)
             scaled = self.to_tree(jax.tree.map(lambda x: x * factor, gradients))
             updates, new_moments = self.transformation.update(scaled, moments[WHOLE], parameters)
             new = self.from_tree(optax.apply_updates(parameters, updates)), {WHOLE: new_moments}
-            return _settle(new, (masters, moments), state, good, specs, placement)
+            kept: tuple[Params, Params] = jax.tree.map(functools.partial(jnp.where, good), new, (masters, moments))
+            return kept
+
+        with jax.named_scope(UPDATE):
+            if offload.any_on_host((masters, moments)):
+                new = update_by_parts(settle, (masters, moments), gradients, good)
+            else:
+                new = settle((masters, moments), gradients)
+            new_copy = None if copy is None else cast_masters(specs, new[0], placement)
+            return offload.store_like((*new, new_copy), state)
 
 
 SectionOptimizers = dict[str, optax.GradientTransformation]  # by section
@@ -272,18 +284,6 @@ def update_period(
     updates, new_moments = optimizer.update(gradients, moments, masters)
     new = optax.apply_updates(masters, updates), new_moments
     # The selection is per period: for whole stacks the device would hold the old state in addition to the new one.
-    return _settle(new, (masters, moments), state, good, specs, placement)
-
-
-def _settle(
-    new: tuple[tree.Tree, tree.Tree],
-    old: tuple[tree.Tree, tree.Tree],
-    state: Updatable,
-    good: jax.Array | bool,
-    specs: tree.Tree,
-    placement: Placement,
-) -> Updatable:
-    """Return the new masters and moments, or if not `good` the old ones, and the compute copy, where `state` rests."""
-    masters, moments = jax.tree.map(functools.partial(jnp.where, good), new, old)
+    masters, moments = jax.tree.map(functools.partial(jnp.where, good), new, (masters, moments))
     copy = None if state[2] is None else cast_masters(specs, masters, placement)
     return offload.store_like((masters, moments, copy), state)

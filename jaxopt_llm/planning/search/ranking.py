@@ -5,6 +5,7 @@ the next ones differ from the best that fits only by the estimate's error (stopp
 compiled. They are then ranked by the same roofline with the compiler's own figures.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.kernels.attention import find_unsupported
 from jaxopt_llm.planning.search.attention_cost import describe_attention, resolve_attention
 from jaxopt_llm.planning.search.footprint import Footprint, compute_footprint
+from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.roofline import (
     Cluster,
     StepTime,
@@ -59,12 +61,26 @@ CompileAll = Callable[[Sequence[Config]], Iterable[CompiledPlan]]
 
 @dataclass(frozen=True)
 class Candidate:
-    """Setting with its estimated memory, work and time."""
+    """Setting with its estimated memory, work and time.
+
+    Work and time are computed when they are first read: a search needs them only of settings that may fit.
+
+    resolved: the setting with the attention of these GPUs.
+    """
 
     config: Config
+    resolved: Config
+    cluster: Cluster
+    state: StateSizes
     footprint: Footprint
-    work: Work
-    time: StepTime
+
+    @functools.cached_property
+    def work(self) -> Work:
+        return estimate_work(self.resolved, self.state, self.cluster)
+
+    @functools.cached_property
+    def time(self) -> StepTime:
+        return compute_step_time(self.work, self.cluster.chip, self.config.precision.compute_dtype)
 
 
 @dataclass(frozen=True)
@@ -83,6 +99,10 @@ class CompiledCandidate:
     def fits(self) -> bool:
         return self.plan.spare >= 0
 
+    @property
+    def has_stages(self) -> bool:
+        return self.config.mesh.pipeline > 1
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -90,7 +110,7 @@ class SearchResult:
 
     limit: bytes of each GPU up to which the arithmetic takes a setting.
     illegal: meshes of these GPUs without any legal setting, with the reasons.
-    candidates: all legal settings, fastest first.
+    candidates: all legal settings: those that may fit, fastest first, then the others, smallest first.
     compiled: the candidates that were compiled. Those that fit come first; both groups are ordered by time.
     """
 
@@ -112,33 +132,42 @@ class SearchResult:
 def estimate(config: Config, cluster: Cluster, state: StateSizes) -> Candidate:
     """Estimate memory, work and time of a setting."""
     resolved = resolve_attention(config, cluster.chip.compute_capability)
-    work = estimate_work(resolved, state, cluster)
-    time = compute_step_time(work, cluster.chip, config.precision.compute_dtype)
-    return Candidate(config, compute_footprint(resolved, state), work, time)
+    return Candidate(config, resolved, cluster, state, compute_footprint(resolved, state))
 
 
 def estimate_all(
     config: Config, cluster: Cluster, allowed: tuple[str, ...], lean: bool = False
 ) -> tuple[Candidate, ...]:
-    """Estimate the settings of all meshes, and the recipe itself if it is for as many GPUs; fastest first."""
+    """Estimate the settings of all meshes, and the recipe itself if it is for as many GPUs."""
     states: dict[Any, StateSizes | None] = {}
-    found: dict[Config, Candidate] = {}
+    found: list[Candidate] = []
 
     def add(setting: Config) -> None:
+        passes = Passes.from_config(setting)  # stages that hold as many layers have the same sizes, however they run
+        layers = tuple((kind, number * passes.chunks) for kind, number in passes.kinds)
         kinds = (setting.optimizer, setting.precision.compute_dtype)
-        key = (setting.mesh, setting.pipeline, setting.sharding.zero_stage, setting.offload, *kinds)
+        key = (setting.mesh, layers, setting.sharding.zero_stage, setting.offload, *kinds)
         if key not in states:
             states[key] = compute_state_sizes(setting)
         if state := states[key]:
-            found[setting] = estimate(setting, cluster, state)
+            found.append(estimate(setting, cluster, state))
 
     for mesh in enumerate_meshes(config, cluster):
         for setting in enumerate_settings(config, mesh, allowed, lean):
             if setting.training.attention == config.training.attention or _has_kernel(setting, cluster):
                 add(setting)
-    if config.mesh.devices == cluster.devices and config not in found:
+    if config.mesh.devices == cluster.devices and all(candidate.config != config for candidate in found):
         add(config)
-    return tuple(sorted(found.values(), key=lambda candidate: (candidate.time.total, candidate.footprint.peak)))
+    return tuple(found)
+
+
+def order_candidates(candidates: Sequence[Candidate], limit: float) -> tuple[Candidate, ...]:
+    """Return the candidates that need at most `limit` bytes, fastest first, then the others, smallest first."""
+    fitting = [candidate for candidate in candidates if candidate.footprint.peak <= limit]
+    others = [candidate for candidate in candidates if candidate.footprint.peak > limit]
+    fitting.sort(key=lambda candidate: (candidate.time.total, candidate.footprint.peak))
+    others.sort(key=lambda candidate: candidate.footprint.peak)
+    return (*fitting, *others)
 
 
 def _has_kernel(config: Config, cluster: Cluster) -> bool:
@@ -171,6 +200,7 @@ def search_settings(
     roomy = int((1 - FREE) * limit)
     if any(candidate.footprint.peak <= roomy for candidate in candidates):
         limit = min(limit, roomy)
+    candidates = order_candidates(candidates, (1 + MEMORY_SLACK) * limit)
     compiled = _compile_best(config, candidates, cluster, limit, compile_all, at_once)
     ranked = sorted(compiled, key=lambda candidate: (not candidate.fits, candidate.time.total))
     return SearchResult(config, cluster, limit, illegal, candidates, tuple(ranked))
@@ -200,15 +230,21 @@ def _compile_best(
             for other in compiled
         )
 
+    def is_slower(candidate: Candidate) -> bool:
+        """Return whether what has been compiled shows that the candidate is hardly faster than the best."""
+        measured = [other for other in compiled if other.fits]
+        # The estimate of pipeline stages errs in another way than that of all other settings.
+        alike = [other for other in measured if other.has_stages == (candidate.config.mesh.pipeline > 1)] or measured
+        times = [(other.candidate.time.total, other.time.total) for other in alike]
+        return bool(times) and is_settled(candidate.time.total, times, min(other.time.total for other in measured))
+
     def list_promising() -> Iterator[Candidate]:
         """Yield the recipe for comparison, then the candidates that may win by what has been compiled so far."""
         yield from (candidate for candidate in candidates if candidate.config == recipe)
-        for candidate in candidates:
-            measured = [(other.candidate.time.total, other.time.total) for other in compiled if other.fits]
-            if is_settled(candidate.time.total, measured):
-                return
-            fits = candidate.footprint.peak <= limit * (1 + MEMORY_SLACK)
-            if fits and candidate.config != recipe and not is_hopeless(candidate) and is_valid(candidate.config):
+        fitting = (candidate for candidate in candidates if candidate.footprint.peak <= (1 + MEMORY_SLACK) * limit)
+        for candidate in fitting:
+            rejected = candidate.config == recipe or is_slower(candidate) or is_hopeless(candidate)
+            if not rejected and is_valid(candidate.config):
                 yield candidate
 
     def compile_some(some: Sequence[Candidate]) -> None:
@@ -219,7 +255,7 @@ def _compile_best(
     while some := [*itertools.islice(promising, min(at_once, MAX_COMPILED - len(compiled)))]:
         compile_some(some)
     if not any(candidate.fits for candidate in compiled):
-        by_memory = sorted(candidates, key=lambda candidate: candidate.footprint.peak)
+        by_memory = order_candidates(candidates, 0)
         least = next(candidate for candidate in by_memory if is_valid(candidate.config))
         if all(other.candidate is not least for other in compiled):
             compile_some([least])

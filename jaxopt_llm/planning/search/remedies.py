@@ -7,7 +7,7 @@ from dataclasses import replace
 from jaxopt_llm.compiler.chips import CHIPS, Chip
 from jaxopt_llm.config import Config
 from jaxopt_llm.config.fields import METADATA, SEARCHED
-from jaxopt_llm.planning.search.ranking import Candidate, SearchResult, estimate_all
+from jaxopt_llm.planning.search.ranking import Candidate, SearchResult, estimate_all, order_candidates
 from jaxopt_llm.planning.search.report import format_flags
 from jaxopt_llm.planning.search.roofline import Cluster, compute_step_time
 from jaxopt_llm.planning.units import GIB
@@ -74,8 +74,8 @@ def _try_more_hosts(result: SearchResult, allowed: tuple[str, ...]) -> Iterator[
 
 def _find_fitting(config: Config, cluster: Cluster, limit: int, allowed: tuple[str, ...]) -> Candidate | None:
     """Return the fastest setting that fits by arithmetic, of those that need least memory."""
-    candidates = estimate_all(config, cluster, allowed, lean=True)
-    return next((candidate for candidate in candidates if candidate.footprint.peak <= limit), None)
+    fastest, *_ = order_candidates(estimate_all(config, cluster, allowed, lean=True), limit) or (None,)
+    return fastest if fastest and fastest.footprint.peak <= limit else None
 
 
 def _describe(found: Candidate, cluster: Cluster, recipe: Config) -> str:

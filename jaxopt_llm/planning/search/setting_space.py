@@ -141,7 +141,9 @@ def list_variants(config: Config, allowed: tuple[str, ...]) -> list[Config]:
         fields.replace_fields(variant, fields.WITH_IN_BACKWARD) if variant.optimizer.in_backward else variant
         for variant in found
     ]
-    return [variant for variant in found if not variant.precision.problems() + variant.optimizer.problems()]
+    return [
+        variant for variant in dict.fromkeys(found) if not variant.precision.problems() + variant.optimizer.problems()
+    ]
 
 
 def list_narrower(config: Config, name: str) -> tuple[Any, ...]:

@@ -8,18 +8,16 @@ PRIOR_ERROR = 0.03
 MIN_GAIN = 0.01
 
 
-def is_settled(next_estimate: float, measured: Sequence[tuple[float, float]]) -> bool:
-    """Return whether no remaining setting is likely to be faster than the best compiled one by more than MIN_GAIN.
+def is_settled(next_estimate: float, alike: Sequence[tuple[float, float]], best: float) -> bool:
+    """Return whether a remaining setting is unlikely to be faster than the best compiled one by more than MIN_GAIN.
 
     The ratios of the compiled to the estimated times show the error of the estimate. The ratio of a remaining setting
     may be as low as the lowest of them, and a little lower while only few have been compiled.
 
     Args:
-        next_estimate: shortest estimated time of the remaining settings.
-        measured: estimated and compiled times of the settings that fit.
+        next_estimate: estimated time of the remaining setting.
+        alike: estimated and compiled times of settings that fit, whose estimates err as this one's may.
+        best: shortest compiled time of a setting that fits.
     """
-    if not measured:
-        return False
-    lowest_ratio = min(compiled / estimated for estimated, compiled in measured) - PRIOR_ERROR / len(measured)
-    best = min(compiled for _, compiled in measured)
+    lowest_ratio = min(compiled / estimated for estimated, compiled in alike) - PRIOR_ERROR / len(alike)
     return next_estimate * lowest_ratio > best * (1 - MIN_GAIN)

@@ -16,15 +16,13 @@ from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.planning import links
 from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING, AttentionCost
 from jaxopt_llm.planning.search.block_cost import BlockCost, Result, list_recomputed
+from jaxopt_llm.planning.search.layer_overlap import LayerOverlap, find_layer_overlap
 from jaxopt_llm.planning.search.microbatch import BYTES, count_tokens
 from jaxopt_llm.planning.search.moe_cost import MoECost
 from jaxopt_llm.planning.search.passes import Passes
-from jaxopt_llm.planning.search.roofline import Cluster
+from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY, Cluster
 from jaxopt_llm.planning.search.state_sizes import ParameterCounts, StateSizes
 
-# Share of a transfer next to which other kernels are scheduled in compiled programs: all of what is gathered or reduced
-# in every layer, nothing of what is reduced once per step after the microbatches.
-OVERLAP_IN_LAYERS, OVERLAP_AT_END = 1.0, 0.0
 # Axes whose transfers the next matmul waits for, because it reads their result: XLA may schedule a kernel next to such
 # a transfer, but none that takes long. The same holds for the heads that an all-to-all brings, and for transfers over
 # only `expert`: tokens on the way to their experts and back.
@@ -81,6 +79,10 @@ class _Step:
         return list_recomputed(self.config.remat, self.config.model)
 
     @functools.cached_property
+    def overlap(self) -> LayerOverlap:
+        return find_layer_overlap(self.config, self.cluster.chip, self.block, self.passes, self.recomputed)
+
+    @functools.cached_property
     def moe(self) -> MoECost:
         return MoECost.from_config(self.config)
 
@@ -98,12 +100,15 @@ class _Step:
         kind: str,
         array_bytes: float,
         rounds: int = 1,
-        overlapped: float = OVERLAP_IN_LAYERS,
+        alone: float = 0.0,
+        beside: float = math.inf,
     ) -> Iterator[EstimatedTransfer]:
         """Yield a transfer, unless a single device or no bytes take part.
 
         Args:
             rounds: times that a ring moves the array: 2 for an all-reduce, which reduces and gathers.
+            alone: share of the bytes that move next to no kernel.
+            beside: seconds of the kernels next to which the others move.
         """
         mesh = self.config.mesh
         axes = tuple(axis for axis in axes if getattr(mesh, axis) > 1)
@@ -113,7 +118,8 @@ class _Step:
         moved = rounds * array_bytes * (1 if kind == "collective-permute" else (group - 1) / group)
         link, rate = _find_link(axes, kind, mesh, self.cluster.gpu, self.cluster.gpus_per_host)
         waited_for = BLOCKING_AXES & {*axes} or axes == ("expert",) or kind == "all-to-all"
-        yield EstimatedTransfer(axes, link, kind, moved, moved / rate, 0.0 if waited_for else overlapped)
+        hidden = min(1 - alone, beside * LINK_EFFICIENCY[link] * rate / moved)
+        yield EstimatedTransfer(axes, link, kind, moved, moved / rate, 0.0 if waited_for else hidden)
 
     def transfer_weights(
         self, layers: ParameterCounts, non_layer: ParameterCounts, expert: tuple[str, ...]
@@ -136,26 +142,27 @@ class _Step:
             yield from self.transfer((*expert, "context"), "all-reduce", reduced * summed, 2)
         if stage == 0:
             whole = reduced * (layers.trained + non_layer.trained)
-            yield from self.transfer(("data", "fsdp"), "all-reduce", whole, 2, OVERLAP_AT_END)
+            yield from self.transfer(("data", "fsdp"), "all-reduce", whole, 2, alone=1.0)
             return
-        formed: float = layers.trained + non_layer.trained
-        read: float = layers.weights + non_layer.weights
-        overlapped = OVERLAP_IN_LAYERS if stage >= 2 else OVERLAP_AT_END
-        if stage >= 2:
-            formed = layers.trained / passes.chunks * passes.backwards + non_layer.trained * non_layer_uses
-        if stage == 3:
-            non_layer_uses *= 1 if on_stages else 2  # gathered within the loop over layers, and again around it
-            layer_uses = passes.forwards + passes.backwards
-            read = layers.weights / passes.chunks * layer_uses + non_layer.weights * non_layer_uses
         if stage == 1:  # XLA does not scatter gradients that it has already summed over other axes
             summed_before = any(getattr(mesh, axis) > 1 for axis in (*expert, "context"))
             kind, rounds = ("all-reduce", 2) if summed_before else ("reduce-scatter", 1)
-            yield from self.transfer(("fsdp",), kind, reduced * formed, rounds, overlapped)
-        else:
-            yield from self.transfer(storage, "reduce-scatter", reduced * formed, 1, overlapped)
+            whole = reduced * (layers.trained + non_layer.trained)
+            yield from self.transfer(("fsdp",), kind, whole, rounds, alone=1.0)
+        else:  # no loop follows on the gradients of embedding and head
+            formed = layers.trained / passes.chunks * passes.backwards
+            moved = formed + non_layer.trained * non_layer_uses
+            alone = 1 - (1 - self.overlap.reduced_alone) * formed / max(moved, 1)
+            yield from self.transfer(storage, "reduce-scatter", reduced * moved, 1, alone, self.overlap.reducing)
         masters = reduced * (layers.masters + non_layer.masters)
-        yield from self.transfer(("data",), "all-reduce", masters, 2, OVERLAP_AT_END)
-        yield from self.transfer(storage, "all-gather", self.compute_bytes * read, 1, overlapped)
+        yield from self.transfer(("data",), "all-reduce", masters, 2, alone=1.0)
+        read, alone = float(layers.weights + non_layer.weights), 1.0
+        if stage == 3:
+            non_layer_uses *= 1 if on_stages else 2  # gathered within the loop over layers, and again around it
+            gathered = layers.weights / passes.chunks * (passes.forwards + passes.backwards)
+            read = gathered + non_layer.weights * non_layer_uses
+            alone = self.overlap.gathered_alone * gathered / max(read, 1)
+        yield from self.transfer(storage, "all-gather", self.compute_bytes * read, 1, alone)
 
     def transfer_tokens(self) -> Iterator[EstimatedTransfer]:
         """Yield the transfers of tokens to their experts and back."""

@@ -26,6 +26,7 @@ from jaxopt_llm.planning.search.ranking import (
     SearchResult,
     estimate,
     estimate_all,
+    order_candidates,
     search_settings,
 )
 from jaxopt_llm.planning.search.remedies import find_remedies
@@ -136,10 +137,25 @@ def test_the_worse_the_estimate_the_more_is_compiled() -> None:
     _, more = run(every_third_is_slower)
     assert len(few) < len(more) <= MAX_COMPILED and more[: len(few)] == few
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranking, "is_settled", lambda next_estimate, measured: False)
+        patch.setattr(ranking, "is_settled", lambda *_: False)
         exhaustive, all_compiled = run()
     assert len(all_compiled) == MAX_COMPILED and exhaustive.winner is not None and exact.winner is not None
     assert exact.winner.config == exhaustive.winner.config
+
+
+def test_the_error_of_a_pipeline_says_nothing_about_other_settings() -> None:
+    """Check a recipe whose stages are much faster than estimated, but still slower than the rest."""
+
+    def stages_are_faster(config: Config) -> Plan:
+        plan = as_estimated(config)
+        return dataclasses.replace(plan, flops=round(plan.flops * (0.8 if config.mesh.pipeline > 1 else 1)))
+
+    in_stages = (each for each in cached_estimates(RECIPE, CLUSTER, ()) if each.config.mesh == MeshConfig(pipeline=4))
+    slow = next(each.config for each in in_stages if each.footprint.peak < LIMIT / 2)
+    _, few = run(recipe=slow)
+    found, compiled = run(stages_are_faster, recipe=slow)
+    assert found.winner is not None and found.winner.config.mesh.pipeline == 1
+    assert compiled == few and compiled[0] == slow
 
 
 def test_candidates_like_one_that_did_not_fit_are_skipped() -> None:
@@ -231,15 +247,15 @@ def test_a_row_longer_than_a_gpu_holds_is_divided() -> None:
     training = dataclasses.replace(RECIPE.training, batch_size=1, sequence_length=131_072, attention="pallas")
     model = dataclasses.replace(RECIPE.model, heads=35, kv_heads=5)
     found = estimate_all(dataclasses.replace(RECIPE, model=model, training=training, mesh=MeshConfig()), CLUSTER, ())
-    best = next(each for each in found if each.footprint.peak < LIMIT)
-    assert best.config.mesh == MeshConfig(context=4)
+    best = order_candidates(found, LIMIT)[0]
+    assert best.footprint.peak < LIMIT and best.config.mesh == MeshConfig(context=4)
     assert "context 4, ZeRO-" in report.describe_setting(best.config, RECIPE)
 
 
 def test_the_tree_gives_a_reason_for_every_mesh() -> None:
     found, _ = run(limit=LIMIT // 2)
     said = decision_tree.format_tree(found)
-    assert "  > fsdp 4* (" in said
+    assert found.winner is not None and f"  > {report.describe_mesh(found.winner.config.mesh)}* (" in said
     assert "  - data 4 (" in said and "does not fit, needs at least " in said
     for line in ("sharding", "accumulation", "remat", "optimizer state"):
         assert f"\n{line}" in said.replace("  ", "")

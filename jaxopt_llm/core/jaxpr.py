@@ -1,0 +1,29 @@
+"""Jaxprs: the programs that JAX traces."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core.primitives import jit_p
+
+
+def inline_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Return a jaxpr that computes the same without calls of jitted functions."""
+
+    def run(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
+        for eqn in jaxpr.eqns:
+            inputs = [atom.val if isinstance(atom, Literal) else values[atom] for atom in eqn.invars]
+            if eqn.primitive is jit_p:
+                inner = eqn.params["jaxpr"]
+                results = run(inner.jaxpr, inner.consts, inputs)
+            else:
+                with eqn.ctx.manager:
+                    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+                results = results if eqn.primitive.multiple_results else [results]
+            values |= zip(eqn.outvars, results, strict=True)
+        return [atom.val if isinstance(atom, Literal) else values[atom] for atom in jaxpr.outvars]
+
+    arguments = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
+    return jax.make_jaxpr(lambda *arguments: run(closed.jaxpr, closed.consts, arguments))(*arguments)
