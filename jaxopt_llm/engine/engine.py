@@ -83,8 +83,7 @@ class Engine:
         with a schedule of ours `learning_rate`, with a loss scale `loss_scale`, and those of the loss. The state is
         updated in place.
         """
-        state, self._state = self.state, None  # donated: after an error it cannot be used again
-        self._state, metrics = self.program.step(state, self.place(batch))
+        self._state, metrics = self.program.step(self.state, self.place(batch))
         return metrics
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
@@ -101,7 +100,11 @@ class Engine:
         return {name: float(value / sums.count) for name, value in totals.items()}
 
     def place(self, batch: Any) -> Any:
-        """Return a batch [rows, ...] as the step takes it: on the devices, [M, B, ...]."""
+        """Return a batch [rows, ...] as the step takes it: on the devices, [M, B, ...].
+
+        Raises:
+            InputError: its arrays do not fit those of the example.
+        """
 
         def place_leaf(array: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
             return jax.device_put(array.reshape(target.shape), target.sharding)
@@ -128,7 +131,8 @@ class Engine:
     def model(self) -> Any:
         """Return the user's model with the trained parameters: an NNX module, Linen's variables, or the pytree.
 
-        Adapters are merged into their bases, and codes are dequantised.
+        Adapters are merged into their bases, and codes are dequantised. The other arrays are those of the state, which
+        the next step replaces.
         """
         state, model = self.state, self.program.model
         variables = dict(tree.leaves_with_path(state.variables))

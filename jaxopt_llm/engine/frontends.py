@@ -121,6 +121,10 @@ def normalise_loss(output: Any) -> LossParts:
                 f"loss: {name} is not a scalar, it has {found}; return the mean loss, or (sum, count), or one of them "
                 "and a dict of scalar metrics"
             )
+        if jnp.issubdtype(jnp.result_type(each), jnp.complexfloating):
+            raise InputError(f"loss: {name} is complex; return its real part or its absolute value")
+    if not jnp.issubdtype(jnp.result_type(total), jnp.floating):
+        raise InputError(f"loss: it is {jnp.result_type(total)}, which has no gradient; return a float")
     total, count, metrics = jax.tree.map(lambda each: jnp.asarray(each).astype(jnp.float32), (total, count, metrics))
     return LossParts(total, count, metrics)
 
@@ -169,13 +173,21 @@ def _describe(paths: Sequence[str], leaves: Sequence[Any], axes: Sequence[Any] |
 
 
 def nest(paths: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
-    """Return nested dicts of leaves by their paths."""
+    """Return nested dicts of leaves by their paths.
+
+    Raises:
+        InputError: a path is that of two leaves, or begins another one.
+    """
     nested: dict[str, Any] = {}
     for path, leaf in zip(paths, leaves, strict=True):
         *parents, last = path.split("/")
         inner = nested
         for key in parents:
             inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                break
+        if not isinstance(inner, dict) or last in inner:
+            raise InputError(f"model: another array has the path {path}, or a part of it; rename one of the keys")
         inner[last] = leaf
     return nested
 
@@ -193,6 +205,7 @@ class NnxFrontend:
         self._graph, parameters, variables = split
         self._parameter_keys, parameter_variables = _flatten_state(parameters)
         self._variable_keys, variable_variables = _flatten_state(variables)
+        _check_values([*self._parameter_keys, *self._variable_keys], [*parameter_variables, *variable_variables])
         self._parameter_types = parameter_variables
         self._variable_types = variable_variables
         self._keys = _Keys.of([each.get_value() for each in variable_variables])
@@ -242,9 +255,11 @@ class NnxFrontend:
         split: Any = nnx.split(model, nnx.Param, ...)
         _, parameters, variables = split
         known = [dict(zip(*_flatten_state(state), strict=True)) for state in (parameters, variables)]
-        parameter_values = [known[0][keys].get_value() for keys in self._parameter_keys]
         for found, keys in zip(known, (self._parameter_keys, self._variable_keys), strict=True):
+            if lost := {*keys} - found.keys():
+                raise InputError(f"loss: it removes {_join_keys([*lost])[0]} from the model; leave all arrays in place")
             self.dropped |= {*_join_keys([*(found.keys() - {*keys})])}
+        parameter_values = [known[0][keys].get_value() for keys in self._parameter_keys]
         variable_values = [known[1][keys].get_value() for keys in self._variable_keys]
         return parameter_values, self._keys.unwrap(variable_values)
 
@@ -253,6 +268,16 @@ def _flatten_state(state: nnx.State) -> tuple[list[tuple[Any, ...]], list[Any]]:
     """Return the keys of each variable of a state, and the variables."""
     pairs = list(nnx.to_flat_state(state))
     return [keys for keys, _ in pairs], [variable for _, variable in pairs]
+
+
+def _check_values(keys: Sequence[tuple[Any, ...]], variables: Sequence[Any]) -> None:
+    for each, variable in zip(keys, variables, strict=True):
+        value = variable.get_value()
+        if not hasattr(value, "dtype"):
+            raise InputError(
+                f"model: {_join_keys([each])[0]} holds {type(value).__name__}, and a variable holds one array; give "
+                f"each array a {type(variable).__name__} of its own"
+            )
 
 
 def _join_keys(keys: Sequence[tuple[Any, ...]]) -> list[str]:
@@ -278,7 +303,7 @@ class LinenFrontend:
         self.variables = [*_describe(_unboxed_paths(abstract), jax.tree.leaves(abstract)), count]
 
     def _initialize(self) -> dict[str, Any]:
-        example = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._example)
+        example = jax.tree.map(lambda x: jnp.zeros(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), self._example)
         return dict(self._module.init(jax.random.key(self._seed), example, method=self._loss))
 
     def make(self) -> tuple[list[jax.Array], list[jax.Array]]:

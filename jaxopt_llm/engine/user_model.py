@@ -98,7 +98,7 @@ class UserModel:
         closed, structure = trace_loss(self.frontend, self.loss, parameters, flat, batch)
         keep = [index >= len(parameters) for index in range(len(closed.jaxpr.outvars))]
         arguments = [*lazy, *flat, *jax.tree.leaves(batch)]
-        results = evaluate(drop_results(closed, keep), arguments, self.remat_loops)
+        results = evaluate(drop_results(closed, keep), arguments, placement.mesh, self.remat_loops)
         _, parts, changed = jax.tree.unflatten(structure, [*[None] * len(parameters), *results])
         return parts, nest_variables(self.frontend, changed)
 
@@ -139,10 +139,16 @@ def trace_loss(
 
     def function(parameters: Sequence[Any], variables: Sequence[Any], batch: Any) -> Any:
         output, after, changed = frontend.call(loss, parameters, variables, batch)
-        return after, normalise_loss(output), changed
+        return after, normalise_loss(output), [_cast_float(*pair) for pair in zip(changed, variables, strict=True)]
 
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(list(parameters), list(variables), batch)
     return closed, jax.tree.structure(shapes)
+
+
+def _cast_float(value: Any, like: Any) -> Any:
+    """Return a float in the dtype of another: what a loss stores may be computed in fewer bits than it rests in."""
+    floats = jnp.issubdtype(value.dtype, jnp.floating) and jnp.issubdtype(like.dtype, jnp.floating)
+    return value.astype(like.dtype) if floats else value
 
 
 def make_user_model(frontend: Frontend, loss: Loss, batch: Any, rules: Rules, placement: Placement) -> UserModel:
@@ -161,6 +167,7 @@ def make_user_model(frontend: Frontend, loss: Loss, batch: Any, rules: Rules, pl
     closed, _ = trace_loss(frontend, loss, parameters, variables, batch)
     uses, unchanged = find_uses(closed, len(parameters))
     _check_unchanged(frontend, unchanged)
+    _check_variables(frontend, closed.out_avals[len(closed.out_avals) - len(variables) :])
     specs = [_make_spec(info, found, rules) for info, found in zip(frontend.parameters, uses, strict=True)]
     # The dimensions of a stack have no rule.
     without_stacks = [
@@ -185,11 +192,24 @@ def _check_unchanged(frontend: Frontend, unchanged: Sequence[int | None]) -> Non
             )
 
 
+def _check_variables(frontend: Frontend, changed: Sequence[Any]) -> None:
+    """Raise InputError if the loss changes the shape or the kind of a variable, which the next step reads."""
+    for info, after in zip(frontend.variables, changed, strict=True):
+        if (after.shape, after.dtype) != (info.shape, info.dtype):
+            raise InputError(
+                f"loss: it changes the variable {info.path} from {info.dtype}{list(info.shape)} to "
+                f"{after.dtype}{list(after.shape)}; keep its shape and dtype"
+            )
+
+
 def _make_spec(info: ArrayInfo, uses: Sequence[Use], rules: Rules) -> ParamSpec:
     leading = min((use.leading for use in uses), default=0)
     products = [use.contracting for kind in (PRODUCT, CONVOLUTION, LOOKUP) for use in uses if use.kind == kind]
-    named = info.axes or (None,) * len(info.shape)
+    named = info.axes or ()
+    if len(named) > len(info.shape):
+        raise InputError(f"model: {info.path} has {len(info.shape)} dimensions, and names for {len(named)}: {named}")
     axes: list[str | None] = [rules.get(name) if name else None for name in named]
+    axes += [None] * (len(info.shape) - len(axes))  # as in a PartitionSpec
     axes[:leading] = ["layers"] * leading
     return ParamSpec(
         info.shape,

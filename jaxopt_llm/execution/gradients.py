@@ -35,9 +35,9 @@ def add_gradients(total: Params, added: Params, specs: Params, inside: Placement
 
     def add(total: jax.Array, added: jax.Array) -> jax.Array:
         added = added.astype(jnp.float32)
-        rows = added.shape[0]
-        if rows == total.shape[0]:
+        if added.shape == total.shape:
             return total + added
+        rows = added.shape[0]
         old = jax.lax.dynamic_slice_in_dim(total, chunk * rows, rows)
         return jax.lax.dynamic_update_slice_in_dim(total, old + added, chunk * rows, 0)
 

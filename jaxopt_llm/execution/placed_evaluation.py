@@ -26,10 +26,12 @@ import jax.numpy as jnp
 from flax import struct
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import dot_general_p, jit_p, remat_p, scan_p
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.model.linear.weights import Weight, einsum, gather_for_use, keep_gathered, shardings_of
 from jaxopt_llm.parallel import offload
+from jaxopt_llm.parallel.gathering import PlacedWeight
 
 Value = Any  # an array, or a Lazy weight
 
@@ -41,21 +43,25 @@ class Lazy:
     leading: number of leading dimensions that loops have not taken yet; the weight's shardings are those of one layer.
     order: the weight's dimensions (without the leading ones) in the order in which the program sees them.
     dtype: dtype in which the program sees it.
+    rounded: whether the program rounded it from float32 to `dtype`, in which it is then gathered.
     """
 
     weight: Weight
     leading: int = struct.field(pytree_node=False)
     order: tuple[int, ...] = struct.field(pytree_node=False)
     dtype: Any = struct.field(pytree_node=False)
+    rounded: bool = struct.field(pytree_node=False, default=False)
 
 
-def evaluate(closed: ClosedJaxpr, arguments: Sequence[Value], remat_loops: bool = False) -> list[jax.Array]:
+def evaluate(
+    closed: ClosedJaxpr, arguments: Sequence[Value], mesh: Mesh | AbstractMesh, remat_loops: bool = False
+) -> list[jax.Array]:
     """Evaluate a jaxpr whose arguments are arrays and `Lazy` weights. Return its results as arrays.
 
     Args:
         remat_loops: rematerialise the iterations of loops over layers.
     """
-    evaluation = _Evaluation(in_remat=False, remat_loops=remat_loops)
+    evaluation = _Evaluation(mesh, in_remat=False, remat_loops=remat_loops)
     return [read_array(value) for value in evaluation.run(closed.jaxpr, closed.consts, arguments)]
 
 
@@ -98,6 +104,7 @@ class _Evaluation:
     remat_loops: see `evaluate`.
     """
 
+    mesh: Mesh | AbstractMesh
     in_remat: bool
     remat_loops: bool
 
@@ -118,7 +125,7 @@ class _Evaluation:
 
     def _apply(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         if not any(isinstance(value, Lazy) for value in inputs):
-            return _bind(eqn, inputs)
+            return self._bind(eqn, inputs)
         special = {
             jit_p: self._call,
             remat_p: self._rematerialise,
@@ -126,7 +133,7 @@ class _Evaluation:
             jax.lax.conv_general_dilated_p: self._convolve,
             dot_general_p: self._multiply,
             jax.lax.transpose_p: _transpose,
-            jax.lax.convert_element_type_p: _convert,
+            jax.lax.convert_element_type_p: self._convert,
         }.get(eqn.primitive)
         return (special or self._use)(eqn, inputs)
 
@@ -202,14 +209,36 @@ class _Evaluation:
         (result,) = self._use(narrow, [image.astype(compute), replace(weight, dtype=compute)])
         return [result.astype(typeof(eqn.outvars[0]).dtype)]
 
+    def _convert(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """Follow a cast that changes no value, and one from float32 to 16 bits. Any other is a use."""
+        (lazy,), new = inputs, jnp.dtype(eqn.params["new_dtype"])
+        own = compute_dtype(lazy.weight)
+        if not lazy.rounded and new in (own, jnp.float32):
+            return [replace(lazy, dtype=new)]
+        if not lazy.rounded and own == jnp.float32 and new in (jnp.bfloat16, jnp.float16):
+            return [replace(lazy, weight=_gather_in(lazy.weight, new), dtype=new, rounded=True)]
+        return self._use(eqn, inputs)
+
     def _use(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """Apply an equation to the gathered arrays."""
 
         def function(*inputs: Value) -> list[jax.Array]:
-            return _bind(eqn, [read_array(value) for value in inputs])
+            return self._bind(eqn, [read_array(value) for value in inputs])
 
         # The backward gathers again: to keep the gathered weights of all layers would undo ZeRO-3.
         return function(*inputs) if self.in_remat else jax.checkpoint(function)(*inputs)
+
+    def _bind(self, eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:
+        if eqn.primitive is jax.lax.conv_general_dilated_p:
+            # XLA computes a wrong gradient of the kernel of a transposed convolution if one mesh axis divides its
+            # window and another one holds copies of the images.
+            image, kernel = inputs
+            dims: list[Any] = [PartitionSpec.UNCONSTRAINED] * kernel.ndim
+            for dim in eqn.params["dimension_numbers"].rhs_spec[2:]:
+                dims[dim] = None
+            kernel = jax.lax.with_sharding_constraint(kernel, NamedSharding(self.mesh, PartitionSpec(*dims)))
+            return _bind(eqn, [image, kernel])
+        return _bind(eqn, inputs)
 
 
 def _is_stack(value: Value) -> bool:
@@ -228,9 +257,13 @@ def _transpose(eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
     return [replace(lazy, order=tuple(lazy.order[dim] for dim in permutation))]
 
 
-def _convert(eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
-    (lazy,) = inputs
-    return [replace(lazy, dtype=eqn.params["new_dtype"])]
+def _gather_in(weight: Weight, dtype: Any) -> Weight:
+    """Return a weight that is gathered and multiplied in `dtype`."""
+
+    def gather_in(placed: PlacedWeight) -> PlacedWeight:
+        return replace(placed, shardings=replace(placed.shardings, compute_dtype=str(dtype)))
+
+    return jax.tree.map(gather_in, weight, is_leaf=lambda leaf: isinstance(leaf, PlacedWeight))
 
 
 def _name_axes(eqn: JaxprEqn, weight_first: bool) -> tuple[str, str, str]:

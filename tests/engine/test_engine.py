@@ -1,0 +1,239 @@
+"""What an engine does besides a step in float32: checkpoints, evaluation, the user's model, other precisions."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax._src.ad_checkpoint import saved_residuals
+from plain_training import list_arrays, split_output
+from test_equality import BOTH, CASES, FSDP, TENSOR, Setting, make_engine, reference
+
+import jaxopt_llm
+from jaxopt_llm.config import Config
+from jaxopt_llm.core import tree
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.engine.engine import Engine
+from jaxopt_llm.parallel.gathering import make_perturbations
+
+
+def leaves(engine: Engine) -> dict[str, np.ndarray]:
+    """Return the state by path, without the compute copy, which not every stage has."""
+    return {path: np.asarray(leaf) for path, leaf in tree.leaves_with_path(engine.state.replace(compute=None))}
+
+
+def assert_same_bits(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
+    assert left.keys() == right.keys()
+    for path, array in left.items():
+        np.testing.assert_array_equal(array, right[path], err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "other"),
+    [
+        (Setting("mlp", 2, TENSOR, 3), Setting("mlp", 3, FSDP, 1)),
+        (Setting("vae", 3, FSDP, 1), Setting("vae", 0, BOTH, 3)),
+        (Setting("linen_batchnorm", 1, BOTH, 3), Setting("linen_batchnorm", 3, FSDP, 1)),
+        (Setting("functions", 3, BOTH, 1), Setting("functions", 2, FSDP, 3)),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_continues_on_any_mesh(setting: Setting, other: Setting, tmp_path: Path) -> None:
+    batches = CASES[setting.name].batches(4)
+    uninterrupted = make_engine(setting)
+    for batch in batches[:2]:
+        uninterrupted.step(batch)
+    saved = leaves(uninterrupted)
+    uninterrupted.save(tmp_path)
+    moved, resumed = make_engine(other), make_engine(setting)
+    assert moved.restore(tmp_path) == resumed.restore(tmp_path) == 2
+    assert_same_bits(leaves(moved), saved)
+    for batch in batches[2:]:
+        uninterrupted.step(batch)
+        resumed.step(batch)
+    assert_same_bits(leaves(resumed), leaves(uninterrupted))
+    assert any(not np.array_equal(array, saved[path]) for path, array in leaves(resumed).items())
+
+
+def mean_loss(case: Any, model: Any, batches: list[Any]) -> float:
+    """Return the mean over all that the losses of these batches count."""
+    parts = [split_output(case.loss(model, batch)) for batch in batches]
+    return float(sum(total for total, _, _ in parts) / sum(count for _, count, _ in parts))
+
+
+@pytest.mark.parametrize("name", ["bert", "mnist"])
+def test_evaluation_is_the_mean_loss_without_dropout(name: str) -> None:
+    """BERT's batches have different numbers of masked positions; the MNIST model normalises by its running means."""
+    case, engine = CASES[name], make_engine(Setting(name, 3, FSDP, 3))
+    before = leaves(engine)
+    found = engine.evaluate(case.batches(3))
+    model = engine.model()
+    model.eval()
+    microbatches = [
+        {key: np.split(array, 3)[part] for key, array in batch.items()}
+        for batch in case.batches(3)
+        for part in range(3)
+    ]
+    np.testing.assert_allclose(found["loss"], mean_loss(case, model, microbatches), rtol=1e-5)
+    assert 0 <= found["accuracy"] <= 1
+    assert_same_bits(leaves(engine), before)
+
+
+@pytest.mark.parametrize("name", ["mlp", "functions", "linen_batchnorm"])
+def test_the_model_is_the_users_own(name: str) -> None:
+    case, engine = CASES[name], make_engine(Setting(name, 3, FSDP, 1))
+    first, second = case.batches(2)
+    engine.step(first)
+    model = engine.model()
+    if isinstance(case.model, linen.Module):
+        output, _ = case.model.apply(model, second, method=case.loss, mutable=["batch_stats"])
+    else:
+        assert type(model).__name__ == {"mlp": "Mlp", "functions": "dict"}[name]
+        output = case.loss(model, second)
+    total, count, _ = split_output(output)
+    np.testing.assert_allclose(total / count, engine.step(second)["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mlp", "mnist", "nested"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits_train_like_float32(name: str, dtype: str) -> None:
+    """The loss after some steps is that of float32 within the rounding of bfloat16, 2⁻⁸."""
+    scaling = {"loss_scaling": "dynamic", "initial_loss_scale": 256.0} if dtype == "float16" else {}
+    precision = {"compute_dtype": dtype, **scaling}
+    engine = make_engine(Setting(name, 3, FSDP, 3), precision=precision)
+    steps = [jax.device_get(engine.step(batch)) for batch in CASES[name].batches()]
+    np.testing.assert_allclose([step["loss"] for step in steps], reference(name, 3).losses, rtol=2**-6)
+    assert steps[-1]["skipped"] == 0
+    assert all(array.dtype != dtype for array in list_arrays(engine.model()).values())
+
+
+def test_a_step_that_overflows_changes_nothing() -> None:
+    precision = {"compute_dtype": "float16", "loss_scaling": "dynamic", "initial_loss_scale": 2.0**60}
+    case, engine = CASES["mnist"], make_engine(Setting("mnist", 3, FSDP, 1), precision=precision)
+    before = list_arrays(engine.model())
+    metrics = engine.step(case.batches(1)[0])
+    assert metrics["overflow"] and metrics["skipped"] == 1 and metrics["loss_scale"] == 2.0**59
+    assert_same_bits(list_arrays(engine.model()), before)
+
+
+def test_a_batch_that_is_refused_leaves_the_state() -> None:
+    case, engine = CASES["mlp"], make_engine(Setting("mlp", 3, FSDP, 1))
+    first, second = case.batches(2)
+    engine.step(first)
+    before = leaves(engine)
+    for wrong in (
+        {**second, "image": second["image"].reshape(-1, 2, 8, 1)},
+        {**second, "label": second["label"] + 0.5},
+        {"image": second["image"]},
+        {name: array[:8] for name, array in second.items()},
+    ):
+        with pytest.raises(InputError, match="batch: (image|label)"):
+            engine.step(wrong)
+    assert_same_bits(leaves(engine), before)
+
+
+def test_outside_of_remat_no_gathered_weight_is_kept_for_the_backward() -> None:
+    """Of the weights, the backward keeps those at rest, and gathers them again."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return jnp.mean((batch["x"] @ params["product"]) ** 2) + jnp.mean(jnp.sin(params["factors"]))
+
+    made = {"product": jnp.ones((16, 32)), "factors": jnp.ones((8, 32))}
+    batch = {"x": np.ones((24, 16), np.float32)}
+    engine = jaxopt_llm.initialize(lambda: made, loss, batch, Config(precision={"compute_dtype": "float32"}))
+    program, state = engine.program, engine.state
+
+    def total(perturbations: Any, masters: Any) -> jax.Array:
+        return program.model.evaluate(masters, perturbations, state.variables, batch, program.placement)[0].total
+
+    kept = saved_residuals(total, make_perturbations(program.model.specs, program.placement), state.masters)
+    weights = [(shaped.shape, source) for shaped, source in kept if shaped.shape in ((16, 32), (8, 32))]
+    assert {shape for shape, _ in weights} == {(16, 32), (8, 32)}
+    assert all("argument" in source for _, source in weights), weights
+
+
+class Refused(nnx.Module):
+    """A linear layer, and what a test adds."""
+
+    def __init__(self, **more: Any) -> None:
+        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        for name, value in more.items():
+            setattr(self, name, value)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(x)
+
+
+def square(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean(model(batch["x"]) ** 2)
+
+
+def assign(model: Refused, batch: Any) -> jax.Array:
+    model.linear.bias[...] += 1.0
+    return square(model, batch)
+
+
+def remove(model: Refused, batch: Any) -> jax.Array:
+    loss = square(model, batch)
+    del model.linear
+    return loss
+
+
+def grow(model: Refused, batch: Any) -> jax.Array:
+    model.seen.set_value(batch["x"])
+    return square(model, batch)
+
+
+def as_param(tree: Any) -> Any:
+    return nnx.Param(jax.tree.map(jnp.asarray, tree))
+
+
+ROWS = {"x": np.zeros((16, 4), np.float32)}
+PLAIN = lambda p, batch: jnp.mean((batch["x"] @ p["w"]) ** 2)  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "example", "message"),
+    [
+        (Refused, lambda model, batch: model(batch["x"]), ROWS, "loss: the loss is not a scalar, it has shape"),
+        (Refused, lambda model, batch: (square(model, batch), batch["x"]), ROWS, "its count is not a scalar"),
+        (Refused, lambda model, batch: (square(model, batch), {"x": batch["x"]}), ROWS, "metric x is not a scalar"),
+        (Refused, lambda model, batch: None, ROWS, "the loss is not a scalar, it has type NoneType"),
+        (Refused, lambda model, batch: square(model, batch) + 1j, ROWS, "loss: the loss is complex"),
+        (Refused, lambda model, batch: jnp.sum(batch["x"] > 0), ROWS, "loss: it is int32, which has no gradient"),
+        (Refused, assign, ROWS, "loss: it assigns to the parameter linear/bias"),
+        (Refused, remove, ROWS, "loss: it removes linear/"),
+        (lambda: Refused(seen=nnx.BatchStat(jnp.zeros(()))), grow, ROWS, r"changes the variable seen from float32\[\]"),
+        (
+            lambda: Refused(both=as_param({"a": [1.0]})),
+            square,
+            ROWS,
+            "model: both holds dict, and a variable holds one",
+        ),
+        (lambda: Refused(number=nnx.Param(jnp.arange(3))), square, ROWS, "the parameter number is int32"),
+        (lambda: {"w": jnp.ones((4, 4), jnp.complex64)}, PLAIN, ROWS, "the parameter w is complex64"),
+        (lambda: {"w": jnp.ones(4), "n": 3}, PLAIN, ROWS, "the parameter n is int32"),
+        (lambda: {"w": jnp.ones(4), "a": {"b": 1.0}, "a/b": 2.0}, PLAIN, ROWS, "another array has the path .*a/b"),
+        (lambda: {"w": jnp.ones(4), "a": 1.0, "a/b": 2.0}, PLAIN, ROWS, "another array has the path .*a"),
+        (Refused(), square, ROWS, "model: Refused already holds its arrays"),
+        ({"w": jnp.ones(4)}, PLAIN, ROWS, "model: dict already holds its arrays"),
+        (Refused, square, {"x": np.zeros((12, 4), np.float32)}, "12 rows are not divisible by mesh.fsdp=8"),
+        (Refused, square, {**ROWS, "y": np.zeros(8)}, r"different numbers of rows, the first dimension \(8, 16\)"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_name(model: Any, loss: Any, example: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        jaxopt_llm.initialize(model, loss, example, optimizer=optax.sgd(0.1))
+
+
+def test_names_of_fewer_dimensions_are_those_of_the_first() -> None:
+    """As in a PartitionSpec: Flax itself gives the kernels of its attention fewer names than dimensions."""
+    engine = make_engine(Setting("vit", 3, TENSOR, 1))
+    named = [
+        spec.axes for path, spec in tree.leaves_with_path(engine.program.model.specs) if path.endswith("query/kernel")
+    ]
+    assert named == [(None, "tensor", None)]
