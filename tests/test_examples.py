@@ -9,8 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 from commands import ROOT
+
+import jaxopt_llm
+import jaxopt_llm.engine.fit
 
 # A program whose products are in float32 by accident is no example.
 pytestmark = pytest.mark.filterwarnings("error::jaxopt_llm.engine.checks.EngineWarning")
@@ -42,7 +46,7 @@ def test_vit(tmp_path: Path) -> None:
 
 
 def test_bert(tmp_path: Path) -> None:
-    found = load("bert", WIDTH=48, LAYERS=1).main(steps=80, directory=tmp_path)
+    found = load("bert", WIDTH=48, LAYERS=1, ROWS=32).main(steps=40, directory=tmp_path)
     assert found["loss"] < 3.3 < math.log(256)
 
 
@@ -51,16 +55,31 @@ def test_linen(tmp_path: Path) -> None:
     assert found["accuracy"] > 0.7 > 1 / 8
 
 
-def test_dpo(tmp_path: Path) -> None:
+def test_dpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[Any] = []
+
+    def fit(*arguments: Any) -> Any:
+        trained.append(jaxopt_llm.engine.fit.fit(*arguments))
+        return trained[0]
+
+    monkeypatch.setattr(jaxopt_llm, "fit", fit, raising=False)
     example = load("dpo", WIDTH=32)
     found = example.main(steps=60, directory=tmp_path)
     assert found["accuracy"] > 0.95 and found["margin"] > 1
     assert found["loss"] < math.log(2), "the loss of a policy that is its reference"
+    before, after = example.Pair(), trained[0].model()
+    moved = {
+        name: float(
+            jnp.abs(getattr(after, name).mlp.layers[0].kernel - getattr(before, name).mlp.layers[0].kernel).max()
+        )
+        for name in ("policy", "reference")
+    }
+    assert moved["reference"] < 0.004 < 0.01 < moved["policy"], "the frozen reference rests in bfloat16"
 
 
 def test_custom_optimizer(tmp_path: Path) -> None:
     found = load("custom_optimizer").main(steps=80, directory=tmp_path)
-    assert found["loss"] < 0.01 < 0.36, "the variance of the targets around 0 is 0.64 + 0.36 / 16"
+    assert found["loss"] < 0.01, "the variance of the targets is 0.023"
 
 
 def test_the_example_of_the_overviews(capsys: pytest.CaptureFixture[str]) -> None:

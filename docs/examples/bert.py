@@ -50,8 +50,8 @@ def main(steps=400, directory="runs/bert"):
     hidden = np.random.default_rng(0).random(text.shape) < 0.15
     held_out = {"text": text[:ROWS], "hidden": hidden[:ROWS]}
     rows = [{"text": row, "hidden": mask} for row, mask in zip(text[ROWS:], hidden[ROWS:], strict=True)]
-    config = jaxopt_llm.Config(training=dict(accumulation=2), optimizer=dict(learning_rate=3e-3))
-    engine = jaxopt_llm.initialize(lambda: Bert(nnx.Rngs(0)), loss, held_out, config)
+    config = jaxopt_llm.Config(training=dict(accumulation=2))
+    engine = jaxopt_llm.initialize(lambda: Bert(nnx.Rngs(0)), loss, held_out, config, optimizer=optax.adamw(2e-3))
     return jaxopt_llm.fit(engine, rows, steps, directory, [held_out]).evaluate([held_out])
 
 

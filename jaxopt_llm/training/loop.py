@@ -65,7 +65,8 @@ class Loop:
         events: EventLog,
     ) -> None:
         self.current = 0
-        self._workload, self._config = workload, workload.config
+        self._workload = workload
+        self._config: Config = workload.config
         self._checkpoints, self._progress, self._preemption, self._events = checkpoints, progress, preemption, events
         self._meter = Meter(workload.unit, workload.units_per_step, workload.utilisation)
         self._scope = contextlib.ExitStack()
