@@ -10,7 +10,7 @@ the user's code reads a parameter: nothing moves until an equation needs the val
 - a product with a weight (`dot_general`) is the `einsum` of model/linear/, as in the decoder: the gradient is formed in
   the reductions' dtype, adapters and quantised bases are multiplied as such, and outside a rematerialised function the
   backward gathers the weight again instead of keeping it;
-- a lookup (`gather`) of rows of a table adds up their gradients in the reductions' dtype;
+- a lookup (`gather`) of rows of a table adds up their gradients in float32;
 - every other equation reads the gathered array.
 
 Whatever framework the parameters come from, the jaxpr reads them as inputs, so no read can pass by unnoticed.
@@ -222,7 +222,7 @@ class _Evaluation:
         return self._use(eqn, inputs)
 
     def _look_up(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
-        """Read rows of a table, so that their gradients are added up in the reductions' dtype."""
+        """Read rows of a table, whose gradients are added up in float32."""
         table, *indices = inputs
         if not isinstance(table, Lazy) or table.leading or not isinstance(table.weight, PlacedWeight):
             return self._use(eqn, inputs)

@@ -102,7 +102,7 @@ def gather_for_use(weight: Weight) -> jax.Array:
 def apply_linear(function: Callable[..., jax.Array], weight: PlacedWeight, *others: jax.Array) -> jax.Array:
     """Apply a function that is linear in a weight and has no derivative by the other arguments, such as a lookup.
 
-    Its gradient is formed in the reductions' dtype.
+    Its gradient is formed in float32.
 
     function: (array of the weight's shape and of any dtype, *others) -> array of that dtype.
     """
@@ -337,10 +337,13 @@ def _apply_linear_backward(function, shape, residuals, dy):
     weight, others = residuals
     if not weight.shardings.trainable:
         return None, None, None
+    # In float32: a frequent token's row sums over thousands of positions.
     with jax.named_scope(GRADIENT):
-        dtype = jnp.dtype(weight.shardings.reduce_dtype)
-        transpose = jax.linear_transpose(lambda array: function(array, *others), jax.ShapeDtypeStruct(shape, dtype))
-        (gradient,) = transpose(dy.astype(dtype))
+        argument = jax.ShapeDtypeStruct(shape, jnp.float32)
+        transpose = jax.linear_transpose(lambda array: function(array, *others), argument)
+        (gradient,) = transpose(dy.astype(jnp.float32))
+    # Constrained to whole rows first: with divided rows XLA gathers every device's positions instead of reducing rows.
+    gradient = jax.lax.with_sharding_constraint(gradient, weight.shardings.gathered)
     return None, reduce_gradient(gradient, weight.shardings), None
 
 
