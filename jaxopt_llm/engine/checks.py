@@ -128,14 +128,29 @@ def find_oddities(
             f"the loss reads arrays that are neither in the model nor in the batch ({shapes}): every device holds "
             "them, and they are not trained; use the model that the loss receives"
         )
+    if compute_dtype != "float32":
+        yield from _find_wide_products(closed, uses, compute_dtype)
+
+
+def _find_wide_products(closed: ClosedJaxpr, uses: Sequence[Sequence[Use]], compute_dtype: str) -> Iterator[str]:
+    products = [use for found in uses for use in found if use.kind == PRODUCT]
+    promoted = sum(use.dtype == "float32" for use in products)
     wide = sum(
         eqn.primitive is dot_general_p and all(typeof(atom).dtype == jnp.float32 for atom in eqn.invars)
         for eqn in list_equations(closed.jaxpr)
     )
-    # A product with a weight is in the compute dtype all the same.
-    wide -= sum(use.kind == PRODUCT and use.dtype == "float32" for found in uses for use in found)
-    if wide and compute_dtype != "float32":
+    remedy = (
+        f"a float32 array promotes what it meets: cast it in the loss, as in x.astype(jnp.{compute_dtype}), and give "
+        f"layers with a dtype of their own, such as nnx.Embed, dtype=jnp.{compute_dtype}"
+    )
+    if promoted:
         yield (
-            f"{wide} products of activations are in float32 although precision.compute_dtype is {compute_dtype}, "
-            f"because a float32 array promotes what it meets; cast it in the loss, as in x.astype(jnp.{compute_dtype})"
+            f"{promoted} of {len(products)} products with parameters meet float32 arrays although "
+            f"precision.compute_dtype is {compute_dtype}; they are computed in {compute_dtype} all the same, but the "
+            f"arrays take twice the memory; {remedy}"
+        )
+    if wide > promoted:
+        yield (
+            f"{wide - promoted} products without parameters are computed in float32 although precision.compute_dtype "
+            f"is {compute_dtype}; {remedy}"
         )

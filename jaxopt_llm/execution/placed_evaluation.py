@@ -10,6 +10,7 @@ the user's code reads a parameter: nothing moves until an equation needs the val
 - a product with a weight (`dot_general`) is the `einsum` of model/linear/, as in the decoder: the gradient is formed in
   the reductions' dtype, adapters and quantised bases are multiplied as such, and outside a rematerialised function the
   backward gathers the weight again instead of keeping it;
+- a lookup (`gather`) of rows of a table adds up their gradients in float32;
 - every other equation reads the gathered array.
 
 Whatever framework the parameters come from, the jaxpr reads them as inputs, so no read can pass by unnoticed.
@@ -29,7 +30,7 @@ from jax.extend.core.primitives import dot_general_p, jit_p, remat_p, scan_p
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.model.linear.leaves import LoraWeight
-from jaxopt_llm.model.linear.weights import Weight, einsum, gather_for_use, keep_gathered, shardings_of
+from jaxopt_llm.model.linear.weights import Weight, apply_linear, einsum, gather_for_use, keep_gathered, shardings_of
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import PlacedWeight
 
@@ -131,6 +132,7 @@ class _Evaluation:
             remat_p: self._rematerialise,
             scan_p: self._scan,
             jax.lax.conv_general_dilated_p: self._convolve,
+            jax.lax.gather_p: self._look_up,
             dot_general_p: self._multiply,
             jax.lax.transpose_p: _transpose,
             jax.lax.convert_element_type_p: self._convert,
@@ -218,6 +220,19 @@ class _Evaluation:
         if not lazy.rounded and own == jnp.float32 and new in (jnp.bfloat16, jnp.float16):
             return [replace(lazy, weight=_gather_in(lazy.weight, new), dtype=new, rounded=True)]
         return self._use(eqn, inputs)
+
+    def _look_up(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """Read rows of a table, whose gradients are added up in float32."""
+        table, *indices = inputs
+        if not isinstance(table, Lazy) or table.leading or not isinstance(table.weight, PlacedWeight):
+            return self._use(eqn, inputs)
+
+        def look_up(array: jax.Array, *indices: jax.Array) -> jax.Array:
+            (rows,) = _bind(eqn, [jnp.transpose(array, table.order), *indices])
+            return rows
+
+        rows = apply_linear(look_up, offload.fetch_to_device(table.weight), *map(read_array, indices))
+        return [rows.astype(table.dtype)]
 
     def _use(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """Apply an equation to the gathered arrays."""
