@@ -44,6 +44,7 @@ class Engine:
         self.config = job.config
         self._job, self._frontend = job, job.frontend
         self._state: TrainState | None = None
+        self._lost = ""  # why there is no state, after a restore that failed
 
     @property
     def example(self) -> Any:
@@ -62,6 +63,8 @@ class Engine:
 
     @property
     def state(self) -> TrainState:
+        if self._lost:
+            raise InputError(self._lost)
         if self._state is None:
             program = self.program
 
@@ -168,9 +171,12 @@ class Engine:
     def load(self, checkpoints: Checkpoints, step: int) -> TrainState:
         """Return the state of a checkpoint. The engine's own state is freed first."""
         self._state, program = None, self.program
+        self._lost = f"the restore of step {step} failed, and the engine has no state now: restore again"
         abstract = abstract_checkpoint(training_state.checkpoint_specs(program.specs), program.placement)
         restored = checkpoints.restore(step, **abstract)
-        return training_state.resume_state(program.specs, step, program.placement, **restored)
+        state = training_state.resume_state(program.specs, step, program.placement, **restored)
+        self._lost = ""
+        return state
 
     def to_checkpoint(self, state: TrainState) -> dict[str, Any]:
         """Return the trees of a state's checkpoint."""
