@@ -156,28 +156,51 @@ def _make_variable_specs(frontend: Frontend) -> Params:
 def adapt_user_model(model: UserModel, config: Config) -> tuple[UserModel, Params, Params]:
     """Divide the parameters into trained and frozen ones, and add adapters if `lora.rank` is set.
 
+    A pattern matches the path of a parameter with or without its section. `all-linear` are the matrices that only
+    products read and whose sides are at least the rank.
+
     Returns the model, and the specs of its trained and of its frozen parameters; see `lora.adapt_model`.
 
     Raises:
         InputError: a pattern selects nothing, or a parameter that cannot have an adapter.
     """
-    settings, trainable, products = config.lora, config.training.trainable, model.products
+    products, settings = model.products, config.lora
+    trainable, targets = (_add_sections(model, each) for each in (config.training.trainable, settings.targets))
 
     def is_product(path: str, spec: ParamSpec) -> bool:
         return path in products
 
-    if settings.rank and ALL_LINEAR in settings.targets:
-        listed = [target for target in settings.targets if target != ALL_LINEAR]
-        settings = replace(settings, targets=(*listed, *sorted(products - {*_matches(products, listed)})))
-    others = [path for path in _matches(model.paths, settings.targets) if path not in products]
+    if settings.rank and ALL_LINEAR in targets:
+        listed = tuple(target for target in targets if target != ALL_LINEAR)
+        wide = [path for path, spec in tree.leaves_with_path(model.specs) if _has_rank(spec, settings.rank)]
+        excluded = {*_matches(model.paths, (*listed, *trainable))}
+        targets = (*listed, *(path for path in wide if path in products and path not in excluded))
+    others = [path for path in _matches(model.paths, targets) if path not in products]
     if settings.rank and others:
         raise InputError(
             f"lora.targets: {others[0]} is read by something else than matrix products, and an adapter is only "
             "multiplied; leave it out"
         )
+    settings = replace(settings, targets=targets)
     if found := lora.problems(model.specs, settings, trainable, is_product):
         raise InputError("; ".join(found))
     return lora.adapt_model(model, settings, config.precision, trainable, is_product)
+
+
+def _has_rank(spec: ParamSpec, rank: int) -> bool:
+    """Return whether both sides of a matrix are at least this large."""
+    layer = spec.unstack()
+    return bool(layer.contracting) and min(layer.fan_in, math.prod(layer.shape) // layer.fan_in) >= rank
+
+
+def _add_sections(model: UserModel, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Return patterns of whole paths. One that matches no whole path may match paths without their section."""
+    found: list[str] = []
+    for pattern in patterns:
+        whole = [f"{section}/{pattern}" for section in model.specs]
+        without = [each for each in whole if _matches(model.paths, (each,))]
+        found += [pattern] if _matches(model.paths, (pattern,)) or not without else without
+    return tuple(found)
 
 
 def _matches(paths: Iterable[str], patterns: Sequence[str]) -> list[str]:

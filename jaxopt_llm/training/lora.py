@@ -46,7 +46,7 @@ def problems(
         found.append(f"{both[0]} is in training.trainable and in lora.targets: remove it from one of them")
     return found or [
         *_rank_problems(adapted, config),
-        *_table_problems(adapted, config),
+        *_table_problems([path for path, spec in adapted.items() if not is_quantised(path, spec)], adapted, config),
         *_expert_problems(adapted, config),
         *_nf4_problems(specs, config, is_quantised),
     ]
@@ -97,8 +97,7 @@ def _rank_problems(adapted: dict[str, ParamSpec], config: LoraConfig) -> list[st
     return [f"lora.rank={config.rank} is above {rank}, the largest possible rank of {path}: set --lora.rank {rank}"]
 
 
-def _table_problems(adapted: dict[str, ParamSpec], config: LoraConfig) -> list[str]:
-    tables = [path for path in adapted if path.startswith("non_layer/")]
+def _table_problems(tables: list[str], adapted: dict[str, ParamSpec], config: LoraConfig) -> list[str]:
     if config.dropout and len(tables) == len(adapted):
         return [f"lora.dropout={config.dropout} has no effect on {tables[0]}, outside the blocks: set --lora.dropout 0"]
     if not (config.dora and tables):

@@ -1,0 +1,159 @@
+"""Tests of fit: data of all kinds, resume, held-out losses, and directories that it refuses."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from marks import slow
+
+import jaxopt_llm
+from jaxopt_llm.config import Config
+from jaxopt_llm.core.errors import InputError, Preempted
+
+pytestmark = pytest.mark.core
+
+ROWS, STEPS = 16, 6
+
+
+class Network(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up, self.down = nnx.Linear(8, 32, rngs=rngs), nnx.Linear(32, 1, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(self.dropout(nnx.relu(self.up(x))))
+
+
+def loss(model: Network, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    error = model(batch["x"]) - batch["y"]
+    return jnp.mean(error**2), {"error": jnp.mean(jnp.abs(error))}
+
+
+def make_batch(step: int) -> dict[str, np.ndarray]:
+    x = np.random.default_rng(step).normal(size=(ROWS, 8)).astype(np.float32)
+    return {"x": x, "y": np.abs(x).mean(1, keepdims=True)}
+
+
+def make_engine(**sections: Any) -> jaxopt_llm.Engine:
+    given = {"mesh": {"fsdp": 8}, "checkpoint": {"every": 2}, "logging": {"every": 1, "tensorboard": False}} | sections
+    config = Config(**given, precision={"compute_dtype": "float32"})  # type: ignore[arg-type]
+    return jaxopt_llm.initialize(lambda: Network(nnx.Rngs(0)), loss, make_batch(0), config, optax.adamw(1e-2))
+
+
+def leaves(engine: jaxopt_llm.Engine) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(engine.state)]
+
+
+def read_records(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+class Rows:
+    """Dataset of rows, with a column that the example does not have, and lists in place of arrays."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = make_batch(index)
+        return {"x": row["x"][0].tolist(), "y": row["y"][0].tolist(), "name": f"row {index}"}
+
+
+class Stream:
+    """Iterable of batches."""
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return map(make_batch, range(4))
+
+
+def read_function() -> Callable[[int], dict[str, np.ndarray]]:
+    return make_batch
+
+
+def list_batches() -> list[dict[str, np.ndarray]]:
+    return [make_batch(step) for step in range(3)]
+
+
+@pytest.mark.parametrize("make_data", [Rows, *slow(Stream, read_function, list_batches)])
+def test_a_run_in_two_parts_ends_equal_to_the_bit(make_data: Callable[[], Any], tmp_path: Path) -> None:
+    whole = jaxopt_llm.fit(make_engine(), make_data(), STEPS, tmp_path / "whole")
+    jaxopt_llm.fit(make_engine(), make_data(), STEPS // 2, tmp_path / "parts")
+    resumed = jaxopt_llm.fit(make_engine(), make_data(), STEPS, tmp_path / "parts")
+    for one, other in zip(leaves(whole), leaves(resumed), strict=True):
+        np.testing.assert_array_equal(one, other)
+    records = [[record["loss"] for record in read_records(tmp_path / name)] for name in ("whole", "parts")]
+    assert records[0] == records[1] and len(records[0]) == STEPS
+
+
+def test_a_dataset_of_rows_is_shuffled_anew_in_each_epoch() -> None:
+    from jaxopt_llm.engine.batches import make_batches
+
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batch(0))
+    batches = make_batches(Rows(), example, seed=0)
+    rows = [row.tobytes() for step in range(5) for row in batches.batch_at(step)["x"]]
+    epochs = rows[:40], rows[40:80]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(np.float32(Rows()[i]["x"]).tobytes() for i in range(40))
+    assert epochs[0] != epochs[1]
+
+
+def test_records_have_the_held_out_loss_without_dropout(tmp_path: Path) -> None:
+    held_out = [make_batch(100), make_batch(101)]
+    engine = jaxopt_llm.fit(make_engine(evaluation={"every": 3}), make_batch, STEPS, tmp_path, held_out)
+    records = read_records(tmp_path)
+    assert [record["step"] for record in records if "eval_loss" in record] == [3, 6]
+    model = engine.model()
+    model.eval()
+    expected = np.mean([float(loss(model, batch)[0]) for batch in held_out])
+    assert records[-1]["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    assert records[-1]["rows"] == STEPS * ROWS and "error" in records[-1]
+
+
+def test_a_signal_ends_the_run_after_its_step_and_its_checkpoint(tmp_path: Path) -> None:
+    def interrupt(step: int) -> dict[str, np.ndarray]:
+        if step == 4:  # read ahead by a thread, two steps before it is trained on
+            os.kill(os.getpid(), signal.SIGTERM)
+        return make_batch(step)
+
+    with pytest.raises(Preempted):
+        jaxopt_llm.fit(make_engine(checkpoint={"every": 1000}), interrupt, 1000, tmp_path)
+    stopped = read_records(tmp_path)[-1]["step"]
+    assert (tmp_path / "checkpoints" / str(stopped)).is_dir()
+    resumed = jaxopt_llm.fit(make_engine(), make_batch, stopped + 1, tmp_path)
+    whole = jaxopt_llm.fit(make_engine(), make_batch, stopped + 1, tmp_path / "whole")
+    for one, other in zip(leaves(whole), leaves(resumed), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (3, "neither a function of the step"),
+        ([], "the dataset is empty"),
+        (lambda step: {"x": make_batch(step)["x"]}, "y is missing"),
+        (lambda step: make_batch(step) | {"x": np.zeros((4, 8))}, r"x is float64\[4,8\], and the example has"),
+        ([{"x": np.zeros(7), "y": np.zeros(1)}], r"x is float64\[7\], and the example has float32\[8\]"),
+    ],
+)
+def test_data_that_does_not_fit_is_named(data: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        jaxopt_llm.fit(make_engine(), data, STEPS, tmp_path / "run")
+
+
+def test_another_run_in_the_directory_is_not_overwritten(tmp_path: Path) -> None:
+    jaxopt_llm.fit(make_engine(), make_batch, 2, tmp_path)
+    before = (tmp_path / "config.json").read_text()
+    with pytest.raises(InputError, match=r"holds another run.*run\.seed"):
+        jaxopt_llm.fit(make_engine(run={"seed": 1}), make_batch, 4, tmp_path)
+    (tmp_path / "parameters.json").unlink()
+    with pytest.raises(InputError, match="of something else than fit"):
+        jaxopt_llm.fit(make_engine(), make_batch, 4, tmp_path)
+    assert (tmp_path / "config.json").read_text() == before
