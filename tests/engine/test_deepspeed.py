@@ -17,8 +17,6 @@ from jaxopt_llm.engine.deepspeed import read_deepspeed, read_file
 from jaxopt_llm.engine.deepspeed_keys import FP16, KEYS, OPTIMIZERS, SCHEDULERS, Ignored, Keys, Maps, Refused
 from jaxopt_llm.training.schedule import make_schedule
 
-pytestmark = pytest.mark.core
-
 ADAM = {"optimizer.beta2": 0.999, "optimizer.weight_decay": 0.0}
 CONSTANT = {"schedule.kind": "constant", "schedule.warmup_steps": 0}  # without a scheduler
 FLOAT32 = {"precision.compute_dtype": "float32"}

@@ -16,8 +16,6 @@ from jaxopt_llm.config import OptimizerConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.deepspeed import read_file
 
-pytestmark = pytest.mark.core
-
 SETTINGS = {
     "train_batch_size": 16,
     "gradient_accumulation_steps": 2,

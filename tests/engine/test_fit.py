@@ -19,8 +19,6 @@ import jaxopt_llm
 from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import InputError, Preempted
 
-pytestmark = pytest.mark.core
-
 ROWS, STEPS = 16, 6
 
 

@@ -16,6 +16,8 @@ from plain_training import ROWS, Batch, Case, list_arrays, train_plainly
 import jaxopt_llm
 from jaxopt_llm.config import Config
 
+pytestmark = pytest.mark.core
+
 D, L = 8, 3
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-3))
 LOSSES: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any]]] = {}

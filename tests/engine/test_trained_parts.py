@@ -15,8 +15,6 @@ from jaxopt_llm.config import Config
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 
-pytestmark = pytest.mark.core
-
 WIDTH, LAYERS, ROWS = 32, 2, 16
 
 
