@@ -71,6 +71,8 @@ def make_batches(data: Any, example: Any, seed: int) -> Batches:
     Raises:
         InputError: it is none of these, or its arrays do not fit the example.
     """
+    if isinstance(data, Mapping):
+        raise InputError("data: this is one batch; give a function of the step, a dataset, or an iterable of batches")
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return Batches(_index_dataset(data, example, seed), example)
     if callable(data):
@@ -129,5 +131,13 @@ class _Sequence:
 
 
 def count_rows(example: Any) -> int:
-    """Return the number of rows of a batch."""
-    return int(tree.leaves_with_path(example)[0][1].shape[0])
+    """Return the number of rows of a batch.
+
+    Raises:
+        InputError: it has no array, or something else than arrays.
+    """
+    leaves = tree.leaves_with_path(example)
+    for path, leaf in leaves or [("", None)]:
+        if not getattr(leaf, "shape", ()):
+            raise InputError(f"example: {path or 'it'} is no array with rows; give arrays or jax.ShapeDtypeStructs")
+    return int(leaves[0][1].shape[0])

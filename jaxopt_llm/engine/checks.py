@@ -1,13 +1,15 @@
 """Checks of an engine's configuration, and of what its loss does with the model, before anything is allocated."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core.primitives import dot_general_p
 
-from jaxopt_llm.config import Config, TrainingConfig
+from jaxopt_llm.config import Config, OptimizerConfig, TrainingConfig
 from jaxopt_llm.config.fields import FIELDS, get_field, wrong_types
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
@@ -60,6 +62,26 @@ def check_config(config: Config, rows: int) -> None:
         found.append(f"training.batch_size={config.training.batch_size}, but the example has {rows} rows")
     if found:
         raise InputError(f"config: {'; '.join(found)}")
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise InputError if this is no optimizer."""
+    if isinstance(optimizer, OptimizerConfig):
+        return
+    if isinstance(optimizer, nnx.Optimizer):
+        raise InputError("optimizer: give the optax transformation itself instead of nnx.Optimizer")
+    if isinstance(optimizer, type) or not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise InputError(
+            f"optimizer: {getattr(optimizer, '__name__', type(optimizer).__name__)} is no optax transformation; give "
+            "one, such as optax.adamw(1e-3), or an OptimizerConfig"
+        )
+
+
+def find_hidden_settings(config: Config) -> list[str]:
+    """Return the settings with another value than the default that an optax transformation replaces."""
+    default = Config()
+    names = [name for name in FIELDS if name.startswith(("optimizer.", "schedule."))]
+    return [name for name in names if get_field(config, name) != get_field(default, name)]
 
 
 def check_parameters(parameters: Sequence[ArrayInfo]) -> None:

@@ -18,10 +18,10 @@ from jax.sharding import AbstractMesh
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.config import AXES, Config, OptimizerConfig
 from jaxopt_llm.core import tree
-from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.engine import deepspeed
 from jaxopt_llm.engine.batches import count_rows, fit_to_example
-from jaxopt_llm.engine.checks import EngineWarning, check_config, find_unread
+from jaxopt_llm.engine.checks import EngineWarning, check_config, check_optimizer, find_hidden_settings, find_unread
 from jaxopt_llm.engine.frontends import ArrayInfo, Loss, LossParts, make_frontend
 from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, plan_engine
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
@@ -173,6 +173,11 @@ class Engine:
         self._state, program = None, self.program
         self._lost = f"the restore of step {step} failed, and the engine has no state now: restore again"
         abstract = abstract_checkpoint(training_state.checkpoint_specs(program.specs), program.placement)
+        if others := sorted(checkpoints.read_record(step)["arrays"].keys() - abstract.keys()):
+            raise CheckpointError(
+                f"checkpoint {checkpoints.directory / str(step)} also holds {', '.join(others)}, which this engine "
+                "does not have: it is of another optimizer or precision; use the settings that wrote it"
+            )
         restored = checkpoints.restore(step, **abstract)
         state = training_state.resume_state(program.specs, step, program.placement, **restored)
         self._lost = ""
@@ -223,6 +228,7 @@ def initialize(
     Raises:
         InputError: something does not fit together.
     """
+    given = config if isinstance(config, Config) else None
     if isinstance(config, str | Path):
         config = _read_deepspeed(Path(config), example, optimizer)
     config = Config() if config is None else config
@@ -234,6 +240,11 @@ def initialize(
     if config.mesh.devices == 1:
         config = replace(config, mesh=replace(config.mesh, fsdp=len(visible_devices())))
     check_config(config, count_rows(example))
+    if optimizer is not None:
+        check_optimizer(optimizer)
+    if given and optimizer and not isinstance(optimizer, OptimizerConfig) and (hidden := find_hidden_settings(given)):
+        text = f"{', '.join(hidden)} have no effect beside an optax transformation, which is the whole optimizer"
+        warnings.warn(text, EngineWarning, stacklevel=2)
     frontend = make_frontend(model, loss, example, config.run.seed)
     job = Job(
         config=config,

@@ -8,6 +8,7 @@ variables: all other arrays of the model, which the loss may change: running mea
     random numbers, caches. Typed keys are stored as their uint32 data.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -97,9 +98,20 @@ def make_frontend(model: Any, loss: Loss, example: Any, seed: int) -> Frontend:
             f"model: {type(model).__name__} already holds its arrays on one device; give a function that makes it, "
             "such as lambda: MyModel(rngs=nnx.Rngs(0)), or a Linen module"
         )
+    if isinstance(model, type) and _needs_arguments(model):
+        raise InputError(
+            f"model: the class {model.__name__} needs arguments; give a function that makes the model, such as "
+            f"lambda: {model.__name__}(rngs=nnx.Rngs(0))"
+        )
     with nnx.use_eager_sharding(False):
         made = nnx.eval_shape(model)
     return NnxFrontend(model, made) if isinstance(made, nnx.Module) else FunctionFrontend(model, made)
+
+
+def _needs_arguments(kind: type) -> bool:
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    _, *parameters = inspect.signature(kind.__init__).parameters.values()  # type: ignore[misc]
+    return any(each.default is each.empty and each.kind in named for each in parameters)
 
 
 def normalise_loss(output: Any) -> LossParts:

@@ -171,7 +171,7 @@ def make_user_model(frontend: Frontend, loss: Loss, batch: Any, rules: Rules, pl
     specs = [_make_spec(info, found, rules) for info, found in zip(frontend.parameters, uses, strict=True)]
     # The dimensions of a stack have no rule.
     without_stacks = [
-        replace(info, axes=info.axes and (*(None,) * spec.leading, *info.axes[spec.leading :]))
+        replace(info, axes=info.axes and (*(None,) * (depth := spec.axes.count("layers")), *info.axes[depth:]))
         for info, spec in zip(frontend.parameters, specs, strict=True)
     ]
     oddities = check_rules(without_stacks, rules, placement)

@@ -17,7 +17,8 @@ from marks import slow
 
 import jaxopt_llm
 from jaxopt_llm.config import Config
-from jaxopt_llm.core.errors import InputError, Preempted
+from jaxopt_llm.core.errors import CheckpointError, InputError, Preempted
+from jaxopt_llm.engine.checks import EngineWarning
 
 ROWS, STEPS = 16, 6
 
@@ -155,3 +156,29 @@ def test_another_run_in_the_directory_is_not_overwritten(tmp_path: Path) -> None
     with pytest.raises(InputError, match="of something else than fit"):
         jaxopt_llm.fit(make_engine(), make_batch, 4, tmp_path)
     assert (tmp_path / "config.json").read_text() == before
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    engine = make_engine()
+    engine.step(make_batch(0))
+    engine.save(tmp_path)
+    factory = lambda: Network(nnx.Rngs(0))  # noqa: E731
+    other = jaxopt_llm.initialize(factory, loss, make_batch(0), engine.config, optax.sgd(1e-2))
+    with pytest.raises(CheckpointError, match=r"also holds moments.*another optimizer"):
+        other.restore(tmp_path)
+    with pytest.raises(InputError, match="the restore of step 1 failed"):
+        other.step(make_batch(0))
+
+
+def test_an_optimizer_that_is_none_is_refused() -> None:
+    with pytest.raises(InputError, match="adam is no optax transformation"):
+        jaxopt_llm.initialize(lambda: Network(nnx.Rngs(0)), loss, make_batch(0), optimizer=optax.adam)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"the class Network needs arguments.*lambda: Network"):
+        jaxopt_llm.initialize(Network, loss, make_batch(0))
+
+
+@pytest.mark.parametrize("sections", [{"optimizer": {"clip_norm": 0.5}}, {"schedule": {"warmup_steps": 5}}])
+def test_settings_that_an_optax_transformation_hides_are_named(sections: dict[str, Any]) -> None:
+    ((section, settings),) = sections.items()
+    with pytest.warns(EngineWarning, match=rf"{section}\.{next(iter(settings))} have no effect"):
+        make_engine(**sections)
