@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pages import write_or_check
+
 import jaxopt_llm
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
@@ -116,17 +118,5 @@ def page() -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip("\n") + "\n"
 
 
-def main() -> int:
-    text = page()
-    if "--check" in sys.argv[1:]:
-        if not PAGE.is_file() or PAGE.read_text() != text:
-            command = ".venv/bin/python scripts/api_page.py"
-            print(f"docs/api.md is out of date; write it again: {command}", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(text)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page()))

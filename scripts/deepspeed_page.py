@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from pages import write_or_check
+
 from jaxopt_llm.engine.deepspeed_keys import FP16, KEYS, OPTIMIZERS, SCHEDULERS, Ignored, Keys, Maps, Refused
 
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "deepspeed.md"
@@ -59,14 +61,7 @@ def main() -> int:
     _, end, after = rest.partition(END)
     assert found and end, "the page has lost the comments around the tables"
     text = "\n".join([f"{before}{BEGIN}", "", *rows(collect_keys()), "", f"{END}{after}"])
-    if "--check" in sys.argv[1:]:
-        if PAGE.read_text() != text:
-            command = ".venv/bin/python scripts/deepspeed_page.py"
-            print(f"docs/guides/deepspeed.md is out of date; write its tables again: {command}", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(text)
-    return 0
+    return write_or_check(PAGE, text)
 
 
 if __name__ == "__main__":

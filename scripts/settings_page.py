@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pages import write_or_check
+
 from jaxopt_llm.config import Config, fields
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -87,17 +89,5 @@ def page() -> str:
     return INTRODUCTION + "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    text = page()
-    if "--check" in sys.argv[1:]:
-        if not PAGE.is_file() or PAGE.read_text() != text:
-            command = ".venv/bin/python scripts/settings_page.py"
-            print(f"docs/configuration.md is out of date; write it again: {command}", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(text)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page()))

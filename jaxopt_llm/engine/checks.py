@@ -26,7 +26,7 @@ READ = (
     *("sharding.zero_stage", "remat.policy", "offload.*", "xla.*", "checkpoint.*", "evaluation.every", "logging.*"),
     *("profile.*", "data.stall_seconds"),
 )
-NOT_READ = ("optimizer.in_backward", "precision.compute_dtype_layers")
+NOT_READ = ("optimizer.in_backward", "precision.compute_dtype_layers", "run.deterministic")
 POLICIES = ("auto", "none", "full")
 CONSTANT_BYTES = 2**20  # larger constants of a loss are worth a warning
 

@@ -237,6 +237,10 @@ def initialize(
             f"config: {type(config).__name__} is neither a Config, as in Config(mesh=dict(fsdp=8)), nor the path of a "
             "DeepSpeed configuration"
         )
+    if isinstance(optimizer, OptimizerConfig):
+        config = replace(config, optimizer=optimizer)
+    if jax.distributed.is_initialized():
+        raise InputError("initialize: several processes are not supported yet; run one process with all GPUs of a host")
     if config.mesh.devices == 1:
         config = replace(config, mesh=replace(config.mesh, fsdp=len(visible_devices())))
     check_config(config, count_rows(example))

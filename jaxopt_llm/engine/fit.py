@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.native.lock import lock_directory
 from jaxopt_llm.config import Config, fields
@@ -116,8 +114,6 @@ def fit(
         TrainingDiverged: the loss is not finite for `training.skip_limit` steps in a row.
         CheckpointError: no checkpoint of the run is intact, or the last one could not be written.
     """
-    if jax.process_count() > 1:
-        raise InputError("fit: several processes are not supported yet; run one process with all GPUs of a host")
     config = engine.config
     directory = Path(run_directory or config.run.directory).absolute()
     config = replace(config, run=replace(config.run, directory=str(directory)))

@@ -146,7 +146,7 @@ def normalise_loss(output: Any) -> LossParts:
 
 @dataclass(frozen=True)
 class _Keys:
-    """For each variable, the implementation of its random key, or None."""
+    """Implementations of the random keys among the variables; None for a variable that is no key."""
 
     implementations: tuple[str | None, ...]
 

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxopt_llm.compiler import xla_options
+from jaxopt_llm.compiler import kernel_choice, xla_options
 from jaxopt_llm.config import BATCH_AXES, Config, OptimizerConfig
 from jaxopt_llm.config.training import ALL_LINEAR
 from jaxopt_llm.core import tree
@@ -20,13 +20,13 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.frontends import Frontend, Loss
 from jaxopt_llm.engine.gradients import compute_loss, differentiate_user_model
 from jaxopt_llm.engine.user_model import Rules, UserModel, make_user_model, nest_variables
+from jaxopt_llm.model.linear import quantised
 from jaxopt_llm.model.linear.leaves import is_wrapped
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.training import lora, update
+from jaxopt_llm.training import lora, moments, optimizer, update
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.optimizer import is_elementwise, make_optimizer
 from jaxopt_llm.training.schedule import make_schedule
 from jaxopt_llm.training.state import StateSpecs, TrainState
 from jaxopt_llm.training.step import StepSettings, make_step, update_after_backward
@@ -77,18 +77,17 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
         InputError: the batch, the rules or the loss do not fit.
     """
     config = job.config
+    if isinstance(mesh, Mesh):
+        kernel_choice.check_matmul(mesh.devices.flat[0], config.precision.matmul)
+        xla_options.check_options(config.xla, mesh)
     placement = Placement(mesh, config.sharding, config.precision, config.offload, reduces_microbatches=True)
     batch = split_microbatches(job.example, config.training.accumulation, placement)
     microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
     plain = make_user_model(job.frontend, job.loss, microbatch, job.rules, placement)
-    if config.remat.policy == "full":
-        if {*plain.sections} == {"non_layer"}:
-            raise InputError(
-                "config: remat.policy=full has no effect, because the loss has no loop over stacked layers (nnx.scan, "
-                "nn.scan, lax.scan): wrap the blocks in nnx.remat, nn.remat or jax.checkpoint instead"
-            )
-        plain = replace(plain, remat_loops=True)
+    _check_loops(plain, config)
+    plain = replace(plain, remat_loops=config.remat.policy == "full")
     model, trained, frozen = adapt_user_model(plain, config)
+    _check_trained(job, trained, placement)
     optimizers, learning_rate, settings = _make_optimizers(job, model, trained)
     specs = training_state.make_state_specs(trained, frozen, optimizers, placement.precision)
     specs = replace(specs, variables=_make_variable_specs(job.frontend))
@@ -109,10 +108,40 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
         specs=specs,
         optimizers=optimizers,
         step=make_step(advance, specs, learning_rate, placement, jax.tree.map(lambda x: x.sharding, batch), options),
-        evaluation=jax.jit(evaluated, out_shardings=placement.replicated),
+        evaluation=jax.jit(
+            evaluated,
+            out_shardings=placement.replicated,
+            compiler_options=xla_options.compiler_options(mesh, user=config.xla),
+        ),
         state=training_state.abstract_state(specs, placement),
         batch=batch,
     )
+
+
+def _check_loops(model: UserModel, config: Config) -> None:
+    """Raise InputError if a setting of the layers of a loop has no effect, because there is no loop."""
+    settings = {
+        "remat.policy=full": config.remat.policy == "full",
+        f"precision.matmul={config.precision.matmul}": config.precision.quantises,
+        "offload.parameters=True": config.offload.parameters,
+    }
+    found = [name for name, is_set in settings.items() if is_set]
+    if found and {*model.sections} == {"non_layer"}:
+        verb = "has" if len(found) == 1 else "have"
+        raise InputError(
+            f"config: {', '.join(found)} {verb} no effect, because the loss has no loop over stacked layers; make one "
+            "with nnx.scan, nn.scan or lax.scan, or leave it out (remat: nnx.remat around each block)"
+        )
+
+
+def _check_trained(job: Job, trained: Params, placement: Placement) -> None:
+    """Raise InputError if settings of the optimizer or of the products do not fit the trained parameters."""
+    found = quantised.problems(job.config.precision.matmul, trained, placement)
+    if isinstance(job.optimizer, OptimizerConfig):
+        found += optimizer.group_problems(job.optimizer, trained)
+        found += moments.problems(job.optimizer.state_dtype, trained, placement)
+    if found:
+        raise InputError(f"config: {'; '.join(found)}")
 
 
 def _make_optimizers(
@@ -123,15 +152,15 @@ def _make_optimizers(
     Args:
         trained: specs of the trained parameters.
     """
-    training, optimizer = job.config.training, job.optimizer
-    if not isinstance(optimizer, OptimizerConfig):
-        return _make_whole_optimizer(optimizer, model), None, StepSettings(skip_outliers=training.skip_outliers)
-    learning_rate = make_schedule(optimizer.learning_rate, job.config.schedule, training.steps)
-    make = functools.partial(make_optimizer, optimizer, learning_rate)
+    training, given = job.config.training, job.optimizer
+    if not isinstance(given, OptimizerConfig):
+        return _make_whole_optimizer(given, model), None, StepSettings(skip_outliers=training.skip_outliers)
+    learning_rate = make_schedule(given.learning_rate, job.config.schedule, training.steps)
+    make = functools.partial(optimizer.make_optimizer, given, learning_rate)
     settings = StepSettings(
-        clip_norm=optimizer.clip_norm,
+        clip_norm=given.clip_norm,
         skip_outliers=training.skip_outliers,
-        elementwise=is_elementwise(optimizer),
+        elementwise=optimizer.is_elementwise(given),
     )
     return update.make_optimizers(make, trained), learning_rate, settings
 

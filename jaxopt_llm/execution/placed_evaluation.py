@@ -30,7 +30,8 @@ from jax.extend.core.primitives import dot_general_p, jit_p, remat_p, scan_p
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.model.linear.leaves import LoraWeight
-from jaxopt_llm.model.linear.weights import Weight, apply_linear, einsum, gather_for_use, keep_gathered, shardings_of
+from jaxopt_llm.model.linear.linear_function import apply_linear
+from jaxopt_llm.model.linear.weights import Weight, einsum, gather_for_use, keep_gathered, shardings_of
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import PlacedWeight
 

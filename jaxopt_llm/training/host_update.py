@@ -93,7 +93,7 @@ def update_by_parts(
     closed = inline_calls(jax.make_jaxpr(update)(shapes, gradients))
     jaxpr, hosted = closed.jaxpr, {index for index, leaf in enumerate(flat) if offload.is_on_host(leaf)}
     groups = group_results(jaxpr, sorted(hosted))
-    if len(hosted) > 2 and len(groups) <= 2:
+    if len(jax.tree.leaves(gradients)) > 1 and len(groups) <= 2:
         raise InputError(
             "offload.optimizer: this optax transformation computes something over the whole optimizer state, such as a "
             "norm of all steps, so the whole state would be on the device at once; leave out what couples the "

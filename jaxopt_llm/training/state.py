@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -195,26 +195,33 @@ def initialize_state(
 
         return jax.jit(make_selected, out_shardings={path: sharding_by_path[path] for path in paths})()
 
-    # Several programs make the leaves in host memory: a program holds all its outputs on the device before it moves
-    # any.
-    batches: list[list[str]] = [[]]
-    room = 0
-    for path, leaf in tree.leaves_with_path(jax.eval_shape(make)):
-        if path in state:
-            continue
-        if sharding_by_path[path].memory_kind != offload.HOST:
-            batches[0].append(path)
-            continue
-        size = math.prod(sharding_by_path[path].shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        if size > room:
-            batches.append([])
-            room = HOST_BYTES_PER_PROGRAM
-        batches[-1].append(path)
-        room -= size
-    for paths in batches:
+    shapes = {path: leaf for path, leaf in tree.leaves_with_path(jax.eval_shape(make)) if path not in state}
+    for paths in _divide_into_programs(shapes, sharding_by_path):
         state |= make_leaves(paths)
     whole = jax.tree.unflatten(jax.tree.structure(without_compute), [state[path] for path in sharding_by_path])
     return replace(whole, compute=_make_compute_copy(specs.masters, whole.masters, shardings.compute, placement))
+
+
+def _divide_into_programs(
+    shapes: Mapping[str, jax.ShapeDtypeStruct], shardings: Mapping[str, NamedSharding]
+) -> list[list[str]]:
+    """Return the paths of the leaves that each program makes.
+
+    Several programs make the leaves in host memory: a program holds all its outputs on the device before it moves any.
+    """
+    programs: list[list[str]] = [[]]
+    room = 0
+    for path, leaf in shapes.items():
+        if shardings[path].memory_kind != offload.HOST:
+            programs[0].append(path)
+            continue
+        size = math.prod(shardings[path].shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        if size > room:
+            programs.append([])
+            room = HOST_BYTES_PER_PROGRAM
+        programs[-1].append(path)
+        room -= size
+    return programs
 
 
 def checkpoint_specs(specs: StateSpecs) -> dict[str, Params]:

@@ -11,7 +11,7 @@ from flax import nnx
 from marks import slow
 
 import jaxopt_llm
-from jaxopt_llm.config import Config
+from jaxopt_llm.config import Config, OptimizerConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 
@@ -118,3 +118,30 @@ def test_a_pattern_may_leave_out_the_section(pattern: str) -> None:
 def test_a_selection_that_has_no_effect_is_refused(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         make_engine(**sections)
+
+
+@pytest.mark.parametrize(
+    ("listed", "sections", "message"),
+    [
+        (True, {"remat": {"policy": "full"}}, r"remat\.policy=full has no effect"),
+        (True, {"precision": {"matmul": "int8"}}, r"precision\.matmul=int8 has no effect"),
+        (True, {"offload": {"parameters": True}}, r"offload\.parameters=True has no effect"),
+        (False, {"run": {"deterministic": True}}, r"does not read run\.deterministic"),
+    ],
+)
+def test_a_setting_that_would_reach_nothing_is_refused(listed: bool, sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make_engine(listed, **sections)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (OptimizerConfig(decay_groups=("*/gate/*=0", "*=1")), r"\*/gate/\* matches no parameter"),
+        (OptimizerConfig(learning_rate=-1.0), r"optimizer\.learning_rate=-1\.0: must be above 0"),
+        (OptimizerConfig(in_backward=True, clip_norm=0.0), r"does not read optimizer\.in_backward"),
+    ],
+)
+def test_settings_of_an_optimizer_that_is_an_argument_are_checked(optimizer: OptimizerConfig, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make_engine(optimizer=optimizer)

@@ -62,6 +62,17 @@ def test_a_norm_over_all_steps_is_refused() -> None:
         train(optax.chain(optax.adamw(1e-2), optax.clip_by_global_norm(0.1)), offload=True)
 
 
+def test_a_single_parameter_is_one_part() -> None:
+    config = Config(mesh={"fsdp": 8}, sharding={"zero_stage": 1}, offload={"optimizer": True})  # type: ignore[arg-type]
+
+    def square(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        return jnp.mean((batch["x"].astype(jnp.bfloat16) @ params["w"]).astype(jnp.float32) ** 2)
+
+    engine = jaxopt_llm.initialize(lambda: {"w": jnp.ones((8, 8))}, square, BATCH, config, optax.adamw(1e-2))
+    losses = [float(engine.step(BATCH)["loss"]) for _ in range(2)]
+    assert losses[1] < losses[0]
+
+
 def test_groups_are_joined_by_the_arguments_that_they_share() -> None:
     def function(a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array) -> tuple[jax.Array, ...]:
         return a + 1, b * d, jax.jit(lambda b, c: b + c)(b, c), d

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -97,17 +96,6 @@ def gather_for_use(weight: Weight) -> jax.Array:
     """
     assert not isinstance(weight, LoraWeight), "an adapter is only multiplied"
     return materialise(weight) if isinstance(weight, PlacedWeight) else gather_weight(weight)
-
-
-def apply_linear(function: Callable[..., jax.Array], weight: PlacedWeight, *others: jax.Array) -> jax.Array:
-    """Apply a function that is linear in a weight and has no derivative by the other arguments, such as a lookup.
-
-    Its gradient is formed in float32.
-
-    function: (array of the weight's shape and of any dtype, *others) -> array of that dtype.
-    """
-    resting, perturbation = replace(weight, perturbation=None), weight.perturbation
-    return _apply_linear(function, jax.typeof(weight.array).shape, resting, perturbation, others)
 
 
 def gather_merged(weight: Weight, contracting: tuple[int, ...]) -> jax.Array:
@@ -322,32 +310,6 @@ def _materialise_backward(dtype, weight, dy):
 
 
 _materialise.defvjp(_materialise_forward, _materialise_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _apply_linear(function, shape, weight, perturbation, others):
-    return function(gather_array(weight), *others)
-
-
-def _apply_linear_forward(function, shape, weight, perturbation, others):
-    return function(gather_array(weight), *others), (replace(weight, array=None), others)
-
-
-def _apply_linear_backward(function, shape, residuals, dy):
-    weight, others = residuals
-    if not weight.shardings.trainable:
-        return None, None, None
-    # In float32: a frequent token's row sums over thousands of positions.
-    with jax.named_scope(GRADIENT):
-        argument = jax.ShapeDtypeStruct(shape, jnp.float32)
-        transpose = jax.linear_transpose(lambda array: function(array, *others), argument)
-        (gradient,) = transpose(dy.astype(jnp.float32))
-    # Constrained to whole rows first: with divided rows XLA gathers every device's positions instead of reducing rows.
-    gradient = jax.lax.with_sharding_constraint(gradient, weight.shardings.gathered)
-    return None, reduce_gradient(gradient, weight.shardings), None
-
-
-_apply_linear.defvjp(_apply_linear_forward, _apply_linear_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
