@@ -23,6 +23,7 @@ from jaxopt_llm.engine import deepspeed
 from jaxopt_llm.engine.batches import count_rows, fit_to_example
 from jaxopt_llm.engine.checks import EngineWarning, check_config, check_optimizer, find_hidden_settings, find_unread
 from jaxopt_llm.engine.frontends import ArrayInfo, Loss, LossParts, make_frontend
+from jaxopt_llm.engine.given_weights import Weights, check_weights, read_weights
 from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, plan_engine
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
 from jaxopt_llm.engine.user_model import nest_variables
@@ -40,8 +41,9 @@ class Engine:
     Nothing is allocated before the first call of `step`, `evaluate`, `model`, `save` or `restore`.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, weights: Weights | None = None) -> None:
         self.config = job.config
+        self._weights = weights
         self._job, self._frontend = job, job.frontend
         self._state: TrainState | None = None
         self._lost = ""  # why there is no state, after a restore that failed
@@ -74,9 +76,11 @@ class Engine:
                 whole = leaves.wrap_arrays(program.model.specs, arrays, self.config.run.seed)
                 return whole, nest_variables(self._frontend, variables)
 
+            given = None if self._weights is None else read_weights(self._weights, program)
             self._state = training_state.initialize_state(
-                program.specs, program.optimizers, self.config.run.seed, program.placement, make_values=make_values
+                program.specs, program.optimizers, self.config.run.seed, program.placement, given, make_values
             )
+            self._weights = None  # they may be arrays in the host's memory
         return self._state
 
     def step(self, batch: Any) -> Metrics:
@@ -212,6 +216,7 @@ def initialize(
     optimizer: optax.GradientTransformation | OptimizerConfig | None = None,
     rules: Mapping[str, str | None] | None = None,
     evaluation_loss: Loss | None = None,
+    weights: Weights | None = None,
 ) -> Engine:
     """Return an engine that trains a model.
 
@@ -224,6 +229,10 @@ def initialize(
         optimizer: optax transformation, or an OptimizerConfig; by default `config.optimizer`.
         rules: names of dimensions, as in `nnx.with_partitioning`, to the mesh axis `tensor`, or None.
         evaluation_loss: loss of `evaluate`, by default `loss`. An NNX model is in evaluation mode in either.
+        weights: arrays that replace the initial parameters: a mapping by the paths of `engine.parameters`, whole or
+            nested by their parts, or a function of the path. Each is a NumPy or JAX array, a memory map, a dataset of
+            HDF5, a slice of safetensors, or whatever has a shape and is indexed alike. Each device reads its own part
+            before the first step. None, for a path or for all paths below it, keeps the initial values.
 
     Raises:
         InputError: something does not fit together.
@@ -259,11 +268,13 @@ def initialize(
         optimizer=optimizer or config.optimizer,
         rules=dict(rules or {}),
     )
+    if weights is not None:
+        check_weights(weights, frontend.parameters)
     # The program on an abstract mesh: all errors and warnings appear now, and nothing is allocated.
     program = make_engine_program(job, AbstractMesh(dataclasses.astuple(config.mesh), AXES))
     for oddity in program.model.oddities:
         warnings.warn(oddity, EngineWarning, stacklevel=2)
-    return Engine(job)
+    return Engine(job, weights)
 
 
 def _read_deepspeed(path: Path, example: Any, optimizer: Any) -> Config:

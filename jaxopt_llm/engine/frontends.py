@@ -308,9 +308,8 @@ class LinenFrontend:
         abstract = jax.eval_shape(self._initialize)
         parameters = abstract.pop("params", {})
         self._parameter_tree, self._variable_tree = jax.tree.structure(parameters), jax.tree.structure(abstract)
-        boxes = jax.tree.leaves(parameters, is_leaf=_is_box)
-        axes = [tuple(box.names) if hasattr(box, "names") else None for box in boxes]
-        self.parameters = _describe(_unboxed_paths(parameters), jax.tree.leaves(parameters), axes)
+        names = _box_names(parameters)
+        self.parameters = _describe(_unboxed_paths(parameters), jax.tree.leaves(parameters), names)
         count = ArrayInfo(RNG, (), jnp.dtype(jnp.uint32))
         self.variables = [*_describe(_unboxed_paths(abstract), jax.tree.leaves(abstract)), count]
 
@@ -349,6 +348,16 @@ def _is_box(leaf: Any) -> bool:
     return isinstance(leaf, linen.meta.AxisMetadata)
 
 
+def _box_names(variables: Any) -> list[tuple[str | None, ...] | None]:
+    boxes = jax.tree.leaves(variables, is_leaf=_is_box)
+    return [tuple(box.names) if hasattr(box, "names") else None for box in boxes]
+
+
+def unbox(variables: Any) -> Any:
+    """Return a pytree with each array in place of its box of axis names."""
+    return jax.tree.map(lambda leaf: jax.tree.leaves(leaf)[0], variables, is_leaf=_is_box)
+
+
 def _unboxed_paths(variables: Any) -> list[str]:
     """Return the paths of the arrays, without what a box of axis names adds."""
     return [path for path, _ in tree.leaves_with_path(variables, _is_box)]
@@ -358,13 +367,12 @@ def _unboxed_paths(variables: Any) -> list[str]:
 
 
 class FunctionFrontend:
-    """A pytree of arrays and a function of it."""
+    """A pytree of arrays and a function of it, which gets them without the boxes of axis names that some have."""
 
     def __init__(self, factory: Callable[[], Any], abstract: Any) -> None:
-        self._factory, self._tree = factory, jax.tree.structure(abstract)
+        self._factory, self._tree = factory, jax.tree.structure(unbox(abstract))
         self.dropped: set[str] = set()
-        paths = [path for path, _ in tree.leaves_with_path(abstract)]
-        self.parameters = _describe(paths, jax.tree.leaves(abstract))
+        self.parameters = _describe(_unboxed_paths(abstract), jax.tree.leaves(abstract), _box_names(abstract))
         self.variables: list[ArrayInfo] = []
 
     def make(self) -> tuple[list[jax.Array], list[jax.Array]]:

@@ -17,6 +17,7 @@ Whatever framework the parameters come from, the jaxpr reads them as inputs, so 
 """
 
 import contextlib
+import functools
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +32,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.model.linear.linear_function import apply_linear
-from jaxopt_llm.model.linear.weights import Weight, einsum, gather_for_use, keep_gathered, shardings_of
+from jaxopt_llm.model.linear.weights import (
+    GATHERED_NAME,
+    Weight,
+    einsum,
+    gather_for_use,
+    keep_gathered,
+    shardings_of,
+)
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import PlacedWeight
 
@@ -150,6 +158,8 @@ class _Evaluation:
             return [read_array(value) for value in results]
 
         policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
+        if policy is not None and not self.in_remat:
+            policy = functools.partial(_save_nothing_gathered, policy)
         return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)(*inputs)
 
     def _scan(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
@@ -255,6 +265,16 @@ class _Evaluation:
             kernel = jax.lax.with_sharding_constraint(kernel, NamedSharding(self.mesh, PartitionSpec(*dims)))
             return _bind(eqn, [image, kernel])
         return _bind(eqn, inputs)
+
+
+def _save_nothing_gathered(policy: Any, primitive: Any, *operands: Any, **parameters: Any) -> Any:
+    """Decide as a policy of `jax.checkpoint` does, but save no gathered weight.
+
+    A weight that the forward kept for the backward would be held with those of all other layers. Within the backward,
+    a policy inside may keep it: the decoder's own do.
+    """
+    is_gathered = parameters.get("name") == GATHERED_NAME
+    return False if is_gathered else policy(primitive, *operands, **parameters)
 
 
 def _is_stack(value: Value) -> bool:

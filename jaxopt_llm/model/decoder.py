@@ -90,10 +90,14 @@ class Decoder:
         return x, cache, auxiliary
 
     def logits(self, non_layer: Params, x: jax.Array, context: Context) -> jax.Array:
-        out = weights.einsum("BSD,VD->BSV", *self._head(non_layer, x, context), dtype=jnp.dtype(jnp.float32))
+        return self.classify(*self._head(non_layer, x, context), context.placement)
+
+    def classify(self, x: jax.Array, table: Weight, placement: Placement) -> jax.Array:
+        """Return the logits, float32 [B, S, V], of the head's input x [B, S, D]; table: the head's, [V, D]."""
+        out = weights.einsum("BSD,VD->BSV", x, table, dtype=jnp.dtype(jnp.float32))
         if self.config.logit_softcap:
             out = self.config.logit_softcap * jnp.tanh(out / self.config.logit_softcap)
-        return context.placement.constrain(out, "batch", "sequence", "vocabulary")
+        return placement.constrain(out, "batch", "sequence", "vocabulary")
 
     def loss(
         self, non_layer: Params, x: jax.Array, batch: Batch, context: Context, loss_weight: jax.Array
@@ -171,8 +175,14 @@ class Decoder:
 
     def _head(self, non_layer: Params, x: jax.Array, context: Context) -> tuple[jax.Array, Weight]:
         """Return the head's input [B, S, D], with all its positions, and the head's table [V, D]."""
+        return all_gather_sequence(self.final_norm(non_layer, x), context.placement), self.head_table(non_layer)
+
+    def final_norm(self, non_layer: Params, x: jax.Array) -> jax.Array:
+        return self._norm(non_layer, "final_norm")(x)
+
+    def head_table(self, non_layer: Params) -> Weight:
         table: Weight = non_layer["embedding" if self.config.tied_head else "head"]["table"]
-        return all_gather_sequence(self._norm(non_layer, "final_norm")(x), context.placement), table
+        return table
 
 
 def _add_residual(x: jax.Array, update: jax.Array, context: Context) -> jax.Array:

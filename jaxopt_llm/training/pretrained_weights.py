@@ -1,5 +1,6 @@
 """Initial parameters from stored weights, with adapters from a PEFT folder or from their initialiser."""
 
+import functools
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -32,23 +33,27 @@ class Weights(Protocol):
 def read_parameters(weights: Weights, specs: StateSpecs, placement: Placement) -> Params:
     """Read the parameters of a state. The factors of adapters, which the weights do not contain, are None."""
 
-    def read_leaf(path: tuple[object, ...], spec: tree.Leaf, sharding: tree.Leaf) -> tree.Leaf:
-        name = tree.path_string(path)
-        if isinstance(spec, LoraWeight):
-            spec, sharding = (replace(each, lora_a=None, lora_b=None) for each in (spec, sharding))
-            if spec.magnitude is None and isinstance(spec.base, ParamSpec):
-                return replace(spec, base=weights.read(name, spec.base, sharding.base))
-        if isinstance(spec, ParamSpec):
-            return weights.read(name, spec, sharding)
-        return _read_by_slot(weights, name, spec, sharding, placement)
+    def read(path: tuple[object, ...], spec: tree.Leaf, sharding: tree.Leaf) -> tree.Leaf:
+        return read_leaf(weights, tree.path_string(path), spec, sharding, placement)
 
     shardings = state_shardings(specs, placement)
     return jax.tree_util.tree_map_with_path(
-        read_leaf,
+        read,
         tree.merge(specs.masters, specs.frozen),
         tree.merge(shardings.masters, shardings.frozen),
         is_leaf=leaves.is_wrapped,
     )
+
+
+def read_leaf(weights: Weights, path: str, spec: tree.Leaf, sharding: tree.Leaf, placement: Placement) -> tree.Leaf:
+    """Read one parameter, quantised if its spec is. The factors of its adapter are None."""
+    if isinstance(spec, LoraWeight):
+        spec, sharding = (replace(each, lora_a=None, lora_b=None) for each in (spec, sharding))
+        if spec.magnitude is None and isinstance(spec.base, ParamSpec):
+            return replace(spec, base=weights.read(path, spec.base, sharding.base))
+    if isinstance(spec, ParamSpec):
+        return weights.read(path, spec, sharding)
+    return _read_and_convert(weights, path, spec, sharding, placement)
 
 
 def read_frozen(weights: Weights, frozen: Params, placement: Placement) -> Params:
@@ -85,17 +90,22 @@ def add_adapter(given: Params | None, adapter: AdapterFolder, specs: StateSpecs,
     return masters if given is None else tree.merge(masters, given)
 
 
-def _read_by_slot(
+def _read_and_convert(
     weights: Weights, path: str, spec: QuantisedWeight | LoraWeight, sharding: tree.Leaf, placement: Placement
 ) -> tree.Leaf:
     """Read and convert a stack one slot at a time; in a pipeline all stages convert their layer at the same time.
 
-    In addition to the result, a device then holds one layer of the stack in its stored dtype.
+    In addition to the result, a device then holds one layer of the stack in its stored dtype, or a parameter that is
+    not stacked.
     """
     base = spec.base if isinstance(spec, LoraWeight) else spec
     unwrapped = leaves.unwrap_specs(spec)
     # Quantisation starts from the stored dtype, which is often the narrower one.
     dtype = weights.dtype(path) if isinstance(base, QuantisedWeight) else base.dtype
+    if not unwrapped.leading:
+        whole = replace(unwrapped, dtype=dtype)
+        array = weights.read(path, whole, parameter_sharding(whole, placement))
+        return jax.jit(functools.partial(leaves.make_leaf, spec), out_shardings=sharding)(array)
     axis = unwrapped.leading - 1
 
     def with_slot(stack: tree.Leaf, row: jax.Array, slot: jax.Array) -> tree.Leaf:

@@ -166,11 +166,12 @@ def initialize_state(
             as their specs say, and there are no variables.
     """
 
-    def make() -> TrainState:
+    def make(given: Params) -> TrainState:
         params, variables = (
             make_values() if make_values else (leaves.initialize(tree.merge(specs.masters, specs.frozen), seed), {})
         )
-        masters = tree.restrict(params, specs.masters)
+        # Moments may depend on the masters, such as averages of them.
+        masters = tree.merge(offload.fetch_to_device(given), tree.restrict(params, specs.masters))
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             masters=masters,
@@ -186,16 +187,20 @@ def initialize_state(
     without_compute = replace(shardings, compute=None)
     sharding_by_path = dict(tree.leaves_with_path(without_compute))
     halves = {"masters": specs.masters, "frozen": specs.frozen}
-    state = dict(tree.leaves_with_path({name: tree.restrict(given, half) for name, half in halves.items()}))
+    given_halves = {name: tree.restrict(given, half) for name, half in halves.items()}
+    state = dict(tree.leaves_with_path(given_halves))
 
     def make_leaves(paths: Sequence[str]) -> dict[str, jax.Array]:
-        def make_selected() -> dict[str, jax.Array]:  # XLA removes what only the other leaves need
-            by_path = dict(tree.leaves_with_path(make()))
+        def make_selected(given: Params) -> dict[str, jax.Array]:  # XLA removes what only the other leaves need
+            by_path = dict(tree.leaves_with_path(make(given)))
             return {path: by_path[path] for path in paths}
 
-        return jax.jit(make_selected, out_shardings={path: sharding_by_path[path] for path in paths})()
+        selected = jax.jit(make_selected, out_shardings={path: sharding_by_path[path] for path in paths})
+        made: dict[str, jax.Array] = selected(given_halves["masters"])
+        return made
 
-    shapes = {path: leaf for path, leaf in tree.leaves_with_path(jax.eval_shape(make)) if path not in state}
+    made = jax.eval_shape(make, given_halves["masters"])
+    shapes = {path: leaf for path, leaf in tree.leaves_with_path(made) if path not in state}
     for paths in _divide_into_programs(shapes, sharding_by_path):
         state |= make_leaves(paths)
     whole = jax.tree.unflatten(jax.tree.structure(without_compute), [state[path] for path in sharding_by_path])

@@ -22,11 +22,13 @@ from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.stages import sent_sharding
 
 
-def look_up(table: Weight, ids: jax.Array, placement: Placement) -> jax.Array:
+def look_up(table: Weight | jax.Array, ids: jax.Array, placement: Placement) -> jax.Array:
     """Return the rows of a table with these ids. table: [V, D]; ids: [...] -> [..., D].
 
     Ids must be below V; the host checks them.
     """
+    if isinstance(table, jax.Array):
+        return table[ids]
     if isinstance(table, LoraWeight):
         assert table.magnitude is None, "only weights of blocks have magnitudes: lora.problems refuses others"
         axes = "XYZ"[: ids.ndim]

@@ -24,13 +24,15 @@ SMALLEST = 2.0**-100  # lower bound of a squared norm, so that a channel of zero
 GATHERED_NAME = "gathered weight"  # jax.checkpoint's name for a gathered weight that the backward reuses
 
 
-def einsum(subscripts: str, x: jax.Array, weight: Weight, dtype: jnp.dtype | None = None) -> jax.Array:
+def einsum(subscripts: str, x: jax.Array, weight: Weight | jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
     """Compute `jnp.einsum(subscripts, x, weight)` in the weight's compute dtype, or as `precision.matmul` sets.
 
     subscripts: "axes of x,axes of weight->axes of the result"; every axis appears in at least two of the three.
     dtype: of the result, x's by default; the product accumulates in float32 in any case.
     """
     dtype = dtype or x.dtype
+    if isinstance(weight, jax.Array):
+        return jnp.einsum(subscripts, x, weight, preferred_element_type=dtype)
     if isinstance(weight, LoraWeight):
         low = einsum(low_rank_subscripts(subscripts)[0], _apply_dropout(x, weight), weight.lora_a)
         return add_adapter(subscripts, x, low, weight, dtype)
@@ -71,11 +73,13 @@ def grouped_matmul(
     return _grouped_matmul(kernel, placement, transposed, rows, *split_perturbation(weight), sizes)
 
 
-def materialise(weight: Weight, dtype: jnp.dtype | None = None) -> jax.Array:
+def materialise(weight: Weight | jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
     """Return the gathered weight in `dtype`, by default its compute dtype.
 
     For elementwise use (norm scales, biases) and for routers.
     """
+    if isinstance(weight, jax.Array):
+        return weight.astype(dtype or weight.dtype)
     assert isinstance(weight, PlacedWeight), "only weights with contracting dimensions have adapters or are quantised"
     return _materialise(dtype, *split_perturbation(weight))
 

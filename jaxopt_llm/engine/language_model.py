@@ -1,0 +1,207 @@
+"""LanguageModel: the decoder as functions of its parameters, for losses that are written by users.
+
+The forward is that of the trainer's own decoder, over plain arrays and without a placement. Traced by an engine, its
+jaxpr has a `dot_general` for each product with a weight and a scan over each segment of layers, so the engine divides,
+gathers, adapts and quantises the weights as the decoder's own executors do.
+
+Letters: B batch, S sequence, D width, V vocabulary.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen
+from jax.sharding import AbstractMesh
+
+from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
+from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder
+from jaxopt_llm.checkpoint.huggingface.model_writer import Origin, write_model_folder
+from jaxopt_llm.config import AXES, Config, ModelConfig, PrecisionConfig, ShardingConfig
+from jaxopt_llm.config.fields import wrong_types
+from jaxopt_llm.core import hub, tree
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.engine.frontends import unbox
+from jaxopt_llm.execution.segments import model_segments
+from jaxopt_llm.model import param
+from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.context import Context
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel.axes import PARAMETER_AXES
+from jaxopt_llm.parallel.placement import Placement
+
+
+class LanguageModel:
+    """A decoder, such as Llama or Qwen, as functions of its parameters: a loss of `initialize` calls them.
+
+    The parameters are nested dicts, with the layers stacked. The functions compute in the dtype of the parameters.
+    For `rules`, dimensions are named `heads`, `kv_heads`, `mlp` and `vocabulary`.
+    Models with experts are not supported.
+
+    Attributes:
+        config: settings of the model, as in the section `model` of a `Config`.
+    """
+
+    def __init__(self, model: ModelConfig | dict[str, Any] | str | Path) -> None:
+        """Describe a model. Nothing is allocated.
+
+        Args:
+            model: settings, as an object or as a dict; or a Hugging Face folder or hub id.
+
+        Raises:
+            InputError: the settings are wrong, or the folder is incomplete or not supported.
+        """
+        self._folder: ModelFolder | None = None
+        if isinstance(model, str | Path):
+            self._folder = huggingface.open_model_folder(hub.find_folder(Path(model), ""))
+            model = self._folder.config
+        self.config: ModelConfig = Config(model=model).model  # type: ignore[arg-type]
+        if found := wrong_types(self.config, "model.") or self.config.problems():
+            raise InputError(f"LanguageModel: {'; '.join(found)}")
+        if self.config.moe.experts:
+            raise InputError(
+                f"LanguageModel: model.moe.experts={self.config.moe.experts}: experts exchange tokens between devices, "
+                "which only the step of `train` does; use a dense model"
+            )
+        self._decoder = Decoder(self.config)
+
+    @property
+    def weights(self) -> Mapping[str, "FolderWeight"]:
+        """Stored parameters of the folder, by path, for `weights` of `initialize`. Each is read when it is indexed."""
+        if self._folder is None:
+            raise InputError("LanguageModel: it was made from settings, which have no weights; give a folder")
+        folder = self._folder
+        return {path: FolderWeight(folder, path, spec) for path, spec in tree.leaves_with_path(self._decoder.specs)}
+
+    def initialize(self, seed: int = 0) -> Params:
+        """Return random parameters, those of `train` with this seed, in boxes (`nn.Partitioned`) of axis names.
+
+        An engine traces it, so that each device makes its own shards, and removes the boxes.
+        """
+        arrays = param.initialize(self._decoder.specs, seed)
+        return jax.tree.map(_box, self._decoder.specs, arrays)
+
+    def logits(
+        self,
+        parameters: Params,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """Return the logits of the next token, float32 [B, S, V].
+
+        Args:
+            parameters: as those of `initialize`, with or without boxes.
+            tokens: ids, int [B, S]. Each sees itself and those before it, so padding belongs to the right.
+            segment_ids: int [B, S], a range of equal ids for each of several documents in a row. Tokens see only their
+                own document. By default, a row is one document.
+            positions: int [B, S], by default counted from 0 in each document.
+        """
+        return self.head(parameters, self.hidden(parameters, tokens, segment_ids, positions))
+
+    def hidden(
+        self,
+        parameters: Params,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """Return the hidden states after the final norm, [B, S, D], such as for a value head. Arguments: see `logits`.
+
+        A loss that needs few of the logits takes these tokens' states, and gives them to `head`.
+        """
+        if len(tokens.shape) != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise InputError(f"tokens: must be integers [batch, sequence], not {tokens.dtype}{list(tokens.shape)}")
+        if self.config.positions == "learned" and tokens.shape[1] > self.config.max_positions:
+            raise InputError(
+                f"tokens: {tokens.shape[1]} of them exceed {self.config.max_positions} learned positions; shorten them"
+            )
+        parameters, context = _to_arrays(parameters), self._make_context(tokens, segment_ids, positions)
+        x = self._decoder.embed(parameters["non_layer"], tokens, context)
+        for name, segment in model_segments(self._decoder).items():
+
+            def run(x: jax.Array, layers: Any, kinds: Any = segment.kinds) -> tuple[jax.Array, None]:
+                blocks, constants = layers
+                for position, kind in enumerate(kinds):
+                    layer = {name: values[position] for name, values in constants.items()}
+                    x, _, _ = self._decoder.block(kind, blocks[f"block_{position}"], x, context, layer, None)
+                return x, None
+
+            x, _ = jax.lax.scan(run, x, (parameters[name], segment.per_layer))
+        return self._decoder.final_norm(parameters["non_layer"], x)
+
+    def head(self, parameters: Params, hidden: jax.Array) -> jax.Array:
+        """Return the logits, float32 [B, S, V], of the hidden states [B, S, D] of any tokens."""
+        table = self._decoder.head_table(_to_arrays(parameters)["non_layer"])
+        return self._decoder.classify(hidden, table, _PLACEMENT)[..., : self.config.vocabulary_size]
+
+    def save_pretrained(self, path: str | Path, parameters: Params) -> None:
+        """Write a new folder that transformers can load, with the tokenizer of the folder that the model came from.
+
+        Raises:
+            InputError: the path exists, or no family of transformers fits the model.
+        """
+        source = self._folder and self._folder.path
+        write_model_folder(Path(path), unbox(parameters), self.config, Origin(source, source))
+
+    def _make_context(self, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None) -> Context:
+        segments = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
+        batch = Batch(tokens, tokens, jnp.ones(tokens.shape, bool), segments, positions=segments)
+        context = self._decoder.make_context(batch, _PLACEMENT)
+        rows = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        return replace(context, positions=rows - context.key_ranges.first if positions is None else positions)
+
+
+# One device, on which nothing is divided: the forward names no mesh, and an engine traces it for any.
+_PLACEMENT = Placement(AbstractMesh((1,) * len(AXES), AXES), ShardingConfig(), PrecisionConfig())
+
+
+def _to_arrays(parameters: Params) -> Params:
+    arrays: Params = jax.tree.map(jnp.asarray, unbox(parameters))
+    return arrays
+
+
+def _box(spec: ParamSpec, array: jax.Array) -> linen.Partitioned[jax.Array]:
+    """Return an array with the names of the dimensions that `tensor` may divide."""
+    return linen.Partitioned(
+        array, tuple(axis if axis and "tensor" in PARAMETER_AXES[axis] else None for axis in spec.axes)
+    )
+
+
+@dataclass(frozen=True)
+class FolderWeight:
+    """A parameter as a Hugging Face folder stores it, which is read when it is indexed.
+
+    Rows that pad a table are those of `copy_table`.
+    """
+
+    folder: ModelFolder
+    path: str
+    spec: ParamSpec
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
+
+    @functools.cached_property
+    def dtype(self) -> np.dtype:
+        return self.folder.dtype(self.path)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Read the part at an index for each dimension: slices, and a number or a slice for that of the layers."""
+        leading = self.spec.leading
+        layers = np.arange(self.shape[0])[index[0]] if leading else np.zeros((), np.int64)
+        sizes = [
+            len(range(size)[each]) for size, each in zip(self.shape, index, strict=True) if isinstance(each, slice)
+        ]
+        out = np.zeros(sizes, self.dtype)
+        for row in np.ndindex(layers.shape):
+            self.folder.fill(self.path, out[row], int(layers[row]) if leading else None, tuple(index[leading:]))
+        return out
