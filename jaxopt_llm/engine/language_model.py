@@ -65,6 +65,8 @@ class LanguageModel:
         self.config: ModelConfig = Config(model=model).model  # type: ignore[arg-type]
         if found := wrong_types(self.config, "model.") or self.config.problems():
             raise InputError(f"LanguageModel: {'; '.join(found)}")
+        if self.config.pretrained:
+            raise InputError(f"LanguageModel: give the folder itself, LanguageModel({str(self.config.pretrained)!r})")
         if self.config.moe.experts:
             raise InputError(
                 f"LanguageModel: model.moe.experts={self.config.moe.experts}: experts exchange tokens between devices, "
@@ -148,7 +150,7 @@ class LanguageModel:
         Raises:
             InputError: the path exists, or no family of transformers fits the model.
         """
-        source = self._folder and self._folder.path
+        source = self._folder.path if self._folder else None
         write_model_folder(Path(path), unbox(parameters), self.config, Origin(source, source))
 
     def _make_context(self, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None) -> Context:

@@ -1,4 +1,4 @@
-"""Weights of the user's: each device's part is read once, in whatever form they come, and trains like initial values."""
+"""Weights of the user's, in whatever form they come: each device's part is read once, and replaces initial values."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -125,7 +125,7 @@ def test_weights_in_any_form_replace_the_initial_values(form: Callable[[Path], A
 )
 def test_each_part_is_read_once_and_by_itself(sections: Any, parts: int) -> None:
     given = {path: Counted(array) for path, array in values().items()}
-    make_engine(given, **sections).state
+    assert make_engine(given, **sections).state.step == 0
     for path, source in given.items():
         whole = int(np.prod(source.shape))
         assert sum(source.reads) == whole, path

@@ -1,9 +1,12 @@
 """LanguageModel: the decoder in a loss of the user's is the decoder that `train` trains, in values and in bytes."""
 
 import functools
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import folders
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +17,20 @@ from marks import slow
 
 import jaxopt_llm
 from jaxopt_llm.compiler import hlo, topology
-from jaxopt_llm.config import Config, LoraConfig, ModelConfig, OptimizerConfig, RematConfig, ScheduleConfig
-from jaxopt_llm.config import MLAConfig, MoEConfig, TrainingConfig
+from jaxopt_llm.config import (
+    Config,
+    LoraConfig,
+    MeshConfig,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RematConfig,
+    ScheduleConfig,
+    ShardingConfig,
+    TrainingConfig,
+)
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.engine import Engine
 from jaxopt_llm.engine.frontends import unbox
@@ -101,3 +116,195 @@ def test_losses_and_gradients_are_those_of_the_decoder(name: str, sections: Any,
     jax.tree.map_with_path(
         lambda path, *pair: np.testing.assert_array_less(toy.distance(*pair), 1e-5, path), gradients, expected
     )
+
+
+# --- bytes, of programs that are compiled for eight H200s
+
+MESH, SEQUENCE, BATCH, VOCABULARY = MeshConfig(fsdp=8), 128, 16, 4096
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes of a step: of arrays that collectives gather or reduce, and of temporaries. They are differences."""
+
+    collectives: Counter[tuple[str, tuple[str, ...]]]
+    temporaries: int
+
+
+def describe_model(layers: int) -> ModelConfig:
+    return ModelConfig(
+        width=512, layers=layers, heads=4, kv_heads=2, head_dim=128, mlp_width=2048, vocabulary_size=VOCABULARY
+    )
+
+
+def make_own_step(layers: int, remat: RematConfig, lora: LoraConfig, mesh: Any) -> Any:
+    placement = Placement(mesh, ShardingConfig(3), PrecisionConfig())
+    training = TrainingConfig(batch_size=BATCH, sequence_length=SEQUENCE, attention="xla")
+    return toy.make_program(
+        describe_model(layers), training, OptimizerConfig(), ScheduleConfig(), remat, lora, placement
+    )
+
+
+def make_engine_step(layers: int, remat: RematConfig, lora: LoraConfig, mesh: Any) -> Any:
+    shape = (BATCH, SEQUENCE)
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in FIELDS} | {
+        "loss_mask": jax.ShapeDtypeStruct(shape, bool)
+    }
+    sections = {"mesh": MESH, "sharding": ShardingConfig(3), "precision": PrecisionConfig(), "lora": lora}
+    engine = make_engine(jaxopt_llm.LanguageModel(describe_model(layers)), batch, remat=remat, **sections)
+    return make_engine_program(engine._job, mesh)
+
+
+def per_layer(make_step: Any, remat: str, rank: int) -> Moved:
+    """Return the bytes of each layer: what is outside of the layers cancels."""
+    mesh = make_mesh(MESH, topology.gpu_topology("h200", 1, 8))
+
+    def measure(layers: int) -> Moved:
+        program = make_step(layers, RematConfig(remat), LoraConfig(rank=rank, base="int8" if rank else "float"), mesh)
+        lowered = topology.lower_without_gpu(program.step, program.state, program.batch)
+        step = topology.compile_without_gpu(lowered, {"xla_gpu_enable_triton_gemm": False})
+        found: Counter[Any] = Counter()
+        for each in hlo.list_collectives(step.as_text(), mesh):
+            found[each.kind, each.dtypes] += each.array_bytes * each.times
+        return Moved(found, hlo.read_memory(step).temporaries)
+
+    deep, shallow = measure(8), measure(4)
+    moved = Counter({key: (deep.collectives[key] - shallow.collectives[key]) // 4 for key in deep.collectives})
+    return Moved(moved, (deep.temporaries - shallow.temporaries) // 4)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("remat", "rank"), [("none", 0), *slow(("full", 0), ("full", 8))])
+def test_a_layer_gathers_and_holds_what_it_does_in_the_decoder(remat: str, rank: int) -> None:
+    own, engine = (per_layer(make_step, remat, rank) for make_step in (make_own_step, make_engine_step))
+    large = {
+        key
+        for key in own.collectives | engine.collectives
+        if max(own.collectives[key], engine.collectives[key]) > 2**15
+    }
+    assert {kind for kind, _ in large} == {"all-gather", "reduce-scatter"}
+    for key in large:
+        assert engine.collectives[key] == pytest.approx(own.collectives[key], rel=0.02), key
+    assert engine.temporaries < 1.1 * own.temporaries
+
+
+# --- folders
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folders.folder(tmp_path_factory.mktemp("folders") / "model")
+
+
+def log_probability(model: jaxopt_llm.LanguageModel, parameters: Any, batch: Any) -> jax.Array:
+    """Return the log-probability of each row after its fourth token, with the head's products of these tokens only."""
+    hidden = model.hidden(parameters, batch["tokens"])[:, 3:-1]
+    losses = optax.softmax_cross_entropy_with_integer_labels(model.head(parameters, hidden), batch["tokens"][:, 4:])
+    return -losses.sum(1)
+
+
+def dpo_loss(model: jaxopt_llm.LanguageModel, pair: Any, batch: Any) -> Any:
+    policy, reference = (log_probability(model, pair[name], batch) for name in ("policy", "reference"))
+    margin = jnp.where(batch["chosen"], 1, -1) * (policy - reference)
+    return -jax.nn.log_sigmoid(margin).mean()
+
+
+def test_dpo_of_a_folder_trains_the_policy_only(folder: Path, tmp_path: Path) -> None:
+    model, original = jaxopt_llm.LanguageModel(folder), jaxopt_llm.load_pretrained(folder)
+    random = np.random.default_rng(0)
+    batch = {"tokens": random.integers(model.config.vocabulary_size, size=(8, 12)), "chosen": np.arange(8) % 2 == 0}
+    engine = jaxopt_llm.initialize(
+        lambda: {name: model.initialize() for name in ("policy", "reference")},
+        functools.partial(dpo_loss, model),
+        batch,
+        Config(
+            mesh={"fsdp": 8},
+            precision={"compute_dtype": "float32"},
+            training={"trainable": ("*/policy/*",)},
+            optimizer={"learning_rate": 1e-2},
+            schedule={"kind": "constant", "warmup_steps": 0},
+        ),
+        weights={"policy": model.weights, "reference": model.weights},
+    )
+    before = engine.model()
+    jax.tree.map(np.testing.assert_array_equal, before, {"policy": original.params, "reference": original.params})
+    losses = [float(engine.step(batch)["loss"]) for _ in range(5)]
+    assert losses[0] == pytest.approx(np.log(2), abs=1e-6) and losses[-1] < 0.5
+    after = engine.model()
+    jax.tree.map(np.testing.assert_array_equal, after["reference"], original.params)
+    model.save_pretrained(tmp_path / "trained", after["policy"])
+    trained = jaxopt_llm.load_pretrained(tmp_path / "trained")
+    assert trained.config == original.config
+    logits = jax.jit(model.logits)(after["policy"], jnp.asarray(batch["tokens"]))
+    np.testing.assert_allclose(trained.logits(batch["tokens"]), logits, atol=1e-4)
+    assert np.abs(trained.logits(batch["tokens"]) - original.logits(batch["tokens"])).max() > 0.1
+
+
+def test_a_new_head_keeps_its_initial_values_and_the_base_is_quantised(folder: Path) -> None:
+    """A reward model: adapters over an int8 base, and a head that is trained whole."""
+    model, original = jaxopt_llm.LanguageModel(folder), jaxopt_llm.load_pretrained(folder)
+
+    def loss(parameters: Any, batch: Any) -> jax.Array:
+        last = model.hidden(parameters["base"], batch["tokens"])[:, -1]
+        return jnp.mean((last @ parameters["head"] - batch["reward"]) ** 2)
+
+    random = np.random.default_rng(0)
+    batch = {"tokens": random.integers(200, size=(8, 12)), "reward": random.normal(size=8).astype(np.float32)}
+    engine = jaxopt_llm.initialize(
+        lambda: {"base": model.initialize(), "head": jnp.full(model.config.width, 0.1)},
+        loss,
+        batch,
+        Config(
+            mesh={"fsdp": 8},
+            precision={"compute_dtype": "float32"},
+            lora={"rank": 2, "base": "int8"},
+            training={"trainable": ("*head",)},
+            optimizer={"learning_rate": 1e-2},
+            schedule={"kind": "constant", "warmup_steps": 0},
+        ),
+        weights={"base": model.weights, "head": None},
+    )
+    found = engine.model()
+    np.testing.assert_array_equal(found["head"], np.full(model.config.width, 0.1, np.float32))
+    for part, kept in zip(jax.tree.leaves(found["base"]), jax.tree.leaves(original.params), strict=True):
+        assert toy.distance(part, kept) < 0.01
+    query = engine.state.frozen["segment_0"]["base"]["segment_0"]["block_0"]["attention"]["query"]
+    assert query.base.codes.dtype == jnp.int8
+    losses = [float(engine.step(batch)["loss"]) for _ in range(10)]
+    assert losses[-1] < losses[0] / 2
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"widht": 8}, "config: model has no setting widht: did you mean width"),
+        ({"heads": 3, "kv_heads": 2}, "LanguageModel: model.kv_heads=2"),
+        ({"width": "8"}, "LanguageModel: model.width='8': must be"),
+        ({"pretrained": "models/llama"}, "LanguageModel: give the folder itself, LanguageModel\\('models/llama'\\)"),
+        (ModelConfig(moe=MoEConfig(experts=4)), "LanguageModel: model.moe.experts=4: experts exchange tokens"),
+        ("no/such/folder", "no/such/folder"),
+    ],
+)
+def test_a_model_that_is_no_dense_decoder_is_one_line(given: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        jaxopt_llm.LanguageModel(given)
+    assert "\n" not in str(caught.value)
+
+
+def test_tokens_that_do_not_fit_are_refused() -> None:
+    model, parameters = LANGUAGE["learned"], jax.eval_shape(LANGUAGE["learned"].initialize)
+    for shape, dtype, message in (
+        ((2, 17), jnp.int32, "tokens: 17 of them exceed 16 learned positions"),
+        ((2, 8), jnp.float32, r"tokens: must be integers \[batch, sequence\], not float32\[2, 8\]"),
+        ((8,), jnp.int32, r"not int32\[8\]"),
+    ):
+        with pytest.raises(InputError, match=message):
+            jax.eval_shape(model.logits, parameters, jax.ShapeDtypeStruct(shape, dtype))
+
+
+def test_a_model_of_settings_has_no_weights() -> None:
+    with pytest.raises(InputError, match="LanguageModel: it was made from settings, which have no weights"):
+        LANGUAGE["toy"].weights  # noqa: B018
