@@ -200,10 +200,9 @@ class FolderWeight:
         """Read the part at an index for each dimension: slices, and a number or a slice for that of the layers."""
         leading = self.spec.leading
         layers = np.arange(self.shape[0])[index[0]] if leading else np.zeros((), np.int64)
-        sizes = [
-            len(range(size)[each]) for size, each in zip(self.shape, index, strict=True) if isinstance(each, slice)
-        ]
-        out = np.zeros(sizes, self.dtype)
+        ranges = [range(size)[part] for size, part in zip(self.shape[leading:], index[leading:], strict=True)]
+        out = np.zeros([*layers.shape, *map(len, ranges)], self.dtype)
+        within = tuple(slice(each.start, each.stop) for each in ranges)
         for row in np.ndindex(layers.shape):
-            self.folder.fill(self.path, out[row], int(layers[row]) if leading else None, tuple(index[leading:]))
+            self.folder.fill(self.path, out[row], int(layers[row]) if leading else None, within)
         return out

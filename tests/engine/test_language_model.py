@@ -31,6 +31,7 @@ from jaxopt_llm.config import (
     ShardingConfig,
     TrainingConfig,
 )
+from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.engine import Engine
 from jaxopt_llm.engine.frontends import unbox
@@ -193,7 +194,20 @@ def test_a_layer_gathers_and_holds_what_it_does_in_the_decoder(remat: str, rank:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folders.folder(tmp_path_factory.mktemp("folders") / "model")
+    config = replace(folders.CONFIG, layers=2, pattern=("global",))
+    return folders.folder(tmp_path_factory.mktemp("folders") / "model", config)
+
+
+def test_weights_of_a_folder_are_read_by_index(tmp_path: Path) -> None:
+    """Two segments, two kinds of block, and rows that pad the tables."""
+    found = jaxopt_llm.LanguageModel(folders.folder(tmp_path / "model")).weights
+    expected = dict(tree.leaves_with_path(jaxopt_llm.load_pretrained(tmp_path / "model").params))
+    assert found.keys() == expected.keys()
+    for path, weight in found.items():
+        array, inner = np.asarray(expected[path]), [slice(None)] * (len(weight.shape) - 1)
+        assert (weight.shape, weight.dtype) == (array.shape, array.dtype)
+        for first in (slice(None), slice(1, None), slice(-4, None), *([0] if path.startswith("segment") else [])):
+            np.testing.assert_array_equal(weight[(first, *inner)], array[first], err_msg=path)
 
 
 def log_probability(model: jaxopt_llm.LanguageModel, parameters: Any, batch: Any) -> jax.Array:
@@ -281,7 +295,7 @@ def test_a_new_head_keeps_its_initial_values_and_the_base_is_quantised(folder: P
     ("given", "message"),
     [
         ({"widht": 8}, "config: model has no setting widht: did you mean width"),
-        ({"heads": 3, "kv_heads": 2}, "LanguageModel: model.kv_heads=2"),
+        ({"heads": 3, "kv_heads": 2}, "LanguageModel: model.heads=3: must be a multiple of"),
         ({"width": "8"}, "LanguageModel: model.width='8': must be"),
         ({"pretrained": "models/llama"}, "LanguageModel: give the folder itself, LanguageModel\\('models/llama'\\)"),
         (ModelConfig(moe=MoEConfig(experts=4)), "LanguageModel: model.moe.experts=4: experts exchange tokens"),
