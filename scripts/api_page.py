@@ -38,6 +38,7 @@ FURTHER = (
 # Methods and properties that are meant for users, of the classes that have others too.
 MEMBERS = {
     "Config": (),
+    "LanguageModel": ("initialize", "logits", "hidden", "head", "weights", "save_pretrained"),
     "Engine": ("step", "evaluate", "plan", "model", "save", "restore", "example", "parameters"),
 }
 LONGEST = 100  # characters of a signature in one line

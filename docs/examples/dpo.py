@@ -41,7 +41,7 @@ def make_batch(step):
     """Return prompts with two answers: the chosen one counts upwards from the prompt, the rejected one downwards."""
     prompt = np.random.default_rng(step).integers(VOCABULARY, size=(ROWS, 1, 1))
     change = np.maximum(np.arange(LENGTH) - PROMPT + 1, 0)
-    return {"answers": np.int32((prompt + [change, -change]) % VOCABULARY)}  # [rows, 2, length]
+    return {"answers": np.int32((prompt + np.stack([change, -change])) % VOCABULARY)}  # [rows, 2, length]
 
 
 def main(steps=100, directory="runs/dpo"):

@@ -3,8 +3,6 @@
 The forward is that of the trainer's own decoder, over plain arrays and without a placement. Traced by an engine, its
 jaxpr has a `dot_general` for each product with a weight and a scan over each segment of layers, so the engine divides,
 gathers, adapts and quantises the weights as the decoder's own executors do.
-
-Letters: B batch, S sequence, D width, V vocabulary.
 """
 
 import functools
@@ -17,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder
@@ -39,25 +37,24 @@ from jaxopt_llm.parallel.placement import Placement
 
 
 class LanguageModel:
-    """A decoder, such as Llama or Qwen, as functions of its parameters: a loss of `initialize` calls them.
+    """A decoder, such as Llama or Qwen, as functions of its parameters, for losses that are given to `initialize`.
 
     The parameters are nested dicts, with the layers stacked. The functions compute in the dtype of the parameters.
-    For `rules`, dimensions are named `heads`, `kv_heads`, `mlp` and `vocabulary`.
-    Models with experts are not supported.
+    For `rules`, dimensions are named `heads`, `kv_heads`, `mlp` and `vocabulary`. Models with experts are not
+    supported. Nothing is allocated.
+
+    Args:
+        model: settings of the section `model` of a `Config`, as an object or as a dict; or a Hugging Face folder or hub
+            id.
 
     Attributes:
-        config: settings of the model, as in the section `model` of a `Config`.
+        config: settings of the model.
+
+    Raises:
+        InputError: the settings are wrong, or the folder is incomplete or not supported.
     """
 
     def __init__(self, model: ModelConfig | dict[str, Any] | str | Path) -> None:
-        """Describe a model. Nothing is allocated.
-
-        Args:
-            model: settings, as an object or as a dict; or a Hugging Face folder or hub id.
-
-        Raises:
-            InputError: the settings are wrong, or the folder is incomplete or not supported.
-        """
         self._folder: ModelFolder | None = None
         if isinstance(model, str | Path):
             self._folder = huggingface.open_model_folder(hub.find_folder(Path(model), ""))
@@ -97,14 +94,14 @@ class LanguageModel:
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """Return the logits of the next token, float32 [B, S, V].
+        """Return the logits of the next token, float32 [batch, sequence, vocabulary].
 
         Args:
             parameters: as those of `initialize`, with or without boxes.
-            tokens: ids, int [B, S]. Each sees itself and those before it, so padding belongs to the right.
-            segment_ids: int [B, S], a range of equal ids for each of several documents in a row. Tokens see only their
-                own document. By default, a row is one document.
-            positions: int [B, S], by default counted from 0 in each document.
+            tokens: ids, int [batch, sequence]. Each sees itself and those before it, so padding belongs to the right.
+            segment_ids: int [batch, sequence], a range of equal ids for each of several documents in a row. Tokens see
+                only their own document. By default, a row is one document.
+            positions: int [batch, sequence], by default counted from 0 in each document.
         """
         return self.head(parameters, self.hidden(parameters, tokens, segment_ids, positions))
 
@@ -115,9 +112,9 @@ class LanguageModel:
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """Return the hidden states after the final norm, [B, S, D], such as for a value head. Arguments: see `logits`.
+        """Return the hidden states after the final norm, [batch, sequence, width], such as for a value head.
 
-        A loss that needs few of the logits takes these tokens' states, and gives them to `head`.
+        A loss that needs the logits of some tokens only gives their states to `head`. Arguments: see `logits`.
         """
         if len(tokens.shape) != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise InputError(f"tokens: must be integers [batch, sequence], not {tokens.dtype}{list(tokens.shape)}")
@@ -140,7 +137,7 @@ class LanguageModel:
         return self._decoder.final_norm(parameters["non_layer"], x)
 
     def head(self, parameters: Params, hidden: jax.Array) -> jax.Array:
-        """Return the logits, float32 [B, S, V], of the hidden states [B, S, D] of any tokens."""
+        """Return the logits of hidden states, float32 [batch, sequence, vocabulary]."""
         table = self._decoder.head_table(_to_arrays(parameters)["non_layer"])
         return self._decoder.classify(hidden, table, _PLACEMENT)[..., : self.config.vocabulary_size]
 
@@ -151,7 +148,8 @@ class LanguageModel:
             InputError: the path exists, or no family of transformers fits the model.
         """
         source = self._folder.path if self._folder else None
-        write_model_folder(Path(path), unbox(parameters), self.config, Origin(source, source))
+        named = jax.tree.map(_name_sharding, unbox(parameters))
+        write_model_folder(Path(path), named, self.config, Origin(source, source))
 
     def _make_context(self, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None) -> Context:
         segments = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
@@ -168,6 +166,13 @@ _PLACEMENT = Placement(AbstractMesh((1,) * len(AXES), AXES), ShardingConfig(), P
 def _to_arrays(parameters: Params) -> Params:
     arrays: Params = jax.tree.map(jnp.asarray, unbox(parameters))
     return arrays
+
+
+def _name_sharding(array: Any) -> jax.Array:
+    """Return an array as it is if it rests on a mesh, as those of an engine do, and on one device otherwise."""
+    if isinstance(array, jax.Array) and isinstance(array.sharding, NamedSharding):
+        return array
+    return jax.device_put(array, NamedSharding(Mesh(jax.local_devices()[:1], "device"), PartitionSpec()))
 
 
 def _box(spec: ParamSpec, array: jax.Array) -> linen.Partitioned[jax.Array]:
