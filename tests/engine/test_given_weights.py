@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import safetensors.numpy
-from safetensors import safe_open
 
 import jaxopt_llm
 from jaxopt_llm.config import Config
@@ -94,8 +92,9 @@ def memory_maps(folder: Path) -> Any:
 
 
 def slices_of_safetensors(folder: Path) -> Any:
-    safetensors.numpy.save_file(values(), folder / "model.safetensors")
-    return safe_open(folder / "model.safetensors", framework="numpy").get_slice
+    library = pytest.importorskip("safetensors.numpy")  # not in the test extra
+    library.save_file(values(), folder / "model.safetensors")
+    return library.safe_open(folder / "model.safetensors", framework="numpy").get_slice
 
 
 def jax_arrays(folder: Path) -> Any:
