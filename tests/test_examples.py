@@ -68,15 +68,13 @@ def test_dpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = example.main(steps=60, directory=tmp_path)
     assert found["accuracy"] > 0.95 and found["margin"] > 1
     assert found["loss"] < math.log(2), "the loss of a policy that is its reference"
-    after = trained[0].model()
-    before = unbox(example.make_pair())
-
-    def find_largest_change(name: str) -> float:
-        up = (each[name]["segment_0"]["block_0"]["mlp"]["up"] for each in (before, after))
-        return float(jnp.abs(jnp.subtract(*up)).max())
-
-    moved = {name: find_largest_change(name) for name in ("policy", "reference")}
-    assert moved["reference"] < 0.004 < 0.01 < moved["policy"], "the frozen reference rests in bfloat16"
+    kernels = [
+        {name: parameters[name]["segment_0"]["block_0"]["mlp"]["up"] for name in ("policy", "reference")}
+        for parameters in (unbox(example.make_pair()), trained[0].model())
+    ]
+    before, after = kernels
+    assert jnp.array_equal(after["reference"], before["reference"].astype(jnp.bfloat16)), "it is frozen in bfloat16"
+    assert jnp.abs(after["policy"] - before["policy"]).max() > 0.005
 
 
 def test_custom_optimizer(tmp_path: Path) -> None:
