@@ -89,12 +89,19 @@ class Engine:
         self._state, metrics = self.program.step(self.state, self.place(batch))
         return metrics
 
-    def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
-        """Return the mean loss and metrics over batches. Nothing is updated."""
-        return self.evaluate_state(self.state, batches)
+    def evaluate(self, batches: Iterable[Any], ema: bool = True) -> dict[str, float]:
+        """Return the mean loss and metrics over batches. Nothing is updated.
 
-    def evaluate_state(self, state: TrainState, batches: Iterable[Any]) -> dict[str, float]:
+        Args:
+            batches: at least one.
+            ema: with `training.ema_decay`, use the average of the parameters; False for the parameters themselves.
+        """
+        return self.evaluate_state(self.state, batches, ema)
+
+    def evaluate_state(self, state: TrainState, batches: Iterable[Any], ema: bool = True) -> dict[str, float]:
         """Return what `evaluate` returns, of a given state."""
+        if ema:
+            state = training_state.use_average(state, self.program.specs, self.program.placement)
         each = [jax.device_get(self.program.evaluation(state, batch=self.place(batch))) for batch in batches]
         if not each:
             raise InputError("evaluate: there is no batch; give at least one")
@@ -131,17 +138,20 @@ class Engine:
         """
         return plan_engine(self._job, gpu, gpus, gpus_per_host, rows)
 
-    def model(self) -> Any:
+    def model(self, ema: bool = True) -> Any:
         """Return the user's model with the trained parameters: an NNX module, Linen's variables, or the pytree.
 
         Adapters are merged into their bases, and codes are dequantised. The other arrays are those of the state, which
         the next step replaces.
+
+        Args:
+            ema: with `training.ema_decay`, give the average of the parameters; False for the parameters themselves.
+                Variables that are no parameters are never averaged.
         """
         state, model = self.state, self.program.model
+        masters = state.averaged_masters if ema else state.masters
         variables = dict(tree.leaves_with_path(state.variables))
-        merged = jax.tree.map(
-            _merge_weight, model.specs, tree.merge(state.masters, state.frozen), is_leaf=leaves.is_wrapped
-        )
+        merged = jax.tree.map(_merge_weight, model.specs, tree.merge(masters, state.frozen), is_leaf=leaves.is_wrapped)
         return self._frontend.rebuild(
             model.flatten(merged), [variables[info.path] for info in self._frontend.variables]
         )
@@ -176,7 +186,8 @@ class Engine:
         if others := sorted(checkpoints.read_record(step)["arrays"].keys() - abstract.keys()):
             raise CheckpointError(
                 f"checkpoint {checkpoints.directory / str(step)} also holds {', '.join(others)}, which this engine "
-                "does not have: it is of another optimizer or precision; use the settings that wrote it"
+                "does not have: it is of another optimizer, precision or training.ema_decay; use the settings that "
+                "wrote it"
             )
         restored = checkpoints.restore(step, **abstract)
         state = training_state.resume_state(program.specs, step, program.placement, **restored)

@@ -89,7 +89,8 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
     model, trained, frozen = adapt_user_model(plain, config)
     _check_trained(job, trained, placement)
     optimizers, learning_rate, settings = _make_optimizers(job, model, trained)
-    specs = training_state.make_state_specs(trained, frozen, optimizers, placement.precision)
+    averages = config.training.ema_decay > 0
+    specs = training_state.make_state_specs(trained, frozen, optimizers, placement.precision, averages=averages)
     specs = replace(specs, variables=_make_variable_specs(job.frontend))
     options = xla_options.compiler_options(
         mesh,
@@ -153,15 +154,12 @@ def _make_optimizers(
         trained: specs of the trained parameters.
     """
     training, given = job.config.training, job.optimizer
+    settings = StepSettings(skip_outliers=training.skip_outliers, ema_decay=training.ema_decay)
     if not isinstance(given, OptimizerConfig):
-        return _make_whole_optimizer(given, model), None, StepSettings(skip_outliers=training.skip_outliers)
+        return _make_whole_optimizer(given, model), None, settings
     learning_rate = make_schedule(given.learning_rate, job.config.schedule, training.steps)
     make = functools.partial(optimizer.make_optimizer, given, learning_rate)
-    settings = StepSettings(
-        clip_norm=given.clip_norm,
-        skip_outliers=training.skip_outliers,
-        elementwise=optimizer.is_elementwise(given),
-    )
+    settings = replace(settings, clip_norm=given.clip_norm, elementwise=optimizer.is_elementwise(given))
     return update.make_optimizers(make, trained), learning_rate, settings
 
 

@@ -28,7 +28,8 @@ from jaxopt_llm.training.update import Optimizers
 
 # Bytes per device of initial values in host memory that one program makes. One larger leaf has a program of its own.
 HOST_BYTES_PER_PROGRAM = 2**30
-STORED = ("masters", "moments", "frozen", "guard", "loss_scale", "variables")  # the fields of the state that have specs
+# The fields of the state that have specs.
+STORED = ("masters", "moments", "average", "frozen", "guard", "loss_scale", "variables")
 
 
 @struct.dataclass
@@ -44,6 +45,7 @@ class TrainState:
         guard: see guard.py.
         loss_scale: see loss_scale.py; empty without loss scaling.
         variables: the model's variables that are not parameters, such as running means; empty for the decoder.
+        average: average of the masters, placed as the moments (ema.py); None without `training.ema_decay`.
     """
 
     step: tree.Leaf
@@ -54,6 +56,7 @@ class TrainState:
     guard: Guard
     loss_scale: LossScale
     variables: Params = field(default_factory=dict)
+    average: Params | None = None
 
     @property
     def trainable(self) -> Params:
@@ -62,8 +65,13 @@ class TrainState:
 
     @property
     def updatable(self) -> update.Updatable:
-        """Masters, moments and compute copy, which the optimizer updates."""
-        return self.masters, self.moments, self.compute
+        """What the optimizer updates."""
+        return update.Updatable(self.masters, self.moments, self.compute, self.average)
+
+    @property
+    def averaged_masters(self) -> Params:
+        """Values of the trained parameters to use outside of training: their average if there is one."""
+        return self.masters if self.average is None else self.average
 
 
 @dataclass(frozen=True)
@@ -81,18 +89,26 @@ class StateSpecs:
     loss_scale: LossScale
     keep_frozen: bool = True
     variables: Params = field(default_factory=dict)
+    average: Params | None = None
 
 
 def make_state_specs(
-    specs: Params, frozen: Params, optimizers: Optimizers, precision: PrecisionConfig, keep_frozen: bool = True
+    specs: Params,
+    frozen: Params,
+    optimizers: Optimizers,
+    precision: PrecisionConfig,
+    keep_frozen: bool = True,
+    averages: bool = False,
 ) -> StateSpecs:
     """Return the specs of the state.
 
     Args:
         specs, frozen: specs of the trainable and of the frozen parameters, the two halves of a `tree.partition`.
+        averages: whether there is an average of the trainable parameters.
     """
     moments = update.moment_specs(optimizers, specs)
-    return StateSpecs(specs, moments, frozen, guard_specs(), loss_scale_specs(precision), keep_frozen)
+    average = specs if averages else None
+    return StateSpecs(specs, moments, frozen, guard_specs(), loss_scale_specs(precision), keep_frozen, average=average)
 
 
 def state_shardings(specs: StateSpecs, placement: Placement) -> TrainState:
@@ -109,6 +125,7 @@ def state_shardings(specs: StateSpecs, placement: Placement) -> TrainState:
         guard=jax.tree.map(lambda spec: placement.replicated, specs.guard),
         loss_scale=jax.tree.map(lambda spec: placement.replicated, specs.loss_scale),
         variables=jax.tree.map(lambda spec: placement.replicated, specs.variables),
+        average=zero.optimizer_state_sharding(specs.average, placement),
     )
 
 
@@ -150,6 +167,31 @@ def _make_compute_copy(specs: Params, masters: Params, shardings: Params | None,
     return None if shardings is None else jax.tree.map(copy, specs, shardings, masters)
 
 
+def _begin_average(masters: Params, shardings: Params | None) -> Params | None:
+    """Copy the masters, one leaf at a time, into their average; None if `shardings` is None."""
+
+    def copy(master: jax.Array, sharding: NamedSharding) -> jax.Array:
+        def fetch(master: jax.Array) -> jax.Array:
+            return jnp.copy(offload.fetch_to_device(master))  # jit would return its argument itself
+
+        return jax.jit(fetch, out_shardings=sharding)(master)
+
+    return None if shardings is None else jax.tree.map(copy, masters, shardings)
+
+
+def use_average(state: TrainState, specs: StateSpecs, placement: Placement) -> TrainState:
+    """Return the state with the average, if there is one, in place of the masters and in their compute copy.
+
+    It copies the average only where it rests in another memory than the masters, and for a compute copy.
+    """
+    if state.average is None:
+        return state
+    shardings = state_shardings(specs, placement)
+    masters = jax.tree.map(jax.device_put, state.average, shardings.masters)
+    compute = _make_compute_copy(specs.masters, masters, shardings.compute, placement)
+    return replace(state, masters=masters, compute=compute)
+
+
 def initialize_state(
     specs: StateSpecs,
     optimizers: Optimizers,
@@ -183,8 +225,8 @@ def initialize_state(
         )
 
     shardings = state_shardings(specs, placement)
-    without_compute = replace(shardings, compute=None)
-    sharding_by_path = dict(tree.leaves_with_path(without_compute))
+    drawn = replace(shardings, compute=None, average=None)
+    sharding_by_path = dict(tree.leaves_with_path(drawn))
     halves = {"masters": specs.masters, "frozen": specs.frozen}
     state = dict(tree.leaves_with_path({name: tree.restrict(given, half) for name, half in halves.items()}))
 
@@ -198,8 +240,9 @@ def initialize_state(
     shapes = {path: leaf for path, leaf in tree.leaves_with_path(jax.eval_shape(make)) if path not in state}
     for paths in _divide_into_programs(shapes, sharding_by_path):
         state |= make_leaves(paths)
-    whole = jax.tree.unflatten(jax.tree.structure(without_compute), [state[path] for path in sharding_by_path])
-    return replace(whole, compute=_make_compute_copy(specs.masters, whole.masters, shardings.compute, placement))
+    whole = jax.tree.unflatten(jax.tree.structure(drawn), [state[path] for path in sharding_by_path])
+    compute = _make_compute_copy(specs.masters, whole.masters, shardings.compute, placement)
+    return replace(whole, compute=compute, average=_begin_average(whole.masters, shardings.average))
 
 
 def _divide_into_programs(
@@ -267,7 +310,7 @@ def make_weight_reader(specs: StateSpecs, placement: Placement, target: Placemen
     """Return a function from a state to the model's parameters, stacked by layer, as `target` holds them.
 
     An array that has this layout and sharding in the state is not copied. A copy of a master weight has the compute
-    dtype.
+    dtype. With an average, it is read in place of the masters.
 
     Args:
         target: a placement on the same devices, in the same order.
@@ -296,7 +339,7 @@ def make_weight_reader(specs: StateSpecs, placement: Placement, target: Placemen
         return read(spec, saved_spec, array, array.dtype)
 
     def read_all(state: TrainState) -> Params:
-        masters = jax.tree.map(read_master, specs.masters, saved_specs["masters"], state.masters)
+        masters = jax.tree.map(read_master, specs.masters, saved_specs["masters"], state.averaged_masters)
         if "frozen" not in saved_specs:
             return masters
         return tree.merge(masters, jax.tree.map(read_frozen, specs.frozen, saved_specs["frozen"], state.frozen))

@@ -51,7 +51,7 @@ class StateSizes:
     """Size of the train state on each device, between steps.
 
     parameters: bytes of parameters, master weights and compute copy together.
-    optimizer: bytes of the moments.
+    optimizer: bytes of the moments, and of the average of the parameters.
     host: bytes of both that are on the host.
     non_layer_host: the part of `host` that is outside the stacks.
     blocks: parameters in the stacks of this device's stage that all tokens pass.
@@ -79,7 +79,7 @@ def compute_state_sizes(config: Config) -> StateSizes | None:
     """
     specs = _state_specs(
         *(config.model, config.lora, config.training.trainable, config.optimizer, config.precision),
-        *(config.mesh.pipeline, config.pipeline),
+        *(config.mesh.pipeline, config.pipeline, config.training.ema_decay > 0),
     )
     mesh = AbstractMesh(dataclasses.astuple(config.mesh), AXES)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
@@ -90,11 +90,13 @@ def compute_state_sizes(config: Config) -> StateSizes | None:
     count = functools.partial(_count_parameters, specs.masters, everything, placement)
     stacks = [name for name in specs.masters if name != "non_layer"]
     non_layer = [
-        part["non_layer"] for part in (stored.masters, stored.moments, stored.compute) if part and "non_layer" in part
+        part["non_layer"]
+        for part in (stored.masters, stored.moments, stored.compute, stored.average)
+        if part and "non_layer" in part
     ]
     return StateSizes(
         parameters=count_resting_bytes((stored.masters, stored.compute, stored.frozen)),
-        optimizer=count_resting_bytes(stored.moments),
+        optimizer=count_resting_bytes((stored.moments, stored.average)),
         host=count_resting_bytes(stored, HOST),
         non_layer_host=count_resting_bytes(non_layer, HOST),
         blocks=count(stacks),
@@ -135,6 +137,7 @@ def _state_specs(
     precision: PrecisionConfig,
     stages: int,
     pipeline: PipelineConfig,
+    averages: bool,
 ) -> StateSpecs:
     parts: Model = Decoder(model)
     if stages > 1:
@@ -143,4 +146,4 @@ def _state_specs(
     optimizers = update.make_optimizers(
         functools.partial(make_optimizer, optimizer, lambda step: optimizer.learning_rate), trained
     )
-    return state.make_state_specs(trained, frozen, optimizers, precision)
+    return state.make_state_specs(trained, frozen, optimizers, precision, averages=averages)
