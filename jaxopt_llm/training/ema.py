@@ -8,8 +8,22 @@ So that they do not dominate it for the first 1 / (1 - decay) updates, the decay
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from jaxopt_llm.model.model import Params
+from jaxopt_llm.parallel import offload
+
+
+def begin_average(masters: Params, shardings: Params | None) -> Params | None:
+    """Copy the masters, one leaf at a time, into their average; None if `shardings` is None."""
+
+    def copy(master: jax.Array, sharding: NamedSharding) -> jax.Array:
+        def fetch(master: jax.Array) -> jax.Array:
+            return jnp.copy(offload.fetch_to_device(master))  # jit would return its argument itself
+
+        return jax.jit(fetch, out_shardings=sharding)(master)
+
+    return None if shardings is None else jax.tree.map(copy, masters, shardings)
 
 
 def new_weight(decay: float, updates: jax.Array) -> jax.Array:

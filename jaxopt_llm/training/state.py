@@ -22,6 +22,7 @@ from jaxopt_llm.parallel import offload, zero
 from jaxopt_llm.parallel.gathering import cast_masters
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import update
+from jaxopt_llm.training.ema import begin_average
 from jaxopt_llm.training.guard import Guard, guard_specs, initialize_guard
 from jaxopt_llm.training.loss_scale import LossScale, initialize_loss_scale, loss_scale_specs
 from jaxopt_llm.training.update import Optimizers
@@ -167,18 +168,6 @@ def _make_compute_copy(specs: Params, masters: Params, shardings: Params | None,
     return None if shardings is None else jax.tree.map(copy, specs, shardings, masters)
 
 
-def _begin_average(masters: Params, shardings: Params | None) -> Params | None:
-    """Copy the masters, one leaf at a time, into their average; None if `shardings` is None."""
-
-    def copy(master: jax.Array, sharding: NamedSharding) -> jax.Array:
-        def fetch(master: jax.Array) -> jax.Array:
-            return jnp.copy(offload.fetch_to_device(master))  # jit would return its argument itself
-
-        return jax.jit(fetch, out_shardings=sharding)(master)
-
-    return None if shardings is None else jax.tree.map(copy, masters, shardings)
-
-
 def use_average(state: TrainState, specs: StateSpecs, placement: Placement) -> TrainState:
     """Return the state with the average, if there is one, in place of the masters and in their compute copy.
 
@@ -242,7 +231,7 @@ def initialize_state(
         state |= make_leaves(paths)
     whole = jax.tree.unflatten(jax.tree.structure(drawn), [state[path] for path in sharding_by_path])
     compute = _make_compute_copy(specs.masters, whole.masters, shardings.compute, placement)
-    return replace(whole, compute=compute, average=_begin_average(whole.masters, shardings.average))
+    return replace(whole, compute=compute, average=begin_average(whole.masters, shardings.average))
 
 
 def _divide_into_programs(
