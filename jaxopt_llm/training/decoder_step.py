@@ -19,7 +19,6 @@ from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.moe import experts
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import update
-from jaxopt_llm.training.ema import new_weight
 from jaxopt_llm.training.guard import judge_step
 from jaxopt_llm.training.state import StateSpecs, TrainState
 from jaxopt_llm.training.step import (
@@ -50,7 +49,7 @@ def make_decoder_step(
     """
     batch_sharding = placement.activation(None, "batch", "sequence")
     if settings.in_backward:
-        advance = update_in_backward(model, optimizers, specs, placement, settings.ema_decay)
+        advance = update_in_backward(model, optimizers, specs, placement, settings)
     else:
         differentiate = differentiate_decoder(model, executor, placement)
         advance = update_after_backward(differentiate, optimizers, specs, placement, settings)
@@ -91,7 +90,7 @@ def differentiate_decoder(model: Model, executor: Executor, placement: Placement
 
 
 def update_in_backward(
-    model: Model, optimizers: SectionOptimizers, specs: StateSpecs, placement: Placement, ema_decay: float = 0.0
+    model: Model, optimizers: SectionOptimizers, specs: StateSpecs, placement: Placement, settings: StepSettings
 ) -> Advance:
     """Return the function that updates each period during the backward."""
 
@@ -99,7 +98,7 @@ def update_in_backward(
         return section_state.masters if section_state.compute is None else section_state.compute
 
     def advance(state: TrainState, batch: Batch) -> Outcome:
-        scalars = Scalars(weight=new_weight(ema_decay, state.guard["updates"]))
+        scalars = Scalars(weight=settings.new_weight(state.guard))
 
         def update_period(section: str, period_state: Updatable, gradients: Params) -> Updatable:
             period_specs = param.period_specs(specs.masters[section])

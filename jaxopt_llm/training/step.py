@@ -18,8 +18,7 @@ from jaxopt_llm.execution.gradients import sum_of_squares
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.training import update
-from jaxopt_llm.training.ema import new_weight
+from jaxopt_llm.training import ema, update
 from jaxopt_llm.training.guard import Guard, judge_step
 from jaxopt_llm.training.loss_scale import adjust_loss_scale
 from jaxopt_llm.training.state import StateSpecs, TrainState, state_shardings
@@ -52,6 +51,10 @@ class StepSettings:
     in_backward: bool = False
     dropout_seed: int | None = None
     compiler_options: Options | None = None
+
+    def new_weight(self, guard: Guard) -> jax.Array | float:
+        """Return the weight of the new parameters in their average; 0 without an average."""
+        return ema.new_weight(self.ema_decay, guard["updates"]) if self.ema_decay else 0.0
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ def update_after_backward(
         overflow = placement.precision.scales_loss & ~jnp.isfinite(norm)
         good, guard = judge_step(state.guard, found.loss, norm, overflow, settings.skip_outliers)
         clip = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.float32(1)
-        scalars = Scalars(clip / found.divisor, good, new_weight(settings.ema_decay, state.guard["updates"]))
+        scalars = Scalars(clip / found.divisor, good, settings.new_weight(state.guard))
         updated = update.apply_gradients(
             *(optimizers, specs.masters, state.updatable, found.gradients, scalars, placement),
             elementwise=settings.elementwise,
