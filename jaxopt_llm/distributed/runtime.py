@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import xla_bridge  # whether a device is open has no public name
 
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import cache_home
@@ -35,32 +36,46 @@ def simulate_cpu_devices(count: int, processes: int = 1) -> None:
         os.environ["PJRT_NPROC"] = str(CPU_THREADS * count)
 
 
-def expect_no_cuda_without_gpu() -> None:
-    """Let JAX open the CPU without a word about CUDA if this machine has no NVIDIA GPU. Must run before JAX does.
+def prepare_devices() -> None:
+    """Set the environment in which JAX opens devices. It has no effect after JAX has opened one.
 
-    JAX's CUDA plugin, which the extra `plan` installs, otherwise prints a traceback because NVIDIA's libraries are
-    missing. With a GPU, or if the user names a platform, JAX reports as always.
+    The memory fraction of GPUs is set unless the user's environment has one. Simulated CPU devices get threads, see
+    CPU_THREADS. JAX opens the CPU without a word about CUDA if this machine has no NVIDIA GPU: JAX's CUDA plugin, which
+    the extra `plan` installs, otherwise prints a traceback because NVIDIA's libraries are missing. With a GPU, or if
+    the user names a platform, JAX reports as always.
     """
+    if (count := jax.config.values["jax_num_cpu_devices"]) > 1:
+        os.environ.setdefault("PJRT_NPROC", str(CPU_THREADS * count))
+    if not any(name in os.environ for name in _FRACTION_VARIABLES):
+        os.environ[_FRACTION_VARIABLES[0]] = MEMORY_FRACTION
     if not jax.config.values["jax_platforms"] and not any(map(os.path.exists, NVIDIA_DEVICES)):
         os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 
 
-def configure_jax(devices: int, processes: int = 1, *, cache: bool) -> None:
+def check_no_device(where: str) -> None:
+    """Raise InputError if JAX has opened a device, after which its devices can no longer be configured.
+
+    where: what has run so far, for the message.
+    """
+    if xla_bridge.backends_are_initialized():
+        raise InputError(f"{where}: it opens a device of JAX too early; make arrays inside of functions only")
+
+
+def configure_jax(devices: int | None, processes: int = 1, *, cache: bool) -> None:
     """Set the number of simulated CPU devices, the memory fraction of GPUs, and the compilation cache.
 
     The user's environment variables for the memory fraction and the cache take precedence.
 
     Args:
-        devices: number of devices of all processes together.
+        devices: number of devices of all processes together; None for those that JAX finds.
         cache: whether compiled programs are cached.
 
     Raises:
         InputError: another user can write to the cache.
     """
-    simulate_cpu_devices(devices // processes, processes)
-    expect_no_cuda_without_gpu()
-    if not any(name in os.environ for name in _FRACTION_VARIABLES):
-        os.environ[_FRACTION_VARIABLES[0]] = MEMORY_FRACTION
+    if devices is not None:
+        simulate_cpu_devices(devices // processes, processes)
+    prepare_devices()
     if not cache:
         jax.config.update("jax_enable_compilation_cache", False)
     elif not jax.config.values["jax_compilation_cache_dir"]:

@@ -32,7 +32,7 @@ READ = (
     ),
     *("lora.rslora", "lora.dora", "optimizer.*", "schedule.*", "precision.*", "mesh.data", "mesh.fsdp", "mesh.tensor"),
     *("sharding.zero_stage", "remat.policy", "offload.*", "xla.*", "checkpoint.*", "evaluation.every", "logging.*"),
-    *("profile.*", "data.stall_seconds"),
+    *("profile.*", "data.stall_seconds", "distributed.*"),
 )
 NOT_READ = ("optimizer.in_backward", "precision.compute_dtype_layers", "run.deterministic")
 POLICIES = ("auto", "none", "full")

@@ -34,6 +34,7 @@ class UserModel:
         sections: the section of each parameter of the front-end.
         uses: how the loss reads each parameter.
         oddities: what the user probably did not intend; see checks.py.
+        traced: the jaxpr of the loss of a microbatch, from `make_user_model`.
         remat_loops: rematerialise the iterations of loops over layers (remat.policy full).
     """
 
@@ -43,6 +44,7 @@ class UserModel:
     sections: tuple[str, ...]
     uses: tuple[tuple[Use, ...], ...]
     oddities: tuple[str, ...]
+    traced: ClosedJaxpr
     remat_loops: bool = False
 
     def with_specs(self, specs: Params) -> "UserModel":
@@ -179,7 +181,7 @@ def make_user_model(frontend: Frontend, loss: Loss, batch: Any, rules: Rules, pl
     lengths = list(dict.fromkeys(spec.shape[0] for spec in specs if spec.leading))
     sections = tuple(f"segment_{lengths.index(spec.shape[0])}" if spec.leading else "non_layer" for spec in specs)
     paths = [f"{section}/{info.path}" for section, info in zip(sections, frontend.parameters, strict=True)]
-    return UserModel(frontend, loss, nest(paths, specs), sections, tuple(map(tuple, uses)), tuple(oddities))
+    return UserModel(frontend, loss, nest(paths, specs), sections, tuple(map(tuple, uses)), tuple(oddities), closed)
 
 
 def _check_unchanged(frontend: Frontend, unchanged: Sequence[int | None]) -> None:
