@@ -66,7 +66,7 @@ class TrainState:
 
     @property
     def updatable(self) -> update.Updatable:
-        """What the optimizer updates."""
+        """Return the part that the update changes."""
         return update.Updatable(self.masters, self.moments, self.compute, self.average)
 
     @property

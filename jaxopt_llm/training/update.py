@@ -39,7 +39,7 @@ UPDATE = "update"  # the named scope of the update in compiled programs and prof
 
 
 class Updatable(NamedTuple):
-    """What the update changes: of all sections, of one section, or of one period.
+    """State that the update changes, of all sections, of one section, or of one period.
 
     compute: compute copy of the masters; None if there is none.
     average: average of the masters (ema.py); None if there is none.
