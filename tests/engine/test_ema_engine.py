@@ -64,7 +64,7 @@ def make_engine(
         "logging": {"every": 1, "tensorboard": False},
     }
     if optimizer is None or isinstance(optimizer, OptimizerConfig):
-        given["schedule"] = {"warmup_steps": 0}
+        given["schedule"] = {"kind": "constant", "warmup_steps": 0}
         optimizer = optimizer or OptimizerConfig(learning_rate=0.05)
     return jaxopt_llm.initialize(make_parameters, loss, make_batch(0), Config(**(given | sections)), optimizer)
 
