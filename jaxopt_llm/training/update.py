@@ -97,7 +97,7 @@ class WholeOptimizer:
         with jax.named_scope(UPDATE):
             without_copy = state._replace(compute=None)
             if offload.any_on_host(without_copy):
-                new = update_by_parts(settle, without_copy, gradients, jnp.asarray(scalars.good))
+                new = update_by_parts(settle, without_copy, gradients, scalars.good)
             else:
                 new = settle(without_copy, gradients)
             if state.compute is not None:

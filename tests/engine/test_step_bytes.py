@@ -195,9 +195,15 @@ def test_an_offloaded_state_is_on_the_device_in_parts(clips: bool) -> None:
     assert held - offloaded <= moments * 1.01
 
 
+def test_an_offloaded_average_is_on_the_device_in_parts() -> None:
+    optimizer = optax.adamw(1e-3)
+    largest = 4 * LAYERS * 4 * WIDTH * WIDTH // 8  # the average of one stack of matrices
+    assert peak_with(optimizer, True, 0.999) - peak_with(optimizer, True) <= 1.01 * largest
+
+
 @functools.cache
-def peak_with(optimizer: optax.GradientTransformation, offload: bool) -> int:
-    config = Config(mesh={"fsdp": 8}, offload={"optimizer": offload})  # type: ignore[arg-type]
+def peak_with(optimizer: optax.GradientTransformation, offload: bool, ema_decay: float = 0.0) -> int:
+    config = Config(mesh={"fsdp": 8}, offload={"optimizer": offload}, training={"ema_decay": ema_decay})  # type: ignore[arg-type]
     batch = {name: jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32) for name in ("ids", "next")}
     model = functools.partial(Model, False, True, LAYERS)
     engine = jaxopt_llm.initialize(lambda: model(rngs=nnx.Rngs(0)), loss, batch, config, optimizer)
