@@ -77,6 +77,11 @@ class Engine:
         return BatchRows(self.example, self._placed_rows.indices)
 
     @property
+    def metric_names(self) -> list[str]:
+        """Names of the metrics that the loss returns."""
+        return sorted(jax.eval_shape(self.program.evaluation, self.program.state, self.program.batch).metrics)
+
+    @property
     def state(self) -> TrainState:
         if self._lost:
             raise InputError(self._lost)
@@ -117,6 +122,8 @@ class Engine:
 
     def evaluate_state(self, state: TrainState, batches: Iterable[Any], ema: bool = True) -> dict[str, float]:
         """Return what `evaluate` returns, of a given state."""
+        if isinstance(batches, Mapping):
+            raise InputError("evaluate: this is one batch; give a list of batches")
         if ema:
             state = training_state.use_average(state, self.program.specs, self.program.placement)
         each = [jax.device_get(self.program.evaluation(state, batch=self.place(batch))) for batch in batches]
