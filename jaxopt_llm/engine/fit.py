@@ -159,6 +159,9 @@ def _run(workload: EngineWorkload, preemption: Preemption) -> None:
         start = checkpoints.latest_verified_step() or 0
         progress.advance(start)
         progress.say(_describe(engine, directory))
+        for choice in dict.fromkeys(engine.program.model.attention.choices.values()):
+            if choice.reason:
+                progress.say(f"attention: {choice}")
         with Loop(workload, checkpoints, progress, preemption, events) as loop:
             loop.restore(start)
             try:

@@ -17,6 +17,7 @@ from jaxopt_llm.config import RematConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.engine.program import Job, make_engine_program
+from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.model import param
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.planning import links
@@ -46,6 +47,7 @@ class EnginePlan:
         flops: matmuls of each GPU in a step, as compiled. Convolutions are not counted.
         breakdown: parts of a step's time by a roofline; nothing is measured.
         convolutions: convolutions in the program, whose time the breakdown leaves out.
+        attention: the implementations of `jaxopt_llm.attention` in the loss.
     """
 
     gpu: str
@@ -64,6 +66,7 @@ class EnginePlan:
     flops_seconds: float
     breakdown: tuple[Part, ...]
     convolutions: int
+    attention: tuple[AttentionChoice, ...]
 
     @property
     def spare(self) -> int:
@@ -82,6 +85,7 @@ class EnginePlan:
             [
                 f"{self.parameters:,} parameters on {self.hosts} × {self.gpus_per_host} {self.gpu}; "
                 f"compiled in {self.compile_seconds:.1f} s with jax {self.jax}",
+                *(f"attention: {choice}" for choice in self.attention),
                 "",
                 *format_kinds(self.memory),
                 f"  {'XLA may use':18} {self.limit / unit:9,.{digits}f}   {float(MEMORY_FRACTION):.0%} of the GPU's",
@@ -138,6 +142,7 @@ def plan_engine(job: Job, gpu: str, gpus: int | None, gpus_per_host: int, rows: 
         flops_seconds=seconds_at_peak(chip, computed),
         breakdown=break_down_step(text, collectives, chip),
         convolutions=_count_convolutions(text),
+        attention=tuple(dict.fromkeys(program.model.attention.choices.values())),
     )
 
 
