@@ -1,6 +1,5 @@
 """Engine: the training of any model in Flax NNX, in Linen or as plain functions, by the settings of a `Config`."""
 
-import dataclasses
 import functools
 import sys
 import warnings
@@ -13,10 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
-from jaxopt_llm.config import AXES, Config, OptimizerConfig
+from jaxopt_llm.config import Config, OptimizerConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.engine import deepspeed
@@ -27,7 +25,7 @@ from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, plan_engine
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
 from jaxopt_llm.engine.user_model import nest_variables
 from jaxopt_llm.model.linear import leaves
-from jaxopt_llm.parallel.mesh import make_mesh, visible_devices
+from jaxopt_llm.parallel.mesh import make_abstract_mesh, make_mesh, visible_devices
 from jaxopt_llm.parallel.zero import abstract_checkpoint
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.state import TrainState
@@ -260,7 +258,7 @@ def initialize(
         rules=dict(rules or {}),
     )
     # The program on an abstract mesh: all errors and warnings appear now, and nothing is allocated.
-    program = make_engine_program(job, AbstractMesh(dataclasses.astuple(config.mesh), AXES))
+    program = make_engine_program(job, make_abstract_mesh(config.mesh))
     for oddity in program.model.oddities:
         warnings.warn(oddity, EngineWarning, stacklevel=2)
     return Engine(job)
