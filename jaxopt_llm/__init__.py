@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxopt_llm.config import Config as Config
+    from jaxopt_llm.distributed.script import run_job as run_job
     from jaxopt_llm.engine.engine import Engine as Engine
     from jaxopt_llm.engine.engine import initialize as initialize
     from jaxopt_llm.engine.fit import fit as fit
@@ -21,6 +22,7 @@ _PLACES = {
     "fit": "jaxopt_llm.engine.fit",
     "initialize": "jaxopt_llm.engine.engine",
     "load_pretrained": "jaxopt_llm.inference.load",
+    "run_job": "jaxopt_llm.distributed.script",
 }
 __all__ = [*_PLACES]
 

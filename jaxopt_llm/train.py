@@ -20,19 +20,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxopt_llm.checkpoint import pretrained
-from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.native.lock import lock_directory
 from jaxopt_llm.distributed import launchers, process_group, runtime
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
-from jaxopt_llm.observe.events import EventLog
 from jaxopt_llm.observe.preemption import Preemption
-from jaxopt_llm.observe.progress import ProgressLine
 from jaxopt_llm.planning.memory import write_memory
 from jaxopt_llm.planning.oom import OomExplainer
 from jaxopt_llm.planning.run_programs import compile_fitting
 from jaxopt_llm.training.decoder_workload import DecoderWorkload
 from jaxopt_llm.training.initial_weights import open_initial_weights
 from jaxopt_llm.training.loop import Loop, run_steps
+from jaxopt_llm.training.records import open_records
 from jaxopt_llm.training.setup import check_inputs, prepare_run
 from jaxopt_llm.training.started import read_started
 from jaxopt_llm.training.startup_report import print_report
@@ -51,21 +49,8 @@ def train(requested: Config, preemption: Preemption, processes: Processes = SING
     setup = prepare_run(requested, processes)
     config: Config = setup.config  # the requested one, with epochs as steps
     directory, steps = setup.directory, config.training.steps
-    progress = ProgressLine(steps, processes.first)
-    events = EventLog(directory, progress.say, writes=processes.first)
-
-    def note_save(step: int, failure: str) -> None:
-        events.write_save(step, failure)
-        if not failure:
-            processes.note_checkpoint(step)
-
-    with (
-        progress,
-        Checkpoints(directory / "checkpoints", config.checkpoint, progress.say, processes, note_save) as checkpoints,
-    ):
-        start = checkpoints.latest_verified_step() or 0
-        processes.note_checkpoint(start)
-        progress.advance(start)
+    with open_records(config, processes) as records:
+        progress, checkpoints, start = records.progress, records.checkpoints, records.start
         if start >= steps:
             _say_finished(directory, start, config, progress.say)
             return
@@ -83,7 +68,7 @@ def train(requested: Config, preemption: Preemption, processes: Processes = SING
             write_memory(directory / "memory.json", setup.program, programs.step)
 
         workload = DecoderWorkload(setup, programs, initial)
-        with Loop(workload, checkpoints, progress, preemption, events) as loop:
+        with Loop(workload, checkpoints, progress, preemption, records.events) as loop:
             with explainer.explain_oom(lambda: f"bringing the state of step {start} onto the devices", lowered.step):
                 loop.restore(start)
             loop.start(start)

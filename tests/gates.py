@@ -63,7 +63,7 @@ class Gate:
 
 def after_step(path: Path, step: int) -> Gate:
     """Return a gate at which a process stops after its `step`-th step, before it looks for signals."""
-    return Gate(path, "jaxopt_llm.train:ProgressLine.advance", 1 + step)
+    return Gate(path, "jaxopt_llm.observe.progress:ProgressLine.advance", 1 + step)
 
 
 def start_gated(

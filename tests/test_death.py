@@ -85,7 +85,10 @@ def test_a_signal_at_the_last_step_lets_the_run_finish(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_second_signal_ends_the_process_at_once(whole: Path, tmp_path: Path) -> None:
-    run, gate = tmp_path / "run", Gate(tmp_path / "gate", "jaxopt_llm.train:Checkpoints.save_last")
+    run, gate = (
+        tmp_path / "run",
+        Gate(tmp_path / "gate", "jaxopt_llm.checkpoint.native.checkpoints:Checkpoints.save_last"),
+    )
     process = start_gated(run, [gate], *RUN)
     wait_until(lambda: logged(run) >= 2, process)
     process.send_signal(signal.SIGTERM)

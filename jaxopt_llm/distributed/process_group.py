@@ -1,5 +1,6 @@
 """Several processes as one job: their start, their messages, and their common end."""
 
+import collections
 import contextlib
 import hashlib
 import importlib.metadata
@@ -21,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxopt_llm.config import DistributedConfig
 from jaxopt_llm.core.errors import InputError, Preempted
 from jaxopt_llm.distributed import rendezvous
-from jaxopt_llm.distributed.launchers import Job
+from jaxopt_llm.distributed.launchers import Job, find_job
 from jaxopt_llm.distributed.rendezvous import Watch
 
 _DEATH_NOTICE_SECONDS = 5  # maximum until the watch knows that a process has died
@@ -65,6 +66,7 @@ def join_job(job: Job, config: DistributedConfig, facts: Mapping[str, Any]) -> I
     Raises:
         InputError: the processes do not connect, or their facts differ.
     """
+    global _joined
     if job.processes == 1:
         yield SINGLE_PROCESS
         return
@@ -75,13 +77,15 @@ def join_job(job: Job, config: DistributedConfig, facts: Mapping[str, Any]) -> I
     stopped: Preempted | None = None
     try:
         _initialize(job, coordinator, config.timeout_seconds)
-        yield Processes(job, watch)
+        _joined = Processes(job, watch)
+        yield _joined
     except Preempted as preempted:
         stopped = preempted
     except BaseException as error:
         if isinstance(error, JaxRuntimeError):
             time.sleep(_DEATH_NOTICE_SECONDS)  # if another process has died, the watch says so and ends this one here
         watch.fail(error)
+    _joined = None
     jax.distributed.shutdown()  # waits for all
     watch.leave()
     if stopped:
@@ -110,6 +114,7 @@ class Processes:
     def __init__(self, job: Job, watch: Watch | None = None) -> None:
         self.index, self.count = job.index, job.processes
         self._watch = watch
+        self._channels: collections.Counter[str] = collections.Counter()
 
     def __str__(self) -> str:
         return f" of {self.count} processes" if self.count > 1 else ""
@@ -125,7 +130,9 @@ class Processes:
             self._watch.checkpoint_step = step
 
     def channel(self, name: str) -> "Channel":
-        return Channel(name, self.index, self.count)
+        """Return a channel. One that is opened again under the same name is another one."""
+        self._channels[name] += 1
+        return Channel(f"{name}/{self._channels[name]}", self.index, self.count)
 
     def check_same(self, name: str, value: str, remedy: str = "all processes must read the same files") -> None:
         """Raise InputError if a process has another value than process 0."""
@@ -134,8 +141,11 @@ class Processes:
         if other is not None:
             raise InputError(f"{name} differs between process 0 and process {other}; {remedy}")
 
-    def check_shared(self, directory: Path) -> None:
-        """Raise InputError if a process does not see a file that process 0 writes into the directory."""
+    def check_shared(self, directory: Path, setting: str = "run.directory") -> None:
+        """Raise InputError if a process does not see a file that process 0 writes into the directory.
+
+        setting: name of the directory in the message.
+        """
         if self.count == 1:
             return
         channel = self.channel("shared")
@@ -148,8 +158,8 @@ class Processes:
             (directory / probe).unlink()
         if blind:
             raise InputError(
-                f"run.directory={directory} is not shared: process {blind[0]} does not see the files of process 0; set "
-                "--run.directory to a directory that all hosts share"
+                f"{setting}={directory} is not shared: process {blind[0]} does not see the files of process 0; set it "
+                "to a directory that all hosts share"
             )
 
     def vote(self) -> "Vote":
@@ -157,6 +167,27 @@ class Processes:
 
 
 SINGLE_PROCESS = Processes(Job("", 1, 0))
+_joined: Processes | None = None  # the processes of the job that this process has joined
+
+
+def find_processes(environment: Mapping[str, str], config: DistributedConfig) -> Processes:
+    """Return the processes of the job that this process has joined, by `join_job` or by `jax.distributed.initialize`.
+
+    Raises:
+        InputError: a launcher's variables describe a job of several processes, and this process has not joined it.
+    """
+    global _joined
+    if _joined is None and jax.distributed.is_initialized():
+        _joined = Processes(Job("", jax.process_count(), jax.process_index()))
+    if _joined is not None:
+        return _joined
+    job = find_job(config, environment)
+    if job.processes > 1:
+        raise InputError(
+            f"this is process {job.index} of a job of {job.processes} processes, which it has not joined: put the "
+            "script into a function main, and end the script with jaxopt_llm.run_job(main)"
+        )
+    return SINGLE_PROCESS
 
 
 class Channel:

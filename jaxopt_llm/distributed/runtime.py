@@ -35,12 +35,18 @@ def simulate_cpu_devices(count: int, processes: int = 1) -> None:
         os.environ["PJRT_NPROC"] = str(CPU_THREADS * count)
 
 
-def expect_no_cuda_without_gpu() -> None:
-    """Let JAX open the CPU without a word about CUDA if this machine has no NVIDIA GPU. Must run before JAX does.
+def prepare_devices() -> None:
+    """Set the environment in which JAX opens devices. It has no effect after JAX has opened one.
 
-    JAX's CUDA plugin, which the extra `plan` installs, otherwise prints a traceback because NVIDIA's libraries are
-    missing. With a GPU, or if the user names a platform, JAX reports as always.
+    The memory fraction of GPUs is set unless the user's environment has one. Simulated CPU devices get threads, see
+    CPU_THREADS. JAX opens the CPU without a word about CUDA if this machine has no NVIDIA GPU: JAX's CUDA plugin, which
+    the extra `plan` installs, otherwise prints a traceback because NVIDIA's libraries are missing. With a GPU, or if
+    the user names a platform, JAX reports as always.
     """
+    if (count := jax.config.values["jax_num_cpu_devices"]) > 1:
+        os.environ.setdefault("PJRT_NPROC", str(CPU_THREADS * count))
+    if not any(name in os.environ for name in _FRACTION_VARIABLES):
+        os.environ[_FRACTION_VARIABLES[0]] = MEMORY_FRACTION
     if not jax.config.values["jax_platforms"] and not any(map(os.path.exists, NVIDIA_DEVICES)):
         os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 
@@ -58,9 +64,7 @@ def configure_jax(devices: int, processes: int = 1, *, cache: bool) -> None:
         InputError: another user can write to the cache.
     """
     simulate_cpu_devices(devices // processes, processes)
-    expect_no_cuda_without_gpu()
-    if not any(name in os.environ for name in _FRACTION_VARIABLES):
-        os.environ[_FRACTION_VARIABLES[0]] = MEMORY_FRACTION
+    prepare_devices()
     if not cache:
         jax.config.update("jax_enable_compilation_cache", False)
     elif not jax.config.values["jax_compilation_cache_dir"]:

@@ -1,11 +1,15 @@
 """Batches of an engine from what users have: functions, datasets of rows or of batches, and iterables."""
 
+import functools
+import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grain
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxopt_llm.core import tree
@@ -46,20 +50,53 @@ def fit_to_example(batch: Any, example: Any, name: str = "batch") -> Any:
     return select(example, batch, "")
 
 
+@dataclass(frozen=True)
+class BatchRows:
+    """The rows of a batch that this process reads.
+
+    example: a whole batch, as arrays or ShapeDtypeStructs. local: indices of this process's rows, in their order.
+    """
+
+    example: Any
+    local: Sequence[int]
+
+    def take(self, batch: Any, name: str = "batch") -> Any:
+        """Return this process's rows of a batch as NumPy arrays of the example's dtypes.
+
+        Args:
+            batch: a whole batch, or this process's rows of one.
+
+        Raises:
+            InputError: its arrays do not fit those of the example.
+        """
+        count = count_rows(self.example)
+        if len(self.local) == count:
+            return fit_to_example(batch, self.example, name)
+        given = jnp.shape(jax.tree.leaves(batch)[0])[:1] if jax.tree.leaves(batch) else ()
+        if given == (len(self.local),):
+            return fit_to_example(batch, with_rows(self.example, len(self.local)), name)
+        return jax.tree.map(lambda leaf: leaf[np.asarray(self.local)], fit_to_example(batch, self.example, name))
+
+
+def with_rows(example: Any, rows: int) -> Any:
+    """Return a batch with another number of rows, as ShapeDtypeStructs."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *jnp.shape(leaf)[1:]), leaf.dtype), example)
+
+
 class Batches:
     """Batches by step, as read_ahead reads them."""
 
     current_source = "the data of fit"  # for messages
 
-    def __init__(self, batch_at: Callable[[int], Any], example: Any) -> None:
-        self._batch_at, self._example = batch_at, example
+    def __init__(self, batch_at: Callable[[int], Any], rows: BatchRows) -> None:
+        self._batch_at, self._rows = batch_at, rows
 
     def batch_at(self, step: int, cancelled: Callable[[], bool] = lambda: False) -> Any:
-        """Return the batch of a step, the first is 0."""
-        return fit_to_example(self._batch_at(step), self._example, f"batch of step {step + 1}")
+        """Return this process's rows of the batch of a step, the first is 0."""
+        return self._rows.take(self._batch_at(step), f"batch of step {step + 1}")
 
 
-def make_batches(data: Any, example: Any, seed: int) -> Batches:
+def make_batches(data: Any, rows: BatchRows, seed: int) -> Batches:
     """Return batches of the example's shapes.
 
     A run that continues reads of a function and of a dataset with an index only what it needs.
@@ -74,33 +111,49 @@ def make_batches(data: Any, example: Any, seed: int) -> Batches:
     if isinstance(data, Mapping):
         raise InputError("data: this is one batch; give a function of the step, a dataset, or an iterable of batches")
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return Batches(_index_dataset(data, example, seed), example)
+        return Batches(_index_dataset(data, rows, seed), rows)
     if callable(data):
-        return Batches(data, example)
+        return Batches(functools.partial(_call_with_rows, data, rows.local) if _takes_rows(data) else data, rows)
     if isinstance(data, Iterable):
-        return Batches(_Sequence(data), example)
+        return Batches(_Sequence(data), rows)
     raise InputError(
         f"data: {type(data).__name__} is neither a function of the step, nor a dataset with len and an index, nor an "
         "iterable of batches"
     )
 
 
-def _index_dataset(data: Any, example: Any, seed: int) -> Callable[[int], Any]:
+def _takes_rows(function: Callable[..., Any]) -> bool:
+    """Return whether a function of data takes (step, rows), and not only the step."""
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a function of an extension module, which describes no parameters
+        return False
+    return sum(each.kind in kinds and each.default is each.empty for each in parameters) == 2
+
+
+def _call_with_rows(function: Callable[[int, np.ndarray], Any], rows: Sequence[int], step: int) -> Any:
+    return function(step, np.asarray(rows))
+
+
+def _index_dataset(data: Any, batch_rows: BatchRows, seed: int) -> Callable[[int], Any]:
     if not len(data):
         raise InputError("data: the dataset is empty")
+    example = batch_rows.example
     row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), example)
     try:
-        fit_to_example(data[0], example)
+        batch_rows.take(data[0])
     except InputError:
         fit_to_example(data[0], row, "row 0 of the data (it is not a batch either)")
     else:
         return lambda step: data[step % len(data)]
-    rows = jax.tree.leaves(example)[0].shape[0]
+    rows = count_rows(example)
     source = data if isinstance(data, grain.MapDataset) else grain.MapDataset.source(data)
     shuffled = source.seed(seed).shuffle().repeat()
 
     def batch_at(step: int) -> Any:
-        read = [fit_to_example(shuffled[index], row, f"row {index}") for index in range(step * rows, (step + 1) * rows)]
+        indices = [step * rows + index for index in batch_rows.local]
+        read = [fit_to_example(shuffled[index], row, f"row {index}") for index in indices]
         return jax.tree.map(lambda *parts: np.stack(parts), *read)
 
     return batch_at

@@ -24,7 +24,7 @@ READ = (
     *("training.batch_size", "training.attention", "lora.rank", "lora.alpha", "lora.targets", "lora.base"),
     *("lora.double_quantisation", "lora.rslora", "lora.dora", "optimizer.*", "schedule.*", "precision.*", "mesh.data"),
     *("mesh.fsdp", "mesh.tensor", "sharding.zero_stage", "remat.policy", "offload.*", "xla.*", "checkpoint.*"),
-    *("evaluation.every", "logging.*", "profile.*", "data.stall_seconds"),
+    *("evaluation.every", "logging.*", "profile.*", "data.stall_seconds", "distributed.*"),
 )
 NOT_READ = ("optimizer.in_backward", "precision.compute_dtype_layers", "run.deterministic")
 POLICIES = ("auto", "none", "full")

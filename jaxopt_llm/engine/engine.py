@@ -1,6 +1,7 @@
 """Engine: the training of any model in Flax NNX, in Linen or as plain functions, by the settings of a `Config`."""
 
 import functools
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
@@ -10,15 +11,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.config import Config, OptimizerConfig
+from jaxopt_llm.config.fields import shared_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
+from jaxopt_llm.core.jaxpr import hash_jaxpr
+from jaxopt_llm.distributed import process_group
+from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
 from jaxopt_llm.engine import deepspeed
-from jaxopt_llm.engine.batches import count_rows, fit_to_example
+from jaxopt_llm.engine.batches import BatchRows, count_rows
 from jaxopt_llm.engine.checks import EngineWarning, check_config, check_optimizer, find_hidden_settings, find_unread
 from jaxopt_llm.engine.frontends import ArrayInfo, Loss, LossParts, make_frontend
 from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, plan_engine
@@ -26,6 +30,7 @@ from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
 from jaxopt_llm.engine.user_model import nest_variables
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.parallel.mesh import make_abstract_mesh, make_mesh, visible_devices
+from jaxopt_llm.parallel.rows import LocalRows
 from jaxopt_llm.parallel.zero import abstract_checkpoint
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.state import TrainState
@@ -38,8 +43,8 @@ class Engine:
     Nothing is allocated before the first call of `step`, `evaluate`, `model`, `save` or `restore`.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.config = job.config
+    def __init__(self, job: Job, processes: Processes = SINGLE_PROCESS) -> None:
+        self.config, self.processes = job.config, processes
         self._job, self._frontend = job, job.frontend
         self._state: TrainState | None = None
         self._lost = ""  # why there is no state, after a restore that failed
@@ -58,6 +63,16 @@ class Engine:
     def program(self) -> EngineProgram:
         """Program on the visible devices."""
         return make_engine_program(self._job, make_mesh(self.config.mesh))
+
+    @functools.cached_property
+    def _placed_rows(self) -> LocalRows:
+        first = jax.tree.leaves(self.program.batch)[0]
+        return LocalRows(first.shape[:2], first.sharding)
+
+    @property
+    def rows(self) -> BatchRows:
+        """Rows of each batch that this process reads: all of them, unless the job has several processes."""
+        return BatchRows(self.example, self._placed_rows.indices)
 
     @property
     def state(self) -> TrainState:
@@ -79,6 +94,8 @@ class Engine:
 
     def step(self, batch: Any) -> Metrics:
         """Train on one batch: arrays of the example's shapes. Return the metrics, which are on the device.
+
+        In a job of several processes each gives a whole batch, or its own rows of it (`rows.local`).
 
         The metrics are `loss`, `grad_norm`, `skipped` (number of skipped steps so far), `skipped_in_a_row`, `overflow`,
         with a schedule of ours `learning_rate`, with a loss scale `loss_scale`, and those of the loss. The state is
@@ -103,14 +120,15 @@ class Engine:
     def place(self, batch: Any) -> Any:
         """Return a batch [rows, ...] as the step takes it: on the devices, [M, B, ...].
 
+        Args:
+            batch: a whole batch, or in a job of several processes the rows of this one: `rows.local`.
+
         Raises:
             InputError: its arrays do not fit those of the example.
         """
-
-        def place_leaf(array: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
-            return jax.device_put(array.reshape(target.shape), target.sharding)
-
-        return jax.tree.map(place_leaf, fit_to_example(batch, self.example), self.program.batch)
+        local = self.rows.take(batch)
+        on_device = jax.tree.map(lambda x, target: x.astype(target.dtype, copy=False), local, self.program.batch)
+        return self._placed_rows.make_global(on_device)
 
     def plan(
         self, gpu: str = "h200", gpus: int | None = None, gpus_per_host: int = GPUS_PER_HOST, rows: int | None = None
@@ -133,7 +151,8 @@ class Engine:
         """Return the user's model with the trained parameters: an NNX module, Linen's variables, or the pytree.
 
         Adapters are merged into their bases, and codes are dequantised. The other arrays are those of the state, which
-        the next step replaces.
+        the next step replaces. In a job of several processes all of them call it, and the arrays are divided over the
+        devices of all.
         """
         state, model = self.state, self.program.model
         variables = dict(tree.leaves_with_path(state.variables))
@@ -146,7 +165,9 @@ class Engine:
 
     def save(self, directory: str | Path) -> None:
         """Write a checkpoint of the state, with the hashes of its files."""
-        with Checkpoints(Path(directory) / "checkpoints", self.config.checkpoint) as checkpoints:
+        with Checkpoints(
+            Path(directory) / "checkpoints", self.config.checkpoint, processes=self.processes
+        ) as checkpoints:
             checkpoints.save_last(int(self.state.step), self.to_checkpoint(self.state), {})
 
     def restore(self, directory: str | Path) -> int:
@@ -159,7 +180,7 @@ class Engine:
             InputError: there is no checkpoint.
             CheckpointError: none is intact, or it is of another model or optimizer.
         """
-        with Checkpoints(Path(directory) / "checkpoints") as checkpoints:
+        with Checkpoints(Path(directory) / "checkpoints", processes=self.processes) as checkpoints:
             step = checkpoints.latest_verified_step()
             if step is None:
                 raise InputError(f"restore: {directory} has no checkpoint")
@@ -237,8 +258,7 @@ def initialize(
         )
     if isinstance(optimizer, OptimizerConfig):
         config = replace(config, optimizer=optimizer)
-    if jax.distributed.is_initialized():
-        raise InputError("initialize: several processes are not supported yet; run one process with all GPUs of a host")
+    processes = process_group.find_processes(os.environ, config.distributed)
     if config.mesh.devices == 1:
         config = replace(config, mesh=replace(config.mesh, fsdp=len(visible_devices())))
     check_config(config, count_rows(example))
@@ -261,7 +281,19 @@ def initialize(
     program = make_engine_program(job, make_abstract_mesh(config.mesh))
     for oddity in program.model.oddities:
         warnings.warn(oddity, EngineWarning, stacklevel=2)
-    return Engine(job)
+    _check_same_job(job, program, processes)
+    return Engine(job, processes)
+
+
+def _check_same_job(job: Job, program: EngineProgram, processes: Processes) -> None:
+    """Raise InputError if the processes of a job would train different programs, or from different values."""
+    if processes.count == 1:
+        return
+    remedy = "all processes must run the same script with the same settings and seeds"
+    processes.check_same("config", repr(shared_fields(job.config)), remedy)
+    processes.check_same("the loss or the example", hash_jaxpr(program.model.traced), remedy)
+    initial = hash_jaxpr(jax.make_jaxpr(job.frontend.make)())
+    processes.check_same("the model that the function makes", initial, remedy)
 
 
 def _read_deepspeed(path: Path, example: Any, optimizer: Any) -> Config:

@@ -1,5 +1,6 @@
 """fit: the loop that `train` runs, for an engine: resume, preemption, records, dashboards and checkpoints."""
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Generator, Iterable
@@ -14,14 +15,13 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.data.loader import read_ahead
-from jaxopt_llm.distributed.process_group import SINGLE_PROCESS
+from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.engine.batches import Batches, count_rows, make_batches
 from jaxopt_llm.engine.engine import Engine
-from jaxopt_llm.observe.events import EventLog
 from jaxopt_llm.observe.preemption import Preemption
-from jaxopt_llm.observe.progress import ProgressLine
 from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.training.loop import Loop, run_steps
+from jaxopt_llm.training.records import open_records
 from jaxopt_llm.training.started import has_checkpoint
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Metrics
@@ -39,8 +39,11 @@ class EngineWorkload:
     batches: Batches
     held_out: tuple[Any, ...]
 
-    processes = SINGLE_PROCESS
     unit = "rows"
+
+    @property
+    def processes(self) -> Processes:
+        return self.engine.processes
 
     @property
     def directory(self) -> Path:
@@ -97,10 +100,13 @@ def fit(
     say how often.
 
     Args:
-        data: function step -> batch (the first step is 0); dataset with `len` and an index (a Grain MapDataset or data
-            source, Hugging Face datasets, a map-style dataset of torch, a list), of batches, or of rows, which are
-            shuffled anew in each epoch; or an iterable of batches, such as a Grain IterDataset or torch's DataLoader.
-            An iterable is read again from its beginning by a run that continues, so it must give the same batches.
+        data: function step -> batch (the first step is 0), or (step, rows) -> the rows of the batch with these
+            indices; dataset with `len` and an index (a Grain MapDataset or data source, Hugging Face datasets, a
+            map-style dataset of torch, a list), of batches, or of rows, which are shuffled anew in each epoch; or an
+            iterable of batches, such as a Grain IterDataset or torch's DataLoader. An iterable is read again from its
+            beginning by a run that continues, so it must give the same batches. In a job of several processes, each
+            gives whole batches or its own rows of them, `engine.rows.local`; of a function (step, rows) and of a
+            dataset of rows each process reads its own only.
         steps: by default `config.training.steps`.
         run_directory: by default `config.run.directory`.
         held_out: batches whose mean loss is measured at each evaluation, as `eval_loss`.
@@ -119,9 +125,13 @@ def fit(
     config = replace(config, run=replace(config.run, directory=str(directory)))
     if steps is not None:
         config = replace(config, training=replace(config.training, steps=steps, epochs=0.0))
-    batches = make_batches(data, engine.example, config.run.seed)
+    processes, name = engine.processes, "run_directory"
+    batches = make_batches(data, engine.rows, config.run.seed)
     workload = EngineWorkload(engine, config, batches, tuple(held_out))
-    with lock_directory(directory), Preemption() as preemption:
+    processes.check_same(name, str(directory), "all processes must name the same directory")
+    locked = lock_directory(directory, name) if processes.first else contextlib.nullcontext()
+    with locked, Preemption() as preemption:
+        processes.check_shared(directory, name)
         _check_directory(directory, config)
         _run(workload, preemption)
     return engine
@@ -152,17 +162,13 @@ def _describe(engine: Engine, directory: Path) -> str:
 def _run(workload: EngineWorkload, preemption: Preemption) -> None:
     config, directory, engine = workload.config, workload.directory, workload.engine
     steps = config.training.steps
-    progress = ProgressLine(steps)
-    events = EventLog(directory, progress.say, writes=True)
-    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint, progress.say, on_save=events.write_save)
-    with progress, checkpoints:
-        start = checkpoints.latest_verified_step() or 0
-        progress.advance(start)
+    with open_records(config, workload.processes) as records:
+        progress, start = records.progress, records.start
         progress.say(_describe(engine, directory))
         for choice in dict.fromkeys(engine.program.model.attention.choices.values()):
             if choice.reason:
                 progress.say(f"attention: {choice}")
-        with Loop(workload, checkpoints, progress, preemption, events) as loop:
+        with Loop(workload, records.checkpoints, progress, preemption, records.events) as loop:
             loop.restore(start)
             try:
                 if start >= steps:

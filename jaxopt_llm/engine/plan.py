@@ -4,10 +4,8 @@ import dataclasses
 import math
 import time
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.compiler.buffers import find_peak
@@ -16,6 +14,7 @@ from jaxopt_llm.compiler.instructions import count_runs, walk_instructions
 from jaxopt_llm.config import RematConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
+from jaxopt_llm.engine.batches import count_rows, with_rows
 from jaxopt_llm.engine.program import Job, make_engine_program
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.model import param
@@ -131,7 +130,7 @@ def plan_engine(job: Job, gpu: str, gpus: int | None, gpus_per_host: int, rows: 
         gpus_per_host=gpus_per_host,
         jax=jax.__version__,
         parameters=param.count_parameters(program.model.specs),
-        rows=jax.tree.leaves(job.example)[0].shape[0],
+        rows=count_rows(job.example),
         compile_seconds=seconds,
         memory=sum_by_kind(program.state, known, peak.memory, peak.temporaries),
         largest=find_largest(program.state, known, peak.temporaries),
@@ -165,12 +164,5 @@ def _resize(job: Job, gpus: int | None, rows: int | None) -> Job:
             raise InputError(f"plan: {gpus} GPUs are not divisible by the other axes of the mesh, {others}")
         job = replace(job, config=replace(job.config, mesh=replace(mesh, fsdp=gpus // others)))
     if rows is not None:
-        job = replace(job, example=_with_rows(job.example, rows))
+        job = replace(job, example=with_rows(job.example, rows))
     return job
-
-
-def _with_rows(example: Any, rows: int) -> Any:
-    def resize(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, *jnp.shape(leaf)[1:]), leaf.dtype)
-
-    return jax.tree.map(resize, example)

@@ -37,6 +37,7 @@ class UserModel:
         uses: how the loss reads each parameter.
         oddities: what the user probably did not intend; see checks.py.
         attention: selects the implementations of the loss's attention.
+        traced: the jaxpr of the loss of a microbatch, from `make_user_model`.
         remat_loops: rematerialise the iterations of loops over layers (remat.policy full).
     """
 
@@ -47,6 +48,7 @@ class UserModel:
     uses: tuple[tuple[Use, ...], ...]
     oddities: tuple[str, ...]
     attention: AttentionSelector
+    traced: ClosedJaxpr
     remat_loops: bool = False
 
     def with_specs(self, specs: Params) -> "UserModel":
@@ -192,7 +194,16 @@ def make_user_model(
     lengths = list(dict.fromkeys(spec.shape[0] for spec in specs if spec.leading))
     sections = tuple(f"segment_{lengths.index(spec.shape[0])}" if spec.leading else "non_layer" for spec in specs)
     paths = [f"{section}/{info.path}" for section, info in zip(sections, frontend.parameters, strict=True)]
-    return UserModel(frontend, loss, nest(paths, specs), sections, tuple(map(tuple, uses)), tuple(oddities), attention)
+    return UserModel(
+        frontend=frontend,
+        loss=loss,
+        specs=nest(paths, specs),
+        sections=sections,
+        uses=tuple(map(tuple, uses)),
+        oddities=tuple(oddities),
+        attention=attention,
+        traced=closed,
+    )
 
 
 def _check_unchanged(frontend: Frontend, unchanged: Sequence[int | None]) -> None:

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxopt_llm.config import AXES, MeshConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.distributed.runtime import expect_no_cuda_without_gpu
+from jaxopt_llm.distributed.runtime import prepare_devices
 
 AXIS_TYPES = (AxisType.Auto,) * len(AXES)
 
@@ -20,7 +20,7 @@ def visible_devices() -> list[jax.Device]:
 
     Raises InputError if JAX can open no device.
     """
-    expect_no_cuda_without_gpu()
+    prepare_devices()
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter for JAX_PLATFORMS=cuda without a GPU

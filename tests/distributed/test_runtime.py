@@ -91,11 +91,11 @@ def test_jax_reports_what_cuda_lacks_on_a_machine_with_a_gpu(
     hidden: bool,
 ) -> None:
     monkeypatch.setattr(runtime, "NVIDIA_DEVICES", (tmp_path / "nvidia0", tmp_path / "nvidiactl"))
-    configured = SimpleNamespace(values={"jax_platforms": platforms})
+    configured = SimpleNamespace(values={"jax_platforms": platforms, "jax_num_cpu_devices": -1})
     monkeypatch.setattr(runtime, "jax", SimpleNamespace(config=configured))
     if device:
         (tmp_path / device).touch()
-    runtime.expect_no_cuda_without_gpu()
+    runtime.prepare_devices()
     assert ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK" in environment) == hidden
 
 

@@ -94,10 +94,10 @@ def test_a_run_in_two_parts_ends_equal_to_the_bit(make_data: Callable[[], Any], 
 
 
 def test_a_dataset_of_rows_is_shuffled_anew_in_each_epoch() -> None:
-    from jaxopt_llm.engine.batches import make_batches
+    from jaxopt_llm.engine.batches import BatchRows, make_batches
 
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batch(0))
-    batches = make_batches(Rows(), example, seed=0)
+    batches = make_batches(Rows(), BatchRows(example, range(ROWS)), seed=0)
     rows = [row.tobytes() for step in range(5) for row in batches.batch_at(step)["x"]]
     epochs = rows[:40], rows[40:80]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(np.float32(Rows()[i]["x"]).tobytes() for i in range(40))

@@ -1,0 +1,48 @@
+"""run_job: a user's script as one process of a job."""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from jax._src import xla_bridge  # whether a device is open has no public name
+
+from jaxopt_llm.config import Config, DistributedConfig
+from jaxopt_llm.core.errors import CommandError, InputError, report_error
+from jaxopt_llm.distributed import launchers, process_group, runtime
+
+
+def run_job(main: Callable[[], object], distributed: DistributedConfig | Mapping[str, Any] | None = None) -> NoReturn:
+    """Run the main function of a script as one process of a job, and exit.
+
+    torchrun, srun, mpirun or Kubernetes starts the script once on each host, and sets the variables from which the
+    processes find each other. A single process runs `main` alone. An error of this package is one line on standard
+    error, and the exit code is that of `jaxopt-llm train`: 2 for wrong input, 3 for a loss that diverged, 4 for
+    checkpoints, 5 if another process was lost, 75 after a signal. An error of one process ends all. Only process 0
+    writes to standard output.
+
+    Args:
+        main: function without arguments. No device of JAX may be open before it runs, so arrays are made in it.
+        distributed: the job, as `Config.distributed`; by default it is read from the launcher's variables.
+
+    Raises:
+        SystemExit: always, with the exit code.
+    """
+    try:
+        _run(main, distributed)
+    except CommandError as error:
+        sys.exit(report_error(error))
+    sys.exit(0)
+
+
+def _run(main: Callable[[], object], distributed: DistributedConfig | Mapping[str, Any] | None) -> None:
+    given = dict(distributed) if isinstance(distributed, Mapping) else distributed
+    config = Config(distributed=given or DistributedConfig()).distributed  # type: ignore[arg-type]
+    if found := config.problems():
+        raise InputError("; ".join(found))
+    job = launchers.find_job(config, os.environ)
+    if job.processes > 1 and xla_bridge.backends_are_initialized():
+        raise InputError("run_job: JAX has opened a device before the job was joined; make all arrays in main")
+    runtime.prepare_devices()
+    with process_group.join_job(job, config, {}):
+        main()

@@ -1,0 +1,45 @@
+"""What a run writes while it trains: its progress line, its events and its checkpoints."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.config import Config
+from jaxopt_llm.distributed.process_group import Processes
+from jaxopt_llm.observe.events import EventLog
+from jaxopt_llm.observe.progress import ProgressLine
+
+
+@dataclass(frozen=True)
+class Records:
+    """Writers of a run.
+
+    start: step of the newest intact checkpoint, from which the run continues; 0 if there is none.
+    """
+
+    progress: ProgressLine
+    events: EventLog
+    checkpoints: Checkpoints
+    start: int
+
+
+@contextlib.contextmanager
+def open_records(config: Config, processes: Processes) -> Iterator[Records]:
+    """Open the writers of the run in `run.directory`. At the end, wait until the last checkpoint is on disk."""
+    directory = Path(config.run.directory)
+    progress = ProgressLine(config.training.steps, processes.first)
+    events = EventLog(directory, progress.say, writes=processes.first)
+
+    def note_save(step: int, failure: str) -> None:
+        events.write_save(step, failure)
+        if not failure:
+            processes.note_checkpoint(step)
+
+    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint, progress.say, processes, note_save)
+    with progress, checkpoints:
+        start = checkpoints.latest_verified_step() or 0
+        processes.note_checkpoint(start)
+        progress.advance(start)
+        yield Records(progress, events, checkpoints, start)

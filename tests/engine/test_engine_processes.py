@@ -1,0 +1,201 @@
+"""Engines in jobs of several processes, through scripts as users write them: they train, stop and save as one."""
+
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from commands import metrics, start_python
+from gates import finish
+from ports import free_address
+
+import jaxopt_llm
+from jaxopt_llm.config import Config
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.engine.batches import BatchRows, make_batches
+
+STEPS, ROWS = 6, 16
+
+# Its arguments: run directory, number of devices of the process, kind of data, step at which the process stops itself
+# (0 for none), seed of the model, and what else to do.
+SCRIPT = """
+import os, signal, sys
+import jax, numpy as np, optax
+from flax import nnx
+import jaxopt_llm
+
+directory, devices, kind, stop, seed, *more = sys.argv[1:]
+jax.config.update("jax_num_cpu_devices", int(devices))
+
+class Network(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(8, 32, rngs=rngs), nnx.Linear(32, 1, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.dropout(nnx.relu(self.up(x))))
+
+def loss(model, batch):
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+def read_row(index):
+    x = np.random.default_rng(index).normal(size=8).astype(np.float32)
+    return {"x": x, "y": np.abs(x).mean(keepdims=True)}
+
+def read_rows(indices):
+    return jax.tree.map(lambda *rows: np.stack(rows), *map(read_row, indices))
+
+def whole(step):
+    if step == int(stop or 0) > 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return read_rows(range(16 * step, 16 * step + 16))
+
+def own_rows(step, rows):
+    print("reads", *rows, file=sys.stderr)
+    return read_rows(16 * step + rows)
+
+class Rows:
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return read_row(index)
+
+def main():
+    config = jaxopt_llm.Config(
+        mesh=dict(fsdp=4), training=dict(accumulation=2), checkpoint=dict(every=100),
+        logging=dict(every=1, tensorboard=False), precision=dict(compute_dtype="float32"),
+    )
+    data = {"whole": whole, "own_rows": own_rows, "dataset": Rows(), "iterable": map(whole, range(6))}[kind]
+    engine = jaxopt_llm.initialize(lambda: Network(nnx.Rngs(int(seed))), loss, whole(0), config, optax.adamw(1e-2))
+    jaxopt_llm.fit(engine, data, 6, directory, [whole(1000)])
+    if more:
+        for step in (6, 7):
+            local = read_rows(16 * step + np.asarray(engine.rows.local))
+            print("loss", float(engine.step(local if step % 2 else whole(step))["loss"]))
+            engine.save(f"{directory}/saved")
+            assert engine.restore(f"{directory}/saved") == step + 1
+        print("held out", engine.evaluate([whole(1000), whole(1001)]))
+
+jaxopt_llm.run_job(main)
+"""
+
+
+def start_job(directory: Path, count: int, kind: str, *arguments: object) -> list[subprocess.Popen[str]]:
+    """Start processes with four devices in all. Each argument is for all processes, or a list of one for each."""
+    address, port = free_address().split(":")
+    job = {"MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": str(count)}
+    return [
+        start_python(
+            *("-c", SCRIPT, directory, 4 // count, kind),
+            *(each[index] if isinstance(each, list) else each for each in arguments),
+            RANK=str(index),
+            **job,
+        )
+        for index in range(count)
+    ]
+
+
+def run_job(directory: Path, count: int, kind: str, *more: object) -> list[tuple[str, str]]:
+    return [finish(process) for process in start_job(directory, count, kind, 0, 0, *more)]
+
+
+def losses(directory: Path) -> list[float]:
+    return [record[name] for record in metrics(directory) for name in ("loss", "eval_loss") if name in record]
+
+
+def test_processes_stop_as_one_and_another_number_of_them_continues(tmp_path: Path) -> None:
+    alone, stopped = tmp_path / "alone", tmp_path / "stopped"
+    run_job(alone, 1, "whole")
+    # Only process 1 gets a signal.
+    ended = [finish(process, 75) for process in start_job(stopped, 2, "whole", [0, 3], 0)]
+    step = len(metrics(stopped))
+    assert [stderr for _, stderr in ended] == [f"preempted at step {step}; run again to continue\n", ""]
+    assert 1 <= step < STEPS
+    ((printed, _),) = run_job(stopped, 1, "whole")
+    assert f"continues from step {step}" in printed
+    np.testing.assert_allclose(losses(stopped), losses(alone), rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["own_rows", "dataset", "iterable"])
+def test_each_process_reads_its_own_rows(kind: str, tmp_path: Path) -> None:
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    ((first, _),) = run_job(alone, 1, kind, "more")
+    outputs = run_job(together, 2, kind, "more")
+    np.testing.assert_allclose(losses(together), losses(alone), rtol=1e-6)
+    printed = [[line for line in text.splitlines() if "loss" in line] for text in (first, outputs[0][0])]
+    numbers = [[float(line.split()[-1].rstrip("}")) for line in lines if "step" not in line] for lines in printed]
+    assert len(numbers[0]) == 3
+    np.testing.assert_allclose(*numbers, rtol=1e-6)
+    if kind == "own_rows":  # in each microbatch of 8 rows, the first half is of process 0
+        assert [{*stderr.splitlines()} for _, stderr in outputs] == [
+            {"reads 0 1 2 3 8 9 10 11"},
+            {"reads 4 5 6 7 12 13 14 15"},
+        ]
+
+
+def test_processes_with_other_models_are_refused(tmp_path: Path) -> None:
+    message = "the model that the function makes differs between process 0 and process 1; all processes must run the"
+    for process in start_job(tmp_path / "run", 2, "whole", 0, [0, 1]):
+        assert message in finish(process, 2)[1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_process_that_has_not_joined_its_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    make = {"w": np.ones((8, 1), np.float32)}.copy
+    with pytest.raises(InputError, match=r"process 1 of a job of 2 processes, which it has not joined.*run_job"):
+        jaxopt_llm.initialize(make, lambda model, batch: (batch @ model["w"]).mean(), np.ones((ROWS, 8), np.float32))
+    with pytest.raises(SystemExit) as stopped:  # the tests have opened the devices
+        jaxopt_llm.run_job(lambda: None)
+    assert stopped.value.code == 2
+
+
+def test_a_script_ends_with_the_exit_code_of_its_error(capfd: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        Config(mesh={"fspd": 8})  # type: ignore[arg-type]
+
+    codes = []
+    for main in (lambda: None, fail):
+        with pytest.raises(SystemExit) as stopped:
+            jaxopt_llm.run_job(main)
+        codes.append(stopped.value.code)
+    assert codes == [0, 2]
+    assert capfd.readouterr().err == "error: config: mesh has no setting fspd: did you mean fsdp?\n"
+    with pytest.raises(ZeroDivisionError):  # a fault of the script keeps its traceback
+        jaxopt_llm.run_job(lambda: 1 / 0)
+    with pytest.raises(SystemExit) as stopped:
+        jaxopt_llm.run_job(lambda: None, {"processes": 2, "process_id": 2})
+    assert "distributed.process_id=2" in capfd.readouterr().err
+
+
+def make_example(rows: int) -> dict[str, Any]:
+    return {"x": np.arange(rows * 2, dtype=np.float32).reshape(rows, 2), "y": np.arange(rows)}
+
+
+@pytest.mark.parametrize("local", [range(8), [1, 2, 5, 6]])
+def test_rows_are_taken_from_whole_batches_and_from_own_ones(local: Sequence[int]) -> None:
+    whole = make_example(8)
+    rows = BatchRows(whole, local)
+    own = jax.tree.map(lambda leaf: leaf[list(local)], whole)
+    jax.tree.map(np.testing.assert_array_equal, rows.take(whole), own)
+    jax.tree.map(np.testing.assert_array_equal, rows.take(own), own)
+    with pytest.raises(InputError, match="batch: x is float32"):
+        rows.take(make_example(3))
+
+
+def test_a_function_that_takes_rows_gets_those_of_the_process() -> None:
+    asked: list[Any] = []
+
+    def read(step: int, rows: np.ndarray, dtype: str = "float32") -> dict[str, Any]:
+        asked.append((step, json.dumps(rows.tolist())))
+        return jax.tree.map(lambda leaf: leaf[rows], make_example(8))
+
+    batches = make_batches(read, BatchRows(make_example(8), [4, 7]), seed=0)
+    assert batches.batch_at(5)["y"].tolist() == [4, 7] and asked == [(5, "[4, 7]")]
