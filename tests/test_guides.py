@@ -170,6 +170,7 @@ def test_any_model(tmp_path: Path) -> None:
     assert before > 0.1 > 0.05 > after
     assert "['Dense_0', 'Dense_1']" in printed_by(done, "nn.compact")
     assert "'up': (16, 64)" in printed_by(done, "make_parameters")
+    assert "\nattention: cudnn, the fastest at head_dim 64 in bfloat16" in printed_by(done, "import Transformer")
 
 
 @pytest.mark.parametrize("page", PAGES)
