@@ -44,6 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     hosts, gpus = "those that the mesh needs; with --search 1", "8, or fewer for a smaller mesh; with --search 8"
     add("--hosts", type=int, metavar="N", help=f"number of machines (default: {hosts})")
     add("--gpus-per-host", type=int, metavar="N", help=f"GPUs of each machine (default: {gpus})")
+    add("--rows", type=int, metavar="N", help="for a recipe with a model of its own: rows of a batch over all GPUs")
     add("--json", action="store_true", help="print JSON: bytes, seconds and FLOPs of each GPU")
     add("--save", type=Path, metavar="FILE", help="draw memory and time as bars, in an .html or an .svg file")
     add("--search", action="store_true", help="find the fastest settings that fit these GPUs, for the recipe's batch")
@@ -67,6 +68,7 @@ from jaxopt_llm.config import Config, MeshConfig, PipelineConfig
 from jaxopt_llm.config.unread import describe_unread
 from jaxopt_llm.core.errors import DoesNotFit, InputError
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
+from jaxopt_llm.engine.recipe import make_engine
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.model import flops
 from jaxopt_llm.observe.progress import CompileLine
@@ -74,7 +76,8 @@ from jaxopt_llm.planning import figure, links
 from jaxopt_llm.planning.advice import format_advice, format_less_remat
 from jaxopt_llm.planning.checkpoint_interval import format_checkpoints
 from jaxopt_llm.planning.memory import format_kinds, format_largest
-from jaxopt_llm.planning.search import decision_tree, ranking, recipe, report
+from jaxopt_llm.planning.search import decision_tree, ranking, report
+from jaxopt_llm.planning.search.recipe import drop_unread, format_recipe
 from jaxopt_llm.planning.search.remedies import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.settings_choice import format_choices, list_candidates
@@ -158,7 +161,12 @@ def main() -> int:
     for flag in (argument.partition("=")[0].replace("_", "-") for argument in arguments):
         if flag in OTHER_NAMES:
             raise InputError(f"{flag}: no such option; did you mean {OTHER_NAMES[flag]}?")
-    config = pretrained.resolve_pretrained(cli.parse_config(arguments, PROGRAM))
+    recipe = cli.parse_recipe(arguments, PROGRAM)
+    if recipe.has_model:
+        return _plan_own_model(recipe, options)
+    if options.rows is not None:
+        raise InputError("--rows: this recipe has --training.batch-size")
+    config = pretrained.resolve_pretrained(recipe.config)
     if options.search:
         config = _without_illegal_mesh(config)
     validate(config)
@@ -183,6 +191,22 @@ def main() -> int:
         raise DoesNotFit(
             f"{problem}; use settings from the table of those that save most, or find others with --search"
         )
+    return 0
+
+
+def _plan_own_model(recipe: cli.Recipe, options: argparse.Namespace) -> int:
+    for name in ("search", "save"):
+        if getattr(options, name):
+            raise InputError(f"--{name}: only for recipes of the decoder, and {recipe.path} has a model of its own")
+    prepare_jax()
+    gpus = options.gpus_per_host or GPUS_PER_HOST
+    wanted = recipe.config.mesh.devices if recipe.config.mesh.devices > 1 else gpus
+    count = wanted if options.hosts is None else options.hosts * gpus
+    plan = make_engine(recipe).plan(options.gpu or DEFAULT_GPU, count, gpus, options.rows)
+    values = dataclasses.asdict(plan) | {"spare": plan.spare, "fits": plan.spare >= 0}
+    print(json.dumps(values, indent=2) if options.json else plan)
+    if plan.spare < 0:
+        raise DoesNotFit(f"the step does not fit: each GPU lacks {-plan.spare / GIB:.2f} GiB")
     return 0
 
 
@@ -255,11 +279,7 @@ def _search(config: Config, options: argparse.Namespace) -> int:
         raise DoesNotFit(f"{problem}. Cheapest next step: {'; or '.join(steps)}")
     if options.write:
         with options.write.open("x") as file:
-            file.write(
-                recipe.format_recipe(
-                    recipe.drop_unread(found.winner.config), _make_docstring(options, found, found.winner)
-                )
-            )
+            file.write(format_recipe(drop_unread(found.winner.config), _make_docstring(options, found, found.winner)))
     return 0
 
 

@@ -1,6 +1,8 @@
 """Command `train`: training of a model.
 
 python -m jaxopt_llm.train --config FILE [--section.field VALUE ...] [--print-config]
+
+FILE is a recipe: a configuration of the decoder of this package, or a model of its own with its loss and data.
 """
 
 import sys
@@ -21,8 +23,10 @@ from pathlib import Path
 
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.native.lock import lock_directory
+from jaxopt_llm.config.cli import Recipe
 from jaxopt_llm.distributed import launchers, process_group, runtime
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
+from jaxopt_llm.engine.recipe import check_recipe, train_recipe
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.planning.memory import write_memory
 from jaxopt_llm.planning.oom import OomExplainer
@@ -87,7 +91,10 @@ def _say_finished(directory: Path, step: int, config: Config, say: Callable[[str
 
 def main() -> int:
     arguments = [argument for argument in sys.argv[1:] if argument != PRINT_CONFIG]
-    config = pretrained.resolve_pretrained(cli.parse_config(arguments, COMMAND))
+    recipe = cli.parse_recipe(arguments, COMMAND)
+    if recipe.has_model:
+        return _train_own_model(recipe)
+    config = pretrained.resolve_pretrained(recipe.config)
     validate(config)
     if PRINT_CONFIG in sys.argv[1:]:
         print(fields.to_json(config))
@@ -103,6 +110,24 @@ def main() -> int:
         Preemption() as preemption,
     ):
         train(config, preemption, processes)
+    return 0
+
+
+def _train_own_model(recipe: Recipe) -> int:
+    config = recipe.config
+    check_recipe(recipe)
+    if PRINT_CONFIG in sys.argv[1:]:
+        print(fields.to_json(config))
+        return 0
+    job = launchers.find_job(config.distributed, os.environ)
+    is_set = config.mesh.devices > 1  # else the mesh is all devices that there are
+    if is_set:
+        process_group.check_devices_divide(config.mesh.devices, job)
+    if is_set or job.processes > 1:
+        runtime.check_no_device(f"--config {recipe.path}")
+    runtime.configure_jax(config.mesh.devices if is_set else None, job.processes, cache=True)
+    with process_group.join_job(job, config.distributed, fields.shared_fields(config)):
+        train_recipe(recipe)
     return 0
 
 

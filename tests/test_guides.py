@@ -160,7 +160,7 @@ def test_any_model(tmp_path: Path) -> None:
     assert "25,772,703,745 parameters on 8 × 8 NVIDIA H100" in planned and "fits, spare" in planned
     assert "'skipped': 0.0" in printed_by(done, "# two replicas (HSDP)")
     stopped, continued = printed_by(done, "kill $!"), printed_by(done, "python train.py\n")
-    (step,) = re.findall(r"Preempted: preempted at step (\d+)", stopped)
+    (step,) = re.findall(r"exit code 75: preempted at step (\d+)", stopped)
     assert f"continues from step {step}\n" in continued
     assert losses(stopped + continued) == sorted(losses(stopped + continued), reverse=True)
     (held_out,) = losses(printed_by(done, 'print("step"'), r"'loss': ([0-9.]+)")
@@ -171,6 +171,10 @@ def test_any_model(tmp_path: Path) -> None:
     assert "['Dense_0', 'Dense_1']" in printed_by(done, "nn.compact")
     assert "'up': (16, 64)" in printed_by(done, "make_parameters")
     assert "\nattention: cudnn, the fastest at head_dim 64 in bfloat16" in printed_by(done, "import Transformer")
+    recipe = losses(printed_by(done, "deep_recipe.py"))
+    assert len(recipe) == 2 and recipe[0] > recipe[1]
+    together = printed_by(done, "RANK=1")
+    assert "continues from step 400\n" in together and losses(together)[0] < losses(continued)[0]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,6 +1,7 @@
 """Command line of a configuration: `--config FILE [--section.field VALUE ...]`.
 
-FILE is a Python file that defines `get_config() -> Config`, or the config.json of a run. Every setting has a flag.
+FILE is a Python file that defines `get_config() -> Config`, or the config.json of a run. Every setting has a flag. A
+file that also defines `model` trains that model: see engine/recipe.py.
 """
 
 import argparse
@@ -12,7 +13,8 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from jaxopt_llm.core.errors import InputError, describe_error, report_error
 _PACKAGE = Path(__file__).parent.parent
 # The recipes of this package. A wheel has them in the package; a clone has them next to it.
 RECIPES = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
+
+OWN_MODEL = {"model", "loss"}  # names that make a recipe one of a model of its own
 
 # Settings by the names that other trainers and papers use; the names that are ours are found without this table.
 KNOWN_AS = {
@@ -75,8 +79,43 @@ KNOWN_AS = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Recipe as it was read.
+
+    names: all names that the file defines, without modules; empty for JSON.
+    """
+
+    config: Config
+    path: Path
+    names: Mapping[str, Any]
+
+    @property
+    def has_model(self) -> bool:
+        """True if the recipe trains a model of its own, and not the decoder of this package."""
+        return self.names.keys() >= OWN_MODEL
+
+
 def load_recipe(path: str) -> Config:
-    """Load a recipe by its path, or by its name in ./configs or among the recipes of this package.
+    """Load a recipe of the decoder.
+
+    Raises:
+        InputError: see `run_recipe`; or the recipe has a model of its own.
+    """
+    return _read_decoder(run_recipe(path))
+
+
+def _read_decoder(recipe: Recipe) -> Config:
+    if recipe.has_model:
+        raise InputError(
+            f"--config {recipe.path}: it defines a model of its own, which only the commands train and plan (without "
+            "--search) take"
+        )
+    return recipe.config
+
+
+def run_recipe(path: str) -> Recipe:
+    """Run a recipe by its path, or by its name in ./configs or among the recipes of this package.
 
     `.py` may be left out.
 
@@ -84,13 +123,16 @@ def load_recipe(path: str) -> Config:
         InputError: the file does not exist, fails to run, or does not return a valid Config.
     """
     file = _find_recipe(path)
+    names: dict[str, Any] = {}
     try:
         if file.suffix == ".json":  # --print-config writes this format, and every run directory has such a file
-            return fields.from_json(file.read_text())
+            return Recipe(fields.from_json(file.read_text()), file, names)
         # Absolute, because a recipe may derive paths from its __file__, and other commands may start elsewhere.
-        get_config = runpy.run_path(str(file.absolute())).get("get_config")
+        found = runpy.run_path(str(file.absolute()))
+        names = {name: value for name, value in found.items() if not isinstance(value, types.ModuleType)}
+        get_config = names.get("get_config", Config if names.keys() >= OWN_MODEL else None)
         if get_config is None:
-            raise InputError(f"--config {file}: must define get_config() -> Config")
+            raise InputError(f"--config {file}: must define get_config() -> Config, or model, loss and data")
         config = get_config()
     except (Exception, SystemExit) as error:
         if isinstance(error, InputError):
@@ -100,7 +142,7 @@ def load_recipe(path: str) -> Config:
         raise InputError(f"--config {file}: get_config() returned {type(config).__name__}, not Config")
     if wrong := fields.wrong_types(config):
         raise InputError(f"--config {file}: {'; '.join(wrong)}")
-    return config
+    return Recipe(config, file, names)
 
 
 def _find_recipe(path: str) -> Path:
@@ -146,17 +188,23 @@ def _find_sections(section: Any, prefix: str = "") -> dict[str, str]:
 
 
 def parse_config(arguments: list[str], program: str) -> Config:
-    """Return the configuration of a command line: `--config FILE [--section.field VALUE ...]`.
+    """Return the configuration of a command line for the decoder: `--config FILE [--section.field VALUE ...]`.
 
     Prints the help and exits with 0 for --help.
 
     Raises:
         InputError: the command line is invalid. The message is one line.
     """
+    return _read_decoder(parse_recipe(arguments, program))
+
+
+def parse_recipe(arguments: list[str], program: str) -> Recipe:
+    """Return the recipe of a command line, as `parse_config` does, which may have a model of its own."""
     path, overrides = _split_config(arguments)
     if path is None and not asks_for_help(arguments):
         raise InputError(f"no recipe is given; try: {program} --config quickstart.py")
-    return override_config(Config() if path is None else load_recipe(path), overrides, program)
+    recipe = Recipe(Config(), Path(), {}) if path is None else run_recipe(path)
+    return dataclasses.replace(recipe, config=override_config(recipe.config, overrides, program))
 
 
 def asks_for_help(arguments: list[str]) -> bool:
@@ -176,7 +224,7 @@ def answer_help(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
 def print_help(arguments: list[str], program: str) -> int:
     """Print every flag, with the values of the recipe of `--config` as defaults."""
     with contextlib.suppress(SystemExit):  # the parser's own end after it has printed the help
-        parse_config(arguments, program)
+        parse_recipe(arguments, program)
     return 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import xla_bridge  # whether a device is open has no public name
 
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import cache_home
@@ -51,19 +52,29 @@ def prepare_devices() -> None:
         os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 
 
-def configure_jax(devices: int, processes: int = 1, *, cache: bool) -> None:
+def check_no_device(where: str) -> None:
+    """Raise InputError if JAX has opened a device, after which its devices can no longer be configured.
+
+    where: what has run so far, for the message.
+    """
+    if xla_bridge.backends_are_initialized():
+        raise InputError(f"{where}: it opens a device of JAX too early; make arrays inside of functions only")
+
+
+def configure_jax(devices: int | None, processes: int = 1, *, cache: bool) -> None:
     """Set the number of simulated CPU devices, the memory fraction of GPUs, and the compilation cache.
 
     The user's environment variables for the memory fraction and the cache take precedence.
 
     Args:
-        devices: number of devices of all processes together.
+        devices: number of devices of all processes together; None for those that JAX finds.
         cache: whether compiled programs are cached.
 
     Raises:
         InputError: another user can write to the cache.
     """
-    simulate_cpu_devices(devices // processes, processes)
+    if devices is not None:
+        simulate_cpu_devices(devices // processes, processes)
     prepare_devices()
     if not cache:
         jax.config.update("jax_enable_compilation_cache", False)

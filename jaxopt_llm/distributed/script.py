@@ -5,8 +5,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from jax._src import xla_bridge  # whether a device is open has no public name
-
 from jaxopt_llm.config import Config, DistributedConfig
 from jaxopt_llm.core.errors import CommandError, InputError, report_error
 from jaxopt_llm.distributed import launchers, process_group, runtime
@@ -41,8 +39,8 @@ def _run(main: Callable[[], object], distributed: DistributedConfig | Mapping[st
     if found := config.problems():
         raise InputError("; ".join(found))
     job = launchers.find_job(config, os.environ)
-    if job.processes > 1 and xla_bridge.backends_are_initialized():
-        raise InputError("run_job: JAX has opened a device before the job was joined; make all arrays in main")
+    if job.processes > 1:
+        runtime.check_no_device("the script before run_job")
     runtime.prepare_devices()
     with process_group.join_job(job, config, {}):
         main()

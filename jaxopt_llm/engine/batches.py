@@ -110,10 +110,10 @@ def make_batches(data: Any, rows: BatchRows, seed: int) -> Batches:
     """
     if isinstance(data, Mapping):
         raise InputError("data: this is one batch; give a function of the step, a dataset, or an iterable of batches")
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+    if _has_index(data):
         return Batches(_index_dataset(data, rows, seed), rows)
     if callable(data):
-        return Batches(functools.partial(_call_with_rows, data, rows.local) if _takes_rows(data) else data, rows)
+        return Batches(functools.partial(_call_with_rows, data, rows.local) if takes_rows(data) else data, rows)
     if isinstance(data, Iterable):
         return Batches(_Sequence(data), rows)
     raise InputError(
@@ -122,7 +122,37 @@ def make_batches(data: Any, rows: BatchRows, seed: int) -> Batches:
     )
 
 
-def _takes_rows(function: Callable[..., Any]) -> bool:
+def read_example(data: Any, rows: int) -> Any:
+    """Return the first batch of data, or its shapes.
+
+    Args:
+        data: see `fit`. A dataset with an index is one of rows; columns that are not numbers are left out.
+        rows: rows of a batch, for data that is read by rows.
+
+    Raises:
+        InputError: the data is empty, or gives its first batch only once.
+    """
+    if _has_index(data):
+        if not len(data):
+            raise InputError("data: the dataset is empty")
+        first = data[0]
+        kept = {key: np.asarray(value) for key, value in first.items()} if isinstance(first, Mapping) else first
+        if isinstance(first, Mapping):
+            kept = {key: value for key, value in kept.items() if value.dtype.kind in "biuf"}
+        arrays = jax.tree.map(np.asarray, kept)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype), arrays)
+    if callable(data):
+        return data(0, np.arange(rows)) if takes_rows(data) else data(0)
+    if isinstance(data, Iterator):
+        raise InputError("data: it can be read only once, so define an example, a batch or its shapes, as well")
+    return next(iter(data))
+
+
+def _has_index(data: Any) -> bool:
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__")
+
+
+def takes_rows(function: Callable[..., Any]) -> bool:
     """Return whether a function of data takes (step, rows), and not only the step."""
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     try:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
-from jaxopt_llm.config import Config, OptimizerConfig
+from jaxopt_llm.config import Config, OptimizerConfig, ScheduleConfig
 from jaxopt_llm.config.fields import shared_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
@@ -205,6 +205,18 @@ class Engine:
     def to_checkpoint(self, state: TrainState) -> dict[str, Any]:
         """Return the trees of a state's checkpoint."""
         return {name: getattr(state, name) for name in training_state.checkpoint_specs(self.program.specs)}
+
+    @property
+    def has_schedule(self) -> bool:
+        """True if `config.schedule` decides the learning rate; False with an optax transformation."""
+        return isinstance(self._job.optimizer, OptimizerConfig)
+
+    def set_schedule(self, schedule: ScheduleConfig) -> None:
+        """Use another schedule of the learning rate than that of `config`. The next step is then compiled anew."""
+        config = self._job.config
+        if schedule != config.schedule:
+            self._job = replace(self._job, config=replace(config, schedule=schedule))
+            self.__dict__.pop("program", None)
 
     def take_state(self, state: TrainState) -> None:
         """Continue with this state."""

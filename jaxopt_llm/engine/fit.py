@@ -22,6 +22,7 @@ from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.training.loop import Loop, run_steps
 from jaxopt_llm.training.records import open_records
+from jaxopt_llm.training.setup import read_decay_steps
 from jaxopt_llm.training.started import has_checkpoint
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Metrics
@@ -97,7 +98,7 @@ def fit(
     The same call continues a run that was stopped, and the result is equal to the bit on the same devices. SIGTERM and
     SIGINT end it after the current step and its checkpoint. Records are in metrics.jsonl and in tensorboard/, as those
     of `train`, with `rows` in place of `tokens`; `config.checkpoint`, `config.logging` and `config.evaluation.every`
-    say how often.
+    say how often. A schedule of `config.schedule` ends at its `decay_steps`, by default the steps of the first call.
 
     Args:
         data: function step -> batch (the first step is 0), or (step, rows) -> the rows of the batch with these
@@ -120,11 +121,18 @@ def fit(
         TrainingDiverged: the loss is not finite for `training.skip_limit` steps in a row.
         CheckpointError: no checkpoint of the run is intact, or the last one could not be written.
     """
-    config = engine.config
-    directory = Path(run_directory or config.run.directory).absolute()
-    config = replace(config, run=replace(config.run, directory=str(directory)))
+    directory = Path(run_directory or engine.config.run.directory).absolute()
+    config = replace(engine.config, run=replace(engine.config.run, directory=str(directory)))
     if steps is not None:
-        config = replace(config, training=replace(config.training, steps=steps, epochs=0.0))
+        config = replace(config, training=replace(config.training, steps=steps))
+    if engine.has_schedule:
+        # As in `train`, the schedule ends with the steps of the first call, also if a later one trains longer.
+        stored = None if config.schedule.decay_steps else read_decay_steps(directory)
+        end = stored or config.schedule.choose_end(config.training.steps)
+        config = replace(config, schedule=replace(config.schedule, decay_steps=end))
+        if found := config.schedule.problems():
+            raise InputError(f"config: {'; '.join(found)}")
+        engine.set_schedule(config.schedule)
     processes, name = engine.processes, "run_directory"
     batches = make_batches(data, engine.rows, config.run.seed)
     workload = EngineWorkload(engine, config, batches, tuple(held_out))

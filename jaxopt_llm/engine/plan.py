@@ -11,7 +11,7 @@ from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.compiler.buffers import find_peak
 from jaxopt_llm.compiler.chips import CHIPS, seconds_at_peak
 from jaxopt_llm.compiler.instructions import count_runs, walk_instructions
-from jaxopt_llm.config import RematConfig
+from jaxopt_llm.config import BATCH_AXES, RematConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.engine.batches import count_rows, with_rows
@@ -163,6 +163,13 @@ def _resize(job: Job, gpus: int | None, rows: int | None) -> Job:
         if gpus % others:
             raise InputError(f"plan: {gpus} GPUs are not divisible by the other axes of the mesh, {others}")
         job = replace(job, config=replace(job.config, mesh=replace(mesh, fsdp=gpus // others)))
-    if rows is not None:
-        job = replace(job, example=with_rows(job.example, rows))
-    return job
+    rows = count_rows(job.example) if rows is None else rows
+    mesh, accumulation = job.config.mesh, job.config.training.accumulation
+    parts = accumulation * math.prod(getattr(mesh, axis) for axis in BATCH_AXES)
+    if rows % parts:
+        raise InputError(
+            f"plan: a batch of {rows} rows is not divisible by training.accumulation={accumulation} × "
+            f"{parts // accumulation} GPUs along data and fsdp; give a number of rows that is, such as "
+            f"rows={math.ceil(rows / parts) * parts} (--rows)"
+        )
+    return replace(job, example=with_rows(job.example, rows))

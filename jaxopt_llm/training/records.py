@@ -1,4 +1,4 @@
-"""What a run writes while it trains: its progress line, its events and its checkpoints."""
+"""Writers of a run while it trains: its progress line, its events and its checkpoints."""
 
 import contextlib
 from collections.abc import Iterator

@@ -182,3 +182,24 @@ def test_settings_that_an_optax_transformation_hides_are_named(sections: dict[st
     ((section, settings),) = sections.items()
     with pytest.warns(EngineWarning, match=rf"{section}\.{next(iter(settings))} have no effect"):
         make_engine(**sections)
+
+
+def test_the_schedule_ends_with_the_steps_of_the_first_call(tmp_path: Path) -> None:
+    def make(**schedule: Any) -> jaxopt_llm.Engine:
+        config = Config(
+            mesh={"fsdp": 8},  # type: ignore[arg-type]
+            precision={"compute_dtype": "float32"},  # type: ignore[arg-type]
+            optimizer={"learning_rate": 1e-2},  # type: ignore[arg-type]
+            schedule={"warmup_steps": 0, "final_share": 0.5} | schedule,  # type: ignore[arg-type]
+            logging={"every": 1, "tensorboard": False},  # type: ignore[arg-type]
+        )
+        return jaxopt_llm.initialize(lambda: Network(nnx.Rngs(0)), loss, make_batch(0), config)
+
+    first = jaxopt_llm.fit(make(), make_batch, 4, tmp_path / "run")
+    jaxopt_llm.fit(make(), make_batch, 6, tmp_path / "run")
+    rates = [record["learning_rate"] for record in read_records(tmp_path / "run")]
+    assert rates[0] < 1e-2 and rates[3:] == pytest.approx([5e-3] * 3) and rates == sorted(rates, reverse=True)
+    # The engine keeps the schedule: its next step has the final rate, too.
+    assert float(first.step(make_batch(4))["learning_rate"]) == pytest.approx(5e-3)
+    with pytest.raises(InputError, match="holds another run: schedule.decay_steps was 4 and is 5"):
+        jaxopt_llm.fit(make(decay_steps=5), make_batch, 6, tmp_path / "run")

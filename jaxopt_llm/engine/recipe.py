@@ -1,0 +1,38 @@
+"""Recipes with a model of their own: what `train` and `plan` make of them.
+
+Such a recipe defines `model`, `loss` and `data`, and may define `example`, `optimizer`, `rules`, `evaluation_loss` and
+`held_out`: arguments of `initialize` and of `fit`. `get_config` may be left out.
+"""
+
+from jaxopt_llm.config import fields
+from jaxopt_llm.config.cli import Recipe
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.engine.batches import read_example
+from jaxopt_llm.engine.engine import Engine, initialize
+from jaxopt_llm.engine.fit import fit
+
+
+def make_engine(recipe: Recipe) -> Engine:
+    """Return the engine of a recipe. Its example is the recipe's, or the first batch of its data.
+
+    Raises:
+        InputError: a name is missing, or something does not fit together.
+    """
+    check_recipe(recipe)
+    names = recipe.names
+    given = {name: names[name] for name in ("optimizer", "rules", "evaluation_loss") if name in names}
+    example = names["example"] if "example" in names else read_example(names["data"], recipe.config.training.batch_size)
+    return initialize(names["model"], names["loss"], example, recipe.config, **given)
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raise InputError if the data is missing, or a setting of the recipe has a wrong value."""
+    if "data" not in recipe.names:
+        raise InputError(f"--config {recipe.path}: it defines a model and a loss, and lacks data, as fit takes it")
+    if found := fields.wrong_types(recipe.config) or recipe.config.problems():
+        raise InputError(f"--config {recipe.path}: {'; '.join(found)}")
+
+
+def train_recipe(recipe: Recipe) -> None:
+    """Train the model of a recipe to `training.steps`, as `fit` does."""
+    fit(make_engine(recipe), recipe.names["data"], held_out=recipe.names.get("held_out", ()))
