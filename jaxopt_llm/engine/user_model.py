@@ -74,6 +74,11 @@ class UserModel:
         """True if the loss rematerialises layers."""
         return self.remat_loops or any(use.in_remat for uses in self.uses for use in uses)
 
+    @property
+    def keeps_layers(self) -> bool:
+        """True if the loss has a loop over layers whose intermediates it keeps for the backward."""
+        return not self.remat_loops and any(use.leading and not use.in_remat for uses in self.uses for use in uses)
+
     def evaluate(
         self, params: Params, perturbations: Params, variables: Params, batch: Any, placement: Placement
     ) -> tuple[LossParts, Params]:
