@@ -24,7 +24,7 @@ from jaxopt_llm.training.attention_choice import AUTO, choose_working
 
 @dataclass(frozen=True, eq=False)
 class AttentionSelector:
-    """Selects the implementation of each call of `attention` in a loss, for one placement.
+    """Selector of the implementation of each call of `attention` in a loss, for one placement.
 
     Selectors are compared by identity: JAX's caches have them in their keys, so that a function that the loss jits is
     traced anew for each program, and each program has all of its calls in `choices`.
