@@ -93,6 +93,11 @@ class Engine:
         return BatchRows(self.example, self._placed_rows.indices)
 
     @property
+    def metric_names(self) -> list[str]:
+        """Names of the metrics that the loss returns."""
+        return sorted(jax.eval_shape(self.program.evaluation, self.program.state, self.program.batch).metrics)
+
+    @property
     def state(self) -> TrainState:
         if self._lost:
             raise InputError(self._lost)
@@ -128,6 +133,8 @@ class Engine:
 
     def evaluate_state(self, state: TrainState, batches: Iterable[Any]) -> dict[str, float]:
         """Return what `evaluate` returns, of a given state."""
+        if isinstance(batches, Mapping):
+            raise InputError("evaluate: this is one batch; give a list of batches")
         each = [jax.device_get(self.program.evaluation(state, batch=self.place(batch))) for batch in batches]
         if not each:
             raise InputError("evaluate: there is no batch; give at least one")

@@ -111,7 +111,7 @@ class EnginePlan:
 
 def plan_engine(job: Job, gpu: str, gpus: int | None, gpus_per_host: int, rows: int | None) -> EnginePlan:
     """Compile the step for given GPUs and measure it; see Engine.plan."""
-    job = _resize(job, gpus, rows)
+    job, gpu = _resize(job, gpus, rows), gpu.lower()
     count = job.config.mesh.devices
     gpus_per_host = min(gpus_per_host, count)
     if gpu not in CHIPS:

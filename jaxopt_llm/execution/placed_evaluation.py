@@ -10,7 +10,8 @@ the user's code reads a parameter: nothing moves until an equation needs the val
 - a product with a weight (`dot_general`) is the `einsum` of model/linear/, as in the decoder: the gradient is formed in
   the reductions' dtype, adapters and quantised bases are multiplied as such, and outside a rematerialised function the
   backward gathers the weight again instead of keeping it;
-- a lookup (`gather`) of rows of a table adds up their gradients in float32;
+- a lookup (`gather`) of rows of a table adds up their gradients in float32, and so does the sum or the product with a
+  weight that is repeated, such as a bias;
 - every other equation reads the gathered array.
 
 Whatever framework the parameters come from, the jaxpr reads them as inputs, so no read can pass by unnoticed.
@@ -26,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
-from jax.extend.core.primitives import dot_general_p, jit_p, remat_p, scan_p
+from jax.extend.core.primitives import add_p, broadcast_in_dim_p, dot_general_p, jit_p, mul_p, remat_p, scan_p, sub_p
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.model.linear.leaves import LoraWeight
@@ -36,6 +37,15 @@ from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import PlacedWeight
 
 Value = Any  # an array, or a Lazy weight
+MOVES = (broadcast_in_dim_p, jax.lax.reshape_p, jax.lax.transpose_p, jax.lax.squeeze_p)
+ELEMENTWISE = (add_p, sub_p, mul_p)
+
+
+@dataclass(frozen=True, eq=False)
+class _Move:
+    """An equation that only moves or repeats values: one of MOVES."""
+
+    eqn: JaxprEqn
 
 
 @struct.dataclass
@@ -46,6 +56,7 @@ class Lazy:
     order: the weight's dimensions (without the leading ones) in the order in which the program sees them.
     dtype: dtype in which the program sees it.
     rounded: whether the program rounded it from float32 to `dtype`, in which it is then gathered.
+    moves: what the program did to the values so far.
     """
 
     weight: Weight
@@ -53,6 +64,7 @@ class Lazy:
     order: tuple[int, ...] = struct.field(pytree_node=False)
     dtype: Any = struct.field(pytree_node=False)
     rounded: bool = struct.field(pytree_node=False, default=False)
+    moves: tuple[_Move, ...] = struct.field(pytree_node=False, default=())
 
 
 def evaluate(
@@ -76,7 +88,24 @@ def read_array(value: Value) -> jax.Array:
         gather = jax.vmap(gather)
     array = gather(offload.fetch_to_device(value.weight))
     order = (*range(value.leading), *(value.leading + dim for dim in value.order))
-    return jnp.transpose(array, order).astype(value.dtype)
+    return _move(jnp.transpose(array, order), value.moves).astype(value.dtype)
+
+
+def _read_repeated(value: Value, shape: tuple[int, ...]) -> jax.Array:
+    """Return what `read_array` returns, repeated to a shape. The gradient of a weight is the sum in float32."""
+    if not isinstance(value, Lazy) or not value.moves:
+        return read_array(value)
+
+    def repeat(array: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(_move(jnp.transpose(array, value.order), value.moves), shape)
+
+    return apply_linear(repeat, offload.fetch_to_device(value.weight)).astype(value.dtype)
+
+
+def _move(array: jax.Array, moves: Sequence[_Move]) -> jax.Array:
+    for each in moves:
+        (array,) = _bind(each.eqn, [array])
+    return array
 
 
 def typeof(atom: Any) -> jax.core.ShapedArray:
@@ -128,6 +157,8 @@ class _Evaluation:
     def _apply(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         if not any(isinstance(value, Lazy) for value in inputs):
             return self._bind(eqn, inputs)
+        if eqn.primitive in MOVES and _can_move(eqn, inputs[0]):
+            return [replace(inputs[0], moves=(*inputs[0].moves, _Move(eqn)))]
         special = {
             jit_p: self._call,
             remat_p: self._rematerialise,
@@ -189,7 +220,7 @@ class _Evaluation:
         plain = eqn.params["precision"] in (None, (jax.lax.Precision.DEFAULT,) * 2)
         if isinstance(array, Lazy):
             array = read_array(array)
-        if weight.leading or not plain:
+        if weight.leading or weight.moves or not plain:
             return self._use(eqn, inputs)
         axes, other, result = _name_axes(eqn, weight_first=weight is left)
         stored = "".join(axes[weight.order.index(dim)] for dim in range(len(axes)))
@@ -225,7 +256,7 @@ class _Evaluation:
     def _look_up(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """Read rows of a table, whose gradients are added up in float32."""
         table, *indices = inputs
-        if not isinstance(table, Lazy) or table.leading or not isinstance(table.weight, PlacedWeight):
+        if not isinstance(table, Lazy) or table.leading or table.moves or not isinstance(table.weight, PlacedWeight):
             return self._use(eqn, inputs)
 
         def look_up(array: jax.Array, *indices: jax.Array) -> jax.Array:
@@ -237,9 +268,11 @@ class _Evaluation:
 
     def _use(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """Apply an equation to the gathered arrays."""
+        repeats = eqn.primitive in ELEMENTWISE
+        shape = typeof(eqn.outvars[0]).shape
 
         def function(*inputs: Value) -> list[jax.Array]:
-            return self._bind(eqn, [read_array(value) for value in inputs])
+            return self._bind(eqn, [_read_repeated(value, shape) if repeats else read_array(value) for value in inputs])
 
         # The backward gathers again: to keep the gathered weights of all layers would undo ZeRO-3.
         return function(*inputs) if self.in_remat else jax.checkpoint(function)(*inputs)
@@ -255,6 +288,13 @@ class _Evaluation:
             kernel = jax.lax.with_sharding_constraint(kernel, NamedSharding(self.mesh, PartitionSpec(*dims)))
             return _bind(eqn, [image, kernel])
         return _bind(eqn, inputs)
+
+
+def _can_move(eqn: JaxprEqn, value: Value) -> bool:
+    """Return whether a weight can be moved when it is read. `order` keeps the transposes of a whole one."""
+    if len(eqn.invars) > 1 or value.leading or not isinstance(value.weight, PlacedWeight):
+        return False
+    return eqn.primitive is not jax.lax.transpose_p or bool(value.moves)
 
 
 def _is_stack(value: Value) -> bool:

@@ -102,13 +102,34 @@ def test_the_model_is_the_users_own(name: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits_train_like_float32(name: str, dtype: str) -> None:
     """The loss after some steps is that of float32 within the rounding of bfloat16, 2⁻⁸."""
-    scaling = {"loss_scaling": "dynamic", "initial_loss_scale": 256.0} if dtype == "float16" else {}
+    scaling = {"loss_scaling": "dynamic"} if dtype == "float16" else {}
     precision = {"compute_dtype": dtype, **scaling}
     engine = make_engine(Setting(name, 3, FSDP, 3), precision=precision)
     steps = [jax.device_get(engine.step(batch)) for batch in CASES[name].batches()]
     np.testing.assert_allclose([step["loss"] for step in steps], reference(name, 3).losses, rtol=2**-6)
     assert steps[-1]["skipped"] == 0
     assert all(array.dtype != dtype for array in list_arrays(engine.model()).values())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_sum_in_float16_does_not_overflow(accumulation: int) -> None:
+    """The gradients of a sum over many numbers are those of the mean, times a count that is in float32."""
+
+    def loss(model: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        error = (batch["x"].astype(jnp.float16) @ model["w"]).astype(jnp.float32) - batch["y"]
+        return jnp.sum(error**2), jnp.sum(batch["counts"]) * error.shape[1]
+
+    batch = {"x": np.ones((64, 32), np.float32), "y": np.full((64, 64), 9.0, np.float32), "counts": np.ones(64)}
+    config = Config(
+        mesh=dict(fsdp=8),  # type: ignore[arg-type]
+        training=dict(accumulation=accumulation),  # type: ignore[arg-type]
+        precision=dict(compute_dtype="float16", loss_scaling="dynamic"),  # type: ignore[arg-type]
+    )
+    engine = jaxopt_llm.initialize(lambda: {"w": jnp.ones((32, 64)) / 32}, loss, batch, config, optax.sgd(0.1))
+    metrics = engine.step(batch)
+    assert not metrics["skipped"] and metrics["loss"] == pytest.approx(64.0, rel=1e-3)
+    # Each of the 32 × 64 weights has the gradient 2 · (1 - 9) / 64.
+    assert metrics["grad_norm"] == pytest.approx(np.sqrt(32 * 64) / 4, rel=1e-3)
 
 
 def test_a_step_that_overflows_changes_nothing() -> None:

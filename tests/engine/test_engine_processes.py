@@ -199,3 +199,17 @@ def test_a_function_that_takes_rows_gets_those_of_the_process() -> None:
 
     batches = make_batches(read, BatchRows(make_example(8), [4, 7]), seed=0)
     assert batches.batch_at(5)["y"].tolist() == [4, 7] and asked == [(5, "[4, 7]")]
+
+
+def test_the_processes_of_a_job_read_different_rows_of_a_dataset() -> None:
+    rows = [{"x": np.full(2, index, np.float32)} for index in range(16)]
+    example = {"x": np.zeros((8, 2), np.float32)}
+
+    def read(local: Sequence[int]) -> list[float]:
+        batches = make_batches(rows, BatchRows(example, local), seed=0)
+        return [float(row[0]) for step in range(2) for row in batches.batch_at(step)["x"]]
+
+    first, second = read([0, 1, 4, 5]), read([2, 3, 6, 7])
+    assert sorted(first + second) == [float(index) for index in range(16)]
+    whole = read(range(8))
+    assert [whole[index] for index in (0, 1, 4, 5, 8, 9, 12, 13)] == first

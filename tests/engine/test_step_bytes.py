@@ -132,6 +132,8 @@ def test_zero_3_gathers_16_bits_and_reduces_32_once(listed: bool, remat: bool) -
     assert step.moved("all-gather", "bf16") == pytest.approx(gathered, rel=COMBINED)
     assert step.moved("reduce-scatter", "f32") == pytest.approx(4 * (LAYERS * BLOCK + TABLES), rel=COMBINED)
     assert not step.others
+    # The gradients of biases and norm scales, too.
+    assert {each.dtypes for each in step.collectives if "reduce" in each.kind} == {("f32",)}
 
 
 def test_a_layer_more_holds_no_gathered_weights() -> None:
