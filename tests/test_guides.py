@@ -170,6 +170,7 @@ def test_any_model(tmp_path: Path) -> None:
     assert before > 0.1 > 0.05 > after
     assert "['Dense_0', 'Dense_1']" in printed_by(done, "nn.compact")
     assert "'up': (16, 64)" in printed_by(done, "make_parameters")
+    assert "\nattention: cudnn, the fastest at head_dim 64 in bfloat16" in printed_by(done, "import Transformer")
     recipe = losses(printed_by(done, "deep_recipe.py"))
     assert len(recipe) == 2 and recipe[0] > recipe[1]
     together = printed_by(done, "RANK=1")

@@ -1,6 +1,5 @@
 """Engine: the training of any model in Flax NNX, in Linen or as plain functions, by the settings of a `Config`."""
 
-import dataclasses
 import functools
 import os
 import sys
@@ -13,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
-from jaxopt_llm.config import AXES, Config, OptimizerConfig, ScheduleConfig
+from jaxopt_llm.compiler import hlo
+from jaxopt_llm.config import Config, OptimizerConfig, ScheduleConfig
 from jaxopt_llm.config.fields import shared_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
@@ -29,9 +28,10 @@ from jaxopt_llm.engine.checks import EngineWarning, check_config, check_optimize
 from jaxopt_llm.engine.frontends import ArrayInfo, Loss, LossParts, make_frontend
 from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, plan_engine
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
+from jaxopt_llm.engine.remat_choice import compile_fitting, find_limit, is_open
 from jaxopt_llm.engine.user_model import nest_variables
 from jaxopt_llm.model.linear import leaves
-from jaxopt_llm.parallel.mesh import make_mesh, visible_devices
+from jaxopt_llm.parallel.mesh import make_abstract_mesh, make_mesh, visible_devices
 from jaxopt_llm.parallel.rows import LocalRows
 from jaxopt_llm.parallel.zero import abstract_checkpoint
 from jaxopt_llm.training import state as training_state
@@ -64,7 +64,23 @@ class Engine:
     @functools.cached_property
     def program(self) -> EngineProgram:
         """Program on the visible devices."""
-        return make_engine_program(self._job, make_mesh(self.config.mesh))
+        mesh = make_mesh(self.config.mesh)
+        limit = find_limit(mesh.devices.flat[0])
+        program = make_engine_program(self._job, mesh)
+        if limit is None or not is_open(program, self._job):
+            return program
+        channel = self.processes.channel("remat.policy")
+        fitting = compile_fitting(
+            self._job,
+            program,
+            limit,
+            compile=lambda program: program.step.lower(program.state, program.batch).compile(),
+            count_peak=lambda compiled: hlo.read_memory(compiled).peak,
+            agree=lambda fits: all(each == str(True) for each in channel.exchange(str(fits))),
+        )
+        if self.processes.first:
+            print(f"chosen: {fitting.chosen}", file=sys.stderr)
+        return fitting.program
 
     @functools.cached_property
     def _placed_rows(self) -> LocalRows:
@@ -310,7 +326,7 @@ def initialize(
         rules=dict(rules or {}),
     )
     # The program on an abstract mesh: all errors and warnings appear now, and nothing is allocated.
-    program = make_engine_program(job, AbstractMesh(dataclasses.astuple(config.mesh), AXES))
+    program = make_engine_program(job, make_abstract_mesh(config.mesh))
     for oddity in program.model.oddities:
         warnings.warn(oddity, EngineWarning, stacklevel=2)
     _check_same_job(job, program, processes)

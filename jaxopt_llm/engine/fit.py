@@ -183,6 +183,9 @@ def _run(workload: EngineWorkload, preemption: Preemption) -> None:
     with open_records(config, workload.processes, engine.metric_names) as records:
         progress, start = records.progress, records.start
         progress.say(_describe(engine, directory))
+        for choice in dict.fromkeys(engine.program.model.attention.choices.values()):
+            if choice.reason:
+                progress.say(f"attention: {choice}")
         with Loop(workload, records.checkpoints, progress, preemption, records.events) as loop:
             loop.restore(start)
             try:

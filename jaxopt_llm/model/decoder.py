@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import Kind, ModelConfig
 from jaxopt_llm.kernels.attention_mask import make_document_ranges
+from jaxopt_llm.kernels.attention_types import attention_scope
 from jaxopt_llm.kernels.cross_entropy import Classifier
 from jaxopt_llm.model import decoder_specs, latent_attention, layers
 from jaxopt_llm.model.auxiliary import Auxiliary
@@ -139,7 +139,7 @@ class Decoder:
         )
         if config.mla.kv_rank:
             attend, norms = latent_attention.latent_attention, ("query_latent_norm", "latent_norm")
-        with hlo.attention_scope(window, count_key_parts(context.placement)):
+        with attention_scope(window, count_key_parts(context.placement)):
             return attend(
                 params["attention"],
                 x,

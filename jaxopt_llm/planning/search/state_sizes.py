@@ -1,19 +1,19 @@
 """Size of the train state on each device, from the shardings only: exact, and nothing is compiled."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import NamedSharding
 
-from jaxopt_llm.config import AXES, Config, LoraConfig, ModelConfig, OptimizerConfig, PipelineConfig, PrecisionConfig
+from jaxopt_llm.config import Config, LoraConfig, ModelConfig, OptimizerConfig, PipelineConfig, PrecisionConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution.stage_layout import stack_by_stage
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.parallel.mesh import make_abstract_mesh
 from jaxopt_llm.parallel.offload import HOST, count_resting_bytes
 from jaxopt_llm.parallel.placement import Placement, Spec
 from jaxopt_llm.parallel.zero import gathered_sharding, gradient_sharding, master_sharding
@@ -81,7 +81,7 @@ def compute_state_sizes(config: Config) -> StateSizes | None:
         *(config.model, config.lora, config.training.trainable, config.optimizer, config.precision),
         *(config.mesh.pipeline, config.pipeline, config.training.ema_decay > 0),
     )
-    mesh = AbstractMesh(dataclasses.astuple(config.mesh), AXES)
+    mesh = make_abstract_mesh(config.mesh)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
     if moments.problems(config.optimizer.state_dtype, specs.masters, placement):
         return None
