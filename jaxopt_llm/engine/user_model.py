@@ -187,13 +187,9 @@ def make_user_model(
     uses, unchanged = find_uses(closed, len(parameters))
     _check_unchanged(frontend, unchanged)
     _check_variables(frontend, closed.out_avals[len(closed.out_avals) - len(variables) :])
-    specs = [_make_spec(info, found, rules) for info, found in zip(frontend.parameters, uses, strict=True)]
-    # The dimensions of a stack have no rule.
-    without_stacks = [
-        replace(info, axes=info.axes and (*(None,) * (depth := spec.axes.count("layers")), *info.axes[depth:]))
-        for info, spec in zip(frontend.parameters, specs, strict=True)
-    ]
-    oddities = check_rules(without_stacks, rules, placement)
+    named = [_name_dimensions(*pair) for pair in zip(frontend.parameters, uses, strict=True)]
+    specs = [_make_spec(info, found, rules) for info, found in zip(named, uses, strict=True)]
+    oddities = check_rules(named, rules, placement)
     oddities += find_oddities(frontend, closed, uses, placement.precision.compute_dtype)
     oddities += attention.warnings()
     lengths = list(dict.fromkeys(spec.shape[0] for spec in specs if spec.leading))
@@ -231,14 +227,28 @@ def _check_variables(frontend: Frontend, changed: Sequence[Any]) -> None:
             )
 
 
+def _name_dimensions(info: ArrayInfo, uses: Sequence[Use]) -> ArrayInfo:
+    """Return a parameter with a name or None for each dimension. The dimensions of a stack have none.
+
+    The user's names may leave out the last dimensions, as in a PartitionSpec. As many names as a layer has dimensions
+    are those of a layer: `nnx.vmap` adds no name for a stack unless it is told one.
+    """
+    names, rank, leading = info.axes or (), len(info.shape), _count_leading(uses)
+    if len(names) > rank:
+        raise InputError(f"model: {info.path} has {rank} dimensions, and names for {len(names)}: {names}")
+    of_layer = names if leading and len(names) == rank - leading else names[leading:]
+    return replace(info, axes=(*(None,) * leading, *of_layer, *(None,) * (rank - leading - len(of_layer))))
+
+
+def _count_leading(uses: Sequence[Use]) -> int:
+    """Return the number of dimensions of a stack that loops take apart."""
+    return min((use.leading for use in uses), default=0)
+
+
 def _make_spec(info: ArrayInfo, uses: Sequence[Use], rules: Rules) -> ParamSpec:
-    leading = min((use.leading for use in uses), default=0)
+    leading = _count_leading(uses)
     products = [use.contracting for kind in (PRODUCT, CONVOLUTION, LOOKUP) for use in uses if use.kind == kind]
-    named = info.axes or ()
-    if len(named) > len(info.shape):
-        raise InputError(f"model: {info.path} has {len(info.shape)} dimensions, and names for {len(named)}: {named}")
-    axes: list[str | None] = [rules.get(name) if name else None for name in named]
-    axes += [None] * (len(info.shape) - len(axes))  # as in a PartitionSpec
+    axes = [rules.get(name) if name else None for name in info.axes or ()]
     axes[:leading] = ["layers"] * leading
     return ParamSpec(
         info.shape,

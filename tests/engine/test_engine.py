@@ -258,3 +258,26 @@ def test_names_of_fewer_dimensions_are_those_of_the_first() -> None:
         spec.axes for path, spec in tree.leaves_with_path(engine.program.model.specs) if path.endswith("query/kernel")
     ]
     assert named == [(None, "tensor", None)]
+
+
+@pytest.mark.parametrize("named", ["of_layers", "of_stacks"])
+def test_rules_divide_the_named_dimension_of_a_stack(named: str) -> None:
+    """The names of a block are those of one layer, whether or not `nnx.vmap` adds one for the stack."""
+
+    def make_block(rngs: nnx.Rngs) -> nnx.Linear:
+        kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "hidden"))
+        return nnx.Linear(8, 8, kernel_init=kernel, use_bias=False, rngs=rngs)
+
+    def make_model() -> nnx.Module:
+        metadata = {nnx.PARTITION_NAME: "layers"} if named == "of_stacks" else {}
+        return nnx.vmap(make_block, transform_metadata=metadata)(nnx.Rngs(0).split(2))
+
+    def loss(model: nnx.Module, batch: jax.Array) -> jax.Array:
+        scan = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return scan(batch, model).mean()
+
+    config = Config(mesh=dict(fsdp=4, tensor=2))  # type: ignore[arg-type]
+    batch = np.ones((8, 8), np.float32)
+    engine = jaxopt_llm.initialize(make_model, loss, batch, config, rules={"hidden": "tensor"})
+    (spec,) = jax.tree.leaves(engine.program.model.specs)
+    assert spec.axes == ("layers", None, "tensor")
