@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from jaxopt_llm.engine.fit import fit as fit
     from jaxopt_llm.engine.language_model import LanguageModel as LanguageModel
     from jaxopt_llm.inference.load import load_pretrained as load_pretrained
+    from jaxopt_llm.kernels.attention import attention as attention
 
 _PLACES = {
     "Config": "jaxopt_llm.config",
     "Engine": "jaxopt_llm.engine.engine",
     "LanguageModel": "jaxopt_llm.engine.language_model",
+    "attention": "jaxopt_llm.kernels.attention",
     "fit": "jaxopt_llm.engine.fit",
     "initialize": "jaxopt_llm.engine.engine",
     "load_pretrained": "jaxopt_llm.inference.load",

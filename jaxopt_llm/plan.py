@@ -186,12 +186,14 @@ def main() -> int:
         charts = figure.make_charts(plan.memory, plan.limit, plan.speed.breakdown)
         figure.save_figure(charts, _make_heading(plan), options.save)
         print(f"{options.save} shows this plan", file=sys.stderr)
-    if plan.spare < 0:
-        problem = f"the step does not fit: each GPU lacks {-plan.spare / GIB:.2f} GiB"
-        raise DoesNotFit(
-            f"{problem}; use settings from the table of those that save most, or find others with --search"
-        )
+    _check_fits(plan.spare, "; use settings from the table of those that save most, or find others with --search")
     return 0
+
+
+def _check_fits(spare: int, remedy: str = "") -> None:
+    """Raise DoesNotFit if the step needs more memory than there is. spare: bytes of a GPU that stay free."""
+    if spare < 0:
+        raise DoesNotFit(f"the step does not fit: each GPU lacks {-spare / GIB:.2f} GiB{remedy}")
 
 
 def _plan_own_model(recipe: cli.Recipe, options: argparse.Namespace) -> int:
@@ -205,8 +207,7 @@ def _plan_own_model(recipe: cli.Recipe, options: argparse.Namespace) -> int:
     plan = make_engine(recipe).plan(options.gpu or DEFAULT_GPU, count, gpus, options.rows)
     values = dataclasses.asdict(plan) | {"spare": plan.spare, "fits": plan.spare >= 0}
     print(json.dumps(values, indent=2) if options.json else plan)
-    if plan.spare < 0:
-        raise DoesNotFit(f"the step does not fit: each GPU lacks {-plan.spare / GIB:.2f} GiB")
+    _check_fits(plan.spare)
     return 0
 
 

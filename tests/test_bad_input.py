@@ -407,7 +407,7 @@ def test_overrides_of_the_real_command(case: str, tmp_path: Path) -> None:
         (RECIPE + "def get_config():\n    return 3\n", ["int", "Config"]),
         (
             RECIPE + "def get_config():\n    return Config(modle=3)\n",
-            ["line 3: Config has no field modle; did you mean model?"],
+            ["line 3: config: there is no section modle; did you mean model?"],
         ),
         (
             "from jaxopt_llm.config import *\ndef get_config():\n    return Config(\n        lora=LoraConfig(1),\n"

@@ -409,10 +409,11 @@ def test_the_update_of_codes_holds_a_layer_and_moves_nothing(layers: int) -> Non
         return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=master_sharding(spec, placement))
 
     (masters, moments), resting = jax.tree.map(abstract, both), master_sharding(both, placement)
-    scale, good = (jax.ShapeDtypeStruct((), dtype, sharding=placement.replicated) for dtype in (np.float32, np.bool_))
+    types = (np.float32, np.bool_, np.float32)
+    scalars = update.Scalars(*(jax.ShapeDtypeStruct((), each, sharding=placement.replicated) for each in types))
     apply = functools.partial(update.apply_gradients, optimizers, specs, placement=placement)
-    update_step = jax.jit(apply, donate_argnums=0, out_shardings=(*resting, None))
-    executable = topology.compile_without_gpu(update_step.lower((masters, moments, None), masters, scale, good))
+    update_step = jax.jit(apply, donate_argnums=0, out_shardings=update.Updatable(*resting))
+    executable = topology.compile_without_gpu(update_step.lower(update.Updatable(masters, moments), masters, scalars))
     assert not hlo.list_collectives(executable.as_text(), placement.mesh)
     # jax 0.11.2: 2.42 layers' values in 32 bits, 0.10.2 less than 2; in 32 bits, 3 such: the new state.
     assert hlo.read_memory(executable).temporaries <= 2.5 * 4 * layer_parameters() / DEVICES

@@ -10,6 +10,7 @@ import sys
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -306,3 +307,16 @@ def test_a_new_setting_is_written_in_one_place(tmp_path: Path) -> None:
     assert "model.wheels was 4 and is 5" in checked and "model.wheels='x'" in checked
     assert run("scripts/settings_page.py").returncode == 0
     assert "| `wheels` | integer | `4` | no | Number of wheels. |" in (tmp_path / "docs/configuration.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"zero_stage": 3}, r"no section zero_stage; zero_stage is a setting of sharding, as in Config\(sharding=dict"),
+        ({"modle": 1}, "no section modle; did you mean model"),
+        ({"xyzzy": 1}, "no section xyzzy; the sections are run, model, "),
+    ],
+)
+def test_a_configuration_names_the_section_of_a_setting(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Config(**given)

@@ -172,6 +172,7 @@ def test_any_model(tmp_path: Path) -> None:
     assert "'up': (16, 64)" in printed_by(done, "make_parameters")
     assert "'accuracy': 1.0" in printed_by(done, "LanguageModel(")
     assert (tmp_path / "reward/model.safetensors").is_file()
+    assert "\nattention: cudnn, the fastest at head_dim 64 in bfloat16" in printed_by(done, "import Transformer")
     recipe = losses(printed_by(done, "deep_recipe.py"))
     assert len(recipe) == 2 and recipe[0] > recipe[1]
     together = printed_by(done, "RANK=1")

@@ -137,6 +137,24 @@ def test_estimates_match_the_compiler(plans: dict[int, Plan], rows: int) -> None
     assert memory.peak == pytest.approx(plan.memory.peak, rel=0.1)
 
 
+def test_an_average_of_the_weights_is_counted(plans: dict[int, Plan]) -> None:
+    """By the compiler, and by the search."""
+    config = replace_fields(with_rows(1), {"training.ema_decay": 0.999})
+    plan, state, without = make_plan(config, "h200", 1, 8), compute_state_sizes(config), compute_state_sizes(CONFIG)
+    assert state is not None and without is not None
+    masters = state.layers.masters + state.non_layer.masters
+    assert state.optimizer - without.optimizer == 4 * masters
+    assert state.optimizer == plan.memory.optimizer - (plans[1].memory.optimizer - without.optimizer)
+    assert plan.memory.peak - plans[1].memory.peak == pytest.approx(4 * masters, rel=0.02)
+    assert roofline_bytes(config) - roofline_bytes(with_rows(1)) == pytest.approx(2 * 4 * masters)
+
+
+def roofline_bytes(config: Config) -> float:
+    state = compute_state_sizes(config)
+    assert state is not None
+    return estimate(config, Cluster("h200", 1, 8), state).work.bytes
+
+
 LONG = TrainingConfig(batch_size=1, sequence_length=32_768, attention="pallas")
 OVER_SEQUENCES: dict[str, dict[str, Any]] = {
     "ring": {"mesh": MeshConfig(context=8)},

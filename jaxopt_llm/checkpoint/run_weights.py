@@ -19,7 +19,25 @@ from jaxopt_llm.core.errors import CheckpointError
 from jaxopt_llm.model import decoder_specs
 from jaxopt_llm.model.param import ParamSpec
 
-PARAMETER_TREES = ("masters", "frozen")  # the trees of a checkpoint that hold parameters
+AVERAGE = "average"  # the tree of a checkpoint with the average of its trained parameters, `training.ema_decay`
+
+
+def find_trained_tree(checkpoint: Path) -> str:
+    """Return the tree of a checkpoint that holds the trained parameters to use: their average if there is one.
+
+    Raises:
+        CheckpointError: the checkpoint was deleted.
+    """
+    try:
+        arrays = step_directories.read_record(checkpoint)["arrays"]
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {error}") from error
+    return AVERAGE if AVERAGE in arrays else "masters"
+
+
+def describe_average(directory: Path, step: int) -> str:
+    """Return a line about the use of the average in a checkpoint of a run."""
+    return f"step {step} of {directory}: the average of the trained weights is used (training.ema_decay)"
 
 
 def is_run_directory(path: Path) -> bool:
@@ -36,7 +54,7 @@ class _Slices(NamedTuple):
 
 @dataclass(frozen=True)
 class RunWeights:
-    """Parameters of a verified checkpoint of a run.
+    """Parameters of a verified checkpoint of a run; of those that were trained their average, if it has one.
 
     Attributes:
         path: the run directory.
@@ -68,7 +86,7 @@ class RunWeights:
         arrays = step_directories.read_record(self.checkpoint)["arrays"]
         return {
             path: (name, jnp.dtype(description.split("[")[0]))
-            for name in PARAMETER_TREES
+            for name in (find_trained_tree(self.checkpoint), "frozen")
             for path, description in arrays.get(name, {}).items()
         }
 

@@ -26,6 +26,7 @@ from jaxopt_llm.compiler.instructions import (
     walk_module,
 )
 from jaxopt_llm.kernels.attention_cudnn import count_workspace
+from jaxopt_llm.kernels.attention_types import ALL_KEYS
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 
@@ -214,18 +215,6 @@ _CUDNN = r'custom_call_target="__cudnn\$fmhaSoftmax((?:Backward)?)"'
 _TRITON = r'custom_call_target="(__gpu\$xla\.gpu\.triton|triton_kernel_call_ffi)"'  # of Pallas; of jax-triton
 
 
-def attention_scope(window: int | None, parts: int = 1) -> contextlib.AbstractContextManager[Any]:
-    """Return a named scope that records facts about attention that are not in a kernel's program.
-
-    Args:
-        window: number of the last keys that a query sees; None for all keys.
-        parts: number of kernel calls, each with one part of the keys.
-    """
-    if window is None and parts == 1:
-        return contextlib.nullcontext()
-    return jax.named_scope(f"within_{window or 'all'}_keys_in_{parts}_parts")
-
-
 def attention_kernel(computation: Computation, call: Instruction) -> tuple[str, str] | None:
     """Return the implementation of an attention kernel and its direction, or None for other instructions.
 
@@ -267,9 +256,10 @@ def count_attention_products(computation: Computation, call: Instruction) -> tup
     For each query and each key that it sees, the forward computes 2 products, a backward that returns the gradient of q
     computes 3, and one that returns the gradients of k and v computes 4. The one kernel of cuDNN's backward computes 5.
 
-    A query sees the keys up to its own position, (T + 1) / 2 on average, or the keys of its window. If the keys come in
-    parts, each call gets its share of these (see `attention_scope`). Document boundaries are ignored. Masked products
-    in the blocks on the diagonal, which a kernel also computes, are not counted.
+    A query sees the keys up to its own position, (T + 1) / 2 on average, or the keys of its window, or all keys without
+    a causal order (see `attention_scope`). If the keys come in parts, each call gets its share of these. Document
+    boundaries are ignored. Masked products in the blocks on the diagonal, which a kernel also computes, are not
+    counted.
     """
     kernel = attention_kernel(computation, call)
     if not kernel:
@@ -281,6 +271,8 @@ def count_attention_products(computation: Computation, call: Instruction) -> tup
     scope = re.search(r"\bwithin_(\w+)_keys_in_(\d+)_parts", call.source)
     window, parts = (scope[1], int(scope[2])) if scope else ("all", 1)
     keys = parts * (k.shape[-3] if len(k.shape) > 3 else k.shape[-2])
+    if ALL_KEYS in call.source:
+        return q.dtype, products * math.prod(q.shape) * keys
     visible = keys if window == "all" else min(int(window), keys)
     # The first queries see fewer keys than a window: subtract that triangle. Multiply by `keys` before the division, so
     # that nothing is rounded.

@@ -135,9 +135,10 @@ def run_recipe(path: str) -> Recipe:
             raise InputError(f"--config {file}: must define get_config() -> Config, or model, loss and data")
         config = get_config()
     except (Exception, SystemExit) as error:
-        if isinstance(error, InputError):
+        line = _find_line(error, file)
+        if isinstance(error, InputError) and not line:
             raise
-        raise InputError(f"--config {file}{_find_line(error, file)}: {_describe_recipe_error(error)}") from error
+        raise InputError(f"--config {file}{line}: {_describe_recipe_error(error)}") from error
     if not isinstance(config, Config):
         raise InputError(f"--config {file}: get_config() returned {type(config).__name__}, not Config")
     if wrong := fields.wrong_types(config):
@@ -166,15 +167,15 @@ def _find_line(error: BaseException, recipe: Path) -> str:
 
 def _describe_recipe_error(error: BaseException) -> str:
     """Return the message of an error in a recipe. For an unknown field of a section, it proposes the nearest field."""
+    if isinstance(error, InputError):
+        return str(error)
     sections = _find_sections(Config())
     unknown = re.fullmatch(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'.*", str(error))
     if unknown is None or unknown[1] not in sections:
         return f"{type(error).__name__}: {describe_error(error)}"
     section, name = unknown.groups()
     prefix = sections[section]
-    names_of_config = [field.name for field in dataclasses.fields(Config)]
-    near = [] if prefix else difflib.get_close_matches(name, names_of_config, n=1)
-    near = [each.removeprefix(prefix) for each in near or find_settings(f"{prefix}{name}")]
+    near = [each.removeprefix(prefix) for each in find_settings(f"{prefix}{name}")]
     return f"{section} has no field {name}" + (f"; did you mean {' or '.join(near)}?" if near else "")
 
 

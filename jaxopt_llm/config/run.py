@@ -97,6 +97,16 @@ def _make_section(name: str, section: Any, settings: dict[str, Any]) -> Any:
     return section(**settings)
 
 
+def _find_section(kind: type, name: str) -> str:
+    """Return what the user may mean who gave a configuration an unknown name."""
+    sections: dict[str, Any] = {field.name: field.default_factory for field in fields(kind)}
+    holders = [section for section, made in sections.items() if name in {each.name for each in fields(made)}]
+    if holders:
+        return f"{name} is a setting of {' and of '.join(holders)}, as in Config({holders[0]}=dict({name}=...))"
+    near = difflib.get_close_matches(name, sections, 1)
+    return f"did you mean {near[0]}?" if near else f"the sections are {', '.join(sections)}"
+
+
 @dataclass(frozen=True)
 class Config:
     """Settings of a training, by section. A section is an object or a dict, as in `Config(mesh=dict(fsdp=8))`."""
@@ -120,6 +130,18 @@ class Config:
     evaluation: EvaluationConfig = section(EvaluationConfig, resume="freely")
     logging: LoggingConfig = section(LoggingConfig, resume="freely")
     profile: ProfileConfig = section(ProfileConfig, resume="freely")
+
+    def __new__(cls, *sections: Any, **named: Any) -> "Config":
+        """Refuse the names of settings in place of those of sections.
+
+        Raises:
+            InputError: there is no section of that name.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in named:
+            if name not in known:
+                raise InputError(f"config: there is no section {name}; {_find_section(cls, name)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Accept a dict of settings in place of each section.

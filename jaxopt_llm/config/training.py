@@ -60,6 +60,10 @@ class TrainingConfig:
     skip_outliers: float = setting(0.0, in_backward=0)
     """Skip a step whose gradient norm is above this many times the median of the last 128 steps that were not skipped.
     0 = off. Steps that are not finite are always skipped."""
+    ema_decay: float = setting(0.0, resume="never", bounds=SHARE)
+    """Decay per step of an exponential moving average of the trained parameters, such as 0.999. It is at most
+    (1 + n) / (10 + n) in update n, so that the initial values do not dominate it. Held-out losses, samples, generation
+    and exports use the average. It takes 4 bytes per trained parameter, divided as the optimizer's state. 0 = off."""
     trainable: tuple[str, ...] = setting((), resume="never")
     """Globs of the paths of the parameters to train, such as */scale, where * also matches slashes; the others are
     frozen, in precision.compute_dtype. With lora.rank, these parameters train in addition to the adapters (PEFT:

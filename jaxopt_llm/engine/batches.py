@@ -93,7 +93,7 @@ class Batches:
 
     def batch_at(self, step: int, cancelled: Callable[[], bool] = lambda: False) -> Any:
         """Return this process's rows of the batch of a step, the first is 0."""
-        return self._rows.take(self._batch_at(step), f"batch of step {step + 1}")
+        return self._rows.take(self._batch_at(step), f"batch {step} of the data (the first is 0)")
 
 
 def make_batches(data: Any, rows: BatchRows, seed: int) -> Batches:

@@ -1,6 +1,5 @@
 """Engine: the training of any model in Flax NNX, in Linen or as plain functions, by the settings of a `Config`."""
 
-import dataclasses
 import functools
 import os
 import sys
@@ -13,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
-from jaxopt_llm.config import AXES, Config, OptimizerConfig, ScheduleConfig
+from jaxopt_llm.compiler import hlo
+from jaxopt_llm.config import Config, OptimizerConfig, ScheduleConfig
 from jaxopt_llm.config.fields import shared_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
@@ -30,9 +29,10 @@ from jaxopt_llm.engine.frontends import ArrayInfo, Loss, LossParts, make_fronten
 from jaxopt_llm.engine.given_weights import Weights, check_weights, read_weights
 from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, plan_engine
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
+from jaxopt_llm.engine.remat_choice import compile_fitting, find_limit, is_open
 from jaxopt_llm.engine.user_model import nest_variables
 from jaxopt_llm.model.linear import leaves
-from jaxopt_llm.parallel.mesh import make_mesh, visible_devices
+from jaxopt_llm.parallel.mesh import make_abstract_mesh, make_mesh, visible_devices
 from jaxopt_llm.parallel.rows import LocalRows
 from jaxopt_llm.parallel.zero import abstract_checkpoint
 from jaxopt_llm.training import state as training_state
@@ -65,7 +65,23 @@ class Engine:
     @functools.cached_property
     def program(self) -> EngineProgram:
         """Program on the visible devices."""
-        return make_engine_program(self._job, make_mesh(self.config.mesh))
+        mesh = make_mesh(self.config.mesh)
+        limit = find_limit(mesh.devices.flat[0])
+        program = make_engine_program(self._job, mesh)
+        if limit is None or not is_open(program, self._job):
+            return program
+        channel = self.processes.channel("remat.policy")
+        fitting = compile_fitting(
+            self._job,
+            program,
+            limit,
+            compile=lambda program: program.step.lower(program.state, program.batch).compile(),
+            count_peak=lambda compiled: hlo.read_memory(compiled).peak,
+            agree=lambda fits: all(each == str(True) for each in channel.exchange(str(fits))),
+        )
+        if self.processes.first:
+            print(f"chosen: {fitting.chosen}", file=sys.stderr)
+        return fitting.program
 
     @functools.cached_property
     def _placed_rows(self) -> LocalRows:
@@ -76,6 +92,11 @@ class Engine:
     def rows(self) -> BatchRows:
         """Rows of each batch that this process reads: all of them, unless the job has several processes."""
         return BatchRows(self.example, self._placed_rows.indices)
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Names of the metrics that the loss returns."""
+        return sorted(jax.eval_shape(self.program.evaluation, self.program.state, self.program.batch).metrics)
 
     @property
     def state(self) -> TrainState:
@@ -109,12 +130,21 @@ class Engine:
         self._state, metrics = self.program.step(self.state, self.place(batch))
         return metrics
 
-    def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
-        """Return the mean loss and metrics over batches. Nothing is updated."""
-        return self.evaluate_state(self.state, batches)
+    def evaluate(self, batches: Iterable[Any], ema: bool = True) -> dict[str, float]:
+        """Return the mean loss and metrics over batches. Nothing is updated.
 
-    def evaluate_state(self, state: TrainState, batches: Iterable[Any]) -> dict[str, float]:
+        Args:
+            batches: at least one.
+            ema: with `training.ema_decay`, use the average of the parameters; False for the parameters themselves.
+        """
+        return self.evaluate_state(self.state, batches, ema)
+
+    def evaluate_state(self, state: TrainState, batches: Iterable[Any], ema: bool = True) -> dict[str, float]:
         """Return what `evaluate` returns, of a given state."""
+        if isinstance(batches, Mapping):
+            raise InputError("evaluate: this is one batch; give a list of batches")
+        if ema:
+            state = training_state.use_average(state, self.program.specs, self.program.placement)
         each = [jax.device_get(self.program.evaluation(state, batch=self.place(batch))) for batch in batches]
         if not each:
             raise InputError("evaluate: there is no batch; give at least one")
@@ -152,18 +182,21 @@ class Engine:
         """
         return plan_engine(self._job, gpu, gpus, gpus_per_host, rows)
 
-    def model(self) -> Any:
+    def model(self, ema: bool = True) -> Any:
         """Return the user's model with the trained parameters: an NNX module, Linen's variables, or the pytree.
 
         Adapters are merged into their bases, and codes are dequantised. The other arrays are those of the state, which
         the next step replaces. In a job of several processes all of them call it, and the arrays are divided over the
         devices of all.
+
+        Args:
+            ema: with `training.ema_decay`, give the average of the parameters; False for the parameters themselves.
+                Variables that are no parameters are never averaged.
         """
         state, model = self.state, self.program.model
+        masters = state.averaged_masters if ema else state.masters
         variables = dict(tree.leaves_with_path(state.variables))
-        merged = jax.tree.map(
-            _merge_weight, model.specs, tree.merge(state.masters, state.frozen), is_leaf=leaves.is_wrapped
-        )
+        merged = jax.tree.map(_merge_weight, model.specs, tree.merge(masters, state.frozen), is_leaf=leaves.is_wrapped)
         return self._frontend.rebuild(
             model.flatten(merged), [variables[info.path] for info in self._frontend.variables]
         )
@@ -200,7 +233,8 @@ class Engine:
         if others := sorted(checkpoints.read_record(step)["arrays"].keys() - abstract.keys()):
             raise CheckpointError(
                 f"checkpoint {checkpoints.directory / str(step)} also holds {', '.join(others)}, which this engine "
-                "does not have: it is of another optimizer or precision; use the settings that wrote it"
+                "does not have: it is of another optimizer, precision or training.ema_decay; use the settings that "
+                "wrote it"
             )
         restored = checkpoints.restore(step, **abstract)
         state = training_state.resume_state(program.specs, step, program.placement, **restored)
@@ -302,7 +336,7 @@ def initialize(
     if weights is not None:
         check_weights(weights, frontend.parameters)
     # The program on an abstract mesh: all errors and warnings appear now, and nothing is allocated.
-    program = make_engine_program(job, AbstractMesh(dataclasses.astuple(config.mesh), AXES))
+    program = make_engine_program(job, make_abstract_mesh(config.mesh))
     for oddity in program.model.oddities:
         warnings.warn(oddity, EngineWarning, stacklevel=2)
     _check_same_job(job, program, processes)

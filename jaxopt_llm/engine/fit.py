@@ -3,7 +3,8 @@
 import contextlib
 import json
 import math
-from collections.abc import Callable, Generator, Iterable
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.data.loader import read_ahead
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.engine.batches import Batches, count_rows, make_batches
+from jaxopt_llm.engine.checks import EngineWarning
 from jaxopt_llm.engine.engine import Engine
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import visible_devices
@@ -123,8 +125,10 @@ def fit(
     """
     directory = Path(run_directory or engine.config.run.directory).absolute()
     config = replace(engine.config, run=replace(engine.config.run, directory=str(directory)))
-    if steps is not None:
-        config = replace(config, training=replace(config.training, steps=steps))
+    training = replace(config.training, batch_size=count_rows(engine.example))
+    config = replace(config, training=training if steps is None else replace(training, steps=steps))
+    if isinstance(held_out, Mapping):
+        raise InputError("held_out: this is one batch; give a list of batches")
     if engine.has_schedule:
         # As in `train`, the schedule ends with the steps of the first call, also if a later one trains longer.
         stored = None if config.schedule.decay_steps else read_decay_steps(directory)
@@ -133,6 +137,12 @@ def fit(
         if found := config.schedule.problems():
             raise InputError(f"config: {'; '.join(found)}")
         engine.set_schedule(config.schedule)
+        if config.schedule.warmup_steps >= config.training.steps:
+            text = (
+                f"schedule.warmup_steps={config.schedule.warmup_steps} reaches the end of the run, step "
+                f"{config.training.steps}: the learning rate only rises"
+            )
+            warnings.warn(text, EngineWarning, stacklevel=2)
     processes, name = engine.processes, "run_directory"
     batches = make_batches(data, engine.rows, config.run.seed)
     workload = EngineWorkload(engine, config, batches, tuple(held_out))
@@ -170,9 +180,12 @@ def _describe(engine: Engine, directory: Path) -> str:
 def _run(workload: EngineWorkload, preemption: Preemption) -> None:
     config, directory, engine = workload.config, workload.directory, workload.engine
     steps = config.training.steps
-    with open_records(config, workload.processes) as records:
+    with open_records(config, workload.processes, engine.metric_names) as records:
         progress, start = records.progress, records.start
         progress.say(_describe(engine, directory))
+        for choice in dict.fromkeys(engine.program.model.attention.choices.values()):
+            if choice.reason:
+                progress.say(f"attention: {choice}")
         with Loop(workload, records.checkpoints, progress, preemption, records.events) as loop:
             loop.restore(start)
             try:

@@ -29,6 +29,11 @@ def weigh(parts: LossParts) -> LossParts:
     return replace(parts, metrics={name: value * parts.count for name, value in parts.metrics.items()})
 
 
+def replace_zero(count: jax.Array) -> jax.Array:
+    """Return a count, and 1 in place of 0: a batch without anything that counts has loss 0 and gradient 0, not NaN."""
+    return jnp.where(count == 0, 1.0, count)
+
+
 def differentiate_user_model(model: UserModel, placement: Placement) -> Differentiate:
     """Return the function that computes the gradients of the mean loss. Batch: fields [M, B, ...], M microbatches."""
 
@@ -39,7 +44,8 @@ def differentiate_user_model(model: UserModel, placement: Placement) -> Differen
         def one_microbatch(variables: Params, microbatch: Any) -> tuple[Params, LossParts, Params]:
             def objective(perturbations: Params) -> tuple[jax.Array, tuple[LossParts, Params]]:
                 parts, after = model.evaluate(params, perturbations, variables, microbatch, placement)
-                return scale * parts.total, (parts, after)
+                # The mean, because the gradients of a sum over thousands of tokens leave the range of float16.
+                return scale * parts.total / replace_zero(parts.count), (parts, after)
 
             gradients, (parts, after) = jax.grad(objective, has_aux=True)(make_perturbations(trained, placement))
             return after, weigh(parts), gradients
@@ -48,20 +54,22 @@ def differentiate_user_model(model: UserModel, placement: Placement) -> Differen
             variables, sums, gradients = carry
             variables, added, more = one_microbatch(variables, microbatch)
             sums = jax.tree.map(jnp.add, sums, added)
+            more = jax.tree.map(lambda gradient: added.count * gradient.astype(jnp.float32), more)
             return (variables, sums, add_gradients(gradients, more, trained, placement)), None
 
         first = jax.tree.map(lambda x: x[0], batch)
         if jax.tree.leaves(batch)[0].shape[0] == 1:
             variables, sums, gradients = one_microbatch(state.variables, first)
+            divisor = scale
         else:
             _, *shapes = jax.eval_shape(one_microbatch, state.variables, first)
             zeros, no_gradients = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
             begin = state.variables, zeros, constrain_gradients(no_gradients, trained, placement)
             variables, sums, gradients = jax.lax.scan(accumulate, begin, batch)[0]
-        # A batch without anything that counts has loss 0 and gradient 0, not NaN.
-        count = jnp.where(sums.count == 0, 1.0, sums.count)
+            divisor = scale * replace_zero(sums.count)
+        count = replace_zero(sums.count)
         metrics = {name: value / count for name, value in sums.metrics.items()}
-        return Differentiated(sums.total / count, gradients, scale * count, metrics, variables)
+        return Differentiated(sums.total / count, gradients, divisor, metrics, variables)
 
     return differentiate
 

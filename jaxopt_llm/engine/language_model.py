@@ -69,7 +69,7 @@ class LanguageModel:
                 f"LanguageModel: model.moe.experts={self.config.moe.experts}: experts exchange tokens between devices, "
                 "which only the step of `train` does; use a dense model"
             )
-        self._decoder = Decoder(self.config)
+        self._decoder = Decoder(self.config, attention="auto")
 
     @property
     def weights(self) -> Mapping[str, "FolderWeight"]:
@@ -123,18 +123,19 @@ class LanguageModel:
                 f"tokens: {tokens.shape[1]} of them exceed {self.config.max_positions} learned positions; shorten them"
             )
         parameters, context = _to_arrays(parameters), self._make_context(tokens, segment_ids, positions)
-        x = self._decoder.embed(parameters["non_layer"], tokens, context)
-        for name, segment in model_segments(self._decoder).items():
+        decoder = replace(self._decoder, max_segments=1 if segment_ids is None else None)
+        x = decoder.embed(parameters["non_layer"], tokens, context)
+        for name, segment in model_segments(decoder).items():
 
             def run(x: jax.Array, layers: Any, kinds: Any = segment.kinds) -> tuple[jax.Array, None]:
                 blocks, constants = layers
                 for position, kind in enumerate(kinds):
                     layer = {name: values[position] for name, values in constants.items()}
-                    x, _, _ = self._decoder.block(kind, blocks[f"block_{position}"], x, context, layer, None)
+                    x, _, _ = decoder.block(kind, blocks[f"block_{position}"], x, context, layer, None)
                 return x, None
 
             x, _ = jax.lax.scan(run, x, (parameters[name], segment.per_layer))
-        return self._decoder.final_norm(parameters["non_layer"], x)
+        return decoder.final_norm(parameters["non_layer"], x)
 
     def head(self, parameters: Params, hidden: jax.Array) -> jax.Array:
         """Return the logits of hidden states, float32 [batch, sequence, vocabulary]."""

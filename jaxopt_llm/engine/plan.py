@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 import jax
 
 from jaxopt_llm.compiler import hlo, topology
-from jaxopt_llm.compiler.buffers import find_peak
+from jaxopt_llm.compiler.buffers import Peak, find_peak
 from jaxopt_llm.compiler.chips import CHIPS, seconds_at_peak
 from jaxopt_llm.compiler.instructions import count_runs, walk_instructions
 from jaxopt_llm.config import BATCH_AXES, RematConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.engine.batches import count_rows, with_rows
-from jaxopt_llm.engine.program import Job, make_engine_program
+from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
+from jaxopt_llm.engine.remat_choice import compile_fitting
+from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.model import param
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.planning import links
@@ -45,6 +47,8 @@ class EnginePlan:
         flops: matmuls of each GPU in a step, as compiled. Convolutions are not counted.
         breakdown: parts of a step's time by a roofline; nothing is measured.
         convolutions: convolutions in the program, whose time the breakdown leaves out.
+        attention: the implementations of `jaxopt_llm.attention` in the loss.
+        chosen: the choice of `remat.policy auto`; "" if it was not open.
     """
 
     gpu: str
@@ -63,6 +67,8 @@ class EnginePlan:
     flops_seconds: float
     breakdown: tuple[Part, ...]
     convolutions: int
+    attention: tuple[AttentionChoice, ...]
+    chosen: str
 
     @property
     def spare(self) -> int:
@@ -81,6 +87,8 @@ class EnginePlan:
             [
                 f"{self.parameters:,} parameters on {self.hosts} × {self.gpus_per_host} {self.gpu}; "
                 f"compiled in {self.compile_seconds:.1f} s with jax {self.jax}",
+                *(f"attention: {choice}" for choice in self.attention),
+                *([f"chosen: {self.chosen}"] if self.chosen else []),
                 "",
                 *format_kinds(self.memory),
                 f"  {'XLA may use':18} {self.limit / unit:9,.{digits}f}   {float(MEMORY_FRACTION):.0%} of the GPU's",
@@ -103,7 +111,7 @@ class EnginePlan:
 
 def plan_engine(job: Job, gpu: str, gpus: int | None, gpus_per_host: int, rows: int | None) -> EnginePlan:
     """Compile the step for given GPUs and measure it; see Engine.plan."""
-    job = _resize(job, gpus, rows)
+    job, gpu = _resize(job, gpus, rows), gpu.lower()
     count = job.config.mesh.devices
     gpus_per_host = min(gpus_per_host, count)
     if gpu not in CHIPS:
@@ -113,8 +121,10 @@ def plan_engine(job: Job, gpu: str, gpus: int | None, gpus_per_host: int, rows: 
     chip, hosts = CHIPS[gpu], count // gpus_per_host
     mesh = make_mesh(job.config.mesh, topology.gpu_topology(gpu, hosts, gpus_per_host))
     clock = time.perf_counter()
-    program = make_engine_program(job, mesh)
-    peak = find_peak(topology.lower_without_gpu(program.step, program.state, program.batch))
+    limit = int(chip.memory_bytes * float(MEMORY_FRACTION))
+    written = make_engine_program(job, mesh)
+    fitting = compile_fitting(job, written, limit, _compile_step, count_peak=lambda peak: peak.memory.peak)
+    program, peak = fitting.program, fitting.compiled
     seconds = time.perf_counter() - clock
     text = str(peak.compiled.as_text())
     known = KnownShapes.from_specs(program.specs, program.placement, RematConfig("none"))
@@ -130,14 +140,20 @@ def plan_engine(job: Job, gpu: str, gpus: int | None, gpus_per_host: int, rows: 
         compile_seconds=seconds,
         memory=sum_by_kind(program.state, known, peak.memory, peak.temporaries),
         largest=find_largest(program.state, known, peak.temporaries),
-        limit=int(chip.memory_bytes * float(MEMORY_FRACTION)),
+        limit=limit,
         host_bytes=peak.memory.host,
         collectives=collectives,
         flops=sum(computed.values()),
         flops_seconds=seconds_at_peak(chip, computed),
         breakdown=break_down_step(text, collectives, chip),
         convolutions=_count_convolutions(text),
+        attention=tuple(dict.fromkeys(program.model.attention.choices.values())),
+        chosen=fitting.chosen,
     )
+
+
+def _compile_step(program: EngineProgram) -> Peak:
+    return find_peak(topology.lower_without_gpu(program.step, program.state, program.batch))
 
 
 def _count_convolutions(text: str) -> int:

@@ -17,6 +17,7 @@ from jaxopt_llm.config import BATCH_AXES, Config, OptimizerConfig
 from jaxopt_llm.config.training import ALL_LINEAR
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.engine.attention import make_selector
 from jaxopt_llm.engine.frontends import Frontend, Loss
 from jaxopt_llm.engine.gradients import compute_loss, differentiate_user_model
 from jaxopt_llm.engine.user_model import Rules, UserModel, make_user_model, nest_variables
@@ -83,13 +84,15 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
     placement = Placement(mesh, config.sharding, config.precision, config.offload, reduces_microbatches=True)
     batch = split_microbatches(job.example, config.training.accumulation, placement)
     microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-    plain = make_user_model(job.frontend, job.loss, microbatch, job.rules, placement)
-    _check_loops(plain, config)
+    attention = make_selector(placement, config.training.attention)
+    plain = make_user_model(job.frontend, job.loss, microbatch, job.rules, placement, attention)
+    _check_effects(plain, config)
     plain = replace(plain, remat_loops=config.remat.policy == "full")
     model, trained, frozen = adapt_user_model(plain, config)
     _check_trained(job, trained, placement)
     optimizers, learning_rate, settings = _make_optimizers(job, model, trained)
-    specs = training_state.make_state_specs(trained, frozen, optimizers, placement.precision)
+    averages = config.training.ema_decay > 0
+    specs = training_state.make_state_specs(trained, frozen, optimizers, placement.precision, averages=averages)
     specs = replace(specs, variables=_make_variable_specs(job.frontend))
     options = xla_options.compiler_options(
         mesh,
@@ -118,8 +121,13 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
     )
 
 
-def _check_loops(model: UserModel, config: Config) -> None:
-    """Raise InputError if a setting of the layers of a loop has no effect, because there is no loop."""
+def _check_effects(model: UserModel, config: Config) -> None:
+    """Raise InputError if a setting has no effect: one of the attention, or one of the layers of a loop."""
+    if config.training.attention != "auto" and not model.attention.choices:
+        raise InputError(
+            f"config: training.attention={config.training.attention} has no effect, because the loss does not call "
+            "jaxopt_llm.attention; call it in the model, or leave the setting out"
+        )
     settings = {
         "remat.policy=full": config.remat.policy == "full",
         f"precision.matmul={config.precision.matmul}": config.precision.quantises,
@@ -153,15 +161,12 @@ def _make_optimizers(
         trained: specs of the trained parameters.
     """
     training, given = job.config.training, job.optimizer
+    settings = StepSettings(skip_outliers=training.skip_outliers, ema_decay=training.ema_decay)
     if not isinstance(given, OptimizerConfig):
-        return _make_whole_optimizer(given, model), None, StepSettings(skip_outliers=training.skip_outliers)
+        return _make_whole_optimizer(given, model), None, settings
     learning_rate = make_schedule(given.learning_rate, job.config.schedule, training.steps)
     make = functools.partial(optimizer.make_optimizer, given, learning_rate)
-    settings = StepSettings(
-        clip_norm=given.clip_norm,
-        skip_outliers=training.skip_outliers,
-        elementwise=optimizer.is_elementwise(given),
-    )
+    settings = replace(settings, clip_norm=given.clip_norm, elementwise=optimizer.is_elementwise(given))
     return update.make_optimizers(make, trained), learning_rate, settings
 
 

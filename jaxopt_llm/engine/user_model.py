@@ -10,10 +10,12 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.engine.attention import AttentionSelector
 from jaxopt_llm.engine.checks import check_parameters, check_rules, find_oddities
 from jaxopt_llm.engine.frontends import ArrayInfo, Frontend, Loss, LossParts, nest, normalise_loss
 from jaxopt_llm.execution.placed_evaluation import Lazy, evaluate
 from jaxopt_llm.execution.weight_uses import CONVOLUTION, LOOKUP, PRODUCT, Use, drop_results, find_uses
+from jaxopt_llm.kernels.attention import SELECT
 from jaxopt_llm.model import param
 from jaxopt_llm.model.linear.leaves import LoraWeight, QuantisedWeight, is_wrapped
 from jaxopt_llm.model.model import Params
@@ -34,6 +36,7 @@ class UserModel:
         sections: the section of each parameter of the front-end.
         uses: how the loss reads each parameter.
         oddities: what the user probably did not intend; see checks.py.
+        attention: selects the implementations of the loss's attention.
         traced: the jaxpr of the loss of a microbatch, from `make_user_model`.
         remat_loops: rematerialise the iterations of loops over layers (remat.policy full).
     """
@@ -44,6 +47,7 @@ class UserModel:
     sections: tuple[str, ...]
     uses: tuple[tuple[Use, ...], ...]
     oddities: tuple[str, ...]
+    attention: AttentionSelector
     traced: ClosedJaxpr
     remat_loops: bool = False
 
@@ -69,6 +73,11 @@ class UserModel:
     def recomputes(self) -> bool:
         """True if the loss rematerialises layers."""
         return self.remat_loops or any(use.in_remat for uses in self.uses for use in uses)
+
+    @property
+    def keeps_layers(self) -> bool:
+        """True if the loss has a loop over layers whose intermediates it keeps for the backward."""
+        return not self.remat_loops and any(use.leading and not use.in_remat for uses in self.uses for use in uses)
 
     def evaluate(
         self, params: Params, perturbations: Params, variables: Params, batch: Any, placement: Placement
@@ -97,7 +106,7 @@ class UserModel:
             lazy.append(Lazy(weight, leading, tuple(range(len(info.shape) - leading)), dtype))
             parameters.append(jax.ShapeDtypeStruct(info.shape, dtype))
         flat = list_variables(self.frontend, variables)
-        closed, structure = trace_loss(self.frontend, self.loss, parameters, flat, batch)
+        closed, structure = trace_loss(self.frontend, self.loss, self.attention, parameters, flat, batch)
         keep = [index >= len(parameters) for index in range(len(closed.jaxpr.outvars))]
         arguments = [*lazy, *flat, *jax.tree.leaves(batch)]
         results = evaluate(drop_results(closed, keep), arguments, placement.mesh, self.remat_loops)
@@ -135,7 +144,12 @@ def nest_variables(frontend: Frontend, leaves: Sequence[Any]) -> Params:
 
 
 def trace_loss(
-    frontend: Frontend, loss: Loss, parameters: Sequence[Any], variables: Sequence[Any], batch: Any
+    frontend: Frontend,
+    loss: Loss,
+    attention: AttentionSelector,
+    parameters: Sequence[Any],
+    variables: Sequence[Any],
+    batch: Any,
 ) -> tuple[ClosedJaxpr, Any]:
     """Return the jaxpr of (parameters, variables, batch) -> (parameters, LossParts, variables), and its tree."""
 
@@ -143,7 +157,8 @@ def trace_loss(
         output, after, changed = frontend.call(loss, parameters, variables, batch)
         return after, normalise_loss(output), [_cast_float(*pair) for pair in zip(changed, variables, strict=True)]
 
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(list(parameters), list(variables), batch)
+    with SELECT(attention):
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(list(parameters), list(variables), batch)
     return closed, jax.tree.structure(shapes)
 
 
@@ -153,35 +168,43 @@ def _cast_float(value: Any, like: Any) -> Any:
     return value.astype(like.dtype) if floats else value
 
 
-def make_user_model(frontend: Frontend, loss: Loss, batch: Any, rules: Rules, placement: Placement) -> UserModel:
+def make_user_model(
+    frontend: Frontend, loss: Loss, batch: Any, rules: Rules, placement: Placement, attention: AttentionSelector
+) -> UserModel:
     """Return the model, after one abstract run of the loss that shows how it reads each parameter.
 
     Args:
         batch: a microbatch as ShapeDtypeStructs.
 
     Raises:
-        InputError: the loss changes a parameter, or a rule does not fit.
+        InputError: the loss changes a parameter, a rule does not fit, or an attention cannot be computed as requested.
     """
     check_parameters(frontend.parameters)
     dtype = jnp.dtype(placement.precision.compute_dtype)
     parameters = [jax.ShapeDtypeStruct(info.shape, dtype) for info in frontend.parameters]
     variables = [jax.ShapeDtypeStruct(info.shape, info.dtype) for info in frontend.variables]
-    closed, _ = trace_loss(frontend, loss, parameters, variables, batch)
+    closed, _ = trace_loss(frontend, loss, attention, parameters, variables, batch)
     uses, unchanged = find_uses(closed, len(parameters))
     _check_unchanged(frontend, unchanged)
     _check_variables(frontend, closed.out_avals[len(closed.out_avals) - len(variables) :])
-    specs = [_make_spec(info, found, rules) for info, found in zip(frontend.parameters, uses, strict=True)]
-    # The dimensions of a stack have no rule.
-    without_stacks = [
-        replace(info, axes=info.axes and (*(None,) * (depth := spec.axes.count("layers")), *info.axes[depth:]))
-        for info, spec in zip(frontend.parameters, specs, strict=True)
-    ]
-    oddities = check_rules(without_stacks, rules, placement)
+    named = [_name_dimensions(*pair) for pair in zip(frontend.parameters, uses, strict=True)]
+    specs = [_make_spec(info, found, rules) for info, found in zip(named, uses, strict=True)]
+    oddities = check_rules(named, rules, placement)
     oddities += find_oddities(frontend, closed, uses, placement.precision.compute_dtype)
+    oddities += attention.warnings()
     lengths = list(dict.fromkeys(spec.shape[0] for spec in specs if spec.leading))
     sections = tuple(f"segment_{lengths.index(spec.shape[0])}" if spec.leading else "non_layer" for spec in specs)
     paths = [f"{section}/{info.path}" for section, info in zip(sections, frontend.parameters, strict=True)]
-    return UserModel(frontend, loss, nest(paths, specs), sections, tuple(map(tuple, uses)), tuple(oddities), closed)
+    return UserModel(
+        frontend=frontend,
+        loss=loss,
+        specs=nest(paths, specs),
+        sections=sections,
+        uses=tuple(map(tuple, uses)),
+        oddities=tuple(oddities),
+        attention=attention,
+        traced=closed,
+    )
 
 
 def _check_unchanged(frontend: Frontend, unchanged: Sequence[int | None]) -> None:
@@ -204,14 +227,28 @@ def _check_variables(frontend: Frontend, changed: Sequence[Any]) -> None:
             )
 
 
+def _name_dimensions(info: ArrayInfo, uses: Sequence[Use]) -> ArrayInfo:
+    """Return a parameter with a name or None for each dimension. The dimensions of a stack have none.
+
+    The user's names may leave out the last dimensions, as in a PartitionSpec. As many names as a layer has dimensions
+    are those of a layer: `nnx.vmap` adds no name for a stack unless it is told one.
+    """
+    names, rank, leading = info.axes or (), len(info.shape), _count_leading(uses)
+    if len(names) > rank:
+        raise InputError(f"model: {info.path} has {rank} dimensions, and names for {len(names)}: {names}")
+    of_layer = names if leading and len(names) == rank - leading else names[leading:]
+    return replace(info, axes=(*(None,) * leading, *of_layer, *(None,) * (rank - leading - len(of_layer))))
+
+
+def _count_leading(uses: Sequence[Use]) -> int:
+    """Return the number of dimensions of a stack that loops take apart."""
+    return min((use.leading for use in uses), default=0)
+
+
 def _make_spec(info: ArrayInfo, uses: Sequence[Use], rules: Rules) -> ParamSpec:
-    leading = min((use.leading for use in uses), default=0)
+    leading = _count_leading(uses)
     products = [use.contracting for kind in (PRODUCT, CONVOLUTION, LOOKUP) for use in uses if use.kind == kind]
-    named = info.axes or ()
-    if len(named) > len(info.shape):
-        raise InputError(f"model: {info.path} has {len(info.shape)} dimensions, and names for {len(named)}: {named}")
-    axes: list[str | None] = [rules.get(name) if name else None for name in named]
-    axes += [None] * (len(info.shape) - len(axes))  # as in a PartitionSpec
+    axes = [rules.get(name) if name else None for name in info.axes or ()]
     axes[:leading] = ["layers"] * leading
     return ParamSpec(
         info.shape,

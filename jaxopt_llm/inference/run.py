@@ -34,7 +34,7 @@ from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.inference.flags import Step
-from jaxopt_llm.inference.steps import use_checkpoint
+from jaxopt_llm.inference.steps import choose_trained_tree, use_checkpoint
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Model, Params
@@ -287,7 +287,7 @@ def restore_run(
     precision: PrecisionConfig | None = None,
     step: Step = None,
 ) -> tuple[Model, Params, Placement, int]:
-    """Restore the parameters of a run's checkpoint.
+    """Restore the parameters of a run's checkpoint; of those that were trained their average, if it has one.
 
     Args:
         directory: the run directory.
@@ -324,13 +324,14 @@ def restore_run(
         # Training reads its master weights in these dtypes too.
         dtypes = jax.tree.map(lambda spec: spec.dtype if spec.exact else jnp.dtype(dtype), trained)
         saved = abstract_checkpoint(trained, placement)
-        masters = checkpoints.restore(step, {"masters": dtypes}, masters=saved)["masters"]
+        name = choose_trained_tree(directory, step)
+        trained_values = checkpoints.restore(step, {name: dtypes}, **{name: saved})[name]
         rest = frozen
         if base is not None:
             rest = pretrained_weights.read_frozen(base, frozen, placement)
         elif jax.tree.leaves(frozen):
             rest = checkpoints.restore(step, frozen=abstract_checkpoint(frozen, placement))["frozen"]
-        return tree.merge(masters, rest), step
+        return tree.merge(trained_values, rest), step
 
     params, restored = use_checkpoint(directory, step, restore)
     resting = resting_parameter_sharding(trained if frozen_as == "absent" else model.specs, placement)

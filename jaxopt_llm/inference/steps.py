@@ -1,11 +1,13 @@
 """Choice of a run's checkpoint."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from jaxopt_llm.checkpoint.native import retention, step_directories
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.checkpoint.run_weights import AVERAGE, describe_average, find_trained_tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.inference.flags import Step
 
@@ -29,6 +31,14 @@ def use_checkpoint(directory: Path, step: Step, use: Callable[[Checkpoints, int]
             except CheckpointError:
                 if isinstance(step, int) or (directory / "checkpoints" / str(found)).exists():
                     raise  # otherwise the run is in progress, wrote a newer checkpoint and deleted this one
+
+
+def choose_trained_tree(directory: Path, step: int) -> str:
+    """Return the tree of a checkpoint that holds the trained parameters to use, and say so if it is their average."""
+    name = find_trained_tree(directory / "checkpoints" / str(step))
+    if name == AVERAGE:
+        print(describe_average(directory, step), file=sys.stderr)
+    return name
 
 
 def _find_verified(directory: Path, step: Step) -> int | None:

@@ -13,6 +13,7 @@ from jaxopt_llm.checkpoint.stored_layers import StoredLayers
 from jaxopt_llm.config import Config, ModelConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.inference import run
+from jaxopt_llm.inference.steps import choose_trained_tree
 from jaxopt_llm.model import decoder_specs
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.training import lora, pretrained_weights
@@ -33,6 +34,7 @@ def open_run_layers(directory: Path, config: Config, step: int) -> StoredLayers:
     base = open_frozen_base(directory, config) if jax.tree.leaves(frozen) else None
     if base is not None:
         frozen = pretrained_weights.with_stored_dtypes(base, frozen)
+    choose_trained_tree(directory, step)
     weights = RunWeights(directory, directory / "checkpoints" / str(step), config.model, config.model)
     return StoredLayers(collect_leaves(tree.merge(trained, frozen)), weights, base)
 

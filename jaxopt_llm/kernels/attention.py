@@ -11,6 +11,8 @@ attention reads latents (padded.py).
 import functools
 import logging
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -20,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxopt_llm.kernels import attention_cudnn, attention_pallas, attention_triton, attention_xla
 from jaxopt_llm.kernels.attention_auto import AttentionCall, AttentionChoice, choose_fastest
 from jaxopt_llm.kernels.attention_mask import KeyRanges, make_document_ranges
-from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, attention_scope
 
 # Name of the output and the log-sum-exp for jax.checkpoint: a policy that saves it runs no forward again.
 CHECKPOINT_NAME = "attention"
@@ -57,6 +59,28 @@ KERNELS: dict[str, Any] = {"pallas": attention_pallas, "triton": attention_trito
 IMPLEMENTATIONS: dict[str, Implementation] = {"xla": attention_xla, **KERNELS}
 
 
+@dataclass(frozen=True)
+class AttentionRequest:
+    """A call of `attention`, as the selection of its implementation sees it.
+
+    requested: the argument `implementation`. rows, heads, kv_heads: B, H and G. value_dim: V.
+    """
+
+    requested: str
+    call: AttentionCall
+    rows: int
+    heads: int
+    kv_heads: int
+    value_dim: int
+
+
+# The function that selects the implementation of each `attention` that is traced in this context, as a program that
+# divides arrays over devices does; None selects for one device. JAX's caches have the value in their keys, so that no
+# jitted function remembers the implementation of another program.
+SELECT: Any = jax.make_user_context(None)
+Select = Callable[[AttentionRequest], Implementation]
+
+
 def get_compute_capability(device: Any) -> tuple[int, int] | None:
     """Return the compute capability of a GPU, and None for other devices."""
     if device.platform != "gpu":
@@ -77,6 +101,14 @@ def find_unsupported(call: AttentionCall, capability: tuple[int, int] | None) ->
     return {"xla": []} | found
 
 
+def exclude_sizes(head_dim: int, value_dim: int) -> dict[str, str]:
+    """Return, for each kernel, why it does not support the head size of the values; nothing if it is the same."""
+    if value_dim == head_dim:
+        return {}
+    sizes = f"v has head size {value_dim}, q and k have {head_dim}"
+    return {name: f"{sizes}: {name} requires one size, xla supports any" for name in KERNELS}
+
+
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -93,6 +125,11 @@ def attention(
 ) -> jax.Array:
     """Compute softmax attention with grouped queries (GQA); the softmax is in float32.
 
+    It has no dropout, and no mask but those of the arguments. In a loss under `jaxopt_llm.initialize`, each device
+    calls the implementation with its own rows and heads.
+
+    Letters: B batch, S queries, T keys, H heads, G key-value heads, K head size, V head size of the values.
+
     Args:
         q: [B, S, H, K], in the dtype of k and v. Query head h reads key-value head h // (H / G).
         k: [B, T, G, K]; G divides H.
@@ -107,8 +144,9 @@ def attention(
             within packed documents, which restart at each document.
         scale: factor of the scores; 1 / sqrt(K) by default.
         softcap: bounds the scaled scores, as softcap × tanh(score / softcap), before invisible keys are masked.
-        implementation: a name in IMPLEMENTATIONS; or "auto", the fastest implementation that supports the call on
-            JAX's default device (see attention_auto.py). Its choice on a GPU is logged once.
+        implementation: "xla", "cudnn", "pallas" or "triton"; or "auto": under `initialize` that of
+            `training.attention`, elsewhere the fastest that supports the call on JAX's default device. The choice on a
+            GPU is logged once.
         max_segments: maximum number of segments in a row of segment_ids, which cudnn requires. With more, the
             gradients are NaN.
 
@@ -116,27 +154,39 @@ def attention(
         The output [B, S, H, V] in q's dtype; 0 for a query that sees nothing.
 
     Raises:
-        ValueError: Shapes, dtypes or numbers do not match, or the implementation does not support the call.
+        ValueError: shapes, dtypes or numbers do not match, or the implementation does not support the call.
+        InputError: the same under `initialize`, if the implementation does not support the call or the devices.
     """
     _check_call(q, k, v, causal=causal, window=window, segment_ids=segment_ids, positions=positions)
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name}={value}: give a finite number above 0, or None")
+    if implementation not in ("auto", *IMPLEMENTATIONS):
+        raise ValueError(f"implementation={implementation!r}: choose one of auto, {', '.join(IMPLEMENTATIONS)}")
     segments = 1 if segment_ids is None else max_segments
     call = AttentionCall(q.shape[-1], q.dtype, k.shape[1], segments, window, softcap, positions is not None)
-    implementation = _choose_implementation(implementation, call, v.shape[-1])
+    selected = select_implementation(implementation, call, q, k, v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if segment_ids is None:
         segment_ids = jnp.zeros(k.shape[:2], jnp.int32)
     key_ranges = make_document_ranges(segment_ids, causal).limit_to_window(window)
+    parameters = AttentionParameters(scale, softcap, segments=segments)
     if positions is None and q.shape[1] == k.shape[1]:
         keys_before, keys_after = None if window is None else window - 1, 0 if causal else None
-        parameters = AttentionParameters(scale, softcap, keys_before, keys_after, segments=segments)
-        return attend(IMPLEMENTATIONS[implementation], parameters, q, k, v, key_ranges)
-    # Without positions, and with other numbers of queries and keys, all queries see the same keys.
-    rows = jnp.zeros(q.shape[:2], jnp.int32) if positions is None else positions
-    parameters = AttentionParameters(scale, softcap, segments=segments)
-    return attend(IMPLEMENTATIONS[implementation], parameters, q, k, v, key_ranges.take_queries(rows))
+        parameters = replace(parameters, keys_before=keys_before, keys_after=keys_after)
+    else:
+        # Without positions, and with other numbers of queries and keys, all queries see the same keys.
+        key_ranges = key_ranges.take_queries(jnp.zeros(q.shape[:2], jnp.int32) if positions is None else positions)
+    with attention_scope(window, causal=causal):
+        return attend(selected, parameters, q, k, v, key_ranges)
+
+
+def select_implementation(
+    requested: str, call: AttentionCall, q: jax.Array, k: jax.Array, v: jax.Array
+) -> Implementation:
+    """Return the implementation of a call in the program that is traced, or on the default device."""
+    select: Select = SELECT.value or _select_for_default_device
+    return select(AttentionRequest(requested, call, q.shape[0], q.shape[2], k.shape[2], v.shape[-1]))
 
 
 def _check_call(
@@ -178,28 +228,23 @@ def _check_call(
         )
 
 
-def _choose_implementation(requested: str, call: AttentionCall, value_dim: int) -> str:
-    """Return the name of the implementation that computes the call. value_dim: head size of the values."""
-    capability = get_compute_capability(_get_default_device())
+def _select_for_default_device(request: AttentionRequest) -> Implementation:
+    requested, call, capability = request.requested, request.call, get_compute_capability(_get_default_device())
     problems = find_unsupported(call, capability)
-    if value_dim != call.head_dim:
-        sizes = f"v has head size {value_dim}, q and k have {call.head_dim}"
-        for name in KERNELS:
-            problems[name].append(f"{sizes}: {name} requires one size, xla supports any")
+    for name, reason in exclude_sizes(call.head_dim, request.value_dim).items():
+        problems[name].append(reason)
     if requested == "auto":
         choice = choose_fastest(call, capability, problems)
         if choice.reason:
             _log_once(choice)
-        return choice.name
-    if requested not in problems:
-        raise ValueError(f"implementation={requested!r}: choose one of auto, {', '.join(problems)}")
+        return IMPLEMENTATIONS[choice.name]
     if problems[requested]:
         others = [name for name, found in problems.items() if not found]
         raise ValueError(
             f"implementation={requested!r}: {'; '.join(problems[requested])}; "
             f"choose one that supports this call: {', '.join(others)}"
         )
-    return requested
+    return IMPLEMENTATIONS[requested]
 
 
 @functools.cache

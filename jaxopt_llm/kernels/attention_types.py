@@ -3,13 +3,31 @@
 Letters: B batch, S queries, T keys, H heads, G key-value heads, K head size, V head size of the values.
 """
 
+import contextlib
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxopt_llm.core.tree import Leaf
 from jaxopt_llm.kernels.attention_mask import KeyRanges
+
+ALL_KEYS = "every_key_visible"  # the named scope of attention without a causal order
+
+
+def attention_scope(window: int | None, parts: int = 1, causal: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """Return a named scope that records facts about attention that are not in a kernel's program.
+
+    Args:
+        window: number of the last keys that a query sees; None for all keys.
+        parts: number of kernel calls, each with one part of the keys.
+        causal: whether a query sees no key after its own.
+    """
+    if not causal:
+        return jax.named_scope(ALL_KEYS)
+    if window is None and parts == 1:
+        return contextlib.nullcontext()
+    return jax.named_scope(f"within_{window or 'all'}_keys_in_{parts}_parts")
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import Kind, ModelConfig
 from jaxopt_llm.kernels.attention_mask import make_document_ranges
+from jaxopt_llm.kernels.attention_types import attention_scope
 from jaxopt_llm.kernels.cross_entropy import Classifier
 from jaxopt_llm.model import decoder_specs, latent_attention, layers
 from jaxopt_llm.model.auxiliary import Auxiliary
@@ -35,7 +35,7 @@ from jaxopt_llm.parallel.sequence import all_gather_sequence, count_key_parts, r
 class Decoder:
     """Decoder-only transformer; the methods are documented in Model.
 
-    loss_chunk, z_loss: see TrainingConfig. attention, grouped_matmul: names of implementations (kernels/attention.py,
+    loss_chunk, z_loss: see TrainingConfig. attention, grouped_matmul: names of implementations (self_attention.py,
         kernels/grouped_matmul.py). max_segments: maximum number of segments in a row, padding included; None if any
         number is possible.
     specs: the decoder's own by default; others if parameters are adapted, quantised or stacked by stage.
@@ -143,7 +143,7 @@ class Decoder:
         )
         if config.mla.kv_rank:
             attend, norms = latent_attention.latent_attention, ("query_latent_norm", "latent_norm")
-        with hlo.attention_scope(window, count_key_parts(context.placement)):
+        with attention_scope(window, count_key_parts(context.placement)):
             return attend(
                 params["attention"],
                 x,

@@ -7,20 +7,17 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import PartitionSpec
 
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.kernels import attention_xla
 from jaxopt_llm.kernels.all_to_all import AllToAll
-from jaxopt_llm.kernels.attention import IMPLEMENTATIONS, Implementation, attend
+from jaxopt_llm.kernels.attention import IMPLEMENTATIONS, Implementation, attend, select_implementation
 from jaxopt_llm.kernels.attention_auto import AttentionCall
-from jaxopt_llm.kernels.attention_mask import KeyRanges
-from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
+from jaxopt_llm.kernels.attention_types import AttentionParameters
 from jaxopt_llm.kernels.padded import Padded, common_size
 from jaxopt_llm.kernels.ring import Ring
 from jaxopt_llm.model.context import Context
@@ -28,6 +25,7 @@ from jaxopt_llm.model.intermediates import tag
 from jaxopt_llm.model.layers import Function, Rotary, project, project_all, recomputed, with_biases
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.param import ParamSpec, normal
+from jaxopt_llm.parallel.per_device import PerDevice
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.sequence import all_gather_sequence, count_head_shards, reduce_scatter_sequence
 
@@ -40,7 +38,8 @@ class AttentionOptions:
     """Settings of an attention sublayer.
 
     rotary: rotary position embedding; None: no positions. window, scale, softcap: see AttentionParameters.
-    implementation: name in kernels/attention.py. max_segments: AttentionParameters.segments.
+    implementation: name in kernels/attention.py; or "auto", that of the program around, as `attention` selects it.
+    max_segments: AttentionParameters.segments.
     """
 
     rotary: Rotary | None
@@ -137,7 +136,11 @@ def attend_to_sequence(
         window=window,
         segments=options.max_segments,
     )
-    kernel = _select_implementation(options.implementation, context.placement, q.shape[-1], v.shape[-1])
+    if options.implementation == "auto":
+        call = AttentionCall(q.shape[-1], q.dtype, k.shape[1], options.max_segments, window, options.softcap, False)
+        kernel = select_implementation("auto", call, q, k, v)
+    else:
+        kernel = _select_implementation(options.implementation, context.placement, q.shape[-1], v.shape[-1])
     return attend(kernel, parameters, q, k, v, context.key_ranges.limit_to_window(window))
 
 
@@ -187,55 +190,8 @@ def _select_implementation(name: str, placement: Placement, head_dim: int, value
     if name != "xla" and head_dim != value_dim:
         kernel = Padded(kernel, common_size(head_dim, value_dim))
     if placement.size("context") > 1:
-        return _PerDevice(CONTEXT_EXCHANGES[placement.sharding.context_exchange](kernel, "context"), placement)
-    return kernel if name == "xla" else _PerDevice(kernel, placement)
-
-
-@dataclass(frozen=True)
-class _PerDevice:
-    """Kernel in a region that is manual over the mesh: each device calls it with its own rows and heads.
-
-    XLA cannot partition a kernel, and would gather its operands instead.
-    """
-
-    kernel: Implementation
-    placement: Placement
-
-    @property
-    def reads_out(self) -> bool:
-        return self.kernel.reads_out
-
-    def forward(
-        self, parameters: AttentionParameters, q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: KeyRanges
-    ) -> tuple[jax.Array, jax.Array]:
-        heads, kv_heads, rows, sums = self._specs()
-        run = self.placement.shard_map(
-            functools.partial(self.kernel.forward, parameters), (heads, kv_heads, kv_heads, rows), (heads, sums)
-        )
-        return run(q, k, v, key_ranges)
-
-    def backward(
-        self, parameters: AttentionParameters, residuals: AttentionResiduals, gradient: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        heads, kv_heads, rows, sums = self._specs()
-        residual_specs: dict[str, Any] = {"q": heads, "k": kv_heads, "v": kv_heads, "key_ranges": rows, "log_sum": sums}
-        residual_specs |= {"out": heads} if self.reads_out else {"delta": sums}
-        run = self.placement.shard_map(
-            functools.partial(self.kernel.backward, parameters),
-            (AttentionResiduals(**residual_specs), heads),
-            (heads, kv_heads, kv_heads),
-        )
-        return run(residuals, gradient)
-
-    def _specs(self) -> tuple[PartitionSpec, ...]:
-        """Return the specs of q, of k and v, of the key ranges, and of arrays with one value per query and head."""
-        spec = self.placement.activation
-        return (
-            spec("batch", "sequence", "heads", None).spec,
-            spec("batch", "sequence", "kv_heads", None).spec,
-            spec("batch", "sequence").spec,
-            spec("batch", "heads", "sequence").spec,
-        )
+        return PerDevice(CONTEXT_EXCHANGES[placement.sharding.context_exchange](kernel, "context"), placement)
+    return kernel if name == "xla" else PerDevice(kernel, placement)
 
 
 def write_cache(cache: jax.Array, new: jax.Array, context: Context) -> jax.Array:

@@ -12,8 +12,14 @@ from rich.table import Column
 class ProgressLine:
     """Line with the number of steps done, the last logged numbers and the remaining time. A context manager."""
 
-    def __init__(self, steps: int, visible: bool = True) -> None:
-        """Prepare the line. visible: whether this process prints anything."""
+    def __init__(self, steps: int, visible: bool = True, shown: Sequence[str] = ()) -> None:
+        """Prepare the line.
+
+        Args:
+            visible: whether this process prints anything.
+            shown: metrics to show besides those that every run has.
+        """
+        self._shown = shown
         self._console = Console(highlight=False, soft_wrap=True, quiet=not visible)
         texts = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")
         hidden = not self._console.is_terminal
@@ -50,6 +56,9 @@ class ProgressLine:
                 if name.startswith("eval_loss/")
             ]
             numbers += f" ({', '.join(sets)})" if len(sets) > 1 else ""
+        for name in self._shown:
+            held_out = f" (held-out {record[f'eval_{name}']:.4f})" if f"eval_{name}" in record else ""
+            numbers += f"  {name} {_decimals(record[name], 4)}{held_out}"
         unit = next(name for name in ("tokens", "rows") if f"{name}_per_second" in record)
         numbers += f"  grad norm {_decimals(record['grad_norm'], 3)}  {record[f'{unit}_per_second']:,.0f} {unit}/s"
         self._progress.update(self._task, description=numbers)

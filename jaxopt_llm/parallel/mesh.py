@@ -6,11 +6,13 @@ from dataclasses import astuple
 import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxopt_llm.config import AXES, MeshConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.runtime import prepare_devices
+
+AXIS_TYPES = (AxisType.Auto,) * len(AXES)
 
 
 def visible_devices() -> list[jax.Device]:
@@ -51,4 +53,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             f"mesh: {sizes} needs {config.devices} device(s) but {len(devices)} {devices[0].platform} device(s) are "
             f"visible; change --mesh.* so that the product is {len(devices)}, or limit the visible devices"
         )
-    return Mesh(np.array(devices).reshape(astuple(config)), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(np.array(devices).reshape(astuple(config)), AXES, axis_types=AXIS_TYPES)
+
+
+def make_abstract_mesh(config: MeshConfig) -> AbstractMesh:
+    """Return the mesh without devices, for shapes, shardings and estimates."""
+    return AbstractMesh(astuple(config), AXES, axis_types=AXIS_TYPES)

@@ -41,11 +41,11 @@ class Memory:
     """Bytes on each GPU, by kind. Their sum is the compiler's own peak, `hlo.Memory.peak`.
 
     The shardings give the bytes of the train state: `parameters` are the master weights, the compute copy and the
-    frozen parameters, `optimizer` are the moments. Temporaries are those that are alive when XLA holds most. The scope
-    that a temporary comes from tells its kind; for accumulated gradients its shape does. `activations` are everything
-    else that the forward and the backward hold, the gradients of activations included. `gathered_weights` include
-    weights that are brought from the host. `other` is the batch, copies without a source, and unused space between
-    temporaries.
+    frozen parameters, `optimizer` are the moments and the average. Temporaries are those that are alive when XLA holds
+    most. The scope that a temporary comes from tells its kind; for accumulated gradients its shape does. `activations`
+    are everything else that the forward and the backward hold, the gradients of activations included.
+    `gathered_weights` include weights that are brought from the host. `other` is the batch, copies without a source,
+    and unused space between temporaries.
     """
 
     parameters: int
@@ -151,7 +151,7 @@ def sum_by_kind(state: TrainState, known: KnownShapes, total: hlo.Memory, tempor
     """Return the bytes of each kind at the peak; they add up to `total.peak`."""
     kinds = dict.fromkeys((field.name for field in dataclasses.fields(Memory)), 0)
     kinds["parameters"] = count_resting_bytes((state.masters, state.compute, state.frozen))
-    kinds["optimizer"] = count_resting_bytes(state.moments)
+    kinds["optimizer"] = count_resting_bytes((state.moments, state.average))
     for buffer in temporaries:
         kinds[classify(buffer, known)] += buffer.bytes
     kinds["other"] += total.peak - sum(kinds.values())
@@ -167,7 +167,7 @@ def write_memory(path: Path, program: Program, step: jax.stages.Compiled) -> Non
     state, total = program.state, hlo.read_memory(step)
     kinds = {
         "parameters": count_resting_bytes((state.masters, state.compute, state.frozen)),
-        "optimizer": count_resting_bytes(state.moments),
+        "optimizer": count_resting_bytes((state.moments, state.average)),
         "temporaries": total.temporaries,
     }
     kinds["other"] = total.peak - sum(kinds.values())
@@ -186,6 +186,7 @@ def find_largest(state: TrainState, known: KnownShapes, temporaries: Sequence[Bu
         "compute copy of": (state.compute, "parameters"),
         "frozen": (state.frozen, "parameters"),
         "moments": (state.moments, "optimizer"),
+        "average of": (state.average, "optimizer"),
     }
     arrays = []
     for name, (leaves, kind) in trees.items():

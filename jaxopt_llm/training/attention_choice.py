@@ -5,7 +5,8 @@ Process 0 chooses, and sends the choice to the others. A run that continues on t
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jaxopt_llm.compiler.kernel_choice import choose_attention
@@ -68,6 +69,37 @@ def resolve_attention(
     return resolved, choice
 
 
+def choose_working(
+    device: Any,
+    requested: str,
+    call: AttentionCall,
+    group: int,
+    excluded: Mapping[str, str] = MappingProxyType({}),
+    kept: str = "",
+) -> AttentionChoice:
+    """Choose an implementation as `choose_attention` does, of those that are right on this GPU. CPUs need no check.
+
+    Args:
+        device: a device of this process.
+        group: query heads of a key-value head.
+        kept: the choice of the run that continues, which is taken instead of `auto` if it is right; "" for none.
+
+    Raises:
+        InputError: the requested implementation does not support the device or the call, or is wrong on this GPU.
+    """
+    excluded, failures = dict(excluded), list[str]()
+    while True:
+        choice = choose_attention(device, kept or requested, call, excluded)
+        needs_check = choice.name != FALLBACK and device.platform == "gpu"
+        failure = check_attention(choice.name, call, group) if needs_check else ""
+        if not failure:
+            return dataclasses.replace(choice, warning="; ".join(failures))
+        if requested != AUTO:
+            raise InputError(f"training.attention={choice.name} {failure}; set --training.attention {AUTO}")
+        failures.append(f"attention {choice.name} {failure}, so that the run uses another implementation")
+        excluded[choice.name], kept = failure, ""
+
+
 class _Chooser:
     """Choice of one process."""
 
@@ -81,23 +113,17 @@ class _Chooser:
 
     def choose(self) -> tuple[AttentionChoice, int]:
         """Return the choice, and the maximum number of documents in a row; 0 for no limit."""
-        requested, kept, failures = self._config.training.attention, self._find_kept(), list[str]()
+        requested, kept = self._config.training.attention, self._find_kept()
         chooses = not kept and requested in (AUTO, CUDNN) and self._can_limit
         limit = self._find_limit() if chooses else None
         call = self._describe_call(limit.documents) if limit else self._call
         excluded = self._exclude_cudnn(limit) if limit and requested == AUTO else {}
-        while True:
-            choice = choose_attention(self._device, kept or requested, call, excluded)
-            failure = self._check(choice.name, call)
-            if not failure:
-                limited = limit if choice.name == CUDNN else None
-                reason = self._describe(choice, limited, anew=requested == AUTO and not kept)
-                documents = limited.documents if limited else self._limit
-                return AttentionChoice(choice.name, reason, "; ".join(failures)), documents
-            if requested != AUTO:
-                raise InputError(f"training.attention={choice.name} {failure}; set --training.attention {AUTO}")
-            failures.append(f"attention {choice.name} {failure}, so that the run uses another implementation")
-            excluded[choice.name], kept = failure, ""
+        model = self._config.model
+        choice = choose_working(self._device, requested, call, model.heads // model.kv_heads, excluded, kept)
+        limited = limit if choice.name == CUDNN else None
+        reason = self._describe(choice, limited, anew=requested == AUTO and choice.name != kept)
+        documents = limited.documents if limited else self._limit
+        return dataclasses.replace(choice, reason=reason), documents
 
     def _describe_call(self, documents: int | None) -> AttentionCall:
         config = self._config
@@ -144,13 +170,6 @@ class _Chooser:
         if limit.waste is not None:
             problem = f"{limit} would turn {limit.waste:.1%} of the tokens into padding"
         return {CUDNN: f"{problem}; to accept that, set --data.documents-per-row {limit.documents}"}
-
-    def _check(self, name: str, call: AttentionCall) -> str:
-        """Return how an implementation failed on this GPU; "" if it did not, or needs no GPU."""
-        if name == FALLBACK or self._device.platform != "gpu":
-            return ""
-        model = self._config.model
-        return check_attention(name, call, model.heads // model.kv_heads)
 
     def _describe(self, choice: AttentionChoice, limit: Limit | None, anew: bool) -> str:
         reasons = [choice.reason] if choice.reason else []

@@ -31,7 +31,7 @@ from jaxopt_llm.training.step import (
     make_step,
     update_after_backward,
 )
-from jaxopt_llm.training.update import SectionOptimizers, Updatable
+from jaxopt_llm.training.update import Scalars, SectionOptimizers, Updatable
 
 
 def make_decoder_step(
@@ -49,7 +49,7 @@ def make_decoder_step(
     """
     batch_sharding = placement.activation(None, "batch", "sequence")
     if settings.in_backward:
-        advance = update_in_backward(model, optimizers, specs, placement)
+        advance = update_in_backward(model, optimizers, specs, placement, settings)
     else:
         differentiate = differentiate_decoder(model, executor, placement)
         advance = update_after_backward(differentiate, optimizers, specs, placement, settings)
@@ -89,18 +89,21 @@ def differentiate_decoder(model: Model, executor: Executor, placement: Placement
     return differentiate
 
 
-def update_in_backward(model: Model, optimizers: SectionOptimizers, specs: StateSpecs, placement: Placement) -> Advance:
+def update_in_backward(
+    model: Model, optimizers: SectionOptimizers, specs: StateSpecs, placement: Placement, settings: StepSettings
+) -> Advance:
     """Return the function that updates each period during the backward."""
 
     def read_params(section_state: Updatable) -> Params:
-        masters, _, compute = section_state
-        return masters if compute is None else compute
-
-    def update_period(section: str, period_state: Updatable, gradients: Params) -> Updatable:
-        period_specs = param.period_specs(specs.masters[section])
-        return update.update_period(optimizers[section], period_specs, placement, period_state, gradients)
+        return section_state.masters if section_state.compute is None else section_state.compute
 
     def advance(state: TrainState, batch: Batch) -> Outcome:
+        scalars = Scalars(weight=settings.new_weight(state.guard))
+
+        def update_period(section: str, period_state: Updatable, gradients: Params) -> Updatable:
+            period_specs = param.period_specs(specs.masters[section])
+            return update.update_period(optimizers[section], period_specs, placement, period_state, gradients, scalars)
+
         per_token = _invert_tokens(batch)
         sections = update.split_sections(state.updatable)
         loss, squares, auxiliary, sections = loss_and_update(

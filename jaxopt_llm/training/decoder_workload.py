@@ -84,8 +84,12 @@ class DecoderWorkload:
         return new
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
-        """Return the mean loss over all validation sets, `eval_loss`, and that of each of `evaluation.paths`."""
+        """Return the mean loss over all validation sets, `eval_loss`, and that of each of `evaluation.paths`.
+
+        With `training.ema_decay`, they are those of the average.
+        """
         total, losses = LossSum(), {}
+        state = training_state.use_average(state, self._setup.program.specs, self._setup.placement)
         for name, batches in self._setup.validation.items():
             loss = evaluate(self._programs.held_out, state, map(self._setup.local_rows.make_global, batches))
             total += loss

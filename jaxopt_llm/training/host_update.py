@@ -72,7 +72,10 @@ class _Evaluation:
 
 
 def update_by_parts(
-    function: Callable[[tree.Tree, tree.Tree], tree.Tree], state: tree.Tree, gradients: tree.Tree, good: jax.Array
+    function: Callable[[tree.Tree, tree.Tree], tree.Tree],
+    state: tree.Tree,
+    gradients: tree.Tree,
+    good: jax.Array | bool,
 ) -> tree.Tree:
     """Return `function(state, gradients)`, the next state, of a state of which some leaves are in host memory.
 
@@ -111,7 +114,7 @@ def update_by_parts(
 
 
 def _update_group(
-    outside: _Evaluation, group: Sequence[int], leaves: dict[int, jax.Array], good: jax.Array
+    outside: _Evaluation, group: Sequence[int], leaves: dict[int, jax.Array], good: jax.Array | bool
 ) -> dict[int, jax.Array]:
     """Return the next leaves of a group, by their indices.
 

@@ -13,7 +13,7 @@ from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
-from jaxopt_llm.checkpoint.run_weights import RunWeights, is_run_directory
+from jaxopt_llm.checkpoint.run_weights import AVERAGE, RunWeights, describe_average, find_trained_tree, is_run_directory
 from jaxopt_llm.config import Config, cli
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import CheckpointError, InputError
@@ -43,7 +43,7 @@ def open_initial_weights(
     """Open the weights that a run needs in addition to its own checkpoint of step `start` (0: no checkpoint).
 
     Args:
-        say: receives one line for each damaged checkpoint of the run that `model.pretrained` names.
+        say: see `open_pretrained`.
 
     Raises:
         InputError, CheckpointError: the weights cannot be used.
@@ -65,7 +65,7 @@ def open_pretrained(config: Config, say: Callable[[str], None], processes: Proce
     """Open the weights that `model.pretrained` names: a Hugging Face folder, or a run, whose last checkpoint is used.
 
     Args:
-        say: receives one line for each damaged checkpoint of that run.
+        say: receives one line for each damaged checkpoint of that run, and one if an average is used.
 
     Raises:
         CheckpointError: the run has no usable checkpoint.
@@ -77,6 +77,8 @@ def open_pretrained(config: Config, say: Callable[[str], None], processes: Proce
         step = checkpoints.latest_verified_step()
     if step is None:
         raise CheckpointError(f"model.pretrained={path}: the run has no checkpoint; train it, or name another")
+    if find_trained_tree(path / "checkpoints" / str(step)) == AVERAGE:
+        say(describe_average(path, step))
     run_config = cli.load_run_config(path, "model.pretrained=")
     base = open_frozen_base(path, run_config) if run_config.training.trainable else None
     base = base and base.for_model(config.model)

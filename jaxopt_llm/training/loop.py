@@ -84,8 +84,10 @@ class Loop:
         self._events.write_end(self.current, error)
         self._scope.close()
         for log in (self._log, self._samples):
-            if error is None and log is not None:
-                log.close()
+            if log is not None:
+                # After an error, a record that cannot be written must not hide it.
+                with contextlib.suppress(OSError) if error else contextlib.nullcontext():
+                    log.close()
 
     def restore(self, start: int) -> None:
         """Load the state of step `start` onto the devices: from its checkpoint, or for step 0 from initial values."""

@@ -82,13 +82,16 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
     model, trainable, frozen = adapt_model(model, config.lora, placement.precision, training.trainable)
     learning_rate = make_schedule(config.optimizer.learning_rate, config.schedule, training.steps)
     optimizers = update.make_optimizers(functools.partial(make_optimizer, config.optimizer, learning_rate), trainable)
-    specs = training_state.make_state_specs(trainable, frozen, optimizers, placement.precision, keep_frozen)
+    specs = training_state.make_state_specs(
+        *(trainable, frozen, optimizers, placement.precision, keep_frozen), averages=training.ema_decay > 0
+    )
     batch_sharding = placement.activation(None, "batch", "sequence")
     shape = (training.accumulation, training.batch_size // training.accumulation, training.sequence_length)
     ids, mask = (jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding) for dtype in (jnp.int32, jnp.bool))
     settings = StepSettings(
         clip_norm=config.optimizer.clip_norm,
         skip_outliers=training.skip_outliers,
+        ema_decay=training.ema_decay,
         elementwise=is_elementwise(config.optimizer),
         in_backward=config.optimizer.in_backward,
         dropout_seed=config.run.seed if config.lora.dropout else None,

@@ -1,7 +1,7 @@
 """Writers of a run while it trains: its progress line, its events and its checkpoints."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +26,13 @@ class Records:
 
 
 @contextlib.contextmanager
-def open_records(config: Config, processes: Processes) -> Iterator[Records]:
-    """Open the writers of the run in `run.directory`. At the end, wait until the last checkpoint is on disk."""
+def open_records(config: Config, processes: Processes, shown: Sequence[str] = ()) -> Iterator[Records]:
+    """Open the writers of the run in `run.directory`. At the end, wait until the last checkpoint is on disk.
+
+    shown: metrics that the progress line shows besides those that every run has.
+    """
     directory = Path(config.run.directory)
-    progress = ProgressLine(config.training.steps, processes.first)
+    progress = ProgressLine(config.training.steps, processes.first, shown)
     events = EventLog(directory, progress.say, writes=processes.first)
 
     def note_save(step: int, failure: str) -> None:

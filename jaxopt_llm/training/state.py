@@ -22,13 +22,15 @@ from jaxopt_llm.parallel import offload, zero
 from jaxopt_llm.parallel.gathering import cast_masters
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import update
+from jaxopt_llm.training.ema import begin_average
 from jaxopt_llm.training.guard import Guard, guard_specs, initialize_guard
 from jaxopt_llm.training.loss_scale import LossScale, initialize_loss_scale, loss_scale_specs
 from jaxopt_llm.training.update import Optimizers
 
 # Bytes per device of initial values in host memory that one program makes. One larger leaf has a program of its own.
 HOST_BYTES_PER_PROGRAM = 2**30
-STORED = ("masters", "moments", "frozen", "guard", "loss_scale", "variables")  # the fields of the state that have specs
+# The fields of the state that have specs.
+STORED = ("masters", "moments", "average", "frozen", "guard", "loss_scale", "variables")
 
 
 @struct.dataclass
@@ -44,6 +46,7 @@ class TrainState:
         guard: see guard.py.
         loss_scale: see loss_scale.py; empty without loss scaling.
         variables: the model's variables that are not parameters, such as running means; empty for the decoder.
+        average: average of the masters, placed as the moments (ema.py); None without `training.ema_decay`.
     """
 
     step: tree.Leaf
@@ -54,6 +57,7 @@ class TrainState:
     guard: Guard
     loss_scale: LossScale
     variables: Params = field(default_factory=dict)
+    average: Params | None = None
 
     @property
     def trainable(self) -> Params:
@@ -62,8 +66,13 @@ class TrainState:
 
     @property
     def updatable(self) -> update.Updatable:
-        """Masters, moments and compute copy, which the optimizer updates."""
-        return self.masters, self.moments, self.compute
+        """Return the part that the update changes."""
+        return update.Updatable(self.masters, self.moments, self.compute, self.average)
+
+    @property
+    def averaged_masters(self) -> Params:
+        """Values of the trained parameters to use outside of training: their average if there is one."""
+        return self.masters if self.average is None else self.average
 
 
 @dataclass(frozen=True)
@@ -81,18 +90,26 @@ class StateSpecs:
     loss_scale: LossScale
     keep_frozen: bool = True
     variables: Params = field(default_factory=dict)
+    average: Params | None = None
 
 
 def make_state_specs(
-    specs: Params, frozen: Params, optimizers: Optimizers, precision: PrecisionConfig, keep_frozen: bool = True
+    specs: Params,
+    frozen: Params,
+    optimizers: Optimizers,
+    precision: PrecisionConfig,
+    keep_frozen: bool = True,
+    averages: bool = False,
 ) -> StateSpecs:
     """Return the specs of the state.
 
     Args:
         specs, frozen: specs of the trainable and of the frozen parameters, the two halves of a `tree.partition`.
+        averages: whether there is an average of the trainable parameters.
     """
     moments = update.moment_specs(optimizers, specs)
-    return StateSpecs(specs, moments, frozen, guard_specs(), loss_scale_specs(precision), keep_frozen)
+    average = specs if averages else None
+    return StateSpecs(specs, moments, frozen, guard_specs(), loss_scale_specs(precision), keep_frozen, average=average)
 
 
 def state_shardings(specs: StateSpecs, placement: Placement) -> TrainState:
@@ -109,6 +126,7 @@ def state_shardings(specs: StateSpecs, placement: Placement) -> TrainState:
         guard=jax.tree.map(lambda spec: placement.replicated, specs.guard),
         loss_scale=jax.tree.map(lambda spec: placement.replicated, specs.loss_scale),
         variables=jax.tree.map(lambda spec: placement.replicated, specs.variables),
+        average=zero.optimizer_state_sharding(specs.average, placement),
     )
 
 
@@ -150,6 +168,19 @@ def _make_compute_copy(specs: Params, masters: Params, shardings: Params | None,
     return None if shardings is None else jax.tree.map(copy, specs, shardings, masters)
 
 
+def use_average(state: TrainState, specs: StateSpecs, placement: Placement) -> TrainState:
+    """Return the state with the average, if there is one, in place of the masters and in their compute copy.
+
+    It copies the average only where it rests in another memory than the masters, and for a compute copy.
+    """
+    if state.average is None:
+        return state
+    shardings = state_shardings(specs, placement)
+    masters = jax.tree.map(jax.device_put, state.average, shardings.masters)
+    compute = _make_compute_copy(specs.masters, masters, shardings.compute, placement)
+    return replace(state, masters=masters, compute=compute)
+
+
 def initialize_state(
     specs: StateSpecs,
     optimizers: Optimizers,
@@ -184,8 +215,8 @@ def initialize_state(
         )
 
     shardings = state_shardings(specs, placement)
-    without_compute = replace(shardings, compute=None)
-    sharding_by_path = dict(tree.leaves_with_path(without_compute))
+    drawn = replace(shardings, compute=None, average=None)
+    sharding_by_path = dict(tree.leaves_with_path(drawn))
     halves = {"masters": specs.masters, "frozen": specs.frozen}
     given_halves = {name: tree.restrict(given, half) for name, half in halves.items()}
     state = dict(tree.leaves_with_path(given_halves))
@@ -203,8 +234,9 @@ def initialize_state(
     shapes = {path: leaf for path, leaf in tree.leaves_with_path(made) if path not in state}
     for paths in _divide_into_programs(shapes, sharding_by_path):
         state |= make_leaves(paths)
-    whole = jax.tree.unflatten(jax.tree.structure(without_compute), [state[path] for path in sharding_by_path])
-    return replace(whole, compute=_make_compute_copy(specs.masters, whole.masters, shardings.compute, placement))
+    whole = jax.tree.unflatten(jax.tree.structure(drawn), [state[path] for path in sharding_by_path])
+    compute = _make_compute_copy(specs.masters, whole.masters, shardings.compute, placement)
+    return replace(whole, compute=compute, average=begin_average(whole.masters, shardings.average))
 
 
 def _divide_into_programs(
@@ -272,7 +304,7 @@ def make_weight_reader(specs: StateSpecs, placement: Placement, target: Placemen
     """Return a function from a state to the model's parameters, stacked by layer, as `target` holds them.
 
     An array that has this layout and sharding in the state is not copied. A copy of a master weight has the compute
-    dtype.
+    dtype. With an average, it is read in place of the masters.
 
     Args:
         target: a placement on the same devices, in the same order.
@@ -301,7 +333,7 @@ def make_weight_reader(specs: StateSpecs, placement: Placement, target: Placemen
         return read(spec, saved_spec, array, array.dtype)
 
     def read_all(state: TrainState) -> Params:
-        masters = jax.tree.map(read_master, specs.masters, saved_specs["masters"], state.masters)
+        masters = jax.tree.map(read_master, specs.masters, saved_specs["masters"], state.averaged_masters)
         if "frozen" not in saved_specs:
             return masters
         return tree.merge(masters, jax.tree.map(read_frozen, specs.frozen, saved_specs["frozen"], state.frozen))

@@ -18,11 +18,11 @@ from jaxopt_llm.execution.gradients import sum_of_squares
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.training import update
+from jaxopt_llm.training import ema, update
 from jaxopt_llm.training.guard import Guard, judge_step
 from jaxopt_llm.training.loss_scale import adjust_loss_scale
 from jaxopt_llm.training.state import StateSpecs, TrainState, state_shardings
-from jaxopt_llm.training.update import Optimizers, Updatable
+from jaxopt_llm.training.update import Optimizers, Scalars, Updatable
 
 Metrics = dict[str, jax.Array]
 Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
@@ -35,6 +35,7 @@ class StepSettings:
     Attributes:
         clip_norm: largest global gradient norm; 0 for no clip.
         skip_outliers: see guard.judge_step; 0 for no limit.
+        ema_decay: decay of the average of the parameters (ema.py); 0 for no average.
         elementwise: whether the optimizers are elementwise (optimizer.is_elementwise).
         in_backward: update each period during the backward (execution/in_backward.py). Then there is one microbatch, no
             clip and no loss scale. A step that is not finite still updates the parameters, but counts as skipped.
@@ -45,10 +46,15 @@ class StepSettings:
 
     clip_norm: float = 0.0
     skip_outliers: float = 0.0
+    ema_decay: float = 0.0
     elementwise: bool = False
     in_backward: bool = False
     dropout_seed: int | None = None
     compiler_options: Options | None = None
+
+    def new_weight(self, guard: Guard) -> jax.Array | float:
+        """Return the weight of the new parameters in their average; 0 without an average."""
+        return ema.new_weight(self.ema_decay, guard["updates"]) if self.ema_decay else 0.0
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ class _Step:
         outcome = self.advance(state, batch)
         new_state = TrainState(
             state.step + 1,
-            *outcome.updated,
+            **outcome.updated._asdict(),
             frozen=offload.store_like(state.frozen, state.frozen),
             guard=outcome.guard,
             loss_scale=adjust_loss_scale(state.loss_scale, outcome.overflow, precision.loss_scale_growth_interval),
@@ -173,8 +179,9 @@ def update_after_backward(
         overflow = placement.precision.scales_loss & ~jnp.isfinite(norm)
         good, guard = judge_step(state.guard, found.loss, norm, overflow, settings.skip_outliers)
         clip = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.float32(1)
+        scalars = Scalars(clip / found.divisor, good, settings.new_weight(state.guard))
         updated = update.apply_gradients(
-            *(optimizers, specs.masters, state.updatable, found.gradients, clip / found.divisor, good, placement),
+            *(optimizers, specs.masters, state.updatable, found.gradients, scalars, placement),
             elementwise=settings.elementwise,
         )
         # A step that is skipped changes no variables either.

@@ -17,6 +17,7 @@ index into the axis that is sharded over the stages would make XLA gather it.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +31,38 @@ from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import cast_masters
 from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.training.ema import move_average
 from jaxopt_llm.training.host_update import update_by_parts
 
-# Masters, moments, and the compute copy or None: of all sections, of one section, or of one period.
-Updatable = tuple[tree.Tree, tree.Tree, tree.Tree]
 WHOLE = "whole"  # the only key of the moments of a WholeOptimizer
 UPDATE = "update"  # the named scope of the update in compiled programs and profiles
+
+
+class Updatable(NamedTuple):
+    """State that the update changes, of all sections, of one section, or of one period.
+
+    compute: compute copy of the masters; None if there is none.
+    average: average of the masters (ema.py); None if there is none.
+    """
+
+    masters: tree.Tree
+    moments: tree.Tree
+    compute: tree.Tree = None
+    average: tree.Tree = None
+
+
+class Scalars(NamedTuple):
+    """Scalars of a step that the update of every period needs.
+
+    factor: multiplies every gradient: the global clip divided by the loss scale. The clip is outside optax, because
+        inside it would use the norm of one period.
+    good: bool; if False, masters, moments and average stay bitwise unchanged.
+    weight: weight of the new parameters in the average, 1 - decay.
+    """
+
+    factor: jax.Array | float = 1.0
+    good: jax.Array | bool = True
+    weight: jax.Array | float = 0.0
 
 
 @dataclass(frozen=True)
@@ -56,33 +83,26 @@ class WholeOptimizer:
         return {WHOLE: self.transformation.init(self.to_tree(masters))}
 
     def update(
-        self,
-        state: Updatable,
-        gradients: Params,
-        factor: jax.Array,
-        good: jax.Array,
-        specs: Params,
-        placement: Placement,
+        self, state: Updatable, gradients: Params, scalars: Scalars, specs: Params, placement: Placement
     ) -> Updatable:
         """Return the state after a step; see `update_period`."""
-        masters, moments, copy = state
 
-        def settle(state: tuple[Params, Params], gradients: Params) -> tuple[Params, Params]:
-            masters, moments = state
-            parameters = self.to_tree(masters)
-            scaled = self.to_tree(jax.tree.map(lambda x: x * factor, gradients))
-            updates, new_moments = self.transformation.update(scaled, moments[WHOLE], parameters)
+        def settle(state: Updatable, gradients: Params) -> Updatable:
+            parameters = self.to_tree(state.masters)
+            scaled = self.to_tree(jax.tree.map(lambda x: x * scalars.factor, gradients))
+            updates, new_moments = self.transformation.update(scaled, state.moments[WHOLE], parameters)
             new = self.from_tree(optax.apply_updates(parameters, updates)), {WHOLE: new_moments}
-            kept: tuple[Params, Params] = jax.tree.map(functools.partial(jnp.where, good), new, (masters, moments))
-            return kept
+            return _settle(state, *new, scalars)
 
         with jax.named_scope(UPDATE):
-            if offload.any_on_host((masters, moments)):
-                new = update_by_parts(settle, (masters, moments), gradients, good)
+            without_copy = state._replace(compute=None)
+            if offload.any_on_host(without_copy):
+                new = update_by_parts(settle, without_copy, gradients, scalars.good)
             else:
-                new = settle((masters, moments), gradients)
-            new_copy = None if copy is None else cast_masters(specs, new[0], placement)
-            return offload.store_like((*new, new_copy), state)
+                new = settle(without_copy, gradients)
+            if state.compute is not None:
+                new = new._replace(compute=cast_masters(specs, new.masters, placement))
+            return offload.store_like(new, state)
 
 
 SectionOptimizers = dict[str, optax.GradientTransformation]  # by section
@@ -152,14 +172,15 @@ def moment_specs(optimizers: Optimizers, specs: Params) -> Params:
 
 def split_sections(state: Updatable) -> dict[str, Updatable]:
     """Split the state of all sections into the states of the sections, by name."""
-    masters, moments, compute = state
-    return {name: (masters[name], moments[name], compute and compute[name]) for name in masters}
+    return {name: Updatable(*(part and part[name] for part in state)) for name in state.masters}
 
 
 def join_sections(sections: dict[str, Updatable]) -> Updatable:
     """Join the states of the sections; the inverse of `split_sections`."""
-    masters, moments, copies = ({name: state[i] for name, state in sections.items()} for i in range(3))
-    return masters, moments, copies if jax.tree.leaves(copies) else None
+    masters, moments, *others = (
+        {name: state[i] for name, state in sections.items()} for i in range(len(Updatable._fields))
+    )
+    return Updatable(masters, moments, *(part if jax.tree.leaves(part) else None for part in others))
 
 
 def apply_gradients(
@@ -167,38 +188,36 @@ def apply_gradients(
     specs: Params,
     state: Updatable,
     gradients: Params,
-    factor: jax.Array,
-    good: jax.Array,
+    scalars: Scalars,
     placement: Placement,
     elementwise: bool = False,
 ) -> Updatable:
     """Return the state of all sections after a step.
 
     Args:
-        factor, good: see `update_period`.
         elementwise: whether the optimizers are elementwise (optimizer.is_elementwise).
     """
     if isinstance(optimizers, WholeOptimizer):
-        return optimizers.update(state, gradients, factor, good, specs, placement)
+        return optimizers.update(state, gradients, scalars, specs, placement)
 
     def update_section(section: str, state: Updatable) -> Updatable:
         periods = param.layer_indices(specs[section])
         update = functools.partial(update_period, optimizers[section], param.period_specs(specs[section]), placement)
         if periods is None:
-            return update(state, gradients[section], factor, good)
+            return update(state, gradients[section], scalars)
         on_stages = periods.ndim > 1
         # XLA 0.11.2 would hold the new masters of all periods next to their gathered compute copy.
-        has_copy = state[2] is not None
+        has_copy = state.compute is not None
         if elementwise and not on_stages and not has_copy and not offload.any_on_host(state):
-            return _update_stacks(update, state, gradients[section], factor, good)
+            return _update_stacks(update, state, gradients[section], scalars)
         if on_stages:
-            update = jax.vmap(update, (0, 0, None, None), spmd_axis_name="pipeline")
+            update = jax.vmap(update, (0, 0, None), spmd_axis_name="pipeline")
 
         def update_row(index: jax.Array, carry: Updatable) -> Updatable:
             # Without a pipeline, slot = index and the loop runs over all rows.
             chunk, slot = jnp.divmod(index, periods.shape[-1])
             position = (chunk, None, slot) if on_stages else (slot,)
-            new = update(_read(position, carry), _read(position, gradients[section]), factor, good)
+            new = update(_read(position, carry), _read(position, gradients[section]), scalars)
             return _write(position, carry, new)
 
         # The state is a carry, not xs and ys of a scan: XLA for GPUs updates only a carry in place.
@@ -210,20 +229,20 @@ def apply_gradients(
 
 
 def _update_stacks(
-    update: Callable[..., Updatable], state: Updatable, gradients: tree.Tree, factor: jax.Array, good: jax.Array
+    update: Callable[..., Updatable], state: Updatable, gradients: tree.Tree, scalars: Scalars
 ) -> Updatable:
     """Update all periods of a segment at once. There is no compute copy.
 
     Counts of steps, [L], are equal in all periods. They enter as scalars, as in a loop, because XLA rounds a division
     by an array in another way than a division by a scalar.
     """
-    masters, moments, _ = state
-    axes = jax.tree.map(lambda leaf: None if _is_count(leaf) else 0, moments)
-    scalars = jax.tree.map(lambda leaf: leaf[0] if _is_count(leaf) else leaf, moments)
-    masters, new, _ = jax.vmap(update, ((0, axes, None), 0, None, None), (0, axes, None))(
-        (masters, scalars, None), gradients, factor, good
+    counts = jax.tree.map(lambda leaf: None if _is_count(leaf) else 0, state.moments)
+    moments = jax.tree.map(lambda leaf: leaf[0] if _is_count(leaf) else leaf, state.moments)
+    axes = Updatable(0, counts, None, 0)
+    new = jax.vmap(update, (axes, 0, None), axes)(state._replace(moments=moments), gradients, scalars)
+    return new._replace(
+        moments=jax.tree.map(lambda leaf, old: jnp.broadcast_to(leaf, old.shape), new.moments, state.moments)
     )
-    return masters, jax.tree.map(lambda leaf, old: jnp.broadcast_to(leaf, old.shape), new, moments), None
 
 
 def _is_count(leaf: jax.Array) -> bool:
@@ -269,21 +288,21 @@ def update_period(
     placement: Placement,
     state: Updatable,
     gradients: tree.Tree,
-    factor: jax.Array | float = 1.0,
-    good: jax.Array | bool = True,
+    scalars: Scalars,
 ) -> Updatable:
-    """Return the state of one period, or of "non_layer", after a step.
-
-    Args:
-        factor: multiplies every gradient: the global clip divided by the loss scale. The clip is outside optax, because
-            inside it would use the norm of one period.
-        good: bool; if False, masters and moments stay bitwise unchanged.
-    """
-    masters, moments = offload.fetch_to_device(state[:2])
-    gradients = jax.tree.map(lambda x: x * factor, gradients)
-    updates, new_moments = optimizer.update(gradients, moments, masters)
-    new = optax.apply_updates(masters, updates), new_moments
+    """Return the state of one period, or of "non_layer", after a step."""
+    fetched = offload.fetch_to_device(state._replace(compute=None))
+    gradients = jax.tree.map(lambda x: x * scalars.factor, gradients)
+    updates, moments = optimizer.update(gradients, fetched.moments, fetched.masters)
     # The selection is per period: for whole stacks the device would hold the old state in addition to the new one.
-    masters, moments = jax.tree.map(functools.partial(jnp.where, good), new, (masters, moments))
-    copy = None if state[2] is None else cast_masters(specs, masters, placement)
-    return offload.store_like((masters, moments, copy), state)
+    new = _settle(fetched, optax.apply_updates(fetched.masters, updates), moments, scalars)
+    if state.compute is not None:
+        new = new._replace(compute=cast_masters(specs, new.masters, placement))
+    return offload.store_like(new, state)
+
+
+def _settle(old: Updatable, masters: tree.Tree, moments: tree.Tree, scalars: Scalars) -> Updatable:
+    """Return the new masters and moments if the step is good, otherwise the old ones, with the average."""
+    select = functools.partial(jnp.where, scalars.good)
+    masters, moments = jax.tree.map(select, (masters, moments), (old.masters, old.moments))
+    return Updatable(masters, moments, average=move_average(old.average, masters, scalars.weight, scalars.good))

@@ -1,10 +1,6 @@
 """Validation of a configuration, including the rules that need the model, the mesh or JAX."""
 
-import dataclasses
-
-from jax.sharding import AbstractMesh
-
-from jaxopt_llm.config import AXES, Config
+from jaxopt_llm.config import Config
 from jaxopt_llm.config.fields import METADATA, WITH_IN_BACKWARD, get_field, normalize_names, wrong_types
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.core.errors import InputError
@@ -12,6 +8,7 @@ from jaxopt_llm.execution import stage_layout
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.decoder_specs import list_segments, param_specs
 from jaxopt_llm.model.linear import quantised
+from jaxopt_llm.parallel.mesh import make_abstract_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import lora, moments, optimizer, shapes
 
@@ -32,7 +29,7 @@ def validate(config: Config) -> None:
         ]
     if not found:
         trained = lora.adapt_model(Decoder(config.model), config.lora, config.precision, config.training.trainable)[1]
-        mesh = AbstractMesh(dataclasses.astuple(config.mesh), AXES)
+        mesh = make_abstract_mesh(config.mesh)
         placement = Placement(mesh, config.sharding, config.precision)
         found = [
             *optimizer.group_problems(config.optimizer, trained),

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.compiler.instructions import taken_scope_name
 from jaxopt_llm.compiler.topology import gpu_topology
+from jaxopt_llm.kernels.attention_types import attention_scope
 
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
@@ -87,7 +88,7 @@ def test_flops_of_an_attention_kernel(window: int | None, parts: int, visible: f
     k, q = f"bf16[2,{rows},4,64]", f"bf16[2,{rows},8,64]"
 
     def step(x: jax.Array) -> jax.Array:
-        with hlo.attention_scope(window, parts):
+        with attention_scope(window, parts):
             return jnp.sin(x)
 
     (source,) = re.findall(r'"(jit\(step\)/.*)sin"', jax.jit(step).lower(0.0).as_text(debug_info=True))

@@ -102,13 +102,34 @@ def test_the_model_is_the_users_own(name: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits_train_like_float32(name: str, dtype: str) -> None:
     """The loss after some steps is that of float32 within the rounding of bfloat16, 2⁻⁸."""
-    scaling = {"loss_scaling": "dynamic", "initial_loss_scale": 256.0} if dtype == "float16" else {}
+    scaling = {"loss_scaling": "dynamic"} if dtype == "float16" else {}
     precision = {"compute_dtype": dtype, **scaling}
     engine = make_engine(Setting(name, 3, FSDP, 3), precision=precision)
     steps = [jax.device_get(engine.step(batch)) for batch in CASES[name].batches()]
     np.testing.assert_allclose([step["loss"] for step in steps], reference(name, 3).losses, rtol=2**-6)
     assert steps[-1]["skipped"] == 0
     assert all(array.dtype != dtype for array in list_arrays(engine.model()).values())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_sum_in_float16_does_not_overflow(accumulation: int) -> None:
+    """The gradients of a sum over many numbers are those of the mean, times a count that is in float32."""
+
+    def loss(model: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        error = (batch["x"].astype(jnp.float16) @ model["w"]).astype(jnp.float32) - batch["y"]
+        return jnp.sum(error**2), jnp.sum(batch["counts"]) * error.shape[1]
+
+    batch = {"x": np.ones((64, 32), np.float32), "y": np.full((64, 64), 9.0, np.float32), "counts": np.ones(64)}
+    config = Config(
+        mesh=dict(fsdp=8),  # type: ignore[arg-type]
+        training=dict(accumulation=accumulation),  # type: ignore[arg-type]
+        precision=dict(compute_dtype="float16", loss_scaling="dynamic"),  # type: ignore[arg-type]
+    )
+    engine = jaxopt_llm.initialize(lambda: {"w": jnp.ones((32, 64)) / 32}, loss, batch, config, optax.sgd(0.1))
+    metrics = engine.step(batch)
+    assert not metrics["skipped"] and metrics["loss"] == pytest.approx(64.0, rel=1e-3)
+    # Each of the 32 × 64 weights has the gradient 2 · (1 - 9) / 64.
+    assert metrics["grad_norm"] == pytest.approx(np.sqrt(32 * 64) / 4, rel=1e-3)
 
 
 def test_a_step_that_overflows_changes_nothing() -> None:
@@ -237,3 +258,26 @@ def test_names_of_fewer_dimensions_are_those_of_the_first() -> None:
         spec.axes for path, spec in tree.leaves_with_path(engine.program.model.specs) if path.endswith("query/kernel")
     ]
     assert named == [(None, "tensor", None)]
+
+
+@pytest.mark.parametrize("named", ["of_layers", "of_stacks"])
+def test_rules_divide_the_named_dimension_of_a_stack(named: str) -> None:
+    """The names of a block are those of one layer, whether or not `nnx.vmap` adds one for the stack."""
+
+    def make_block(rngs: nnx.Rngs) -> nnx.Linear:
+        kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "hidden"))
+        return nnx.Linear(8, 8, kernel_init=kernel, use_bias=False, rngs=rngs)
+
+    def make_model() -> nnx.Module:
+        metadata = {nnx.PARTITION_NAME: "layers"} if named == "of_stacks" else {}
+        return nnx.vmap(make_block, transform_metadata=metadata)(nnx.Rngs(0).split(2))
+
+    def loss(model: nnx.Module, batch: jax.Array) -> jax.Array:
+        scan = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return scan(batch, model).mean()
+
+    config = Config(mesh=dict(fsdp=4, tensor=2))  # type: ignore[arg-type]
+    batch = np.ones((8, 8), np.float32)
+    engine = jaxopt_llm.initialize(make_model, loss, batch, config, rules={"hidden": "tensor"})
+    (spec,) = jax.tree.leaves(engine.program.model.specs)
+    assert spec.axes == ("layers", None, "tensor")

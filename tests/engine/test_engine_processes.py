@@ -67,7 +67,7 @@ class Rows:
 
 def main():
     config = jaxopt_llm.Config(
-        mesh=dict(fsdp=4), training=dict(accumulation=2), checkpoint=dict(every=100),
+        mesh=dict(fsdp=4), training=dict(accumulation=2, ema_decay=0.5), checkpoint=dict(every=100),
         logging=dict(every=1, tensorboard=False), precision=dict(compute_dtype="float32"),
     )
     data = {"whole": whole, "own_rows": own_rows, "dataset": Rows(), "iterable": map(whole, range(6))}[kind]

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import zoo_attention
 import zoo_functions
 import zoo_images
 import zoo_sequences
@@ -17,7 +18,7 @@ import jaxopt_llm
 from jaxopt_llm.config import Config
 from jaxopt_llm.engine.engine import Engine
 
-CASES = zoo_images.CASES | zoo_sequences.CASES | zoo_functions.CASES
+CASES = zoo_images.CASES | zoo_sequences.CASES | zoo_functions.CASES | zoo_attention.CASES
 FSDP, BOTH, TENSOR = {"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}
 # A ZeRO stage, a mesh and a number of microbatches. Each model takes the next two of them, and one of the others.
 SETTINGS = [
@@ -73,7 +74,11 @@ def make_engine(setting: Setting, **sections: Any) -> Engine:
 
 @pytest.mark.parametrize("setting", choose_settings(), ids=str)
 def test_training_is_that_of_optax(setting: Setting) -> None:
-    expected, engine = reference(setting.name, setting.accumulation), make_engine(setting)
+    assert_equal_to_optax(setting)
+
+
+def assert_equal_to_optax(setting: Setting, **sections: Any) -> None:
+    expected, engine = reference(setting.name, setting.accumulation), make_engine(setting, **sections)
     steps = [jax.device_get(engine.step(batch)) for batch in CASES[setting.name].batches()]
     np.testing.assert_allclose([step["loss"] for step in steps], expected.losses, rtol=1e-5, atol=1e-5)
     assert steps[-1]["skipped"] == 0

@@ -147,6 +147,37 @@ def test_data_that_does_not_fit_is_named(data: Any, message: str, tmp_path: Path
         jaxopt_llm.fit(make_engine(), data, STEPS, tmp_path / "run")
 
 
+def test_fit_shows_the_metrics_of_the_loss(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    jaxopt_llm.fit(make_engine(), make_batch, 1, tmp_path, [make_batch(100)])
+    (record,) = read_records(tmp_path)
+    shown = f"error {record['error']:.4f} (held-out {record['eval_error']:.4f})"
+    assert shown in capfd.readouterr().out
+
+
+def test_one_batch_in_place_of_a_list_is_named(tmp_path: Path) -> None:
+    engine = make_engine()
+    with pytest.raises(InputError, match="evaluate: this is one batch"):
+        engine.evaluate(make_batch(0))
+    with pytest.raises(InputError, match="held_out: this is one batch"):
+        jaxopt_llm.fit(engine, make_batch, 1, tmp_path / "run", make_batch(0))
+
+
+def test_another_number_of_rows_is_another_run(tmp_path: Path) -> None:
+    jaxopt_llm.fit(make_engine(), make_batch, 1, tmp_path)
+    wide = jax.tree.map(lambda leaf: np.concatenate([leaf, leaf]), make_batch(0))
+    config = Config(mesh={"fsdp": 8}, precision={"compute_dtype": "float32"})  # type: ignore[arg-type]
+    engine = jaxopt_llm.initialize(lambda: Network(nnx.Rngs(0)), loss, wide, config, optax.adamw(1e-2))
+    with pytest.raises(InputError, match="holds another run: training.batch_size was 16 and is 32"):
+        jaxopt_llm.fit(engine, lambda step: wide, 2, tmp_path)
+
+
+def test_a_warm_up_that_does_not_end_is_named(tmp_path: Path) -> None:
+    config = Config(mesh={"fsdp": 8}, precision={"compute_dtype": "float32"})  # type: ignore[arg-type]
+    engine = jaxopt_llm.initialize(lambda: Network(nnx.Rngs(0)), loss, make_batch(0), config)
+    with pytest.warns(EngineWarning, match="schedule.warmup_steps=100 reaches the end of the run, step 1"):
+        jaxopt_llm.fit(engine, make_batch, 1, tmp_path)
+
+
 def test_another_run_in_the_directory_is_not_overwritten(tmp_path: Path) -> None:
     jaxopt_llm.fit(make_engine(), make_batch, 2, tmp_path)
     before = (tmp_path / "config.json").read_text()

@@ -36,7 +36,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.engine import Engine
 from jaxopt_llm.engine.frontends import unbox
 from jaxopt_llm.engine.gradients import differentiate_user_model
-from jaxopt_llm.engine.program import make_engine_program
+from jaxopt_llm.engine.program import EngineProgram, make_engine_program
 from jaxopt_llm.execution import scan
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.parallel.mesh import make_mesh
@@ -146,12 +146,15 @@ def make_own_step(layers: int, remat: RematConfig, lora: LoraConfig, mesh: Any) 
     )
 
 
-def make_engine_step(layers: int, remat: RematConfig, lora: LoraConfig, mesh: Any) -> Any:
+def make_engine_step(
+    layers: int, remat: RematConfig, lora: LoraConfig, mesh: Any, attention: str = "xla"
+) -> EngineProgram:
     shape = (BATCH, SEQUENCE)
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in FIELDS} | {
         "loss_mask": jax.ShapeDtypeStruct(shape, bool)
     }
     sections = {"mesh": MESH, "sharding": ShardingConfig(3), "precision": PrecisionConfig(), "lora": lora}
+    sections |= {"training": {"attention": attention}}
     engine = make_engine(jaxopt_llm.LanguageModel(describe_model(layers)), batch, remat=remat, **sections)
     return make_engine_program(engine._job, mesh)
 
@@ -187,6 +190,14 @@ def test_a_layer_gathers_and_holds_what_it_does_in_the_decoder(remat: str, rank:
     for key in large:
         assert engine.collectives[key] == pytest.approx(own.collectives[key], rel=0.02), key
     assert engine.temporaries < 1.1 * own.temporaries
+
+
+@pytest.mark.core
+def test_attention_is_a_kernel_that_the_engine_chooses() -> None:
+    mesh = make_mesh(MESH, topology.gpu_topology("h200", 1, 8))
+    program = make_engine_step(2, RematConfig("none"), LoraConfig(), mesh, "auto")
+    (choice,) = program.model.attention.choices.values()
+    assert choice.name == "pallas"
 
 
 # --- folders

@@ -117,6 +117,17 @@ def test_bytes_at_rest_per_parameter(stage: int, expected: float) -> None:
     assert count_resting_bytes(state) / parameters == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize(("stage", "more"), [(0, 4.0), (1, 0.5), *slow((2, 0.5)), (3, 0.5)])
+def test_an_average_takes_4_bytes_per_parameter_divided_as_the_moments(stage: int, more: float) -> None:
+    with_average, without = (compiled(stage, **sections) for sections in ({"training": (("ema_decay", 0.999),)}, {}))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(without.program.state.masters))
+    found = count_resting_bytes(with_average.program.state) - count_resting_bytes(without.program.state)
+    assert found / parameters == pytest.approx(more, rel=1e-3)
+    assert with_average.memory.arguments - without.memory.arguments == pytest.approx(found, rel=1e-3)
+    # The update holds no second average.
+    assert with_average.memory.temporaries <= without.memory.temporaries + 0.01 * found
+
+
 def compiled_state(stage: int) -> Any:
     config = Config(mesh={"fsdp": 8}, sharding={"zero_stage": stage})  # type: ignore[arg-type]
     batch = {name: jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32) for name in ("ids", "next")}
@@ -184,9 +195,15 @@ def test_an_offloaded_state_is_on_the_device_in_parts(clips: bool) -> None:
     assert held - offloaded <= moments * 1.01
 
 
+def test_an_offloaded_average_is_on_the_device_in_parts() -> None:
+    optimizer = optax.adamw(1e-3)
+    largest = 4 * LAYERS * 4 * WIDTH * WIDTH // 8  # the average of one stack of matrices
+    assert peak_with(optimizer, True, 0.999) - peak_with(optimizer, True) <= 1.01 * largest
+
+
 @functools.cache
-def peak_with(optimizer: optax.GradientTransformation, offload: bool) -> int:
-    config = Config(mesh={"fsdp": 8}, offload={"optimizer": offload})  # type: ignore[arg-type]
+def peak_with(optimizer: optax.GradientTransformation, offload: bool, ema_decay: float = 0.0) -> int:
+    config = Config(mesh={"fsdp": 8}, offload={"optimizer": offload}, training={"ema_decay": ema_decay})  # type: ignore[arg-type]
     batch = {name: jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32) for name in ("ids", "next")}
     model = functools.partial(Model, False, True, LAYERS)
     engine = jaxopt_llm.initialize(lambda: model(rngs=nnx.Rngs(0)), loss, batch, config, optimizer)

@@ -26,12 +26,12 @@ def changes(**fields: Any) -> dict[str, set[float]]:
     config = OptimizerConfig(name="sgd", weight_decay=0.5, **fields)
     optimizers = update.make_optimizers(lambda *of: make_optimizer(config, lambda count: 1.0, *of), SPECS)
     masters = jax.tree.map(lambda spec: np.ones(spec.shape, np.float32), SPECS)
-    state = (masters, update.initialize_moments(optimizers, SPECS, masters), None)
+    state = update.Updatable(masters, update.initialize_moments(optimizers, SPECS, masters))
     gradients = jax.tree.map(np.zeros_like, masters)
 
     @jax.jit
     def step(state: Any, gradients: Params) -> Params:
-        return update.apply_gradients(optimizers, SPECS, state, gradients, 1.0, True, toy.placement())[0]
+        return update.apply_gradients(optimizers, SPECS, state, gradients, update.Scalars(), toy.placement()).masters
 
     found: dict[str, set[float]] = {}
     tree.map_with_path(

@@ -224,13 +224,14 @@ def stepped(name: str, dtype: str, steps: int = STEPS, **groups: tuple[str, ...]
     quick = functools.partial(jax.jit, compiler_options=toy.QUICK_COMPILE)
     apply = quick(functools.partial(update.apply_gradients, optimizers, FEW, placement=toy.placement()))
     masters = toy.params(FEW)
-    state: Any = (masters, quick(functools.partial(update.initialize_moments, optimizers, FEW))(masters), None)
+    moments = quick(functools.partial(update.initialize_moments, optimizers, FEW))(masters)
+    state = update.Updatable(masters, moments)
     random = np.random.default_rng(0)
     sizes = jax.tree.map(lambda spec: 10 ** random.uniform(-2, 0, spec.shape), FEW)
     for _ in range(steps):
         gradients = jax.tree.map(lambda size: np.float32(size * random.normal(size=size.shape)), sizes)
-        state = apply(state, gradients, 1.0, True)
-    return state[0], state[1]
+        state = apply(state, gradients, update.Scalars())
+    return state.masters, state.moments
 
 
 def is_codes(leaf: Any) -> bool:

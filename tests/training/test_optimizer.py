@@ -154,17 +154,17 @@ def test_steps_are_those_of_the_formula(name: str) -> None:
     optimizers = update.make_optimizers(functools.partial(make_optimizer, config(name), rate), SPECS)
     apply = jax.jit(functools.partial(update.apply_gradients, optimizers, SPECS, placement=toy.placement()))
     start = toy.params(SPECS)
-    state: Any = (start, update.initialize_moments(optimizers, SPECS, start), None)
+    state = update.Updatable(start, update.initialize_moments(optimizers, SPECS, start))
     gradients = [random_gradients(step) for step in range(STEPS)]
     for each in gradients:
-        state = apply(state, jax.tree.map(jnp.float32, each), 1.0, True)
+        state = apply(state, jax.tree.map(jnp.float32, each), update.Scalars())
 
     def check(path: str, spec: ParamSpec, start: np.ndarray, found: jax.Array, *gradients: np.ndarray) -> None:
         start = start.astype(np.float64)
         wanted = expected(name, path, spec, start, list(gradients))
         assert toy.distance(np.float64(found) - start, wanted - start) < 1e-4, path
 
-    tree.map_with_path(check, SPECS, start, state[0], *gradients)
+    tree.map_with_path(check, SPECS, start, state.masters, *gradients)
 
 
 @pytest.mark.parametrize("name", FORMULAS)

@@ -51,18 +51,17 @@ def random_gradients(step: int) -> Params:
 
 
 @functools.cache
-def initial() -> tuple[Params, Params, Params]:
-    """Return masters, moments and compute copy."""
+def initial() -> update.Updatable:
     masters = toy.params(SPECS)
     moments = jit(lambda masters: update.initialize_moments(OPTIMIZERS, SPECS, masters))(masters)
-    return masters, moments, jax.tree.map(lambda master: master.astype(jnp.bfloat16), masters)
+    return update.Updatable(masters, moments, jax.tree.map(lambda master: master.astype(jnp.bfloat16), masters))
 
 
 @functools.cache
-def updated() -> tuple[Params, Params, Params]:
+def updated() -> update.Updatable:
     state = initial()
     for step in range(STEPS):
-        state = apply(state, random_gradients(step), 0.5, True)
+        state = apply(state, random_gradients(step), update.Scalars(0.5))
     return state
 
 
@@ -77,11 +76,11 @@ def test_the_update_is_that_of_optax_on_the_whole_tree() -> None:
         updates, moments = whole.update(jax.tree.map(lambda x: 0.5 * x, gradients), moments, masters)
         return optax.apply_updates(masters, updates), moments
 
-    expected = initial()[0]
+    expected = initial().masters
     moments = whole.init(expected)
     for index in range(STEPS):
         expected, moments = step(expected, moments, random_gradients(index))
-    masters, layer_moments, compute = updated()
+    masters, layer_moments, compute, _ = updated()
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
     jax.tree.map(close, masters, expected)
     for moment in ("mu", "nu"):
@@ -108,10 +107,10 @@ def test_all_periods_at_once_are_those_of_the_loop_to_the_bit(name: Any, state_d
             functools.partial(update.apply_gradients, optimizers, SPECS, placement=PLACEMENT, elementwise=elementwise),
             compiler_options=DEFAULT_CODE,
         )
-        masters, _, _ = initial()
-        state = (masters, update.initialize_moments(optimizers, SPECS, masters), None)
+        masters = initial().masters
+        state = update.Updatable(masters, update.initialize_moments(optimizers, SPECS, masters))
         for index, good in enumerate((True, False, True)):
-            state = step(state, random_gradients(index), 0.5, good)
+            state = step(state, random_gradients(index), update.Scalars(0.5, good))
         return state
 
     chex.assert_trees_all_equal(run(True), run(False))
@@ -124,7 +123,7 @@ def test_what_is_not_elementwise_is_updated_period_by_period(changes: dict[str, 
 
 def test_every_layer_counts_its_steps() -> None:
     for group, repeats in (("non_layer", ()), ("segment_0", (2,)), ("segment_1", (1,))):
-        counts = [count for _, count in optax.tree.get_all_with_path(updated()[1][group], "count")]
+        counts = [count for _, count in optax.tree.get_all_with_path(updated().moments[group], "count")]
         assert len(counts) == 2  # those of Adam and of the schedule
         for count in counts:
             np.testing.assert_array_equal(count, np.full(repeats, STEPS))
@@ -147,14 +146,15 @@ def test_stages_update_their_slots_as_layers_are_updated(chunks: str) -> None:
     }
     placement = toy.placement(zero_stage=1, compute_dtype="bfloat16", pipeline=2)
     optimizers = update.make_optimizers(functools.partial(make_optimizer, CONFIG, schedule), staged)
-    masters = toy.on_stages(staged, initial()[0])
-    state = (masters, update.initialize_moments(optimizers, staged, masters), toy.on_stages(staged, initial()[2]))
+    masters = toy.on_stages(staged, initial().masters)
+    moments = update.initialize_moments(optimizers, staged, masters)
+    state = update.Updatable(masters, moments, toy.on_stages(staged, initial().compute))
     step = jit(functools.partial(update.apply_gradients, optimizers, staged, placement=placement))
     for index in range(STEPS):
-        state = step(state, toy.on_stages(staged, random_gradients(index)), 0.5, True)
+        state = step(state, toy.on_stages(staged, random_gradients(index)), update.Scalars(0.5))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
-    jax.tree.map(close, state[0], toy.on_stages(staged, updated()[0]))
-    counts = [count for _, count in optax.tree.get_all_with_path(state[1]["segment_0"], "count")]
+    jax.tree.map(close, state.masters, toy.on_stages(staged, updated().masters))
+    counts = [count for _, count in optax.tree.get_all_with_path(state.moments["segment_0"], "count")]
     assert {count.shape for count in counts} == {places["segment_0"].shape}
     assert all((np.asarray(count) == STEPS).all() for count in counts)
 

@@ -1,19 +1,19 @@
 """Size of the train state on each device, from the shardings only: exact, and nothing is compiled."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import NamedSharding
 
-from jaxopt_llm.config import AXES, Config, LoraConfig, ModelConfig, OptimizerConfig, PipelineConfig, PrecisionConfig
+from jaxopt_llm.config import Config, LoraConfig, ModelConfig, OptimizerConfig, PipelineConfig, PrecisionConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution.stage_layout import stack_by_stage
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.parallel.mesh import make_abstract_mesh
 from jaxopt_llm.parallel.offload import HOST, count_resting_bytes
 from jaxopt_llm.parallel.placement import Placement, Spec
 from jaxopt_llm.parallel.zero import gathered_sharding, gradient_sharding, master_sharding
@@ -51,7 +51,7 @@ class StateSizes:
     """Size of the train state on each device, between steps.
 
     parameters: bytes of parameters, master weights and compute copy together.
-    optimizer: bytes of the moments.
+    optimizer: bytes of the moments, and of the average of the parameters.
     host: bytes of both that are on the host.
     non_layer_host: the part of `host` that is outside the stacks.
     blocks: parameters in the stacks of this device's stage that all tokens pass.
@@ -79,9 +79,9 @@ def compute_state_sizes(config: Config) -> StateSizes | None:
     """
     specs = _state_specs(
         *(config.model, config.lora, config.training.trainable, config.optimizer, config.precision),
-        *(config.mesh.pipeline, config.pipeline),
+        *(config.mesh.pipeline, config.pipeline, config.training.ema_decay > 0),
     )
-    mesh = AbstractMesh(dataclasses.astuple(config.mesh), AXES)
+    mesh = make_abstract_mesh(config.mesh)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
     if moments.problems(config.optimizer.state_dtype, specs.masters, placement):
         return None
@@ -90,11 +90,13 @@ def compute_state_sizes(config: Config) -> StateSizes | None:
     count = functools.partial(_count_parameters, specs.masters, everything, placement)
     stacks = [name for name in specs.masters if name != "non_layer"]
     non_layer = [
-        part["non_layer"] for part in (stored.masters, stored.moments, stored.compute) if part and "non_layer" in part
+        part["non_layer"]
+        for part in (stored.masters, stored.moments, stored.compute, stored.average)
+        if part and "non_layer" in part
     ]
     return StateSizes(
         parameters=count_resting_bytes((stored.masters, stored.compute, stored.frozen)),
-        optimizer=count_resting_bytes(stored.moments),
+        optimizer=count_resting_bytes((stored.moments, stored.average)),
         host=count_resting_bytes(stored, HOST),
         non_layer_host=count_resting_bytes(non_layer, HOST),
         blocks=count(stacks),
@@ -135,6 +137,7 @@ def _state_specs(
     precision: PrecisionConfig,
     stages: int,
     pipeline: PipelineConfig,
+    averages: bool,
 ) -> StateSpecs:
     parts: Model = Decoder(model)
     if stages > 1:
@@ -143,4 +146,4 @@ def _state_specs(
     optimizers = update.make_optimizers(
         functools.partial(make_optimizer, optimizer, lambda step: optimizer.learning_rate), trained
     )
-    return state.make_state_specs(trained, frozen, optimizers, precision)
+    return state.make_state_specs(trained, frozen, optimizers, precision, averages=averages)

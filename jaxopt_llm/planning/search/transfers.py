@@ -1,18 +1,16 @@
 """Collectives of a step by arithmetic: bytes that each GPU sends, and the time that they take."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
-from jax.sharding import AbstractMesh
-
 from jaxopt_llm.compiler.chips import CHIPS
-from jaxopt_llm.config import AXES, Config, MeshConfig
+from jaxopt_llm.config import Config, MeshConfig
 from jaxopt_llm.execution.remat import QKV
 from jaxopt_llm.model.layers import INPUT_PROJECTIONS
 from jaxopt_llm.parallel.axes import STORAGE_AXES
+from jaxopt_llm.parallel.mesh import make_abstract_mesh
 from jaxopt_llm.planning import links
 from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING, AttentionCost
 from jaxopt_llm.planning.search.block_cost import BlockCost, Result, list_recomputed
@@ -239,4 +237,4 @@ class _Step:
 
 @functools.cache
 def _find_link(axes: tuple[str, ...], kind: str, mesh: MeshConfig, gpu: str, gpus_per_host: int) -> tuple[str, float]:
-    return links.find_link(axes, kind, AbstractMesh(dataclasses.astuple(mesh), AXES), CHIPS[gpu], gpus_per_host)
+    return links.find_link(axes, kind, make_abstract_mesh(mesh), CHIPS[gpu], gpus_per_host)
