@@ -197,7 +197,7 @@ def test_attention_is_a_kernel_that_the_engine_chooses() -> None:
     mesh = make_mesh(MESH, topology.gpu_topology("h200", 1, 8))
     program = make_engine_step(2, RematConfig("none"), LoraConfig(), mesh, "auto")
     (choice,) = program.model.attention.choices.values()
-    assert choice.name == "pallas"
+    assert choice.name != "xla"  # pallas, or triton where it is installed
 
 
 # --- folders
