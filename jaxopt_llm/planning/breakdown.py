@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.compiler.chips import Chip
+from jaxopt_llm.compiler.convolutions import count_convolution_products
 from jaxopt_llm.compiler.instructions import Computation, Instruction, Module, parse_module
 from jaxopt_llm.kernels.attention import SCOPE
 from jaxopt_llm.planning.kernel_bytes import list_fused, walk_kernels
@@ -18,10 +19,12 @@ from jaxopt_llm.planning.kernel_time import estimate_kernel
 from jaxopt_llm.planning.search import roofline
 from jaxopt_llm.training.update import UPDATE
 
-MATMULS, ATTENTION, ELEMENTWISE = "matmuls", "attention", "norms and other elementwise"
+MATMULS, CONVOLUTIONS, ATTENTION = "matmuls", "convolutions", "attention"
+ELEMENTWISE = "norms and other elementwise"
 CASTS, STACKS, COPIES, OPTIMIZER = "casts", "copies into stacks", "other copies and fills", "optimizer"
 HOST_COPIES = "copies to the host and back"
-KERNELS = (MATMULS, ATTENTION, ELEMENTWISE, CASTS, STACKS, COPIES, OPTIMIZER)  # in the order of the table
+# In the order of the table.
+KERNELS = (MATMULS, CONVOLUTIONS, ATTENTION, ELEMENTWISE, CASTS, STACKS, COPIES, OPTIMIZER)
 
 # Instructions that move values without computing. An iota or a constant fills an array.
 _MOVES = {
@@ -38,7 +41,7 @@ class Part:
         seconds: time that the part adds to the step.
         hidden_seconds: time of transfers next to kernels, which does not add to the step.
         runs: kernels or transfers that run in a step.
-        flops: FLOPs of matmuls.
+        flops: FLOPs of matmuls and convolutions.
         bytes: bytes read and written in GPU memory; of transfers, bytes sent.
     """
 
@@ -96,6 +99,8 @@ def classify(computation: Computation, kernel: Instruction, fused: Sequence[tupl
     matmuls = [each for body, each in inside if hlo.count_matmul_products(body, each)]
     if matmuls:
         return ATTENTION if all(_is_in_scope(each, SCOPE) for each in matmuls) else MATMULS
+    if any(count_convolution_products(*each) for each in inside):
+        return CONVOLUTIONS
     if any(_is_in_scope(each, UPDATE) for _, each in inside):
         return OPTIMIZER
     if _is_in_scope(kernel, SCOPE) or (not kernel.source and any(_is_in_scope(each, SCOPE) for _, each in fused)):

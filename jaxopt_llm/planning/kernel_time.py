@@ -1,10 +1,14 @@
-"""Time of a kernel by the roofline: the longer of its matmuls and its memory traffic."""
+"""Time of a kernel by the roofline: the longer of its products and its memory traffic.
+
+A convolution has the rate of a matmul. One with few input channels in a group is limited by its memory traffic.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.compiler.chips import PEAK_KEYS, Chip
+from jaxopt_llm.compiler.convolutions import count_convolution_products
 from jaxopt_llm.compiler.instructions import Computation, Instruction, Module
 from jaxopt_llm.planning.kernel_bytes import count_kernel_bytes
 from jaxopt_llm.planning.search import roofline
@@ -15,7 +19,7 @@ class KernelCost:
     """Work of one run of a kernel.
 
     Attributes:
-        flops: FLOPs of matmuls.
+        flops: FLOPs of matmuls and convolutions.
         bytes: bytes read and written in GPU memory.
     """
 
@@ -41,7 +45,8 @@ def estimate_kernel(
     """
     flops, seconds = 0, 0.0
     for body, each in ((computation, kernel), *fused):
-        if counted := hlo.count_attention_products(body, each) or hlo.count_matmul_products(body, each):
+        counted = hlo.count_attention_products(body, each) or hlo.count_matmul_products(body, each)
+        if counted := counted or count_convolution_products(body, each):
             dtype, products = counted
             flops += 2 * products
             efficiency = roofline.MATMUL_EFFICIENCY
