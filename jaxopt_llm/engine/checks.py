@@ -143,6 +143,11 @@ def find_oddities(
         yield f"the loss does not read the parameters {', '.join(unread[:3])}{more}: they get no gradient"
     if dropped := sorted(frontend.dropped):
         yield f"the loss creates the variables {', '.join(dropped)}, which are no part of the model: they are dropped"
+    if changed := sorted(frontend.changed):
+        yield (
+            f"the loss changes the attributes {', '.join(changed)} of the model, which are no variables: it does so "
+            "once, when it is traced, and the change is lost; keep what changes in an nnx.Variable"
+        )
     constants = [each for each in closed.consts if getattr(each, "nbytes", 0) >= CONSTANT_BYTES]
     if constants:
         shapes = ", ".join(f"{each.dtype}{list(each.shape)}" for each in constants[:3])

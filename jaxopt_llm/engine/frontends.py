@@ -19,6 +19,7 @@ from flax import linen, nnx, struct
 
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.engine.typed_keys import TypedKeys
 
 Loss = Callable[[Any, Any], Any]  # (model, batch) -> see `normalise_loss`
 RNG = "rng_count"  # the variable by which a Linen model draws other random numbers at every call
@@ -53,9 +54,11 @@ class Frontend(Protocol):
     """A user's model as functions of lists of arrays, in the order of `parameters` and `variables`.
 
     dropped: paths of the variables that calls created, such as those of `sow`, and that are no part of the model.
+    changed: paths of the attributes that calls changed, and that are no variables.
     """
 
     dropped: set[str]
+    changed: set[str]
 
     @property
     def parameters(self) -> list[ArrayInfo]: ...
@@ -141,43 +144,9 @@ def normalise_loss(output: Any) -> LossParts:
     return LossParts(total, count, metrics)
 
 
-# --- Typed keys, which are stored as their data
-
-
-@dataclass(frozen=True)
-class _Keys:
-    """Implementations of the random keys among the variables; None for a variable that is no key."""
-
-    implementations: tuple[str | None, ...]
-
-    @classmethod
-    def of(cls, leaves: Sequence[Any]) -> "_Keys":
-        return cls(tuple(_key_implementation(leaf) for leaf in leaves))
-
-    def unwrap(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        return [
-            leaf if name is None else jax.random.key_data(leaf)
-            for name, leaf in zip(self.implementations, leaves, strict=True)
-        ]
-
-    def wrap(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        return [
-            leaf if name is None else jax.random.wrap_key_data(leaf, impl=name)
-            for name, leaf in zip(self.implementations, leaves, strict=True)
-        ]
-
-
-def _key_implementation(leaf: Any) -> str | None:
-    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return None
-    found: list[str] = []
-    jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), jax.ShapeDtypeStruct((), leaf.dtype))
-    return found[0]
-
-
 def _describe(paths: Sequence[str], leaves: Sequence[Any], axes: Sequence[Any] | None = None) -> list[ArrayInfo]:
     names = [None] * len(paths) if axes is None else axes
-    data = jax.eval_shape(_Keys.of(leaves).unwrap, list(leaves))
+    data = jax.eval_shape(TypedKeys.of(leaves).unwrap, list(leaves))
     return [
         ArrayInfo(path, tuple(leaf.shape), leaf.dtype, each)
         for path, leaf, each in zip(paths, data, names, strict=True)
@@ -213,6 +182,7 @@ class NnxFrontend:
     def __init__(self, factory: Callable[[], nnx.Module], abstract: nnx.Module) -> None:
         self._factory = factory
         self.dropped: set[str] = set()
+        self.changed: set[str] = set()
         split: Any = nnx.split(abstract, nnx.Param, ...)
         self._graph, parameters, variables = split
         self._parameter_keys, parameter_variables = _flatten_state(parameters)
@@ -220,7 +190,7 @@ class NnxFrontend:
         _check_values([*self._parameter_keys, *self._variable_keys], [*parameter_variables, *variable_variables])
         self._parameter_types = parameter_variables
         self._variable_types = variable_variables
-        self._keys = _Keys.of([each.get_value() for each in variable_variables])
+        self._keys = TypedKeys.of([each.get_value() for each in variable_variables])
         self.parameters = _describe(
             _join_keys(self._parameter_keys),
             [each.get_value() for each in parameter_variables],
@@ -247,8 +217,10 @@ class NnxFrontend:
         self, loss: Loss, parameters: Sequence[Any], variables: Sequence[Any], batch: Any
     ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
         model = self.rebuild(parameters, variables)
+        before = _list_attributes(model)
         with nnx.use_eager_sharding(False):
             output = loss(model, batch)
+        self.changed |= {path for path, value in _list_attributes(model).items() if before.get(path) != value}
         return output, *self._read(model)
 
     def rebuild(self, parameters: Sequence[Any], variables: Sequence[Any]) -> nnx.Module:
@@ -284,12 +256,35 @@ def _flatten_state(state: nnx.State) -> tuple[list[tuple[Any, ...]], list[Any]]:
 
 def _check_values(keys: Sequence[tuple[Any, ...]], variables: Sequence[Any]) -> None:
     for each, variable in zip(keys, variables, strict=True):
+        if not isinstance(variable, nnx.Variable):
+            raise InputError(
+                f"model: {_join_keys([each])[0]} is an array without a variable; keep it in an nnx.Variable, or in an "
+                "nnx.Param if it is trained"
+            )
         value = variable.get_value()
         if not hasattr(value, "dtype"):
             raise InputError(
                 f"model: {_join_keys([each])[0]} holds {type(value).__name__}, and a variable holds one array; give "
                 f"each array a {type(variable).__name__} of its own"
             )
+
+
+def _list_attributes(model: nnx.Module) -> dict[str, Any]:
+    """Return, by path, what tells two values of an attribute apart, of all attributes that are no part of the state."""
+    found = {}
+    for keys, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Module):
+            for name, value in vars(node).items():
+                if not isinstance(value, nnx.Variable | nnx.Module) and not name.startswith("_pytree__"):
+                    found["/".join(map(str, (*keys, name)))] = _identify(value)
+    return found
+
+
+def _identify(value: Any) -> Any:
+    if isinstance(value, bool | int | float | str):
+        return value
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+    return id(value) if isinstance(value, jax.Array) or not inner else [_identify(each) for each in inner]
 
 
 def _join_keys(keys: Sequence[tuple[Any, ...]]) -> list[str]:
@@ -305,6 +300,7 @@ class LinenFrontend:
     def __init__(self, module: linen.Module, loss: Loss, example: Any, seed: int) -> None:
         self._module, self._loss, self._example, self._seed = module, loss, example, seed
         self.dropped: set[str] = set()
+        self.changed: set[str] = set()
         abstract = jax.eval_shape(self._initialize)
         parameters = abstract.pop("params", {})
         self._parameter_tree, self._variable_tree = jax.tree.structure(parameters), jax.tree.structure(abstract)
@@ -372,6 +368,7 @@ class FunctionFrontend:
     def __init__(self, factory: Callable[[], Any], abstract: Any) -> None:
         self._factory, self._tree = factory, jax.tree.structure(unbox(abstract))
         self.dropped: set[str] = set()
+        self.changed: set[str] = set()
         self.parameters = _describe(_unboxed_paths(abstract), jax.tree.leaves(abstract), _box_names(abstract))
         self.variables: list[ArrayInfo] = []
 

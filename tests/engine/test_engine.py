@@ -1,5 +1,6 @@
 """What an engine does besides a step in float32: checkpoints, evaluation, the user's model, other precisions."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -281,3 +282,41 @@ def test_rules_divide_the_named_dimension_of_a_stack(named: str) -> None:
     engine = jaxopt_llm.initialize(make_model, loss, batch, config, rules={"hidden": "tensor"})
     (spec,) = jax.tree.leaves(engine.program.model.specs)
     assert spec.axes == ("layers", None, "tensor")
+
+
+class Remembers(nnx.Module):
+    """A layer that keeps what is no variable: a result, a number, or the results of all calls."""
+
+    def __init__(self, kept: str, rngs: nnx.Rngs) -> None:
+        self.layer, self.kept, self.calls, self.seen = nnx.Linear(4, 4, rngs=rngs), kept, 0, []
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.layer(x)
+        if self.kept == "calls":
+            self.calls += 1
+        elif self.kept == "seen":
+            self.seen.append(y)
+        elif self.kept == "last":
+            self.last = y
+        return y
+
+
+@pytest.mark.parametrize("kept", ["last", "calls", "seen", "nothing"])
+def test_what_a_loss_keeps_outside_of_variables_is_named(kept: str) -> None:
+    x = np.ones((8, 4), np.float32)
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        jaxopt_llm.initialize(lambda: Remembers(kept, nnx.Rngs(0)), lambda model, batch: model(batch).mean(), x)
+    found = [str(each.message) for each in raised if "changes the attributes" in str(each.message)]
+    assert len(found) == (kept != "nothing")
+    assert all(f"the loss changes the attributes {kept} of the model" in each for each in found)
+
+
+def test_an_array_without_a_variable_is_refused() -> None:
+    def make_model() -> nnx.Module:
+        model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        model.cache = nnx.data(jnp.zeros(4))
+        return model
+
+    with pytest.raises(InputError, match=r"cache is an array without a variable; keep it in an nnx\.Variable"):
+        jaxopt_llm.initialize(make_model, lambda model, batch: model(batch).mean(), np.ones((8, 4), np.float32))
