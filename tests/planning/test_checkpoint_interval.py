@@ -17,7 +17,8 @@ pytestmark = pytest.mark.core
 
 def plan(config: Config, step_seconds: float, keep_frozen: bool = True) -> checkpoint_interval.CheckpointPlan:
     parts = (config.model, config.lora, config.training.trainable, config.optimizer, config.precision)
-    specs = dataclasses.replace(_state_specs(*parts, 1, config.pipeline), keep_frozen=keep_frozen)
+    specs = _state_specs(*parts, 1, config.pipeline, averages=config.training.ema_decay > 0)
+    specs = dataclasses.replace(specs, keep_frozen=keep_frozen)
     return plan_checkpoints(config, specs, step_seconds)
 
 
@@ -29,6 +30,8 @@ def with_checkpoints(**settings: Any) -> Config:
 def test_a_checkpoint_holds_masters_and_moments() -> None:
     parameters = param.count_parameters(decoder_specs.param_specs(Config().model))
     assert plan(Config(), 1.0).bytes == pytest.approx(12 * parameters, rel=1e-3)  # float32, and two moments
+    averaged = Config(training=TrainingConfig(ema_decay=0.999))
+    assert plan(averaged, 1.0).bytes == pytest.approx(16 * parameters, rel=1e-3)
     adapted = Config(lora=LoraConfig(rank=8))
     frozen = plan(adapted, 1.0).bytes - plan(adapted, 1.0, keep_frozen=False).bytes
     assert frozen == plan(adapted, 1.0).frozen_bytes == 2 * parameters  # bfloat16
