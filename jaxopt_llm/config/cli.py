@@ -130,6 +130,8 @@ def run_recipe(path: str) -> Recipe:
         # Absolute, because a recipe may derive paths from its __file__, and other commands may start elsewhere.
         found = runpy.run_path(str(file.absolute()))
         names = {name: value for name, value in found.items() if not isinstance(value, types.ModuleType)}
+        if callable(names.get("model")) and "data" in names and "loss" not in names:
+            raise InputError(f"--config {file}: it defines a model and data, and lacks a loss: loss(model, batch)")
         get_config = names.get("get_config", Config if names.keys() >= OWN_MODEL else None)
         if get_config is None:
             raise InputError(f"--config {file}: must define get_config() -> Config, or model, loss and data")

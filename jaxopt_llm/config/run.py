@@ -1,7 +1,7 @@
 """Configuration of a run, composed of the sections of this package."""
 
 import difflib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 from jaxopt_llm.config.checkpoint import CheckpointConfig
@@ -94,7 +94,15 @@ def _make_section(name: str, section: Any, settings: dict[str, Any]) -> Any:
             near = difflib.get_close_matches(setting_name, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
             raise InputError(f"config: {name} has no setting {setting_name}: {hint}")
-    return section(**settings)
+    inner = {field.name: field.default_factory for field in fields(section)}
+    return section(
+        **{
+            setting_name: _make_section(f"{name}.{setting_name}", inner[setting_name], value)
+            if isinstance(value, dict) and is_dataclass(inner[setting_name])
+            else value
+            for setting_name, value in settings.items()
+        }
+    )
 
 
 def _find_section(kind: type, name: str) -> str:

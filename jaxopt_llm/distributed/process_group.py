@@ -74,13 +74,17 @@ def join_job(job: Job, config: DistributedConfig, facts: Mapping[str, Any]) -> I
     watch = Watch(job, peers, config.timeout_seconds)
     if job.index:  # only process 0 prints; Gloo would print in every process
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    stopped: Preempted | None = None
+    stopped: Preempted | SystemExit | None = None
     try:
         _initialize(job, coordinator, config.timeout_seconds)
         _joined = Processes(job, watch)
         yield _joined
     except Preempted as preempted:
         stopped = preempted
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            watch.fail(end)
+        stopped = end
     except BaseException as error:
         if isinstance(error, JaxRuntimeError):
             time.sleep(_DEATH_NOTICE_SECONDS)  # if another process has died, the watch says so and ends this one here
@@ -89,7 +93,7 @@ def join_job(job: Job, config: DistributedConfig, facts: Mapping[str, Any]) -> I
     jax.distributed.shutdown()  # waits for all
     watch.leave()
     if stopped:
-        if job.index:
+        if job.index and isinstance(stopped, Preempted):
             sys.exit(stopped.exit_code)  # process 0 prints the message
         raise stopped
 

@@ -31,7 +31,12 @@ def fit_to_example(batch: Any, example: Any, name: str = "batch") -> Any:
         if array.shape != shape or not np.can_cast(array.dtype, wanted, "same_kind"):
             found = f"{array.dtype}[{','.join(map(str, array.shape))}]"
             expected = f"{wanted}[{','.join(map(str, shape))}]"
-            raise InputError(f"{name}: {path or 'the array'} is {found}, and the example has {expected}")
+            hint = ""
+            if array.shape[1:] == shape[1:] and array.shape[:1] != shape[:1] and array.ndim:
+                hint = (
+                    "; every batch has the rows of the example: fill up a smaller one, with rows that the loss counts 0"
+                )
+            raise InputError(f"{name}: {path or 'the array'} is {found}, and the example has {expected}{hint}")
         return array.astype(wanted, copy=False)
 
     def select(example: Any, given: Any, path: str) -> Any:
@@ -72,10 +77,20 @@ class BatchRows:
         count = count_rows(self.example)
         if len(self.local) == count:
             return fit_to_example(batch, self.example, name)
-        given = jnp.shape(jax.tree.leaves(batch)[0])[:1] if jax.tree.leaves(batch) else ()
-        if given == (len(self.local),):
+        if _count_given_rows(batch, self.example) == len(self.local):
             return fit_to_example(batch, with_rows(self.example, len(self.local)), name)
         return jax.tree.map(lambda leaf: leaf[np.asarray(self.local)], fit_to_example(batch, self.example, name))
+
+
+def _count_given_rows(batch: Any, example: Any) -> int | None:
+    """Return the rows of the first array of a batch that the example has; None if it is missing."""
+    try:
+        while isinstance(example, Mapping | list | tuple):
+            first = next(iter(example)) if isinstance(example, Mapping) else 0
+            batch, example = batch[first], example[first]
+        return len(batch)
+    except (KeyError, IndexError, TypeError, StopIteration):
+        return None
 
 
 def with_rows(example: Any, rows: int) -> Any:
@@ -116,10 +131,7 @@ def make_batches(data: Any, rows: BatchRows, seed: int) -> Batches:
         return Batches(functools.partial(_call_with_rows, data, rows.local) if takes_rows(data) else data, rows)
     if isinstance(data, Iterable):
         return Batches(_Sequence(data), rows)
-    raise InputError(
-        f"data: {type(data).__name__} is neither a function of the step, nor a dataset with len and an index, nor an "
-        "iterable of batches"
-    )
+    raise InputError(_refuse(data))
 
 
 def read_example(data: Any, rows: int) -> Any:
@@ -145,7 +157,16 @@ def read_example(data: Any, rows: int) -> Any:
         return data(0, np.arange(rows)) if takes_rows(data) else data(0)
     if isinstance(data, Iterator):
         raise InputError("data: it can be read only once, so define an example, a batch or its shapes, as well")
+    if not isinstance(data, Iterable):
+        raise InputError(_refuse(data))
     return next(iter(data))
+
+
+def _refuse(data: Any) -> str:
+    return (
+        f"data: {type(data).__name__} is neither a function of the step, nor a dataset with len and an index, nor an "
+        "iterable of batches"
+    )
 
 
 def _has_index(data: Any) -> bool:
@@ -159,6 +180,8 @@ def takes_rows(function: Callable[..., Any]) -> bool:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a function of an extension module, which describes no parameters
         return False
+    if by_name := [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty]:
+        raise InputError(f"data: the function takes {by_name[0]} by name only; make it data(step) or data(step, rows)")
     return sum(each.kind in kinds and each.default is each.empty for each in parameters) == 2
 
 
@@ -198,6 +221,8 @@ class _Sequence:
 
     def __call__(self, step: int) -> Any:
         if step < self._next or not self._next:
+            if inspect.isgenerator(self._data) and inspect.getgeneratorstate(self._data) != inspect.GEN_CREATED:
+                raise InputError("data: the generator has been read before; give a new one, or a function of the step")
             self._iterator, self._next = self._endless(), 0
         batch = next(itertools.islice(self._iterator, step - self._next, None))
         self._next = step + 1

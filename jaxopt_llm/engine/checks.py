@@ -15,7 +15,7 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.frontends import ArrayInfo, Frontend
 from jaxopt_llm.execution.placed_evaluation import typeof
-from jaxopt_llm.execution.weight_uses import PRODUCT, Use, list_equations
+from jaxopt_llm.execution.weight_uses import PRODUCT, Use, depends_on, list_equations
 from jaxopt_llm.parallel.placement import Placement
 
 # The settings that an engine reads, as globs. All others are of the decoder, its data and its commands.
@@ -154,6 +154,11 @@ def find_oddities(
         yield (
             f"the loss reads arrays that are neither in the model nor in the batch ({shapes}): every device holds "
             "them, and they are not trained; use the model that the loss receives"
+        )
+    if depends_on(closed, len(frontend.parameters) + 1, len(frontend.parameters)):  # the results after the parameters
+        yield (
+            "the count that the loss returns depends on the parameters, and it has no gradient: it only weighs the "
+            "microbatches; return the mean itself if it has to be differentiated"
         )
     if compute_dtype != "float32":
         yield from _find_wide_products(closed, uses, compute_dtype)

@@ -27,6 +27,7 @@ from jaxopt_llm.engine.batches import BatchRows, count_rows
 from jaxopt_llm.engine.checks import EngineWarning, check_config, check_optimizer, find_hidden_settings, find_unread
 from jaxopt_llm.engine.frontends import ArrayInfo, Loss, LossParts, make_frontend
 from jaxopt_llm.engine.given_weights import Weights, check_weights, read_weights
+from jaxopt_llm.engine.gradients import replace_zero
 from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, plan_engine
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
 from jaxopt_llm.engine.remat_choice import compile_fitting, find_limit, is_open
@@ -150,7 +151,8 @@ class Engine:
             raise InputError("evaluate: there is no batch; give at least one")
         sums: LossParts = jax.tree.map(lambda *values: sum(map(float, values)), *each)
         totals = {"loss": sums.total, **sums.metrics}
-        return {name: float(value / sums.count) for name, value in totals.items()}
+        count = float(replace_zero(sums.count))
+        return {name: float(value) / count for name, value in totals.items()}
 
     def place(self, batch: Any) -> Any:
         """Return a batch [rows, ...] as the step takes it: on the devices, [M, B, ...].
@@ -188,6 +190,8 @@ class Engine:
         Adapters are merged into their bases, and codes are dequantised. The other arrays are those of the state, which
         the next step replaces. In a job of several processes all of them call it, and the arrays are divided over the
         devices of all.
+
+        An NNX module is in the mode in which it was made; `model.eval()` turns dropout off, as `evaluate` does.
 
         Args:
             ema: with `training.ema_decay`, give the average of the parameters; False for the parameters themselves.
@@ -321,7 +325,8 @@ def initialize(
     if optimizer is not None:
         check_optimizer(optimizer)
     if given and optimizer and not isinstance(optimizer, OptimizerConfig) and (hidden := find_hidden_settings(given)):
-        text = f"{', '.join(hidden)} have no effect beside an optax transformation, which is the whole optimizer"
+        verb = "has" if len(hidden) == 1 else "have"
+        text = f"{', '.join(hidden)} {verb} no effect beside an optax transformation, which is the whole optimizer"
         warnings.warn(text, EngineWarning, stacklevel=2)
     frontend = make_frontend(model, loss, example, config.run.seed)
     job = Job(

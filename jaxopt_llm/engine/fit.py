@@ -61,7 +61,14 @@ class EngineWorkload:
         return {}
 
     def restore(self, checkpoints: Checkpoints, start: int, say: Callable[[str], None]) -> TrainState:
-        return self.engine.load(checkpoints, start) if start else self.engine.state
+        if start:
+            return self.engine.load(checkpoints, start)
+        if done := int(self.engine.state.step):
+            raise InputError(
+                f"fit: the engine has trained {done} steps, and {self.directory} holds no run that it could continue; "
+                "give the directory of its run, or begin with another engine (initialize(weights=...))"
+            )
+        return self.engine.state
 
     def read_batches(self, start: int, stopping: Callable[[], bool]) -> Generator[tuple[Any, float], None, None]:
         return read_ahead(self.batches, start, self.config.data.stall_seconds, stopping)
@@ -112,7 +119,7 @@ def fit(
             dataset of rows each process reads its own only.
         steps: by default `config.training.steps`.
         run_directory: by default `config.run.directory`.
-        held_out: batches whose mean loss is measured at each evaluation, as `eval_loss`.
+        held_out: batches of the example's shapes, whose mean loss is measured at each evaluation, as `eval_loss`.
 
     Returns:
         The engine, with the state after the last step.
@@ -127,8 +134,6 @@ def fit(
     config = replace(engine.config, run=replace(engine.config.run, directory=str(directory)))
     training = replace(config.training, batch_size=count_rows(engine.example))
     config = replace(config, training=training if steps is None else replace(training, steps=steps))
-    if isinstance(held_out, Mapping):
-        raise InputError("held_out: this is one batch; give a list of batches")
     if engine.has_schedule:
         # As in `train`, the schedule ends with the steps of the first call, also if a later one trains longer.
         stored = None if config.schedule.decay_steps else read_decay_steps(directory)
@@ -145,7 +150,7 @@ def fit(
             warnings.warn(text, EngineWarning, stacklevel=2)
     processes, name = engine.processes, "run_directory"
     batches = make_batches(data, engine.rows, config.run.seed)
-    workload = EngineWorkload(engine, config, batches, tuple(held_out))
+    workload = EngineWorkload(engine, config, batches, _take_held_out(engine, held_out))
     processes.check_same(name, str(directory), "all processes must name the same directory")
     locked = lock_directory(directory, name) if processes.first else contextlib.nullcontext()
     with locked, Preemption() as preemption:
@@ -153,6 +158,15 @@ def fit(
         _check_directory(directory, config)
         _run(workload, preemption)
     return engine
+
+
+def _take_held_out(engine: Engine, held_out: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the process's rows of the held-out batches, which are checked before the first step."""
+    if isinstance(held_out, Mapping):
+        raise InputError("held_out: this is one batch; give a list of batches")
+    if not isinstance(held_out, Iterable):
+        raise InputError(f"held_out: {type(held_out).__name__} is no iterable; give a list of batches")
+    return tuple(engine.rows.take(batch, f"held_out, batch {number}") for number, batch in enumerate(held_out))
 
 
 def _check_directory(directory: Path, config: Config) -> None:
@@ -168,7 +182,10 @@ def _check_directory(directory: Path, config: Config) -> None:
             "run_directory"
         ) from error
     if found := fields.forbidden_changes(old, config):
-        raise InputError(f"fit: {directory} holds another run: {'; '.join(found)}; give another run_directory")
+        changed = [change.split()[0] for change in found]
+        can_allow = all(fields.METADATA[name].resume == "if_allowed" for name in changed)
+        remedy = f", or allow the change by run.allow_change: {' '.join(changed)}" if can_allow else ""
+        raise InputError(f"fit: {directory} holds another run: {'; '.join(found)}; give another directory{remedy}")
 
 
 def _describe(engine: Engine, directory: Path) -> str:

@@ -22,6 +22,8 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.typed_keys import TypedKeys
 
 Loss = Callable[[Any, Any], Any]  # (model, batch) -> see `normalise_loss`
+# Metrics of every step, which a loss cannot return.
+RESERVED = ("loss", "grad_norm", "skipped", "skipped_in_a_row", "overflow", "learning_rate", "loss_scale")
 RNG = "rng_count"  # the variable by which a Linen model draws other random numbers at every call
 
 
@@ -127,6 +129,10 @@ def normalise_loss(output: Any) -> LossParts:
     value = output
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         value, metrics = value
+    if taken := [name for name in metrics if name in RESERVED]:
+        raise InputError(
+            f"loss: it returns a metric {taken[0]}, a name of the step's own metrics; give it another name"
+        )
     total, count = value if isinstance(value, tuple) and len(value) == 2 else (value, jnp.float32(1))
     scalars = {"the loss": total, "its count": count} | {f"metric {name}": each for name, each in metrics.items()}
     for name, each in scalars.items():

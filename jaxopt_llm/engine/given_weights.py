@@ -1,6 +1,6 @@
 """Initial parameters of an engine from arrays of the user's, of which each device's shard is read by itself."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,8 @@ from jaxopt_llm.training.state import state_shardings
 Weights = Mapping[str, Any] | Callable[[str], Any]
 
 
-def check_weights(weights: Weights, parameters: Iterable[ArrayInfo]) -> None:
-    """Raise InputError if a mapping lacks parameters, or has one of another shape.
+def check_weights(weights: Weights, parameters: Sequence[ArrayInfo]) -> None:
+    """Raise InputError if a mapping lacks parameters, has others, or has one of another shape.
 
     What a function returns is checked when it is read: to call it may already read the array.
     """
@@ -33,7 +33,14 @@ def check_weights(weights: Weights, parameters: Iterable[ArrayInfo]) -> None:
         return
     if not isinstance(weights, Mapping):
         raise InputError(f"weights: {type(weights).__name__} is neither a mapping by path nor a function of a path")
-    missing = [info.path for info in parameters if not _has(weights, info.path)]
+    paths = [info.path for info in parameters]
+    unknown = list(_list_unknown(weights, paths))
+    missing = [path for path in paths if not _has(weights, path)]
+    if unknown:
+        raise InputError(
+            f"weights: {', '.join(unknown[:3])}: there is no such parameter; the paths are those of engine.parameters, "
+            f"such as {(missing or paths)[0]}"
+        )
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise InputError(
@@ -92,6 +99,18 @@ class _Source:
         copy_finite(part, out, f"weights: {self.name}")
 
 
+def _list_unknown(weights: Mapping[str, Any], paths: Sequence[str], prefix: str = "") -> Iterator[str]:
+    """Yield the entries of a mapping, and of those nested in it, that belong to no parameter."""
+    for name, value in weights.items():
+        path = f"{prefix}{name}"
+        if path not in paths:
+            inside = any(each.startswith(f"{path}/") for each in paths)
+            if inside and isinstance(value, Mapping):
+                yield from _list_unknown(value, paths, f"{path}/")
+            elif not inside or value is not None:
+                yield path
+
+
 def _has(weights: Mapping[str, Any], path: str) -> bool:
     try:
         _find(weights, path)
@@ -105,7 +124,8 @@ def _find(weights: Mapping[str, Any], path: str) -> Any:
     if path in weights:
         return weights[path]
     first, _, rest = path.partition("/")
-    inner = weights[first]
+    key: Any = int(first) if first.isdigit() and first not in weights else first  # items of an nnx.List
+    inner = weights[key]
     if inner is None:
         return None
     if not rest or not isinstance(inner, Mapping):
@@ -115,6 +135,8 @@ def _find(weights: Mapping[str, Any], path: str) -> Any:
 
 def _check_shape(path: str, source: Any, shape: tuple[int, ...]) -> None:
     # A slice of safetensors has a method.
+    if not hasattr(source, "get_shape") and not hasattr(source, "shape"):
+        raise InputError(f"weights: {path} is {type(source).__name__}, which has no shape; give an array")
     found = tuple(source.get_shape() if hasattr(source, "get_shape") else source.shape)
     if found != shape:
         raise InputError(f"weights: {path} is {list(found)}, and the parameter is {list(shape)}")

@@ -45,7 +45,8 @@ def differentiate_user_model(model: UserModel, placement: Placement) -> Differen
             def objective(perturbations: Params) -> tuple[jax.Array, tuple[LossParts, Params]]:
                 parts, after = model.evaluate(params, perturbations, variables, microbatch, placement)
                 # The mean, because the gradients of a sum over thousands of tokens leave the range of float16.
-                return scale * parts.total / replace_zero(parts.count), (parts, after)
+                count = jax.lax.stop_gradient(replace_zero(parts.count))
+                return scale * parts.total / count, (parts, after)
 
             gradients, (parts, after) = jax.grad(objective, has_aux=True)(make_perturbations(trained, placement))
             return after, weigh(parts), gradients
@@ -54,7 +55,8 @@ def differentiate_user_model(model: UserModel, placement: Placement) -> Differen
             variables, sums, gradients = carry
             variables, added, more = one_microbatch(variables, microbatch)
             sums = jax.tree.map(jnp.add, sums, added)
-            more = jax.tree.map(lambda gradient: added.count * gradient.astype(jnp.float32), more)
+            count = replace_zero(added.count)
+            more = jax.tree.map(lambda gradient: count * gradient.astype(jnp.float32), more)
             return (variables, sums, add_gradients(gradients, more, trained, placement)), None
 
         first = jax.tree.map(lambda x: x[0], batch)

@@ -4,16 +4,22 @@ Such a recipe defines `model`, `loss` and `data`, and may define `example`, `opt
 `weights` and `held_out`: arguments of `initialize` and of `fit`. `get_config` may be left out.
 """
 
+import sys
+import warnings
+
 from jaxopt_llm.config import fields
 from jaxopt_llm.config.cli import Recipe
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.batches import read_example
+from jaxopt_llm.engine.checks import EngineWarning
 from jaxopt_llm.engine.engine import Engine, initialize
 from jaxopt_llm.engine.fit import fit
 
 
 def make_engine(recipe: Recipe) -> Engine:
     """Return the engine of a recipe. Its example is the recipe's, or the first batch of its data.
+
+    Process 0 prints each warning as one line.
 
     Raises:
         InputError: a name is missing, or something does not fit together.
@@ -22,7 +28,12 @@ def make_engine(recipe: Recipe) -> Engine:
     names = recipe.names
     given = {name: names[name] for name in ("optimizer", "rules", "evaluation_loss", "weights") if name in names}
     example = names["example"] if "example" in names else read_example(names["data"], recipe.config.training.batch_size)
-    return initialize(names["model"], names["loss"], example, recipe.config, **given)
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always", EngineWarning)
+        engine = initialize(names["model"], names["loss"], example, recipe.config, **given)
+    for each in raised if engine.processes.first else ():
+        print(f"warning: {each.message}", file=sys.stderr)
+    return engine
 
 
 def check_recipe(recipe: Recipe) -> None:

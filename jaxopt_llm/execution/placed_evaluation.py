@@ -46,7 +46,7 @@ from jaxopt_llm.parallel.gathering import PlacedWeight
 
 Value = Any  # an array, or a Lazy weight
 MOVES = (broadcast_in_dim_p, jax.lax.reshape_p, jax.lax.transpose_p, jax.lax.squeeze_p)
-ELEMENTWISE = (add_p, sub_p, mul_p)
+ELEMENTWISE = (add_p, sub_p, mul_p, jax.lax.div_p, jax.lax.max_p, jax.lax.min_p)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,9 +99,12 @@ def read_array(value: Value) -> jax.Array:
     return _move(jnp.transpose(array, order), value.moves).astype(value.dtype)
 
 
-def _read_repeated(value: Value, shape: tuple[int, ...]) -> jax.Array:
-    """Return what `read_array` returns, repeated to a shape. The gradient of a weight is the sum in float32."""
-    if not isinstance(value, Lazy) or not value.moves:
+def _read_repeated(value: Value, own: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
+    """Return what `read_array` returns, repeated to a shape. The gradient of a weight is the sum in float32.
+
+    own: shape in which the equation reads the value; a scalar need not be moved to be repeated.
+    """
+    if not isinstance(value, Lazy) or value.leading or not isinstance(value.weight, PlacedWeight) or own == shape:
         return read_array(value)
 
     def repeat(array: jax.Array) -> jax.Array:
@@ -282,7 +285,10 @@ class _Evaluation:
         shape = typeof(eqn.outvars[0]).shape
 
         def function(*inputs: Value) -> list[jax.Array]:
-            return self._bind(eqn, [_read_repeated(value, shape) if repeats else read_array(value) for value in inputs])
+            if not repeats:
+                return self._bind(eqn, [read_array(value) for value in inputs])
+            shapes = [typeof(atom).shape for atom in eqn.invars]
+            return self._bind(eqn, [_read_repeated(*pair, shape) for pair in zip(inputs, shapes, strict=True)])
 
         # The backward gathers again: to keep the gathered weights of all layers would undo ZeRO-3.
         return function(*inputs) if self.in_remat else jax.checkpoint(function)(*inputs)

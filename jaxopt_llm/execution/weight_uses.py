@@ -125,6 +125,13 @@ def find_uses(closed: ClosedJaxpr, parameters: int) -> tuple[list[list[Use]], li
     return [finder.uses.get(index, []) for index in range(parameters)], unchanged
 
 
+def depends_on(closed: ClosedJaxpr, result: int, arguments: int) -> bool:
+    """Return whether a result of a jaxpr depends on any of its first `arguments`."""
+    keep = [index == result for index in range(len(closed.jaxpr.outvars))]
+    _, used = partial_eval.dce_jaxpr(closed.jaxpr, keep)
+    return any(used[:arguments])
+
+
 def drop_results(closed: ClosedJaxpr, keep: Sequence[bool]) -> ClosedJaxpr:
     """Return the jaxpr with only some of its results, without the equations that only the others need."""
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, list(keep), instantiate=True)

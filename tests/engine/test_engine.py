@@ -18,6 +18,7 @@ import jaxopt_llm
 from jaxopt_llm.config import Config
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.engine.checks import EngineWarning
 from jaxopt_llm.engine.engine import Engine
 from jaxopt_llm.parallel.gathering import make_perturbations
 
@@ -320,3 +321,58 @@ def test_an_array_without_a_variable_is_refused() -> None:
 
     with pytest.raises(InputError, match=r"cache is an array without a variable; keep it in an nnx\.Variable"):
         jaxopt_llm.initialize(make_model, lambda model, batch: model(batch).mean(), np.ones((8, 4), np.float32))
+
+
+def test_a_scalar_has_the_gradient_of_all_rows_in_float32() -> None:
+    """Scalars are repeated without an equation that says so."""
+
+    def loss(model: Any, batch: jax.Array) -> jax.Array:
+        x = batch.astype(model["w"].dtype)
+        x = jax.lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w) * model[name] + x, None)), x, model["w"])[0]
+        return (x.astype(jnp.float32) ** 2).mean()
+
+    batch, norms = np.random.default_rng(0).normal(size=(64, 32, 16)).astype(np.float32), []
+    for name, shape in (("t", ()), ("u", (1,))):
+        weights = {"w": jax.random.normal(jax.random.key(0), (3, 16, 16)) * 0.3, name: jnp.ones(shape)}
+        config = Config(mesh=FSDP, training=dict(trainable=(name,)))  # type: ignore[arg-type]
+        engine = jaxopt_llm.initialize(lambda: weights, loss, batch, config, optax.sgd(1e-3))  # noqa: B023
+        norms.append(float(engine.step(batch)["grad_norm"]))
+        exact = jax.grad(lambda given: loss(weights | {name: given}, batch))(weights[name])  # noqa: B023
+    assert norms == pytest.approx([float(abs(exact).item())] * 2, rel=0.01)
+
+
+def test_a_microbatch_that_counts_nothing_keeps_what_it_adds() -> None:
+    def loss(model: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        return ((batch["x"] @ model["w"]) * batch["m"]).sum() + (model["w"] ** 2).sum(), batch["m"].sum()
+
+    batch = {"x": np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32), "m": np.repeat([1, 0], 8)}
+    config = Config(mesh=FSDP, training=dict(accumulation=2), precision=dict(compute_dtype="float32"))  # type: ignore[arg-type]
+    engine = jaxopt_llm.initialize(lambda: {"w": jnp.ones(4)}, loss, batch, config, optax.sgd(1.0))
+    halves = [jax.tree.map(lambda leaf: leaf[part], batch) for part in (slice(8), slice(8, 16))]
+    expected = jax.grad(lambda w: sum(loss({"w": w}, half)[0] for half in halves) / 8)(jnp.ones(4))
+    engine.step(batch)
+    np.testing.assert_allclose(engine.model()["w"], 1 - expected, rtol=1e-6)
+
+
+def test_a_count_that_depends_on_parameters_is_named() -> None:
+    def loss(model: Any, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return (batch @ model["w"]).sum(), jax.nn.sigmoid(batch @ model["w"]).sum()
+
+    with pytest.warns(EngineWarning, match="the count that the loss returns depends on the parameters"):
+        jaxopt_llm.initialize(lambda: {"w": jnp.ones(4)}, loss, np.ones((8, 4), np.float32))
+
+
+def test_an_evaluation_that_counts_nothing_is_0() -> None:
+    def loss(model: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        return ((batch["x"] @ model["w"]) * batch["m"]).sum(), batch["m"].sum()
+
+    batch = {"x": np.ones((8, 4), np.float32), "m": np.zeros(8)}
+    assert jaxopt_llm.initialize(lambda: {"w": jnp.ones(4)}, loss, batch).evaluate([batch]) == {"loss": 0.0}
+
+
+def test_a_metric_with_the_name_of_one_of_the_step_is_refused() -> None:
+    def loss(model: Any, batch: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return (batch @ model["w"]).mean(), {"grad_norm": jnp.float32(1)}
+
+    with pytest.raises(InputError, match="a metric is named grad_norm|it returns a metric grad_norm"):
+        jaxopt_llm.initialize(lambda: {"w": jnp.ones(4)}, loss, np.ones((8, 4), np.float32))

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ def main():
             engine.save(f"{directory}/saved")
             assert engine.restore(f"{directory}/saved") == step + 1
         print("held out", engine.evaluate([whole(1000), whole(1001)]))
+        sys.exit(0)
 
 jaxopt_llm.run_job(main)
 """
@@ -168,6 +170,10 @@ def test_a_script_ends_with_the_exit_code_of_its_error(capfd: pytest.CaptureFixt
         codes.append(stopped.value.code)
     assert codes == [0, 2]
     assert capfd.readouterr().err == "error: config: mesh has no setting fspd: did you mean fsdp?\n"
+    for code in (0, 3):
+        with pytest.raises(SystemExit) as stopped:
+            jaxopt_llm.run_job(lambda code=code: sys.exit(code))
+        assert stopped.value.code == code
     with pytest.raises(ZeroDivisionError):  # a fault of the script keeps its traceback
         jaxopt_llm.run_job(lambda: 1 / 0)
     with pytest.raises(SystemExit) as stopped:
@@ -188,6 +194,10 @@ def test_rows_are_taken_from_whole_batches_and_from_own_ones(local: Sequence[int
     jax.tree.map(np.testing.assert_array_equal, rows.take(own), own)
     with pytest.raises(InputError, match="batch: x is float32"):
         rows.take(make_example(3))
+    # What the example does not have is not looked at, whatever its length; lists are arrays.
+    for batch in (whole, own):
+        jax.tree.map(np.testing.assert_array_equal, rows.take({"a": np.ones(3), "name": "first"} | batch), own)
+        jax.tree.map(np.testing.assert_array_equal, rows.take({key: x.tolist() for key, x in batch.items()}), own)
 
 
 def test_a_function_that_takes_rows_gets_those_of_the_process() -> None:

@@ -234,3 +234,33 @@ def test_the_schedule_ends_with_the_steps_of_the_first_call(tmp_path: Path) -> N
     assert float(first.step(make_batch(4))["learning_rate"]) == pytest.approx(5e-3)
     with pytest.raises(InputError, match="holds another run: schedule.decay_steps was 4 and is 5"):
         jaxopt_llm.fit(make(decay_steps=5), make_batch, 6, tmp_path / "run")
+
+
+def test_an_engine_that_has_trained_begins_no_run(tmp_path: Path) -> None:
+    engine = make_engine()
+    engine.step(make_batch(0))
+    with pytest.raises(InputError, match="the engine has trained 1 steps, and .* holds no run that it could continue"):
+        jaxopt_llm.fit(engine, make_batch, 2, tmp_path)
+
+
+def test_a_generator_is_read_once(tmp_path: Path) -> None:
+    batches = (make_batch(step) for step in range(10))
+    engine = jaxopt_llm.fit(make_engine(), batches, 2, tmp_path)
+    with pytest.raises(InputError, match="the generator has been read before; give a new one"):
+        jaxopt_llm.fit(engine, batches, 4, tmp_path)
+
+
+@pytest.mark.parametrize("held_out", [[make_batch(0), {"x": make_batch(0)["x"][:4], "y": make_batch(0)["y"][:4]}], make_batch])
+def test_held_out_batches_are_checked_before_the_first_step(held_out: Any, tmp_path: Path) -> None:
+    message = "held_out, batch 1: x is .* every batch has the rows of the example|held_out: function is no iterable"
+    with pytest.raises(InputError, match=message):
+        jaxopt_llm.fit(make_engine(), make_batch, 1, tmp_path / "run", held_out)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_function_that_takes_rows_by_name_only_is_refused(tmp_path: Path) -> None:
+    def data(step: int, *, rows: Any) -> Any:
+        return make_batch(step)
+
+    with pytest.raises(InputError, match=r"takes rows by name only; make it data\(step\) or data\(step, rows\)"):
+        jaxopt_llm.fit(make_engine(), data, 1, tmp_path / "run")

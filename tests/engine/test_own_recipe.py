@@ -94,6 +94,7 @@ def test_plan_compiles_the_step_of_a_recipe(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("added", "arguments", "message"),
     [
+        ("del loss", (), "it defines a model and data, and lacks a loss: loss(model, batch)"),
         ("del data", (), "it defines a model and a loss, and lacks data"),
         ("jnp.zeros(3)", ("--mesh.fsdp", 2), "it opens a device of JAX too early; make arrays inside of functions"),
         *slow(

@@ -105,7 +105,7 @@ def build_leaf(
         for row in np.ndindex(layers.shape):
             if layers[row] >= 0:
                 layer = None if spec.layers is None else int(layers[row])
-                fill(out[row], layer, index[spec.leading :])
+                fill(out[(*row, ...)], layer, index[spec.leading :])
         return out
 
     return jax.make_array_from_callback(spec.shape, sharding, get_shard)
@@ -117,7 +117,8 @@ def copy_finite(source: np.ndarray, out: np.ndarray, what: str) -> None:
     Raises:
         InputError: a value is not finite in the dtype of `out`. The message names `what`.
     """
-    out = out[tuple(slice(size) for size in source.shape)]
+    part: Any = (*(slice(size) for size in source.shape), ...)  # an array, also if it has no dimension
+    out = out[part]
     with np.errstate(over="ignore"):  # an overflow is reported below
         out[...] = source
     if not np.isfinite(out).all():
