@@ -211,7 +211,7 @@ def test_an_optimizer_that_is_none_is_refused() -> None:
 @pytest.mark.parametrize("sections", [{"optimizer": {"clip_norm": 0.5}}, {"schedule": {"warmup_steps": 5}}])
 def test_settings_that_an_optax_transformation_hides_are_named(sections: dict[str, Any]) -> None:
     ((section, settings),) = sections.items()
-    with pytest.warns(EngineWarning, match=rf"{section}\.{next(iter(settings))} have no effect"):
+    with pytest.warns(EngineWarning, match=rf"{section}\.{next(iter(settings))} has no effect"):
         make_engine(**sections)
 
 
@@ -250,7 +250,9 @@ def test_a_generator_is_read_once(tmp_path: Path) -> None:
         jaxopt_llm.fit(engine, batches, 4, tmp_path)
 
 
-@pytest.mark.parametrize("held_out", [[make_batch(0), {"x": make_batch(0)["x"][:4], "y": make_batch(0)["y"][:4]}], make_batch])
+@pytest.mark.parametrize(
+    "held_out", [[make_batch(0), {"x": make_batch(0)["x"][:4], "y": make_batch(0)["y"][:4]}], make_batch]
+)
 def test_held_out_batches_are_checked_before_the_first_step(held_out: Any, tmp_path: Path) -> None:
     message = "held_out, batch 1: x is .* every batch has the rows of the example|held_out: function is no iterable"
     with pytest.raises(InputError, match=message):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxopt_llm
 from jaxopt_llm.config import Config
@@ -174,6 +175,8 @@ def test_none_keeps_the_initial_values() -> None:
     [
         ({"head": ...}, r"weights: head missing; give None for a parameter that keeps its initial values"),
         ({path: ... for path in SHAPES}, r"weights: first, head, layers/bias and 1 more missing; "),
+        ({"hesd": 1, "head": ...}, "weights: hesd: there is no such parameter; the paths are those of .* such as head"),
+        ({"layers": {"kernel": 1, "scale": 1}}, "weights: layers/scale: there is no such parameter"),
         ({"head": np.ones((1, WIDTH))}, r"weights: head is \[1, 64\], and the parameter is \[64, 1\]"),
     ],
 )
@@ -198,6 +201,22 @@ def test_a_wrong_array_of_a_function_is_one_line(head: np.ndarray, message: str)
     engine = make_engine((values() | {"head": head}).__getitem__)
     with pytest.raises(InputError, match=message):
         engine.step(BATCH)
+
+
+def test_scalars_and_the_items_of_a_list_have_weights() -> None:
+    def make_model() -> nnx.Module:
+        model = nnx.List([nnx.Linear(16, 16, rngs=nnx.Rngs(0))])
+        model[0].scale = nnx.Param(jnp.ones(()))
+        return model
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        return (model[0](batch["x"]) * model[0].scale[...]).mean()
+
+    weights = jax.tree.map(lambda leaf: np.asarray(leaf) + 2, nnx.to_pure_dict(nnx.state(make_model(), nnx.Param)))
+    engine = jaxopt_llm.initialize(make_model, loss, BATCH, weights=weights)
+    given = nnx.to_pure_dict(nnx.state(engine.model(), nnx.Param))
+    jax.tree.map(np.testing.assert_array_equal, given, weights)
+    assert given[0]["scale"] == 3
 
 
 def test_something_else_than_weights_is_refused() -> None:
