@@ -24,6 +24,7 @@ from pathlib import Path
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.native.lock import lock_directory
 from jaxopt_llm.config.cli import Recipe
+from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.distributed import launchers, process_group, runtime
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
 from jaxopt_llm.engine.recipe import check_recipe, train_recipe
@@ -85,7 +86,9 @@ def _say_finished(directory: Path, step: int, config: Config, say: Callable[[str
     """Say that a run is finished, and which requested changes have no effect."""
     say(f"{directory} is finished at step {step}; train longer with --training.steps N")
     started = read_started(directory)
-    if started and (changes := fields.list_changes(started.config, config)):
+    changes = fields.list_changes(started.config, config) if started else []
+    # The start of the run replaced each `auto` by a value, and `auto` asks for nothing else.
+    if changes := [name for name in changes if fields.get_field(config, name) != AUTO]:
         say(f"no step is left to train, so these changes have no effect: {', '.join(changes)}")
 
 

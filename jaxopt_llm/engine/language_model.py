@@ -160,8 +160,14 @@ class LanguageModel:
         return replace(context, positions=rows - context.key_ranges.first if positions is None else positions)
 
 
-# One device, on which nothing is divided: the forward names no mesh, and an engine traces it for any.
-_PLACEMENT = Placement(AbstractMesh((1,) * len(AXES), AXES), ShardingConfig(), PrecisionConfig())
+class _Unplaced(Placement):
+    """Placement of a forward that an engine traces for any devices: it pins no sharding."""
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        return x
+
+
+_PLACEMENT = _Unplaced(AbstractMesh((1,) * len(AXES), AXES), ShardingConfig(), PrecisionConfig())
 
 
 def _to_arrays(parameters: Params) -> Params:

@@ -114,12 +114,7 @@ class Placement:
         return self.named_sharding(tuple(tuple(axis for axis in dim if axis not in unused) for dim in dims))
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Pin the sharding of an activation, given one logical axis for each of its dimensions.
-
-        On a mesh of one device, there is nothing to pin: a function that is traced on it runs on any devices.
-        """
-        if self.mesh.size == 1:
-            return x
+        """Pin the sharding of an activation, given one logical axis for each of its dimensions."""
         sizes = zip(axes, x.shape, strict=True)
         split = (None if axis and self.replicates(axis, size) else axis for axis, size in sizes)
         return jax.lax.with_sharding_constraint(x, self.activation(*split))
