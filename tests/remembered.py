@@ -87,9 +87,8 @@ def run_xla(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Any:
         try:
             kept = read(compile_anew(lowered, options), dump)
         except jax.errors.JaxRuntimeError as error:
-            if not any(
-                message in str(error) for message in topology.NO_KERNEL
-            ):  # the program need not be the cause: the disk may be full
+            # The program need not be the cause: the disk may be full.
+            if not any(message in str(error) for message in topology.NO_KERNEL):
                 raise
             kept = {"error": str(error)}
         READINGS.mkdir(parents=True, exist_ok=True)
