@@ -171,10 +171,7 @@ def main() -> int:
         config = _without_illegal_mesh(config)
     validate(config)
     _choose_hosts(options, config)
-    if options.gpu is None:
-        options.gpu = DEFAULT_GPU
-        if not options.json:
-            print(f"planned for {CHIPS[DEFAULT_GPU].name}, because --gpu is not given", flush=True)
+    _choose_gpu(options)
     prepare_jax()
     if options.search:
         return _search(config, options)
@@ -200,11 +197,12 @@ def _plan_own_model(recipe: cli.Recipe, options: argparse.Namespace) -> int:
     for name in ("search", "save"):
         if getattr(options, name):
             raise InputError(f"--{name}: only for recipes of the decoder, and {recipe.path} has a model of its own")
+    _choose_gpu(options)
     prepare_jax()
     gpus = options.gpus_per_host or GPUS_PER_HOST
     wanted = recipe.config.mesh.devices if recipe.config.mesh.devices > 1 else gpus
     count = wanted if options.hosts is None else options.hosts * gpus
-    plan = make_engine(recipe).plan(options.gpu or DEFAULT_GPU, count, gpus, options.rows)
+    plan = make_engine(recipe).plan(options.gpu, count, gpus, options.rows)
     values = dataclasses.asdict(plan) | {"spare": plan.spare, "fits": plan.spare >= 0}
     print(json.dumps(values, indent=2) if options.json else plan)
     _check_fits(plan.spare)
@@ -219,6 +217,14 @@ def _without_illegal_mesh(config: Config) -> Config:
         training = dataclasses.replace(config.training, accumulation=1)
         return dataclasses.replace(config, mesh=MeshConfig(), pipeline=PipelineConfig(), training=training)
     return config
+
+
+def _choose_gpu(options: argparse.Namespace) -> None:
+    """Set the GPU if the command line leaves it out, and say so."""
+    if options.gpu is None:
+        options.gpu = DEFAULT_GPU
+        if not options.json:
+            print(f"planned for {CHIPS[DEFAULT_GPU].name}, because --gpu is not given", flush=True)
 
 
 def _choose_hosts(options: argparse.Namespace, config: Config) -> None:

@@ -90,6 +90,7 @@ def test_many_processes_learn_and_stop_as_one(then: int, corpus: tuple[str, Path
     script = subprocess.run(
         [ROOT / "scripts" / "local-processes", str(then), *map(str, (*tiny(stopped), *run))],
         env={**os.environ, **ENVIRONMENT, "PYTHON": sys.executable},
+        cwd=tmp_path,  # the script does not leave the folder of its user
         capture_output=True,
         text=True,
         timeout=DEADLINE,

@@ -134,7 +134,7 @@ class Processes:
             self._watch.checkpoint_step = step
 
     def channel(self, name: str) -> "Channel":
-        """Return a channel. One that is opened again under the same name is another one."""
+        """Return a channel. A second call with the same name returns another channel."""
         self._channels[name] += 1
         return Channel(f"{name}/{self._channels[name]}", self.index, self.count)
 

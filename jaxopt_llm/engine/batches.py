@@ -34,7 +34,8 @@ def fit_to_example(batch: Any, example: Any, name: str = "batch") -> Any:
             hint = ""
             if array.shape[1:] == shape[1:] and array.shape[:1] != shape[:1] and array.ndim:
                 hint = (
-                    "; every batch has the rows of the example: fill up a smaller one, with rows that the loss counts 0"
+                    "; every batch needs as many rows as the example: fill up a smaller one with rows that the loss "
+                    "counts as 0"
                 )
             raise InputError(f"{name}: {path or 'the array'} is {found}, and the example has {expected}{hint}")
         return array.astype(wanted, copy=False)

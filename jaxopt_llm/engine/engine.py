@@ -308,16 +308,7 @@ def initialize(
         InputError: something does not fit together.
     """
     given = config if isinstance(config, Config) else None
-    if isinstance(config, str | Path):
-        config = _read_deepspeed(Path(config), example, optimizer)
-    config = Config() if config is None else config
-    if not isinstance(config, Config):
-        raise InputError(
-            f"config: {type(config).__name__} is neither a Config, as in Config(mesh=dict(fsdp=8)), nor the path of a "
-            "DeepSpeed configuration"
-        )
-    if isinstance(optimizer, OptimizerConfig):
-        config = replace(config, optimizer=optimizer)
+    config = _resolve_config(config, example, optimizer)
     processes = process_group.find_processes(os.environ, config.distributed)
     if config.mesh.devices == 1:
         config = replace(config, mesh=replace(config.mesh, fsdp=len(visible_devices())))
@@ -346,6 +337,19 @@ def initialize(
         warnings.warn(oddity, EngineWarning, stacklevel=2)
     _check_same_job(job, program, processes)
     return Engine(job, processes, weights)
+
+
+def _resolve_config(config: Config | str | Path | None, example: Any, optimizer: Any) -> Config:
+    """Return the settings that `initialize` was given, in whatever form."""
+    if isinstance(config, str | Path):
+        config = _read_deepspeed(Path(config), example, optimizer)
+    config = Config() if config is None else config
+    if not isinstance(config, Config):
+        raise InputError(
+            f"config: {type(config).__name__} is neither a Config, as in Config(mesh=dict(fsdp=8)), nor the path of a "
+            "DeepSpeed configuration"
+        )
+    return replace(config, optimizer=optimizer) if isinstance(optimizer, OptimizerConfig) else config
 
 
 def _check_same_job(job: Job, program: EngineProgram, processes: Processes) -> None:

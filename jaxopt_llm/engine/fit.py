@@ -65,8 +65,8 @@ class EngineWorkload:
             return self.engine.load(checkpoints, start)
         if done := int(self.engine.state.step):
             raise InputError(
-                f"fit: the engine has trained {done} steps, and {self.directory} holds no run that it could continue; "
-                "give the directory of its run, or begin with another engine (initialize(weights=...))"
+                f"fit: the engine has trained for {done} step(s), and {self.directory} holds no run that it could "
+                "continue; give the directory of its run, or begin with another engine (initialize(weights=...))"
             )
         return self.engine.state
 
@@ -130,24 +130,10 @@ def fit(
         TrainingDiverged: the loss is not finite for `training.skip_limit` steps in a row.
         CheckpointError: no checkpoint of the run is intact, or the last one could not be written.
     """
-    directory = Path(run_directory or engine.config.run.directory).absolute()
-    config = replace(engine.config, run=replace(engine.config.run, directory=str(directory)))
-    training = replace(config.training, batch_size=count_rows(engine.example))
-    config = replace(config, training=training if steps is None else replace(training, steps=steps))
+    config = _resolve_config(engine, steps, run_directory)
+    directory = Path(config.run.directory)
     if engine.has_schedule:
-        # As in `train`, the schedule ends with the steps of the first call, also if a later one trains longer.
-        stored = None if config.schedule.decay_steps else read_decay_steps(directory)
-        end = stored or config.schedule.choose_end(config.training.steps)
-        config = replace(config, schedule=replace(config.schedule, decay_steps=end))
-        if found := config.schedule.problems():
-            raise InputError(f"config: {'; '.join(found)}")
         engine.set_schedule(config.schedule)
-        if config.schedule.warmup_steps >= config.training.steps:
-            text = (
-                f"schedule.warmup_steps={config.schedule.warmup_steps} reaches the end of the run, step "
-                f"{config.training.steps}: the learning rate only rises"
-            )
-            warnings.warn(text, EngineWarning, stacklevel=2)
     processes, name = engine.processes, "run_directory"
     batches = make_batches(data, engine.rows, config.run.seed)
     workload = EngineWorkload(engine, config, batches, _take_held_out(engine, held_out))
@@ -158,6 +144,29 @@ def fit(
         _check_directory(directory, config)
         _run(workload, preemption)
     return engine
+
+
+def _resolve_config(engine: Engine, steps: int | None, run_directory: str | Path | None) -> Config:
+    """Return the configuration of a run: with its directory, its steps, its rows and the end of its schedule."""
+    directory = Path(run_directory or engine.config.run.directory).absolute()
+    config = replace(engine.config, run=replace(engine.config.run, directory=str(directory)))
+    training = replace(config.training, batch_size=count_rows(engine.example))
+    config = replace(config, training=training if steps is None else replace(training, steps=steps))
+    if not engine.has_schedule:
+        return config
+    # As in `train`, the schedule ends with the steps of the first call, also if a later one trains longer.
+    stored = None if config.schedule.decay_steps else read_decay_steps(directory)
+    end = stored or config.schedule.choose_end(config.training.steps)
+    config = replace(config, schedule=replace(config.schedule, decay_steps=end))
+    if found := config.schedule.problems():
+        raise InputError(f"config: {'; '.join(found)}")
+    if config.schedule.warmup_steps >= config.training.steps:
+        text = (
+            f"schedule.warmup_steps={config.schedule.warmup_steps} reaches the end of the run, step "
+            f"{config.training.steps}: the learning rate only rises"
+        )
+        warnings.warn(text, EngineWarning, stacklevel=3)
+    return config
 
 
 def _take_held_out(engine: Engine, held_out: Iterable[Any]) -> tuple[Any, ...]:

@@ -131,7 +131,7 @@ def normalise_loss(output: Any) -> LossParts:
         value, metrics = value
     if taken := [name for name in metrics if name in RESERVED]:
         raise InputError(
-            f"loss: it returns a metric {taken[0]}, a name of the step's own metrics; give it another name"
+            f"loss: a metric is named {taken[0]}, which is the name of a metric of every step; give it another name"
         )
     total, count = value if isinstance(value, tuple) and len(value) == 2 else (value, jnp.float32(1))
     scalars = {"the loss": total, "its count": count} | {f"metric {name}": each for name, each in metrics.items()}
@@ -276,7 +276,7 @@ def _check_values(keys: Sequence[tuple[Any, ...]], variables: Sequence[Any]) -> 
 
 
 def _list_attributes(model: nnx.Module) -> dict[str, Any]:
-    """Return, by path, what tells two values of an attribute apart, of all attributes that are no part of the state."""
+    """Return a fingerprint of each attribute that is neither a variable nor a module, by its path."""
     found = {}
     for keys, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Module):
@@ -287,6 +287,7 @@ def _list_attributes(model: nnx.Module) -> dict[str, Any]:
 
 
 def _identify(value: Any) -> Any:
+    """Return something that differs if a value is another object, or if a container has other items."""
     if isinstance(value, bool | int | float | str):
         return value
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()

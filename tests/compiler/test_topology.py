@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -146,3 +147,21 @@ except InputError as error:
     print(error)
 """
     assert "set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before the program starts" in run_without_driver(script)
+
+
+@pytest.mark.parametrize("message", [*topology.NO_KERNEL, "out of memory"])
+def test_a_library_multiplies_where_xla_finds_no_kernel(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    uses_triton: list[Any] = []
+
+    def run(lowered: Any, options: dict[str, Any]) -> str:
+        uses_triton.append(options.get("xla_gpu_enable_triton_gemm", True))
+        if uses_triton[-1]:
+            raise jax.errors.JaxRuntimeError(f"INTERNAL: {message} for %dot.1")
+        return "compiled"
+
+    monkeypatch.setattr(topology, "run_xla", run)
+    if message in topology.NO_KERNEL:
+        assert topology.compile_without_gpu(Any) == "compiled" and uses_triton == [True, False]
+    else:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            topology.compile_without_gpu(Any)

@@ -374,5 +374,5 @@ def test_a_metric_with_the_name_of_one_of_the_step_is_refused() -> None:
     def loss(model: Any, batch: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         return (batch @ model["w"]).mean(), {"grad_norm": jnp.float32(1)}
 
-    with pytest.raises(InputError, match="a metric is named grad_norm|it returns a metric grad_norm"):
+    with pytest.raises(InputError, match="a metric is named grad_norm"):
         jaxopt_llm.initialize(lambda: {"w": jnp.ones(4)}, loss, np.ones((8, 4), np.float32))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from marks import slow
 from ports import free_address
 from test_engine_processes import losses
 
-from jaxopt_llm.config import cli
+from jaxopt_llm.config import Config, cli
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.batches import read_example
+from jaxopt_llm.engine.recipe import make_engine
 
 RECIPE = """
 import jax.numpy as jnp
@@ -81,6 +83,13 @@ def test_processes_train_the_model_of_a_recipe(recipe: Path, tmp_path: Path) -> 
     for process in [start("train", *run, *job, "--distributed.process-id", index) for index in range(2)]:
         finish(process)
     np.testing.assert_allclose(losses(tmp_path / "together"), losses(tmp_path / "alone"), rtol=1e-6)
+
+
+def test_warnings_are_lines(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = cli.run_recipe(str(recipe))
+    make_engine(replace(found, config=Config(mesh={"fsdp": 8})))  # type: ignore[arg-type]
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("warning: 2 of 2 products with parameters meet float32 arrays")
 
 
 @pytest.mark.slow
