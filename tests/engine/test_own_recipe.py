@@ -112,6 +112,7 @@ def test_plan_compiles_the_step_of_a_recipe(recipe: Path) -> None:
             ("data = iter([data(0)])", (), "data: it can be read only once, so define an example"),
         ),
     ],
+    ids=["no loss", "no data", "early arrays", "epochs", "rows", "iterator"],
 )
 def test_what_train_refuses(recipe: Path, tmp_path: Path, added: str, arguments: tuple[Any, ...], message: str) -> None:
     recipe.write_text(f"{RECIPE}\n{added}\n")
