@@ -185,6 +185,15 @@ def report_error(error: BaseException) -> int:
     return 1
 
 
+@contextlib.contextmanager
+def refuse(message: str, error: type[Exception] = ValueError) -> Iterator[None]:
+    """Raise this error in place of a failed assertion of chex, whose text names no remedy."""
+    try:
+        yield
+    except AssertionError as failed:
+        raise error(message) from failed
+
+
 def describe_error(error: BaseException) -> str:
     """Return the message of an error on one line, that of a file system without the number of the error."""
     if not isinstance(error, OSError) or error.strerror is None:

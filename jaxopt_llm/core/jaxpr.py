@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import jit_p
 
 
@@ -39,3 +39,17 @@ def hash_jaxpr(closed: ClosedJaxpr) -> str:
     for constant in closed.consts:
         digest.update(np.asarray(constant).tobytes())
     return digest.hexdigest()
+
+
+def typeof(atom: Any) -> jax.core.ShapedArray:
+    """Return the shape and the dtype of an input or a result of an equation."""
+    found: jax.core.ShapedArray = atom.aval
+    return found
+
+
+def split_scan(eqn: JaxprEqn) -> tuple[int, int]:
+    """Return the numbers of constants and of carried values of a scan. JAX 0.11 lists them in another parameter."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    constants, carry, _ = eqn.params["ft_in"].unpack()
+    return len(constants), len(carry)

@@ -13,8 +13,8 @@ from jaxopt_llm.config import Config, OptimizerConfig, TrainingConfig
 from jaxopt_llm.config.fields import FIELDS, get_field, wrong_types
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.jaxpr import typeof
 from jaxopt_llm.engine.frontends import ArrayInfo, Frontend
-from jaxopt_llm.execution.placed_evaluation import typeof
 from jaxopt_llm.execution.weight_uses import PRODUCT, Use, depends_on, list_equations
 from jaxopt_llm.parallel.placement import Placement
 
@@ -27,7 +27,7 @@ READ = (
     *("checkpoint.*", "evaluation.every", "logging.*", "profile.*", "data.stall_seconds", "distributed.*"),
 )
 NOT_READ = ("optimizer.in_backward", "precision.compute_dtype_layers", "run.deterministic")
-POLICIES = ("auto", "none", "full")
+POLICIES = ("auto", "none", "save_attention", "full")
 CONSTANT_BYTES = 2**20  # larger constants of a loss are worth a warning
 
 

@@ -18,7 +18,7 @@ from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import Config, OptimizerConfig, ScheduleConfig
 from jaxopt_llm.config.fields import shared_fields
 from jaxopt_llm.core import tree
-from jaxopt_llm.core.errors import CheckpointError, InputError
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.jaxpr import hash_jaxpr
 from jaxopt_llm.distributed import process_group
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
@@ -35,8 +35,8 @@ from jaxopt_llm.engine.user_model import nest_variables
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.parallel.mesh import make_abstract_mesh, make_mesh, visible_devices
 from jaxopt_llm.parallel.rows import LocalRows
-from jaxopt_llm.parallel.zero import abstract_checkpoint
 from jaxopt_llm.training import state as training_state
+from jaxopt_llm.training.restore import load_state
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Metrics
 
@@ -233,15 +233,7 @@ class Engine:
         """Return the state of a checkpoint. The engine's own state is freed first."""
         self._state, program = None, self.program
         self._lost = f"the restore of step {step} failed, and the engine has no state now: restore again"
-        abstract = abstract_checkpoint(training_state.checkpoint_specs(program.specs), program.placement)
-        if others := sorted(checkpoints.read_record(step)["arrays"].keys() - abstract.keys()):
-            raise CheckpointError(
-                f"checkpoint {checkpoints.directory / str(step)} also holds {', '.join(others)}, which this engine "
-                "does not have: it is of another optimizer, precision or training.ema_decay; use the settings that "
-                "wrote it"
-            )
-        restored = checkpoints.restore(step, **abstract)
-        state = training_state.resume_state(program.specs, step, program.placement, **restored)
+        state = load_state(checkpoints, step, program.specs, program.placement)
         self._lost = ""
         return state
 

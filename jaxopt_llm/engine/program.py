@@ -21,6 +21,7 @@ from jaxopt_llm.engine.attention import make_selector
 from jaxopt_llm.engine.frontends import Frontend, Loss
 from jaxopt_llm.engine.gradients import compute_loss, differentiate_user_model
 from jaxopt_llm.engine.user_model import Rules, UserModel, make_user_model, nest_variables
+from jaxopt_llm.kernels.attention import CHECKPOINT_NAME
 from jaxopt_llm.model.linear import quantised
 from jaxopt_llm.model.linear.leaves import is_wrapped
 from jaxopt_llm.model.model import Params
@@ -32,6 +33,9 @@ from jaxopt_llm.training.schedule import make_schedule
 from jaxopt_llm.training.state import StateSpecs, TrainState
 from jaxopt_llm.training.step import StepSettings, make_step, update_after_backward
 from jaxopt_llm.training.update import Optimizers, WholeOptimizer
+
+# Policies that rematerialise layers -> the checkpoint names of the results that they keep.
+SAVED: dict[Any, tuple[str, ...]] = {"full": (), "save_attention": (CHECKPOINT_NAME,)}
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
     attention = make_selector(placement, config.training.attention)
     plain = make_user_model(job.frontend, job.loss, microbatch, job.rules, placement, attention)
     _check_effects(plain, config)
-    plain = replace(plain, remat_loops=config.remat.policy == "full")
+    plain = replace(plain, saved=SAVED.get(config.remat.policy))
     model, trained, frozen = adapt_user_model(plain, config)
     _check_trained(job, trained, placement)
     optimizers, learning_rate, settings = _make_optimizers(job, model, trained)
@@ -122,14 +126,24 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
 
 
 def _check_effects(model: UserModel, config: Config) -> None:
-    """Raise InputError if a setting has no effect: one of the attention, or one of the layers of a loop."""
+    """Raise InputError if a setting has no effect: one of the attention, or one of the layers."""
     if config.training.attention != "auto" and not model.attention.choices:
         raise InputError(
             f"config: training.attention={config.training.attention} has no effect, because the loss does not call "
             "jaxopt_llm.attention; call it in the model, or leave the setting out"
         )
+    if config.remat.policy == "save_attention" and not model.attention.choices:
+        raise InputError(
+            "config: remat.policy=save_attention keeps what jaxopt_llm.attention computes, and the loss does not call "
+            "it; call it in the model, or set remat.policy=full"
+        )
+    if config.remat.policy in SAVED and not model.has_layers:
+        raise InputError(
+            f"config: remat.policy={config.remat.policy} has no effect, because the loss has neither a loop over "
+            "stacked layers nor equal layers in a list; put nnx.remat or jax.checkpoint around what is to be computed "
+            "again"
+        )
     settings = {
-        "remat.policy=full": config.remat.policy == "full",
         f"precision.matmul={config.precision.matmul}": config.precision.quantises,
         "offload.parameters=True": config.offload.parameters,
     }
@@ -138,7 +152,7 @@ def _check_effects(model: UserModel, config: Config) -> None:
         verb = "has" if len(found) == 1 else "have"
         raise InputError(
             f"config: {', '.join(found)} {verb} no effect, because the loss has no loop over stacked layers; make one "
-            "with nnx.scan, nn.scan or lax.scan, or leave it out (remat: nnx.remat around each block)"
+            "with nnx.scan, nn.scan or lax.scan, or leave it out"
         )
 
 

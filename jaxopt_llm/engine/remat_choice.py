@@ -1,6 +1,8 @@
-"""Choice of `remat.policy auto`: the loss as it is written where a step fits into the memory, otherwise `full`.
+"""Choice of `remat.policy auto`: the first policy with which a step fits into the memory.
 
-It is open only if the loss has a loop over layers that it does not rematerialise.
+The policies are `none`, the loss as it is written; `save_attention`, for a loss that calls `jaxopt_llm.attention`; and
+`full`. The choice is open only if the loss has a loop over layers, or equal layers in a list, that it does not
+rematerialise.
 """
 
 from collections.abc import Callable
@@ -48,14 +50,17 @@ def compile_fitting(
     compiled = compile(program)
     if not is_open(program, job):
         return Fitting(program, compiled, "")
-    usable = int((1 - FREE) * limit)
-    peak = count_peak(compiled)
-    needed = f"needs {peak / GIB:.2f} of {usable / GIB:.2f} GiB per device"
-    if agree(peak <= usable):
-        return Fitting(program, compiled, f"remat.policy none, which {needed}")
-    config = fields.replace_fields(job.config, {"remat.policy": "full"})
-    full = make_engine_program(replace(job, config=config), program.placement.mesh)
-    return Fitting(full, compile(full), f"remat.policy full, because none {needed}")
+    usable, policy, refused = int((1 - FREE) * limit), "none", ""
+    for larger in ("save_attention", "full") if program.model.attention.choices else ("full",):
+        peak = count_peak(compiled)
+        needed = f"needs {peak / GIB:.2f} of {usable / GIB:.2f} GiB per device"
+        if agree(peak <= usable):
+            return Fitting(program, compiled, f"remat.policy {policy}, which {needed}{refused}")
+        refused = f", because {policy} {needed}"
+        policy, config = larger, fields.replace_fields(job.config, {"remat.policy": larger})
+        program = make_engine_program(replace(job, config=config), program.placement.mesh)
+        compiled = compile(program)
+    return Fitting(program, compiled, f"remat.policy {policy}{refused}")
 
 
 def is_open(program: EngineProgram, job: Job) -> bool:

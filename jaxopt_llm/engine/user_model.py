@@ -13,7 +13,9 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.attention import AttentionSelector
 from jaxopt_llm.engine.checks import check_parameters, check_rules, find_oddities
 from jaxopt_llm.engine.frontends import ArrayInfo, Frontend, Loss, LossParts, nest, normalise_loss
-from jaxopt_llm.execution.placed_evaluation import Lazy, evaluate
+from jaxopt_llm.engine.repeated_blocks import name_blocks
+from jaxopt_llm.execution.lazy_weights import Lazy
+from jaxopt_llm.execution.placed_evaluation import evaluate
 from jaxopt_llm.execution.weight_uses import CONVOLUTION, LOOKUP, PRODUCT, Use, drop_results, find_uses
 from jaxopt_llm.kernels.attention import SELECT
 from jaxopt_llm.model import param
@@ -35,10 +37,12 @@ class UserModel:
             nested dicts by the parameter's path.
         sections: the section of each parameter of the front-end.
         uses: how the loss reads each parameter.
+        blocks: the block of each parameter; see repeated_blocks.py.
         oddities: what the user probably did not intend; see checks.py.
         attention: selects the implementations of the loss's attention.
         traced: the jaxpr of the loss of a microbatch, from `make_user_model`.
-        remat_loops: rematerialise the iterations of loops over layers (remat.policy full).
+        saved: rematerialise loops over layers and blocks, except for the results with these checkpoint names; None
+            leaves the loss as it is written.
     """
 
     frontend: Frontend
@@ -46,10 +50,11 @@ class UserModel:
     specs: Params
     sections: tuple[str, ...]
     uses: tuple[tuple[Use, ...], ...]
+    blocks: tuple[str, ...]
     oddities: tuple[str, ...]
     attention: AttentionSelector
     traced: ClosedJaxpr
-    remat_loops: bool = False
+    saved: tuple[str, ...] | None = None
 
     def with_specs(self, specs: Params) -> "UserModel":
         """Return the model over other parameters: with adapters, or with a quantised base."""
@@ -72,12 +77,21 @@ class UserModel:
     @property
     def recomputes(self) -> bool:
         """True if the loss rematerialises layers."""
-        return self.remat_loops or any(use.in_remat for uses in self.uses for use in uses)
+        return self.saved is not None or any(use.in_remat for uses in self.uses for use in uses)
 
     @property
     def keeps_layers(self) -> bool:
-        """True if the loss has a loop over layers whose intermediates it keeps for the backward."""
-        return not self.remat_loops and any(use.leading and not use.in_remat for uses in self.uses for use in uses)
+        """True if the loss has a loop over layers, or blocks, whose intermediates it keeps for the backward."""
+        return self.saved is None and any(
+            (use.leading or block) and not use.in_remat
+            for uses, block in zip(self.uses, self.blocks, strict=True)
+            for use in uses
+        )
+
+    @property
+    def has_layers(self) -> bool:
+        """True if the loss has a loop over stacked layers, or repeated blocks."""
+        return any(section != "non_layer" for section in self.sections) or any(self.blocks)
 
     def evaluate(
         self, params: Params, perturbations: Params, variables: Params, batch: Any, placement: Placement
@@ -100,16 +114,18 @@ class UserModel:
         }
         placed = _list_by_path(self.paths, weights, _is_weight)
         parameters, lazy = [], []
-        for info, section, weight in zip(self.frontend.parameters, self.sections, placed, strict=True):
+        dtype = jnp.dtype(placement.precision.compute_dtype)
+        for info, section, block, weight in zip(
+            self.frontend.parameters, self.sections, self.blocks, placed, strict=True
+        ):
             leading = 0 if section == "non_layer" else 1
-            dtype = jnp.dtype(placement.precision.compute_dtype)
-            lazy.append(Lazy(weight, leading, tuple(range(len(info.shape) - leading)), dtype))
+            lazy.append(Lazy(weight, leading, tuple(range(len(info.shape) - leading)), dtype, block=block))
             parameters.append(jax.ShapeDtypeStruct(info.shape, dtype))
         flat = list_variables(self.frontend, variables)
         closed, structure = trace_loss(self.frontend, self.loss, self.attention, parameters, flat, batch)
         keep = [index >= len(parameters) for index in range(len(closed.jaxpr.outvars))]
         arguments = [*lazy, *flat, *jax.tree.leaves(batch)]
-        results = evaluate(drop_results(closed, keep), arguments, placement.mesh, self.remat_loops)
+        results = evaluate(drop_results(closed, keep), arguments, placement.mesh, self.saved)
         _, parts, changed = jax.tree.unflatten(structure, [*[None] * len(parameters), *results])
         return parts, nest_variables(self.frontend, changed)
 
@@ -201,6 +217,7 @@ def make_user_model(
         specs=nest(paths, specs),
         sections=sections,
         uses=tuple(map(tuple, uses)),
+        blocks=name_blocks(frontend.parameters, uses),
         oddities=tuple(oddities),
         attention=attention,
         traced=closed,

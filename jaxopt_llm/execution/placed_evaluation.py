@@ -10,6 +10,7 @@ the user's code reads a parameter: nothing moves until an equation needs the val
 - a product with a weight (`dot_general`) is the `einsum` of model/linear/, as in the decoder: the gradient is formed in
   the reductions' dtype, adapters and quantised bases are multiplied as such, and outside a rematerialised function the
   backward gathers the weight again instead of keeping it;
+- with `saved`, the iterations of such loops are rematerialised, and the blocks of a model without one (blocks.py);
 - a lookup (`gather`) of rows of a table adds up their gradients in float32, and so does the sum or the product with a
   weight that is repeated, such as a bias;
 - every other equation reads the gathered array.
@@ -26,116 +27,46 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
-from jax.extend.core.primitives import add_p, broadcast_in_dim_p, dot_general_p, jit_p, mul_p, remat_p, scan_p, sub_p
+from jax.extend.core.primitives import dot_general_p, jit_p, remat_p, scan_p
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxopt_llm.model.linear.leaves import LoraWeight
+from jaxopt_llm.core.jaxpr import split_scan, typeof
+from jaxopt_llm.execution.blocks import Block, find_blocks
+from jaxopt_llm.execution.lazy_weights import (
+    ELEMENTWISE,
+    MOVES,
+    Lazy,
+    Move,
+    Value,
+    bind_equation,
+    compute_dtype,
+    gather_in,
+    read_array,
+    read_repeated,
+)
 from jaxopt_llm.model.linear.linear_function import apply_linear
 from jaxopt_llm.model.linear.weights import (
     GATHERED_NAME,
     Weight,
     einsum,
-    gather_for_use,
     keep_gathered,
-    shardings_of,
 )
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import PlacedWeight
 
-Value = Any  # an array, or a Lazy weight
-MOVES = (broadcast_in_dim_p, jax.lax.reshape_p, jax.lax.transpose_p, jax.lax.squeeze_p)
-ELEMENTWISE = (add_p, sub_p, mul_p, jax.lax.div_p, jax.lax.max_p, jax.lax.min_p)
-
-
-@dataclass(frozen=True, eq=False)
-class _Move:
-    """An equation that only moves or repeats values: one of MOVES."""
-
-    eqn: JaxprEqn
-
-
-@struct.dataclass
-class Lazy:
-    """A weight that no equation has read yet.
-
-    leading: number of leading dimensions that loops have not taken yet; the weight's shardings are those of one layer.
-    order: the weight's dimensions (without the leading ones) in the order in which the program sees them.
-    dtype: dtype in which the program sees it.
-    rounded: whether the program rounded it from float32 to `dtype`, in which it is then gathered.
-    moves: what the program did to the values so far.
-    """
-
-    weight: Weight
-    leading: int = struct.field(pytree_node=False)
-    order: tuple[int, ...] = struct.field(pytree_node=False)
-    dtype: Any = struct.field(pytree_node=False)
-    rounded: bool = struct.field(pytree_node=False, default=False)
-    moves: tuple[_Move, ...] = struct.field(pytree_node=False, default=())
-
 
 def evaluate(
-    closed: ClosedJaxpr, arguments: Sequence[Value], mesh: Mesh | AbstractMesh, remat_loops: bool = False
+    closed: ClosedJaxpr, arguments: Sequence[Value], mesh: Mesh | AbstractMesh, saved: Sequence[str] | None = None
 ) -> list[jax.Array]:
     """Evaluate a jaxpr whose arguments are arrays and `Lazy` weights. Return its results as arrays.
 
     Args:
-        remat_loops: rematerialise the iterations of loops over layers.
+        saved: rematerialise the iterations of loops over layers and the blocks, except for the results with these
+            checkpoint names; None rematerialises what the user's code does.
     """
-    evaluation = _Evaluation(mesh, in_remat=False, remat_loops=remat_loops)
+    evaluation = _Evaluation(mesh, in_remat=False, saved=None if saved is None else tuple(saved))
     return [read_array(value) for value in evaluation.run(closed.jaxpr, closed.consts, arguments)]
-
-
-def read_array(value: Value) -> jax.Array:
-    """Return an array as it is, and a weight gathered, in the dtype in which the program sees it."""
-    if not isinstance(value, Lazy):
-        return value
-    gather = gather_for_use
-    for _ in range(value.leading):
-        gather = jax.vmap(gather)
-    array = gather(offload.fetch_to_device(value.weight))
-    order = (*range(value.leading), *(value.leading + dim for dim in value.order))
-    return _move(jnp.transpose(array, order), value.moves).astype(value.dtype)
-
-
-def _read_repeated(value: Value, own: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
-    """Return what `read_array` returns, repeated to a shape. The gradient of a weight is the sum in float32.
-
-    own: shape in which the equation reads the value; a scalar need not be moved to be repeated.
-    """
-    if not isinstance(value, Lazy) or value.leading or not isinstance(value.weight, PlacedWeight) or own == shape:
-        return read_array(value)
-
-    def repeat(array: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(_move(jnp.transpose(array, value.order), value.moves), shape)
-
-    return apply_linear(repeat, offload.fetch_to_device(value.weight)).astype(value.dtype)
-
-
-def _move(array: jax.Array, moves: Sequence[_Move]) -> jax.Array:
-    for each in moves:
-        (array,) = _bind(each.eqn, [array])
-    return array
-
-
-def typeof(atom: Any) -> jax.core.ShapedArray:
-    """Return the shape and the dtype of an input or a result of an equation."""
-    found: jax.core.ShapedArray = atom.aval
-    return found
-
-
-def compute_dtype(weight: Weight) -> Any:
-    """Return the dtype in which products with a weight are computed."""
-    return jnp.dtype(shardings_of(weight.base if isinstance(weight, LoraWeight) else weight).compute_dtype)
-
-
-def split_scan(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return the numbers of constants and of carried values of a scan. JAX 0.11 lists them in another parameter."""
-    if "num_consts" in eqn.params:
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    constants, carry, _ = eqn.params["ft_in"].unpack()
-    return len(constants), len(carry)
 
 
 @dataclass(frozen=True)
@@ -143,12 +74,12 @@ class _Evaluation:
     """Evaluation of a jaxpr.
 
     in_remat: within a rematerialised function, whose backward keeps what it gathers.
-    remat_loops: see `evaluate`.
+    saved: see `evaluate`.
     """
 
     mesh: Mesh | AbstractMesh
     in_remat: bool
-    remat_loops: bool
+    saved: tuple[str, ...] | None
 
     def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
         values: dict[Any, Value] = {}
@@ -158,18 +89,53 @@ class _Evaluation:
 
         values |= zip(jaxpr.constvars, constants, strict=True)
         values |= zip(jaxpr.invars, arguments, strict=True)
-        for eqn in jaxpr.eqns:
+        done = 0
+        for block in self._find_blocks(jaxpr, arguments):
+            self._run_equations([*jaxpr.eqns[done : block.start], *block.moves], values)
+            self._run_block(block, values)
+            done = block.stop
+        self._run_equations(jaxpr.eqns[done:], values)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _run_equations(self, equations: Sequence[JaxprEqn], values: dict[Any, Value]) -> None:
+        for eqn in equations:
             stack = str(eqn.source_info.name_stack)
             with jax.named_scope(stack) if stack else contextlib.nullcontext(), eqn.ctx.manager:
-                results = self._apply(eqn, [read(atom) for atom in eqn.invars])
+                inputs = [atom.val if isinstance(atom, Literal) else values[atom] for atom in eqn.invars]
+                results = self._apply(eqn, inputs)
             values |= zip(eqn.outvars, results, strict=True)
-        return [read(atom) for atom in jaxpr.outvars]
+
+    def _find_blocks(self, jaxpr: Jaxpr, arguments: Sequence[Value]) -> list[Block]:
+        tags = [value.block if isinstance(value, Lazy) else None for value in arguments]
+        return find_blocks(jaxpr, tags) if self._rematerialises and any(tags) else []
+
+    def _run_block(self, block: Block, values: dict[Any, Value]) -> None:
+        """Rematerialise a block."""
+        inside = replace(self, in_remat=True)
+
+        def run(*inputs: Value) -> list[jax.Array]:
+            own = dict(zip(block.entering, inputs, strict=True))
+            inside._run_equations(block.equations, own)
+            return [read_array(own[var]) for var in block.leaving]
+
+        results = jax.checkpoint(run, policy=self._policy)(*[values[var] for var in block.entering])
+        values |= zip(block.leaving, results, strict=True)
+
+    @property
+    def _rematerialises(self) -> bool:
+        """True where loops over layers and blocks are rematerialised."""
+        return self.saved is not None and not self.in_remat
+
+    @property
+    def _policy(self) -> Any:
+        """The policy of `jax.checkpoint` for these."""
+        return jax.checkpoint_policies.save_only_these_names(*self.saved) if self.saved else None
 
     def _apply(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         if not any(isinstance(value, Lazy) for value in inputs):
             return self._bind(eqn, inputs)
         if eqn.primitive in MOVES and _can_move(eqn, inputs[0]):
-            return [replace(inputs[0], moves=(*inputs[0].moves, _Move(eqn)))]
+            return [replace(inputs[0], moves=(*inputs[0].moves, Move(eqn)))]
         special = {
             jit_p: self._call,
             remat_p: self._rematerialise,
@@ -209,7 +175,7 @@ class _Evaluation:
                 return read_array(value)  # the loop is not over the layers of a stack
             return replace(value, leading=value.leading - 1) if isinstance(value, Lazy) else value
 
-        remat = self.remat_loops and not self.in_remat and any(_is_stack(value) for value in scanned)
+        remat = self._rematerialises and any(_is_stack(value) for value in scanned)
         inside = replace(self, in_remat=True) if remat else self
 
         def body(carry: Sequence[jax.Array], layer: Sequence[Value]) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -217,7 +183,7 @@ class _Evaluation:
             return results[:carried], results[carried:]
 
         carry, stacked = jax.lax.scan(
-            jax.checkpoint(body, prevent_cse=False) if remat else body,
+            jax.checkpoint(body, prevent_cse=False, policy=self._policy) if remat else body,
             [read_array(value) for value in carry],
             [enter(value) for value in scanned],
             length=eqn.params["length"],
@@ -263,7 +229,7 @@ class _Evaluation:
         if not lazy.rounded and new in (own, jnp.float32):
             return [replace(lazy, dtype=new)]
         if not lazy.rounded and own == jnp.float32 and new in (jnp.bfloat16, jnp.float16):
-            return [replace(lazy, weight=_gather_in(lazy.weight, new), dtype=new, rounded=True)]
+            return [replace(lazy, weight=gather_in(lazy.weight, new), dtype=new, rounded=True)]
         return self._use(eqn, inputs)
 
     def _look_up(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
@@ -273,7 +239,7 @@ class _Evaluation:
             return self._use(eqn, inputs)
 
         def look_up(array: jax.Array, *indices: jax.Array) -> jax.Array:
-            (rows,) = _bind(eqn, [jnp.transpose(array, table.order), *indices])
+            (rows,) = bind_equation(eqn, [jnp.transpose(array, table.order), *indices])
             return rows
 
         rows = apply_linear(look_up, offload.fetch_to_device(table.weight), *map(read_array, indices))
@@ -288,7 +254,7 @@ class _Evaluation:
             if not repeats:
                 return self._bind(eqn, [read_array(value) for value in inputs])
             shapes = [typeof(atom).shape for atom in eqn.invars]
-            return self._bind(eqn, [_read_repeated(*pair, shape) for pair in zip(inputs, shapes, strict=True)])
+            return self._bind(eqn, [read_repeated(*pair, shape) for pair in zip(inputs, shapes, strict=True)])
 
         # The backward gathers again: to keep the gathered weights of all layers would undo ZeRO-3.
         return function(*inputs) if self.in_remat else jax.checkpoint(function)(*inputs)
@@ -302,8 +268,8 @@ class _Evaluation:
             for dim in eqn.params["dimension_numbers"].rhs_spec[2:]:
                 dims[dim] = None
             kernel = jax.lax.with_sharding_constraint(kernel, NamedSharding(self.mesh, PartitionSpec(*dims)))
-            return _bind(eqn, [image, kernel])
-        return _bind(eqn, inputs)
+            return bind_equation(eqn, [image, kernel])
+        return bind_equation(eqn, inputs)
 
 
 def _save_nothing_gathered(policy: Any, primitive: Any, *operands: Any, **parameters: Any) -> Any:
@@ -327,25 +293,11 @@ def _is_stack(value: Value) -> bool:
     return isinstance(value, Lazy) and value.leading > 0
 
 
-def _bind(eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:
-    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-    return list(results) if eqn.primitive.multiple_results else [results]
-
-
 def _transpose(eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
     (lazy,), permutation = inputs, eqn.params["permutation"]
     if lazy.leading:
-        return _bind(eqn, [read_array(lazy)])
+        return bind_equation(eqn, [read_array(lazy)])
     return [replace(lazy, order=tuple(lazy.order[dim] for dim in permutation))]
-
-
-def _gather_in(weight: Weight, dtype: Any) -> Weight:
-    """Return a weight that is gathered and multiplied in `dtype`."""
-
-    def gather_in(placed: PlacedWeight) -> PlacedWeight:
-        return replace(placed, shardings=replace(placed.shardings, compute_dtype=str(dtype)))
-
-    return jax.tree.map(gather_in, weight, is_leaf=lambda leaf: isinstance(leaf, PlacedWeight))
 
 
 def _name_axes(eqn: JaxprEqn, weight_first: bool) -> tuple[str, str, str]:

@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import dot_general_p, jit_p, remat_p, scan_p
 from jax.interpreters import partial_eval
 
-from jaxopt_llm.execution.placed_evaluation import split_scan, typeof
+from jaxopt_llm.core.jaxpr import split_scan, typeof
 
 PRODUCT, CONVOLUTION, LOOKUP, OTHER = "product", "convolution", "lookup", "other"
 

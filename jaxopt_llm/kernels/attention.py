@@ -15,10 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxopt_llm.core.errors import refuse
 from jaxopt_llm.kernels import attention_cudnn, attention_pallas, attention_triton, attention_xla
 from jaxopt_llm.kernels.attention_auto import AttentionCall, AttentionChoice, choose_fastest
 from jaxopt_llm.kernels.attention_mask import KeyRanges, make_document_ranges
@@ -201,17 +203,15 @@ def _check_call(
 ) -> None:
     """Raise ValueError for a call that has no meaning for any implementation."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} has shape {x.shape}: give [batch, sequence, heads, head_dim]")
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}: give q, k and v in one dtype")
+        with refuse(f"{name} has shape {x.shape}: give [batch, sequence, heads, head_dim]"):
+            chex.assert_rank(x, 4)
+        with refuse(f"{name} is {x.dtype} and q is {q.dtype}: give q, k and v in one dtype"):
+            chex.assert_type(x, q.dtype)
     (batch, queries, heads, size), (_, keys, groups, _) = q.shape, k.shape
-    if (k.shape[0], k.shape[3]) != (batch, size):
-        raise ValueError(
-            f"k has shape {k.shape}: give it the batch size {batch} and the head size {size} of q {q.shape}"
-        )
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v has shape {v.shape}: give it the batch size, the keys and the heads of k {k.shape}")
+    with refuse(f"k has shape {k.shape}: give it the batch size {batch} and the head size {size} of q {q.shape}"):
+        chex.assert_shape(k, (batch, None, None, size))
+    with refuse(f"v has shape {v.shape}: give it the batch size, the keys and the heads of k {k.shape}"):
+        chex.assert_shape(v, (*k.shape[:3], None))
     if heads % groups:
         raise ValueError(f"q {q.shape} has {heads} heads: give a multiple of the {groups} heads of k and v")
     if window is not None and not causal:
@@ -219,8 +219,10 @@ def _check_call(
     if window is not None and window < 1:
         raise ValueError(f"window={window}: give at least 1, the query's own key, or None")
     for name, ids, shape in (("segment_ids", segment_ids, (batch, keys)), ("positions", positions, (batch, queries))):
-        if ids is not None and (ids.shape != shape or not jnp.issubdtype(ids.dtype, jnp.integer)):
-            raise ValueError(f"{name} is {ids.dtype}{list(ids.shape)}: give integers {list(shape)}")
+        if ids is not None:
+            with refuse(f"{name} is {ids.dtype}{list(ids.shape)}: give integers {list(shape)}"):
+                chex.assert_shape(ids, shape)
+                chex.assert_type(ids, int)
     if positions is None and queries != keys and (causal or segment_ids is not None):
         raise ValueError(
             f"{queries} queries and {keys} keys: give positions, int [{batch}, {queries}], the row of k of each "

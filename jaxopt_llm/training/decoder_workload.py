@@ -10,12 +10,12 @@ from jaxopt_llm.config import Config
 from jaxopt_llm.core import tree
 from jaxopt_llm.data.loader import read_ahead
 from jaxopt_llm.distributed.process_group import Processes
-from jaxopt_llm.parallel.zero import abstract_checkpoint
 from jaxopt_llm.training import pretrained_weights
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.compile import Executables
 from jaxopt_llm.training.evaluation import LossSum, evaluate
 from jaxopt_llm.training.initial_weights import InitialWeights
+from jaxopt_llm.training.restore import load_state
 from jaxopt_llm.training.samples import Sampler
 from jaxopt_llm.training.setup import Setup, write_run_files
 from jaxopt_llm.training.state import TrainState
@@ -60,16 +60,16 @@ class DecoderWorkload:
     def restore(self, checkpoints: Checkpoints, start: int, say: Callable[[str], None]) -> TrainState:
         """Return the state of step `start`; see Workload."""
         specs, placement, initial = self._setup.program.specs, self._setup.placement, self._initial
+        weights = initial.weights
         if start:
-            saved = abstract_checkpoint(training_state.checkpoint_specs(specs), placement)
-            restored = checkpoints.restore(start, **saved)
-            if initial.weights is not None:
-                restored["frozen"] = pretrained_weights.read_frozen(initial.weights, specs.frozen, placement)
-            return training_state.resume_state(specs, start, placement, **restored)
+            read_frozen = None
+            if weights is not None:
+                read_frozen = functools.partial(pretrained_weights.read_frozen, weights, specs.frozen, placement)
+            return load_state(checkpoints, start, specs, placement, read_frozen)
         given = None
-        if initial.weights is not None:
-            given = pretrained_weights.read_parameters(initial.weights, specs, placement)
-            say(f"starts from the weights of {initial.weights.path}")
+        if weights is not None:
+            given = pretrained_weights.read_parameters(weights, specs, placement)
+            say(f"starts from the weights of {weights.path}")
         if initial.adapter is not None:
             given = pretrained_weights.add_adapter(given, initial.adapter, specs, placement)
             say(f"starts from the adapters of {initial.adapter.path}")

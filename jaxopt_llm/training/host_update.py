@@ -17,8 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jaxopt_llm.compiler.instructions import taken_scope_name
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.core.jaxpr import inline_calls
-from jaxopt_llm.execution.placed_evaluation import typeof
+from jaxopt_llm.core.jaxpr import inline_calls, typeof
 from jaxopt_llm.parallel import offload
 
 

@@ -5,7 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+import test_users_attention
 from flax import nnx
+from marks import slow
 from test_equality import FSDP, Setting, assert_equal_to_optax
 from test_step_bytes import LENGTH, ROWS, Model, loss
 
@@ -13,6 +15,7 @@ import jaxopt_llm
 from jaxopt_llm.config import Config
 from jaxopt_llm.engine import engine, plan
 from jaxopt_llm.engine.plan import EnginePlan
+from jaxopt_llm.engine.remat_choice import Fitting, compile_fitting
 
 pytestmark = pytest.mark.core
 
@@ -27,22 +30,40 @@ def plan_step(memory: float, monkeypatch: pytest.MonkeyPatch, policy: Any = "aut
     return made.plan("h200")
 
 
-def test_layers_are_kept_if_they_fit_and_computed_again_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    roomy = plan_step(2**36, monkeypatch)
+@pytest.mark.parametrize("listed", [False, *slow(True)])
+def test_layers_are_kept_if_they_fit_and_computed_again_otherwise(
+    listed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roomy = plan_step(2**36, monkeypatch, listed=listed)
     assert roomy.chosen.startswith("remat.policy none, which needs") and f"\nchosen: {roomy.chosen}\n" in str(roomy)
     exact = roomy.memory.peak / 0.95
-    fits, tight = (plan_step(exact + extra, monkeypatch) for extra in (1024, -1024))
-    full = plan_step(2**36, monkeypatch, policy="full")
+    fits, tight = (plan_step(exact + extra, monkeypatch, listed=listed) for extra in (1024, -1024))
+    full = plan_step(2**36, monkeypatch, policy="full", listed=listed)
     assert full.memory.peak < 0.7 * roomy.memory.peak and full.chosen == ""
     assert (fits.memory.peak, tight.memory.peak) == (roomy.memory.peak, full.memory.peak)
     assert tight.chosen.startswith("remat.policy full, because none needs")
 
 
-@pytest.mark.parametrize("model", [{"remat": True}, {"listed": True}])
-def test_nothing_is_open_without_a_loop_that_keeps_its_layers(
-    model: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("listed", [False, *slow(True)])
+def test_nothing_is_open_where_the_model_rematerialises_its_layers(
+    listed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert plan_step(2**20, monkeypatch, **model).chosen == ""
+    assert plan_step(2**20, monkeypatch, remat=True, listed=listed).chosen == ""
+
+
+def test_attention_is_kept_before_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The three candidates in their order, each tried where the one before does not fit."""
+    made = test_users_attention.engine(test_users_attention.Shape(listed=True, setting="auto"))
+
+    def choose(*peaks: int) -> Fitting[int]:
+        left = iter(peaks)
+        program = made.program
+        return compile_fitting(made._job, program, limit=100, compile=lambda program: next(left), count_peak=int)
+
+    assert [choose(95).chosen[:18], choose(96, 95).chosen[:27]] == ["remat.policy none,", "remat.policy save_attention"]
+    last = choose(96, 96, 0)
+    assert last.chosen.startswith("remat.policy full, because save_attention") and last.program.model.saved == ()
+    assert choose(96, 0).program.model.saved == ("attention",)
 
 
 @pytest.mark.parametrize(("limit", "policy"), [(2**40, "none, which"), (1, "full, because none")])

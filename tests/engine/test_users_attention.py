@@ -66,7 +66,10 @@ MATRICES = 2 * WIDTH * (HEADS + KV_HEADS) * SIZE  # values of the matrices of a 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a model calls attention. rows: of the batch. policy: of nnx.remat; None: no remat."""
+    """How a model calls attention.
+
+    rows: of the batch. policy: of nnx.remat; None: no remat. setting: remat.policy.
+    """
 
     heads: int = HEADS
     kv_heads: int = KV_HEADS
@@ -76,6 +79,7 @@ class Shape:
     policy: Any = None
     softcap: float | None = None
     mapped: bool = False
+    setting: str = "none"
 
 
 ALL_AGAIN = jax.checkpoint_policies.nothing_saveable
@@ -127,7 +131,8 @@ def loss(model: Model, batch: Any) -> jax.Array:
 
 
 def engine(shape: Shape, requested: str = "auto", loss: Callable[..., Any] = loss, **mesh: int) -> jaxopt_llm.Engine:
-    config = Config(mesh=mesh or FSDP, training={"attention": requested})  # type: ignore[arg-type]
+    sections = {"mesh": mesh or FSDP, "training": {"attention": requested}, "remat": {"policy": shape.setting}}
+    config = Config(**sections)  # type: ignore[arg-type]
     batch = {"tokens": jax.ShapeDtypeStruct((shape.rows, LENGTH), jnp.int32)}
     rules = zoo_attention.RULES if "tensor" in mesh and shape.heads % mesh["tensor"] == 0 else {"embed": "tensor"}
     return jaxopt_llm.initialize(lambda: Model(shape, nnx.Rngs(0)), loss, batch, config, rules=rules)
@@ -172,7 +177,11 @@ def compiled(shape: Shape, requested: str = "auto", **mesh: int) -> Compiled:
         (Shape(policy=ALL_AGAIN), 2),
         (Shape(policy=BUT_ATTENTION), 1),
         (Shape(listed=True, causal=False), 1),
-        *slow((Shape(), 1), (Shape(listed=True, policy=ALL_AGAIN), 2)),
+        (Shape(listed=True, setting="save_attention"), 1),
+        *slow(
+            *((Shape(), 1), (Shape(listed=True, policy=ALL_AGAIN), 2), (Shape(listed=True, setting="full"), 2)),
+            *((Shape(setting="save_attention"), 1), (Shape(setting="full"), 2)),
+        ),
     ],
 )
 def test_each_device_calls_the_kernel_with_its_rows(shape: Shape, forwards: int) -> None:
@@ -275,6 +284,8 @@ def test_a_named_kernel_does_not_run_on_cpus() -> None:
 def test_a_setting_without_a_call_is_refused() -> None:
     with pytest.raises(InputError, match="training.attention=cudnn has no effect"):
         make_engine(Setting("mlp", 3, FSDP, 1), training={"attention": "cudnn"})
+    with pytest.raises(InputError, match="save_attention keeps what jaxopt_llm.attention computes"):
+        make_engine(Setting("lm1b", 3, FSDP, 1), remat={"policy": "save_attention"})
 
 
 @pytest.mark.parametrize("requested", ["auto", "xla", "pallas"])

@@ -1,0 +1,37 @@
+"""Restore of a training state from a checkpoint, on any mesh."""
+
+from collections.abc import Callable
+
+from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.core.errors import CheckpointError
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.zero import abstract_checkpoint
+from jaxopt_llm.training.state import StateSpecs, TrainState, checkpoint_specs, resume_state
+
+
+def load_state(
+    checkpoints: Checkpoints,
+    step: int,
+    specs: StateSpecs,
+    placement: Placement,
+    read_frozen: Callable[[], Params] | None = None,
+) -> TrainState:
+    """Return the state of a checkpoint.
+
+    Args:
+        read_frozen: returns the frozen parameters, if the checkpoint does not hold them.
+
+    Raises:
+        CheckpointError: it cannot be read, or is of another model, optimizer or precision.
+    """
+    saved = abstract_checkpoint(checkpoint_specs(specs), placement)
+    if others := sorted(checkpoints.read_record(step)["arrays"].keys() - saved.keys()):
+        raise CheckpointError(
+            f"checkpoint {checkpoints.directory / str(step)} also holds {', '.join(others)}, which is not trained "
+            "here: it is of another optimizer, precision or training.ema_decay; use the settings that wrote it"
+        )
+    restored = checkpoints.restore(step, **saved)
+    if read_frozen is not None:
+        restored["frozen"] = read_frozen()
+    return resume_state(specs, step, placement, **restored)
