@@ -32,7 +32,7 @@ RUN = {
     **{"training.steps": 100000, "logging.every": 1, "logging.tensorboard": False},
 }
 # Settings with which a random moment of the run is probably of a kind, and the longest delay until the signal.
-MOMENTS = {
+MOMENTS: dict[str, tuple[dict[str, object], float]] = {
     "compile": ({}, 1.5),
     "step": ({"evaluation.every": 100000, "checkpoint.every": 100000}, 1.0),
     "evaluate": ({"evaluation.every": 1, "evaluation.batches": 40, "checkpoint.every": 100000}, 1.0),

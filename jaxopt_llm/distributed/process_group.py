@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.config import DistributedConfig
 from jaxopt_llm.core.errors import CommandError, InputError, Preempted
-from jaxopt_llm.distributed import connection, rendezvous
+from jaxopt_llm.distributed import connection, handshake, rendezvous
 from jaxopt_llm.distributed.launchers import Job, find_job
 from jaxopt_llm.distributed.rendezvous import Watch
 
@@ -51,7 +51,8 @@ def join_job(job: Job, config: DistributedConfig, facts: Mapping[str, Any]) -> I
     if job.processes == 1:
         yield SINGLE_PROCESS
         return
-    coordinator, peers = rendezvous.connect_processes(job, {**facts, **_read_versions()}, config.timeout_seconds)
+    token, shared = handshake.read_token(config, os.environ), {**facts, **_read_versions()}
+    coordinator, peers = rendezvous.connect_processes(job, shared, config.timeout_seconds, token)
     watch = Watch(job, peers, config.timeout_seconds)
     if job.index:  # only process 0 prints; Gloo would print in every process
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
