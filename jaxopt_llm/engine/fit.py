@@ -75,7 +75,9 @@ class EngineWorkload:
         return read_ahead(self.batches, start, self.config.data.stall_seconds, stopping)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        new: tuple[TrainState, Metrics] = self.engine.program.step(state, self.engine.place(batch))
+        placed = self.engine.place(batch)
+        with self.processes.main.wait():  # on CPUs, the call returns when all processes have finished the step
+            new: tuple[TrainState, Metrics] = self.engine.program.step(state, placed)
         return new
 
     def evaluate(self, state: TrainState) -> dict[str, float]:

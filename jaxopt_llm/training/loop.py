@@ -136,8 +136,7 @@ class Loop:
             raise
         self._meter.add_wait(waited)
         self._main.enter("step")
-        with self._main.wait():  # on CPUs, the call returns when all processes have finished the step
-            self._state, metrics = self._workload.step(self._state, batch)
+        self._state, metrics = self._workload.step(self._state, batch)
         self._profiler.after_step(step, metrics)
         self._progress.advance(step)
         if self._finished and self._finished.summary is None:
