@@ -18,16 +18,19 @@ LIMIT = 2  # seconds
 # address, number of processes, index, run directory, and how process 1 hangs.
 PHASES = f"""
 import sys, threading, time
-from pathlib import Path
 import jax
-from jaxopt_llm.config import DistributedConfig, WatchdogConfig
+from jaxopt_llm.config import Config, DataConfig, DistributedConfig, RunConfig, WatchdogConfig
 from jaxopt_llm.core import errors
 from jaxopt_llm.distributed import process_group
 from jaxopt_llm.distributed.launchers import Job
 from jaxopt_llm.distributed.watchdog import Watchdog
 
 address, count, index, directory, hangs = sys.argv[1:]
-config = WatchdogConfig(floor_seconds={LIMIT}, save_floor_seconds={LIMIT}, factor=1)
+config = Config(
+    run=RunConfig(directory=directory),
+    data=DataConfig(stall_seconds={LIMIT}),
+    watchdog=WatchdogConfig(floor_seconds={LIMIT}, save_floor_seconds={LIMIT}, factor=1),
+)
 
 def stick(where):
     if hangs == where and index == "1":
@@ -43,7 +46,7 @@ def main():
     with process_group.join_job(Job(address, int(count), int(index)), DistributedConfig(), {{}}) as processes:
         processes.note_checkpoint(0)
         channel = processes.channel("step")
-        with Watchdog(config, processes, Path(directory), print):
+        with Watchdog(config, processes, print):
             for step in range(1, 10):
                 processes.main.enter("data", step)
                 if step == 3:
@@ -140,7 +143,8 @@ def start_run(
         "--evaluation.every",
         10**6,
     )
-    run = (*run, "--watchdog.floor-seconds", RUN_LIMIT, "--watchdog.save-floor-seconds", 2 * RUN_LIMIT, *overrides)
+    run = (*run, "--watchdog.floor-seconds", RUN_LIMIT, "--watchdog.save-floor-seconds", 2 * RUN_LIMIT)
+    run = (*run, "--data.stall-seconds", RUN_LIMIT, *overrides)
     first = start_gated(directory, [], *run, "--distributed.process-id", 0)
     gates = [gate] if gate else []
     return [first, start_gated(directory, gates, *run, "--distributed.process-id", 1, **environment)]
@@ -183,6 +187,7 @@ def test_a_run_goes_on_while_a_save_is_slow_and_ends_if_it_never_returns(tmp_pat
 def test_a_run_of_one_process_is_watched_if_asked(tmp_path: Path) -> None:
     run, gate = tmp_path / "run", Gate(tmp_path / "gate", "jaxopt_llm.data.loader:_poll", 6)
     watched = ("--watchdog.single-process", True, "--watchdog.floor-seconds", RUN_LIMIT)
+    watched = (*watched, "--data.stall-seconds", RUN_LIMIT)
     _, stderr = finish(start_gated(run, [gate], "--training.steps", 10, *watched), 5)
     assert f"process 0 ({HOST}) of 1 makes no progress: it is in phase data of step 6" in stderr
     assert "in gated" in (run / f"stacks.0.{HOST}.txt").read_text()

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from jaxopt_llm.config import WatchdogConfig
+from jaxopt_llm.config import Config
 from jaxopt_llm.distributed.activity import Phase, Position, Totals
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.distributed.process_seconds import Pace, find_slowest
@@ -57,16 +57,15 @@ class Watchdog:
     Process 0 judges for all. A process that has joined the job by `jax.distributed.initialize` sees only itself.
     """
 
-    def __init__(
-        self, config: WatchdogConfig, processes: Processes, directory: Path, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, config: Config, processes: Processes, say: Callable[[str], None]) -> None:
         """Prepare the thread.
 
         Args:
-            directory: the run directory, for the stacks.
+            config: that of the run, whose directory receives the stacks.
             say: receives one line for each save and each process that is slow.
         """
-        self._config, self._processes, self._directory, self._say = config, processes, directory, say
+        self._config, self._processes, self._say = config, processes, say
+        self._settings, self._directory = config.watchdog, Path(config.run.directory)
         self._stopped = threading.Event()
         self._clocks = {"save": _Clock(), "main": _Clock()}
         self._recorded, self._paced = Pace(), Pace()
@@ -127,7 +126,7 @@ class Watchdog:
 
     def _judge(self, reports: Mapping[int, Report]) -> None:
         """End the job if the processes that are behind have made no progress for their limit."""
-        if not self._config.factor or (self._processes.count == 1 and not self._config.single_process):
+        if not self._settings.factor or (self._processes.count == 1 and not self._settings.single_process):
             return
         for kind, clock in self._clocks.items():
             positions = {index: at for index, each in reports.items() if (at := getattr(each, kind))}
@@ -150,7 +149,7 @@ class Watchdog:
         doing = "waits for a device or a collective in" if at.waiting else "is in"
         return (
             f"{named} of {count} makes no progress: it {doing} phase {at.phase} of step {at.step} for {seconds:.0f} s, "
-            f"over its limit of {limit:g} s (watchdog.factor={self._config.factor:g}); the Python stacks are in "
+            f"over its limit of {limit:g} s (watchdog.factor={self._settings.factor:g}); the Python stacks are in "
             f"{self._directory}/stacks.*.txt"
         )
 
@@ -159,7 +158,7 @@ class Watchdog:
         if step != self._saving:
             self._saving, self._save_began, self._save_said = step, time.monotonic(), False
         seconds = time.monotonic() - self._save_began
-        if step >= 0 and seconds > self._config.floor_seconds and not self._save_said:
+        if step >= 0 and seconds > self._settings.floor_seconds and not self._save_said:
             self._save_said = True
             self._say(
                 f"the save of step {step} is slow: it has taken {seconds:.0f} s so far; the run goes on, and ends "
@@ -194,14 +193,16 @@ class _Clock:
         return now - self._since
 
 
-def find_limit(config: WatchdogConfig, phase: Phase, ended: Iterable[float]) -> float:
+def find_limit(config: Config, phase: Phase, ended: Iterable[float]) -> float:
     """Return the seconds without progress after which a job ends. ended: durations of the phase so far."""
-    seconds = tuple(ended)
+    settings, seconds = config.watchdog, tuple(ended)
     compiles = phase in ("compile", "restore") or (phase in ("step", "evaluate") and not seconds)
-    floor = config.compile_floor_seconds if compiles else config.floor_seconds
+    floor = settings.compile_floor_seconds if compiles else settings.floor_seconds
     if phase == "save":
-        floor = config.save_floor_seconds
-    return max(floor, config.factor * statistics.median(seconds)) if seconds else floor
+        floor = settings.save_floor_seconds
+    elif phase == "data":
+        floor = max(floor, config.data.stall_seconds)  # a wait for a batch may take that long, and ends with an error
+    return max(floor, settings.factor * statistics.median(seconds)) if seconds else floor
 
 
 def find_behind(positions: Mapping[int, Position]) -> list[int]:

@@ -46,7 +46,7 @@ def open_records(config: Config, processes: Processes, shown: Sequence[str] = ()
     checkpoints = Checkpoints(
         directory / "checkpoints", config.checkpoint, progress.say, processes, note_save, slow_save
     )
-    watchdog = Watchdog(config.watchdog, processes, directory, progress.say)
+    watchdog = Watchdog(config, processes, progress.say)
     with progress, watchdog, checkpoints:
         processes.main.enter("restore", 0)
         start = checkpoints.latest_verified_step() or 0

@@ -2,13 +2,14 @@
 
 import pytest
 
-from jaxopt_llm.config import WatchdogConfig
+from jaxopt_llm.config import Config, DataConfig, WatchdogConfig
 from jaxopt_llm.distributed import activity
 from jaxopt_llm.distributed.activity import Activity, Position, Totals
 from jaxopt_llm.distributed.process_seconds import Pace, PerStep, find_slowest
 from jaxopt_llm.distributed.watchdog import find_behind, find_limit
 
 FLOORS = WatchdogConfig(factor=10, floor_seconds=600, compile_floor_seconds=3600, save_floor_seconds=1800)
+RUN = Config(watchdog=FLOORS, data=DataConfig(stall_seconds=60))
 
 
 class Clock:
@@ -71,7 +72,11 @@ def test_an_activity_counts_phases_and_waits(clock: Clock) -> None:
 def test_a_limit_is_a_multiple_of_the_median_and_at_least_the_floor(
     phase: activity.Phase, ended: tuple[float, ...], limit: float
 ) -> None:
-    assert find_limit(FLOORS, phase, ended) == limit
+    assert find_limit(RUN, phase, ended) == limit
+
+
+def test_data_may_take_as_long_as_a_stall_does() -> None:
+    assert find_limit(Config(watchdog=FLOORS, data=DataConfig(stall_seconds=900)), "data", (1,)) == 900
 
 
 def test_the_process_behind_is_the_one_that_the_others_wait_for() -> None:
