@@ -29,6 +29,7 @@ from jaxopt_llm.checkpoint.native.lock import lock_directory
 from jaxopt_llm.config.cli import Recipe
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.distributed import launchers, process_group, runtime
+from jaxopt_llm.distributed.agreement import check_same_programs
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
 from jaxopt_llm.engine.recipe import check_recipe, train_recipe
 from jaxopt_llm.observe.preemption import Preemption
@@ -65,9 +66,11 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
         initial = open_initial_weights(config, setup.program, start, progress.say, processes)
         print_report(setup, progress.say)
 
+        processes.main.enter("compile", start)
         clock = time.perf_counter()
         setup, lowered, programs = compile_fitting(setup, checkpoints, progress.say)
         progress.say(f"compiled in {time.perf_counter() - clock:.1f} s; {programs}")
+        check_same_programs(processes, lambda: lowered.step)
         explainer = OomExplainer(setup.config, setup.program, setup.placement, checkpoints)
         explainer.check_fits(
             {"the step": (lowered.step, programs.step), "an evaluation": (lowered.held_out, programs.held_out)}
@@ -76,7 +79,7 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
             write_memory(directory / "memory.json", setup.program, programs.step)
 
         workload = DecoderWorkload(setup, programs, initial)
-        with Loop(workload, checkpoints, progress, signals, records.events) as loop:
+        with Loop(workload, records, signals) as loop:
             with explainer.explain_oom(lambda: f"bringing the state of step {start} onto the devices", lowered.step):
                 loop.restore(start)
             loop.start(start)

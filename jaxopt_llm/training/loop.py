@@ -12,16 +12,14 @@ from typing import Any
 
 import jax
 
-from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.config import Config, ProfileConfig
 from jaxopt_llm.core.errors import InputError, Preempted, TrainingDiverged
 from jaxopt_llm.observe.dashboards import Dashboards
-from jaxopt_llm.observe.events import EventLog
 from jaxopt_llm.observe.meter import LossWindow, Meter
 from jaxopt_llm.observe.metrics import MetricsLog
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.observe.profile import Profiler
-from jaxopt_llm.observe.progress import ProgressLine
+from jaxopt_llm.training.records import Records
 from jaxopt_llm.training.setup import set_aside_log
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Metrics
@@ -56,18 +54,12 @@ class Loop:
         current: the step that was started last.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        checkpoints: Checkpoints,
-        progress: ProgressLine,
-        preemption: Preemption,
-        events: EventLog,
-    ) -> None:
+    def __init__(self, workload: Workload, records: Records, preemption: Preemption) -> None:
         self.current = 0
         self._workload = workload
         self._config: Config = workload.config
-        self._checkpoints, self._progress, self._preemption, self._events = checkpoints, progress, preemption, events
+        self._checkpoints, self._progress, self._events = records.checkpoints, records.progress, records.events
+        self._watchdog, self._preemption, self._main = records.watchdog, preemption, workload.processes.main
         self._meter = Meter(workload.unit, workload.units_per_step, workload.utilisation)
         self._scope = contextlib.ExitStack()
         self._log: MetricsLog | None = None
@@ -91,6 +83,7 @@ class Loop:
 
     def restore(self, start: int) -> None:
         """Load the state of step `start` onto the devices: from its checkpoint, or for step 0 from initial values."""
+        self._main.enter("restore", start)
         self._state = self._workload.restore(self._checkpoints, start, self._progress.say)
         if start:
             self._window = LossWindow(**self._checkpoints.read_record(start).get("window", {}))
@@ -134,6 +127,7 @@ class Loop:
             InputError, Preempted: there is no next batch. The checkpoint of the previous step has been written.
         """
         self.current = step
+        self._main.enter("data", step)
         self._profiler.before_step(step)
         try:
             batch, waited = next(self._batches)
@@ -141,6 +135,7 @@ class Loop:
             self._save_before_exit()
             raise
         self._meter.add_wait(waited)
+        self._main.enter("step")
         self._state, metrics = self._workload.step(self._state, batch)
         self._profiler.after_step(step, metrics)
         self._progress.advance(step)
@@ -211,6 +206,8 @@ class Loop:
             TrainingDiverged: `check_skips` raises it, or the held-out loss is not finite.
         """
         config, step, metrics = self._config, finished.step, finished.metrics
+        with self._main.wait():
+            jax.block_until_ready(metrics)
         if skipped := check_skips(step, metrics, config):
             self._progress.say(f"step {step:>6}  skipped: {skipped}")
             self._events.write(step, "skipped", skipped)
@@ -223,14 +220,16 @@ class Loop:
             return
         values = {name: to_json_number(value) for name, value in metrics.items() if name not in NOT_RECORDED}
         counts = {"loss": window.mean, "skipped": int(metrics["skipped"])}
-        entry = self._meter.make_record(step, values | counts)
+        entry = self._meter.make_record(step, values | counts) | self._watchdog.take_seconds()
         if measured is not None:
+            self._main.enter("evaluate")
             losses = self._workload.evaluate(measured)
             entry |= losses
             finished.summary |= {name: value for name, value in losses.items() if name == "eval_loss"}
             if not math.isfinite(loss := losses.get("eval_loss", 0.0)):
                 raise TrainingDiverged(f"step {step}: held-out loss {loss}; {config.run.directory} {REMEDY}")
             self._write_samples(step, measured)
+            self._main.enter("step")
             self._meter.restart(step)
         for write in self._recorders:
             write(entry)

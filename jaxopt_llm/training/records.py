@@ -8,6 +8,7 @@ from pathlib import Path
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.config import Config
 from jaxopt_llm.distributed.process_group import Processes
+from jaxopt_llm.distributed.watchdog import Watchdog
 from jaxopt_llm.observe.events import EventLog
 from jaxopt_llm.observe.progress import ProgressLine
 
@@ -22,6 +23,7 @@ class Records:
     progress: ProgressLine
     events: EventLog
     checkpoints: Checkpoints
+    watchdog: Watchdog
     start: int
 
 
@@ -40,9 +42,14 @@ def open_records(config: Config, processes: Processes, shown: Sequence[str] = ()
         if not failure:
             processes.note_checkpoint(step)
 
-    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint, progress.say, processes, note_save)
-    with progress, checkpoints:
+    slow_save = config.watchdog.floor_seconds
+    checkpoints = Checkpoints(
+        directory / "checkpoints", config.checkpoint, progress.say, processes, note_save, slow_save
+    )
+    watchdog = Watchdog(config, processes, progress.say)
+    with progress, watchdog, checkpoints:
+        processes.main.enter("restore", 0)
         start = checkpoints.latest_verified_step() or 0
         processes.note_checkpoint(start)
         progress.advance(start)
-        yield Records(progress, events, checkpoints, start)
+        yield Records(progress, events, checkpoints, watchdog, start)

@@ -6,11 +6,12 @@ The layout on disk does not depend on the mesh that writes or reads it.
 import asyncio
 import datetime
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class Checkpoints:
         report: Callable[[str], None] = _print_to_stderr,
         processes: Processes = SINGLE_PROCESS,
         on_save: Callable[[int, str], None] = lambda step, failure: None,
+        slow_save_seconds: float = math.inf,
     ) -> None:
         """Open the checkpoint directory; a writer creates it and deletes leftovers of dead processes.
 
@@ -58,6 +60,7 @@ class Checkpoints:
             report: receives one line for each checkpoint that is damaged or was not saved.
             processes: the processes that save and restore together, each its own devices' shards.
             on_save: receives the step of each save that has ended, and why it failed, or "". Any thread may call it.
+            slow_save_seconds: seconds after which `save` does not wait for the previous save any more.
         """
         self.directory = directory.absolute()
         self.last_save_failed = False
@@ -66,8 +69,9 @@ class Checkpoints:
         self._config = config
         self._report, self._on_save = report, on_save
         self._is_first, self._share = processes.first, (processes.index, processes.count)
-        names = f"{directory}", f"{directory} in the background"
-        self._channel, self._background_channel = map(processes.channel, names)
+        self._main, self._saving, self._slow_save = processes.main, processes.saving, slow_save_seconds
+        self._channel = processes.channel(f"{directory}")
+        self._background_channel = processes.channel(f"{directory} in the background", processes.saving)
         orbax_logging.silence_failed_saves()
         if config is not None and processes.first:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -77,6 +81,7 @@ class Checkpoints:
         self._handler = ocp.StandardCheckpointHandler(multiprocessing_options=only_this_process)
         self._background = ThreadPoolExecutor(1, "checkpoint")
         self._pending_save: Future[None] | None = None
+        self._pending_step, self._pending_since = 0, 0.0
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -140,6 +145,8 @@ class Checkpoints:
     def save(self, step: int, trees: Mapping[str, tree.Tree], record: Mapping[str, Any]) -> float:
         """Copy the trees off the devices, and write them in the background once the previous save is done.
 
+        While the previous save is slow, there is none: the run goes on, and tries again as after a save that failed.
+
         A save that fails is reported, its files are deleted, and `last_save_failed` is set. No other checkpoint is
         deleted before the new one is complete.
 
@@ -152,6 +159,11 @@ class Checkpoints:
             The seconds for which the call blocked.
         """
         began = time.perf_counter()
+        if self._is_pending():
+            self.last_save_failed, self._last_step = True, step
+            seconds = time.monotonic() - self._pending_since
+            self._report(f"step {step} is not saved: the save of step {self._pending_step} goes on for {seconds:.0f} s")
+            return time.perf_counter() - began
         self._wait_for_save()
         self.last_save_failed, self._last_step = False, step
         contents = {
@@ -168,6 +180,7 @@ class Checkpoints:
         if failure:
             self._give_up(step, failure)
         else:
+            self._pending_step, self._pending_since = step, time.monotonic()
             self._pending_save = self._background.submit(self._finish, path, contents, writes)
         return time.perf_counter() - began
 
@@ -245,7 +258,13 @@ class Checkpoints:
 
     def _finish(self, path: Path, contents: dict[str, Any], writes: list[Any]) -> None:
         """Complete a save; runs in the background thread."""
+        self._saving.enter("save", contents["step"])
+        try:
+            self._complete(path, contents, writes)
+        finally:
+            self._saving.leave()
 
+    def _complete(self, path: Path, contents: dict[str, Any], writes: list[Any]) -> None:
         def write() -> FileEntries:
             for each in writes:
                 each.result()
@@ -310,8 +329,18 @@ class Checkpoints:
                 except OSError as error:
                     self._report(f"checkpoint {paths[step]} could not be deleted: {_first_line(error)}")
 
+    def _is_pending(self) -> bool:
+        """Return whether the previous save is slow on any process, and goes on. Otherwise wait until it has ended."""
+        self._main.enter("save")
+        if self._pending_save is not None:
+            left = self._pending_since + self._slow_save - time.monotonic()
+            wait([self._pending_save], None if left == math.inf else max(left, 0))
+        goes_on = self._pending_save is not None and not self._pending_save.done()
+        return str(True) in self._channel.exchange(str(goes_on))
+
     def _wait_for_save(self) -> None:
         """Wait until the previous save is on disk or has failed."""
+        self._main.enter("save")
         pending, self._pending_save = self._pending_save, None
         if pending is not None:
             pending.result()
