@@ -7,7 +7,6 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from jaxopt_llm.config import DistributedConfig
@@ -15,8 +14,10 @@ from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed import launchers
 from jaxopt_llm.supervision.journal import newest_checkpoint
+from jaxopt_llm.supervision.leader import Limits
 from jaxopt_llm.supervision.policy import Patience
-from jaxopt_llm.supervision.supervisor import Supervisor
+from jaxopt_llm.supervision.supervisor import supervise
+from jaxopt_llm.supervision.task import Task, find_setting
 
 PROGRAM = errors.program_name("supervise")
 
@@ -24,41 +25,26 @@ PROGRAM = errors.program_name("supervise")
 def main() -> int:
     arguments = sys.argv[1:]
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    options, words = make_parser().parse_args(arguments[:split]), arguments[split + 1 :]
+    options, words = make_parser().parse_args(arguments[:split]), tuple(arguments[split + 1 :])
     if not words:
         raise InputError(f"supervise: no program is given; try: {PROGRAM} -- train --config FILE --run.directory DIR")
+    if words[0] != "train" and shutil.which(words[0]) is None:
+        raise InputError(f"supervise: there is no program {words[0]}; give train, or a program such as python")
     directory = options.run_directory or find_setting(words, "run.directory")
     if not directory:
         raise InputError("supervise: the run directory is unknown; give --run.directory after --, or --run-directory")
     job = launchers.find_job(_find_distributed(words), os.environ)
+    limits = Limits(options.hosts or job.processes, options.min_hosts, options.elastic)
+    if not limits.least <= limits.hosts <= job.processes:
+        raise InputError(
+            f"supervise: the job has {job.processes} host(s), which cannot be --hosts {limits.hosts} of at least "
+            f"--min-hosts {limits.least}; correct the numbers"
+        )
     patience = Patience(options.restarts, options.backoff, newest_checkpoint(Path(directory)))
-    return Supervisor(make_command(words), Path(directory), job.index, patience).run()
+    return supervise(Task(words, Path(directory), job), limits, patience)
 
 
-def make_command(words: Sequence[str]) -> list[str]:
-    """Return the program and its arguments: the command `train`, or any program.
-
-    Raises:
-        InputError: there is no such program.
-    """
-    if words[0] == "train":
-        return [sys.executable, "-m", "jaxopt_llm", *words]
-    if shutil.which(words[0]) is None:
-        raise InputError(f"supervise: there is no program {words[0]}; give train, or a program such as python")
-    return list(words)
-
-
-def find_setting(words: Sequence[str], name: str) -> str | None:
-    """Return the last value of the flag --name, which is written with dashes or underscores; None: it is not given."""
-    found = None
-    for index, word in enumerate(words):
-        flag, equals, value = word.partition("=")
-        if flag.replace("-", "_") == f"--{name}".replace("-", "_"):
-            found = value if equals else next(iter(words[index + 1 :]), None)
-    return found
-
-
-def _find_distributed(words: Sequence[str]) -> DistributedConfig:
+def _find_distributed(words: tuple[str, ...]) -> DistributedConfig:
     """Return the settings of the job in the arguments of the program."""
     numbers = ("processes", "process_id", "timeout_seconds")
     given = {name: find_setting(words, f"distributed.{name}") for name in ("coordinator", *numbers)}
@@ -88,6 +74,19 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="pause before the first restart, doubled up to 60 s until there is a new checkpoint (default: 1)",
     )
+    add(
+        "--elastic",
+        type=_seconds,
+        metavar="SECONDS",
+        help="of several hosts: leave out those that do not come back within this time (default: wait for all)",
+    )
+    add("--min-hosts", type=_positive, default=1, metavar="N", help="with --elastic: never train on fewer (default: 1)")
+    add(
+        "--hosts",
+        type=_positive,
+        metavar="N",
+        help="hosts that the mesh is for, if the job has more: the others wait as spares (default: all)",
+    )
     add("--run-directory", metavar="DIR", help="run directory, if the program has no --run.directory")
     return parser
 
@@ -95,6 +94,12 @@ def make_parser() -> argparse.ArgumentParser:
 def _whole(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text}: must be 0 or a larger whole number")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 or a larger whole number")
     return int(text)
 
 

@@ -7,45 +7,52 @@ second line says how long it was away: a supervisor that dies in between leaves 
 import json
 import os
 import re
-import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.supervision.child import describe_code
+from jaxopt_llm.supervision.host import End
 
 JOURNAL = "faults.jsonl"
 _TAIL_BYTES = 65536  # of events.jsonl and metrics.jsonl, which are read at each fault
 
 
 class Journal:
-    """Journal in a run directory, written by the supervisor of a process."""
+    """Journal in a run directory. Of the supervisors of a job, the leader writes it."""
 
-    def __init__(self, directory: Path, process: int) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._who = {"host": socket.gethostname(), "process": process}
 
-    def write_fault(self, code: int, what: str, restart: int) -> None:
+    def write_fault(self, cause: End, restart: int) -> None:
         """Append a fault.
 
-        code: exit code of the program, as a shell counts it.
-        what: the last line of its standard error.
-        restart: number of the restart that follows, counted from the last new checkpoint; 0 if the supervisor ends.
+        restart: number of the restart that follows, counted from the last new checkpoint; 0 if the job ends.
         """
+        who = {"fault": self.describe(cause), "code": cause.code, "process": cause.index, "host": cause.host}
         steps = {"checkpoint": newest_checkpoint(self._directory), "reached": last_step(self._directory)}
-        self._append({"fault": describe_code(code), "code": code, "what": what, **steps, "restart": restart})
+        self._append({**who, "what": cause.what, **steps, "restart": restart})
+
+    def write_hosts(self, indices: Sequence[int], flags: Sequence[str]) -> None:
+        """Append that the run continues on other hosts. flags: the settings that they need."""
+        self._append({"hosts": list(indices), "flags": list(flags)})
+
+    @staticmethod
+    def describe(cause: End) -> str:
+        return "host lost" if cause.code is None else describe_code(cause.code)
 
     def write_recovery(self, seconds: float) -> None:
         """Append that the run is back. seconds: since the fault."""
         self._append({"recovered_after": round(seconds, 1)})
 
     def _append(self, entry: dict[str, Any]) -> None:
-        """Append a line by one write, because the supervisors of several hosts write to the file.
+        """Append a line by one write.
 
         A line that cannot be written is reported and lost: the journal is not worth a run.
         """
-        line = json.dumps({"time": round(time.time(), 3), **self._who, **entry}) + "\n"
+        line = json.dumps({"time": round(time.time(), 3), **entry}) + "\n"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             with (self._directory / JOURNAL).open("ab", buffering=0) as file:

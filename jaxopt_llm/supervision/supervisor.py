@@ -1,81 +1,49 @@
-"""Supervisor of one process of a run: it starts the program again after faults."""
+"""The supervisor of a host: the leader of its job, or a member."""
 
-import os
-import selectors
-import sys
+import math
 import time
-from collections.abc import Sequence
-from pathlib import Path
 
-from jaxopt_llm.supervision.child import Child, describe_code
-from jaxopt_llm.supervision.journal import Journal, last_start, newest_checkpoint
-from jaxopt_llm.supervision.policy import FINAL, STOPPED, Patience
-from jaxopt_llm.supervision.signals import Signals
+from jaxopt_llm.supervision.host import Host
+from jaxopt_llm.supervision.leader import Leader, Limits
+from jaxopt_llm.supervision.meeting import call_meeting, find_meeting, join_meeting
+from jaxopt_llm.supervision.member import Member
+from jaxopt_llm.supervision.members import Members
+from jaxopt_llm.supervision.policy import STOPPED, Patience
+from jaxopt_llm.supervision.task import Task, split_address
 
-_LOOK_SECONDS = 0.5  # between two looks whether the run is back
+_RETRY_SECONDS = 0.5
+_TURN_SECONDS = 5.0  # by which a host waits longer than the one before it, before it leads in place of host 0
 
 
-class Supervisor:
-    """Supervisor of a program, which continues a run from its last checkpoint each time that it is started."""
+def supervise(task: Task, limits: Limits, patience: Patience) -> int:
+    """Supervise a program on this host until the job ends, and return the exit code.
 
-    def __init__(self, command: Sequence[str], directory: Path, process: int, patience: Patience) -> None:
-        self._command, self._directory = command, directory
-        self._journal = Journal(directory, process)
-        self._patience = patience
-        self._signals = Signals()
+    Host 0 leads. With `limits.elastic_seconds`, the next host leads if host 0 is lost, and host 0 then joins it.
+    """
+    host = Host(task.job.index)
+    if task.job.processes == 1:
+        return Leader(host, task, limits, patience, Members(host)).run() or 0
+    address = split_address(task.job.coordinator)[0] if host.index == 0 else ""
+    lost_at = time.monotonic()
+    while not host.stopped:
+        result: int | None = None
+        meeting = find_meeting(task.directory)
+        if meeting is not None and (leader := join_meeting(meeting, host.index)):
+            address = address or leader.connection.getsockname()[0]
+            result = Member(host, task, leader).run()
+            lost_at = time.monotonic()
+        elif address and time.monotonic() >= lost_at + _wait_to_lead(host.index, limits):
+            members = Members(host, *call_meeting(task.directory, address))
+            result = Leader(host, task, limits, patience, members).run()
+            members.close()
+        if result is not None:
+            return result
+        host.wait(_RETRY_SECONDS)
+    return STOPPED
 
-    def run(self) -> int:
-        """Run the program until it ends for good, and return the exit code."""
-        fault_at: float | None = None
-        while True:
-            code, what = self._run_once(fault_at)
-            fault_at = time.monotonic()
-            if self._signals.stopped or code == 0:
-                return code
-            self._patience = self._patience.after_fault(newest_checkpoint(self._directory))
-            ends = code in FINAL or self._patience.exhausted
-            self._journal.write_fault(code, what, 0 if ends else self._patience.restarts)
-            if ends:
-                if code not in FINAL:
-                    self._say(
-                        f"{describe_code(code)}; no new checkpoint after {self._patience.limit} restarts: this is the end"
-                    )
-                return code
-            self._say(f"{describe_code(code)}; restart {self._patience.restarts} in {self._patience.pause_seconds:g} s")
-            if self._pause(self._patience.pause_seconds):
-                return STOPPED
 
-    def _run_once(self, fault_at: float | None) -> tuple[int, str]:
-        """Run the program once. Return its exit code and the last line of its standard error.
-
-        fault_at: time of the fault before this start.
-        """
-        before = last_start(self._directory)
-        child = Child(self._command, os.environ)
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._signals.reader, selectors.EVENT_READ)
-            selector.register(child.stderr, selectors.EVENT_READ)
-            while (code := child.poll()) is None:
-                for key, _ in selector.select(None if fault_at is None else _LOOK_SECONDS):
-                    if key.fd != child.stderr:
-                        for signum in self._signals.read():
-                            child.send(signum)
-                    elif not child.pass_on():
-                        selector.unregister(child.stderr)
-                if fault_at is not None and last_start(self._directory) not in ({}, before):
-                    self._journal.write_recovery(time.monotonic() - fault_at)
-                    fault_at = None
-        return code, child.close()
-
-    def _pause(self, seconds: float) -> bool:
-        """Wait, and return whether a stop was requested."""
-        deadline = time.monotonic() + seconds
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._signals.reader, selectors.EVENT_READ)
-            while not self._signals.stopped and (left := deadline - time.monotonic()) > 0:
-                selector.select(left)
-                self._signals.read()
-        return self._signals.stopped
-
-    def _say(self, text: str) -> None:
-        print(f"supervise: {text}", file=sys.stderr, flush=True)
+def _wait_to_lead(index: int, limits: Limits) -> float:
+    """Return how long a host waits for the leader before it leads itself."""
+    if index == 0:
+        return 0.0
+    return math.inf if limits.elastic_seconds is None else limits.elastic_seconds + _TURN_SECONDS * index

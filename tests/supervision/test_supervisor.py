@@ -68,7 +68,7 @@ def test_a_program_is_started_again_until_it_is_done(tmp_path: Path) -> None:
     assert starts(tmp_path) == len(plan)
     faults = journal(tmp_path)
     assert [fault["fault"] for fault in faults] == ["exit code 5", "exit code 1", "exit code 75", "SIGKILL", "SIGABRT"]
-    assert [fault["what"] for fault in faults] == ["one", "two", "", "x", ""]
+    assert [fault["what"] for fault in faults] == ["one", "two", "", "four", ""]
     assert [fault["restart"] for fault in faults] == [1, 2, 3, 4, 5]
     assert stderr.splitlines()[:2] == ["one", "supervise: exit code 5; restart 1 in 0.01 s"]
 
