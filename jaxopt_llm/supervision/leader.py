@@ -130,10 +130,11 @@ class Leader:
                 self._fault_at = self._fault_at or now
             elif failed_at is not None and now > failed_at + STRAGGLER_SECONDS:
                 self._signal(waited, signal.SIGKILL)
-            self._note_start(now)
-            if self._trains and not grows and not ends and self._may_grow():
-                grows = True
-                self._signal(self._round[:1], signal.SIGTERM)  # all save, and end with 75
+            if not ends:
+                self._note_start(now)
+                if self._trains and not grows and self._may_grow():
+                    grows = True
+                    self._signal(self._round[:1], signal.SIGTERM)  # all save, and end with 75
             if waited:
                 self._members.serve(LOOK_SECONDS)
         return grows, ends

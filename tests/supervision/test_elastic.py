@@ -8,9 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from commands import metrics, start_training, tiny
 from gates import DEADLINE, finish
 from ports import free_address
+from test_death import logged
 from test_supervisor import NEXT_LINE, faults, journal, start_supervisor, starts
 
 # Part of a program: note its place in the job.
@@ -54,7 +57,7 @@ class Hosts:
     def lose(self, index: int) -> None:
         """Kill the supervisor of a host, with which its program dies."""
         self.running[index].kill()
-        self.running[index].communicate(timeout=DEADLINE)
+        self.running[index].wait(DEADLINE)
 
     def places(self, index: int) -> list[str]:
         path = self.home(index) / "places"
@@ -118,7 +121,7 @@ def test_a_missing_host_is_waited_for(make_hosts: Callable[..., Hosts]) -> None:
     """Check also that a process that misses another one at its start, which is exit code 2, does not end the job."""
     hosts = make_hosts(2)
     hosts.plan(0, wait_for("lost") + "exit 2", "exit 0")
-    hosts.plan(1, "touch ../run/here; sleep 1000", "exit 0")
+    hosts.plan(1, "touch ../run/here; while :; do sleep 0.05; done", "exit 0")
     hosts.start(0)
     hosts.start(1)
     await_that((hosts.run / "here").exists)
@@ -142,7 +145,7 @@ def test_a_lost_host_is_left_out_and_taken_in_again(make_hosts: Callable[..., Ho
         stop + NOTE + BEGIN.format(2) + "while :; do sleep 0.05; done",
         NOTE + "exit 0",
     )
-    hosts.plan(1, NOTE + "touch ../run/here; sleep 1000", NOTE + "exit 0")
+    hosts.plan(1, NOTE + "touch ../run/here; while :; do sleep 0.05; done", NOTE + "exit 0")
     hosts.plan(2, NOTE + wait_for("lost") + "exit 5", NOTE + wait_for("stop") + "exit 75", NOTE + "exit 0")
     for index in range(3):
         hosts.start(index)
@@ -161,7 +164,7 @@ def test_a_lost_host_is_left_out_and_taken_in_again(make_hosts: Callable[..., Ho
 
 def test_another_host_leads_if_the_first_is_lost(make_hosts: Callable[..., Hosts]) -> None:
     hosts = make_hosts(3, "--elastic", 0.5)
-    hosts.plan(0, NOTE + "touch ../run/here; sleep 1000", NOTE + "exit 0")
+    hosts.plan(0, NOTE + "touch ../run/here; while :; do sleep 0.05; done", NOTE + "exit 0")
     hosts.plan(1, NOTE + wait_for("lost") + "exit 5", NOTE + "exit 0")
     hosts.plan(2, NOTE + wait_for("lost") + "exit 5", NOTE + "exit 0")
     for index in range(3):
@@ -177,11 +180,12 @@ def test_another_host_leads_if_the_first_is_lost(make_hosts: Callable[..., Hosts
 def test_a_spare_takes_the_place_of_a_lost_host(make_hosts: Callable[..., Hosts]) -> None:
     hosts = make_hosts(3, "--hosts", 2)
     hosts.plan(0, NOTE + wait_for("lost") + "exit 5", NOTE + "exit 0")
-    hosts.plan(1, NOTE + "touch ../run/here; sleep 1000")
+    hosts.plan(1, NOTE + "touch ../run/here; while :; do sleep 0.05; done")
     hosts.plan(2, NOTE + "exit 0")
-    for index in range(3):
-        hosts.start(index)
+    hosts.start(0)
+    hosts.start(1)
     await_that((hosts.run / "here").exists)
+    hosts.start(2)
     hosts.lose(1)
     (hosts.run / "lost").touch()
     del hosts.running[1]
@@ -204,3 +208,31 @@ def test_a_stranger_is_not_admitted(make_hosts: Callable[..., Hosts]) -> None:
     assert starts(hosts.home(0)) == 0
     hosts.start(1)
     hosts.finish()
+
+
+@pytest.mark.slow
+def test_a_run_shrinks_and_grows_with_the_losses_of_an_undisturbed_one(
+    make_hosts: Callable[..., Hosts], tmp_path: Path
+) -> None:
+    steps = 400
+    run = ("--mesh.fsdp", 3, "--training.batch-size", 12, "--precision.compute-dtype", "float32")
+    run += ("--training.steps", steps, "--evaluation.every", 100, "--checkpoint.every", 10)
+    run += ("--logging.tensorboard", False)
+    whole = tmp_path / "whole"
+    finish(start_training(whole, *run))
+
+    hosts = make_hosts(3, "--elastic", 2)
+    program = ("train", *tiny(hosts.run), *run)
+    for index in range(3):
+        hosts.start(index, *program)
+    await_that(lambda: logged(hosts.run) >= 12)
+    hosts.lose(1)
+    await_that(lambda: any(entry.get("hosts") == [0, 2] for entry in journal(hosts.run)))
+    await_that(lambda: any("recovered_after" in entry for entry in journal(hosts.run)))
+    hosts.start(1, *program)
+    hosts.finish()
+    assert [entry["hosts"] for entry in journal(hosts.run) if "hosts" in entry] == [[0, 2], [0, 1, 2]]
+    records = [{entry["step"]: entry for entry in metrics(directory)} for directory in (hosts.run, whole)]
+    assert [*records[0]] == [*records[1]] == [*range(1, steps + 1)]
+    losses = [[entry["loss"] for entry in run.values()] for run in records]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
