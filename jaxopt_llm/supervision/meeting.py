@@ -14,7 +14,7 @@ from pathlib import Path
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.rendezvous import Peer
 
-FILE = "supervisors.json"
+FILE = "supervisors"
 SILENCE_SECONDS = 60.0  # after which a host counts as lost
 PULSE_SECONDS = 5.0  # between two signs of life
 CONNECT_SECONDS = 5.0
