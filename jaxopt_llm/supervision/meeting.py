@@ -1,4 +1,4 @@
-"""How the supervisors of a job find each other: by a file in the run directory, which all hosts share.
+"""Meeting of the supervisors of a job: they find each other by a file in the run directory, which all hosts share.
 
 The file has the address of the leader, and a token that the others must know: only who can read the directory can join.
 """
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.distributed.rendezvous import Peer
+from jaxopt_llm.distributed.peer import Peer
 
 FILE = "supervisors"
 SILENCE_SECONDS = 60.0  # after which a host counts as lost

@@ -2,7 +2,7 @@
 
 import time
 
-from jaxopt_llm.distributed.rendezvous import Peer
+from jaxopt_llm.distributed.peer import Peer
 from jaxopt_llm.supervision.host import Host
 from jaxopt_llm.supervision.meeting import PULSE_SECONDS, SILENCE_SECONDS
 from jaxopt_llm.supervision.policy import STOPPED

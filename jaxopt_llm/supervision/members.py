@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxopt_llm.distributed.rendezvous import Peer
+from jaxopt_llm.distributed.peer import Peer
 from jaxopt_llm.supervision.host import End, Host
 from jaxopt_llm.supervision.meeting import PULSE_SECONDS, SEND_SECONDS, SILENCE_SECONDS, Meeting, find_meeting
 

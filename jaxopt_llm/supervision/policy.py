@@ -1,4 +1,4 @@
-"""What follows a fault: a restart after a pause, or the end, and with which hosts."""
+"""Decision after a fault: a restart after a pause, or the end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What a supervisor runs: its program, and the program's place in the job in each round."""
+"""Program of a supervisor, and its place in the job in each round."""
 
 import sys
 from collections.abc import Mapping, Sequence

@@ -6,13 +6,14 @@ HOSTS is the number of hosts that the recipe is for. For each COUNT, the output 
 is legal there. The supervisor of a job runs this (supervision/meshes.py).
 """
 
+import functools
 import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxopt_llm.checkpoint import pretrained
-from jaxopt_llm.config import Config, MeshConfig, cli, fields
+from jaxopt_llm.config import Config, MeshConfig, RematConfig, cli, fields
 from jaxopt_llm.config.parallel import AXES
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
@@ -25,7 +26,7 @@ from jaxopt_llm.planning.search.setting_space import (
     list_mesh_problems,
     list_pipelines,
 )
-from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
+from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_state_sizes
 from jaxopt_llm.planning.settings_choice import list_candidates
 
 GPU = "h100"  # by whose rates meshes are compared
@@ -37,24 +38,34 @@ def choose_setting(config: Config, cluster: Cluster) -> Config | None:
     A setting that may fit is preferred to one that does not. Everything else stays, so a step computes the same sums.
     """
     limit = int(cluster.chip.memory_bytes * float(MEMORY_FRACTION) * (1 - FREE))
-    found = []
+    settings: dict[Config, Config] = {}  # by the same setting with a policy in place of `auto`
+    candidates = []
     for setting in _list_settings(config, cluster):
-        likely = list_candidates(setting, cluster, limit)[0].config  # with a policy in place of `auto`
-        if state := compute_state_sizes(likely):
-            found.append((setting, estimate(likely, cluster, state)))
-    ordered = order_candidates([candidate for _, candidate in found], limit)
-    return next((setting for setting, candidate in found if ordered and candidate is ordered[0]), None)
+        likely = list_candidates(setting, cluster, limit)[0].config
+        if state := _compute_state(likely):
+            settings[likely] = setting
+            candidates.append(estimate(likely, cluster, state))
+    ordered = (settings[candidate.config] for candidate in order_candidates(candidates, limit))
+    return next(filter(is_valid, ordered), None)
 
 
 def _list_settings(config: Config, cluster: Cluster) -> Iterator[Config]:
     for mesh in enumerate_meshes(config, cluster):
         if list_mesh_problems(config, mesh):
             continue
+        pipeline = list_pipelines(config, mesh)[0]
         for accumulation in list_divisors(config.training.batch_size // mesh.batch_shards):
             training = replace(config.training, accumulation=accumulation)
-            setting = replace(config, mesh=mesh, training=training, pipeline=list_pipelines(config, mesh)[0])
-            if is_valid(setting):
-                yield setting
+            yield replace(config, mesh=mesh, training=training, pipeline=pipeline)
+
+
+def _compute_state(config: Config) -> StateSizes | None:
+    """Return the sizes of the state, which do not depend on how the batch is divided."""
+    training = replace(config.training, accumulation=1)
+    return _compute_state_once(replace(config, training=training, remat=RematConfig()))
+
+
+_compute_state_once = functools.cache(compute_state_sizes)
 
 
 def scale_mesh(mesh: MeshConfig, hosts: int, count: int) -> MeshConfig | None:
