@@ -61,7 +61,7 @@ class Leader:
                 continue
             final = self._judge(ends)
             if final is not None:
-                self._members.send_all({"exit": final})
+                self._members.dismiss(final)
                 return final
         return STOPPED if self._host.stopped else None
 
@@ -83,8 +83,11 @@ class Leader:
         return sorted({self._host.index, *self._members.indices()})
 
     def _choose(self, present: Sequence[int]) -> tuple[int, ...]:
-        """Return the hosts of the largest round that has a mesh, () if there is none."""
+        """Return the hosts of the largest round that has a mesh, () if there is none or it is not known yet."""
         for count in range(min(len(present), self._limits.hosts), self._limits.least - 1, -1):
+            if not self._meshes.knows(count):
+                self._meshes.prepare(count, self._limits.least)
+                return ()
             if self._meshes.flags(count) is not None:
                 return tuple(present[:count])
         return ()
@@ -104,7 +107,7 @@ class Leader:
             else:
                 self._members.send(index, {"start": place.to_json()})
         if self._limits.elastic_seconds is not None:
-            self._meshes.prepare(self._limits.least)
+            self._meshes.prepare(len(chosen) - 1, self._limits.least)
 
     def _coordinator(self, first: int) -> str:
         """Return host:port of process 0 of a round. first: the host that it runs on."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxopt_llm.distributed.peer import Peer
 from jaxopt_llm.supervision.host import End, Host
-from jaxopt_llm.supervision.meeting import PULSE_SECONDS, SEND_SECONDS, SILENCE_SECONDS, Meeting, find_meeting
+from jaxopt_llm.supervision.meeting import FILE, PULSE_SECONDS, SEND_SECONDS, SILENCE_SECONDS, Meeting, find_meeting
 
 _HELLO_SECONDS = 5.0  # time that a new connection has for its first message
 _LISTENER = "listener"
@@ -52,16 +52,25 @@ class Members:
         if index in self._peers:
             self._peers[index].send(message)
 
-    def send_all(self, message: dict[str, Any]) -> None:
+    def dismiss(self, code: int) -> None:
+        """Let all supervisors end with a code, and wait a moment until they have read it.
+
+        A connection that is closed while messages in it are unread is reset, and what was sent before is lost.
+        """
         for peer in self._peers.values():
-            peer.send(message)
+            peer.send({"exit": code})
+        deadline = time.monotonic() + SEND_SECONDS
+        while self._peers and time.monotonic() < deadline:
+            self.serve(0.2)
 
     def superseded(self, directory: Path) -> bool:
         """Return whether another supervisor has called a meeting after this one."""
         return self._meeting is not None and find_meeting(directory) not in (None, self._meeting)
 
-    def close(self) -> None:
-        """Let all others find another leader."""
+    def close(self, directory: Path) -> None:
+        """End the meeting. Supervisors that are still there look for another leader."""
+        if self._meeting is not None and not self.superseded(directory):
+            (directory / FILE).unlink(missing_ok=True)
         for peer in (*self._peers.values(), *self._strangers):
             self._host.forget(peer.connection)
         if self._listener is not None:

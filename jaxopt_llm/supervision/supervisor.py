@@ -22,7 +22,9 @@ def supervise(task: Task, limits: Limits, patience: Patience) -> int:
     """
     host = Host(task.job.index)
     if task.job.processes == 1:
-        return Leader(host, task, limits, patience, Members(host)).run() or 0
+        code = Leader(host, task, limits, patience, Members(host)).run()
+        assert code is not None  # nobody else leads
+        return code
     address = split_address(task.job.coordinator)[0] if host.index == 0 else ""
     lost_at = time.monotonic()
     while not host.stopped:
@@ -35,7 +37,7 @@ def supervise(task: Task, limits: Limits, patience: Patience) -> int:
         elif address and time.monotonic() >= lost_at + _wait_to_lead(host.index, limits):
             members = Members(host, *call_meeting(task.directory, address))
             result = Leader(host, task, limits, patience, members).run()
-            members.close()
+            members.close(task.directory)
         if result is not None:
             return result
         host.wait(_RETRY_SECONDS)

@@ -137,7 +137,7 @@ def test_a_missing_host_is_waited_for(make_hosts: Callable[..., Hosts]) -> None:
 
 
 def test_a_lost_host_is_left_out_and_taken_in_again(make_hosts: Callable[..., Hosts]) -> None:
-    hosts = make_hosts(3, "--elastic", 0.5)
+    hosts = make_hosts(3, "--elastic", 3)
     stop = "trap 'touch ../run/stop; exit 75' TERM; "
     hosts.plan(
         0,
@@ -147,7 +147,7 @@ def test_a_lost_host_is_left_out_and_taken_in_again(make_hosts: Callable[..., Ho
     )
     hosts.plan(1, NOTE + "touch ../run/here; while :; do sleep 0.05; done", NOTE + "exit 0")
     hosts.plan(2, NOTE + wait_for("lost") + "exit 5", NOTE + wait_for("stop") + "exit 75", NOTE + "exit 0")
-    for index in range(3):
+    for index in (2, 1, 0):  # the others wait for host 0
         hosts.start(index)
     await_that((hosts.run / "here").exists)
     hosts.lose(1)
@@ -163,11 +163,11 @@ def test_a_lost_host_is_left_out_and_taken_in_again(make_hosts: Callable[..., Ho
 
 
 def test_another_host_leads_if_the_first_is_lost(make_hosts: Callable[..., Hosts]) -> None:
-    hosts = make_hosts(3, "--elastic", 0.5)
+    hosts = make_hosts(3, "--elastic", 3)
     hosts.plan(0, NOTE + "touch ../run/here; while :; do sleep 0.05; done", NOTE + "exit 0")
     hosts.plan(1, NOTE + wait_for("lost") + "exit 5", NOTE + "exit 0")
     hosts.plan(2, NOTE + wait_for("lost") + "exit 5", NOTE + "exit 0")
-    for index in range(3):
+    for index in (2, 1, 0):  # the others wait for host 0
         hosts.start(index)
     await_that((hosts.run / "here").exists)
     hosts.lose(0)
@@ -214,22 +214,21 @@ def test_a_stranger_is_not_admitted(make_hosts: Callable[..., Hosts]) -> None:
 def test_a_run_shrinks_and_grows_with_the_losses_of_an_undisturbed_one(
     make_hosts: Callable[..., Hosts], tmp_path: Path
 ) -> None:
-    steps = 400
+    steps = 200
     run = ("--mesh.fsdp", 3, "--training.batch-size", 12, "--precision.compute-dtype", "float32")
     run += ("--training.steps", steps, "--evaluation.every", 100, "--checkpoint.every", 10)
     run += ("--logging.tensorboard", False)
     whole = tmp_path / "whole"
     finish(start_training(whole, *run))
 
-    hosts = make_hosts(3, "--elastic", 2)
+    hosts = make_hosts(3, "--elastic", 5)
     program = ("train", *tiny(hosts.run), *run)
-    for index in range(3):
+    for index in (2, 1, 0):  # the others wait for host 0
         hosts.start(index, *program)
     await_that(lambda: logged(hosts.run) >= 12)
     hosts.lose(1)
     await_that(lambda: any(entry.get("hosts") == [0, 2] for entry in journal(hosts.run)))
-    await_that(lambda: any("recovered_after" in entry for entry in journal(hosts.run)))
-    hosts.start(1, *program)
+    hosts.start(1, *program)  # it has been there for long when the others train again
     hosts.finish()
     assert [entry["hosts"] for entry in journal(hosts.run) if "hosts" in entry] == [[0, 2], [0, 1, 2]]
     records = [{entry["step"]: entry for entry in metrics(directory)} for directory in (hosts.run, whole)]
