@@ -54,7 +54,7 @@ def train(requested: Config, preemption: Preemption, processes: Processes = SING
     setup = prepare_run(requested, processes)
     config: Config = setup.config  # the requested one, with epochs as steps
     directory, steps = setup.directory, config.training.steps
-    with open_records(config, processes) as records:
+    with open_records(config, processes, corpus=setup.data.corpus.sha256) as records:
         progress, checkpoints, start = records.progress, records.checkpoints, records.start
         if start >= steps:
             _say_finished(directory, start, config, progress.say)

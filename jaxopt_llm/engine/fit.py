@@ -221,4 +221,4 @@ def _run(workload: EngineWorkload, preemption: Preemption) -> None:
                     loop.start(start)
                     run_steps(loop, start, steps, config.evaluation.every)
             finally:
-                engine.take_state(loop.release_state())
+                engine.take_state(loop.release_state(), records.checkpoints.identity)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.checkpoint.native.identity import write_identity
 from jaxopt_llm.config import Config, ProfileConfig
 from jaxopt_llm.core.errors import InputError, Preempted, TrainingDiverged
 from jaxopt_llm.observe.dashboards import Dashboards
@@ -111,6 +112,8 @@ class Loop:
             self._log = MetricsLog(directory / "metrics.jsonl", start, self._progress.say)
             if config.evaluation.samples:
                 self._samples = MetricsLog(directory / "samples.jsonl", start, self._progress.say)
+            if self._checkpoints.identity is not None:
+                write_identity(directory, self._checkpoints.identity)
             self._workload.write_files()
             dashboards = Dashboards(config.logging, directory, start, dataclasses.asdict(config), self._progress.say)
             self._scope.enter_context(dashboards)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.checkpoint.native.identity import identify_run
 from jaxopt_llm.config import Config
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.observe.events import EventLog
@@ -26,10 +27,17 @@ class Records:
 
 
 @contextlib.contextmanager
-def open_records(config: Config, processes: Processes, shown: Sequence[str] = ()) -> Iterator[Records]:
+def open_records(
+    config: Config, processes: Processes, shown: Sequence[str] = (), corpus: str | None = None
+) -> Iterator[Records]:
     """Open the writers of the run in `run.directory`. At the end, wait until the last checkpoint is on disk.
 
-    shown: metrics that the progress line shows besides those that every run has.
+    Args:
+        shown: metrics that the progress line shows besides those that every run has.
+        corpus: SHA-256 of the corpus; None if it is not known.
+
+    Raises:
+        CheckpointError: no checkpoint is intact, or the newest intact one is of another run.
     """
     directory = Path(config.run.directory)
     progress = ProgressLine(config.training.steps, processes.first, shown)
@@ -40,7 +48,10 @@ def open_records(config: Config, processes: Processes, shown: Sequence[str] = ()
         if not failure:
             processes.note_checkpoint(step)
 
-    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint, progress.say, processes, note_save)
+    identity = identify_run(directory, config, processes, corpus)
+    checkpoints = Checkpoints(
+        directory / "checkpoints", config.checkpoint, progress.say, processes, note_save, identity
+    )
     with progress, checkpoints:
         start = checkpoints.latest_verified_step() or 0
         processes.note_checkpoint(start)

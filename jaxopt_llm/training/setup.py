@@ -95,7 +95,7 @@ class Setup:
 # Kinds of files in a run, in the folder of a model or of adapters, in a corpus, and in a prepared corpus.
 _FILES = ("*.json", "*.jsonl", "*.safetensors", "*.txt", "*.csv", "*.parquet", "*.bin", "*.npy")
 _WRITTEN_FIRST = re.compile(
-    r"(memory|corpus|device)\.json|(metrics|samples|events)(\.\d+)?\.jsonl"
+    r"(memory|corpus|device|run)\.json|(metrics|samples|events)(\.\d+)?\.jsonl"
 )  # before config.json
 
 

@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxopt_llm.checkpoint.native import integrity, orbax_logging, retention, step_directories
+from jaxopt_llm.checkpoint.native.identity import Identity
 from jaxopt_llm.checkpoint.native.integrity import FileEntries
 from jaxopt_llm.config import CheckpointConfig
 from jaxopt_llm.core import tree
@@ -49,6 +50,7 @@ class Checkpoints:
         report: Callable[[str], None] = _print_to_stderr,
         processes: Processes = SINGLE_PROCESS,
         on_save: Callable[[int, str], None] = lambda step, failure: None,
+        identity: Identity | None = None,
     ) -> None:
         """Open the checkpoint directory; a writer creates it and deletes leftovers of dead processes.
 
@@ -58,8 +60,9 @@ class Checkpoints:
             report: receives one line for each checkpoint that is damaged or was not saved.
             processes: the processes that save and restore together, each its own devices' shards.
             on_save: receives the step of each save that has ended, and why it failed, or "". Any thread may call it.
+            identity: that of the run, which every checkpoint records; None for a reader of any run.
         """
-        self.directory = directory.absolute()
+        self.directory, self.identity = directory.absolute(), identity
         self.last_save_failed = False
         self._last_step = 0  # step of the last save
         self._failure = ""
@@ -95,7 +98,8 @@ class Checkpoints:
         a writer also sets them aside.
 
         Raises:
-            CheckpointError: there are, or were, checkpoints, but none is intact.
+            CheckpointError: there are, or were, checkpoints, but none is intact; or the newest intact one is of another
+                run.
         """
         any_damaged = False
         steps = self._channel.exchange(json.dumps(sorted(step_directories.find_checkpoints(self.directory))))[0]
@@ -104,6 +108,8 @@ class Checkpoints:
             found = self._channel.exchange(step_directories.find_damage(path, self._share) or "")
             damage = next(filter(None, found), None)
             if damage is None:
+                if self.identity is not None:
+                    self.identity.check(path, step_directories.read_record(path))
                 if any_damaged:
                     self._report(f"checkpoint {path} is intact and is used instead")
                 return step
@@ -157,6 +163,7 @@ class Checkpoints:
         contents = {
             "step": step,
             **record,
+            **({"identity": self.identity.record()} if self.identity else {}),
             "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "arrays": {name: _describe_leaves(each) for name, each in trees.items()},
         }
