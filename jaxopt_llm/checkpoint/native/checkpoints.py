@@ -64,7 +64,7 @@ class Checkpoints:
         """
         self.directory, self.identity = directory.absolute(), identity
         self.last_save_failed = False
-        self._last_step = 0  # step of the last save
+        self._last_step: int | None = None  # step of the last save
         self._failure = ""
         self._config = config
         self._report, self._on_save = report, on_save
@@ -95,12 +95,13 @@ class Checkpoints:
         """Return the step of the newest intact checkpoint; None: there is no checkpoint yet.
 
         Every file of a checkpoint is read before it counts as intact. Newer checkpoints that are damaged are reported;
-        a writer also sets them aside.
+        a writer also sets them aside, after its last save is on disk.
 
         Raises:
             CheckpointError: there are, or were, checkpoints, but none is intact; or the newest intact one is of another
                 run.
         """
+        self._wait_for_save()
         any_damaged = False
         steps = self._channel.exchange(json.dumps(sorted(step_directories.find_checkpoints(self.directory))))[0]
         for step in reversed(json.loads(steps)):
