@@ -25,6 +25,7 @@ from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.native.lock import lock_directory
 from jaxopt_llm.config.cli import Recipe
 from jaxopt_llm.config.metadata import AUTO
+from jaxopt_llm.data.verification import Verification, find_prepared
 from jaxopt_llm.distributed import launchers, process_group, runtime
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
 from jaxopt_llm.engine.recipe import check_recipe, train_recipe
@@ -54,7 +55,9 @@ def train(requested: Config, preemption: Preemption, processes: Processes = SING
     setup = prepare_run(requested, processes)
     config: Config = setup.config  # the requested one, with epochs as steps
     directory, steps = setup.directory, config.training.steps
-    with open_records(config, processes, corpus=setup.data.corpus.sha256) as records:
+    files = setup.data.corpus.files.union(*(each.files for each in setup.data.sets))
+    verification = Verification(find_prepared(files), (processes.index, processes.count))
+    with open_records(config, processes, corpus=setup.data.corpus.sha256) as records, verification:
         progress, checkpoints, start = records.progress, records.checkpoints, records.start
         if start >= steps:
             _say_finished(directory, start, config, progress.say)
@@ -72,7 +75,7 @@ def train(requested: Config, preemption: Preemption, processes: Processes = SING
         if processes.first:
             write_memory(directory / "memory.json", setup.program, programs.step)
 
-        workload = DecoderWorkload(setup, programs, initial)
+        workload = DecoderWorkload(setup, programs, initial, verification)
         with Loop(workload, checkpoints, progress, preemption, records.events) as loop:
             with explainer.explain_oom(lambda: f"bringing the state of step {start} onto the devices", lowered.step):
                 loop.restore(start)

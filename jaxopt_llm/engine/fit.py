@@ -85,6 +85,9 @@ class EngineWorkload:
     def sample(self, state: TrainState) -> list[dict[str, str]]:
         return []
 
+    def check_data(self, wait: bool) -> None:
+        """Check nothing: the data is the user's."""
+
     def to_checkpoint(self, state: TrainState) -> dict[str, tree.Tree]:
         return self.engine.to_checkpoint(state)
 

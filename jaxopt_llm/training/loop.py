@@ -178,7 +178,12 @@ class Loop:
         self._finished = FinishedStep(step, metrics)
 
     def poll(self, step: int) -> tuple[bool, bool]:
-        """Return whether any process received a request to stop, and whether a checkpoint is due."""
+        """Return whether any process received a request to stop, and whether a checkpoint is due.
+
+        Raises:
+            InputError: the data has changed on the disk.
+        """
+        self._workload.check_data(wait=False)
         stop, failed = self._vote.cast(self._preemption.requested(), self._checkpoints.last_save_failed)
         return stop, self._checkpoints.is_due(step, failed) or self._postponed
 
@@ -208,12 +213,14 @@ class Loop:
         Raises:
             TrainingDiverged: the run ends, and no step since the last record updated the parameters.
             StateCorrupted: copies of the state differ.
+            InputError: the data has changed on the disk.
         """
         assert self._finished is not None and self._finished.summary is not None
         step, updated = self._finished.step, made_update(self._finished.metrics)
         self._postponed = due and not updated
         saves = last or (exits and updated) or (due and not self._postponed)
         if saves:
+            self._workload.check_data(wait=True)
             self._replicas.compare(step, self._state)
         if last or (exits and updated):
             self._checkpoints.save_last(step, self._workload.to_checkpoint(self._state), self._finished.summary)

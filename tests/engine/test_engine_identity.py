@@ -57,6 +57,7 @@ def test_fit_refuses_a_checkpoint_that_was_copied_from_another_run(tmp_path: Pat
     """An engine that fit has trained continues the run of fit."""
     for name, steps in (("one", 1), ("other", 2)):
         engine = jaxopt_llm.fit(make_engine(), [BATCH], steps, tmp_path / name)
+    engine.step(BATCH)
     engine.save(tmp_path / "other")
     shutil.copytree(tmp_path / "other" / "checkpoints" / "2", tmp_path / "one" / "checkpoints" / "2")
     with pytest.raises(CheckpointError, match=f"belongs to run {read_identity(tmp_path / 'other').run}"):
