@@ -29,6 +29,7 @@ from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Channel, Proces
 # Exceptions of Orbax and TensorStore for a disk that is full, read-only or gone.
 STORAGE_ERRORS = (OSError, ValueError, RuntimeError)
 
+MOST_PENDING = 2  # saves that are written at the same time; each holds a copy of the state in host memory
 MAX_STACK_CHUNK_BYTES = 2**26  # a stack that is not larger has one chunk for each shard
 
 
@@ -79,7 +80,8 @@ class Checkpoints:
         only_this_process = ocp.options.MultiprocessingOptions(active_processes={processes.index})
         self._handler = ocp.StandardCheckpointHandler(multiprocessing_options=only_this_process)
         self._background = ThreadPoolExecutor(1, "checkpoint")
-        self._pending_save: Future[None] | None = None
+        self._pending: list[Future[None]] = []  # saves that are not known to be on disk, oldest first
+        self._active: set[str] = set()  # names of their working directories
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -145,7 +147,10 @@ class Checkpoints:
         return self._config is not None and self._config.is_due(step, self._last_step if failed else None)
 
     def save(self, step: int, trees: Mapping[str, tree.Tree], record: Mapping[str, Any]) -> float:
-        """Copy the trees off the devices, and write them in the background once the previous save is done.
+        """Copy the trees off the devices, and write them in the background.
+
+        The previous save may still be written. Only a third one waits, for the oldest, so that host memory holds at
+        most two copies of the trees.
 
         A save that fails is reported, its files are deleted, and `last_save_failed` is set. No other checkpoint is
         deleted before the new one is complete.
@@ -159,7 +164,7 @@ class Checkpoints:
             The seconds for which the call blocked.
         """
         began = time.perf_counter()
-        self._wait_for_save()
+        self._wait_for_save(MOST_PENDING - 1)
         self.last_save_failed, self._last_step = False, step
         contents = {
             "step": step,
@@ -169,14 +174,13 @@ class Checkpoints:
             "arrays": {name: _describe_leaves(each) for name, each in trees.items()},
         }
         path = step_directories.working_path(self.directory, step)
-        writes: list[Any] = []
         failure, _ = self._run_on_all(self._channel, lambda: self._create_directories(path, trees))
-        if not failure:
-            failure, _ = self._run_on_all(self._channel, lambda: writes.extend(self._start_writes(path, trees)))
+        self._active.add(path.name)
         if failure:
-            self._give_up(step, failure)
+            self._give_up(path, failure)
         else:
-            self._pending_save = self._background.submit(self._finish, path, contents, writes)
+            writes = self._start_writes(path, trees)
+            self._pending.append(self._background.submit(self._finish, path, contents, writes))
         return time.perf_counter() - began
 
     def save_last(self, step: int, trees: Mapping[str, tree.Tree], record: Mapping[str, Any]) -> float:
@@ -233,12 +237,15 @@ class Checkpoints:
     def _create_directories(self, path: Path, trees: Mapping[str, tree.Tree]) -> None:
         if self._is_first:
             # Threads of a failed save may have written files after the cleanup.
-            step_directories.delete_leftovers(self.directory)
+            step_directories.delete_leftovers(self.directory, tuple(self._active))
             for name in trees:
                 (path / name).mkdir(parents=True)
 
     def _start_writes(self, path: Path, trees: Mapping[str, tree.Tree]) -> list[Any]:
-        """Copy this process's shards off its devices and return the writes, which go on in the background."""
+        """Copy this process's shards off its devices and return the writes, which go on in the background.
+
+        An error of the storage is the result of the only write: all processes must hear of it.
+        """
 
         async def copy() -> list[Any]:
             saves = [
@@ -249,7 +256,14 @@ class Checkpoints:
             ]
             return [write for writes in await asyncio.gather(*saves) for write in writes]
 
-        return asyncio.run(copy())
+        try:
+            return asyncio.run(copy())
+        except jax.errors.JaxRuntimeError:
+            raise  # a failure of the device, not of the disk
+        except STORAGE_ERRORS as error:
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            return [failed]
 
     def _finish(self, path: Path, contents: dict[str, Any], writes: list[Any]) -> None:
         """Complete a save; runs in the background thread."""
@@ -263,8 +277,9 @@ class Checkpoints:
         if not failure:
             failure, _ = self._run_on_all(self._background_channel, lambda: self._commit(path, contents, entries))
         if failure:
-            self._give_up(contents["step"], failure)
+            self._give_up(path, failure)
             return
+        self._active.discard(path.name)
         self._on_save(contents["step"], "")
         if self._is_first:
             self._delete_old()
@@ -293,13 +308,16 @@ class Checkpoints:
         outcomes = [json.loads(each) for each in channel.exchange(json.dumps(outcome))]
         return next((failure for failure, _ in outcomes if failure), ""), [result for _, result in outcomes]
 
-    def _give_up(self, step: int, failure: str) -> None:
+    def _give_up(self, path: Path, failure: str) -> None:
+        """Report a save that failed and delete its files. path: its working directory."""
+        step = int(path.stem)
         self.last_save_failed, self._failure = True, failure
+        self._active.discard(path.name)
         cleanup = ""
         # Several times, because writes of other leaves that are still running create their directories again.
         for _ in range(5 if self._is_first else 0):
             try:
-                step_directories.delete_leftovers(self.directory)
+                step_directories.delete_leftovers(self.directory, tuple(self._active))
                 cleanup = "; its partial files are deleted"
             except OSError as error:
                 cleanup = f"; its partial files could not be deleted: {_first_line(error)}"
@@ -318,11 +336,10 @@ class Checkpoints:
                 except OSError as error:
                     self._report(f"checkpoint {paths[step]} could not be deleted: {_first_line(error)}")
 
-    def _wait_for_save(self) -> None:
-        """Wait until the previous save is on disk or has failed."""
-        pending, self._pending_save = self._pending_save, None
-        if pending is not None:
-            pending.result()
+    def _wait_for_save(self, pending: int = 0) -> None:
+        """Wait until at most so many saves are neither on disk nor have failed."""
+        while len(self._pending) > pending:
+            self._pending.pop(0).result()
 
 
 def _choose_chunks(arrays: tree.Tree) -> tree.Tree:
