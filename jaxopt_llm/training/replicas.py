@@ -76,8 +76,7 @@ class ReplicaCheck:
         sharding = state.step.sharding
         assert isinstance(sharding, NamedSharding)
         devices = [sharding.mesh.devices.flat[index] for index in indices]
-        hosts = sorted({device.process_index for device in devices})
-        names = f"device {', '.join(str(device.id) for device in devices)} of process {', '.join(map(str, hosts))}"
+        names = ", ".join(f"device {device.id} of process {device.process_index}" for device in devices)
         more = f" and {len(paths) - 1} more arrays" if len(paths) > 1 else ""
         detail = f"{names}: {what}, in {paths[0]}{more}"
         self._on_difference(step, detail)
