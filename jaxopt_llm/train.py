@@ -59,8 +59,9 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
     config: Config = setup.config  # the requested one, with epochs as steps
     directory, steps = setup.directory, config.training.steps
     files = setup.data.corpus.files.union(*(each.files for each in setup.data.sets))
+    corpus = setup.data.corpus.sha256
     verification = Verification(find_prepared(files), (processes.index, processes.count))
-    with open_records(config, processes, corpus=setup.data.corpus.sha256) as records, verification:
+    with open_records(config, processes, setup.program.state, (), corpus) as records, verification:
         progress, checkpoints, start = records.progress, records.checkpoints, records.start
         if start >= steps:
             _say_finished(directory, start, config, progress.say)
@@ -79,7 +80,7 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
             write_memory(directory / "memory.json", setup.program, programs.step)
 
         workload = DecoderWorkload(setup, programs, initial, verification)
-        with Loop(workload, checkpoints, progress, signals, records.events) as loop:
+        with Loop(workload, records, signals) as loop:
             with explainer.explain_oom(lambda: f"bringing the state of step {start} onto the devices", lowered.step):
                 loop.restore(start)
             loop.start(start)

@@ -194,6 +194,12 @@ class Config:
                 f"checkpoint.keep_best={best} compares only steps that are evaluated: make checkpoint.every={every} a "
                 f"multiple of evaluation.every={evaluated}"
             )
+        offloads = self.offload.optimizer or self.offload.parameters
+        if self.checkpoint.replicate_every and offloads:
+            found.append(
+                f"checkpoint.replicate_every={self.checkpoint.replicate_every} does not support offload: set "
+                "--checkpoint.replicate-every 0"
+            )
         start, steps = self.profile.start_step, self.training.steps
         if start > steps > 0:
             found.append(f"profile.start_step={start}: must be at most training.steps={steps}")

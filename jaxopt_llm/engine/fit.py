@@ -209,13 +209,13 @@ def _describe(engine: Engine, directory: Path) -> str:
 def _run(workload: EngineWorkload, preemption: Preemption) -> None:
     config, directory, engine = workload.config, workload.directory, workload.engine
     steps = config.training.steps
-    with open_records(config, workload.processes, engine.metric_names) as records:
+    with open_records(config, workload.processes, engine.program.state, engine.metric_names) as records:
         progress, start = records.progress, records.start
         progress.say(_describe(engine, directory))
         for choice in dict.fromkeys(engine.program.model.attention.choices.values()):
             if choice.reason:
                 progress.say(f"attention: {choice}")
-        with Loop(workload, records.checkpoints, progress, preemption, records.events) as loop:
+        with Loop(workload, records, preemption) as loop:
             loop.restore(start)
             try:
                 if start >= steps:

@@ -12,17 +12,15 @@ from typing import Any
 
 import jax
 
-from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.native.identity import write_identity
 from jaxopt_llm.config import Config, ProfileConfig
 from jaxopt_llm.core.errors import InputError, Preempted, TrainingDiverged
 from jaxopt_llm.observe.dashboards import Dashboards
-from jaxopt_llm.observe.events import EventLog
 from jaxopt_llm.observe.meter import LossWindow, Meter
 from jaxopt_llm.observe.metrics import MetricsLog
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.observe.profile import Profiler
-from jaxopt_llm.observe.progress import ProgressLine
+from jaxopt_llm.training.records import Records
 from jaxopt_llm.training.replicas import ReplicaCheck
 from jaxopt_llm.training.setup import set_aside_log
 from jaxopt_llm.training.skipped_batches import SkippedBatches, is_spike
@@ -59,18 +57,12 @@ class Loop:
         current: the step that was started last.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        checkpoints: Checkpoints,
-        progress: ProgressLine,
-        preemption: Preemption,
-        events: EventLog,
-    ) -> None:
+    def __init__(self, workload: Workload, records: Records, preemption: Preemption) -> None:
         self.current = 0
         self._workload = workload
         self._config: Config = workload.config
-        self._checkpoints, self._progress, self._preemption, self._events = checkpoints, progress, preemption, events
+        self._checkpoints, self._progress, self._events = records.checkpoints, records.progress, records.events
+        self._preemption, self._memory = preemption, records.memory
         self._meter = Meter(workload.unit, workload.units_per_step, workload.utilisation)
         self._scope, self._record_scope = contextlib.ExitStack(), contextlib.ExitStack()
         self._batches: Generator[tuple[Any, float], None, None] | None = None
@@ -98,9 +90,14 @@ class Loop:
 
     def restore(self, start: int) -> None:
         """Load the state of step `start` onto the devices: from its checkpoint, or for step 0 from initial values."""
-        self._state = self._workload.restore(self._checkpoints, start, self._progress.say)
+        from_memory = self._memory is not None and self._memory.step == start
+        if self._memory is not None and from_memory:
+            self._state, record = self._memory.load(), self._memory.record
+            self._progress.say(f"step {start} is in the memory of the hosts")
+        else:
+            self._state = self._workload.restore(self._checkpoints, start, self._progress.say)
+            record = self._checkpoints.read_record(start) if start else {}
         if start:
-            record = self._checkpoints.read_record(start)
             self._window = LossWindow(**record.get("window", {}))
             self._left_out = SkippedBatches.from_record(record)
             self._progress.say(f"continues from step {start}")
@@ -224,11 +221,25 @@ class Loop:
             self._replicas.compare(step, self._state)
         if last or (exits and updated):
             self._checkpoints.save_last(step, self._workload.to_checkpoint(self._state), self._finished.summary)
+            if self._memory is not None:
+                self._memory.discard_after(-1)
             if last:
                 check_end(self._finished, self._config)
         elif saves:
             self._checkpoints.save(step, self._workload.to_checkpoint(self._state), self._finished.summary)
             self._meter.restart(step)
+
+    def replicate(self, step: int) -> None:
+        """Copy the state after the step into the memory of the hosts, if that is due. A skipped step has no copy."""
+        assert self._finished is not None
+        if self._memory is None or step % self._config.checkpoint.replicate_every:
+            return
+        if self._finished.summary is None:
+            self._record_step(self._finished)
+        if made_update(self._finished.metrics):
+            self._replicas.compare(step, self._state)
+            assert self._finished.summary is not None
+            self._memory.save(step, self._state, self._finished.summary)
 
     def roll_back(self) -> int | None:
         """Answer to a spike: go back to the last checkpoint, and leave out the batches up to the spike.
@@ -254,6 +265,8 @@ class Loop:
         detail = f"a spike: back to step {start}, without batches {first} to {end - 1}"
         self._progress.say(f"step {spike:>6}  {detail}")
         self._events.write(spike, "rollback", detail)
+        if self._memory is not None:
+            self._memory.discard_after(start)
         for leaf in jax.tree.leaves(self._state):
             leaf.delete()  # the devices cannot hold the state twice
         self.restore(start)
@@ -344,6 +357,8 @@ def run_steps(loop: Loop, start: int, steps: int, evaluate_every: int) -> None:
             loop.save(checkpoint_due, exits, last)
         if stop and not last:
             raise Preempted(step)
+        if not last:
+            loop.replicate(step)
 
 
 def made_update(metrics: Metrics) -> bool:
