@@ -88,6 +88,9 @@ class EngineWorkload:
     def sample(self, state: TrainState) -> list[dict[str, str]]:
         return []
 
+    def check_data(self, wait: bool) -> None:
+        """Check nothing: the data is the user's."""
+
     def to_checkpoint(self, state: TrainState) -> dict[str, tree.Tree]:
         return self.engine.to_checkpoint(state)
 
@@ -209,7 +212,7 @@ def _describe(engine: Engine, directory: Path) -> str:
 def _run(workload: EngineWorkload, preemption: Preemption) -> None:
     config, directory, engine = workload.config, workload.directory, workload.engine
     steps = config.training.steps
-    with open_records(config, workload.processes, engine.metric_names) as records:
+    with open_records(config, workload.processes, engine.program.state, engine.metric_names) as records:
         progress, start = records.progress, records.start
         progress.say(_describe(engine, directory))
         for choice in dict.fromkeys(engine.program.model.attention.choices.values()):
@@ -228,4 +231,4 @@ def _run(workload: EngineWorkload, preemption: Preemption) -> None:
                     loop.start(start)
                     run_steps(loop, start, steps, config.evaluation.every)
             finally:
-                engine.take_state(loop.release_state())
+                engine.take_state(loop.release_state(), records.checkpoints.identity)
