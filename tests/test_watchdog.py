@@ -13,11 +13,12 @@ from ports import free_address
 from test_death import logged
 
 LIMIT = 2  # seconds
+DEADLINE = 60  # seconds after which a process ends in good order although it hangs
 
 # Program of a process that runs phases as a run does, and exchanges messages in place of collectives. Its arguments:
 # address, number of processes, index, run directory, and how process 1 hangs.
 PHASES = f"""
-import sys, threading, time
+import os, sys, threading, time
 import jax
 from jaxopt_llm.config import Config, DataConfig, DistributedConfig, RunConfig, WatchdogConfig
 from jaxopt_llm.core import errors
@@ -45,6 +46,9 @@ def save(processes):
 def main():
     with process_group.join_job(Job(address, int(count), int(index)), DistributedConfig(), {{}}) as processes:
         processes.note_checkpoint(0)
+        end = threading.Timer({DEADLINE}, os._exit, [0])
+        end.daemon = True
+        end.start()
         channel = processes.channel("step")
         with Watchdog(config, processes, print):
             for step in range(1, 10):
@@ -62,7 +66,7 @@ def main():
                         time.sleep(1000)
             for step in range(10, 400 if hangs == "nothing" else 10**9):
                 processes.main.enter("data", step)
-                time.sleep(0.02 if index == "1" else 0)
+                time.sleep(0 if index == "0" and hangs == "nothing" else 0.02)
                 processes.main.enter("step")
                 if hangs == "nothing":
                     channel.exchange("")
