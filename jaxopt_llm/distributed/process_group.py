@@ -137,7 +137,7 @@ class Processes:
 
     @property
     def judges(self) -> bool:
-        """Whether this process decides that the job hangs: process 0, or each one that receives no reports."""
+        """True for a process that decides that the job hangs: process 0, or each one that receives no reports."""
         return self.first or self._watch is None
 
     @property

@@ -18,8 +18,8 @@ class PerStep:
     waited: list[dict[str, float]]
 
     def by_field(self) -> dict[str, list[float]]:
-        """Return the fields of a record: lists over the processes."""
-        found = [phase for phase in PHASES if any(phase in each for each in self.phases)]
+        """Return the fields of a record: lists over the processes, for the phases in which they were."""
+        found = [phase for phase in PHASES if any(each.get(phase) for each in self.phases)]
         fields = {str(phase): [each.get(phase, 0.0) for each in self.phases] for phase in found}
         fields["waited"] = [sum(each.values()) for each in self.waited]
         return {f"process_seconds/{name}": values for name, values in fields.items()}

@@ -29,7 +29,7 @@ NAMED = 8  # most processes that a message names
 
 @dataclass(frozen=True)
 class Report:
-    """What a process publishes with its heartbeat.
+    """Message about a process, which it sends with its heartbeat.
 
     Attributes:
         host: its name.

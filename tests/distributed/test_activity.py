@@ -85,6 +85,8 @@ def test_the_process_behind_is_the_one_that_the_others_wait_for() -> None:
     assert find_behind({0: ready, 1: in_data, 2: ready}) == [1]
     # Here process 2 has not begun the wait in which the others are.
     assert find_behind({0: ready, 1: ready, 2: Position(8, "step", 20)}) == [2]
+    # Process 0 is ahead, and has not come to a wait yet.
+    assert find_behind({0: Position(9, "data", 22), 1: ready}) == [1]
     assert find_behind({0: ready, 1: ready}) == [0, 1]
     assert find_behind({}) == []
 
