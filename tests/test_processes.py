@@ -164,8 +164,11 @@ def start_waiting(folder: Path, *failing: int) -> tuple[list[subprocess.Popen[st
 @pytest.mark.parametrize("to", [0, 1])
 def test_the_loss_of_one_ends_the_others(sent: signal.Signals, to: int, tmp_path: Path) -> None:
     processes, gates = start_waiting(tmp_path)
-    assert listens_on(service_of(processes[0])) == {"0100007F"}  # 127.0.0.1, and no other interface
+    service = service_of(processes[0])
+    assert listens_on(service) == {"0100007F"}  # 127.0.0.1, and no other interface
     assert_ends_the_other(processes, sent, to, gates[1 - to] if sent == signal.SIGSTOP else None)
+    # JAX would abort the others without its service, so it outlives process 0 for a while.
+    assert "jax_service" in Path(f"/proc/{service}/cmdline").read_text()
 
 
 def service_of(process: subprocess.Popen[str]) -> int:

@@ -22,14 +22,13 @@ def serve(address: str, processes: int, timeout_seconds: int) -> None:
         timeout_seconds: time for processes to connect and to disconnect. One without a heartbeat for twice as long is
             lost to JAX, which then aborts the others: the watch of each process must notice it first.
     """
-    service = _jax.get_distributed_runtime_service(
+    _service = _jax.get_distributed_runtime_service(
         address, processes, heartbeat_timeout=2 * timeout_seconds, shutdown_timeout=timeout_seconds
     )
     print("ready", flush=True)
     sys.stdin.read()
     time.sleep(GRACE_SECONDS)
-    del service
-    os._exit(0)  # threads of the service may still run
+    os._exit(0)  # a service that is deleted waits for its processes to disconnect
 
 
 if __name__ == "__main__":
