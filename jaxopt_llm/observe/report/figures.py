@@ -21,6 +21,8 @@ EVENTS = {
     "checkpoint": "circle",
     "checkpoint_failed": "x",
     "skipped": "diamond",
+    "rollback": "triangle-left",
+    "corruption": "hexagram",
     "stop": "square-open",
     "fault": "x",
     "end": "square",
