@@ -30,6 +30,7 @@ from jaxopt_llm.config.cli import Recipe
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.data.verification import Verification, find_prepared
 from jaxopt_llm.distributed import launchers, process_group, runtime
+from jaxopt_llm.distributed.agreement import check_same_programs
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
 from jaxopt_llm.engine.recipe import check_recipe, train_recipe
 from jaxopt_llm.observe.preemption import Preemption
@@ -69,9 +70,11 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
         initial = open_initial_weights(config, setup.program, start, progress.say, processes)
         print_report(setup, progress.say)
 
+        processes.main.enter("compile", start)
         clock = time.perf_counter()
         setup, lowered, programs = compile_fitting(setup, checkpoints, progress.say)
         progress.say(f"compiled in {time.perf_counter() - clock:.1f} s; {programs}")
+        check_same_programs(processes, lambda: lowered.step)
         explainer = OomExplainer(setup.config, setup.program, setup.placement, checkpoints)
         explainer.check_fits(
             {"the step": (lowered.step, programs.step), "an evaluation": (lowered.held_out, programs.held_out)}

@@ -12,6 +12,7 @@ from jaxopt_llm.config.model import ModelConfig
 from jaxopt_llm.config.parallel import DistributedConfig, MeshConfig, PipelineConfig, ShardingConfig
 from jaxopt_llm.config.precision import PrecisionConfig
 from jaxopt_llm.config.training import EvaluationConfig, LoraConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
+from jaxopt_llm.config.watchdog import WatchdogConfig
 from jaxopt_llm.core.errors import InputError
 
 
@@ -143,6 +144,7 @@ class Config:
     evaluation: EvaluationConfig = section(EvaluationConfig, resume="freely")
     logging: LoggingConfig = section(LoggingConfig, resume="freely")
     profile: ProfileConfig = section(ProfileConfig, resume="freely")
+    watchdog: WatchdogConfig = section(WatchdogConfig, resume="freely")
 
     def __new__(cls, *sections: Any, **named: Any) -> "Config":
         """Refuse the names of settings in place of those of sections.

@@ -85,7 +85,9 @@ class DecoderWorkload:
         return read_ahead(self._setup.loader, start, self.config.data.stall_seconds, stopping)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        new: tuple[TrainState, Metrics] = self._programs.step(state, self._setup.local_rows.make_global(batch))
+        placed = self._setup.local_rows.make_global(batch)
+        with self.processes.main.wait():  # on CPUs, the call returns when all processes have finished the step
+            new: tuple[TrainState, Metrics] = self._programs.step(state, placed)
         return new
 
     def evaluate(self, state: TrainState) -> dict[str, float]:

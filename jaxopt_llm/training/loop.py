@@ -62,7 +62,8 @@ class Loop:
         self._workload = workload
         self._config: Config = workload.config
         self._checkpoints, self._progress, self._events = records.checkpoints, records.progress, records.events
-        self._preemption, self._memory = preemption, records.memory
+        self._watchdog, self._preemption, self._main = records.watchdog, preemption, workload.processes.main
+        self._memory = records.memory
         self._meter = Meter(workload.unit, workload.units_per_step, workload.utilisation)
         self._scope, self._record_scope = contextlib.ExitStack(), contextlib.ExitStack()
         self._batches: Generator[tuple[Any, float], None, None] | None = None
@@ -90,6 +91,7 @@ class Loop:
 
     def restore(self, start: int) -> None:
         """Load the state of step `start` onto the devices: from its checkpoint, or for step 0 from initial values."""
+        self._main.enter("restore", start)
         from_memory = self._memory is not None and self._memory.step == start
         if self._memory is not None and from_memory:
             self._state, record = self._memory.load(), self._memory.record
@@ -157,6 +159,7 @@ class Loop:
         """
         assert self._batches is not None
         self.current = step
+        self._main.enter("data", step)
         self._profiler.before_step(step)
         try:
             batch, waited = next(self._batches)
@@ -167,6 +170,7 @@ class Loop:
             self._save_before_exit()
             raise Preempted(step - 1) from None  # its step counted batches
         self._meter.add_wait(waited)
+        self._main.enter("step")
         self._state, metrics = self._replicas.step(step, self._workload.step, self._state, batch)
         self._profiler.after_step(step, metrics)
         self._progress.advance(step)
@@ -302,6 +306,8 @@ class Loop:
             TrainingDiverged: `check_skips` raises it, or the held-out loss is not finite.
         """
         config, step, metrics = self._config, finished.step, finished.metrics
+        with self._main.wait():
+            jax.block_until_ready(metrics)
         if skipped := check_skips(step, metrics, config):
             self._progress.say(f"step {step:>6}  skipped: {skipped}")
             self._events.write(step, "skipped", skipped)
@@ -316,14 +322,16 @@ class Loop:
             return
         values = {name: to_json_number(value) for name, value in metrics.items() if name not in NOT_RECORDED}
         counts = {"loss": window.mean, "skipped": int(metrics["skipped"])}
-        entry = self._meter.make_record(step, values | counts)
+        entry = self._meter.make_record(step, values | counts) | self._watchdog.take_seconds()
         if measured is not None:
+            self._main.enter("evaluate")
             losses = self._workload.evaluate(measured)
             entry |= losses
             finished.summary |= {name: value for name, value in losses.items() if name == "eval_loss"}
             if not math.isfinite(loss := losses.get("eval_loss", 0.0)):
                 raise TrainingDiverged(f"step {step}: held-out loss {loss}; {config.run.directory} {REMEDY}")
             self._write_samples(step, measured)
+            self._main.enter("step")
             self._meter.restart(step)
         for write in self._recorders:
             write(entry)

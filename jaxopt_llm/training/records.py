@@ -10,6 +10,7 @@ from jaxopt_llm.checkpoint.native.host_memory import HostMemory
 from jaxopt_llm.checkpoint.native.identity import identify_run
 from jaxopt_llm.config import Config
 from jaxopt_llm.distributed.process_group import Processes
+from jaxopt_llm.distributed.watchdog import Watchdog
 from jaxopt_llm.observe.events import EventLog
 from jaxopt_llm.observe.progress import ProgressLine
 from jaxopt_llm.training.state import TrainState
@@ -28,6 +29,7 @@ class Records:
     progress: ProgressLine
     events: EventLog
     checkpoints: Checkpoints
+    watchdog: Watchdog
     start: int
     memory: HostMemory | None
 
@@ -61,9 +63,17 @@ def open_records(
 
     identity = identify_run(directory, config, processes, corpus)
     checkpoints = Checkpoints(
-        directory / "checkpoints", config.checkpoint, progress.say, processes, note_save, identity
+        directory / "checkpoints",
+        config.checkpoint,
+        progress.say,
+        processes,
+        note_save,
+        identity=identity,
+        slow_save_seconds=config.watchdog.floor_seconds,
     )
-    with progress, checkpoints:
+    watchdog = Watchdog(config, processes, progress.say)
+    with progress, watchdog, checkpoints:
+        processes.main.enter("restore", 0)
         start = checkpoints.latest_verified_step() or 0
         processes.note_checkpoint(start)
         memory = None
@@ -71,4 +81,4 @@ def open_records(
             memory = HostMemory(Path(config.checkpoint.replicate_directory) / identity.run, state, processes)
             start = memory.find(start) or start
         progress.advance(start)
-        yield Records(progress, events, checkpoints, start, memory)
+        yield Records(progress, events, checkpoints, watchdog, start, memory)

@@ -6,11 +6,13 @@ The layout on disk does not depend on the mesh that writes or reads it.
 import asyncio
 import datetime
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,15 @@ MOST_PENDING = 2  # saves that are written at the same time; each holds a copy o
 MAX_STACK_CHUNK_BYTES = 2**26  # a stack that is not larger has one chunk for each shard
 
 
+@dataclass(frozen=True)
+class _Save:
+    """A save that goes on. since: time of `time.monotonic()` at which it began."""
+
+    step: int
+    since: float
+    future: Future[None]
+
+
 def _print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr)
 
@@ -51,6 +62,7 @@ class Checkpoints:
         report: Callable[[str], None] = _print_to_stderr,
         processes: Processes = SINGLE_PROCESS,
         on_save: Callable[[int, str], None] = lambda step, failure: None,
+        slow_save_seconds: float = math.inf,
         identity: Identity | None = None,
     ) -> None:
         """Open the checkpoint directory; a writer creates it and deletes leftovers of dead processes.
@@ -61,6 +73,7 @@ class Checkpoints:
             report: receives one line for each checkpoint that is damaged or was not saved.
             processes: the processes that save and restore together, each its own devices' shards.
             on_save: receives the step of each save that has ended, and why it failed, or "". Any thread may call it.
+            slow_save_seconds: seconds after which a save is slow: another one then does not wait for it.
             identity: that of the run, which every checkpoint records; None for a reader of any run.
         """
         self.directory, self.identity = directory.absolute(), identity
@@ -70,8 +83,9 @@ class Checkpoints:
         self._config = config
         self._report, self._on_save = report, on_save
         self._is_first, self._share = processes.first, (processes.index, processes.count)
-        names = f"{directory}", f"{directory} in the background"
-        self._channel, self._background_channel = map(processes.channel, names)
+        self._main, self._saving, self._slow_save = processes.main, processes.saving, slow_save_seconds
+        self._channel = processes.channel(f"{directory}")
+        self._background_channel = processes.channel(f"{directory} in the background", processes.saving)
         orbax_logging.silence_failed_saves()
         if config is not None and processes.first:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -80,7 +94,7 @@ class Checkpoints:
         only_this_process = ocp.options.MultiprocessingOptions(active_processes={processes.index})
         self._handler = ocp.StandardCheckpointHandler(multiprocessing_options=only_this_process)
         self._background = ThreadPoolExecutor(1, "checkpoint")
-        self._pending: list[Future[None]] = []  # saves that are not known to be on disk, oldest first
+        self._pending: list[_Save] = []  # saves that are not known to be on disk, oldest first
         self._active: set[str] = set()  # names of their working directories
 
     def __enter__(self) -> "Checkpoints":
@@ -150,7 +164,8 @@ class Checkpoints:
         """Copy the trees off the devices, and write them in the background.
 
         The previous save may still be written. Only a third one waits, for the oldest, so that host memory holds at
-        most two copies of the trees.
+        most two copies of the trees. If the oldest is slow, there is no third one: the run goes on, and tries again as
+        after a save that failed.
 
         A save that fails is reported, its files are deleted, and `last_save_failed` is set. No other checkpoint is
         deleted before the new one is complete.
@@ -164,7 +179,11 @@ class Checkpoints:
             The seconds for which the call blocked.
         """
         began = time.perf_counter()
-        self._wait_for_save(MOST_PENDING - 1)
+        if slow := self._find_slow_save():
+            self.last_save_failed, self._last_step = True, step
+            seconds = time.monotonic() - slow.since
+            self._report(f"step {step} is not saved: the save of step {slow.step} goes on for {seconds:.0f} s")
+            return time.perf_counter() - began
         self.last_save_failed, self._last_step = False, step
         contents = {
             "step": step,
@@ -180,7 +199,8 @@ class Checkpoints:
             self._give_up(path, failure)
         else:
             writes = self._start_writes(path, trees)
-            self._pending.append(self._background.submit(self._finish, path, contents, writes))
+            future = self._background.submit(self._finish, path, contents, writes)
+            self._pending.append(_Save(step, time.monotonic(), future))
         return time.perf_counter() - began
 
     def save_last(self, step: int, trees: Mapping[str, tree.Tree], record: Mapping[str, Any]) -> float:
@@ -267,7 +287,13 @@ class Checkpoints:
 
     def _finish(self, path: Path, contents: dict[str, Any], writes: list[Any]) -> None:
         """Complete a save; runs in the background thread."""
+        self._saving.enter("save", contents["step"])
+        try:
+            self._complete(path, contents, writes)
+        finally:
+            self._saving.leave()
 
+    def _complete(self, path: Path, contents: dict[str, Any], writes: list[Any]) -> None:
         def write() -> FileEntries:
             for each in writes:
                 each.result()
@@ -336,10 +362,24 @@ class Checkpoints:
                 except OSError as error:
                     self._report(f"checkpoint {paths[step]} could not be deleted: {_first_line(error)}")
 
+    def _find_slow_save(self) -> _Save | None:
+        """Make room for another save: wait until fewer than MOST_PENDING go on. Return the one that is too slow."""
+        self._main.enter("save")
+        if len(self._pending) < MOST_PENDING:
+            return None
+        oldest = self._pending[0]
+        left = oldest.since + self._slow_save - time.monotonic()
+        wait([oldest.future], None if left == math.inf else max(left, 0))
+        if str(True) in self._channel.exchange(str(not oldest.future.done())):
+            return oldest
+        self._wait_for_save(MOST_PENDING - 1)
+        return None
+
     def _wait_for_save(self, pending: int = 0) -> None:
         """Wait until at most so many saves are neither on disk nor have failed."""
+        self._main.enter("save")
         while len(self._pending) > pending:
-            self._pending.pop(0).result()
+            self._pending.pop(0).future.result()
 
 
 def _choose_chunks(arrays: tree.Tree) -> tree.Tree:
