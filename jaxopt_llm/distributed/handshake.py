@@ -22,7 +22,7 @@ _LONGEST_TEXT = 1000  # characters of a text of another process in a message
 
 @dataclass(frozen=True)
 class Hello:
-    """What a process says of itself.
+    """First message of a process, which says who it is.
 
     Attributes:
         processes: number of processes of its job.
@@ -88,7 +88,7 @@ def _prove(token: bytes, nonce: str, message: Any) -> str:
 
 
 def read_hello(message: Any) -> Hello:
-    """Return what a process says of itself.
+    """Return the first message of a process.
 
     Raises:
         ValueError: it is no hello, or one with numbers out of range.
