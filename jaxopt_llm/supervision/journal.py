@@ -26,14 +26,17 @@ class Journal:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def write_fault(self, cause: End, restart: int) -> None:
+    def write_fault(self, cause: End, ends: Sequence[End], restart: int) -> None:
         """Append a fault.
 
-        restart: number of the restart that follows, counted from the last new checkpoint; 0 if the job ends.
+        Args:
+            ends: those of all hosts.
+            restart: number of the restart that follows, counted from the last new checkpoint; 0 if the job ends.
         """
         who = {"fault": self.describe(cause), "code": cause.code, "process": cause.index, "host": cause.host}
         steps = {"checkpoint": newest_checkpoint(self._directory), "reached": last_step(self._directory)}
-        self._append({**who, "what": cause.what, **steps, "restart": restart})
+        codes = {str(end.index): end.code for end in ends}
+        self._append({**who, "what": cause.what, "codes": codes, **steps, "restart": restart})
 
     def write_hosts(self, indices: Sequence[int], flags: Sequence[str]) -> None:
         """Append that the run continues on other hosts. flags: the settings that they need."""

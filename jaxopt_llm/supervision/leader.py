@@ -176,7 +176,7 @@ class Leader:
         self._patience = self._patience.after_fault(newest_checkpoint(self._task.directory))
         if final is None and self._patience.exhausted:
             final = ProcessLost.exit_code if cause.code is None else cause.code
-        self._journal.write_fault(cause, 0 if final is not None else self._patience.restarts)
+        self._journal.write_fault(cause, ends, 0 if final is not None else self._patience.restarts)
         name = self._journal.describe(cause) + f" on host {cause.index}" * (self._task.job.processes > 1)
         if final is None:
             self._not_before = time.monotonic() + self._patience.pause_seconds
