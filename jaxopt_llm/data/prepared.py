@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably, sync_file
 from jaxopt_llm.data.find import File
@@ -221,7 +222,7 @@ class ShardMerger:
     def merge_ready(self) -> None:
         """Append the next shards, up to the first one that is not complete."""
         while (record := shard_record_path(self._directory, len(self.shards))).exists():
-            counts = json.loads(record.read_text())
+            counts = json_files.read_object(record, f"remove {self._directory} and prepare the corpus again")
             paths = {name: record.with_suffix(f".{name}") for name in self._names}
             ends = np.fromfile(paths["ends"], "<i8") + self._tokens
             digest = hashlib.sha256(ends.data)
@@ -254,7 +255,7 @@ def read_shard_records(directory: Path) -> list[dict[str, Any]]:
     """Return the records of the shards in the files of the corpus. Raises InputError if shards.jsonl is damaged."""
     path = directory / SHARDS
     try:
-        return [json.loads(line) for line in path.read_bytes().splitlines()]
+        return [json_files.parse(line) for line in path.read_bytes().splitlines()]
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is damaged ({error}): remove {directory} and prepare the corpus again") from error
 
@@ -352,7 +353,7 @@ def _read_manifest(directory: Path) -> _Manifest:
         raise InputError(f"{directory} is not finished: run jaxopt_llm.prepare again to complete it")
     content = path.read_bytes()
     try:
-        manifest = json.loads(content)
+        manifest = json_files.parse_settings(content)
         plan = manifest["plan"]
         if plan["format"] != FORMAT:
             raise InputError(f"{directory} has format {plan['format']}, not {FORMAT} of this version: prepare it again")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.rows import Part
 from jaxopt_llm.data.skipped import Skipped
@@ -145,7 +146,7 @@ class Renderer:
         try:
             self._stdin.write(line + b"\n")
             self._stdin.flush()
-            answer: dict[str, Any] = json.loads(self._stdout.readline())
+            answer: dict[str, Any] = json_files.parse(self._stdout.readline())
         except (OSError, ValueError) as error:
             raise InputError(
                 f"{self._template.path}: the chat template was stopped ({where}): it took more than "

@@ -1,7 +1,6 @@
 """Tokenizers: text to token ids and back."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -11,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.core import hub
+from jaxopt_llm.core import hub, json_files
 from jaxopt_llm.core.errors import InputError, describe_error
 from jaxopt_llm.core.files import check_is_no_pointer
 
@@ -178,10 +177,4 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object of a file next to a tokenizer, or an empty dict if there is no such file."""
     if not path.is_file():
         return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid JSON ({error}); repair or remove the file") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: not a JSON object; repair or remove the file")
-    return value
+    return json_files.read_object(path, "repair or remove the file")

@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from jaxopt_llm.core import errors
+from jaxopt_llm.core import errors, json_files
 from jaxopt_llm.core.errors import InputError, ProcessLost
 from jaxopt_llm.distributed.launchers import Job
 
@@ -59,7 +59,7 @@ class Peer:
             return None
         self.last_heard = time.monotonic()
         *lines, self._received = (self._received + data).split(b"\n")
-        messages = [json.loads(line) for line in lines if line]
+        messages = [json_files.parse(line) for line in lines if line]
         if len(self._received) > _MAX_MESSAGE_BYTES or not all(isinstance(message, dict) for message in messages):
             raise ValueError("not a message")
         return messages
@@ -240,7 +240,7 @@ def _refuse(listener: socket.socket, peers: list[Peer], expected: int, problem: 
 
 
 def _describe_differences(index: int, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    ours = json.loads(json.dumps(dict(ours)))  # as their values arrived: for example lists for tuples
+    ours = json_files.parse(json.dumps(dict(ours)))  # as their values arrived: for example lists for tuples
     found = [
         f"{name} is {theirs.get(name)} on process {index} and {ours.get(name)} on process 0"
         for name in sorted(ours.keys() | theirs.keys())

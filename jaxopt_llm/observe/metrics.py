@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 
@@ -43,7 +44,7 @@ class MetricsLog:
             try:
                 # A line without a newline was cut short when its writer died.
                 whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-                lines = [line for line in whole if json.loads(line)["step"] <= resume_step]
+                lines = [line for line in whole if json_files.parse(line)["step"] <= resume_step]
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(f"{path} has a line that is not a record ({error}); fix or move the file") from error
             replace_durably(path, "".join(lines))

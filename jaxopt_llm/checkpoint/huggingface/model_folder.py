@@ -24,6 +24,7 @@ from jaxopt_llm.checkpoint.huggingface.family import Family
 from jaxopt_llm.checkpoint.huggingface.safetensors import StoredTensor
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorLayout, TensorPiece, list_tensor_layouts
 from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.model.param import ParamSpec
 
@@ -36,7 +37,7 @@ MAX_DIGEST_BYTES = 2**29  # of all tensors; with many tensors, fewer bytes of ea
 def read_settings(path: Path) -> Settings:
     """Read the config.json of a folder. Raise InputError if the folder or the file is missing or invalid."""
     if (path / ADAPTER_FILE).is_file() and not (path / CONFIG_FILE).is_file():
-        base = safetensors.parse_json((path / ADAPTER_FILE).read_bytes(), path / ADAPTER_FILE)
+        base = json_files.read_object(path / ADAPTER_FILE, "download the adapter again")
         name = base.get("base_model_name_or_path")
         named = f" ({name})" if name else ""
         raise InputError(

@@ -21,7 +21,7 @@ from etils import epath
 from jaxopt_llm.checkpoint.native import integrity, orbax_logging, retention, step_directories
 from jaxopt_llm.checkpoint.native.integrity import FileEntries
 from jaxopt_llm.config import CheckpointConfig
-from jaxopt_llm.core import tree
+from jaxopt_llm.core import json_files, tree
 from jaxopt_llm.core.errors import CheckpointError
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Channel, Processes
 
@@ -99,7 +99,7 @@ class Checkpoints:
         """
         any_damaged = False
         steps = self._channel.exchange(json.dumps(sorted(step_directories.find_checkpoints(self.directory))))[0]
-        for step in reversed(json.loads(steps)):
+        for step in reversed(json_files.parse(steps)):
             path = self.directory / str(step)
             found = self._channel.exchange(step_directories.find_damage(path, self._share) or "")
             damage = next(filter(None, found), None)
@@ -282,7 +282,7 @@ class Checkpoints:
             raise  # a failure of the device, not of the disk
         except STORAGE_ERRORS as error:
             outcome = _first_line(error), None
-        outcomes = [json.loads(each) for each in channel.exchange(json.dumps(outcome))]
+        outcomes = [json_files.parse(each) for each in channel.exchange(json.dumps(outcome))]
         return next((failure for failure, _ in outcomes if failure), ""), [result for _, result in outcomes]
 
     def _give_up(self, step: int, failure: str) -> None:

@@ -228,7 +228,7 @@ def test_names_without_base_prefix_and_masks_are_supported(tmp_path: Path) -> No
         (None, "it has no config.json"),
         ("[]", "config.json: the JSON is not an object"),
         ("{", "config.json: invalid JSON"),
-        ('{"model_type": "llama", "model_type": "qwen2"}', "config.json: 'model_type' appears twice"),
+        ('{"model_type": "llama", "model_type": "qwen2"}', "'model_type' appears twice"),
         ('{"model_type": "mamba", "auto_map": {"AutoModel": "evil.Model"}}', "config.json: model_type='mamba'"),
     ],
 )
