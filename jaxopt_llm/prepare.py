@@ -4,9 +4,9 @@ python -m jaxopt_llm.prepare --input PATH [PATH ...] --output DIR [--tokenizer F
 python -m jaxopt_llm.prepare --input PATH [PATH ...] --content chat --tokenizer DIR --preview N
 python -m jaxopt_llm.prepare --verify DIR
 
-Tokenise a corpus once, on all cores, into memory-mapped files that training reads with --data.paths DIR. If the command
-is killed, run it again: it keeps the finished shards and produces the same bytes. --verify reads a prepared corpus
-completely and prints which parts are damaged. --preview prints conversations and marks the tokens that training learns;
+Tokenise a corpus once, on all cores, into files that training reads with --data.paths DIR. If the command is killed,
+run it again: it keeps the finished shards and produces the same bytes. --verify reads a prepared corpus completely and
+prints which parts are damaged. --preview prints conversations and marks the tokens that training learns;
 it writes no files.
 """
 

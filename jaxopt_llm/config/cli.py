@@ -242,7 +242,7 @@ def load_run_config(directory: Path, prefix: str) -> Config:
     """
     try:
         return fields.from_json(json_files.read_bytes(directory / "config.json"))
-    except (OSError, ValueError, TypeError) as error:
+    except (InputError, OSError, ValueError, TypeError) as error:
         raise InputError(f"{prefix}{directory}: not a run directory ({explain_no_run(directory, error)})") from error
 
 

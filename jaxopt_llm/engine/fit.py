@@ -185,7 +185,7 @@ def _check_directory(directory: Path, config: Config) -> None:
     try:
         old = fields.from_json(json_files.read_bytes(directory / "config.json"))
         json_files.parse(json_files.read_bytes(directory / "parameters.json"))
-    except (ValueError, TypeError, OSError) as error:
+    except (InputError, ValueError, TypeError, OSError) as error:
         raise InputError(
             f"fit: {directory} holds checkpoints of something else than fit ({type(error).__name__}); give another "
             "run_directory"

@@ -51,6 +51,7 @@ class MetricsLog:
         self._path, self._say = path, say
         self._file = path.open("ab", buffering=0)
         self._pending = b""
+        self._unsynced = False  # a sync failed: the kernel does not write these pages again
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record. If the disk is full, the record waits and is written together with the next one."""
@@ -65,8 +66,22 @@ class MetricsLog:
         self._pending = b""
 
     def sync(self) -> None:
-        """Wait until the records are on disk. Call it before a save: no checkpoint may be newer than its records."""
-        os.fsync(self._file.fileno())
+        """Wait until the records are on disk. Call it before a save: no checkpoint may be newer than its records.
+
+        Raises:
+            OSError: a record could not be written; the next call writes it again.
+        """
+        self._append()
+        try:
+            if self._unsynced:
+                replace_durably(self._path, self._path.read_text())
+                self._file.close()
+                self._file = self._path.open("ab", buffering=0)
+            os.fsync(self._file.fileno())
+        except OSError:
+            self._unsynced = True
+            raise
+        self._unsynced = False
 
     def close(self) -> None:
         """Write the pending records and close the file.

@@ -161,9 +161,6 @@ class Loop:
         """
         assert self._finished is not None
         self._record_step(self._finished, self._state if evaluates else None)
-        for log in (self._log, self._samples):
-            if log is not None:
-                log.sync()
 
     def save(self, due: bool, exits: bool, last: bool) -> None:
         """Write the checkpoint of the step that ran last.
@@ -183,12 +180,19 @@ class Loop:
         step, updated = self._finished.step, made_update(self._finished.metrics)
         self._postponed = due and not updated
         if last or (exits and updated):
-            self._checkpoints.save_last(step, self._workload.to_checkpoint(self._state), self._finished.summary)
+            trees = self._workload.to_checkpoint(self._state)
+            self._checkpoints.save_last(step, trees, self._finished.summary, self._sync_logs)
             if last:
                 check_end(self._finished, self._config)
         elif due and not self._postponed:
-            self._checkpoints.save(step, self._workload.to_checkpoint(self._state), self._finished.summary)
+            trees = self._workload.to_checkpoint(self._state)
+            self._checkpoints.save(step, trees, self._finished.summary, self._sync_logs)
             self._meter.restart(step)
+
+    def _sync_logs(self) -> None:
+        for log in (self._log, self._samples):
+            if log is not None:
+                log.sync()
 
     def release_state(self) -> TrainState:
         """Return the state, which the loop must not use any more."""

@@ -277,7 +277,7 @@ def check_run_directory(config: Config, corpus: Corpus, tokenizer: Tokenizer) ->
         old = fields.from_json(json_files.read_bytes(directory / "config.json"))
         description = json_files.parse(json_files.read_bytes(directory / "corpus.json"))
         old_name, old_corpus = description["name"], description["sha256"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (InputError, ValueError, KeyError, TypeError, OSError) as error:
         problem = f"this version cannot continue the run there ({errors.describe_error(error)})"
         raise InputError(f"run.directory={directory}: {problem}; set another --run.directory") from error
     found = fields.forbidden_changes(old, config)

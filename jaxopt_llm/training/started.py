@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxopt_llm.config import Config, fields
 from jaxopt_llm.core import json_files
+from jaxopt_llm.core.errors import InputError
 
 DEVICE_FILE = "device.json"  # kind of the devices, which decides what `auto` means
 
@@ -24,7 +25,7 @@ def read_started(directory: Path) -> Started | None:
         return None
     try:
         config = fields.from_json(json_files.read_bytes(directory / "config.json"))
-    except (ValueError, TypeError, OSError):
+    except (InputError, ValueError, TypeError, OSError):
         return None  # `check_run_directory` reports it
     file = directory / DEVICE_FILE  # earlier versions did not write it
     return Started(config, json_files.parse(json_files.read_bytes(file))["kind"] if file.exists() else "")

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,13 @@ class Checkpoints:
         """
         return self._config is not None and self._config.is_due(step, self._last_step if failed else None)
 
-    def save(self, step: int, trees: Mapping[str, tree.Tree], record: Mapping[str, Any]) -> float:
+    def save(
+        self,
+        step: int,
+        trees: Mapping[str, tree.Tree],
+        record: Mapping[str, Any],
+        sync: Callable[[], None] = lambda: None,
+    ) -> float:
         """Copy the trees off the devices, and write them in the background once the previous save is done.
 
         A save that fails is reported, its files are deleted, and `last_save_failed` is set. No other checkpoint is
@@ -147,6 +153,7 @@ class Checkpoints:
             step: the step of the checkpoint.
             trees: the trees to save, by name.
             record: further values to keep, as JSON.
+            sync: called before anything is written; an OSError that it raises fails the save.
 
         Returns:
             The seconds for which the call blocked.
@@ -162,7 +169,7 @@ class Checkpoints:
         }
         path = step_directories.working_path(self.directory, step)
         writes: list[Any] = []
-        failure, _ = self._run_on_all(self._channel, lambda: self._create_directories(path, trees))
+        failure, _ = self._run_on_all(self._channel, lambda: self._create_directories(path, trees, sync))
         if not failure:
             failure, _ = self._run_on_all(self._channel, lambda: writes.extend(self._start_writes(path, trees)))
         if failure:
@@ -171,7 +178,13 @@ class Checkpoints:
             self._pending_save = self._background.submit(self._finish, path, contents, writes)
         return time.perf_counter() - began
 
-    def save_last(self, step: int, trees: Mapping[str, tree.Tree], record: Mapping[str, Any]) -> float:
+    def save_last(
+        self,
+        step: int,
+        trees: Mapping[str, tree.Tree],
+        record: Mapping[str, Any],
+        sync: Callable[[], None] = lambda: None,
+    ) -> float:
         """Save like `save`, and wait until the checkpoint is on disk; skip a step that is already saved.
 
         Raises:
@@ -181,7 +194,7 @@ class Checkpoints:
         self._wait_for_save()
         for _ in range(2):
             if self._last_step != step or self.last_save_failed:
-                self.save(step, trees, record)
+                self.save(step, trees, record, sync)
                 self._wait_for_save()
             if not self.last_save_failed:
                 return time.perf_counter() - began
@@ -222,11 +235,13 @@ class Checkpoints:
                 f"checkpoint {path} cannot be read: {_first_line(error)}; check the disk, or restore it from a backup"
             ) from error
 
-    def _create_directories(self, path: Path, trees: Mapping[str, tree.Tree]) -> None:
+    def _create_directories(self, path: Path, names: Iterable[str], sync: Callable[[], None]) -> None:
+        sync()
         if self._is_first:
             # Threads of a failed save may have written files after the cleanup.
             step_directories.delete_leftovers(self.directory)
-            for name in trees:
+            path.mkdir()  # without its parents: a run directory that was deleted does not come back as half of one
+            for name in names:
                 (path / name).mkdir(parents=True)
 
     def _start_writes(self, path: Path, trees: Mapping[str, tree.Tree]) -> list[Any]:
