@@ -1,7 +1,5 @@
 """Kinds of input for benchmarks/fuzz.py: a valid sample of each, and the functions that read it in a run."""
 
-import contextlib
-import io
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -12,7 +10,6 @@ from typing import Any
 import fuzz_mutations as mutations
 import numpy as np
 
-from jaxopt_llm import prepare
 from jaxopt_llm.checkpoint.huggingface import model_folder, safetensors
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import list_tensor_layouts
 from jaxopt_llm.checkpoint.native import integrity, step_directories
@@ -21,6 +18,8 @@ from jaxopt_llm.checkpoint.peft.modules import find_modules
 from jaxopt_llm.config import Config, DataConfig, cli, fields
 from jaxopt_llm.core.errors import CheckpointError, InputError, describe_error
 from jaxopt_llm.data import corpus, prepared, template
+from jaxopt_llm.data.find import find_corpus_files
+from jaxopt_llm.data.storage import PLAN
 from jaxopt_llm.data.tokenizer import ByteTokenizer, JsonTokenizer
 from jaxopt_llm.engine import deepspeed
 from jaxopt_llm.observe import metrics
@@ -104,8 +103,16 @@ def write_tokenizer(folder: Path) -> None:
 
 def write_prepared(folder: Path) -> None:
     write_rows(folder / "rows.jsonl")
-    with contextlib.redirect_stdout(io.StringIO()):
-        prepare.prepare(DataConfig(paths=(str(folder / "rows.jsonl"),)), folder / "prepared", 1)
+    config, tokenizer, directory = DataConfig(paths=(str(folder / "rows.jsonl"),)), ByteTokenizer(), folder / "prepared"
+    (files,) = find_corpus_files(config)
+    (inspected,) = prepared.inspect_files(files, config, lambda: None)
+    plan = prepared.make_plan(files, [inspected[0]], config, tokenizer)
+    directory.mkdir()
+    prepared.write_json(directory / PLAN, plan)
+    merger = prepared.ShardMerger(directory, plan["dtype"])
+    prepared.write_shard(directory, 0, inspected[1], config, tokenizer)
+    merger.merge_ready()
+    merger.finish(plan)
 
 
 def write_rows(file: Path) -> None:

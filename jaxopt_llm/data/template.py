@@ -13,6 +13,7 @@ from typing import Any
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.files import check_is_regular
 from jaxopt_llm.data.rows import Part
 from jaxopt_llm.data.skipped import Skipped
 from jaxopt_llm.data.source import Document, read_documents, reject
@@ -60,6 +61,7 @@ def find_template(config: DataConfig, tokenizer: Tokenizer) -> Template:
     path = Path(config.chat_template) if config.chat_template else folder and folder / "chat_template.jinja"
     if path and (config.chat_template or path.is_file()):
         try:
+            check_is_regular(path)
             with path.open("rb") as file:
                 source = file.read(MAX_TEMPLATE_BYTES + 1).decode()
         except (OSError, UnicodeDecodeError) as error:

@@ -26,7 +26,7 @@ def test_numbers_and_slices(array: FileArray, index: int | slice) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 7, 5000])
 def test_any_indices(array: FileArray, count: int) -> None:
-    indices = np.random.default_rng(count).integers(-VALUES.size, VALUES.size, (count, 2))
+    indices = np.random.default_rng(count).integers(-VALUES.size, VALUES.size, count)
     np.testing.assert_array_equal(array[indices], VALUES[indices])
     with pytest.raises(IndexError):
         array[np.append(indices, VALUES.size)]

@@ -38,6 +38,11 @@ class StoredTensor(NamedTuple):
     array: np.ndarray
     map: mmap.mmap
 
+    def check(self) -> None:
+        """Raise InputError if the file has become shorter. Call it before a read, which SIGBUS would end then."""
+        if self.map.size() < len(self.map):
+            raise InputError(f"{self.file}: the file was truncated while it was read; download it again")
+
     def release(self) -> None:
         """Remove the pages of the file that were read from this process's memory; later accesses read them again."""
         self.map.madvise(mmap.MADV_DONTNEED)
