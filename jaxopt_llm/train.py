@@ -9,11 +9,14 @@ import sys
 
 from jaxopt_llm.config import Config, cli, fields
 from jaxopt_llm.core import errors
+from jaxopt_llm.observe import preemption
 
 COMMAND = errors.program_name("train")
-if __name__ == "__main__" and cli.asks_for_help(sys.argv[1:]):
-    # The help does not need JAX, and the imports below take seconds, because they import JAX.
-    errors.run_command(lambda: cli.print_help(sys.argv[1:], COMMAND))
+if __name__ == "__main__":
+    # The imports below take seconds, because they import JAX. The help does not need it, and a signal does not wait.
+    if cli.asks_for_help(sys.argv[1:]):
+        errors.run_command(lambda: cli.print_help(sys.argv[1:], COMMAND))
+    preemption.end_at_signals()
 
 import contextlib
 import os
@@ -44,7 +47,7 @@ from jaxopt_llm.training.validation import validate
 PRINT_CONFIG = "--print-config"  # print the checked configuration and stop
 
 
-def train(requested: Config, preemption: Preemption, processes: Processes = SINGLE_PROCESS) -> None:
+def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_PROCESS) -> None:
     """Train from the last checkpoint of the run directory, or from the start, to `training.steps`.
 
     Raises:
@@ -73,7 +76,7 @@ def train(requested: Config, preemption: Preemption, processes: Processes = SING
             write_memory(directory / "memory.json", setup.program, programs.step)
 
         workload = DecoderWorkload(setup, programs, initial)
-        with Loop(workload, checkpoints, progress, preemption, records.events) as loop:
+        with Loop(workload, checkpoints, progress, signals, records.events) as loop:
             with explainer.explain_oom(lambda: f"bringing the state of step {start} onto the devices", lowered.step):
                 loop.restore(start)
             loop.start(start)
@@ -110,9 +113,9 @@ def main() -> int:
     with (
         process_group.join_job(job, config.distributed, fields.shared_fields(config)) as processes,
         lock_directory(directory) if processes.first else contextlib.nullcontext(),
-        Preemption() as preemption,
+        Preemption() as signals,
     ):
-        train(config, preemption, processes)
+        train(config, signals, processes)
     return 0
 
 

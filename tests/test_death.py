@@ -3,17 +3,20 @@
 No run passes a gate by itself. So when a signal arrives, the run is at the gate or before it.
 """
 
+import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from commands import checkpoint, metrics, start_training
+from commands import ENVIRONMENT, checkpoint, metrics, start_training
 from gates import Gate, after_step, finish, line_with, start_gated, wait_until
+from marks import slow
 
 from jaxopt_llm.checkpoint.native.step_directories import find_checkpoints
 
@@ -46,7 +49,7 @@ def assert_ended_as(whole: Path, directory: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, checkpoint(directory, STEPS), checkpoint(whole, STEPS))
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, *slow(signal.SIGINT, signal.SIGHUP)])
 def test_a_signal_stops_the_run_after_its_step_and_a_save(sent: signal.Signals, whole: Path, tmp_path: Path) -> None:
     run, gate = tmp_path / "run", after_step(tmp_path / "gate", 20)
     process = start_gated(run, [gate], *RUN)
@@ -60,6 +63,18 @@ def test_a_signal_stops_the_run_after_its_step_and_a_save(sent: signal.Signals, 
     stdout, _ = finish(start_training(run, *RUN))
     assert f"continues from step {step}" in stdout
     assert_ended_as(whole, run)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_during_the_imports_ends_as_a_stop(sent: signal.Signals, tmp_path: Path) -> None:
+    arguments = ["-m", "jaxopt_llm.train", "--config", "quickstart.py", "--run.directory", str(tmp_path / "run")]
+    environment = {**os.environ, **ENVIRONMENT}
+    process = subprocess.Popen([sys.executable, *arguments], env=environment, stderr=subprocess.PIPE, text=True)
+    # Python itself catches SIGINT, a little earlier; all three are set together.
+    wait_until(lambda: catches(signal.SIGHUP, process), process)
+    process.send_signal(sent)
+    assert finish(process, 75)[1] == "preempted before the first step; run again to start\n"
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_signal_before_the_first_step_leaves_nothing_to_save(tmp_path: Path) -> None:

@@ -116,21 +116,20 @@ def test_many_processes_begin_from_one_folder(corpus: tuple[str, Path], tmp_path
 # within seconds and stops.
 WAITS = """
 import fcntl, itertools, sys, time, types
-import jax
 from jaxopt_llm.core import errors
-from jaxopt_llm.distributed import process_group, rendezvous
+from jaxopt_llm.distributed import connection, process_group, rendezvous
 from jaxopt_llm.config import DistributedConfig
 from jaxopt_llm.distributed.launchers import Job
 
 address, index, gate, *failing = sys.argv[1:]
-config, initialize = DistributedConfig(), jax.distributed.initialize
+config, make_client = DistributedConfig(), connection._jax.get_distributed_runtime_client
 
-def slower(*arguments, heartbeat_timeout_seconds, **options):
-    assert heartbeat_timeout_seconds > config.timeout_seconds, "JAX would abort before the watch reports the reason"
-    initialize(*arguments, heartbeat_timeout_seconds=heartbeat_timeout_seconds, **options)
+def slower(*arguments, heartbeat_timeout, **options):
+    assert heartbeat_timeout > config.timeout_seconds, "JAX would abort before the watch reports the reason"
+    return make_client(*arguments, heartbeat_timeout=heartbeat_timeout, **options)
 
 def main():
-    jax.distributed.initialize = slower
+    connection._jax.get_distributed_runtime_client = slower
     with process_group.join_job(Job(address, 2, int(index)), config, {}) as processes:
         processes.note_checkpoint(0)
         sys.stderr.write("joined\\n")
@@ -165,8 +164,17 @@ def start_waiting(folder: Path, *failing: int) -> tuple[list[subprocess.Popen[st
 @pytest.mark.parametrize("to", [0, 1])
 def test_the_loss_of_one_ends_the_others(sent: signal.Signals, to: int, tmp_path: Path) -> None:
     processes, gates = start_waiting(tmp_path)
-    assert listens_on(processes[0].pid) == {"0100007F"}  # 127.0.0.1, and no other interface
+    service = service_of(processes[0])
+    assert listens_on(service) == {"0100007F"}  # 127.0.0.1, and no other interface
     assert_ends_the_other(processes, sent, to, gates[1 - to] if sent == signal.SIGSTOP else None)
+    # JAX would abort the others without its service, so it outlives process 0 for a while.
+    assert "jax_service" in Path(f"/proc/{service}/cmdline").read_text()
+
+
+def service_of(process: subprocess.Popen[str]) -> int:
+    """Return the id of the child process with JAX's coordination service."""
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(child)
 
 
 def listens_on(pid: int) -> set[str]:
@@ -207,10 +215,6 @@ def assert_ends_the_other(
     finally:
         lost.kill()
         left.kill()
-    if (sent, to) == (signal.SIGKILL, 0):
-        # JAX's own coordinator has died with process 0, and JAX may abort while the watch reports the loss.
-        assert left.returncode in (5, -signal.SIGABRT)
-        return
     how = "has died" if sent == signal.SIGKILL else f"has not answered for {DistributedConfig().timeout_seconds} s"
     assert f"error: process {to} of 2 {how}; {remedy}" in stderr.splitlines()
     assert left.returncode == 5

@@ -1,7 +1,8 @@
 """Rendering of conversations by a chat template: python sandbox.py SECONDS, a separate process that can be killed.
 
 A chat template is a program, and comes with weights from any source. Jinja's sandbox keeps it away from Python's
-objects. Only a separate process can bound its time and its memory. This program imports nothing of this package.
+objects. Only a separate process can bound its time and its memory, and have neither files nor a network (isolation.py).
+This program imports nothing of this package.
 
 Standard input has one JSON object per line. The first is {"template", "special" (tokens by name), "ends" (tokens that
 can end a turn), "date"}, the others are conversations: {"messages", "tools", "context" (number of leading messages
@@ -11,16 +12,19 @@ without spans; 0 if absent)}. Each line is answered by one line on standard outp
 "add_generation_prompt", which is true if the assistant speaks next, is answered without spans.
 """
 
+import contextlib
 import faulthandler
 import itertools
 import json
 import os
 import re
+import runpy
 import secrets
 import signal
 import sys
 from collections.abc import Callable
 from datetime import date
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -209,12 +213,21 @@ def _bound_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+def _warm_up() -> None:
+    """Import what Python and Jinja import at the first use, and a template may need once no file can be read."""
+    text = "{{ strftime_now('%d %B') }}{{ 'a\\n' | tojson | trim | upper | urlize }}{{ raise_exception('') }}"
+    with contextlib.suppress(Refused):
+        Renderer(text, {}, [], "2000-01-01").render([])
+
+
 def main() -> None:
     seconds = float(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # this process also receives Ctrl-C; its parent ends it
     _bound_memory()
     renderer = None
     with open(os.devnull, "w") as null:
+        _warm_up()
+        runpy.run_path(str(Path(__file__).with_name("isolation.py")))["isolate"]()
         for line in sys.stdin.buffer:
             # A C thread ends the process, even during a long computation in C. It first writes a traceback.
             faulthandler.dump_traceback_later(seconds, exit=True, file=null)

@@ -1,8 +1,8 @@
 """Program of the process that loads a tokenizer.json and encodes with it: python tokenizer_process.py BYTES SECONDS.
 
 A tokenizer.json comes with weights from any source, and is a program for native code: a damaged one can panic, expand
-a text without end, or crash its process. This process bounds its time and its memory, and is the only one that dies. It
-imports nothing of the package.
+a text without end, or crash its process. This process bounds its time and its memory, has neither files nor a network
+(isolation.py), and is the only one that dies. It imports nothing of the package.
 
 A request may use BYTES of memory and SECONDS, and more for each byte of its texts.
 
@@ -19,10 +19,12 @@ An answer on standard output is a line of JSON with "size", the number of bytes 
 import faulthandler
 import json
 import os
+import runpy
 import signal
 import sys
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -76,7 +78,9 @@ def main() -> None:
     memory, seconds = int(sys.argv[1]), float(sys.argv[2])
     library = None
     source, sink = sys.stdin.buffer, sys.stdout.buffer
+    bound_memory(memory)  # now, because a module cannot be imported later
     with open(os.devnull, "w") as null:
+        runpy.run_path(str(Path(__file__).with_name("isolation.py")))["isolate"]()  # before the library starts threads
         for line in source:
             request = json.loads(line)
             size = sum(request["sizes"])

@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.distributed import global_state  # its key-value store has no public name
-from jax.errors import JaxRuntimeError
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.config import DistributedConfig
-from jaxopt_llm.core.errors import InputError, Preempted
-from jaxopt_llm.distributed import rendezvous
+from jaxopt_llm.core.errors import CommandError, InputError, Preempted
+from jaxopt_llm.distributed import connection, handshake, rendezvous
 from jaxopt_llm.distributed.launchers import Job, find_job
 from jaxopt_llm.distributed.rendezvous import Watch
 
@@ -34,24 +33,6 @@ def check_devices_divide(devices: int, job: Job) -> None:
     if devices % job.processes:
         problem = f"{devices} device(s) do not divide over {job.processes} processes, one per host"
         raise InputError(f"mesh: {problem}; change --mesh.* or --distributed.processes")
-
-
-def _initialize(job: Job, coordinator: str, timeout_seconds: int) -> None:
-    """Start JAX's distributed service. Must run before JAX uses a backend."""
-    jax.config.update("jax_enable_preemption_service", False)  # it would replace our SIGTERM handler
-    # On CPUs two programs would run at the same time, and Gloo would mix up their messages.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
-    jax.distributed.initialize(
-        coordinator,
-        job.processes,
-        job.index,
-        # With detection, JAX would give a process of SLURM or Open MPI only one device of its host.
-        cluster_detection_method="deactivate",
-        coordinator_bind_address=coordinator,  # by default it listens on all interfaces
-        initialization_timeout=timeout_seconds,
-        heartbeat_timeout_seconds=2 * timeout_seconds,  # JAX would abort, so the watch must come first
-        shutdown_timeout_seconds=timeout_seconds,
-    )
 
 
 @contextlib.contextmanager
@@ -70,13 +51,16 @@ def join_job(job: Job, config: DistributedConfig, facts: Mapping[str, Any]) -> I
     if job.processes == 1:
         yield SINGLE_PROCESS
         return
-    coordinator, peers = rendezvous.connect_processes(job, {**facts, **_read_versions()}, config.timeout_seconds)
+    token, shared = handshake.read_token(config, os.environ), {**facts, **_read_versions()}
+    coordinator, peers = rendezvous.connect_processes(job, shared, config.timeout_seconds, token)
     watch = Watch(job, peers, config.timeout_seconds)
     if job.index:  # only process 0 prints; Gloo would print in every process
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     stopped: Preempted | SystemExit | None = None
+    service = contextlib.ExitStack()
     try:
-        _initialize(job, coordinator, config.timeout_seconds)
+        service.enter_context(connection.run_service(job, coordinator, config.timeout_seconds))
+        connection.connect(job, coordinator, config.timeout_seconds)
         _joined = Processes(job, watch)
         yield _joined
     except Preempted as preempted:
@@ -86,11 +70,13 @@ def join_job(job: Job, config: DistributedConfig, facts: Mapping[str, Any]) -> I
             watch.fail(end)
         stopped = end
     except BaseException as error:
-        if isinstance(error, JaxRuntimeError):
-            time.sleep(_DEATH_NOTICE_SECONDS)  # if another process has died, the watch says so and ends this one here
+        if not isinstance(error, CommandError | KeyboardInterrupt):
+            # Another process may have died. Then the watch says so, and ends this one here.
+            time.sleep(_DEATH_NOTICE_SECONDS)
         watch.fail(error)
     _joined = None
     jax.distributed.shutdown()  # waits for all
+    service.close()
     watch.leave()
     if stopped:
         if job.index and isinstance(stopped, Preempted):

@@ -17,67 +17,29 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 from jaxopt_llm.core import errors, json_files
 from jaxopt_llm.core.errors import InputError, ProcessLost
+from jaxopt_llm.distributed import handshake
+from jaxopt_llm.distributed.door import HELLO_SECONDS, Arrival, Door
+from jaxopt_llm.distributed.handshake import Hello, printable
 from jaxopt_llm.distributed.launchers import Job
+from jaxopt_llm.distributed.peer import Peer
 
-_MAX_MESSAGE_BYTES = 2**20
 START_SPREAD_SECONDS = 5  # time in which the processes of a job start one after another
-HELLO_SECONDS = 5  # time that a new connection has for its first message
 EXIT_SECONDS = 1  # time that other processes have to end after the message that the job ends
 
 
-class Peer:
-    """Connection that carries lines of JSON. An empty line means that the sender is alive."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.last_heard = time.monotonic()
-        self._received = b""
-
-    def send(self, message: Any = None) -> None:
-        """Send a message, or an empty line. Connection errors are ignored here: the receiving side finds them."""
-        with contextlib.suppress(OSError):
-            self.connection.sendall(b"\n" if message is None else json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> list[dict[str, Any]] | None:
-        """Wait for some bytes, and return the messages that are complete, or None at the end of the connection.
-
-        Raises:
-            ValueError: the bytes are not messages.
-            TimeoutError: no bytes came within the timeout of the connection.
-        """
-        try:
-            data = self.connection.recv(65536)
-        except TimeoutError:
-            raise
-        except OSError:
-            return None
-        if not data:
-            return None
-        self.last_heard = time.monotonic()
-        *lines, self._received = (self._received + data).split(b"\n")
-        messages = [json_files.parse(line) for line in lines if line]
-        if len(self._received) > _MAX_MESSAGE_BYTES or not all(isinstance(message, dict) for message in messages):
-            raise ValueError("not a message")
-        return messages
-
-    def receive_one(self, deadline: float) -> dict[str, Any] | None:
-        """Return one message as `receive` does. deadline: a time of `time.monotonic()`."""
-        messages: list[dict[str, Any]] | None = []
-        while messages == []:
-            self.connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-            messages = self.receive()
-        return messages[0] if messages else None
-
-
-def connect_processes(job: Job, facts: Mapping[str, Any], timeout_seconds: float) -> tuple[str, dict[int, Peer]]:
+def connect_processes(
+    job: Job, facts: Mapping[str, Any], timeout_seconds: float, token: bytes = b""
+) -> tuple[str, dict[int, Peer]]:
     """Wait until all processes of a job are connected and have equal facts.
 
     Args:
         facts: values that must be equal in all processes, by name.
+        token: secret of the job; see handshake.py.
 
     Returns:
         The address host:port at which JAX's own coordinator must listen, and the connections by process index: those of
@@ -88,7 +50,7 @@ def connect_processes(job: Job, facts: Mapping[str, Any], timeout_seconds: float
     """
     deadline = time.monotonic() + timeout_seconds
     if job.index:
-        return _join(job, facts, deadline)
+        return _join(job, facts, deadline, token)
     host, port = _parse_address(job)
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -97,25 +59,25 @@ def connect_processes(job: Job, facts: Mapping[str, Any], timeout_seconds: float
         if error.errno == errno.EADDRINUSE:
             # Perhaps another process 0 uses the port. It then answers with the error.
             with contextlib.suppress(_NotCoordinatorError):
-                _join(job, facts, min(deadline, time.monotonic() + HELLO_SECONDS))
+                _join(job, facts, min(deadline, time.monotonic() + HELLO_SECONDS), token)
             problem = "the port is in use by another program; set --distributed.coordinator to another port"
         else:
             problem = f"process 0 cannot listen there ({error}); set --distributed.coordinator to its own address"
         raise InputError(f"distributed.coordinator={job.coordinator}: {problem}") from error
     with listener:
-        peers = _accept_all(listener, job, facts, deadline)
+        arrivals = _accept_all(listener, job, facts, deadline, token)
     with socket.create_server((host, 0), family=family) as free:  # its port is free for JAX's coordinator
         address = f"{job.coordinator.rsplit(':', 1)[0]}:{free.getsockname()[1]}"
-    for peer in peers.values():
-        peer.send({"start": address})
-    return address, peers
+    for arrival in arrivals:
+        arrival.answer(token, {"start": address})
+    return address, {arrival.hello.index: arrival.peer for arrival in arrivals}
 
 
 class _NotCoordinatorError(InputError):
     """Nothing listens at the coordinator's address, or another program does."""
 
 
-def _join(job: Job, facts: Mapping[str, Any], deadline: float) -> tuple[str, dict[int, Peer]]:
+def _join(job: Job, facts: Mapping[str, Any], deadline: float, token: bytes) -> tuple[str, dict[int, Peer]]:
     reason, seconds = "nothing listens there", max(deadline - time.monotonic(), 0)
     while time.monotonic() < deadline:
         try:
@@ -134,115 +96,112 @@ def _join(job: Job, facts: Mapping[str, Any], deadline: float) -> tuple[str, dic
         with contextlib.ExitStack() as unless_joined:
             unless_joined.enter_context(connection)
             peer = Peer(connection)
-            hello = {"index": job.index, "processes": job.processes, "host": socket.gethostname()}
-            peer.send(hello | {"facts": {**facts}})
-            try:
-                answer = peer.receive_one(deadline)
-                if answer is None:
-                    reason = "the connection was closed"
-                    time.sleep(0.2)
-                    continue
-                if "end" in answer:
-                    raise InputError(answer["end"])
-                start = answer["start"]
-            except (TimeoutError, ValueError, KeyError) as error:
-                problem = "does not answer" if isinstance(error, TimeoutError) else "is not a coordinator of jaxopt_llm"
-                raise _NotCoordinatorError(
-                    f"distributed.coordinator={job.coordinator}: it {problem}; check the address and process 0"
-                ) from error
+            answer = _ask(peer, job, facts, deadline, token)
+            if answer is None:
+                reason = "the connection was closed"
+                time.sleep(0.2)
+                continue
             unless_joined.pop_all()
-            return start, {0: peer}
+            return answer, {0: peer}
     raise _NotCoordinatorError(
         f"distributed.coordinator={job.coordinator} was not reached in {seconds:.0f} s ({reason}); check process 0 and "
         "the network, or raise --distributed.timeout-seconds"
     )
 
 
-def _accept_all(listener: socket.socket, job: Job, facts: Mapping[str, Any], deadline: float) -> dict[int, Peer]:
-    """Return the connections of all other processes by index.
+def _ask(peer: Peer, job: Job, facts: Mapping[str, Any], deadline: float, token: bytes) -> str | None:
+    """Say hello to process 0, and return the address at which JAX starts; None if the connection was closed.
+
+    Raises:
+        InputError: process 0 ends the job, or this is not process 0 of this job.
+    """
+    nonce = handshake.make_nonce()
+    try:
+        greeting = peer.receive_one(deadline)
+        if greeting is None:
+            return None
+        hello = Hello(job.index, job.processes, socket.gethostname(), {**facts}, nonce)
+        peer.send(handshake.sign(token, greeting["nonce"], asdict(hello)))
+        signed = peer.receive_one(deadline)
+        if signed is None:
+            return None
+        answer = handshake.open_signed(token, nonce, signed)
+        if "end" in answer:
+            raise InputError(printable(answer["end"]))
+        return str(answer["start"])
+    except handshake.NotTrustedError as error:
+        raise InputError(
+            f"distributed.coordinator={job.coordinator}: process 0 there has another token; give all processes the "
+            f"same --distributed.token-file, or the same {handshake.TOKEN_VARIABLE}"
+        ) from error
+    except (TimeoutError, ValueError, KeyError, TypeError) as error:
+        problem = "does not answer" if isinstance(error, TimeoutError) else "is not a coordinator of jaxopt_llm"
+        raise _NotCoordinatorError(
+            f"distributed.coordinator={job.coordinator}: it {problem}; check the address and process 0"
+        ) from error
+
+
+def _accept_all(
+    listener: socket.socket, job: Job, facts: Mapping[str, Any], deadline: float, token: bytes
+) -> list[Arrival]:
+    """Return the connections of all other processes.
 
     Raises:
         InputError: a process is missing, or the processes do not match. Those that are connected get the message too.
     """
     began = time.monotonic()
-    peers: dict[int, Peer] = {}
+    arrivals: list[Arrival] = []
     hosts = {0: socket.gethostname()}
-    refused: list[Peer] = []
     problem = ""
-    while len(peers) < job.processes - 1 and not problem:
-        listener.settimeout(max(deadline - time.monotonic(), 1e-3))
-        try:
-            arrival = _accept(listener, deadline)
-        except TimeoutError:
-            missing = [str(index) for index in range(1, job.processes) if index not in peers]
-            if (now := time.monotonic()) >= deadline:
-                problem = (
-                    f"process(es) {', '.join(missing)} of {job.processes} did not connect in {now - began:.0f} s; "
-                    "start them, one per host, or lower --distributed.processes"
-                )
-            continue
-        if arrival is None:
-            continue
-        peer, index, host, count, theirs = arrival
-        if count != job.processes:
-            problem = f"process {index} ({host}) has distributed.processes={count}, process 0 has {job.processes}; "
-            problem += "set the same --distributed.processes for all"
-        elif index in hosts:
-            problem = f"two processes have index {index}, on {hosts[index]} and {host}; change --distributed.process-id"
-        else:
-            problem = _describe_differences(index, theirs, facts)
-        hosts[index] = host
+    with Door(listener, token) as door:
+        while len(arrivals) < job.processes - 1 and not problem:
+            arrival = door.wait(deadline)
+            if arrival is None:
+                problem = _describe_missing(job, hosts, time.monotonic() - began, door.strangers)
+                break
+            arrivals.append(arrival)
+            problem = _compare(arrival.hello, job, facts, hosts)
+            hosts[arrival.hello.index] = printable(arrival.hello.host)
         if problem:
-            refused.append(peer)
-        else:
-            peers[index] = peer
+            until = min(deadline, time.monotonic() + START_SPREAD_SECONDS)
+            while len(arrivals) < job.processes - 1 and (late := door.wait(until)):
+                arrivals.append(late)
     if problem:
-        until = min(deadline, time.monotonic() + START_SPREAD_SECONDS)
-        _refuse(listener, [*peers.values(), *refused], job.processes - 1, problem, until)
+        for arrival in arrivals:
+            arrival.answer(token, {"end": problem})
+            arrival.peer.connection.close()
         raise InputError(problem)
-    return peers
+    return arrivals
 
 
-def _accept(listener: socket.socket, deadline: float) -> tuple[Peer, int, str, int, dict[str, Any]] | None:
-    """Return the next connection with the index, host, job size and facts that its process sends.
+def _describe_missing(job: Job, hosts: Mapping[int, str], seconds: float, strangers: int) -> str:
+    missing = ", ".join(str(index) for index in range(1, job.processes) if index not in hosts)
+    others = f"; {strangers} connection(s) had another token" if strangers else ""
+    return (
+        f"process(es) {missing} of {job.processes} did not connect in {seconds:.0f} s{others}; start them, one per "
+        "host, or lower --distributed.processes"
+    )
 
-    If another program connected, its connection is closed and the result is None.
 
-    Raises:
-        TimeoutError: no connection came within the listener's timeout, or one came and sent nothing for HELLO_SECONDS
-            or until `deadline`, a time of `time.monotonic()`.
+def _compare(hello: Hello, job: Job, facts: Mapping[str, Any], hosts: Mapping[int, str]) -> str:
+    """Return how a process does not match those that are connected, or "".
+
+    hosts: of the connected processes, by index.
     """
-    connection, _ = listener.accept()
-    with contextlib.ExitStack() as unless_accepted:
-        unless_accepted.enter_context(connection)
-        peer = Peer(connection)
-        try:
-            hello = peer.receive_one(min(deadline, time.monotonic() + HELLO_SECONDS))
-            index, host = int(hello["index"]), str(hello["host"])  # type: ignore[index]
-            count, facts = int(hello["processes"]), dict(hello["facts"])  # type: ignore[index]
-        except (ValueError, KeyError, TypeError):
-            return None
-        unless_accepted.pop_all()
-        return peer, index, host, count, facts
-
-
-def _refuse(listener: socket.socket, peers: list[Peer], expected: int, problem: str, deadline: float) -> None:
-    """Send the problem to all processes, also to those that connect until the deadline."""
-    for peer in peers:
-        peer.send({"end": problem})
-    with contextlib.suppress(TimeoutError, ValueError):
-        while len(peers) < expected:
-            listener.settimeout(max(deadline - time.monotonic(), 1e-3))
-            peer = Peer(listener.accept()[0])
-            peer.receive_one(deadline)
-            peer.send({"end": problem})
-            peers.append(peer)
+    host, index = printable(hello.host), hello.index
+    if hello.processes != job.processes:
+        problem = f"process {index} ({host}) has distributed.processes={hello.processes}, process 0 has {job.processes}"
+        return f"{problem}; set the same --distributed.processes for all"
+    if index in hosts:
+        return f"two processes have index {index}, on {hosts[index]} and {host}; change --distributed.process-id"
+    return _describe_differences(index, hello.facts, facts)
 
 
 def _describe_differences(index: int, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     ours = json_files.parse(json.dumps(dict(ours)))  # as their values arrived: for example lists for tuples
     found = [
-        f"{name} is {theirs.get(name)} on process {index} and {ours.get(name)} on process 0"
+        f"{printable(name)} is {printable(theirs.get(name))} on process {index} and {printable(ours.get(name))} on "
+        "process 0"
         for name in sorted(ours.keys() | theirs.keys())
         if theirs.get(name) != ours.get(name)
     ]

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data import template
 from jaxopt_llm.data.corpus import open_all_documents
 from jaxopt_llm.data.source import Document
-from jaxopt_llm.data.template import Template, find_template, open_renderer
+from jaxopt_llm.data.template import SANDBOX_PROGRAM, Template, find_template, open_renderer
 from jaxopt_llm.data.tokenizer import load_tokenizer
 
 Pieces = list[tuple[str, bool]]  # text, and whether the loss counts it
@@ -386,3 +387,14 @@ def test_templates_are_not_trusted_in_a_conversation_either() -> None:
         given = Template(Path("t.jinja"), source, {}, (), "")
         with open_renderer(given, seconds) as renderer, pytest.raises(InputError, match=message):
             renderer.render_prompt(CONVERSATION[:2])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
+def test_the_process_has_neither_files_nor_a_network() -> None:
+    command = [sys.executable, "-P", str(SANDBOX_PROGRAM), "30"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps({"template": "", "special": {}, "ends": [], "date": ""}) + "\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "{}\n"
+        assert "\nSeccomp:\t2\n" in Path(f"/proc/{process.pid}/status").read_text()

@@ -1,19 +1,20 @@
 """Errors that keep processes from connecting: all processes report them, before JAX starts and in time."""
 
 import contextlib
-import math
 import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ports import free_address
 
+from jaxopt_llm.config import DistributedConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.distributed import rendezvous
+from jaxopt_llm.distributed import door, handshake, peer, rendezvous
 from jaxopt_llm.distributed.launchers import Job
 from jaxopt_llm.distributed.rendezvous import connect_processes
 
@@ -26,15 +27,17 @@ PATIENCE = 120  # seconds; everything that the tests wait for takes milliseconds
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give processes that connect at all enough time."""
-    for name in ("START_SPREAD_SECONDS", "HELLO_SECONDS"):
-        monkeypatch.setattr(rendezvous, name, PATIENCE)
+    monkeypatch.setattr(rendezvous, "START_SPREAD_SECONDS", PATIENCE)
+    for module in (rendezvous, door):
+        monkeypatch.setattr(module, "HELLO_SECONDS", PATIENCE)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Replace the package's clock with one that stands still."""
     now = [1000.0]
-    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+    for module in (rendezvous, door, peer):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
     return now
 
 
@@ -63,9 +66,9 @@ def run_together(*calls: Callable[[], Any]) -> list[Any]:
 
 
 def process(
-    coordinator: str, index: int, processes: int = 2, timeout: float = PATIENCE, **facts: object
+    coordinator: str, index: int, processes: int = 2, timeout: float = PATIENCE, token: bytes = b"", **facts: object
 ) -> Callable[[], Any]:
-    return lambda: connect_processes(Job(coordinator, processes, index), {**FACTS, **facts}, timeout)
+    return lambda: connect_processes(Job(coordinator, processes, index), {**FACTS, **facts}, timeout, token)
 
 
 def test_all_get_the_address_for_jax(coordinator: str) -> None:
@@ -99,15 +102,13 @@ def test_other_counts_of_processes_are_refused(coordinator: str) -> None:
 def test_missing_processes_are_named_in_time(
     coordinator: str, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receive = rendezvous.Peer.receive_one
+    compare = rendezvous._compare
 
-    def receive_and_time_out(peer: rendezvous.Peer, deadline: float) -> Any:
-        message = receive(peer, deadline)
-        if message and "index" in message:
-            clock[0] += 20
-        return message
+    def compare_and_time_out(*arguments: Any) -> str:
+        clock[0] += 20
+        return compare(*arguments)
 
-    monkeypatch.setattr(rendezvous.Peer, "receive_one", receive_and_time_out)
+    monkeypatch.setattr(rendezvous, "_compare", compare_and_time_out)
     for message in run_together(process(coordinator, 0, 4, timeout=20), process(coordinator, 2, 4)):
         assert message.startswith("process(es) 1, 3 of 4 did not connect in 20 s; start them")
 
@@ -164,18 +165,128 @@ def test_other_programs_do_not_disturb(coordinator: str) -> None:
     assert first == second
 
 
-def test_the_time_to_answer_begins_with_the_connection(clock: list[float]) -> None:
+def test_the_time_to_answer_begins_with_the_connection(
+    coordinator: str, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Check that it does not begin when process 0 starts to listen: the others may start much later."""
-    ours, theirs = socket.socketpair()
+    deadlines = []
+    receive = peer.Peer.receive_one
 
-    def accept() -> tuple[socket.socket, None]:
-        clock[0] += PATIENCE
-        return ours, None
+    def note_deadline(own: peer.Peer, deadline: float) -> Any:
+        if threading.current_thread().name not in began:
+            deadlines.append(deadline)
+        return receive(own, deadline)
 
-    with ours, theirs:
-        rendezvous.Peer(theirs).send({"index": 1, "host": "other", "processes": 2, "facts": FACTS})
-        rendezvous._accept(SimpleNamespace(accept=accept), math.inf)  # type: ignore[arg-type]
-        assert ours.gettimeout() == PATIENCE
+    def late() -> Any:
+        clock[0] += PATIENCE / 2
+        return process(coordinator, 1)()
+
+    began = {"late"}
+    monkeypatch.setattr(peer.Peer, "receive_one", note_deadline)
+    run_together(process(coordinator, 0, timeout=10 * PATIENCE), late)
+    assert 1000 + 1.5 * PATIENCE in deadlines
+
+
+def test_a_process_with_another_token_is_refused(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = threading.Event()
+
+    def stranger() -> Any:
+        try:
+            return process(coordinator, 1, token=b"guess")()
+        finally:
+            refused.set()
+
+    def of_the_job() -> Any:
+        assert refused.wait(PATIENCE)
+        return process(coordinator, 1, token=b"secret")()
+
+    (first, _), message, (second, _) = run_together(process(coordinator, 0, token=b"secret"), stranger, of_the_job)
+    assert "process 0 there has another token; give all processes the same --distributed.token-file" in message
+    assert first == second
+
+
+def test_strangers_are_counted_when_a_process_is_missing(
+    coordinator: str, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stranger() -> Any:
+        try:
+            return process(coordinator, 1)()
+        finally:
+            clock[0] += 20
+
+    message, _ = run_together(process(coordinator, 0, timeout=20, token=b"secret"), stranger)
+    assert "did not connect in 20 s; 1 connection(s) had another token; start them" in message
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"\0\xff" * 100, b"[" * 100000 + b"\n", b'{"message": {"index": -1}, "proof": ""}\n', b"{}\n", b"x" * 2**21],
+    ids=["silence", "garbage", "deep", "range", "empty", "long"],
+)
+def test_what_others_send_delays_no_process(coordinator: str, sent: bytes) -> None:
+    host, port = coordinator.split(":")
+    connected = threading.Event()
+    open_connections = []
+
+    def other_program() -> None:
+        while not connected.wait(0.05):
+            with contextlib.suppress(ConnectionRefusedError):
+                open_connections.append(socket.create_connection((host, int(port))))
+                with contextlib.suppress(OSError):  # process 0 may close it before it has read everything
+                    open_connections[-1].sendall(sent)
+                connected.set()
+
+    def process_after_it() -> Any:
+        assert connected.wait(PATIENCE)
+        return process(coordinator, 1)()
+
+    began = time.monotonic()
+    (first, _), _, (second, _) = run_together(process(coordinator, 0), other_program, process_after_it)
+    assert first == second and time.monotonic() - began < PATIENCE / 2
+    for connection in open_connections:
+        connection.close()
+
+
+def test_texts_of_others_have_no_control_characters(coordinator: str) -> None:
+    red = {"training.steps": "\x1b[31m5\n", "\x1b]0;title\x07": 1}
+    first, second = run_together(process(coordinator, 0), process(coordinator, 1, **red))
+    assert first == second and first.isprintable() and "training.steps is ?[31m5? on process 1" in first
+
+
+@pytest.mark.parametrize(
+    "change", [{"index": -1}, {"index": 2}, {"index": True}, {"processes": 10**9}, {"host": 1}, {"facts": []}]
+)
+def test_a_hello_out_of_range_is_none(change: dict[str, Any]) -> None:
+    hello = {"index": 1, "processes": 2, "host": "other", "facts": FACTS, "nonce": "n"}
+    assert handshake.read_hello(hello).index == 1
+    with pytest.raises(ValueError, match="hello|range"):
+        handshake.read_hello(hello | change)
+
+
+def test_a_proof_is_of_one_token_one_nonce_and_one_message() -> None:
+    signed = handshake.sign(b"secret", "nonce", {"start": "address"})
+    assert handshake.open_signed(b"secret", "nonce", signed) == {"start": "address"}
+    for token, nonce, each in (
+        (b"guess", "nonce", signed),
+        (b"secret", "older", signed),
+        (b"secret", "nonce", signed | {"message": {"start": "elsewhere"}}),
+    ):
+        with pytest.raises(handshake.NotTrustedError):
+            handshake.open_signed(token, nonce, each)
+
+
+def test_the_token_is_read_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("of the file\n")
+    environment = {"JAXOPT_LLM_TOKEN": "of the environment"}
+    assert handshake.read_token(DistributedConfig(), {}) == b""
+    assert handshake.read_token(DistributedConfig(), environment) == b"of the environment"
+    config = DistributedConfig(token_file=str(tmp_path / "token"))
+    assert handshake.read_token(config, environment) == b"of the file"
+    (tmp_path / "token").write_text("\n")
+    for name, problem in (("token", "it is empty"), ("missing", "it cannot be read")):
+        with pytest.raises(InputError, match=problem):
+            handshake.read_token(DistributedConfig(token_file=str(tmp_path / name)), {})
 
 
 def test_a_connection_to_itself_is_not_a_coordinator(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None:
