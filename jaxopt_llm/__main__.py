@@ -13,6 +13,7 @@ from jaxopt_llm.core.errors import InputError
 # Name: module, its first arguments, what it does. The modules are not imported here, because most of them import JAX.
 COMMANDS = {
     "train": ("train", (), "train a model, or fine-tune one"),
+    "supervise": ("supervise", (), "run train, and start it again after faults"),
     "generate": ("generate", (), "continue a text"),
     "chat": ("generate", ("--chat",), "talk to a model"),
     "evaluate": ("evaluate", (), "compute the held-out loss"),

@@ -28,7 +28,9 @@ from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.native.lock import lock_directory
 from jaxopt_llm.config.cli import Recipe
 from jaxopt_llm.config.metadata import AUTO
+from jaxopt_llm.data.verification import Verification, find_prepared
 from jaxopt_llm.distributed import launchers, process_group, runtime
+from jaxopt_llm.distributed.agreement import check_same_programs
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
 from jaxopt_llm.engine.recipe import check_recipe, train_recipe
 from jaxopt_llm.observe.preemption import Preemption
@@ -57,7 +59,10 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
     setup = prepare_run(requested, processes)
     config: Config = setup.config  # the requested one, with epochs as steps
     directory, steps = setup.directory, config.training.steps
-    with open_records(config, processes) as records:
+    files = setup.data.corpus.files.union(*(each.files for each in setup.data.sets))
+    corpus = setup.data.corpus.sha256
+    verification = Verification(find_prepared(files), (processes.index, processes.count))
+    with open_records(config, processes, setup.program.state, (), corpus) as records, verification:
         progress, checkpoints, start = records.progress, records.checkpoints, records.start
         if start >= steps:
             _say_finished(directory, start, config, progress.say)
@@ -65,9 +70,11 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
         initial = open_initial_weights(config, setup.program, start, progress.say, processes)
         print_report(setup, progress.say)
 
+        processes.main.enter("compile", start)
         clock = time.perf_counter()
         setup, lowered, programs = compile_fitting(setup, checkpoints, progress.say)
         progress.say(f"compiled in {time.perf_counter() - clock:.1f} s; {programs}")
+        check_same_programs(processes, lambda: lowered.step)
         explainer = OomExplainer(setup.config, setup.program, setup.placement, checkpoints)
         explainer.check_fits(
             {"the step": (lowered.step, programs.step), "an evaluation": (lowered.held_out, programs.held_out)}
@@ -75,8 +82,8 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
         if processes.first:
             write_memory(directory / "memory.json", setup.program, programs.step)
 
-        workload = DecoderWorkload(setup, programs, initial)
-        with Loop(workload, checkpoints, progress, signals, records.events) as loop:
+        workload = DecoderWorkload(setup, programs, initial, verification)
+        with Loop(workload, records, signals) as loop:
             with explainer.explain_oom(lambda: f"bringing the state of step {start} onto the devices", lowered.step):
                 loop.restore(start)
             loop.start(start)

@@ -62,5 +62,6 @@ def test_kubernetes_runs_the_image() -> None:
     text = (ROOT / "scripts/kubernetes-jobset.yaml").read_text()
     tag = re.search(r"docker build --tag (\S+) \.", (ROOT / "Dockerfile").read_text())
     assert tag and f"image: {tag[1]}\n" in text
-    assert "command:" not in text and "                    - train\n" in text  # an argument of the entry point
+    arguments = "".join(f"                    - {word}\n" for word in ("supervise", "--", "train"))
+    assert "command:" not in text and f"args:\n{arguments}" in text  # arguments of the entry point
     assert "fsGroup: 1000" in text

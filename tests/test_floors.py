@@ -12,6 +12,7 @@ FLOORS = (
     ("kernels",),
     ("compiler",),
     ("distributed",),
+    ("supervision",),
     ("parallel",),
     ("model",),
     ("data", "checkpoint", "observe", "execution"),
@@ -19,7 +20,18 @@ FLOORS = (
     ("inference",),
     ("planning",),
     ("engine",),
-    ("train", "evaluate", "generate", "prepare", "plan", "convert", "report", "import_config", "checkpoint/__main__"),
+    (
+        "train",
+        "evaluate",
+        "generate",
+        "prepare",
+        "plan",
+        "convert",
+        "report",
+        "import_config",
+        "supervise",
+        "checkpoint/__main__",
+    ),
     ("completion", "__main__"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

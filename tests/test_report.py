@@ -110,6 +110,8 @@ def make_hostile(folder: Path) -> Path:
     (directory / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     events = [{"time": 1e300, "step": 1, "event": event, "detail": HOSTILE} for event in ("fault", HOSTILE)]
     (directory / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    who = {"fault": HOSTILE, "what": HOSTILE, "host": HOSTILE, "process": HOSTILE}
+    (directory / "faults.jsonl").write_text(json.dumps({"time": 1e300, "checkpoint": 0, "reached": 1, **who}) + "\n")
     return directory
 
 

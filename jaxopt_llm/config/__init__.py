@@ -31,3 +31,4 @@ from jaxopt_llm.config.training import (
     StateDtype,
     TrainingConfig,
 )
+from jaxopt_llm.config.watchdog import WatchdogConfig

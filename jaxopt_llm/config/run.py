@@ -12,6 +12,7 @@ from jaxopt_llm.config.model import ModelConfig
 from jaxopt_llm.config.parallel import DistributedConfig, MeshConfig, PipelineConfig, ShardingConfig
 from jaxopt_llm.config.precision import PrecisionConfig
 from jaxopt_llm.config.training import EvaluationConfig, LoraConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
+from jaxopt_llm.config.watchdog import WatchdogConfig
 from jaxopt_llm.core.errors import InputError
 
 
@@ -28,6 +29,11 @@ class RunConfig:
     deterministic: bool = setting(False, resume="freely")
     """On GPUs, produce the same bits in every run, at some cost in speed. The results of autotuning are kept in the run
     directory."""
+    check_replicas: int = setting(0, resume="freely", bounds=NON_NEGATIVE)
+    """Steps between two checks of the state for silent corruption; each checkpoint is checked too. Devices that hold
+    copies of the same values, such as along mesh.data, compare checksums of their bits. Where masters or moments have
+    no copy, the step runs twice from the same state, and the results are compared: this takes twice the memory of the
+    state. A difference names the device and ends the run with exit code 9. 0 = off."""
 
     def problems(self) -> list[str]:
         empty = [] if self.directory else ["run.directory is empty: set --run.directory"]
@@ -138,6 +144,7 @@ class Config:
     evaluation: EvaluationConfig = section(EvaluationConfig, resume="freely")
     logging: LoggingConfig = section(LoggingConfig, resume="freely")
     profile: ProfileConfig = section(ProfileConfig, resume="freely")
+    watchdog: WatchdogConfig = section(WatchdogConfig, resume="freely")
 
     def __new__(cls, *sections: Any, **named: Any) -> "Config":
         """Refuse the names of settings in place of those of sections.
@@ -188,6 +195,12 @@ class Config:
             found.append(
                 f"checkpoint.keep_best={best} compares only steps that are evaluated: make checkpoint.every={every} a "
                 f"multiple of evaluation.every={evaluated}"
+            )
+        offloads = self.offload.optimizer or self.offload.parameters
+        if self.checkpoint.replicate_every and offloads:
+            found.append(
+                f"checkpoint.replicate_every={self.checkpoint.replicate_every} does not support offload: set "
+                "--checkpoint.replicate-every 0"
             )
         start, steps = self.profile.start_step, self.training.steps
         if start > steps > 0:

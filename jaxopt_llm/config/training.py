@@ -60,6 +60,13 @@ class TrainingConfig:
     skip_outliers: float = setting(0.0, in_backward=0)
     """Skip a step whose gradient norm is above this many times the median of the last 128 steps that were not skipped.
     0 = off. Steps that are not finite are always skipped."""
+    on_spike: Literal["off", "skip", "rollback"] = setting("off", in_backward="off")
+    """What follows a spike: a loss above the limit of training.spike_factor, or a gradient norm above that of
+    training.skip_outliers. skip: the step changes nothing. rollback: the run goes back to its last checkpoint, and
+    leaves out the batches from there up to this one. Without a checkpoint it skips. off: losses have no limit."""
+    spike_factor: float = setting(2.0, in_backward=2.0, bounds=Bounds(above=1))
+    """With training.on_spike, the largest loss of a step, as a multiple of the median of the last 128 steps that were
+    not skipped."""
     ema_decay: float = setting(0.0, resume="never", bounds=SHARE)
     """Decay per step of an exponential moving average of the trained parameters, such as 0.999. It is at most
     (1 + n) / (10 + n) in update n, so that the initial values do not dominate it. Held-out losses, samples, generation
@@ -76,6 +83,11 @@ class TrainingConfig:
     def logit_tokens(self) -> int:
         """Tokens of `loss_chunk`, and of the smallest chunk while it is not resolved."""
         return MIN_LOSS_CHUNK if isinstance(self.loss_chunk, str) else self.loss_chunk
+
+    @property
+    def spike_limit(self) -> float:
+        """`spike_factor` if spikes are looked for, else 0."""
+        return 0.0 if self.on_spike == "off" else self.spike_factor
 
     def problems(self) -> list[str]:
         found = find_out_of_range("training", self)

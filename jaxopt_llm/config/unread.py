@@ -79,6 +79,8 @@ def _rules(config: Config) -> list[Rule]:
         ("optimizer.beta1 optimizer.beta2", f"optimizer.name={optimizer}", optimizer in ("sgd", "adafactor")),
         ("optimizer.epsilon", f"optimizer.name={optimizer}", optimizer not in ("adamw", "muon")),
         ("optimizer.momentum", f"optimizer.name={optimizer}", optimizer not in ("sgd", "muon")),
+        ("checkpoint.replicate_directory", "checkpoint.replicate_every=0", not config.checkpoint.replicate_every),
+        ("training.spike_factor", "training.on_spike=off", config.training.on_spike == "off"),
         ("optimizer.decay_groups", "optimizer.weight_decay=0", not config.optimizer.weight_decay),
         ("schedule.final_share", "schedule.kind=constant", schedule.kind == "constant"),
         ("schedule.cooldown_steps", f"schedule.kind={schedule.kind}", schedule.kind != "wsd"),

@@ -83,6 +83,15 @@ class DoesNotFit(CommandError):
     exit_code = 6
 
 
+class StateCorrupted(CommandError):
+    """Error for a training state that a device has computed or stored wrongly.
+
+    The same command continues from the last checkpoint, which is older than the fault.
+    """
+
+    exit_code = 9
+
+
 class Preempted(CommandError):
     """End of a run that a signal stopped.
 

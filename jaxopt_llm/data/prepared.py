@@ -310,10 +310,20 @@ def check_sizes(directory: Path) -> None:
     _open_arrays(directory, _read_manifest(directory))
 
 
-def verify_corpus(directory: Path, workers: int) -> tuple[int, int]:
-    """Read all of a prepared corpus and compare its hashes.
+def verify_corpus(
+    directory: Path,
+    workers: int,
+    share: tuple[int, int] = (0, 1),
+    cancelled: Callable[[], bool] = lambda: False,
+) -> tuple[int, int]:
+    """Read a prepared corpus and compare its hashes.
 
-    Returns the number of shards, and the number of bytes read.
+    Args:
+        share: index and number of the processes that verify the corpus together; each reads a part of the shards.
+        cancelled: if it becomes True meanwhile, the rest is not read.
+
+    Returns:
+        The number of shards and of bytes of the whole corpus.
 
     Raises:
         InputError: the corpus is damaged. The message names the damaged shards and byte ranges.
@@ -328,6 +338,8 @@ def verify_corpus(directory: Path, workers: int) -> tuple[int, int]:
     documents = np.cumsum([0, *(shard["documents"] for shard in shards)]) * 8
 
     def find_damage(index: int) -> str | None:
+        if cancelled():
+            return None
         bounds = [
             (("tokens",), tokens[index : index + 2], shards[index]["tokens_sha256"]),
             (("ends", "keys"), documents[index : index + 2], shards[index]["documents_sha256"]),
@@ -340,7 +352,7 @@ def verify_corpus(directory: Path, workers: int) -> tuple[int, int]:
         return None
 
     with ThreadPoolExecutor(workers) as pool:  # threads suffice: hashing releases the GIL
-        damaged = [damage for damage in pool.map(find_damage, range(len(shards))) if damage]
+        damaged = [damage for damage in pool.map(find_damage, range(len(shards))[share[0] :: share[1]]) if damage]
     if damaged:
         message = "; ".join(damaged[:5]) + (f"; and {len(damaged) - 5} more" if len(damaged) > 5 else "")
         raise InputError(f"{directory} is damaged: {message}; restore it, or prepare the corpus again")

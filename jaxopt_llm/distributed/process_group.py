@@ -8,9 +8,9 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,10 @@ from jax._src.distributed import global_state  # its key-value store has no publ
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.config import DistributedConfig
-from jaxopt_llm.core.errors import CommandError, InputError, Preempted
-from jaxopt_llm.distributed import connection, handshake, rendezvous
+from jaxopt_llm.core import errors
+from jaxopt_llm.core.errors import CommandError, InputError, Preempted, ProcessLost
+from jaxopt_llm.distributed import connection, handshake, rendezvous, stacks
+from jaxopt_llm.distributed.activity import Activity
 from jaxopt_llm.distributed.launchers import Job, find_job
 from jaxopt_llm.distributed.rendezvous import Watch
 
@@ -104,6 +106,7 @@ class Processes:
     def __init__(self, job: Job, watch: Watch | None = None) -> None:
         self.index, self.count = job.index, job.processes
         self._watch = watch
+        self.main, self.saving = Activity(), Activity()  # of the main thread, and of the save in the background
         self._channels: collections.Counter[str] = collections.Counter()
 
     def __str__(self) -> str:
@@ -119,10 +122,43 @@ class Processes:
         if self._watch is not None:
             self._watch.checkpoint_step = step
 
-    def channel(self, name: str) -> "Channel":
-        """Return a channel. A second call with the same name returns another channel."""
+    def publish(self, report: Callable[[], dict[str, Any]], stacks_path: Path) -> None:
+        """Send a report to process 0 with each heartbeat, and write the stacks of this process there if the job hangs.
+
+        Process 0 forgets what it has received before.
+        """
+        self._stacks = stacks_path
+        if self._watch is not None:
+            self._watch.publish(report, stacks_path)
+
+    def received(self) -> dict[int, dict[str, Any]]:
+        """Return the last reports of the other processes by index. Only process 0 receives them."""
+        return dict(self._watch.reports) if self._watch is not None else {}
+
+    @property
+    def judges(self) -> bool:
+        """Whether this process decides that the job hangs: process 0, or each one that receives no reports."""
+        return self.first or self._watch is None
+
+    @property
+    def reporting(self) -> int:
+        """Number of processes whose reports this one has, once all of them have reported."""
+        return 1 if self._watch is None else self.count
+
+    def end_hung(self, reason: str) -> NoReturn:
+        """End all processes because one of them makes no progress. Each writes its stacks."""
+        if self._watch is not None:
+            self._watch.end_hung(reason)
+        stacks.write_stacks(self._stacks, reason)
+        os._exit(errors.report_error(ProcessLost(reason, None)))
+
+    def channel(self, name: str, activity: Activity | None = None) -> "Channel":
+        """Return a channel. A second call with the same name returns another channel.
+
+        activity: that of the thread that uses the channel; by default that of the main thread.
+        """
         self._channels[name] += 1
-        return Channel(f"{name}/{self._channels[name]}", self.index, self.count)
+        return Channel(f"{name}/{self._channels[name]}", self.index, self.count, activity or self.main)
 
     def check_same(self, name: str, value: str, remedy: str = "all processes must read the same files") -> None:
         """Raise InputError if a process has another value than process 0."""
@@ -153,7 +189,7 @@ class Processes:
             )
 
     def vote(self) -> "Vote":
-        return Vote(self.count)
+        return Vote(self.count, self.main)
 
 
 SINGLE_PROCESS = Processes(Job("", 1, 0))
@@ -183,8 +219,9 @@ def find_processes(environment: Mapping[str, str], config: DistributedConfig) ->
 class Channel:
     """Messages between the processes. In each process only one thread may use a channel."""
 
-    def __init__(self, name: str, index: int, count: int) -> None:
+    def __init__(self, name: str, index: int, count: int, activity: Activity) -> None:
         self._name, self._index, self._count = f"jaxopt_llm/{name}", index, count
+        self._activity = activity
         self._calls = itertools.count()
 
     def exchange(self, message: str) -> list[str]:
@@ -195,7 +232,8 @@ class Channel:
         assert store is not None
         store.key_value_set(f"{self._name}/{call}/{self._index}", message)
         keys = [f"{self._name}/{call}/{index}" for index in range(self._count)]
-        messages = [store.blocking_key_value_get(key, _DAY_MILLISECONDS) for key in keys]
+        with self._activity.wait():
+            messages = [store.blocking_key_value_get(key, _DAY_MILLISECONDS) for key in keys]
         if call:  # all processes have read the message of the call before
             store.key_value_delete(f"{self._name}/{call - 1}/{self._index}")
         return messages
@@ -204,8 +242,8 @@ class Channel:
 class Vote:
     """Vote of all processes at each step on two questions: was a stop requested, and did the last save fail?"""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, activity: Activity) -> None:
+        self._count, self._activity = count, activity
         if count == 1:
             return
         # Use all devices: XLA runs programs of several devices in order, but on CPUs a program of a single device could
@@ -213,11 +251,15 @@ class Vote:
         mesh = Mesh(np.array(jax.devices()), ("devices",), axis_types=(AxisType.Auto,))
         self._sharding = NamedSharding(mesh, PartitionSpec("devices"))
         self._any = jax.jit(lambda votes: jnp.any(votes, axis=0), out_shardings=NamedSharding(mesh, PartitionSpec()))
-        self._answers = self._start(False, False)
+        with activity.wait():
+            self._answers = self._start(False, False)
 
     def cast_and_wait(self, stop: bool) -> bool:
         """Return whether any process requests a stop. Waits for all processes."""
-        return stop if self._count == 1 else bool(np.asarray(self._start(stop, False))[0])
+        if self._count == 1:
+            return stop
+        with self._activity.wait():
+            return bool(np.asarray(self._start(stop, False))[0])
 
     def cast(self, stop: bool, failed: bool) -> tuple[bool, bool]:
         """Cast this step's votes, and return whether any process voted yes at the call before.
@@ -226,7 +268,8 @@ class Vote:
         """
         if self._count == 1:
             return stop, failed
-        answers, self._answers = np.asarray(self._answers), self._start(stop, failed)
+        with self._activity.wait():
+            answers, self._answers = np.asarray(self._answers), self._start(stop, failed)
         return bool(answers[0]), bool(answers[1])
 
     def _start(self, stop: bool, failed: bool) -> jax.Array:

@@ -16,8 +16,9 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxopt_llm.core import errors, json_files
@@ -27,6 +28,7 @@ from jaxopt_llm.distributed.door import HELLO_SECONDS, Arrival, Door
 from jaxopt_llm.distributed.handshake import Hello, printable
 from jaxopt_llm.distributed.launchers import Job
 from jaxopt_llm.distributed.peer import Peer
+from jaxopt_llm.distributed.stacks import WRITE_SECONDS, write_stacks
 
 START_SPREAD_SECONDS = 5  # time in which the processes of a job start one after another
 EXIT_SECONDS = 1  # time that other processes have to end after the message that the job ends
@@ -194,10 +196,10 @@ def _compare(hello: Hello, job: Job, facts: Mapping[str, Any], hosts: Mapping[in
         return f"{problem}; set the same --distributed.processes for all"
     if index in hosts:
         return f"two processes have index {index}, on {hosts[index]} and {host}; change --distributed.process-id"
-    return _describe_differences(index, hello.facts, facts)
+    return describe_differences(index, hello.facts, facts)
 
 
-def _describe_differences(index: int, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+def describe_differences(index: int, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     ours = json_files.parse(json.dumps(dict(ours)))  # as their values arrived: for example lists for tuples
     found = [
         f"{printable(name)} is {printable(theirs.get(name))} on process {index} and {printable(ours.get(name))} on "
@@ -219,6 +221,7 @@ class Watch:
     Attributes:
         checkpoint_step: step of the run's last checkpoint, for the message; see `ProcessLost`. It is set from outside,
             because the storage of the checkpoints may hang when a host is lost.
+        reports: last report of each other process, by index; see `publish`.
     """
 
     def __init__(self, job: Job, peers: dict[int, Peer], timeout_seconds: float) -> None:
@@ -226,10 +229,26 @@ class Watch:
         self._ending = threading.Lock()  # the thread that holds it ends the process
         self._leaving = False
         self.checkpoint_step: int | None = None
+        self.reports: dict[int, dict[str, Any]] = {}
+        self._report: Callable[[], dict[str, Any]] | None = None
+        self._stacks: Path | None = None
         for peer in peers.values():
             peer.connection.settimeout(1)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
+
+    def publish(self, report: Callable[[], dict[str, Any]], stacks: Path) -> None:
+        """Send a report with each heartbeat to process 0, which forgets the earlier ones.
+
+        stacks: file for the Python stacks of this process, if the job hangs.
+        """
+        self.reports.clear()
+        self._report, self._stacks = report, stacks
+
+    def end_hung(self, reason: str) -> NoReturn:
+        """End all processes because one of them makes no progress. Each writes its stacks."""
+        lost = ProcessLost(reason, self.checkpoint_step)
+        self._end(errors.one_line(lost), lost.exit_code, hung=True)
 
     def leave(self) -> None:
         """End the watch after all other processes have left too."""
@@ -249,15 +268,16 @@ class Watch:
         with selectors.DefaultSelector() as selector:
             for index, peer in self._peers.items():
                 selector.register(peer.connection, selectors.EVENT_READ, index)
-            pause, sent = min(self._timeout / 5, 5), 0.0
+            pause, sent = min(self._timeout / 5, 1), 0.0
             while self._peers:
                 for key, _ in selector.select(min(pause, 0.5)):
                     if not self._handle_messages(key.data):
                         selector.unregister(key.fileobj)
                 if not self._leaving and time.monotonic() > sent + pause:
                     sent = time.monotonic()
+                    heartbeat = {"report": self._report()} if self._report and self._job.index else None
                     for index, peer in list(self._peers.items()):
-                        peer.send()
+                        peer.send(heartbeat)
                         if sent - peer.last_heard > self._timeout:
                             self._end_lost(index, f"has not answered for {self._timeout:g} s")
 
@@ -268,7 +288,9 @@ class Watch:
             self._end_lost(index, "has died")
         for message in messages or []:
             if "end" in message:
-                self._end(message["end"], message["code"])
+                self._end(message["end"], message["code"], message.get("hung", False))
+            if "report" in message:
+                self.reports[index] = message["report"]
         if messages is None or any("bye" in message for message in messages):
             del self._peers[index]
             return False
@@ -278,23 +300,28 @@ class Watch:
         lost = ProcessLost(f"process {index} of {self._job.processes} {symptom}", self.checkpoint_step)
         self._end(errors.one_line(lost), lost.exit_code)
 
-    def _end(self, message: str, code: int) -> NoReturn:
+    def _end(self, message: str, code: int, hung: bool = False) -> NoReturn:
+        """End all processes. hung: the job hangs, and each process writes its stacks."""
         self._ending.acquire()
         sys.stderr.write(f"error: {message}\n")  # one write: with print() another thread's line could come in between
         sys.stderr.flush()
-        self._end_peers(message, code)
+        self._end_peers(message, code, hung)
         os._exit(code)
 
-    def _end_peers(self, message: str, code: int) -> None:
+    def _end_peers(self, message: str, code: int, hung: bool = False) -> None:
         """Send the end to all other processes, and wait up to EXIT_SECONDS for each of them to end.
+
+        hung: each process also writes its stacks, for which it has WRITE_SECONDS more.
 
         If the process with JAX's coordinator ended first, JAX would abort the others.
         """
         peers = list(self._peers.values())
         for peer in peers:
-            peer.send({"end": message, "code": code})
+            peer.send({"end": message, "code": code, "hung": hung})
+        if hung and self._stacks is not None:  # after the messages, so that all processes write at the same time
+            write_stacks(self._stacks, message)
         for peer in peers:
-            peer.connection.settimeout(EXIT_SECONDS)
+            peer.connection.settimeout(EXIT_SECONDS + (WRITE_SECONDS if hung else 0))
             with contextlib.suppress(OSError):
                 while peer.connection.recv(65536):
                     pass

@@ -13,7 +13,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxopt_llm.checkpoint.native import step_directories
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.checkpoint.native.identity import (
+    Identity,
+    claim_directory,
+    continue_identity,
+    new_identity,
+    read_identity,
+)
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import Config, OptimizerConfig, ScheduleConfig
 from jaxopt_llm.config.fields import shared_fields
@@ -51,6 +59,7 @@ class Engine:
         self.config, self.processes, self._weights = job.config, processes, weights
         self._job, self._frontend = job, job.frontend
         self._state: TrainState | None = None
+        self._identity: Identity | None = None  # that of its run, once there is one
         self._lost = ""  # why there is no state, after a restore that failed
 
     @property
@@ -206,10 +215,17 @@ class Engine:
         )
 
     def save(self, directory: str | Path) -> None:
-        """Write a checkpoint of the state, with the hashes of its files."""
-        with Checkpoints(
-            Path(directory) / "checkpoints", self.config.checkpoint, processes=self.processes
-        ) as checkpoints:
+        """Write a checkpoint of the state, with the hashes of its files and the identity of the run.
+
+        Raises:
+            CheckpointError: the directory holds checkpoints of another run, or the save failed.
+        """
+        if self._identity is None:
+            self._identity = new_identity(self.config, self.processes)
+        if self.processes.first:
+            claim_directory(Path(directory), self._identity)
+        path, settings = Path(directory) / "checkpoints", self.config.checkpoint
+        with Checkpoints(path, settings, processes=self.processes, identity=self._identity) as checkpoints:
             checkpoints.save_last(int(self.state.step), self.to_checkpoint(self.state), {})
 
     def restore(self, directory: str | Path) -> int:
@@ -220,13 +236,16 @@ class Engine:
 
         Raises:
             InputError: there is no checkpoint.
-            CheckpointError: none is intact, or it is of another model or optimizer.
+            CheckpointError: none is intact, or it is of another run, model or optimizer.
         """
-        with Checkpoints(Path(directory) / "checkpoints", processes=self.processes) as checkpoints:
+        path = Path(directory) / "checkpoints"
+        identity = read_identity(Path(directory)) if step_directories.find_checkpoints(path) else None
+        with Checkpoints(path, processes=self.processes, identity=identity) as checkpoints:
             step = checkpoints.latest_verified_step()
-            if step is None:
+            if step is None or identity is None:
                 raise InputError(f"restore: {directory} has no checkpoint")
             self._state = self.load(checkpoints, step)
+        self._identity = continue_identity(identity, self.config)
         return step
 
     def load(self, checkpoints: Checkpoints, step: int) -> TrainState:
@@ -253,9 +272,9 @@ class Engine:
             self._job = replace(self._job, config=replace(config, schedule=schedule))
             self.__dict__.pop("program", None)
 
-    def take_state(self, state: TrainState) -> None:
-        """Continue with this state."""
-        self._state = state
+    def take_state(self, state: TrainState, identity: Identity | None) -> None:
+        """Continue with this state, as a part of this run."""
+        self._state, self._identity = state, identity
 
 
 def _merge_weight(spec: Any, weight: Any) -> jax.Array:

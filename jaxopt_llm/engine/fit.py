@@ -16,6 +16,7 @@ from jaxopt_llm.core import json_files, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.data.loader import read_ahead
+from jaxopt_llm.distributed.agreement import check_same_programs
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.engine.batches import Batches, count_rows, make_batches
 from jaxopt_llm.engine.checks import EngineWarning
@@ -74,7 +75,9 @@ class EngineWorkload:
         return read_ahead(self.batches, start, self.config.data.stall_seconds, stopping)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        new: tuple[TrainState, Metrics] = self.engine.program.step(state, self.engine.place(batch))
+        placed = self.engine.place(batch)
+        with self.processes.main.wait():  # on CPUs, the call returns when all processes have finished the step
+            new: tuple[TrainState, Metrics] = self.engine.program.step(state, placed)
         return new
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
@@ -84,6 +87,9 @@ class EngineWorkload:
 
     def sample(self, state: TrainState) -> list[dict[str, str]]:
         return []
+
+    def check_data(self, wait: bool) -> None:
+        """Check nothing: the data is the user's."""
 
     def to_checkpoint(self, state: TrainState) -> dict[str, tree.Tree]:
         return self.engine.to_checkpoint(state)
@@ -206,13 +212,17 @@ def _describe(engine: Engine, directory: Path) -> str:
 def _run(workload: EngineWorkload, preemption: Preemption) -> None:
     config, directory, engine = workload.config, workload.directory, workload.engine
     steps = config.training.steps
-    with open_records(config, workload.processes, engine.metric_names) as records:
+    with open_records(config, workload.processes, engine.program.state, engine.metric_names) as records:
         progress, start = records.progress, records.start
         progress.say(_describe(engine, directory))
         for choice in dict.fromkeys(engine.program.model.attention.choices.values()):
             if choice.reason:
                 progress.say(f"attention: {choice}")
-        with Loop(workload, records.checkpoints, progress, preemption, records.events) as loop:
+        if start < steps:
+            program = engine.program
+            workload.processes.main.enter("compile", start)
+            check_same_programs(workload.processes, lambda: program.step.lower(program.state, program.batch))
+        with Loop(workload, records, preemption) as loop:
             loop.restore(start)
             try:
                 if start >= steps:
@@ -221,4 +231,4 @@ def _run(workload: EngineWorkload, preemption: Preemption) -> None:
                     loop.start(start)
                     run_steps(loop, start, steps, config.evaluation.every)
             finally:
-                engine.take_state(loop.release_state())
+                engine.take_state(loop.release_state(), records.checkpoints.identity)

@@ -175,7 +175,9 @@ def _make_optimizers(
         trained: specs of the trained parameters.
     """
     training, given = job.config.training, job.optimizer
-    settings = StepSettings(skip_outliers=training.skip_outliers, ema_decay=training.ema_decay)
+    settings = StepSettings(
+        skip_outliers=training.skip_outliers, spike_factor=training.spike_limit, ema_decay=training.ema_decay
+    )
     if not isinstance(given, OptimizerConfig):
         return _make_whole_optimizer(given, model), None, settings
     learning_rate = make_schedule(given.learning_rate, job.config.schedule, training.steps)

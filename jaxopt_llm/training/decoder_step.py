@@ -110,7 +110,7 @@ def update_in_backward(
             model, sections, state.frozen, batch, per_token, placement, read_params, update_period
         )
         loss, norm, overflow = loss * per_token, jnp.sqrt(squares), jnp.bool(False)
-        _, guard = judge_step(state.guard, loss, norm, overflow, outliers=0.0)
+        _, guard = judge_step(state.guard, loss, norm, overflow)
         metrics = experts.router_metrics(auxiliary.statistics)
         return Outcome(loss, norm, overflow, guard, update.join_sections(sections), metrics, state.variables)
 

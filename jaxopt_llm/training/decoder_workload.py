@@ -9,6 +9,7 @@ from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.config import Config
 from jaxopt_llm.core import tree
 from jaxopt_llm.data.loader import read_ahead
+from jaxopt_llm.data.verification import Verification
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.training import pretrained_weights
 from jaxopt_llm.training import state as training_state
@@ -26,12 +27,16 @@ from jaxopt_llm.training.utilisation import utilisation_per_token
 class DecoderWorkload:
     """A decoder and its documents, with compiled programs."""
 
-    def __init__(self, setup: Setup, programs: Executables, initial: InitialWeights) -> None:
+    def __init__(
+        self, setup: Setup, programs: Executables, initial: InitialWeights, verification: Verification
+    ) -> None:
         """Take over what a run prepared.
 
         Args:
             initial: the weights that the run starts from.
+            verification: that of its prepared data.
         """
+        self._verification = verification
         self._setup, self._programs, self._initial = setup, programs, initial
         self._sampler = Sampler(setup)
 
@@ -80,7 +85,9 @@ class DecoderWorkload:
         return read_ahead(self._setup.loader, start, self.config.data.stall_seconds, stopping)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        new: tuple[TrainState, Metrics] = self._programs.step(state, self._setup.local_rows.make_global(batch))
+        placed = self._setup.local_rows.make_global(batch)
+        with self.processes.main.wait():  # on CPUs, the call returns when all processes have finished the step
+            new: tuple[TrainState, Metrics] = self._programs.step(state, placed)
         return new
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
@@ -99,6 +106,9 @@ class DecoderWorkload:
 
     def sample(self, state: TrainState) -> list[dict[str, str]]:
         return self._sampler(state)
+
+    def check_data(self, wait: bool) -> None:
+        self._verification.check(wait)
 
     def to_checkpoint(self, state: TrainState) -> dict[str, tree.Tree]:
         return self._setup.program.to_checkpoint(state)

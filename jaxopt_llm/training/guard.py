@@ -10,7 +10,7 @@ import numpy as np
 from jaxopt_llm.core import tree
 from jaxopt_llm.model.param import ParamSpec
 
-HISTORY = 128  # number of gradient norms whose median defines an outlier
+HISTORY = 128  # number of updates whose median gradient norm and loss define an outlier
 
 Guard = dict[str, tree.Leaf]
 
@@ -20,10 +20,11 @@ def guard_specs() -> Guard:
 
     - `updates`: number of steps that were not skipped, which is the position of the schedule.
     - `skipped_in_a_row`: number of skipped steps since the last update, without overflows.
-    - `norms`: [HISTORY] gradient norms of the last updates, a ring buffer.
+    - `norms`, `losses`: [HISTORY] gradient norms and losses of the last updates, ring buffers.
     """
     count = ParamSpec((), (), dtype=np.dtype(np.int32))
-    return {"updates": count, "skipped_in_a_row": count, "norms": ParamSpec((HISTORY,), (None,))}
+    history = ParamSpec((HISTORY,), (None,))
+    return {"updates": count, "skipped_in_a_row": count, "norms": history, "losses": history}
 
 
 def initialize_guard() -> Guard:
@@ -31,24 +32,30 @@ def initialize_guard() -> Guard:
 
 
 def judge_step(
-    guard: Guard, loss: jax.Array, norm: jax.Array, overflow: jax.Array, outliers: float
+    guard: Guard, loss: jax.Array, norm: jax.Array, overflow: jax.Array, outliers: float = 0.0, spikes: float = 0.0
 ) -> tuple[jax.Array, Guard]:
     """Return whether to apply the update (bool), and the guard's state after the step.
 
     The update is applied if loss and gradient norm are finite and, after the first HISTORY updates, the norm is at most
-    `outliers` times the median of the last HISTORY norms. Norms of skipped steps do not enter that history.
+    `outliers` times the median of the last HISTORY norms, and the loss at most `spikes` times that of the losses.
+    Skipped steps do not enter that history.
 
     Args:
         overflow: bool; the norm is not finite because of the loss scale, which is not a sign of divergence.
-        outliers: limit as a multiple of the median; 0 for no limit.
+        outliers, spikes: limits as multiples of the median; 0 for no limit.
     """
-    updates, norms = guard["updates"], guard["norms"]
+    updates, norms, losses = guard["updates"], guard["norms"], guard["losses"]
     good = jnp.isfinite(loss) & jnp.isfinite(norm)
     if outliers:
         good &= (updates < HISTORY) | (norm <= outliers * jnp.median(norms))
+    if spikes:
+        median = jnp.median(losses)
+        # A loss of a user's model may be negative, and is then above a multiple of itself.
+        good &= (updates < HISTORY) | (loss <= median + (spikes - 1) * jnp.abs(median))
     new_guard = {
         "updates": updates + good,
         "skipped_in_a_row": jnp.where(good, 0, guard["skipped_in_a_row"] + ~overflow),
         "norms": jnp.where(good, norms.at[updates % HISTORY].set(norm), norms),
+        "losses": jnp.where(good, losses.at[updates % HISTORY].set(loss), losses),
     }
     return good, new_guard

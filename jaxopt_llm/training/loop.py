@@ -6,23 +6,24 @@ It knows no model: what it trains is a `Workload` (workload.py).
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.checkpoint.native.identity import write_identity
 from jaxopt_llm.config import Config, ProfileConfig
 from jaxopt_llm.core.errors import InputError, Preempted, TrainingDiverged
 from jaxopt_llm.observe.dashboards import Dashboards
-from jaxopt_llm.observe.events import EventLog
 from jaxopt_llm.observe.meter import LossWindow, Meter
 from jaxopt_llm.observe.metrics import MetricsLog
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.observe.profile import Profiler
-from jaxopt_llm.observe.progress import ProgressLine
+from jaxopt_llm.training.records import Records
+from jaxopt_llm.training.replicas import ReplicaCheck
 from jaxopt_llm.training.setup import set_aside_log
+from jaxopt_llm.training.skipped_batches import SkippedBatches, is_spike
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Metrics
 from jaxopt_llm.training.workload import Workload
@@ -56,44 +57,51 @@ class Loop:
         current: the step that was started last.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        checkpoints: Checkpoints,
-        progress: ProgressLine,
-        preemption: Preemption,
-        events: EventLog,
-    ) -> None:
+    def __init__(self, workload: Workload, records: Records, preemption: Preemption) -> None:
         self.current = 0
         self._workload = workload
         self._config: Config = workload.config
-        self._checkpoints, self._progress, self._preemption, self._events = checkpoints, progress, preemption, events
+        self._checkpoints, self._progress, self._events = records.checkpoints, records.progress, records.events
+        self._watchdog, self._preemption, self._main = records.watchdog, preemption, workload.processes.main
+        self._memory = records.memory
         self._meter = Meter(workload.unit, workload.units_per_step, workload.utilisation)
-        self._scope = contextlib.ExitStack()
+        self._scope, self._record_scope = contextlib.ExitStack(), contextlib.ExitStack()
+        self._batches: Generator[tuple[Any, float], None, None] | None = None
         self._log: MetricsLog | None = None
         self._samples: MetricsLog | None = None
         self._recorders: list[Callable[[dict[str, Any]], None]] = []
         self._finished: FinishedStep | None = None
         self._window = LossWindow()
         self._postponed = False  # a checkpoint was due after a skipped step
+        self._replicas = ReplicaCheck(self._config.run.check_replicas, self._note_corruption)
+        self._left_out = SkippedBatches()
+        self._spike: int | None = None  # the step of a spike, to which the run has not answered
 
     def __enter__(self) -> "Loop":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         self._events.write_end(self.current, error)
+        if self._batches is not None:
+            self._batches.close()
         self._scope.close()
-        for log in (self._log, self._samples):
-            if log is not None:
-                # After an error, a record that cannot be written must not hide it.
-                with contextlib.suppress(OSError) if error else contextlib.nullcontext():
-                    log.close()
+        # After an error, a record that cannot be written must not hide it.
+        with contextlib.suppress(OSError) if error else contextlib.nullcontext():
+            self._record_scope.close()
 
     def restore(self, start: int) -> None:
         """Load the state of step `start` onto the devices: from its checkpoint, or for step 0 from initial values."""
-        self._state = self._workload.restore(self._checkpoints, start, self._progress.say)
+        self._main.enter("restore", start)
+        from_memory = self._memory is not None and self._memory.step == start
+        if self._memory is not None and from_memory:
+            self._state, record = self._memory.load(), self._memory.record
+            self._progress.say(f"step {start} is in the memory of the hosts")
+        else:
+            self._state = self._workload.restore(self._checkpoints, start, self._progress.say)
+            record = self._checkpoints.read_record(start) if start else {}
         if start:
-            self._window = LossWindow(**self._checkpoints.read_record(start).get("window", {}))
+            self._window = LossWindow(**record.get("window", {}))
+            self._left_out = SkippedBatches.from_record(record)
             self._progress.say(f"continues from step {start}")
 
     def start(self, start: int) -> None:
@@ -108,24 +116,40 @@ class Loop:
                 set_aside_log(directory / "metrics.jsonl")
                 set_aside_log(directory / "samples.jsonl")
                 set_aside_log(directory / "events.jsonl")
-            self._log = MetricsLog(directory / "metrics.jsonl", start, self._progress.say)
-            if config.evaluation.samples:
-                self._samples = MetricsLog(directory / "samples.jsonl", start, self._progress.say)
+            if self._checkpoints.identity is not None:
+                write_identity(directory, self._checkpoints.identity)
             self._workload.write_files()
-            dashboards = Dashboards(config.logging, directory, start, dataclasses.asdict(config), self._progress.say)
-            self._scope.enter_context(dashboards)
-            self._recorders = [self._log.write, dashboards.write, self._progress.show]
+            self._open_records(start)
         self._events.write(start, "resume" if start else "start")
         profile = config.profile if processes.first else ProfileConfig()
         self._profiler = self._scope.enter_context(Profiler(profile, directory))
         self._vote = processes.vote()
         if self._vote.cast_and_wait(self._preemption.requested()):
             raise Preempted(start)
-        self._meter.restart(start)
-        batches = self._workload.read_batches(start, self._preemption.requested)
-        self._batches = self._scope.enter_context(contextlib.closing(batches))
-        self.current = start
+        self._begin_after(start)
         self._progress.start_training()
+
+    def _open_records(self, start: int) -> None:
+        """Open the records of the run, without those after step `start`."""
+        config, directory, say = self._config, self._workload.directory, self._progress.say
+        self._record_scope.close()
+        self._log = MetricsLog(directory / "metrics.jsonl", start, say)
+        self._record_scope.callback(self._log.close)
+        if config.evaluation.samples:
+            self._samples = MetricsLog(directory / "samples.jsonl", start, say)
+            self._record_scope.callback(self._samples.close)
+        dashboards = Dashboards(config.logging, directory, start, dataclasses.asdict(config), say)
+        self._record_scope.enter_context(dashboards)
+        self._recorders = [self._log.write, dashboards.write, self._progress.show]
+
+    def _begin_after(self, step: int) -> None:
+        """Read the batches of the steps after `step`."""
+        if self._batches is not None:
+            self._batches.close()
+        first = self._left_out.batch_after(step)
+        self._batches = self._workload.read_batches(first, self._preemption.requested)
+        self._meter.restart(step)
+        self.current = step
 
     def step(self, step: int) -> None:
         """Run a step on the next batch, and record the previous step.
@@ -133,15 +157,21 @@ class Loop:
         Raises:
             InputError, Preempted: there is no next batch. The checkpoint of the previous step has been written.
         """
+        assert self._batches is not None
         self.current = step
+        self._main.enter("data", step)
         self._profiler.before_step(step)
         try:
             batch, waited = next(self._batches)
-        except (InputError, Preempted):
+        except InputError:
             self._save_before_exit()
             raise
+        except Preempted:
+            self._save_before_exit()
+            raise Preempted(step - 1) from None  # its step counted batches
         self._meter.add_wait(waited)
-        self._state, metrics = self._workload.step(self._state, batch)
+        self._main.enter("step")
+        self._state, metrics = self._replicas.step(step, self._workload.step, self._state, batch)
         self._profiler.after_step(step, metrics)
         self._progress.advance(step)
         if self._finished and self._finished.summary is None:
@@ -149,7 +179,12 @@ class Loop:
         self._finished = FinishedStep(step, metrics)
 
     def poll(self, step: int) -> tuple[bool, bool]:
-        """Return whether any process received a request to stop, and whether a checkpoint is due."""
+        """Return whether any process received a request to stop, and whether a checkpoint is due.
+
+        Raises:
+            InputError: the data has changed on the disk.
+        """
+        self._workload.check_data(wait=False)
         stop, failed = self._vote.cast(self._preemption.requested(), self._checkpoints.last_save_failed)
         return stop, self._checkpoints.is_due(step, failed) or self._postponed
 
@@ -175,19 +210,79 @@ class Loop:
 
         Raises:
             TrainingDiverged: the run ends, and no step since the last record updated the parameters.
+            StateCorrupted: copies of the state differ.
+            InputError: the data has changed on the disk.
         """
         assert self._finished is not None and self._finished.summary is not None
         step, updated = self._finished.step, made_update(self._finished.metrics)
         self._postponed = due and not updated
+        saves = last or (exits and updated) or (due and not self._postponed)
+        if saves:
+            self._workload.check_data(wait=True)
+            self._replicas.compare(step, self._state)
         if last or (exits and updated):
             trees = self._workload.to_checkpoint(self._state)
             self._checkpoints.save_last(step, trees, self._finished.summary, self._sync_logs)
+            if self._memory is not None:
+                self._memory.discard_after(-1)
             if last:
                 check_end(self._finished, self._config)
-        elif due and not self._postponed:
+        elif saves:
             trees = self._workload.to_checkpoint(self._state)
             self._checkpoints.save(step, trees, self._finished.summary, self._sync_logs)
             self._meter.restart(step)
+
+    def replicate(self, step: int) -> None:
+        """Copy the state after the step into the memory of the hosts, if that is due. A skipped step has no copy."""
+        assert self._finished is not None
+        if self._memory is None or step % self._config.checkpoint.replicate_every:
+            return
+        if self._finished.summary is None:
+            self._record_step(self._finished)
+        if made_update(self._finished.metrics):
+            self._replicas.compare(step, self._state)
+            assert self._finished.summary is not None
+            self._memory.save(step, self._state, self._finished.summary)
+
+    def roll_back(self) -> int | None:
+        """Answer to a spike: go back to the last checkpoint, and leave out the batches up to the spike.
+
+        Returns:
+            The step from which the run goes on; None if there was no spike, or if there is no checkpoint.
+
+        Raises:
+            TrainingDiverged: training.skip_limit ranges of batches were left out since the last checkpoint.
+        """
+        spike, self._spike = self._spike, None
+        start = self._checkpoints.latest_verified_step() if spike is not None else None
+        if spike is None or start is None:
+            return None
+        saved = SkippedBatches.from_record(self._checkpoints.read_record(start))
+        left_out = self._left_out.leave_out(start, spike)
+        if len(left_out.ranges) - len(saved.ranges) > self._config.training.skip_limit:
+            limit = f"training.skip_limit={self._config.training.skip_limit}"
+            raise TrainingDiverged(
+                f"step {spike}: a spike after {limit} returns to step {start}; {self._config.run.directory} {REMEDY}"
+            )
+        first, end = left_out.ranges[-1]
+        detail = f"a spike: back to step {start}, without batches {first} to {end - 1}"
+        self._progress.say(f"step {spike:>6}  {detail}")
+        self._events.write(spike, "rollback", detail)
+        if self._memory is not None:
+            self._memory.discard_after(start)
+        for leaf in jax.tree.leaves(self._state):
+            leaf.delete()  # the devices cannot hold the state twice
+        self.restore(start)
+        self._left_out = left_out
+        self._finished, self._postponed = None, False
+        if self._workload.processes.first:
+            self._open_records(start)
+        self._progress.advance(start)
+        self._begin_after(start)
+        return start
+
+    def _note_corruption(self, step: int, detail: str) -> None:
+        self._events.write(step, "corruption", detail)
 
     def _sync_logs(self) -> None:
         for log in (self._log, self._samples):
@@ -215,26 +310,32 @@ class Loop:
             TrainingDiverged: `check_skips` raises it, or the held-out loss is not finite.
         """
         config, step, metrics = self._config, finished.step, finished.metrics
+        with self._main.wait():
+            jax.block_until_ready(metrics)
         if skipped := check_skips(step, metrics, config):
             self._progress.say(f"step {step:>6}  skipped: {skipped}")
             self._events.write(step, "skipped", skipped)
+            if self._spike is None and config.training.on_spike == "rollback" and is_spike(metrics):
+                self._spike = step
         window = finished.window = self._window.add(float(metrics["loss"]), made_update(metrics))
         due = measured is not None or step % config.logging.every == 0
         self._window = LossWindow() if due else window
         units = {self._workload.unit: step * self._workload.units_per_step}
-        finished.summary = units | {"window": dataclasses.asdict(self._window)}
+        finished.summary = units | {"window": dataclasses.asdict(self._window)} | self._left_out.to_record()
         if not due:
             return
         values = {name: to_json_number(value) for name, value in metrics.items() if name not in NOT_RECORDED}
         counts = {"loss": window.mean, "skipped": int(metrics["skipped"])}
-        entry = self._meter.make_record(step, values | counts)
+        entry = self._meter.make_record(step, values | counts) | self._watchdog.take_seconds()
         if measured is not None:
+            self._main.enter("evaluate")
             losses = self._workload.evaluate(measured)
             entry |= losses
             finished.summary |= {name: value for name, value in losses.items() if name == "eval_loss"}
             if not math.isfinite(loss := losses.get("eval_loss", 0.0)):
                 raise TrainingDiverged(f"step {step}: held-out loss {loss}; {config.run.directory} {REMEDY}")
             self._write_samples(step, measured)
+            self._main.enter("step")
             self._meter.restart(step)
         for write in self._recorders:
             write(entry)
@@ -251,7 +352,9 @@ def run_steps(loop: Loop, start: int, steps: int, evaluate_every: int) -> None:
     Raises:
         Preempted: a process was told to stop; the state of the step is saved.
     """
-    for step in range(start + 1, steps + 1):
+    step = start
+    while step < steps:
+        step += 1
         loop.step(step)
         last = step == steps
         stop, checkpoint_due = loop.poll(step)
@@ -259,9 +362,15 @@ def run_steps(loop: Loop, start: int, steps: int, evaluate_every: int) -> None:
         exits = last or stop
         if evaluates or checkpoint_due or exits:
             loop.record(evaluates)
+        if (back := loop.roll_back()) is not None:
+            step = back
+            continue
+        if evaluates or checkpoint_due or exits:
             loop.save(checkpoint_due, exits, last)
         if stop and not last:
             raise Preempted(step)
+        if not last:
+            loop.replicate(step)
 
 
 def made_update(metrics: Metrics) -> bool:

@@ -91,6 +91,7 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
     settings = StepSettings(
         clip_norm=config.optimizer.clip_norm,
         skip_outliers=training.skip_outliers,
+        spike_factor=training.spike_limit,
         ema_decay=training.ema_decay,
         elementwise=is_elementwise(config.optimizer),
         in_backward=config.optimizer.in_backward,

@@ -6,30 +6,51 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.checkpoint.native.host_memory import HostMemory
+from jaxopt_llm.checkpoint.native.identity import identify_run
 from jaxopt_llm.config import Config
 from jaxopt_llm.distributed.process_group import Processes
+from jaxopt_llm.distributed.watchdog import Watchdog
 from jaxopt_llm.observe.events import EventLog
 from jaxopt_llm.observe.progress import ProgressLine
+from jaxopt_llm.training.state import TrainState
 
 
 @dataclass(frozen=True)
 class Records:
     """Writers of a run.
 
-    start: step of the newest intact checkpoint, from which the run continues; 0 if there is none.
+    Attributes:
+        start: step from which the run continues: that of the newest intact checkpoint, or a later one of which the
+            memory of the hosts holds the state; 0 if there is none.
+        memory: the state in the memory of the hosts; None without `checkpoint.replicate_every`.
     """
 
     progress: ProgressLine
     events: EventLog
     checkpoints: Checkpoints
+    watchdog: Watchdog
     start: int
+    memory: HostMemory | None
 
 
 @contextlib.contextmanager
-def open_records(config: Config, processes: Processes, shown: Sequence[str] = ()) -> Iterator[Records]:
+def open_records(
+    config: Config,
+    processes: Processes,
+    state: TrainState,
+    shown: Sequence[str] = (),
+    corpus: str | None = None,
+) -> Iterator[Records]:
     """Open the writers of the run in `run.directory`. At the end, wait until the last checkpoint is on disk.
 
-    shown: metrics that the progress line shows besides those that every run has.
+    Args:
+        state: the state as ShapeDtypeStructs with shardings.
+        shown: metrics that the progress line shows besides those that every run has.
+        corpus: SHA-256 of the corpus; None if it is not known.
+
+    Raises:
+        CheckpointError: no checkpoint is intact, or the newest intact one is of another run.
     """
     directory = Path(config.run.directory)
     progress = ProgressLine(config.training.steps, processes.first, shown)
@@ -40,9 +61,24 @@ def open_records(config: Config, processes: Processes, shown: Sequence[str] = ()
         if not failure:
             processes.note_checkpoint(step)
 
-    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint, progress.say, processes, note_save)
-    with progress, checkpoints:
+    identity = identify_run(directory, config, processes, corpus)
+    checkpoints = Checkpoints(
+        directory / "checkpoints",
+        config.checkpoint,
+        progress.say,
+        processes,
+        note_save,
+        identity=identity,
+        slow_save_seconds=config.watchdog.floor_seconds,
+    )
+    watchdog = Watchdog(config, processes, progress.say)
+    with progress, watchdog, checkpoints:
+        processes.main.enter("restore", 0)
         start = checkpoints.latest_verified_step() or 0
         processes.note_checkpoint(start)
+        memory = None
+        if config.checkpoint.replicate_every:
+            memory = HostMemory(Path(config.checkpoint.replicate_directory) / identity.run, state, processes)
+            start = memory.find(start) or start
         progress.advance(start)
-        yield Records(progress, events, checkpoints, start)
+        yield Records(progress, events, checkpoints, watchdog, start, memory)

@@ -94,9 +94,8 @@ class Setup:
 
 # Kinds of files in a run, in the folder of a model or of adapters, in a corpus, and in a prepared corpus.
 _FILES = ("*.json", "*.jsonl", "*.safetensors", "*.txt", "*.csv", "*.parquet", "*.bin", "*.npy")
-_WRITTEN_FIRST = re.compile(
-    r"(memory|corpus|device)\.json|(metrics|samples|events)(\.\d+)?\.jsonl"
-)  # before config.json
+# Files that are written before config.json.
+_WRITTEN_FIRST = re.compile(r"(memory|corpus|device|run)\.json|(metrics|samples|events)(\.\d+)?\.jsonl|faults\.jsonl")
 
 
 def check_inputs(config: Config, first: bool) -> None:

@@ -34,7 +34,7 @@ class StepSettings:
 
     Attributes:
         clip_norm: largest global gradient norm; 0 for no clip.
-        skip_outliers: see guard.judge_step; 0 for no limit.
+        skip_outliers, spike_factor: limits of the norm and of the loss, see guard.judge_step; 0 for none.
         ema_decay: decay of the average of the parameters (ema.py); 0 for no average.
         elementwise: whether the optimizers are elementwise (optimizer.is_elementwise).
         in_backward: update each period during the backward (execution/in_backward.py). Then there is one microbatch, no
@@ -46,6 +46,7 @@ class StepSettings:
 
     clip_norm: float = 0.0
     skip_outliers: float = 0.0
+    spike_factor: float = 0.0
     ema_decay: float = 0.0
     elementwise: bool = False
     in_backward: bool = False
@@ -177,7 +178,8 @@ def update_after_backward(
         found = differentiate(state, batch, state.loss_scale.get("scale", 1.0))
         norm = jnp.sqrt(sum_of_squares(found.gradients, specs.masters)) / found.divisor
         overflow = placement.precision.scales_loss & ~jnp.isfinite(norm)
-        good, guard = judge_step(state.guard, found.loss, norm, overflow, settings.skip_outliers)
+        limits = settings.skip_outliers, settings.spike_factor
+        good, guard = judge_step(state.guard, found.loss, norm, overflow, *limits)
         clip = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.float32(1)
         scalars = Scalars(clip / found.divisor, good, settings.new_weight(state.guard))
         updated = update.apply_gradients(

@@ -54,6 +54,13 @@ class Workload(Protocol):
     def sample(self, state: TrainState) -> list[dict[str, str]]:
         """Return records of samples to write at an evaluation."""
 
+    def check_data(self, wait: bool) -> None:
+        """Raise InputError if data on the disk has changed since it was prepared.
+
+        Args:
+            wait: wait until all data has been checked.
+        """
+
     def to_checkpoint(self, state: TrainState) -> dict[str, tree.Tree]:
         """Return the trees of the state's checkpoint."""
 

@@ -162,3 +162,33 @@ def test_answers_are_by_prompt_and_the_newest_first(tmp_path: Path) -> None:
     answers = second["runs"][0]
     assert (first["prompt"], second["prompt"]) == ("p0", "p1") and answers[0] == ("100", "100 1")
     assert answers[1] == ("99", "99 1") and answers[-1] == ("1", "1 1") and len(answers) == 1 + tables.MAX_EARLIER
+
+
+def test_faults_are_marked_on_the_loss_and_listed_with_their_cost(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", [{"step": step, "loss": 10.0 - step, "tokens": step} for step in (1, 3, 5)])
+    fault = {"time": 1.0, "fault": "SIGKILL", "code": 137, "process": 1, "host": "node7", "what": "<b>", "restart": 1}
+    entries = [
+        fault | {"checkpoint": 0, "reached": 2},
+        {"time": 40.0, "recovered_after": 39.04},
+        fault | {"checkpoint": 2, "reached": 4, "fault": "exit code 5"},
+        {"time": 80.0, "hosts": [0, 2], "flags": []},
+        fault | {"checkpoint": "?"},
+    ]
+    (directory / "faults.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    (run,) = read(directory)
+    marks = figure([run], "loss")["data"][-1]
+    assert (marks["name"], marks["x"], marks["y"]) == ("run · faults", [2, 4], [8, 6])
+    assert marks["text"] == ["SIGKILL &lt;b&gt;", "exit code 5 &lt;b&gt;"]
+    newest, oldest = tables.list_faults(run)
+    assert oldest | {"time": ""} == {
+        "time": "",
+        "step": "2",
+        "fault": "SIGKILL",
+        "process": "1 (node7)",
+        "what": "<b>",
+        "away": "39.0 s",
+        "repeated": "2",
+    }
+    assert (newest["fault"], newest["away"], newest["repeated"]) == ("exit code 5", tables.MISSING, "2")
+    assert tables.summarise(run)["faults"] == "2: away for 0.7 minutes, 4 steps repeated"
+    assert "faults" not in tables.summarise(read(write_run(tmp_path / "quiet", [{"step": 1, "loss": 1.0}]))[0])

@@ -6,11 +6,13 @@ The layout on disk does not depend on the mesh that writes or reads it.
 import asyncio
 import datetime
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxopt_llm.checkpoint.native import integrity, orbax_logging, retention, step_directories
+from jaxopt_llm.checkpoint.native.identity import Identity
 from jaxopt_llm.checkpoint.native.integrity import FileEntries
 from jaxopt_llm.config import CheckpointConfig
 from jaxopt_llm.core import json_files, tree
@@ -28,7 +31,17 @@ from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Channel, Proces
 # Exceptions of Orbax and TensorStore for a disk that is full, read-only or gone.
 STORAGE_ERRORS = (OSError, ValueError, RuntimeError)
 
+MOST_PENDING = 2  # saves that are written at the same time; each holds a copy of the state in host memory
 MAX_STACK_CHUNK_BYTES = 2**26  # a stack that is not larger has one chunk for each shard
+
+
+@dataclass(frozen=True)
+class _Save:
+    """A save that goes on. since: time of `time.monotonic()` at which it began."""
+
+    step: int
+    since: float
+    future: Future[None]
 
 
 def _print_to_stderr(line: str) -> None:
@@ -49,6 +62,8 @@ class Checkpoints:
         report: Callable[[str], None] = _print_to_stderr,
         processes: Processes = SINGLE_PROCESS,
         on_save: Callable[[int, str], None] = lambda step, failure: None,
+        slow_save_seconds: float = math.inf,
+        identity: Identity | None = None,
     ) -> None:
         """Open the checkpoint directory; a writer creates it and deletes leftovers of dead processes.
 
@@ -58,16 +73,19 @@ class Checkpoints:
             report: receives one line for each checkpoint that is damaged or was not saved.
             processes: the processes that save and restore together, each its own devices' shards.
             on_save: receives the step of each save that has ended, and why it failed, or "". Any thread may call it.
+            slow_save_seconds: seconds after which a save is slow: another one then does not wait for it.
+            identity: that of the run, which every checkpoint records; None for a reader of any run.
         """
-        self.directory = directory.absolute()
+        self.directory, self.identity = directory.absolute(), identity
         self.last_save_failed = False
-        self._last_step = 0  # step of the last save
+        self._last_step: int | None = None  # step of the last save
         self._failure = ""
         self._config = config
         self._report, self._on_save = report, on_save
         self._is_first, self._share = processes.first, (processes.index, processes.count)
-        names = f"{directory}", f"{directory} in the background"
-        self._channel, self._background_channel = map(processes.channel, names)
+        self._main, self._saving, self._slow_save = processes.main, processes.saving, slow_save_seconds
+        self._channel = processes.channel(f"{directory}")
+        self._background_channel = processes.channel(f"{directory} in the background", processes.saving)
         orbax_logging.silence_failed_saves()
         if config is not None and processes.first:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -76,7 +94,8 @@ class Checkpoints:
         only_this_process = ocp.options.MultiprocessingOptions(active_processes={processes.index})
         self._handler = ocp.StandardCheckpointHandler(multiprocessing_options=only_this_process)
         self._background = ThreadPoolExecutor(1, "checkpoint")
-        self._pending_save: Future[None] | None = None
+        self._pending: list[_Save] = []  # saves that are not known to be on disk, oldest first
+        self._active: set[str] = set()  # names of their working directories
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -92,11 +111,13 @@ class Checkpoints:
         """Return the step of the newest intact checkpoint; None: there is no checkpoint yet.
 
         Every file of a checkpoint is read before it counts as intact. Newer checkpoints that are damaged are reported;
-        a writer also sets them aside.
+        a writer also sets them aside, after its last save is on disk.
 
         Raises:
-            CheckpointError: there are, or were, checkpoints, but none is intact.
+            CheckpointError: there are, or were, checkpoints, but none is intact; or the newest intact one is of another
+                run.
         """
+        self._wait_for_save()
         any_damaged = False
         steps = self._channel.exchange(json.dumps(sorted(step_directories.find_checkpoints(self.directory))))[0]
         for step in reversed(json_files.parse(steps)):
@@ -104,6 +125,8 @@ class Checkpoints:
             found = self._channel.exchange(step_directories.find_damage(path, self._share) or "")
             damage = next(filter(None, found), None)
             if damage is None:
+                if self.identity is not None:
+                    self.identity.check(path, step_directories.read_record(path))
                 if any_damaged:
                     self._report(f"checkpoint {path} is intact and is used instead")
                 return step
@@ -144,7 +167,11 @@ class Checkpoints:
         record: Mapping[str, Any],
         sync: Callable[[], None] = lambda: None,
     ) -> float:
-        """Copy the trees off the devices, and write them in the background once the previous save is done.
+        """Copy the trees off the devices, and write them in the background.
+
+        The previous save may still be written. Only a third one waits, for the oldest, so that host memory holds at
+        most two copies of the trees. If the oldest is slow, there is no third one: the run goes on, and tries again as
+        after a save that failed.
 
         A save that fails is reported, its files are deleted, and `last_save_failed` is set. No other checkpoint is
         deleted before the new one is complete.
@@ -159,23 +186,28 @@ class Checkpoints:
             The seconds for which the call blocked.
         """
         began = time.perf_counter()
-        self._wait_for_save()
+        if slow := self._find_slow_save():
+            self.last_save_failed, self._last_step = True, step
+            seconds = time.monotonic() - slow.since
+            self._report(f"step {step} is not saved: the save of step {slow.step} goes on for {seconds:.0f} s")
+            return time.perf_counter() - began
         self.last_save_failed, self._last_step = False, step
         contents = {
             "step": step,
             **record,
+            **({"identity": self.identity.record()} if self.identity else {}),
             "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "arrays": {name: _describe_leaves(each) for name, each in trees.items()},
         }
         path = step_directories.working_path(self.directory, step)
-        writes: list[Any] = []
         failure, _ = self._run_on_all(self._channel, lambda: self._create_directories(path, trees, sync))
-        if not failure:
-            failure, _ = self._run_on_all(self._channel, lambda: writes.extend(self._start_writes(path, trees)))
+        self._active.add(path.name)
         if failure:
-            self._give_up(step, failure)
+            self._give_up(path, failure)
         else:
-            self._pending_save = self._background.submit(self._finish, path, contents, writes)
+            writes = self._start_writes(path, trees)
+            future = self._background.submit(self._finish, path, contents, writes)
+            self._pending.append(_Save(step, time.monotonic(), future))
         return time.perf_counter() - began
 
     def save_last(
@@ -239,13 +271,16 @@ class Checkpoints:
         sync()
         if self._is_first:
             # Threads of a failed save may have written files after the cleanup.
-            step_directories.delete_leftovers(self.directory)
+            step_directories.delete_leftovers(self.directory, tuple(self._active))
             path.mkdir()  # without its parents: a run directory that was deleted does not come back as half of one
             for name in names:
                 (path / name).mkdir(parents=True)
 
     def _start_writes(self, path: Path, trees: Mapping[str, tree.Tree]) -> list[Any]:
-        """Copy this process's shards off its devices and return the writes, which go on in the background."""
+        """Copy this process's shards off its devices and return the writes, which go on in the background.
+
+        An error of the storage is the result of the only write: all processes must hear of it.
+        """
 
         async def copy() -> list[Any]:
             saves = [
@@ -256,11 +291,24 @@ class Checkpoints:
             ]
             return [write for writes in await asyncio.gather(*saves) for write in writes]
 
-        return asyncio.run(copy())
+        try:
+            return asyncio.run(copy())
+        except jax.errors.JaxRuntimeError:
+            raise  # a failure of the device, not of the disk
+        except STORAGE_ERRORS as error:
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            return [failed]
 
     def _finish(self, path: Path, contents: dict[str, Any], writes: list[Any]) -> None:
         """Complete a save; runs in the background thread."""
+        self._saving.enter("save", contents["step"])
+        try:
+            self._complete(path, contents, writes)
+        finally:
+            self._saving.leave()
 
+    def _complete(self, path: Path, contents: dict[str, Any], writes: list[Any]) -> None:
         def write() -> FileEntries:
             for each in writes:
                 each.result()
@@ -270,8 +318,9 @@ class Checkpoints:
         if not failure:
             failure, _ = self._run_on_all(self._background_channel, lambda: self._commit(path, contents, entries))
         if failure:
-            self._give_up(contents["step"], failure)
+            self._give_up(path, failure)
             return
+        self._active.discard(path.name)
         self._on_save(contents["step"], "")
         if self._is_first:
             self._delete_old()
@@ -300,13 +349,16 @@ class Checkpoints:
         outcomes = [json_files.parse(each) for each in channel.exchange(json.dumps(outcome))]
         return next((failure for failure, _ in outcomes if failure), ""), [result for _, result in outcomes]
 
-    def _give_up(self, step: int, failure: str) -> None:
+    def _give_up(self, path: Path, failure: str) -> None:
+        """Report a save that failed and delete its files. path: its working directory."""
+        step = int(path.stem)
         self.last_save_failed, self._failure = True, failure
+        self._active.discard(path.name)
         cleanup = ""
         # Several times, because writes of other leaves that are still running create their directories again.
         for _ in range(5 if self._is_first else 0):
             try:
-                step_directories.delete_leftovers(self.directory)
+                step_directories.delete_leftovers(self.directory, tuple(self._active))
                 cleanup = "; its partial files are deleted"
             except OSError as error:
                 cleanup = f"; its partial files could not be deleted: {_first_line(error)}"
@@ -325,11 +377,24 @@ class Checkpoints:
                 except OSError as error:
                     self._report(f"checkpoint {paths[step]} could not be deleted: {_first_line(error)}")
 
-    def _wait_for_save(self) -> None:
-        """Wait until the previous save is on disk or has failed."""
-        pending, self._pending_save = self._pending_save, None
-        if pending is not None:
-            pending.result()
+    def _find_slow_save(self) -> _Save | None:
+        """Make room for another save: wait until fewer than MOST_PENDING go on. Return the one that is too slow."""
+        self._main.enter("save")
+        if len(self._pending) < MOST_PENDING:
+            return None
+        oldest = self._pending[0]
+        left = oldest.since + self._slow_save - time.monotonic()
+        wait([oldest.future], None if left == math.inf else max(left, 0))
+        if str(True) in self._channel.exchange(str(not oldest.future.done())):
+            return oldest
+        self._wait_for_save(MOST_PENDING - 1)
+        return None
+
+    def _wait_for_save(self, pending: int = 0) -> None:
+        """Wait until at most so many saves are neither on disk nor have failed."""
+        self._main.enter("save")
+        while len(self._pending) > pending:
+            self._pending.pop(0).future.result()
 
 
 def _choose_chunks(arrays: tree.Tree) -> tree.Tree:

@@ -21,6 +21,8 @@ EVENTS = {
     "checkpoint": "circle",
     "checkpoint_failed": "x",
     "skipped": "diamond",
+    "rollback": "triangle-left",
+    "corruption": "hexagram",
     "stop": "square-open",
     "fault": "x",
     "end": "square",
@@ -136,6 +138,10 @@ def _plot_curves(plot: Plot, runs: Sequence[Run], colours: Sequence[str]) -> Fig
                 x, y = _to_list(run.steps[shown.records]), _to_list(shown.values)
                 data.append({"type": "scatter", "name": _escape(name), "line": line, **look, "x": x, "y": y})
                 tokens.append(_to_list(run.tokens[shown.records]))
+            if plot.field == "loss" and run.faults:
+                marks, steps = _mark_faults(run, curve, colour)
+                data.append(marks)
+                tokens.append(_to_list(_interpolate_tokens(run, steps)))
     axis = {"title": {"text": plot.unit, "standoff": 12}, "hoverformat": plot.format}
     axis |= {"tickformat": plot.format} if plot.format[-1] in "%g" else {}
     axis |= {"rangemode": "tozero"} if plot.from_zero else {}
@@ -147,6 +153,24 @@ def _plot_curves(plot: Plot, runs: Sequence[Run], colours: Sequence[str]) -> Fig
         "tokens": tokens,
         "layout": {"yaxis": axis, "hovermode": "x unified"},
     }
+
+
+def _mark_faults(run: Run, curve: Curve, colour: str) -> tuple[Figure, NDArray[np.float64]]:
+    """Return crosses on a curve where faults interrupted the run, and their steps."""
+    steps = np.array([float(fault["reached"]) for fault in run.faults])
+    chosen = choose_points(steps)
+    steps, heights = steps[chosen], np.interp(steps[chosen], run.steps[curve.records], curve.values)
+    marker = {"color": colour, "size": 9, "symbol": "x-thin", "line": {"color": colour, "width": 2}}
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": _escape(f"{run.name} · faults"),
+        "marker": marker,
+        "x": _to_list(steps),
+        "y": _to_list(heights),
+        "text": [_escape(f"{run.faults[i]['fault']} {run.faults[i].get('what', '')}"[:200]) for i in chosen],
+        "hovertemplate": "%{text}",
+    }, steps
 
 
 def _simplify(curve: Curve, colour: str) -> Iterator[tuple[Curve, Figure]]:

@@ -33,6 +33,7 @@ def render_page(runs: Sequence[Run], plotly: str) -> str:
                 "summary": summary,
                 "events": tables.list_events(run),
                 "event_count": len(run.events),
+                "faults": tables.list_faults(run),
                 "empty": not run.steps.size,
                 "notes": run.notes,
             }

@@ -60,6 +60,7 @@ class Run:
         tokens: tokens that were read up to each step, [R].
         curves: the other numbers of the records, by field.
         events: entries of events.jsonl.
+        faults: entries of faults.jsonl that are faults; see `_read_faults`.
         memory: memory.json; None if it is missing or damaged.
         samples: entries of samples.jsonl.
         notes: what could not be read.
@@ -72,6 +73,7 @@ class Run:
     tokens: NDArray[np.float64]
     curves: dict[str, Curve]
     events: list[dict[str, Any]]
+    faults: list[dict[str, Any]]
     memory: dict[str, Any] | None
     samples: list[dict[str, Any]]
     notes: list[str]
@@ -125,9 +127,11 @@ def read_run(directory: Path, name: str, config: dict[str, Any]) -> Run:
     if known := curves.pop("tokens", None):
         tokens[known.records] = known.values
     events = [entry for entry in _read_lines(directory / "events.jsonl", notes) if _is_event(entry)]
+    faults = _read_faults(directory / "faults.jsonl", notes)
     samples = [entry for entry in _read_lines(directory / "samples.jsonl", notes) if _is_sample(entry)]
     memory = _read_memory(directory / "memory.json", notes)
-    return Run(name, directory, config, np.array(steps, np.float64), tokens, curves, events, memory, samples, notes)
+    steps_array = np.array(steps, np.float64)
+    return Run(name, directory, config, steps_array, tokens, curves, events, faults, memory, samples, notes)
 
 
 def to_number(value: Any) -> float:
@@ -210,6 +214,22 @@ def _read_memory(path: Path, notes: list[str]) -> dict[str, Any] | None:
         return memory
     notes.append(f"{path.name} is damaged and left out")
     return None
+
+
+def _read_faults(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Return the faults that a supervisor has written, each with the seconds that the run was away, if it is back.
+
+    Several faults before the run was back share these seconds: the last of them has them.
+    """
+    faults: list[dict[str, Any]] = []
+    for entry in _read_lines(path, notes):
+        if "recovered_after" in entry and faults:
+            faults[-1]["away"] = to_number(entry["recovered_after"])
+        elif isinstance(entry.get("fault"), str) and all(
+            math.isfinite(to_number(entry.get(name))) for name in ("time", "checkpoint", "reached")
+        ):
+            faults.append(entry | {"away": math.nan})
+    return faults
 
 
 def _is_event(entry: dict[str, Any]) -> bool:

@@ -37,7 +37,32 @@ def summarise(run: Run) -> dict[str, str]:
         row["MFU (median)"] = f"{np.median(mfu.values):.1%}"
     if wait := run.curves.get("data_wait"):
         row["wait for data (median)"] = f"{np.median(wait.values):.1%}"
+    if run.faults:
+        away = np.nansum([fault["away"] for fault in run.faults])
+        steps = sum(lost_steps(fault) for fault in run.faults)
+        row["faults"] = f"{len(run.faults):,}: away for {away / 60:,.1f} minutes, {steps:,} steps repeated"
     return row
+
+
+def lost_steps(fault: Mapping[str, Any]) -> int:
+    """Return the steps that a run repeats after a fault, because they are not in its checkpoint."""
+    return max(int(fault["reached"]) - int(fault["checkpoint"]), 0)
+
+
+def list_faults(run: Run) -> list[dict[str, str]]:
+    """Return the last faults, the newest first: what, who, where and how long it cost."""
+    return [
+        {
+            "time": _format_time(fault["time"]),
+            "step": f"{int(fault['reached']):,}",
+            "fault": fault["fault"],
+            "process": f"{fault.get('process', MISSING)} ({fault.get('host', MISSING)})",
+            "what": str(fault.get("what", "")),
+            "away": f"{fault['away']:,.1f} s" if np.isfinite(fault["away"]) else MISSING,
+            "repeated": f"{lost_steps(fault):,}",
+        }
+        for fault in reversed(run.faults[-MAX_EVENTS:])
+    ]
 
 
 def _describe_state(run: Run) -> str:

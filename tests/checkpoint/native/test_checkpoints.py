@@ -1,6 +1,7 @@
 """Choice of a checkpoint when some on disk are damaged, and saves that fail."""
 
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -217,3 +218,45 @@ def test_a_directory_that_was_deleted_fails_the_save_and_stays_away(directory: P
         with pytest.raises(CheckpointError, match=f"step 9 could not be saved to {directory} .*there is no checkpoint"):
             checkpoints.save_last(9, {"weights": {"w": jnp.full(3, 9)}}, {})
     assert len(lines) == 2 and not directory.exists()
+
+
+def test_a_save_does_not_wait_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the first is written, the second copies its trees. A third would be one copy too many, and waits."""
+    allowed, hashed = threading.Event(), []
+
+    def sync_and_hash(path: Path, pattern: str) -> integrity.FileEntries:
+        assert allowed.wait(60)
+        hashed.append(path.name)
+        return original(path, pattern)
+
+    original = integrity.sync_and_hash
+    monkeypatch.setattr(integrity, "sync_and_hash", sync_and_hash)
+    with Checkpoints(tmp_path, CheckpointConfig(keep=3)) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"weights": {"w": jnp.full(3, step)}}, {})
+        assert not hashed and {path.name for path in tmp_path.iterdir()} == {"1.writing", "2.writing"}
+        threading.Timer(0.1, allowed.set).start()
+        checkpoints.save(3, {"weights": {"w": jnp.full(3, 3)}}, {})
+        assert hashed[0] == "1.writing" and (tmp_path / "1").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2", "3"}
+    assert restore_latest(tmp_path) == (3, [3, 3, 3], [])
+
+
+def test_a_save_that_fails_leaves_the_next_one_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+
+    def sync_and_hash(path: Path, pattern: str) -> integrity.FileEntries:
+        if path.name == "1.writing":
+            assert begun.wait(60)
+            raise OSError("full")
+        return original(path, pattern)
+
+    original = integrity.sync_and_hash
+    monkeypatch.setattr(integrity, "sync_and_hash", sync_and_hash)
+    lines: list[str] = []
+    with Checkpoints(tmp_path, CheckpointConfig(), lines.append) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"weights": {"w": jnp.full(3, step)}}, {})
+        begun.set()
+    assert len(lines) == 1 and "1 could not be saved: OSError: full; its partial files are deleted" in lines[0]
+    assert restore_latest(tmp_path) == (2, [2, 2, 2], [])

@@ -1,0 +1,150 @@
+"""Train under supervisors while faults are injected, and compare the end with that of an undisturbed run.
+
+    python benchmarks/chaos.py [--faults 44 | --minutes M] [--processes 4] [--seed 0] [--only KIND ...] [--json FILE]
+
+Each process has its own supervisor, as on a host of its own; this program starts supervisors again that die, as SLURM
+or Kubernetes does. The faults are spread over the steps of the run. Their kinds come in turn; victims and delays are
+drawn from the seed. At the end, parameters and moments must be equal to the bit.
+"""
+
+import argparse
+import contextlib
+import json
+import random
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import chaos_faults
+import jax
+from chaos_job import ChaosJob, Watcher, read_state, train_undisturbed
+
+STEPS_PER_FAULT = 40
+CHECKPOINT_EVERY = 20
+LONGEST = 240  # seconds from a fault to the next step, after which the run counts as hung
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A fault and its consequences.
+
+    detected: seconds from the fault until the first program ended; None if none did.
+    resumed: seconds until the next step; None: not within LONGEST.
+    repeated: steps that ran again.
+    codes: exit codes of the programs that ended, as a shell counts them.
+    """
+
+    kind: str
+    victim: int
+    step: int
+    detected: float | None
+    resumed: float | None
+    repeated: int
+    codes: list[int]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=2 * len(chaos_faults.KINDS))
+    parser.add_argument("--minutes", type=float, help="inject no more faults after this time")
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=list(chaos_faults.KINDS), default=list(chaos_faults.KINDS))
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        told = run(Path(folder), options)
+    lines = make_table(told)
+    print("\n".join(lines))
+    if options.json:
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
+        options.json.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+    if not told["equal"] or told["hangs"] or told["uncoded"]:
+        raise SystemExit(1)
+
+
+def run(folder: Path, options: argparse.Namespace) -> dict[str, object]:
+    """Run without and with faults, and return the figures."""
+    steps = STEPS_PER_FAULT * (options.faults + 1)
+    flags = {"training.steps": steps, "checkpoint.every": CHECKPOINT_EVERY, "checkpoint.keep": 3}
+    flags |= {"run.check_replicas": 5, "mesh.data": options.processes}
+    seconds = train_undisturbed(folder / "whole", options.processes, flags)
+    print(f"undisturbed: {steps} steps in {seconds:.0f} s", flush=True)
+    chance, outcomes = random.Random(options.seed), list[Outcome]()
+    began = time.monotonic()
+    with ChaosJob(folder / "run", options.processes, flags) as job:
+        watcher = Watcher(job)
+        for number in range(options.faults):
+            watcher.wait_for_step(STEPS_PER_FAULT * (number + 1) - CHECKPOINT_EVERY // 2)
+            if options.minutes and time.monotonic() > began + 60 * options.minutes:
+                break
+            time.sleep(chance.uniform(0, 0.2))
+            kind = options.only[number % len(options.only)]
+            outcomes.append(inject(kind, chance.randrange(options.processes), job, watcher))
+            print(outcomes[-1], flush=True)
+            if outcomes[-1].resumed is None:
+                break
+        code = job.wait() if all(each.resumed is not None for each in outcomes) else None
+    equal = code == 0 and read_state(folder / "run", steps) == read_state(folder / "whole", steps)
+    away = sum(each.resumed or 0.0 for each in outcomes)
+    return {
+        "jax": jax.__version__,
+        "processes": options.processes,
+        "seed": options.seed,
+        "steps": steps,
+        "undisturbed_seconds": round(seconds),
+        "seconds": round(time.monotonic() - began),
+        "away_seconds": round(away),
+        "exit_code": code,
+        "equal": equal,
+        "hangs": sum(each.resumed is None for each in outcomes),
+        "uncoded": sum(code not in chaos_faults.CODED for each in outcomes for code in each.codes),
+        "faults": [asdict(each) for each in outcomes],
+    }
+
+
+def inject(kind: str, victim: int, job: ChaosJob, watcher: Watcher) -> Outcome:
+    """Inject a fault, and wait until the run goes on."""
+    fault = chaos_faults.KINDS[kind]
+    step, ended = watcher.last_step(), watcher.count_ends()
+    watcher.begin()
+    with contextlib.ExitStack() as scope:
+        killed = fault.inject(job, victim, scope)
+        resumed = watcher.wait_until_resumed(fault.restarts, LONGEST)
+    codes = [code for index, code in watcher.ends_since(ended) if index not in killed]
+    repeated = max(0, watcher.last_reached - watcher.resumed_from) if fault.restarts and resumed is not None else 0
+    return Outcome(kind, victim, step, watcher.detected, resumed, repeated, codes)
+
+
+def make_table(told: dict[str, object]) -> list[str]:
+    faults: list[dict[str, object]] = told["faults"]  # type: ignore[assignment]
+    lines = [
+        f"{'fault':34}{'times':>6}{'detected s':>12}{'next step s':>13}{'repeated':>10}   exit codes of the others"
+    ]
+    for kind in dict.fromkeys(str(each["kind"]) for each in faults):
+        of_kind = [each for each in faults if each["kind"] == kind]
+
+        def largest(name: str, of_kind: list[dict[str, object]] = of_kind) -> str:
+            values = [each[name] for each in of_kind if each[name] is not None]
+            return f"{max(values):.1f}" if values else "-"  # type: ignore[type-var]
+
+        codes = sorted({code for each in of_kind for code in each["codes"]})  # type: ignore[attr-defined]
+        repeated = max(each["repeated"] for each in of_kind)  # type: ignore[type-var]
+        lines.append(
+            f"{kind:34}{len(of_kind):6}{largest('detected'):>12}{largest('resumed'):>13}{repeated:>10}   "
+            f"{', '.join(map(str, codes)) or '-'}"
+        )
+    training = told["undisturbed_seconds"]
+    lines += [
+        "",
+        f"{len(faults)} faults in {told['seconds']} s over {told['steps']} steps of {told['processes']} processes",
+        f"goodput {training / told['seconds']:.0%} (undisturbed: {training} s)",  # type: ignore[operator]
+        f"hangs {told['hangs']}, uncoded exits {told['uncoded']}, final parameters and moments "
+        f"{'equal to the bit' if told['equal'] else 'NOT EQUAL'}",
+    ]
+    return lines
+
+
+if __name__ == "__main__":
+    main()

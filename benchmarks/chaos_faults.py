@@ -1,0 +1,173 @@
+"""The kinds of faults of benchmarks/chaos.py."""
+
+import contextlib
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from chaos_job import ChaosJob
+
+# Exit codes of a program that ends by itself: done, wrong input (another process is missing at the start), diverged,
+# no checkpoint, another process was lost, stopped.
+CODED = frozenset((0, 2, 3, 4, 5, 75))
+Inject = Callable[[ChaosJob, int, contextlib.ExitStack], set[int]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of fault.
+
+    Attributes:
+        inject: (job, victim, scope) -> the processes that it ends itself. The scope ends when the run goes on.
+        restarts: whether the job has to start again.
+    """
+
+    inject: Inject
+    restarts: bool = True
+
+
+def send(*signals: signal.Signals, pause: float = 0.05) -> Inject:
+    def inject(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
+        for number, signum in enumerate(signals):
+            time.sleep(pause if number else 0)
+            job.signal_program(victim, signum)
+        return {victim}
+
+    return inject
+
+
+def harm(name: str) -> Inject:
+    def inject(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
+        (job.folder / f"harm.{victim}").write_text(name)
+        job.signal_program(victim, signal.SIGUSR1)
+        return {victim}
+
+    return inject
+
+
+def kill_all(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
+    for index in range(job.count):
+        job.signal_program(index, signal.SIGKILL)
+    return set(range(job.count))
+
+
+def kill_supervisor(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
+    job.kill_supervisor(victim, away=1.0)
+    return {victim}
+
+
+def lose_host(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
+    job.kill_supervisor(victim, away=10.0)
+    return {victim}
+
+
+def kill_service(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
+    """Kill JAX's coordination service, without which JAX aborts all processes."""
+    for child in job.children(job.program(0)):
+        os.kill(child, signal.SIGKILL)
+    return set(range(job.count))
+
+
+def fill_disk(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
+    """Let a process write no file beyond a few bytes for some seconds: its saves fail."""
+    program = job.program(victim)
+    limits = resource.prlimit(program, resource.RLIMIT_FSIZE)
+    resource.prlimit(program, resource.RLIMIT_FSIZE, (100, limits[1]))
+    time.sleep(3)
+    with contextlib.suppress(ProcessLookupError):
+        resource.prlimit(program, resource.RLIMIT_FSIZE, limits)
+    return set()
+
+
+def with_damage(damage: Callable[[Path], None]) -> Inject:
+    """Damage the newest checkpoint, and kill all processes."""
+
+    def inject(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
+        for index in range(job.count):
+            job.signal_program(index, signal.SIGSTOP)
+        checkpoints = [path for path in (job.directory / "checkpoints").iterdir() if path.name.isdigit()]
+        damage(max(checkpoints, key=lambda path: int(path.name)))
+        return kill_all(job, victim, scope)
+
+    return inject
+
+
+def _largest_file(checkpoint: Path) -> Path:
+    return max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def tear(checkpoint: Path) -> None:
+    file = _largest_file(checkpoint)
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip_on_disk(checkpoint: Path) -> None:
+    file = _largest_file(checkpoint)
+    data = bytearray(file.read_bytes())
+    data[random.Random(len(data)).randrange(len(data))] ^= 16
+    file.write_bytes(data)
+
+
+def cut_records(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
+    """Cut the last line of the records, as the death of a machine does, and kill the process that writes them."""
+    job.signal_program(0, signal.SIGKILL)
+    time.sleep(0.1)
+    for name in ("metrics.jsonl", "events.jsonl"):
+        path = job.directory / name
+        os.truncate(path, path.stat().st_size - 7)
+    return {0}
+
+
+def send_garbage(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
+    """Send garbage to the port of process 0 for as long as the job starts again."""
+    done = threading.Event()
+    texts = [b"GET / HTTP/1.1\r\n\r\n", b"[" * 100000 + b"\n", os.urandom(1000), b""]
+
+    def send_all() -> None:
+        connections = []
+        while not done.wait(0.2):
+            with contextlib.suppress(OSError):
+                connections.append(socket.create_connection(("127.0.0.1", job.port), timeout=1))
+                connections[-1].sendall(texts[len(connections) % len(texts)])
+        for connection in connections:
+            connection.close()
+
+    thread = threading.Thread(target=send_all)
+    thread.start()
+    scope.callback(thread.join)
+    scope.callback(done.set)
+    job.signal_program(victim, signal.SIGKILL)
+    return {victim}
+
+
+KINDS: dict[str, Fault] = {
+    "process killed": Fault(send(signal.SIGKILL)),
+    "process segfaults": Fault(send(signal.SIGSEGV)),
+    "process stopped (SIGTERM)": Fault(send(signal.SIGTERM)),
+    "process stopped (SIGHUP)": Fault(send(signal.SIGHUP)),
+    "process stopped twice": Fault(send(signal.SIGTERM, signal.SIGTERM)),
+    "all processes killed": Fault(kill_all),
+    "supervisor killed": Fault(kill_supervisor),
+    "host away for 10 s": Fault(lose_host),
+    "process frozen (SIGSTOP)": Fault(send(signal.SIGSTOP)),
+    "process paused for 2 s": Fault(send(signal.SIGSTOP, signal.SIGCONT, pause=2.0), restarts=False),
+    "main thread stuck": Fault(harm("stuck")),
+    "exception in a process": Fault(harm("exception")),
+    "bit flip in memory": Fault(harm("flip")),
+    "clock jumps by an hour": Fault(harm("clock"), restarts=False),
+    "disk full for 3 s": Fault(fill_disk, restarts=False),
+    "newest checkpoint torn": Fault(with_damage(tear)),
+    "bit flip on disk": Fault(with_damage(flip_on_disk)),
+    "newest checkpoint deleted": Fault(with_damage(shutil.rmtree)),
+    "records cut": Fault(cut_records),
+    "garbage on the port": Fault(send_garbage),
+    "JAX's service killed": Fault(kill_service),
+}

@@ -1,0 +1,205 @@
+"""A job of several local processes under supervisors, for benchmarks/chaos.py, and what can be seen of it."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+ROOT = Path(__file__).parent.parent
+RECIPE = ROOT / "benchmarks/recipes/chaos_model.py"
+LOOK_SECONDS = 0.02
+# Limits short enough for a benchmark: a process that does not answer, and one that makes no progress.
+SHORT = {"distributed.timeout_seconds": 30, "watchdog.floor_seconds": 15, "watchdog.save_floor_seconds": 15}
+
+
+def train_command(directory: Path, flags: Mapping[str, object]) -> list[str]:
+    settings = [f"--{name}={value}" for name, value in flags.items()]
+    return ["train", "--config", str(RECIPE), f"--run.directory={directory}", *settings]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    # JAX writes directly into the files of its cache: processes that are killed must only read them.
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "programs")}
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "CHAOS_FOLDER": str(folder), **cache}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def join_variables(port: int, count: int, rank: int) -> dict[str, str]:
+    """Return torchrun's variables for a process of a job."""
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": count, "RANK": rank}
+    return {name: str(value) for name, value in job.items()}
+
+
+def train_undisturbed(directory: Path, count: int, flags: Mapping[str, object]) -> float:
+    """Train without supervisors and faults. Fill the cache of programs. Return the seconds of the steps."""
+    port, command = free_port(), [sys.executable, "-m", "jaxopt_llm", *train_command(directory, {**flags, **SHORT})]
+    variables = environment(directory.parent)
+    processes = [
+        subprocess.Popen(command, env=variables | join_variables(port, count, rank), stdout=subprocess.DEVNULL)
+        for rank in range(count)
+    ]
+    if codes := [code for process in processes if (code := process.wait())]:
+        raise SystemExit(f"the undisturbed run failed, with exit codes {codes}")
+    events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    times = {event["event"]: event["time"] for event in events}
+    return float(times["end"] - times["start"])
+
+
+class ChaosJob:
+    """Job whose processes have supervisors. As a context manager it kills what is left at the end."""
+
+    def __init__(self, directory: Path, count: int, flags: Mapping[str, object]) -> None:
+        self.directory, self.folder, self.count, self.port = directory, directory.parent, count, free_port()
+        self._command = [sys.executable, "-m", "jaxopt_llm", "supervise", "--restarts", "30", "--backoff", "0.2", "--"]
+        self._command += train_command(directory, {**flags, **SHORT})
+        self._variables = environment(self.folder) | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}
+        self._log = (self.folder / "supervisors.log").open("ab")
+        self.supervisors: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> "ChaosJob":
+        self.supervisors = [self._start(rank) for rank in range(self.count)]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for supervisor in self.supervisors:
+            supervisor.kill()  # its program dies with it
+            supervisor.wait()
+        self._log.close()
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        variables = self._variables | join_variables(self.port, self.count, rank)
+        return subprocess.Popen(self._command, env=variables, stdout=self._log, stderr=self._log)
+
+    def wait(self, seconds: float = 600) -> int | None:
+        """Wait for the end of the job. Return the exit code of all supervisors, None if they differ or hang."""
+        deadline = time.monotonic() + seconds
+        try:
+            codes = {each.wait(max(deadline - time.monotonic(), 0.1)) for each in self.supervisors}
+        except subprocess.TimeoutExpired:
+            return None
+        return codes.pop() if len(codes) == 1 else None
+
+    def kill_supervisor(self, index: int, away: float) -> None:
+        """Kill a supervisor, and start another one after `away` seconds."""
+        self.supervisors[index].kill()
+        self.supervisors[index].wait()
+
+        def restart() -> None:
+            time.sleep(away)
+            self.supervisors[index] = self._start(index)
+
+        threading.Thread(target=restart, daemon=True).start()
+
+    def children(self, process: int) -> list[int]:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            return [int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+        return []
+
+    def program(self, index: int) -> int:
+        """Return the process id of a host's program, waiting until it runs."""
+        while not (found := self.children(self.supervisors[index].pid)):
+            time.sleep(LOOK_SECONDS)
+        return found[0]
+
+    def signal_program(self, index: int, signum: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.program(index), signum)
+
+
+class Watcher:
+    """What the files of a run and the process table say of a job."""
+
+    def __init__(self, job: ChaosJob) -> None:
+        self._job = job
+        self.detected: float | None = None
+        self.last_reached = self.resumed_from = 0
+        self._began, self._starts, self._programs = 0.0, 0, set[int]()
+
+    def begin(self) -> None:
+        """Begin to measure, just before a fault."""
+        self._began, self.detected = time.monotonic(), None
+        self._starts, self.last_reached = len(self._list_starts()), self.last_step()
+        self._programs = self._list_programs()
+
+    def last_step(self) -> int:
+        records = _read_lines(self._job.directory / "metrics.jsonl")
+        return int(records[-1]["step"]) if records else 0
+
+    def wait_for_step(self, step: int, seconds: float = 600) -> None:
+        deadline = time.monotonic() + seconds
+        while self.last_step() < step:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"the run did not reach step {step} in {seconds:g} s")
+            time.sleep(LOOK_SECONDS)
+
+    def wait_until_resumed(self, restarts: bool, seconds: float) -> float | None:
+        """Return the seconds from the fault to the next step, None if there is none in time.
+
+        restarts: the job has to start again; otherwise it goes on by itself.
+        """
+        while (waited := time.monotonic() - self._began) < seconds:
+            if self.detected is None and not self._programs <= self._list_programs():
+                self.detected = round(waited, 2)
+            starts = self._list_starts()
+            if restarts and len(starts) > self._starts:
+                self.resumed_from = starts[-1]["step"]
+                if self.last_step() > self.resumed_from:
+                    return round(waited, 1)
+            elif not restarts and self.last_step() > self.last_reached + 2:
+                return round(waited, 1)
+            time.sleep(LOOK_SECONDS)
+        return None
+
+    def count_ends(self) -> int:
+        return len(_read_lines(self._job.directory / "faults.jsonl"))
+
+    def ends_since(self, count: int) -> list[tuple[int, int]]:
+        """Return (host, exit code) of the programs that ended, from the journal after its first `count` lines."""
+        entries = _read_lines(self._job.directory / "faults.jsonl")[count:]
+        return [(int(index), code) for entry in entries for index, code in entry.get("codes", {}).items()]
+
+    def _list_starts(self) -> list[dict[str, Any]]:
+        events = _read_lines(self._job.directory / "events.jsonl")
+        return [event for event in events if event["event"] in ("start", "resume")]
+
+    def _list_programs(self) -> set[int]:
+        return {child for supervisor in self._job.supervisors for child in self._job.children(supervisor.pid)}
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of a file, without those that are cut."""
+    found = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+def read_state(directory: Path, step: int) -> dict[str, bytes]:
+    """Return the bytes of all arrays of a checkpoint."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    items = {name: ocp.args.StandardRestore(fallback_sharding=device) for name in ("masters", "moments")}
+    with ocp.CheckpointManager(directory / "checkpoints") as manager:
+        state = dict(manager.restore(step, args=ocp.args.Composite(**items)))
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}

@@ -1,0 +1,186 @@
+"""The supervisor that decides for all hosts of a job: when a round begins, with which hosts, and what follows it.
+
+A round begins when all hosts are there, and ends when the program has ended on all of its hosts. So the programs of a
+job start at the same time, however long each host was away.
+"""
+
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxopt_llm.core.errors import ProcessLost
+from jaxopt_llm.supervision.host import End, Host
+from jaxopt_llm.supervision.journal import Journal, last_start, newest_checkpoint
+from jaxopt_llm.supervision.members import Members
+from jaxopt_llm.supervision.meshes import Meshes
+from jaxopt_llm.supervision.policy import FINAL, STOPPED, Patience, find_cause, find_final_code
+from jaxopt_llm.supervision.task import Place, Task, join_address, split_address
+
+LOOK_SECONDS = 0.5  # between two looks at the run's files and at the clock
+STRAGGLER_SECONDS = 60.0  # time that the other programs have to end after the first one has failed
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Numbers of hosts of a round.
+
+    Attributes:
+        hosts: of the recipe's mesh; further ones wait as spares.
+        least: smallest number of a round that begins without hosts that are missing.
+        elastic_seconds: how long missing hosts are waited for; None: without limit.
+    """
+
+    hosts: int
+    least: int
+    elastic_seconds: float | None
+
+
+class Leader:
+    """Leader of a job. A job of one host has no members."""
+
+    def __init__(self, host: Host, task: Task, limits: Limits, patience: Patience, members: Members) -> None:
+        self._host, self._task, self._limits, self._members = host, task, limits, members
+        self._patience = patience
+        self._meshes = Meshes(task, limits.hosts)
+        self._journal = Journal(task.directory)
+        self._fault_at: float | None = None  # until the run is back
+        self._start_seen = last_start(task.directory)  # before the round
+        self._not_before = time.monotonic()  # end of the pause
+        self._round: tuple[int, ...] = ()  # indices of its hosts
+        self._trains = False  # the steps of the round have begun
+
+    def run(self) -> int | None:
+        """Lead rounds until the job ends, and return its exit code; None: another supervisor leads."""
+        while self._gather():
+            grows, ends = self._run_round()
+            own = next((end.code for end in ends if end.index == self._host.index), None)
+            if self._host.stopped:
+                return STOPPED if own is None else own
+            if grows and all(end.code == STOPPED for end in ends):
+                continue
+            final = self._judge(ends)
+            if final is not None:
+                self._members.dismiss(final)
+                return final
+        return STOPPED if self._host.stopped else None
+
+    def _gather(self) -> bool:
+        """Wait for the hosts of the next round, and begin it. Return False if there is none that this host leads."""
+        began = time.monotonic()
+        while not self._host.stopped and not self._members.superseded(self._task.directory):
+            now, present = time.monotonic(), self._present()
+            is_late = self._limits.elastic_seconds is not None and now >= began + self._limits.elastic_seconds
+            if now >= self._not_before and (len(present) >= self._limits.hosts or is_late):
+                chosen = self._choose(present)
+                if chosen:
+                    self._begin(chosen)
+                    return True
+            self._members.serve(LOOK_SECONDS if now >= self._not_before else min(LOOK_SECONDS, self._not_before - now))
+        return False
+
+    def _present(self) -> list[int]:
+        return sorted({self._host.index, *self._members.indices()})
+
+    def _choose(self, present: Sequence[int]) -> tuple[int, ...]:
+        """Return the hosts of the largest round that has a mesh, () if there is none or it is not known yet."""
+        for count in range(min(len(present), self._limits.hosts), self._limits.least - 1, -1):
+            if not self._meshes.knows(count):
+                self._meshes.prepare(count, self._limits.least)
+                return ()
+            if self._meshes.flags(count) is not None:
+                return tuple(present[:count])
+        return ()
+
+    def _begin(self, chosen: tuple[int, ...]) -> None:
+        """Start the program on the hosts of a round."""
+        flags = self._meshes.flags(len(chosen))
+        assert flags is not None
+        if self._round and chosen != self._round:
+            self._host.say(f"continues on {len(chosen)} host(s): {', '.join(map(str, chosen))}")
+            self._journal.write_hosts(chosen, flags)
+        self._round, self._trains, self._start_seen = chosen, False, last_start(self._task.directory)
+        for rank, index in enumerate(chosen):
+            place = Place(self._coordinator(chosen[0]), len(chosen), rank, flags)
+            if index == self._host.index:
+                self._host.start(self._task.command(place), self._task.variables(place))
+            else:
+                self._members.send(index, {"start": place.to_json()})
+        if self._limits.elastic_seconds is not None:
+            self._meshes.prepare(len(chosen) - 1, self._limits.least)
+
+    def _coordinator(self, first: int) -> str:
+        """Return host:port of process 0 of a round. first: the host that it runs on."""
+        if first == 0:
+            return self._task.job.coordinator
+        return join_address(self._members.address(first), split_address(self._task.job.coordinator)[1])
+
+    def _run_round(self) -> tuple[bool, list[End]]:
+        """Wait until the program has ended on all hosts of the round. Return whether it ended to grow, and the ends."""
+        ends: list[End] = []
+        grows, failed_at = False, None
+        while waited := set(self._round) - {end.index for end in ends}:
+            own = self._host.poll()
+            for end in (*self._members.take_ends(), *([own] if own else [])):
+                if end.index in waited:
+                    ends.append(end)
+                    waited.discard(end.index)
+            if self._host.stopped and not self._host.running:
+                break
+            now = time.monotonic()
+            if failed_at is None and any(end.code not in (0, STOPPED) for end in ends):
+                failed_at = now
+                self._fault_at = self._fault_at or now
+            elif failed_at is not None and now > failed_at + STRAGGLER_SECONDS:
+                self._signal(waited, signal.SIGKILL)
+            if not ends:
+                self._note_start(now)
+                if self._trains and not grows and self._may_grow():
+                    grows = True
+                    self._signal(self._round[:1], signal.SIGTERM)  # all save, and end with 75
+            if waited:
+                self._members.serve(LOOK_SECONDS)
+        return grows, ends
+
+    def _signal(self, indices: Sequence[int] | set[int], signum: int) -> None:
+        """Send a signal to the program on some hosts."""
+        for index in indices:
+            if index == self._host.index:
+                self._host.send(signum)
+            else:
+                self._members.send(index, {"signal": int(signum)})
+
+    def _note_start(self, now: float) -> None:
+        """Notice when the steps of a round begin, and write it into the journal if this follows a fault."""
+        if self._trains or last_start(self._task.directory) == self._start_seen:
+            return
+        self._trains = True
+        if self._fault_at is not None:
+            self._journal.write_recovery(now - self._fault_at)
+            self._fault_at = None
+
+    def _may_grow(self) -> bool:
+        """Return whether hosts that came back, and have stayed, allow a larger round."""
+        wait = self._limits.elastic_seconds
+        if wait is None or len(self._round) == self._limits.hosts:
+            return False
+        stayed = [i for i in self._members.indices() if i in self._round or self._members.seconds_here(i) > wait]
+        return len(self._choose(sorted({self._host.index, *stayed}))) > len(self._round)
+
+    def _judge(self, ends: Sequence[End]) -> int | None:
+        """Write the fault that ended a round into the journal. Return the exit code of the job, None to go on."""
+        final, cause = find_final_code(ends), find_cause(ends)
+        if cause is None:
+            return final
+        self._fault_at = self._fault_at or time.monotonic()
+        self._patience = self._patience.after_fault(newest_checkpoint(self._task.directory))
+        if final is None and self._patience.exhausted:
+            final = ProcessLost.exit_code if cause.code is None else cause.code
+        self._journal.write_fault(cause, 0 if final is not None else self._patience.restarts)
+        name = self._journal.describe(cause) + f" on host {cause.index}" * (self._task.job.processes > 1)
+        if final is None:
+            self._not_before = time.monotonic() + self._patience.pause_seconds
+            self._host.say(f"{name}; restart {self._patience.restarts} in {self._patience.pause_seconds:g} s")
+        elif final not in FINAL:
+            self._host.say(f"{name}; no new checkpoint after {self._patience.limit} restarts, so it ends")
+        return final

@@ -1,0 +1,78 @@
+"""Meeting of the supervisors of a job: they find each other by a file in the run directory, which all hosts share.
+
+The file has the address of the leader, and a token that the others must know: only who can read the directory can join.
+"""
+
+import hmac
+import json
+import os
+import secrets
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from jaxopt_llm.core import json_files
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.distributed.peer import Peer
+
+FILE = "supervisors"
+SILENCE_SECONDS = 60.0  # after which a host counts as lost
+PULSE_SECONDS = 5.0  # between two signs of life
+CONNECT_SECONDS = 5.0
+SEND_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Place where the supervisors meet."""
+
+    host: str
+    port: int
+    token: str
+
+    def admits(self, token: object) -> bool:
+        return isinstance(token, str) and hmac.compare_digest(token.encode(), self.token.encode())
+
+
+def call_meeting(directory: Path, host: str) -> tuple[socket.socket, Meeting]:
+    """Listen on an address of this host, and write it into the run directory.
+
+    Raises:
+        InputError: the address is not one of this host.
+    """
+    try:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, 0), family=family, backlog=128)
+    except OSError as error:
+        problem = f"supervise: this host cannot listen on its address {host} ({error})"
+        raise InputError(f"{problem}; set --distributed.coordinator to an address of process 0") from error
+    meeting = Meeting(host, listener.getsockname()[1], secrets.token_hex(16))
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = directory / f"{FILE}.{os.getpid()}"
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(asdict(meeting), file)
+    temporary.replace(directory / FILE)
+    return listener, meeting
+
+
+def find_meeting(directory: Path) -> Meeting | None:
+    """Return the place that the run directory names, where perhaps nobody listens any more; None: it names none."""
+    try:
+        return Meeting(**json_files.parse((directory / FILE).read_text()))
+    except (FileNotFoundError, ValueError, TypeError):  # not written yet, or only in part
+        return None
+
+
+def join_meeting(meeting: Meeting, index: int) -> Peer | None:
+    """Return a connection to the leader; None: nobody listens there."""
+    try:
+        connection = socket.create_connection((meeting.host, meeting.port), timeout=CONNECT_SECONDS)
+    except OSError:
+        return None
+    if connection.getsockname() == connection.getpeername():  # TCP has connected the port with itself: nobody listens
+        connection.close()
+        return None
+    connection.settimeout(SEND_SECONDS)
+    peer = Peer(connection)
+    peer.send({"join": index, "host": socket.gethostname(), "token": meeting.token})
+    return peer

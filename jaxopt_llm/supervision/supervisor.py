@@ -1,0 +1,51 @@
+"""The supervisor of a host: the leader of its job, or a member."""
+
+import math
+import time
+
+from jaxopt_llm.supervision.host import Host
+from jaxopt_llm.supervision.leader import Leader, Limits
+from jaxopt_llm.supervision.meeting import call_meeting, find_meeting, join_meeting
+from jaxopt_llm.supervision.member import Member
+from jaxopt_llm.supervision.members import Members
+from jaxopt_llm.supervision.policy import STOPPED, Patience
+from jaxopt_llm.supervision.task import Task, split_address
+
+_RETRY_SECONDS = 0.5
+_TURN_SECONDS = 5.0  # by which a host waits longer than the one before it, before it leads in place of host 0
+
+
+def supervise(task: Task, limits: Limits, patience: Patience) -> int:
+    """Supervise a program on this host until the job ends, and return the exit code.
+
+    Host 0 leads. With `limits.elastic_seconds`, the next host leads if host 0 is lost, and host 0 then joins it.
+    """
+    host = Host(task.job.index)
+    if task.job.processes == 1:
+        code = Leader(host, task, limits, patience, Members(host)).run()
+        assert code is not None  # nobody else leads
+        return code
+    address = split_address(task.job.coordinator)[0] if host.index == 0 else ""
+    lost_at = time.monotonic()
+    while not host.stopped:
+        result: int | None = None
+        meeting = find_meeting(task.directory)
+        if meeting is not None and (leader := join_meeting(meeting, host.index)):
+            address = address or leader.connection.getsockname()[0]
+            result = Member(host, task, leader).run()
+            lost_at = time.monotonic()
+        elif address and time.monotonic() >= lost_at + _wait_to_lead(host.index, limits):
+            members = Members(host, *call_meeting(task.directory, address))
+            result = Leader(host, task, limits, patience, members).run()
+            members.close(task.directory)
+        if result is not None:
+            return result
+        host.wait(_RETRY_SECONDS)
+    return STOPPED
+
+
+def _wait_to_lead(index: int, limits: Limits) -> float:
+    """Return how long a host waits for the leader before it leads itself."""
+    if index == 0:
+        return 0.0
+    return math.inf if limits.elastic_seconds is None else limits.elastic_seconds + _TURN_SECONDS * index

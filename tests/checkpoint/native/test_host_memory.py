@@ -1,0 +1,75 @@
+"""Tests of the state in the memory of the hosts: what is found after a loss, and who sends what to whom."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from damages import flip
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxopt_llm.checkpoint.native import host_memory
+from jaxopt_llm.checkpoint.native.host_memory import NEXT, OWN, HostMemory
+from jaxopt_llm.distributed.process_group import SINGLE_PROCESS
+
+MESH = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def make_state(spec: PartitionSpec, value: float = 0.0) -> dict[str, jax.Array]:
+    sharding = NamedSharding(MESH, spec)
+    values = {"w": jnp.arange(16.0) + value, "codes": jnp.arange(16, dtype="int8"), "half": jnp.ones(16, jnp.bfloat16)}
+    return {name: jax.device_put(each, sharding) for name, each in values.items()}
+
+
+def open_memory(directory: Path, state: dict[str, jax.Array]) -> HostMemory:
+    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    return HostMemory(directory, target, SINGLE_PROCESS)
+
+
+def of_two_processes(memory: HostMemory) -> HostMemory:
+    """Let the first row of the mesh belong to process 0, and the second to process 1."""
+    memory._owners = [0] * 4 + [1] * 4
+    memory._replicated = all(host_memory._is_on_two_processes(x, memory._owners) for x in memory._target.values())
+    return memory
+
+
+def test_the_newest_intact_step_is_found_with_its_record(tmp_path: Path) -> None:
+    spec = PartitionSpec(("data", "fsdp"))
+    writer = open_memory(tmp_path, make_state(spec))
+    for step in (2, 4, 6):
+        writer.save(step, make_state(spec, step), {"step": step})
+    assert sorted(path.name for path in (tmp_path / "process-0").iterdir()) == ["4", "6"]
+    reader = open_memory(tmp_path, make_state(spec))
+    assert reader.find(after=3) == 6 and reader.record == {"step": 6}
+    for name, found in reader.load().items():
+        np.testing.assert_array_equal(found, make_state(spec, 6)[name])
+        assert found.sharding == NamedSharding(MESH, spec)
+    flip(tmp_path / "process-0" / "6" / OWN)
+    reader = open_memory(tmp_path, make_state(spec))
+    assert reader.find(after=3) == 4
+    assert not (tmp_path / "process-0" / "6").exists()
+    assert open_memory(tmp_path, make_state(PartitionSpec("fsdp"))).find(after=0) is None  # another layout
+    assert open_memory(tmp_path, make_state(spec)).find(after=4) is None
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec("fsdp"), PartitionSpec(("data", "fsdp"))])
+def test_parts_that_are_lost_come_from_the_other_process(spec: PartitionSpec, tmp_path: Path) -> None:
+    """Along `data` it has the same parts; otherwise it keeps those of the next process."""
+    state = make_state(spec, 1)
+    memory = of_two_processes(open_memory(tmp_path, state))
+    replicated = spec == PartitionSpec("fsdp")
+    assert memory._replicated == replicated
+    holds: list[dict[str, Any]] = [{OWN: True} | ({} if replicated else {NEXT: True}), {}]
+    assert memory._is_whole(holds) and not memory._is_whole([{}, {}])
+    assert memory._is_whole([{OWN: True}, {}]) == replicated
+    memory._holders = [0]
+    pairs = memory._find_pairs()
+    assert pairs["w"] == ((0, 4), (1, 5), (2, 6), (3, 7))
+    kept = {name: x if replicated else host_memory._permute(x, memory._ring(-1)) for name, x in state.items()}
+    for name, x in state.items():
+        damaged = host_memory._permute(x, ((0, 0), (1, 1), (2, 2), (3, 3)))  # zeros on the devices of process 1
+        restored = host_memory._replace_lost(damaged, kept[name], pairs[name])
+        for found, expected in zip(restored.addressable_shards, x.addressable_shards, strict=True):
+            np.testing.assert_array_equal(found.data, expected.data)

@@ -1,0 +1,116 @@
+"""What the watchdog concludes from the positions and the seconds of the processes."""
+
+import pytest
+
+from jaxopt_llm.config import Config, DataConfig, WatchdogConfig
+from jaxopt_llm.distributed import activity
+from jaxopt_llm.distributed.activity import Activity, Position, Totals
+from jaxopt_llm.distributed.process_seconds import Pace, PerStep, find_slowest
+from jaxopt_llm.distributed.watchdog import find_behind, find_limit
+
+FLOORS = WatchdogConfig(factor=10, floor_seconds=600, compile_floor_seconds=3600, save_floor_seconds=1800)
+RUN = Config(watchdog=FLOORS, data=DataConfig(stall_seconds=60))
+
+
+class Clock:
+    """Clock that only moves when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(activity, "time", made)
+    return made
+
+
+def test_an_activity_counts_phases_and_waits(clock: Clock) -> None:
+    main = Activity()
+    with main.wait():  # before the first phase
+        assert main.position is None
+    main.enter("data", 7)
+    clock.now += 3
+    main.enter("step")
+    assert main.position == Position(7, "step", 2)
+    with main.wait():
+        clock.now += 2
+        with main.wait():  # a channel within a wait
+            assert main.position == Position(7, "step", 3, waiting=True)
+    assert main.position == Position(7, "step", 3)
+    clock.now += 1
+    main.leave()
+    assert main.position is None
+    assert main.totals == Totals(7, {"data": 3, "step": 3}, {"step": 2})
+    assert (list(main.ended["data"]), list(main.ended["step"])) == ([3], [3])
+    main.forget()
+    main.enter("data", 8)
+    assert not main.ended["data"]
+    assert main.position == Position(8, "data", 4)  # the marks go on, as in all processes
+
+
+@pytest.mark.parametrize(
+    ("phase", "ended", "limit"),
+    [
+        ("data", (), 600),
+        ("data", (1, 2, 3), 600),
+        ("data", (100, 200, 1000), 2000),
+        ("step", (), 3600),  # it may compile
+        ("evaluate", (), 3600),
+        ("step", (1,), 600),
+        ("evaluate", (70,), 700),
+        ("compile", (1,), 3600),
+        ("restore", (1,), 3600),
+        ("save", (), 1800),
+        ("save", (300,), 3000),
+    ],
+)
+def test_a_limit_is_a_multiple_of_the_median_and_at_least_the_floor(
+    phase: activity.Phase, ended: tuple[float, ...], limit: float
+) -> None:
+    assert find_limit(RUN, phase, ended) == limit
+
+
+def test_data_may_take_as_long_as_a_stall_does() -> None:
+    assert find_limit(Config(watchdog=FLOORS, data=DataConfig(stall_seconds=900)), "data", (1,)) == 900
+
+
+def test_the_process_behind_is_the_one_that_the_others_wait_for() -> None:
+    ready = Position(8, "step", 20, waiting=True)
+    in_data = Position(8, "data", 18)
+    assert find_behind({0: ready, 1: in_data, 2: ready}) == [1]
+    # Here process 2 has not begun the wait in which the others are.
+    assert find_behind({0: ready, 1: ready, 2: Position(8, "step", 20)}) == [2]
+    assert find_behind({0: ready, 1: ready}) == [0, 1]
+    assert find_behind({}) == []
+
+
+def per_step(*processes: tuple[float, float, float]) -> PerStep:
+    """Return the seconds of processes, each in data, in a step, and of the latter waiting."""
+    phases = [{"data": data, "step": step, "evaluate": 5.0} for data, step, _ in processes]
+    return PerStep(phases, [{"step": waited, "evaluate": 5.0} for _, _, waited in processes])
+
+
+def test_the_slowest_process_is_the_one_that_waits_least() -> None:
+    # All take 10 s per step. The devices need 6 s, and process 1 reads its batch for 4 s.
+    assert find_slowest(per_step((0, 10, 10), (4, 6, 6), (0, 10, 10))) == (1, 10, 6)
+    # A difference that is small compared with the work of the devices is none.
+    assert find_slowest(per_step((0, 10, 10), (1, 9, 9), (0, 10, 10))) is None
+    assert find_slowest(per_step((0, 10, 10), (0, 10, 10), (0, 10, 10))) is None
+
+
+def test_seconds_are_per_step_since_the_last_result() -> None:
+    def totals(step: int, data: float) -> Totals:
+        return Totals(step, {"compile": 50.0, "data": data}, {"data": data / 2})
+
+    pace = Pace()
+    assert pace.advance([totals(4, 1), totals(4, 2)]) is None
+    assert pace.advance([totals(6, 3), totals(4, 2)]) is None  # process 1 has not reported a step since then
+    found = pace.advance([totals(8, 9), totals(6, 12)])
+    assert found is not None
+    assert found.by_field() == {"process_seconds/data": [2, 5], "process_seconds/waited": [1, 2.5]}
+    assert pace.advance([totals(10, 9), totals(10, 12)], steps=50) is None

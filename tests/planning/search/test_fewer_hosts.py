@@ -1,0 +1,64 @@
+"""Meshes for fewer hosts than a recipe is for."""
+
+import json
+
+import pytest
+from commands import command
+
+from jaxopt_llm.config import Config, MeshConfig, ModelConfig, TrainingConfig
+from jaxopt_llm.planning.search.fewer_hosts import choose_setting, list_flags, scale_mesh
+from jaxopt_llm.planning.search.roofline import Cluster
+
+TOY = ModelConfig(width=64, layers=4, heads=4, kv_heads=4, head_dim=16, mlp_width=128, pattern=("global",))
+
+
+def recipe(model: ModelConfig, batch_size: int, **mesh: int) -> Config:
+    training = TrainingConfig(batch_size=batch_size, sequence_length=2048)
+    return Config(model=model, training=training, mesh=MeshConfig(**mesh))
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_the_batch_stays(hosts: int) -> None:
+    chosen = choose_setting(recipe(TOY, 12, fsdp=4), Cluster("h100", hosts, 1))
+    assert chosen is not None and chosen.mesh.devices == hosts
+    assert chosen.training.batch_size == 12
+    assert 12 % (chosen.mesh.batch_shards * chosen.training.accumulation) == 0
+    changed = {flag.split("=")[0] for flag in list_flags(recipe(TOY, 12, fsdp=4), chosen)}
+    assert changed <= {*(f"--mesh.{axis}" for axis in ("data", "fsdp", "pipeline")), "--training.accumulation"}
+
+
+@pytest.mark.slow
+def test_a_batch_that_does_not_fit_is_taken_in_more_parts() -> None:
+    wide = ModelConfig(width=4096, layers=2, heads=32, kv_heads=32, head_dim=128, mlp_width=11008, pattern=("global",))
+    chosen = choose_setting(recipe(wide, 1024, fsdp=64), Cluster("h100", 1, 2))
+    assert chosen is not None and chosen.training.accumulation > 1
+
+
+def test_a_number_of_devices_that_no_axis_takes_has_no_mesh() -> None:
+    assert choose_setting(recipe(TOY, 8, fsdp=8), Cluster("h100", 7, 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("mesh", "hosts", "count", "expected"),
+    [
+        (MeshConfig(), 4, 3, MeshConfig()),
+        (MeshConfig(fsdp=8), 4, 3, MeshConfig(fsdp=6)),
+        (MeshConfig(data=2, fsdp=4, tensor=2), 4, 2, MeshConfig(data=2, fsdp=2, tensor=2)),
+        (MeshConfig(data=4, fsdp=2), 4, 3, MeshConfig(fsdp=6)),
+        (MeshConfig(fsdp=2, tensor=4), 4, 3, None),
+    ],
+)
+def test_an_own_model_splits_the_batch_less(
+    mesh: MeshConfig, hosts: int, count: int, expected: MeshConfig | None
+) -> None:
+    assert scale_mesh(mesh, hosts, count) == expected
+
+
+@pytest.mark.slow
+def test_the_command_prints_flags_by_number_of_hosts() -> None:
+    recipe = ("--config", "quickstart.py", "--mesh.fsdp", 4, "--training.batch-size", 8)
+    done = command("planning.search.fewer_hosts", 4, "2,3", *recipe)
+    assert (done.returncode, done.stderr) == (0, "")
+    flags = json.loads(done.stdout)
+    assert flags["2"] == ["--mesh.fsdp=2"]
+    assert flags["3"] is None or all(flag.startswith("--") for flag in flags["3"])

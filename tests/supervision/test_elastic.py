@@ -1,0 +1,237 @@
+"""Supervisors of several hosts, each a process of this machine with a folder of its own, and one run directory."""
+
+import contextlib
+import json
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import metrics, start_training, tiny
+from gates import DEADLINE, finish
+from ports import free_address
+from test_death import logged
+from test_supervisor import NEXT_LINE, faults, journal, start_supervisor, starts
+
+# Part of a program: note its place in the job.
+NOTE = "echo $RANK of $WORLD_SIZE >> places; "
+# Part of a program: say that the steps begin, as train does.
+BEGIN = 'echo "{{\\"event\\": \\"start\\", \\"time\\": {}}}" >> ../run/events.jsonl; '
+
+
+class Hosts:
+    """Hosts of a job.
+
+    Attributes:
+        run: the run directory.
+        running: supervisors by the index of their host.
+    """
+
+    def __init__(self, folder: Path, count: int, *options: object) -> None:
+        self.folder, self.run, self.count, self._options = folder, folder / "run", count, options
+        self.address = free_address()
+        self.running: dict[int, subprocess.Popen[str]] = {}
+        self.run.mkdir()
+
+    def home(self, index: int) -> Path:
+        return self.folder / f"host{index}"
+
+    def plan(self, index: int, *lines: str) -> None:
+        """Set what the program does on a host at each start, as shell programs."""
+        self.home(index).mkdir(exist_ok=True)
+        (self.home(index) / "plan").write_text("\n".join(lines) + "\n")
+
+    def start(self, index: int, *program: object) -> subprocess.Popen[str]:
+        """Start the supervisor of a host. program: by default the one that does what is planned."""
+        address, port = self.address.split(":")
+        job = {"MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": str(self.count), "RANK": str(index)}
+        options = ("--run-directory", self.run, "--backoff", 0.01, *self._options)
+        self.home(index).mkdir(exist_ok=True)
+        words = program or ("sh", "-c", NEXT_LINE)
+        self.running[index] = start_supervisor(self.home(index), *options, "--", *words, **job)
+        return self.running[index]
+
+    def lose(self, index: int) -> None:
+        """Kill the supervisor of a host, with which its program dies."""
+        self.running[index].kill()
+        self.running[index].wait(DEADLINE)
+
+    def places(self, index: int) -> list[str]:
+        path = self.home(index) / "places"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def finish(self, code: int = 0) -> None:
+        for process in self.running.values():
+            finish(process, code)
+
+
+@pytest.fixture
+def make_hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
+    with contextlib.ExitStack() as scope:
+
+        def make(count: int, *options: object) -> Hosts:
+            hosts = Hosts(tmp_path, count, *options)
+            scope.callback(lambda: [process.kill() for process in hosts.running.values()])
+            return hosts
+
+        yield make
+
+
+def await_that(happens: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def wait_for(*files: str) -> str:
+    """Return a part of a program that waits for files in the run directory."""
+    return "".join(f"while [ ! -e ../run/{file} ]; do sleep 0.05; done; " for file in files)
+
+
+def test_all_hosts_start_again_together(make_hosts: Callable[..., Hosts]) -> None:
+    hosts = make_hosts(3)
+    # Each needs the others in its second round: none may begin before all programs of the first have ended.
+    for index in range(3):
+        end = "echo shot >&2; kill -9 $$" if index == 1 else f"sleep 0.{index}; echo process 1 has died >&2; exit 5"
+        second = f"touch ../run/second{index}; " + wait_for("second0", "second1", "second2") + "exit 0"
+        hosts.plan(index, end, second)
+    for index in (2, 1, 0):
+        hosts.start(index)
+    hosts.finish()
+    assert [starts(hosts.home(index)) for index in range(3)] == [2, 2, 2]
+    (fault,) = journal(hosts.run)
+    assert (fault["fault"], fault["process"], fault["what"], fault["restart"]) == ("SIGKILL", 1, "shot", 1)
+
+
+@pytest.mark.parametrize(("own", "others"), [(2, 2), (3, 5)])
+def test_an_error_ends_the_job_on_all_hosts(own: int, others: int, make_hosts: Callable[..., Hosts]) -> None:
+    hosts = make_hosts(2)
+    hosts.plan(0, f"exit {others}", "exit 0")
+    hosts.plan(1, f"exit {own}", "exit 0")
+    hosts.start(0)
+    hosts.start(1)
+    hosts.finish(own)
+
+
+def test_a_missing_host_is_waited_for(make_hosts: Callable[..., Hosts]) -> None:
+    """Check also that a process that misses another one at its start, which is exit code 2, does not end the job."""
+    hosts = make_hosts(2)
+    hosts.plan(0, wait_for("lost") + "exit 2", "exit 0")
+    hosts.plan(1, "touch ../run/here; while :; do sleep 0.05; done", "exit 0")
+    hosts.start(0)
+    hosts.start(1)
+    await_that((hosts.run / "here").exists)
+    hosts.lose(1)
+    (hosts.run / "lost").touch()
+    await_that(lambda: journal(hosts.run))
+    time.sleep(1)
+    assert starts(hosts.home(0)) == 1
+    hosts.start(1)
+    hosts.finish()
+    assert [starts(hosts.home(index)) for index in range(2)] == [2, 2]
+    assert [fault["fault"] for fault in journal(hosts.run)] == ["host lost"]
+
+
+def test_a_lost_host_is_left_out_and_taken_in_again(make_hosts: Callable[..., Hosts]) -> None:
+    hosts = make_hosts(3, "--elastic", 3)
+    stop = "trap 'touch ../run/stop; exit 75' TERM; "
+    hosts.plan(
+        0,
+        NOTE + BEGIN.format(1) + wait_for("lost") + "exit 5",
+        stop + NOTE + BEGIN.format(2) + "while :; do sleep 0.05; done",
+        NOTE + "exit 0",
+    )
+    hosts.plan(1, NOTE + "touch ../run/here; while :; do sleep 0.05; done", NOTE + "exit 0")
+    hosts.plan(2, NOTE + wait_for("lost") + "exit 5", NOTE + wait_for("stop") + "exit 75", NOTE + "exit 0")
+    for index in (2, 1, 0):  # the others wait for host 0
+        hosts.start(index)
+    await_that((hosts.run / "here").exists)
+    hosts.lose(1)
+    (hosts.run / "lost").touch()
+    await_that(lambda: len(hosts.places(0)) == 2)
+    hosts.start(1)
+    hosts.finish()
+    assert hosts.places(0) == ["0 of 3", "0 of 2", "0 of 3"]
+    assert hosts.places(1) == ["1 of 3", "1 of 3"]
+    assert hosts.places(2) == ["2 of 3", "1 of 2", "2 of 3"]
+    assert [entry["hosts"] for entry in journal(hosts.run) if "hosts" in entry] == [[0, 2], [0, 1, 2]]
+    assert [fault["fault"] for fault in faults(hosts.run)] == ["host lost"]  # that it grows is none
+
+
+def test_another_host_leads_if_the_first_is_lost(make_hosts: Callable[..., Hosts]) -> None:
+    hosts = make_hosts(3, "--elastic", 3)
+    hosts.plan(0, NOTE + "touch ../run/here; while :; do sleep 0.05; done", NOTE + "exit 0")
+    hosts.plan(1, NOTE + wait_for("lost") + "exit 5", NOTE + "exit 0")
+    hosts.plan(2, NOTE + wait_for("lost") + "exit 5", NOTE + "exit 0")
+    for index in (2, 1, 0):  # the others wait for host 0
+        hosts.start(index)
+    await_that((hosts.run / "here").exists)
+    hosts.lose(0)
+    (hosts.run / "lost").touch()
+    del hosts.running[0]
+    hosts.finish()
+    assert (hosts.places(1), hosts.places(2)) == (["1 of 3", "0 of 2"], ["2 of 3", "1 of 2"])
+
+
+def test_a_spare_takes_the_place_of_a_lost_host(make_hosts: Callable[..., Hosts]) -> None:
+    hosts = make_hosts(3, "--hosts", 2)
+    hosts.plan(0, NOTE + wait_for("lost") + "exit 5", NOTE + "exit 0")
+    hosts.plan(1, NOTE + "touch ../run/here; while :; do sleep 0.05; done")
+    hosts.plan(2, NOTE + "exit 0")
+    hosts.start(0)
+    hosts.start(1)
+    await_that((hosts.run / "here").exists)
+    hosts.start(2)
+    hosts.lose(1)
+    (hosts.run / "lost").touch()
+    del hosts.running[1]
+    hosts.finish()
+    assert [hosts.places(index) for index in range(3)] == [["0 of 2", "0 of 2"], ["1 of 2"], ["1 of 2"]]
+
+
+def test_a_stranger_is_not_admitted(make_hosts: Callable[..., Hosts]) -> None:
+    hosts = make_hosts(2)
+    for index in range(2):
+        hosts.plan(index, "exit 0")
+    hosts.start(0)
+    await_that((hosts.run / "supervisors").exists)
+    meeting = json.loads((hosts.run / "supervisors").read_text())
+    assert (hosts.run / "supervisors").stat().st_mode & 0o077 == 0
+    for message in (b'{"join": 1, "host": "x", "token": "guess"}\n', b"GET / HTTP/1.1\r\n\r\n", b"[1]\n"):
+        with socket.create_connection((meeting["host"], meeting["port"]), timeout=DEADLINE) as stranger:
+            stranger.sendall(message)
+            assert stranger.recv(100) == b""
+    assert starts(hosts.home(0)) == 0
+    hosts.start(1)
+    hosts.finish()
+
+
+@pytest.mark.slow
+def test_a_run_shrinks_and_grows_with_the_losses_of_an_undisturbed_one(
+    make_hosts: Callable[..., Hosts], tmp_path: Path
+) -> None:
+    steps = 200
+    run = ("--mesh.fsdp", 3, "--training.batch-size", 12, "--precision.compute-dtype", "float32")
+    run += ("--training.steps", steps, "--evaluation.every", 100, "--checkpoint.every", 10)
+    run += ("--logging.tensorboard", False)
+    whole = tmp_path / "whole"
+    finish(start_training(whole, *run))
+
+    hosts = make_hosts(3, "--elastic", 5)
+    program = ("train", *tiny(hosts.run), *run)
+    for index in (2, 1, 0):  # the others wait for host 0
+        hosts.start(index, *program)
+    await_that(lambda: logged(hosts.run) >= 12)
+    hosts.lose(1)
+    await_that(lambda: any(entry.get("hosts") == [0, 2] for entry in journal(hosts.run)))
+    hosts.start(1, *program)  # it has been there for long when the others train again
+    hosts.finish()
+    assert [entry["hosts"] for entry in journal(hosts.run) if "hosts" in entry] == [[0, 2], [0, 1, 2]]
+    records = [{entry["step"]: entry for entry in metrics(directory)} for directory in (hosts.run, whole)]
+    assert [*records[0]] == [*records[1]] == [*range(1, steps + 1)]
+    losses = [[entry["loss"] for entry in run.values()] for run in records]
+    np.testing.assert_allclose(*losses, rtol=1e-5)

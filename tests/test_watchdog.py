@@ -1,0 +1,202 @@
+"""Jobs that make no progress: they end with exit code 5, and name the process that the others wait for."""
+
+import json
+import re
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from commands import some_text, start_python
+from gates import Gate, finish, start_gated
+from ports import free_address
+from test_death import logged
+
+LIMIT = 2  # seconds
+
+# Program of a process that runs phases as a run does, and exchanges messages in place of collectives. Its arguments:
+# address, number of processes, index, run directory, and how process 1 hangs.
+PHASES = f"""
+import sys, threading, time
+import jax
+from jaxopt_llm.config import Config, DataConfig, DistributedConfig, RunConfig, WatchdogConfig
+from jaxopt_llm.core import errors
+from jaxopt_llm.distributed import process_group
+from jaxopt_llm.distributed.launchers import Job
+from jaxopt_llm.distributed.watchdog import Watchdog
+
+address, count, index, directory, hangs = sys.argv[1:]
+config = Config(
+    run=RunConfig(directory=directory),
+    data=DataConfig(stall_seconds={LIMIT}),
+    watchdog=WatchdogConfig(floor_seconds={LIMIT}, save_floor_seconds={LIMIT}, factor=1),
+)
+
+def stick(where):
+    if hangs == where and index == "1":
+        time.sleep(1000)
+
+def save(processes):
+    processes.saving.enter("save", 3)
+    stick("save")
+    processes.channel("saved", processes.saving).exchange("")
+    processes.saving.leave()
+
+def main():
+    with process_group.join_job(Job(address, int(count), int(index)), DistributedConfig(), {{}}) as processes:
+        processes.note_checkpoint(0)
+        channel = processes.channel("step")
+        with Watchdog(config, processes, print):
+            for step in range(1, 10):
+                processes.main.enter("data", step)
+                if step == 3:
+                    stick("data")
+                processes.main.enter("step")
+                if step == 3:
+                    stick("step")
+                    if hangs == "save":
+                        threading.Thread(target=save, args=[processes]).start()
+                channel.exchange("")
+                if step == 3 and hangs == "collective":
+                    with processes.main.wait():  # as for a device
+                        time.sleep(1000)
+            while hangs != "nothing":
+                processes.main.enter("data", 10)
+                time.sleep(0.1)
+
+errors.run_command(main)
+"""
+
+
+def start_phases(directory: Path, hangs: str, count: int = 3) -> list[subprocess.Popen[str]]:
+    address = free_address()
+    return [start_python("-c", PHASES, address, count, index, directory, hangs) for index in range(count)]
+
+
+HOST = socket.gethostname()
+REMEDY = "there is no checkpoint yet: run again to start at step 0"
+
+
+@pytest.mark.parametrize(
+    ("hangs", "named", "doing", "at"),
+    [
+        ("data", f"process 1 ({HOST}) of 3", "it is in", "phase data of step 3"),
+        ("step", f"process 1 ({HOST}) of 3", "it is in", "phase step of step 3"),
+        ("save", f"process 1 ({HOST}) of 3", "it is in", "phase save of step 3"),
+        (
+            "collective",
+            ", ".join(f"process {index} ({HOST})" for index in range(3)) + " of 3",
+            "it waits for a device or a collective in",
+            "phase step of step 3",
+        ),
+    ],
+    ids=["data", "step", "save", "collective"],
+)
+def test_a_job_without_progress_ends_and_names_who_is_behind(
+    hangs: str, named: str, doing: str, at: str, tmp_path: Path
+) -> None:
+    processes = start_phases(tmp_path, hangs)
+    for index, process in enumerate(processes):
+        _, stderr = finish(process, 5)
+        line = next(line for line in stderr.splitlines() if line.startswith("error: "))
+        found = re.fullmatch(
+            r"error: (.*) makes no progress: (.*) (phase .*) for (\d+) s, over its limit .*; (.*)", line
+        )
+        assert found, stderr
+        assert found.group(1, 2, 3, 5) == (named, doing, at, REMEDY)
+        assert int(found[4]) >= LIMIT
+        stacks = (tmp_path / f"stacks.{index}.{HOST}.txt").read_text()
+        assert line.removeprefix("error: ") in stacks
+        assert "most recent call first" in stacks
+        assert ("in stick" in stacks) == (index == 1 and hangs != "collective")
+
+
+def test_a_job_that_advances_is_left_alone(tmp_path: Path) -> None:
+    for process in start_phases(tmp_path, "nothing", 2):
+        finish(process)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_flags_of_xla_are_refused(tmp_path: Path) -> None:
+    address = free_address()
+    start = [
+        start_python("-c", PHASES, address, 2, index, tmp_path, "nothing", XLA_FLAGS=flags)
+        for index, flags in enumerate(("", "--xla_cpu_enable_fast_math=true"))
+    ]
+    for process in start:
+        assert "XLA_FLAGS is --xla_cpu_enable_fast_math=true on process 1" in finish(process, 2)[1]
+
+
+RUN_LIMIT = 10  # seconds; other tests may slow a step down to seconds
+
+
+def start_run(
+    directory: Path, gate: Gate | None, *overrides: object, **environment: str
+) -> list[subprocess.Popen[str]]:
+    """Start a training of two processes. gate, environment: of process 1."""
+    job = ("--distributed.coordinator", free_address(), "--distributed.processes", 2, "--mesh.fsdp", 2)
+    run = (
+        *job,
+        *some_text(directory.parent / "documents.jsonl"),
+        "--training.steps",
+        10**6,
+        "--evaluation.every",
+        10**6,
+    )
+    run = (*run, "--watchdog.floor-seconds", RUN_LIMIT, "--watchdog.save-floor-seconds", 2 * RUN_LIMIT)
+    run = (*run, "--data.stall-seconds", RUN_LIMIT, *overrides)
+    first = start_gated(directory, [], *run, "--distributed.process-id", 0)
+    gates = [gate] if gate else []
+    return [first, start_gated(directory, gates, *run, "--distributed.process-id", 1, **environment)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "phase", "reason"),
+    [
+        ("jaxopt_llm.data.loader:_poll", "data", "a main thread that waits for data"),
+        ("jaxopt_llm.training.decoder_workload:DecoderWorkload.step", "step", "a collective that never returns"),
+    ],
+    ids=["data", "step"],
+)
+def test_a_run_ends_if_one_process_stops(function: str, phase: str, reason: str, tmp_path: Path) -> None:
+    run, gate = tmp_path / "run", Gate(tmp_path / "gate", function, 6)
+    processes = start_run(run, gate)
+    for index, process in enumerate(processes):
+        _, stderr = finish(process, 5)
+        assert f"process 1 ({HOST}) of 2 makes no progress: it is in phase {phase} of step 6 for" in stderr, reason
+        assert "in gated" in (run / f"stacks.1.{HOST}.txt").read_text()
+        assert (run / f"stacks.{index}.{HOST}.txt").exists()
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(records) >= 4
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_while_a_save_is_slow_and_ends_if_it_never_returns(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    gate = Gate(tmp_path / "gate", "jaxopt_llm.checkpoint.native.integrity:sync_and_hash")
+    processes = start_run(run, gate, "--checkpoint.every", 5)
+    (stdout, stderr), _ = [finish(process, 5) for process in processes]
+    assert f"process 1 ({HOST}) of 2 makes no progress: it is in phase save of step 5 for" in stderr
+    assert stdout.count("the save of step 5 is slow") == 1
+    assert "is not saved: the save of step 5 goes on" in stdout
+    assert logged(run) > 10
+
+
+@pytest.mark.slow
+def test_a_run_of_one_process_is_watched_if_asked(tmp_path: Path) -> None:
+    run, gate = tmp_path / "run", Gate(tmp_path / "gate", "jaxopt_llm.data.loader:_poll", 6)
+    watched = ("--watchdog.single-process", True, "--watchdog.floor-seconds", RUN_LIMIT)
+    watched = (*watched, "--data.stall-seconds", RUN_LIMIT)
+    _, stderr = finish(start_gated(run, [gate], "--training.steps", 10, *watched), 5)
+    assert f"process 0 ({HOST}) of 1 makes no progress: it is in phase data of step 6" in stderr
+    assert "in gated" in (run / f"stacks.0.{HOST}.txt").read_text()
+
+
+@pytest.mark.slow
+def test_other_settings_of_jax_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    for process in start_run(tmp_path / "run", None, JAX_DEFAULT_MATMUL_PRECISION="highest"):
+        _, stderr = finish(process, 2)
+        assert "jax_default_matmul_precision is highest on process 1 and None on process 0" in stderr
+        assert "hash of the lowered step is" in stderr
+    assert not logged(tmp_path / "run")

@@ -1,0 +1,233 @@
+"""Tests of the check for silent corruption: flipped bits are found, on the device that holds them, and nothing else."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from jax.sharding import PartitionSpec
+from test_loop import tiny
+
+from jaxopt_llm import train as command
+from jaxopt_llm.config import (
+    Config,
+    LoraConfig,
+    MeshConfig,
+    OptimizerConfig,
+    RematConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+from jaxopt_llm.core import tree
+from jaxopt_llm.core.errors import StateCorrupted
+from jaxopt_llm.observe.preemption import Preemption
+from jaxopt_llm.training import decoder_step, decoder_workload, replicas
+from jaxopt_llm.training.state import TrainState, initialize_state
+
+TRIALS = 20
+
+
+@functools.cache
+def make_program(zero_stage: int = 0, **axes: int) -> tuple[Any, Any]:
+    placement = toy.placement(zero_stage, **axes)
+    training = TrainingConfig(batch_size=8, sequence_length=8)
+    sections = OptimizerConfig(), ScheduleConfig(warmup_steps=0), RematConfig(), LoraConfig()
+    return toy.make_program(toy.UNIFORM, training, *sections, placement), placement
+
+
+def make_state(zero_stage: int = 0, **axes: int) -> TrainState:
+    program, placement = make_program(zero_stage, **axes)
+    return initialize_state(program.specs, program.optimizers, 0, placement)
+
+
+def flip(leaf: jax.Array, device: int, element: int, bit: int) -> jax.Array:
+    """Return the array with one bit flipped in the part of one device."""
+    parts = []
+    for shard in leaf.addressable_shards:
+        values = np.array(shard.data)
+        if shard.device.id == device:
+            words = values.reshape(-1).view(f"u{values.dtype.itemsize}")
+            words[element % words.size] ^= words.dtype.type(1 << (bit % (8 * values.dtype.itemsize)))
+        parts.append(jax.device_put(values, shard.device))
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
+
+
+def flip_in_state(state: TrainState, names: tuple[str, ...], random: np.random.Generator) -> tuple[TrainState, int]:
+    """Flip a random bit of a random leaf of the named trees on a random device. Return the state and the device."""
+    paths = [path for path, _ in tree.leaves_with_path(state) if path.split("/")[0] in names]
+    chosen, device = random.choice(paths), int(random.integers(jax.device_count()))
+    element, bit = int(random.integers(2**20)), int(random.integers(32))
+
+    def change(path: str, leaf: jax.Array) -> jax.Array:
+        return flip(leaf, device, element, bit) if path == chosen else leaf
+
+    return tree.map_with_path(change, state), device
+
+
+def find(state: TrainState) -> dict[str, list[int]]:
+    found = replicas.find_differences(state, replicas.compute_sums(state))
+    return {path: devices.tolist() for path, devices in found.items()}
+
+
+@pytest.mark.parametrize("names", [("masters",), ("moments",)])
+def test_a_flipped_bit_is_found_on_its_device(names: tuple[str, ...]) -> None:
+    random, state = np.random.default_rng(0), make_state(data=8)
+    assert not find(state)
+    for _ in range(TRIALS):
+        changed, device = flip_in_state(state, names, random)
+        assert [*find(changed).values()] == [[device]]
+
+
+def test_of_two_copies_both_devices_are_named() -> None:
+    """The state is divided over `fsdp`, and copied over `data`."""
+    state = make_state(3, data=2, fsdp=4)
+    assert replicas.has_replicas(state) and not find(state)
+    changed, device = flip_in_state(state, ("masters",), np.random.default_rng(1))
+    (found,) = find(changed).values()
+    assert device in found and len(found) in (2, 8)  # a norm's scale has a copy on every device
+    if len(found) == 2:
+        assert found[1] - found[0] == 4
+
+
+def test_a_state_without_copies_is_known() -> None:
+    assert not replicas.has_replicas(make_state(3, fsdp=8))
+    assert not replicas.has_replicas(make_state(1, fsdp=8))  # the compute copy has copies, the masters do not
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int32", "bool", "float8_e4m3fn", "int4"])
+def test_a_sum_changes_with_every_bit_and_with_the_order(dtype: str) -> None:
+    values = jnp.asarray(np.random.default_rng(0).integers(0, 2, (3, 5)), dtype)
+    sums = {int(replicas.sum_bits(values))}
+    for index in range(15):
+        changed = values.reshape(-1).at[index].set(1 - values.reshape(-1)[index]).reshape(3, 5)
+        sums.add(int(replicas.sum_bits(changed)))
+    assert len(sums) == 16
+    swapped = jnp.asarray([[1, 0], [0, 1]], dtype)
+    assert replicas.sum_bits(swapped) != replicas.sum_bits(swapped[::-1])
+
+
+@functools.cache
+def make_faults() -> tuple[np.ndarray, ...]:
+    """Return the device and the bit of each trial. The lowest bits are left out: rounding hides them."""
+    random = np.random.default_rng(0)
+    return tuple(random.integers(low, high, TRIALS) for low, high in ((0, 8), (8, 31)))
+
+
+def test_a_bit_flipped_in_a_gradient_on_one_device_is_found_after_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In step t a bit is flipped after the sum over the devices, as trial t says.
+
+    It is a bit of the largest element of a gradient. Most gradients of the embedding are 0, and with one bit flipped
+    they are too small to change anything.
+    """
+    devices, bits = map(jnp.asarray, make_faults())
+
+    def damage(gradient: jax.Array, trial: jax.Array) -> jax.Array:
+        words = jax.lax.bitcast_convert_type(gradient, jnp.uint32).reshape(-1)
+        mask = jnp.where(jax.lax.axis_index("data") == devices[trial], jnp.uint32(1) << bits[trial].astype("uint32"), 0)
+        largest = jnp.argmax(jnp.abs(gradient.reshape(-1)))
+        words = words.at[largest].set(words[largest] ^ mask)
+        return jax.lax.bitcast_convert_type(words, jnp.float32).reshape(gradient.shape)
+
+    def update(differentiate: Any, optimizers: Any, specs: Any, placement: Any, settings: Any) -> Any:
+        def differentiate_wrongly(state: TrainState, *rest: Any) -> Any:
+            found = differentiate(state, *rest)
+            gradients, structure = jax.tree.flatten(found.gradients)
+            on_devices = placement.shard_map(damage, (PartitionSpec(), PartitionSpec()), PartitionSpec())
+            wrong = [
+                jnp.where(state.step % len(gradients) == index, on_devices(gradient, state.step), gradient)
+                for index, gradient in enumerate(gradients)
+            ]
+            return dataclasses.replace(found, gradients=jax.tree.unflatten(structure, wrong))
+
+        return original(differentiate_wrongly, optimizers, specs, placement, settings)
+
+    original = decoder_step.update_after_backward
+    monkeypatch.setattr(decoder_step, "update_after_backward", update)
+    make_program.cache_clear()
+    program, _ = make_program(data=8)
+    make_program.cache_clear()
+    batch = jax.device_put(toy.microbatches(toy.packed(8, 8), 1), program.batch_sharding)
+    for trial in range(TRIALS):
+        state = initialize_state(program.specs, program.optimizers, 0, toy.placement(0, data=8))
+        new, _ = program.step(dataclasses.replace(state, step=state.step + trial), batch)
+        found = find(new)
+        assert found and all(each == [int(devices[trial])] for each in found.values()), trial
+
+
+def make_config(directory: Path, mesh: MeshConfig, every: int) -> Config:
+    directory.parent.mkdir(exist_ok=True)
+    config = tiny(directory)
+    return dataclasses.replace(
+        config,
+        mesh=mesh,
+        run=dataclasses.replace(config.run, check_replicas=every),
+        checkpoint=dataclasses.replace(config.checkpoint, every=2),
+    )
+
+
+def run(config: Config) -> list[tuple[int, str, str]]:
+    """Train, and return the events but for checkpoints, which are complete some time after their step."""
+    with Preemption() as preemption:
+        command.train(config, preemption)
+    return read_events(config)
+
+
+def read_events(config: Config) -> list[tuple[int, str, str]]:
+    lines = (Path(config.run.directory) / "events.jsonl").read_text().splitlines()
+    events = [(each["step"], each["event"], each.get("detail", "")) for each in map(json.loads, lines)]
+    return [event for event in events if event[1] != "checkpoint"]
+
+
+def read_losses(config: Config) -> list[float]:
+    lines = (Path(config.run.directory) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, at: int) -> list[int]:
+    """Flip a bit of a parameter after the `at`-th call of the step. Return the list that will name its device."""
+    original, calls, flipped = decoder_workload.DecoderWorkload.step, [], []
+
+    def step(self: Any, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+        state, metrics = original(self, state, batch)
+        calls.append(at)
+        if len(calls) == at:
+            state, device = flip_in_state(state, ("masters",), np.random.default_rng(at))
+            flipped.append(device)
+        return state, metrics
+
+    monkeypatch.setattr(decoder_workload.DecoderWorkload, "step", step)
+    return flipped
+
+
+def test_a_run_discards_a_corrupted_step_and_continues_from_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks are rare: it is the checkpoint of step 4, due after the fault in step 3, that is not written."""
+    config = make_config(tmp_path / "run", MeshConfig(data=8), 100)
+    with monkeypatch.context() as patch:
+        flipped = plant(patch, 3)
+        with pytest.raises(StateCorrupted, match=r"step 4: device \d of process 0: copies of the same values differ"):
+            run(config)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
+    (step, event, detail), fault = read_events(config)[-2:]
+    assert (step, event, fault[:2]) == (4, "corruption", (4, "fault"))
+    assert detail.startswith(f"device {flipped[0]} of process 0: ")
+    assert run(config)[-2:] == [(2, "resume", ""), (5, "end", "")]
+
+
+@pytest.mark.slow
+def test_without_copies_a_step_runs_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without a fault is not disturbed, and its losses do not change."""
+    configs = [make_config(tmp_path / name / "run", MeshConfig(fsdp=8), every) for name, every in (("a", 0), ("b", 2))]
+    assert all(run(config)[-1][1] == "end" for config in configs)
+    assert read_losses(configs[0]) == read_losses(configs[1])
+    config = make_config(tmp_path / "c" / "run", MeshConfig(fsdp=8), 2)
+    plant(monkeypatch, 3)  # the second run of step 2
+    with pytest.raises(StateCorrupted, match="step 2: .*two runs of this step differ"):
+        run(config)
