@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxopt_llm.config import cli
-from jaxopt_llm.core import errors
+from jaxopt_llm.core import errors, json_files
 from jaxopt_llm.inference import flags
 
 MAX_TOKENS = 100_000  # the KV cache holds all of them
@@ -151,8 +151,8 @@ def _read_prompts(file: Path) -> list[str]:
     prompts = []
     for line_number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
-            prompt = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            prompt = json_files.parse(line)
+        except ValueError as error:
             raise InputError(f"--prompts {file}: line {line_number} is not JSON ({error})") from error
         if not isinstance(prompt, str):
             raise InputError(f'--prompts {file}: line {line_number} is not a JSON string, such as "def main"')

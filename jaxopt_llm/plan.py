@@ -24,7 +24,7 @@ from pathlib import Path
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.config import cli
 from jaxopt_llm.config.fields import SEARCHED
-from jaxopt_llm.core import errors
+from jaxopt_llm.core import errors, json_files
 
 PROGRAM = errors.program_name("plan")
 DEFAULT_GPU = "h200"
@@ -298,7 +298,7 @@ def _with_policy(config: Config, cluster: Cluster, limit: int) -> Config:
 
 def _print_search(found: ranking.SearchResult, seconds: float, steps: list[str], options: argparse.Namespace) -> None:
     if options.json:
-        values = report.to_json(found, seconds, lambda plan: json.loads(to_json(plan))) | {"next_steps": steps}
+        values = report.to_json(found, seconds, lambda plan: json_files.parse(to_json(plan))) | {"next_steps": steps}
         if options.explain:
             values |= {"tree": decision_tree.format_tree(found).splitlines()}
         print(json.dumps(values, indent=2))

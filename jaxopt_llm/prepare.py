@@ -4,15 +4,14 @@ python -m jaxopt_llm.prepare --input PATH [PATH ...] --output DIR [--tokenizer F
 python -m jaxopt_llm.prepare --input PATH [PATH ...] --content chat --tokenizer DIR --preview N
 python -m jaxopt_llm.prepare --verify DIR
 
-Tokenise a corpus once, on all cores, into memory-mapped files that training reads with --data.paths DIR. If the command
-is killed, run it again: it keeps the finished shards and produces the same bytes. --verify reads a prepared corpus
-completely and prints which parts are damaged. --preview prints conversations and marks the tokens that training learns;
+Tokenise a corpus once, on all cores, into files that training reads with --data.paths DIR. If the command is killed,
+run it again: it keeps the finished shards and produces the same bytes. --verify reads a prepared corpus completely and
+prints which parts are damaged. --preview prints conversations and marks the tokens that training learns;
 it writes no files.
 """
 
 import argparse
 import io
-import json
 import multiprocessing
 import os
 import signal
@@ -35,7 +34,7 @@ from rich.text import Text
 from jaxopt_llm.checkpoint.native.lock import lock_directory
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.config.data import Content
-from jaxopt_llm.core import errors, hub
+from jaxopt_llm.core import errors, hub, json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data import prepared, source
 from jaxopt_llm.data.find import find_corpus_files
@@ -146,7 +145,7 @@ def _check_output(directory: Path, plan: dict[str, Any]) -> bool:
     if not directory.exists() or not any(path.name != "lock" for path in directory.iterdir()):
         return False
     try:
-        old = dict(json.loads((directory / PLAN).read_text()))
+        old = dict(json_files.parse(json_files.read_bytes(directory / PLAN)))
     except (OSError, ValueError, TypeError) as error:
         problem = "is not empty and holds no prepared corpus"
         raise InputError(f"--output {directory} {problem}; choose another directory") from error

@@ -121,3 +121,20 @@ def test_a_full_disk_costs_the_saves_that_it_lasts(room_again: bool, tmp_path: P
         assert process.returncode == 4
         assert f"the last checkpoint is step {max(whole_then, key=int)}" in stderr and stderr.count("\n") == 1
         assert left == set(whole_then)
+
+
+@pytest.mark.slow
+def test_a_run_directory_that_is_deleted_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    gate = after_step(tmp_path / "gate", 7)
+    process = start_gated(run, [gate], *EVERY_TWO, "--training.steps", 10)
+    try:
+        wait_until(gate.reached, process)
+        shutil.rmtree(run)
+        gate.open()
+        _, stderr = process.communicate(timeout=DEADLINE)
+    finally:
+        process.kill()
+    assert process.returncode == 4
+    assert stderr.startswith("error: step 10 could not be saved") and stderr.count("\n") == 1
+    assert str(run) in stderr and not run.exists()

@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxopt_llm.config import fields
 from jaxopt_llm.config.run import Config
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError, describe_error, report_error
 
 _PACKAGE = Path(__file__).parent.parent
@@ -126,7 +127,7 @@ def run_recipe(path: str) -> Recipe:
     names: dict[str, Any] = {}
     try:
         if file.suffix == ".json":  # --print-config writes this format, and every run directory has such a file
-            return Recipe(fields.from_json(file.read_text()), file, names)
+            return Recipe(fields.from_json(json_files.read_bytes(file)), file, names)
         # Absolute, because a recipe may derive paths from its __file__, and other commands may start elsewhere.
         found = runpy.run_path(str(file.absolute()))
         names = {name: value for name, value in found.items() if not isinstance(value, types.ModuleType)}
@@ -240,8 +241,8 @@ def load_run_config(directory: Path, prefix: str) -> Config:
         InputError: the directory is not a run directory.
     """
     try:
-        return fields.from_json((directory / "config.json").read_text())
-    except (OSError, ValueError, TypeError) as error:
+        return fields.from_json(json_files.read_bytes(directory / "config.json"))
+    except (InputError, OSError, ValueError, TypeError) as error:
         raise InputError(f"{prefix}{directory}: not a run directory ({explain_no_run(directory, error)})") from error
 
 

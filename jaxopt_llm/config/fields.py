@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from jaxopt_llm.config.metadata import Metadata
 from jaxopt_llm.config.run import Config
+from jaxopt_llm.core import json_files
 
 T = TypeVar("T")
 
@@ -92,7 +93,7 @@ def to_json(config: Config) -> str:
     return json.dumps(dataclasses.asdict(config), indent=2)
 
 
-def from_json(text: str) -> Config:
+def from_json(text: str | bytes) -> Config:
     """Return the configuration that `to_json` wrote.
 
     Raises:
@@ -108,7 +109,7 @@ def from_json(text: str) -> Config:
         hints = typing.get_type_hints(hint)
         return hint(**{name: build(hints.get(name), each) for name, each in value.items()})
 
-    config: Config = build(Config, json.loads(text))
+    config: Config = build(Config, json_files.parse_settings(text))
     if wrong := wrong_types(config):
         raise TypeError("; ".join(wrong))
     return config

@@ -11,6 +11,8 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
+MAX_MESSAGE = 5000  # characters
+
 
 class CommandError(Exception):
     """Base class of the errors that end a command.
@@ -213,5 +215,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an error on one line."""
-    return " ".join(str(error).split())
+    """Return the message of an error on one line. Names from a damaged file may be long, so it is cut in the middle."""
+    line = " ".join(str(error).split())
+    half = MAX_MESSAGE // 2
+    return line if len(line) <= MAX_MESSAGE else f"{line[:half]} ... {line[-half:]}"

@@ -1,12 +1,19 @@
 """Atomic and durable file writes, and the folder of caches."""
 
 import os
+import stat
 from pathlib import Path
 from typing import IO, Any
 
 from jaxopt_llm.core.errors import InputError
 
 _LFS_POINTER = b"version https://git-lfs"
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 def cache_home() -> Path:
@@ -14,8 +21,32 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxopt_llm"
 
 
+def check_is_regular(file: Path) -> None:
+    """Raise InputError for a pipe, a socket or a device, also behind a link: to open one can block without end."""
+    mode = file.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "not a regular file")
+        raise InputError(f"{file}: {kind}, which is not read; name a regular file")
+
+
+def read_file(file: Path, limit: int) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+        InputError: it is a pipe, a socket or a device.
+        ValueError: it has more than `limit` bytes.
+    """
+    check_is_regular(file)
+    with file.open("rb") as stream:
+        content = stream.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"more than {limit:,} bytes")
+    return content
+
+
 def check_is_no_pointer(file: Path) -> None:
     """Raise InputError for the pointer that git leaves in place of a large file if Git LFS is not installed."""
+    check_is_regular(file)
     with file.open("rb") as stream:
         if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
             remedy = f"run git lfs pull in {file.parent}, or hf download NAME --local-dir DIR"

@@ -7,6 +7,7 @@ import json
 from collections.abc import Collection
 from typing import Any
 
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.skipped import Malformed
 
@@ -111,8 +112,8 @@ def _parse_list(value: Any, name: str) -> list[Any]:
     """Return a list. A table whose columns have a single type, such as CSV, stores it as JSON text."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            value = json_files.parse(value)
+        except ValueError as error:
             raise Malformed(f"with {name} that are not a list or its JSON text", str(error)) from None
     if not isinstance(value, list):
         raise Malformed(f"with {name} that are not a list or its JSON text")

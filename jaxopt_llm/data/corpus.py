@@ -69,7 +69,7 @@ class Corpus:
 
 
 def open_corpus(config: DataConfig, tokenizer: Tokenizer, holds_out: bool = True) -> Corpus:
-    """Open the corpus of `data.paths`: tokenize text into memory, and memory-map token files.
+    """Open the corpus of `data.paths`: tokenize text into memory, and open token files.
 
     holds_out: whether `data.held_out` of the documents are held out. Otherwise every document is trained on.
 

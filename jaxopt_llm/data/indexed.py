@@ -1,15 +1,18 @@
-"""Memory-mapped token files of other programs: Megatron's .bin/.idx pairs and NumPy's .npy files."""
+"""Token files of other programs: Megatron's .bin/.idx pairs and NumPy's .npy files."""
 
 import struct
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.mapped import Array, MappedArray
+from jaxopt_llm.core.errors import InputError, one_line
+from jaxopt_llm.core.files import check_is_regular
+from jaxopt_llm.data.file_array import Array, FileArray
 from jaxopt_llm.data.tokens import Piece
 
 # Index of Megatron-LM's IndexedDataset: magic, version, dtype code, number of sequences, number of document boundaries;
@@ -45,7 +48,7 @@ class MegatronPiece(Piece):
 
     def document_starts(self, first: int, last: int) -> NDArray[np.int64]:
         width = self.tokens.dtype.itemsize
-        pointers, boundaries = self.pointers[:], self.boundaries[:]
+        pointers, boundaries = self.pointers, self.boundaries
         low = bisect_left(pointers, first * width)
         high = bisect_left(pointers, last * width, low)
         # Includes the sequences before and after, whose bounds must match those of the first and the last one.
@@ -60,8 +63,8 @@ class MegatronPiece(Piece):
         return self._sequence_starts(boundaries[begin:end])
 
     def describe_position(self, token: int) -> str:
-        sequence = bisect_right(self.pointers[:], token * self.tokens.dtype.itemsize) - 1
-        return f"{self.name}, document {bisect_right(self.boundaries[:], sequence) - 1}"
+        sequence = bisect_right(self.pointers, token * self.tokens.dtype.itemsize) - 1
+        return f"{self.name}, document {bisect_right(self.boundaries, sequence) - 1}"
 
     def _sequence_starts(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         is_end = sequences == self.pointers.size
@@ -74,7 +77,7 @@ class MegatronPiece(Piece):
 
 
 def open_megatron(name: str, index: Path) -> MegatronPiece:
-    """Memory-map an .idx file and its .bin file. The entries of a document are checked when the document is read.
+    """Open an .idx file and its .bin file. The entries of a document are checked when the document is read.
 
     Raises:
         InputError: a file is missing, truncated, or not in this format.
@@ -95,9 +98,9 @@ def open_megatron(name: str, index: Path) -> MegatronPiece:
     size, needed = index.stat().st_size, _HEADER.size + sequences * 12 + boundaries * 8
     if size < needed:
         raise InputError(f"{index} is truncated: it has {size} bytes of {needed}; restore it")
-    lengths = MappedArray(index, np.dtype("<i4"), sequences, _HEADER.size)
-    pointers = MappedArray(index, np.dtype("<i8"), sequences, _HEADER.size + sequences * 4)
-    documents = MappedArray(index, np.dtype("<i8"), boundaries, _HEADER.size + sequences * 12)
+    lengths = FileArray(index, np.dtype("<i4"), sequences, _HEADER.size)
+    pointers = FileArray(index, np.dtype("<i8"), sequences, _HEADER.size + sequences * 4)
+    documents = FileArray(index, np.dtype("<i8"), boundaries, _HEADER.size + sequences * 12)
     if not boundaries or documents[0] != 0 or documents[boundaries - 1] != sequences:
         raise InputError(f"{index}: the document boundaries do not cover {sequences} sequences; create the file again")
     dtype = np.dtype(_TYPES[code])
@@ -106,7 +109,7 @@ def open_megatron(name: str, index: Path) -> MegatronPiece:
         needed = int(pointers[sequences - 1]) // dtype.itemsize + int(lengths[sequences - 1])
     if size < needed:
         raise InputError(f"{data} is truncated: it has {size} tokens of {needed}; restore it")
-    return MegatronPiece(name, MappedArray(data, dtype, needed), lengths, pointers, documents)
+    return MegatronPiece(name, FileArray(data, dtype, needed), lengths, pointers, documents)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,15 +164,22 @@ class DelimitedPiece(Piece):
 
 
 def open_numpy(name: str, path: Path, eos: int) -> DelimitedPiece:
-    """Memory-map a one-dimensional array of ids, in which each document ends with `eos`.
+    """Open a one-dimensional array of ids, in which each document ends with `eos`.
 
     Raises:
         InputError: the file is not such an array.
     """
     try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise InputError(f"{path}: not a readable .npy file ({error}); create it with numpy.save") from error
-    if not isinstance(tokens, np.memmap) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        check_is_regular(path)
+        with path.open("rb") as stream:
+            version = npy.read_magic(stream)
+            shape, _, dtype = (npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0)(stream)
+            offset = stream.tell()
+    except (ValueError, EOFError, SyntaxError, RecursionError, MemoryError, TokenError) as error:
+        raise InputError(f"{path}: not a readable .npy file ({one_line(error)}); create it with numpy.save") from error
+    if len(shape) != 1 or dtype.kind not in "iu":
         raise InputError(f"{path}: must be a one-dimensional array of integers; save the token ids as one")
-    return DelimitedPiece(name, MappedArray(path, tokens.dtype, tokens.size, tokens.offset), eos)
+    has, needed = path.stat().st_size, offset + shape[0] * dtype.itemsize
+    if shape[0] < 0 or has < needed:
+        raise InputError(f"{path} is truncated: it has {has} bytes of {needed}; restore it")
+    return DelimitedPiece(name, FileArray(path, dtype, shape[0], offset), eos)

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any, BinaryIO, NoReturn
 
 from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data import conversation, stream
 from jaxopt_llm.data.find import File, is_compressed
@@ -24,7 +25,6 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _WHITESPACE = re.compile(r"[ \t\n\r]*")
 _FIRST_BYTES = 256
 _ARRAY_OF_OBJECTS = re.compile(rb"\s*\[\s*\{")
-_DECODER = json.JSONDecoder()
 
 
 def holds_lines(file: File) -> bool:
@@ -108,10 +108,10 @@ def _read_lines(part: Part) -> Iterator[tuple[Position, Any]]:
 def _parse(line: bytes) -> Any:
     """Return the value of a JSON line, or Malformed if it is not valid JSON. Keeps bytes that are not UTF-8."""
     try:
-        return json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode(errors="surrogateescape"))
+        return json_files.parse(line.removeprefix(_BYTE_ORDER_MARK).decode(errors="surrogateescape"))
     except json.JSONDecodeError as error:
         return Malformed("not valid JSON", f"{error.msg}, column {error.colno}")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return Malformed("not valid JSON", str(error))
 
 
@@ -166,13 +166,13 @@ class _Array:
         while True:
             safe = len(self._text) - _LONGEST_TOKEN  # a token that ends after this may continue in the next block
             try:
-                value, end = _DECODER.raw_decode(self._text, self._at)
+                value, end = json_files.parse_prefix(self._text, self._at)
             except json.JSONDecodeError as error:
                 line = self._line + error.lineno - 1
                 is_cut = error.pos > safe or error.msg.startswith("Unterminated string")
                 if not (is_cut and self._read_more()):
                     self.fail(f"not valid JSON: {error.msg}", line)
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 self.fail(str(error))
             else:
                 size = end - self._at

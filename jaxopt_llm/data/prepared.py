@@ -1,4 +1,4 @@
-"""Corpus prepared by `jaxopt_llm.prepare`: tokens in one memory-mapped file, and a manifest that is written last.
+"""Corpus prepared by `jaxopt_llm.prepare`: tokens in one file, and a manifest that is written last.
 
 prepared-plan.json         the request; a different request never writes to the same folder
 tokens.bin                 uint16 or uint32, little-endian
@@ -27,10 +27,11 @@ from typing import Any
 import numpy as np
 
 from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably, sync_file
+from jaxopt_llm.data.file_array import FileArray
 from jaxopt_llm.data.find import File
-from jaxopt_llm.data.mapped import MappedArray
 from jaxopt_llm.data.rows import Part
 from jaxopt_llm.data.skipped import Skipped
 from jaxopt_llm.data.source import split_into_parts
@@ -221,7 +222,7 @@ class ShardMerger:
     def merge_ready(self) -> None:
         """Append the next shards, up to the first one that is not complete."""
         while (record := shard_record_path(self._directory, len(self.shards))).exists():
-            counts = json.loads(record.read_text())
+            counts = json_files.read_object(record, f"remove {self._directory} and prepare the corpus again")
             paths = {name: record.with_suffix(f".{name}") for name in self._names}
             ends = np.fromfile(paths["ends"], "<i8") + self._tokens
             digest = hashlib.sha256(ends.data)
@@ -254,7 +255,7 @@ def read_shard_records(directory: Path) -> list[dict[str, Any]]:
     """Return the records of the shards in the files of the corpus. Raises InputError if shards.jsonl is damaged."""
     path = directory / SHARDS
     try:
-        return [json.loads(line) for line in path.read_bytes().splitlines()]
+        return [json_files.parse(line) for line in path.read_bytes().splitlines()]
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is damaged ({error}): remove {directory} and prepare the corpus again") from error
 
@@ -288,7 +289,7 @@ class _Manifest:
 
 
 def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[IndexedPiece, str]:
-    """Memory-map a prepared corpus without reading it.
+    """Open a prepared corpus without reading it.
 
     Returns the piece, and the hash of the manifest, which covers all tokens.
 
@@ -301,12 +302,12 @@ def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[Ind
             f"{directory} was prepared with another tokenizer (data.tokenizer={manifest.tokenizer}, or other data.bos "
             "or data.eos): train with that one, or prepare the corpus again"
         )
-    return IndexedPiece(name, *_map_arrays(directory, manifest)), manifest.sha256
+    return IndexedPiece(name, *_open_arrays(directory, manifest)), manifest.sha256
 
 
 def check_sizes(directory: Path) -> None:
     """Raise InputError if the files of a finished corpus do not have the sizes that its manifest records."""
-    _map_arrays(directory, _read_manifest(directory))
+    _open_arrays(directory, _read_manifest(directory))
 
 
 def verify_corpus(
@@ -328,7 +329,7 @@ def verify_corpus(
         InputError: the corpus is damaged. The message names the damaged shards and byte ranges.
     """
     manifest = _read_manifest(directory)
-    _map_arrays(directory, manifest)
+    _open_arrays(directory, manifest)
     shards = read_shard_records(directory)
     if hashlib.sha256((directory / SHARDS).read_bytes()).hexdigest() != manifest.shards_sha256:
         raise InputError(f"{directory / SHARDS} is damaged: restore it, or prepare the corpus again")
@@ -364,7 +365,7 @@ def _read_manifest(directory: Path) -> _Manifest:
         raise InputError(f"{directory} is not finished: run jaxopt_llm.prepare again to complete it")
     content = path.read_bytes()
     try:
-        manifest = json.loads(content)
+        manifest = json_files.parse_settings(content)
         plan = manifest["plan"]
         if plan["format"] != FORMAT:
             raise InputError(f"{directory} has format {plan['format']}, not {FORMAT} of this version: prepare it again")
@@ -382,8 +383,8 @@ def _read_manifest(directory: Path) -> _Manifest:
         raise InputError(f"{path} is damaged ({error!r}): remove {directory} and prepare the corpus again") from error
 
 
-def _map_arrays(directory: Path, manifest: _Manifest) -> list[MappedArray]:
-    """Memory-map tokens, ends, keys and, for conversations, the mask.
+def _open_arrays(directory: Path, manifest: _Manifest) -> list[FileArray]:
+    """Return tokens, ends, keys and, for conversations, the mask.
 
     Raises InputError if a file does not have the size that the manifest records.
     """
@@ -396,7 +397,7 @@ def _map_arrays(directory: Path, manifest: _Manifest) -> list[MappedArray]:
         if actual != needed:
             problem = f"is truncated or belongs to another corpus: it has {actual} bytes of {needed}"
             raise InputError(f"{path} {problem}; remove {directory} and prepare the corpus again")
-        arrays.append(MappedArray(path, dtype, size))
+        arrays.append(FileArray(path, dtype, size))
     ends = arrays[1]
     if not ends.size or ends[ends.size - 1] != manifest.tokens:
         problem = "the last document does not end at the last token"

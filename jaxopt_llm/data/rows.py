@@ -48,10 +48,7 @@ def encode_row(row: Any, form: str, config: DataConfig) -> bytes:
     if not isinstance(row, dict):
         raise Malformed("not a JSON object")
     if form != "text":
-        try:
-            return encode_utf8(conversation.normalize_conversation(row, form))
-        except RecursionError:
-            raise Malformed("with lists that are nested too deeply") from None
+        return encode_utf8(conversation.normalize_conversation(row, form))
     if config.text_field not in row:
         raise NoColumn(f"without the column {config.text_field!r}", describe_missing_column(sorted(row), config))
     return encode_text(row[config.text_field], config)

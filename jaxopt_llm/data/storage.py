@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Protocol
 
+from jaxopt_llm.core.files import check_is_regular
+
 PLAN = "prepared-plan.json"  # in every folder that jaxopt_llm.prepare has started to write
 
 
@@ -48,7 +50,11 @@ class LocalStorage:
         self.path = Path(pattern)
 
     def is_file(self, path: PurePath) -> bool:
-        return Path(path).is_file()
+        """Return whether a path is a file. Raises InputError for a pipe, a socket or a device."""
+        local = Path(path)
+        if local.exists():
+            check_is_regular(local)
+        return local.is_file()
 
     def is_folder(self, path: PurePath) -> bool:
         return Path(path).is_dir()

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.errors import InputError, one_line
+from jaxopt_llm.core.files import check_is_regular
 from jaxopt_llm.data import conversation, stream
 from jaxopt_llm.data.find import File
 from jaxopt_llm.data.rows import Part, Row, describe_missing_column, encode_row, encode_text
@@ -14,13 +15,22 @@ from jaxopt_llm.data.skipped import Malformed, Position
 
 
 def open_parquet(file: File) -> Any:
-    import pyarrow
     from pyarrow.parquet import ParquetFile
 
+    check_is_regular(file.path)
     try:
-        return ParquetFile(file.path)
-    except pyarrow.ArrowException as error:
-        raise InputError(f"{file}: not a readable Parquet file ({error}); restore it") from error
+        table = ParquetFile(file.path)
+        _ = table.schema_arrow.names  # converts the schema, which may fail
+        return table
+    except _damages() as error:
+        raise InputError(f"{file}: not a readable Parquet file ({one_line(error)}); restore it") from error
+
+
+def _damages() -> tuple[type[BaseException], ...]:
+    """Return the exceptions of a damaged file: Thrift's are an OSError, and names and texts may be no UTF-8."""
+    import pyarrow
+
+    return (pyarrow.ArrowException, OSError, UnicodeDecodeError)
 
 
 def read_parquet_rows(part: Part, config: DataConfig) -> Iterator[Row]:
@@ -40,14 +50,12 @@ def read_parquet_rows(part: Part, config: DataConfig) -> Iterator[Row]:
         for row, content in enumerate(contents, part.row + 1):
             missing = Malformed(f"without text in column {name!r}", "it holds null")
             yield Position(part.file, "row", row), missing if content is None else content
-    except pyarrow.ArrowException as error:
-        problem = f"column {name!r} cannot be read as text ({error})"
+    except _damages() as error:
+        problem = f"column {name!r} cannot be read as text ({one_line(error)})"
         raise InputError(f"{part.file}: {problem}; name another column with --data.text_field") from error
 
 
 def _read_parquet_conversations(part: Part, config: DataConfig, table: Any, names: list[str]) -> Iterator[Row]:
-    import pyarrow
-
     form = _find_form(names, part.file, config)
     columns = [name for name in names if name in conversation.columns(form)]
     try:
@@ -58,8 +66,9 @@ def _read_parquet_conversations(part: Part, config: DataConfig, table: Any, name
                 yield where, encode_row(row, form, config)
             except Malformed as error:
                 yield where, error
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise InputError(f"{part.file}: the conversations cannot be read ({error}); repair the file") from error
+    except _damages() as error:
+        problem = f"the conversations cannot be read ({one_line(error)})"
+        raise InputError(f"{part.file}: {problem}; repair the file") from error
 
 
 def read_csv_rows(part: Part, config: DataConfig) -> Iterator[Row]:

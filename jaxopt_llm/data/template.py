@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.files import check_is_regular
 from jaxopt_llm.data.rows import Part
 from jaxopt_llm.data.skipped import Skipped
 from jaxopt_llm.data.source import Document, read_documents, reject
@@ -59,6 +61,7 @@ def find_template(config: DataConfig, tokenizer: Tokenizer) -> Template:
     path = Path(config.chat_template) if config.chat_template else folder and folder / "chat_template.jinja"
     if path and (config.chat_template or path.is_file()):
         try:
+            check_is_regular(path)
             with path.open("rb") as file:
                 source = file.read(MAX_TEMPLATE_BYTES + 1).decode()
         except (OSError, UnicodeDecodeError) as error:
@@ -145,7 +148,7 @@ class Renderer:
         try:
             self._stdin.write(line + b"\n")
             self._stdin.flush()
-            answer: dict[str, Any] = json.loads(self._stdout.readline())
+            answer: dict[str, Any] = json_files.parse(self._stdout.readline())
         except (OSError, ValueError) as error:
             raise InputError(
                 f"{self._template.path}: the chat template was stopped ({where}): it took more than "

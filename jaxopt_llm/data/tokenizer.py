@@ -1,7 +1,6 @@
 """Tokenizers: text to token ids and back."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -11,13 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.core import hub
+from jaxopt_llm.core import hub, json_files
 from jaxopt_llm.core.errors import InputError, describe_error
-from jaxopt_llm.core.files import check_is_no_pointer
+from jaxopt_llm.core.files import check_is_no_pointer, read_file
+from jaxopt_llm.data.bounded_tokenizer import BoundedTokenizer, Refused
 
 # BOS and EOS names by model family, most specific first: Llama 2, Mistral and Gemma, Llama 3, OLMo, Phi, Qwen, GPT-2.
 _BOS_NAMES = ("<|begin_of_text|>", "<bos>", "<s>")
 _EOS_NAMES = ("<|end_of_text|>", "<eos>", "</s>", "<|endoftext|>")
+MAX_TOKENIZER_BYTES = 2**28  # published ones have at most 35 MB
 
 
 class Tokenizer(Protocol):
@@ -77,6 +78,8 @@ class ByteTokenizer:
 class JsonTokenizer:
     """Tokenizer of a Hugging Face tokenizer.json.
 
+    The library runs in a process of its own, which a file can end without ending this one.
+
     A special token that is spelled out in a text becomes that token, as in the `tokenizers` library.
 
     Args:
@@ -90,30 +93,22 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: Path, bos: str = "", eos: str = "") -> None:
-        from tokenizers import Tokenizer as Library  # imported here, because a run on bytes does not need it
-
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
             check_is_no_pointer(file)
-            content = file.read_bytes()
-            self._library = Library.from_buffer(content)
-        except InputError:
-            raise
-        except Exception as error:  # the library raises no narrower type
+            content = read_file(file, MAX_TOKENIZER_BYTES)
+            self._library = BoundedTokenizer(f"data.tokenizer={path}", content)
+        except (OSError, ValueError, Refused) as error:
             remedy = "name a tokenizer.json, or a folder that holds one, with --data.tokenizer"
             raise InputError(
                 f"data.tokenizer={path}: not a readable tokenizer.json ({describe_error(error)}); {remedy}"
             ) from error
-        self._library.no_truncation()
-        self._library.no_padding()
-        self._library.post_processor = None  # it does not change the ids, but can change token offsets
-        vocabulary = self._library.get_vocab(with_added_tokens=True)
+        vocabulary = self._library.vocabulary
         self.vocabulary: Mapping[str, int] = vocabulary
         if not vocabulary:
             raise InputError(f"data.tokenizer={path}: the vocabulary is empty; name another tokenizer")
         self.vocabulary_size = max(vocabulary.values()) + 1  # ids may have gaps
-        added = self._library.get_added_tokens_decoder().values()
-        self.special_tokens: Sequence[str] = [str(token.content) for token in added if token.special]
+        self.special_tokens: Sequence[str] = self._library.special_tokens
         declared = declared_tokens(read_json_object(file.with_name("tokenizer_config.json")))
 
         def find_id(setting: str, name: str, key: str, known: tuple[str, ...]) -> int | None:
@@ -136,17 +131,17 @@ class JsonTokenizer:
         self.sha256 = hashlib.sha256(content + f"\0{self.bos}\0{self.eos}".encode()).hexdigest()
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
-        strings = [text.decode() for text in texts]
-        encoded = self._library.encode_batch_fast(strings, add_special_tokens=False)
-        return [np.array(each.ids, np.int32) for each in encoded]
+        for text in texts:
+            text.decode()  # raises UnicodeDecodeError
+        return [*self._library.encode(texts)]
 
     def encode_with_offsets(self, texts: Sequence[bytes]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
-        encoded = self._library.encode_batch([text.decode() for text in texts], add_special_tokens=False)
-        offsets = [np.array(each.offsets, np.int64).reshape(-1, 2)[:, 0] for each in encoded]
-        return [(np.array(each.ids, np.int32), offset) for each, offset in zip(encoded, offsets, strict=True)]
+        for text in texts:
+            text.decode()
+        return [*self._library.encode_with_offsets(texts)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._library.decode([int(i) for i in ids], skip_special_tokens=True)
+        return self._library.decode(ids)
 
 
 def find_tokenizer_folder(config: DataConfig) -> Path | None:
@@ -178,10 +173,4 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object of a file next to a tokenizer, or an empty dict if there is no such file."""
     if not path.is_file():
         return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid JSON ({error}); repair or remove the file") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: not a JSON object; repair or remove the file")
-    return value
+    return json_files.read_object(path, "repair or remove the file")

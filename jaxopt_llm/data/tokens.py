@@ -1,4 +1,4 @@
-"""Tokenized documents: pieces in memory or in mapped files, and token streams over them."""
+"""Tokenized documents: pieces in memory or in files, and token streams over them."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.mapped import Array
+from jaxopt_llm.data.file_array import Array
 from jaxopt_llm.data.source import Document
 from jaxopt_llm.data.tokenizer import Tokenizer
 
@@ -99,13 +99,13 @@ class IndexedPiece(Piece):
         return np.where(groups > 0, self.ends[groups - 1], 0)
 
     def document_starts(self, first: int, last: int) -> NDArray[np.int64]:
-        ends = self.ends[:]
-        low, high = ends.searchsorted(first), ends.searchsorted(last)
+        ends = self.ends
+        low, high = (int(ends.searchsorted(token)) for token in (first, last))
         check_non_decreasing(ends[max(low - 1, 0) : high + 2], self.name)
         return np.concatenate([np.zeros(int(first == 0), np.int64), ends[low:high]])
 
     def describe_position(self, token: int) -> str:
-        return f"{self.name}, document {self.ends[:].searchsorted(token, side='right')}"
+        return f"{self.name}, document {self.ends.searchsorted(token, side='right')}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.distributed.rendezvous import describe_differences
@@ -30,7 +31,7 @@ def check_same_programs(processes: Processes, lower: Callable[[], Any]) -> None:
     text = lower().as_text()  # without the locations in source files, which contain paths of this host
     facts["hash of the lowered step"] = hashlib.sha256(text.encode()).hexdigest()[:16]
     answers = processes.channel("programs").exchange(json.dumps(facts))
-    first, *others = map(json.loads, answers)
+    first, *others = map(json_files.parse, answers)
     for index, each in enumerate(others, 1):
         if found := describe_differences(index, each, first):
             raise InputError(f"{found}; start all processes in the same environment")

@@ -6,6 +6,8 @@ import socket
 import time
 from typing import Any
 
+from jaxopt_llm.core import json_files
+
 _MAX_MESSAGE_BYTES = 2**20
 
 
@@ -39,10 +41,7 @@ class Peer:
             return None
         self.last_heard = time.monotonic()
         *lines, self._received = (self._received + data).split(b"\n")
-        try:
-            messages = [json.loads(line) for line in lines if line]
-        except RecursionError as error:  # arrays in arrays in arrays
-            raise ValueError("not a message") from error
+        messages = [json_files.parse(line) for line in lines if line]
         if len(self._received) > _MAX_MESSAGE_BYTES or not all(isinstance(message, dict) for message in messages):
             raise ValueError("not a message")
         return messages

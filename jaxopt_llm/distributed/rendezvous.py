@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxopt_llm.core import errors
+from jaxopt_llm.core import errors, json_files
 from jaxopt_llm.core.errors import InputError, ProcessLost
 from jaxopt_llm.distributed import handshake
 from jaxopt_llm.distributed.door import HELLO_SECONDS, Arrival, Door
@@ -200,7 +200,7 @@ def _compare(hello: Hello, job: Job, facts: Mapping[str, Any], hosts: Mapping[in
 
 
 def describe_differences(index: int, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    ours = json.loads(json.dumps(dict(ours)))  # as their values arrived: for example lists for tuples
+    ours = json_files.parse(json.dumps(dict(ours)))  # as their values arrived: for example lists for tuples
     found = [
         f"{printable(name)} is {printable(theirs.get(name))} on process {index} and {printable(ours.get(name))} on "
         "process 0"

@@ -1,12 +1,12 @@
 """DeepSpeed configurations: reading a file as a `Config`, by the tables of deepspeed_keys.py."""
 
 import json
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.config import Config, fields
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.deepspeed_keys import FP16, KEYS, OPTIMIZERS, SCHEDULERS, Ignored, Keys
 from jaxopt_llm.engine.deepspeed_reader import ABSENT, AUTO, Mapped, Reader, get_section, normalise_type
@@ -59,18 +59,7 @@ def read_file(path: Path, devices: int | None = None) -> Imported:
     Raises:
         InputError: the file is not JSON, or repeats a key.
     """
-
-    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
-            raise InputError(f"{path}: {', '.join(twice)}: given twice in one object; keep one")
-        return dict(pairs)
-
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=build)
-    except FileNotFoundError as error:
-        raise InputError(f"there is no file {path}") from error
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON ({error}); give DeepSpeed's configuration without comments") from error
+    settings = json_files.read(path, "give DeepSpeed's configuration without comments and repeated keys")
     return read_deepspeed(settings, path.name, devices)
 
 

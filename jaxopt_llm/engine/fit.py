@@ -12,7 +12,7 @@ from typing import Any
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.native.lock import lock_directory
 from jaxopt_llm.config import Config, fields
-from jaxopt_llm.core import tree
+from jaxopt_llm.core import json_files, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.data.loader import read_ahead
@@ -189,9 +189,9 @@ def _check_directory(directory: Path, config: Config) -> None:
     if not has_checkpoint(directory):
         return
     try:
-        old = fields.from_json((directory / "config.json").read_text())
-        json.loads((directory / "parameters.json").read_text())
-    except (ValueError, TypeError, OSError) as error:
+        old = fields.from_json(json_files.read_bytes(directory / "config.json"))
+        json_files.parse(json_files.read_bytes(directory / "parameters.json"))
+    except (InputError, ValueError, TypeError, OSError) as error:
         raise InputError(
             f"fit: {directory} holds checkpoints of something else than fit ({type(error).__name__}); give another "
             "run_directory"

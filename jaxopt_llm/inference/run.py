@@ -1,6 +1,5 @@
 """Models of training runs and of Hugging Face folders, for commands that use them without training."""
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from jaxopt_llm.config import (
     cli,
 )
 from jaxopt_llm.config.fields import replace_fields
-from jaxopt_llm.core import hub, tree
+from jaxopt_llm.core import hub, json_files, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.inference.flags import Step
@@ -104,8 +103,8 @@ def is_model_folder(directory: Path) -> bool:
     if is_run_directory(directory):
         return False
     try:
-        settings = json.loads((directory / huggingface.CONFIG_FILE).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        settings = json_files.parse(json_files.read_bytes(directory / huggingface.CONFIG_FILE))
+    except (OSError, ValueError):
         return False  # loading it as a run reports the problem
     return isinstance(settings, dict) and "model_type" in settings
 

@@ -5,7 +5,6 @@ capability, which is known for a GPU in the machine and for a GPU that is only a
 here, so all processes of a job, and `plan` before the job, make the same choice.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+
+from jaxopt_llm.core import json_files
 
 TABLE = Path(__file__).with_name("attention_measured.json")
 FALLBACK = "xla"  # has no limits and needs no GPU
@@ -138,4 +139,4 @@ def _take_first(names: Sequence[str], reason: str, unsupported: Mapping[str, Seq
 
 
 def read_table(file: Path) -> list[Measurement]:
-    return [Measurement(**row) for row in json.loads(file.read_text())]
+    return [Measurement(**row) for row in json_files.read(file, "install the package again")]

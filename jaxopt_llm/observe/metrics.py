@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 
@@ -43,13 +44,14 @@ class MetricsLog:
             try:
                 # A line without a newline was cut short when its writer died.
                 whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-                lines = [line for line in whole if json.loads(line)["step"] <= resume_step]
+                lines = [line for line in whole if json_files.parse(line)["step"] <= resume_step]
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(f"{path} has a line that is not a record ({error}); fix or move the file") from error
             replace_durably(path, "".join(lines))
         self._path, self._say = path, say
         self._file = path.open("ab", buffering=0)
         self._pending = b""
+        self._unsynced = False  # a sync failed: the kernel does not write these pages again
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record. If the disk is full, the record waits and is written together with the next one."""
@@ -64,8 +66,22 @@ class MetricsLog:
         self._pending = b""
 
     def sync(self) -> None:
-        """Wait until the records are on disk. Call it before a save: no checkpoint may be newer than its records."""
-        os.fsync(self._file.fileno())
+        """Wait until the records are on disk. Call it before a save: no checkpoint may be newer than its records.
+
+        Raises:
+            OSError: a record could not be written; the next call writes it again.
+        """
+        self._append()
+        try:
+            if self._unsynced:
+                replace_durably(self._path, self._path.read_text())
+                self._file.close()
+                self._file = self._path.open("ab", buffering=0)
+            os.fsync(self._file.fileno())
+        except OSError:
+            self._unsynced = True
+            raise
+        self._unsynced = False
 
     def close(self) -> None:
         """Write the pending records and close the file.

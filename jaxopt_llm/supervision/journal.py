@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxopt_llm.core import json_files
 from jaxopt_llm.supervision.child import describe_code
 from jaxopt_llm.supervision.host import End
 
@@ -95,6 +96,6 @@ def _read_tail(path: Path) -> list[dict[str, Any]]:
 def _parse(line: bytes) -> Any:
     """Return the value of a line; None for one that is cut, at the ends of what is read."""
     try:
-        return json.loads(line)
+        return json_files.parse(line)
     except ValueError:
         return None

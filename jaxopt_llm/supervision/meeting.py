@@ -11,6 +11,7 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.peer import Peer
 
@@ -57,7 +58,7 @@ def call_meeting(directory: Path, host: str) -> tuple[socket.socket, Meeting]:
 def find_meeting(directory: Path) -> Meeting | None:
     """Return the place that the run directory names, where perhaps nobody listens any more; None: it names none."""
     try:
-        return Meeting(**json.loads((directory / FILE).read_text()))
+        return Meeting(**json_files.parse((directory / FILE).read_text()))
     except (FileNotFoundError, ValueError, TypeError):  # not written yet, or only in part
         return None
 

@@ -3,11 +3,11 @@
 The planner chooses them in a process of its own, because it needs JAX.
 """
 
-import json
 import os
 import subprocess
 import sys
 
+from jaxopt_llm.core import json_files
 from jaxopt_llm.supervision.task import Task
 
 PLANNER = "jaxopt_llm.planning.search.fewer_hosts"
@@ -59,7 +59,7 @@ class Meshes:
         if self._planner is None or self._planner.poll() is None:
             return
         answer, _ = self._planner.communicate()
-        chosen = json.loads(answer) if self._planner.returncode == 0 else {}
+        chosen = json_files.parse(answer) if self._planner.returncode == 0 else {}
         self._found |= {
             count: None if (flags := chosen.get(str(count))) is None else tuple(flags) for count in self._asked
         }

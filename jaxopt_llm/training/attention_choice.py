@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxopt_llm.compiler.kernel_choice import choose_attention
 from jaxopt_llm.config import Config, fields
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.corpus import Source
 from jaxopt_llm.data.packing import measure_waste
@@ -63,7 +64,7 @@ def resolve_attention(
     if processes.first:
         choice, documents = _Chooser(config, device, sources, started).choose()
         message = json.dumps([dataclasses.asdict(choice), documents])
-    values, documents = json.loads(processes.channel("training.attention").exchange(message)[0])
+    values, documents = json_files.parse(processes.channel("training.attention").exchange(message)[0])
     choice = AttentionChoice(**values)
     resolved = fields.replace_fields(config, {"training.attention": choice.name, "data.documents_per_row": documents})
     return resolved, choice

@@ -1,6 +1,5 @@
 """Initial weights that a run's own checkpoints do not hold: a pretrained model, an adapter, or a frozen base."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
 from jaxopt_llm.checkpoint.run_weights import AVERAGE, RunWeights, describe_average, find_trained_tree, is_run_directory
 from jaxopt_llm.config import Config, cli
-from jaxopt_llm.core import hub
+from jaxopt_llm.core import hub, json_files
 from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.training.program import Program
@@ -104,7 +103,7 @@ def read_tokenizer_digest(directory: Path) -> str:
 
 def _read_identity(directory: Path, key: str, what: str) -> Any:
     try:
-        return json.loads((directory / "corpus.json").read_text())[key]
+        return json_files.parse(json_files.read_bytes(directory / "corpus.json"))[key]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{directory}: corpus.json does not name the {what} ({error!r}); restore it") from error
 

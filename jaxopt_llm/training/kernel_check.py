@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxopt_llm import kernels
-from jaxopt_llm.core import errors
+from jaxopt_llm.core import errors, json_files
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.kernels import attention
 from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionCall
@@ -39,7 +39,7 @@ def check_attention(name: str, call: AttentionCall, group: int) -> str:
     """
     device = jax.local_devices()[0]
     file, key = _verdicts_file(), _make_key(name, call, group, device)
-    verdicts: dict[str, str] = json.loads(file.read_text()) if file and file.exists() else {}
+    verdicts: dict[str, str] = json_files.read(file, f"remove {file}") if file and file.exists() else {}
     if key in verdicts:
         return verdicts[key]
     try:

@@ -196,9 +196,6 @@ class Loop:
         """
         assert self._finished is not None
         self._record_step(self._finished, self._state if evaluates else None)
-        for log in (self._log, self._samples):
-            if log is not None:
-                log.sync()
 
     def save(self, due: bool, exits: bool, last: bool) -> None:
         """Write the checkpoint of the step that ran last.
@@ -224,13 +221,15 @@ class Loop:
             self._workload.check_data(wait=True)
             self._replicas.compare(step, self._state)
         if last or (exits and updated):
-            self._checkpoints.save_last(step, self._workload.to_checkpoint(self._state), self._finished.summary)
+            trees = self._workload.to_checkpoint(self._state)
+            self._checkpoints.save_last(step, trees, self._finished.summary, self._sync_logs)
             if self._memory is not None:
                 self._memory.discard_after(-1)
             if last:
                 check_end(self._finished, self._config)
         elif saves:
-            self._checkpoints.save(step, self._workload.to_checkpoint(self._state), self._finished.summary)
+            trees = self._workload.to_checkpoint(self._state)
+            self._checkpoints.save(step, trees, self._finished.summary, self._sync_logs)
             self._meter.restart(step)
 
     def replicate(self, step: int) -> None:
@@ -284,6 +283,11 @@ class Loop:
 
     def _note_corruption(self, step: int, detail: str) -> None:
         self._events.write(step, "corruption", detail)
+
+    def _sync_logs(self) -> None:
+        for log in (self._log, self._samples):
+            if log is not None:
+                log.sync()
 
     def release_state(self) -> TrainState:
         """Return the state, which the loop must not use any more."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import Config, cli, fields
-from jaxopt_llm.core import errors, hub
+from jaxopt_llm.core import errors, hub, json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.data import remote
@@ -273,10 +273,10 @@ def check_run_directory(config: Config, corpus: Corpus, tokenizer: Tokenizer) ->
     if not has_checkpoint(directory):
         return
     try:
-        old = fields.from_json((directory / "config.json").read_text())
-        description = json.loads((directory / "corpus.json").read_text())
+        old = fields.from_json(json_files.read_bytes(directory / "config.json"))
+        description = json_files.parse(json_files.read_bytes(directory / "corpus.json"))
         old_name, old_corpus = description["name"], description["sha256"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (InputError, ValueError, KeyError, TypeError, OSError) as error:
         problem = f"this version cannot continue the run there ({errors.describe_error(error)})"
         raise InputError(f"run.directory={directory}: {problem}; set another --run.directory") from error
     found = fields.forbidden_changes(old, config)

@@ -1,11 +1,12 @@
 """The run that a directory holds, which another start of the command continues."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.config import Config, fields
+from jaxopt_llm.core import json_files
+from jaxopt_llm.core.errors import InputError
 
 DEVICE_FILE = "device.json"  # kind of the devices, which decides what `auto` means
 
@@ -23,11 +24,11 @@ def read_started(directory: Path) -> Started | None:
     if not has_checkpoint(directory):
         return None
     try:
-        config = fields.from_json((directory / "config.json").read_text())
-    except (ValueError, TypeError, OSError):
+        config = fields.from_json(json_files.read_bytes(directory / "config.json"))
+    except (InputError, ValueError, TypeError, OSError):
         return None  # `check_run_directory` reports it
     file = directory / DEVICE_FILE  # earlier versions did not write it
-    return Started(config, json.loads(file.read_text())["kind"] if file.exists() else "")
+    return Started(config, json_files.parse(json_files.read_bytes(file))["kind"] if file.exists() else "")
 
 
 def has_checkpoint(directory: Path) -> bool:

@@ -253,7 +253,7 @@ def test_half_a_character_and_deep_lists(config: DataConfig, tmp_path: Path) -> 
     path.write_text(f"{json.dumps(GOOD)}\n{half}\n{deep}\n")
     found, skipped = text(path, replace(config, malformed="replace"))
     assert "\N{REPLACEMENT CHARACTER}!" in found
-    assert skipped == {"not UTF-8, replaced": 1, "with lists that are nested too deeply": 1}
+    assert skipped == {"not UTF-8, replaced": 1, "not valid JSON": 1}
 
 
 @pytest.mark.parametrize(

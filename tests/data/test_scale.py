@@ -14,10 +14,10 @@ import pytest
 from texts import write_jsonl, write_megatron
 
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.data import find, mapped, prepared, source, stream, text_rows, tokens
+from jaxopt_llm.data import file_array, find, prepared, source, stream, text_rows, tokens
 from jaxopt_llm.data.corpus import open_corpus
+from jaxopt_llm.data.file_array import FileArray
 from jaxopt_llm.data.indexed import DelimitedPiece, open_megatron
-from jaxopt_llm.data.mapped import MappedArray
 from jaxopt_llm.data.skipped import Skipped
 from jaxopt_llm.data.tokenizer import ByteTokenizer
 from jaxopt_llm.data.tokens import IndexedPiece, Piece, TokenStream, hash_indices, join_all, join_ranges, split_held_out
@@ -43,15 +43,15 @@ def peak(work: Callable[[], Any]) -> int:
     return most
 
 
-def array(path: Path, values: np.ndarray) -> MappedArray:
+def array(path: Path, values: np.ndarray) -> FileArray:
     values.tofile(path)
-    return MappedArray(path, values.dtype, values.size)
+    return FileArray(path, values.dtype, values.size)
 
 
 def test_more_files_than_descriptors(tmp_path: Path) -> None:
     for number in range(200):
         np.save(tmp_path / f"{number:03}.npy", np.array([number, number, 257], "<u2"))
-    with descriptors(mapped._MAX_MAPS + 20):
+    with descriptors(file_array._MAX_OPEN + 20):
         corpus = open_corpus(DataConfig(paths=(str(tmp_path),)), ByteTokenizer())
         for stream in (*(source.training for source in corpus.sources), corpus.held_out):
             for _ in range(2):

@@ -605,8 +605,11 @@ def test_muon() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{'a': 1}", "ds.json: not JSON (Expecting property name"),
-        ('{"fp16": {"enabled": true, "enabled": false}}', "ds.json: enabled: given twice in one object; keep one"),
+        ("{'a': 1}", "ds.json: invalid JSON (Expecting property name"),
+        (
+            '{"fp16": {"enabled": true, "enabled": false}}',
+            "ds.json: invalid JSON ('enabled' appears twice",
+        ),
         ("[]", "ds.json: not an object of keys and values"),
     ],
 )

@@ -1,6 +1,8 @@
 """metrics.jsonl after interruptions."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +74,34 @@ def test_a_record_that_a_full_disk_rejects_waits_for_the_next(path: Path) -> Non
         log.write({"step": 4, "resumed_at": 0})
         with pytest.raises(OSError):
             log.close()
+
+
+def test_a_sync_writes_what_waits_and_after_a_failed_one_everything_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reports a failed fsync once, and then drops the pages that it could not write."""
+    log = MetricsLog(path, 0, [].append)
+    log.write({"step": 1, "resumed_at": 0})
+    with files_no_larger_than(path.stat().st_size):
+        log.write({"step": 2, "resumed_at": 0})
+        with pytest.raises(OSError):
+            log.sync()
+    log.sync()
+    assert read(path) == [(1, 0), (2, 0)]
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        with pytest.raises(OSError):
+            log.sync()
+    inode = path.stat().st_ino
+    log.sync()
+    assert path.stat().st_ino != inode
+    log.write({"step": 3, "resumed_at": 0})
+    log.close()
+    assert read(path) == [(1, 0), (2, 0), (3, 0)] and list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, float(np.float32(1 / 3)), 5e-324, -0.0, 1e300])

@@ -24,6 +24,7 @@ from jaxopt_llm.checkpoint.huggingface.family import Family
 from jaxopt_llm.checkpoint.huggingface.safetensors import StoredTensor
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorLayout, TensorPiece, list_tensor_layouts
 from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.model.param import ParamSpec
 
@@ -36,7 +37,7 @@ MAX_DIGEST_BYTES = 2**29  # of all tensors; with many tensors, fewer bytes of ea
 def read_settings(path: Path) -> Settings:
     """Read the config.json of a folder. Raise InputError if the folder or the file is missing or invalid."""
     if (path / ADAPTER_FILE).is_file() and not (path / CONFIG_FILE).is_file():
-        base = safetensors.parse_json((path / ADAPTER_FILE).read_bytes(), path / ADAPTER_FILE)
+        base = json_files.read_object(path / ADAPTER_FILE, "download the adapter again")
         name = base.get("base_model_name_or_path")
         named = f" ({name})" if name else ""
         raise InputError(
@@ -179,6 +180,7 @@ class ModelFolder:
         """
         digest, limit = hashlib.sha256(), min(DIGEST_BYTES_PER_TENSOR, MAX_DIGEST_BYTES // len(self.stored))
         for name, stored in sorted(self.stored.items()):
+            stored.check()
             stride = max(1, stored.array.nbytes // limit)
             digest.update(f"{name} {stored.array.dtype} {stored.array.shape} ".encode())
             digest.update(np.ascontiguousarray(stored.array[::stride]).view(np.uint8).data)
@@ -214,6 +216,7 @@ class ModelFolder:
         self, name: str, layout: TensorLayout, piece: TensorPiece, out: np.ndarray, index: tuple[slice, ...]
     ) -> None:
         stored = self.stored[name]
+        stored.check()
         view, what = layout.view(stored.array, piece), f"{stored.file}: tensor {name!r}"
         if "vocabulary" in piece.spec.axes:
             copy_table(view, out, index, self.vocabulary_size, what)
@@ -311,6 +314,8 @@ def _remove_tied_head(family: Family, stored: dict[str, StoredTensor]) -> None:
 
 def have_equal_values(first: StoredTensor, second: StoredTensor) -> bool:
     """Return whether two tensors have the same shape and values; only some rows are compared at once."""
+    for tensor in (first, second):
+        tensor.check()
     rows = 1 + 2**24 // max(1, math.prod(first.array.shape[1:]))
     equal = first.array.shape == second.array.shape and all(
         np.array_equal(first.array[begin : begin + rows], second.array[begin : begin + rows])

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core import json_files
+from jaxopt_llm.core.errors import InputError, one_line
 from jaxopt_llm.core.files import check_is_no_pointer, sync_directory, sync_file
 
 INDEX = "model.safetensors.index.json"
@@ -36,6 +37,11 @@ class StoredTensor(NamedTuple):
     file: Path
     array: np.ndarray
     map: mmap.mmap
+
+    def check(self) -> None:
+        """Raise InputError if the file has become shorter. Call it before a read, which SIGBUS would end then."""
+        if self.map.size() < len(self.map):
+            raise InputError(f"{self.file}: the file was truncated while it was read; download it again")
 
     def release(self) -> None:
         """Remove the pages of the file that were read from this process's memory; later accesses read them again."""
@@ -105,7 +111,7 @@ def open_file(file: Path) -> dict[str, StoredTensor]:
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
                 raise _damaged(file, f"header of {length:,} bytes in a file of {size:,} bytes")
-            header = parse_json(stream.read(length), file)
+            header = _parse_header(stream.read(length), file)
             mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror})") from error
@@ -131,6 +137,16 @@ def open_file(file: Path) -> dict[str, StoredTensor]:
     if expected_begin != data.size:
         raise _damaged(file, f"{data.size - expected_begin:,} bytes after the last tensor")
     return tensors
+
+
+def _parse_header(content: bytes, file: Path) -> dict[str, Any]:
+    try:
+        header = json_files.parse_settings(content)
+    except ValueError as error:
+        raise _damaged(file, f"the header is not valid JSON ({one_line(error)})") from error
+    if not isinstance(header, dict):
+        raise _damaged(file, "the JSON of the header is not an object")
+    return header
 
 
 def _parse_entry(file: Path, name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
@@ -174,7 +190,7 @@ def _open_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, StoredTe
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    weight_map = parse_json(index.read_bytes(), index).get("weight_map")
+    weight_map = json_files.read_object(index, "download the file again").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index}: it has no weight_map; download the file again")
     for name, shard in weight_map.items():
@@ -192,30 +208,7 @@ def read_json(folder: Path, name: str, kind: str) -> dict[str, Any]:
     if not (folder / name).is_file():
         raise InputError(f"{folder}: not a {kind} folder: it has no {name}; choose another folder")
     check_is_no_pointer(folder / name)
-    return parse_json((folder / name).read_bytes(), folder / name)
-
-
-def parse_json(content: bytes, file: Path) -> dict[str, Any]:
-    """Parse a JSON object without duplicate keys.
-
-    Raises:
-        InputError: the content is something else; the message names the file.
-    """
-
-    def build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise InputError(f"{file}: {next(name for name in names if names.count(name) > 1)!r} appears twice")
-        return result
-
-    try:
-        value = json.loads(content, object_pairs_hook=build_object)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{file}: invalid JSON ({type(error).__name__}: {error})") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{file}: the JSON is not an object")
-    return value
+    return json_files.read_object(folder / name, f"download the {kind} again")
 
 
 # --- writing

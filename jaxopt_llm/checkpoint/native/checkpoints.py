@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from jaxopt_llm.checkpoint.native import integrity, orbax_logging, retention, st
 from jaxopt_llm.checkpoint.native.identity import Identity
 from jaxopt_llm.checkpoint.native.integrity import FileEntries
 from jaxopt_llm.config import CheckpointConfig
-from jaxopt_llm.core import tree
+from jaxopt_llm.core import json_files, tree
 from jaxopt_llm.core.errors import CheckpointError
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Channel, Processes
 
@@ -120,7 +120,7 @@ class Checkpoints:
         self._wait_for_save()
         any_damaged = False
         steps = self._channel.exchange(json.dumps(sorted(step_directories.find_checkpoints(self.directory))))[0]
-        for step in reversed(json.loads(steps)):
+        for step in reversed(json_files.parse(steps)):
             path = self.directory / str(step)
             found = self._channel.exchange(step_directories.find_damage(path, self._share) or "")
             damage = next(filter(None, found), None)
@@ -160,7 +160,13 @@ class Checkpoints:
         """
         return self._config is not None and self._config.is_due(step, self._last_step if failed else None)
 
-    def save(self, step: int, trees: Mapping[str, tree.Tree], record: Mapping[str, Any]) -> float:
+    def save(
+        self,
+        step: int,
+        trees: Mapping[str, tree.Tree],
+        record: Mapping[str, Any],
+        sync: Callable[[], None] = lambda: None,
+    ) -> float:
         """Copy the trees off the devices, and write them in the background.
 
         The previous save may still be written. Only a third one waits, for the oldest, so that host memory holds at
@@ -174,6 +180,7 @@ class Checkpoints:
             step: the step of the checkpoint.
             trees: the trees to save, by name.
             record: further values to keep, as JSON.
+            sync: called before anything is written; an OSError that it raises fails the save.
 
         Returns:
             The seconds for which the call blocked.
@@ -193,7 +200,7 @@ class Checkpoints:
             "arrays": {name: _describe_leaves(each) for name, each in trees.items()},
         }
         path = step_directories.working_path(self.directory, step)
-        failure, _ = self._run_on_all(self._channel, lambda: self._create_directories(path, trees))
+        failure, _ = self._run_on_all(self._channel, lambda: self._create_directories(path, trees, sync))
         self._active.add(path.name)
         if failure:
             self._give_up(path, failure)
@@ -203,7 +210,13 @@ class Checkpoints:
             self._pending.append(_Save(step, time.monotonic(), future))
         return time.perf_counter() - began
 
-    def save_last(self, step: int, trees: Mapping[str, tree.Tree], record: Mapping[str, Any]) -> float:
+    def save_last(
+        self,
+        step: int,
+        trees: Mapping[str, tree.Tree],
+        record: Mapping[str, Any],
+        sync: Callable[[], None] = lambda: None,
+    ) -> float:
         """Save like `save`, and wait until the checkpoint is on disk; skip a step that is already saved.
 
         Raises:
@@ -213,7 +226,7 @@ class Checkpoints:
         self._wait_for_save()
         for _ in range(2):
             if self._last_step != step or self.last_save_failed:
-                self.save(step, trees, record)
+                self.save(step, trees, record, sync)
                 self._wait_for_save()
             if not self.last_save_failed:
                 return time.perf_counter() - began
@@ -254,11 +267,13 @@ class Checkpoints:
                 f"checkpoint {path} cannot be read: {_first_line(error)}; check the disk, or restore it from a backup"
             ) from error
 
-    def _create_directories(self, path: Path, trees: Mapping[str, tree.Tree]) -> None:
+    def _create_directories(self, path: Path, names: Iterable[str], sync: Callable[[], None]) -> None:
+        sync()
         if self._is_first:
             # Threads of a failed save may have written files after the cleanup.
             step_directories.delete_leftovers(self.directory, tuple(self._active))
-            for name in trees:
+            path.mkdir()  # without its parents: a run directory that was deleted does not come back as half of one
+            for name in names:
                 (path / name).mkdir(parents=True)
 
     def _start_writes(self, path: Path, trees: Mapping[str, tree.Tree]) -> list[Any]:
@@ -331,7 +346,7 @@ class Checkpoints:
             raise  # a failure of the device, not of the disk
         except STORAGE_ERRORS as error:
             outcome = _first_line(error), None
-        outcomes = [json.loads(each) for each in channel.exchange(json.dumps(outcome))]
+        outcomes = [json_files.parse(each) for each in channel.exchange(json.dumps(outcome))]
         return next((failure for failure, _ in outcomes if failure), ""), [result for _, result in outcomes]
 
     def _give_up(self, path: Path, failure: str) -> None:

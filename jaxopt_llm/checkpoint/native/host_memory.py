@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxopt_llm.core import tree
+from jaxopt_llm.core import json_files, tree
 from jaxopt_llm.distributed.process_group import Processes
 
 INDEX, OWN, NEXT = "index.json", "own.bin", "next.bin"
@@ -76,7 +76,7 @@ class HostMemory:
     def find(self, after: int) -> int | None:
         """Return the newest step after `after` of which every part is there; the others are deleted."""
         valid = {step: self._verify(step) for step in self._steps()}
-        answers = [json.loads(each) for each in self._channel.exchange(json.dumps(valid))]
+        answers = [json_files.parse(each) for each in self._channel.exchange(json.dumps(valid))]
         everywhere = sorted({int(step) for answer in answers for step in answer}, reverse=True)
         for step in everywhere:
             holds = [answer.get(str(step), {}) for answer in answers]
@@ -118,7 +118,7 @@ class HostMemory:
         """Return the files of a step that are intact, with their record; nothing if the layout is another one."""
         path = self._directory / str(step)
         try:
-            index = json.loads((path / INDEX).read_text())
+            index = json_files.parse((path / INDEX).read_text())
             if index["layout"] != self._layout:
                 return {}
             found = {name: True for name, sha256 in index["sha256"].items() if _hash(path / name) == sha256}

@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxopt_llm.checkpoint.native import step_directories
 from jaxopt_llm.config import Config, fields
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import CheckpointError
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.distributed.process_group import Processes
@@ -81,7 +82,7 @@ def identify_run(directory: Path, config: Config, processes: Processes, corpus: 
     """
     checkpoints = directory / "checkpoints"
     is_new = not checkpoints.is_dir() or not any(checkpoints.iterdir())
-    if json.loads(processes.channel("new run").exchange(json.dumps(is_new))[0]):
+    if json_files.parse(processes.channel("new run").exchange(json.dumps(is_new))[0]):
         return new_identity(config, processes, corpus)
     return replace(continue_identity(read_identity(directory), config), corpus=corpus)
 
@@ -100,7 +101,7 @@ def read_identity(directory: Path) -> Identity:
         CheckpointError: there is none, or it is damaged.
     """
     try:
-        found = json.loads((directory / RUN_FILE).read_text())
+        found = json_files.parse((directory / RUN_FILE).read_text())
         return Identity(found["run"], tuple(found["configurations"]), found["corpus"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(

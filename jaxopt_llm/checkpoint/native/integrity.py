@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.files import replace_durably, sync_directory
 
 MANIFEST = "manifest.json"
@@ -120,7 +121,7 @@ def _sync_and_hash_files(directory: Path, names: list[str]) -> FileEntries:
 def _read_manifest(directory: Path) -> FileEntries | None:
     """Return the entries of the manifest; None: it is not as it was written."""
     try:
-        manifest = json.loads((directory / MANIFEST).read_text())
+        manifest = json_files.parse_settings(json_files.read_bytes(directory / MANIFEST))
         files: FileEntries = manifest["files"]
         return files if manifest["sha256"] == _digest(files) else None
     except (ValueError, KeyError, TypeError):

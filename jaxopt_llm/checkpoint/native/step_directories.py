@@ -7,7 +7,6 @@
 """
 
 import itertools
-import json
 import re
 import shutil
 from collections.abc import Collection
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.checkpoint.native import integrity
+from jaxopt_llm.core import json_files
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import sync_directory
 
 RECORD = "checkpoint.json"  # next to the arrays: describes them, and holds everything else that a resume needs
@@ -34,14 +35,18 @@ def find_set_aside(directory: Path) -> list[Path]:
 def find_damage(path: Path, share: tuple[int, int] = (0, 1)) -> str | None:
     """Return a description of the damage to a checkpoint; None: it is intact. See `integrity.find_damage`."""
     found = integrity.find_damage(path, share)
-    if found is None and read_record(path)["step"] != int(path.name):
-        return f"it belongs to step {read_record(path)['step']}"
-    return found
+    if found is not None:
+        return found
+    try:
+        step = read_record(path)["step"]
+    except (ValueError, KeyError, TypeError):
+        return f"{RECORD} is no record of a checkpoint"
+    return None if step == int(path.name) else f"it belongs to step {step}"
 
 
 def read_record(path: Path) -> dict[str, Any]:
     """Read the record of an intact checkpoint."""
-    return json.loads((path / RECORD).read_text())
+    return json_files.parse(json_files.read_bytes(path / RECORD))
 
 
 def read_summary(path: Path) -> tuple[float | None, str | None]:
@@ -49,7 +54,7 @@ def read_summary(path: Path) -> tuple[float | None, str | None]:
     try:
         record = read_record(path)
         loss, saved = record.get("eval_loss"), record.get("saved")
-    except (OSError, ValueError, AttributeError):
+    except (InputError, OSError, ValueError, AttributeError):
         return None, None
     return loss if isinstance(loss, float) else None, saved if isinstance(saved, str) else None
 

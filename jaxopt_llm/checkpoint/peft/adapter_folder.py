@@ -125,6 +125,7 @@ class AdapterFolder:
         part = self.parts.get((weight, layer))
         if part is None:
             return
+        self.file.check()
         source = part.view(kind)[index]
         ratio = np.float32(part.factors.scale / self.scale)
         if kind == "lora_b" and ratio != 1:

@@ -3,7 +3,6 @@
 Lines that are not records are counted, not refused: half a run is better than no report.
 """
 
-import json
 import math
 from array import array
 from collections import defaultdict
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxopt_llm.config import cli
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 
 EVAL_LOSS = "eval_loss"
@@ -188,8 +188,8 @@ def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
 def _parse(text: bytes) -> Any:
     """Return the JSON value of a text; None if it is not JSON."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return json_files.parse(text)
+    except ValueError:
         return None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxopt_llm.config import Config, fields
+from jaxopt_llm.core import json_files
 from jaxopt_llm.observe.report.run_files import EVAL_LOSS, Run, to_number
 
 MAX_EVENTS = 200  # of each run, the last ones
@@ -88,7 +89,7 @@ def compare_settings(runs: Sequence[Run]) -> tuple[list[str], list[tuple[str, li
     """
     columns = [(run.name, flatten(run.config)) for run in runs]
     if len(runs) == 1:
-        columns.insert(0, ("default", flatten(json.loads(fields.to_json(Config())))))
+        columns.insert(0, ("default", flatten(json_files.parse(fields.to_json(Config())))))
     names = dict.fromkeys(name for _, settings in columns for name in settings)
     rows = [(name, [settings.get(name, MISSING) for _, settings in columns]) for name in names]
     return [heading for heading, _ in columns], [(name, values) for name, values in rows if len(set(values)) > 1]

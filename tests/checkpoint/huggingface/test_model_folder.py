@@ -1,6 +1,7 @@
 """Model folders are read into any mesh with little host memory, and refused if they are incomplete."""
 
 import json
+import os
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -86,6 +87,19 @@ def test_host_holds_one_tensor_in_addition_to_the_shards(tmp_path: Path) -> None
     assert leaf.nbytes == 16 * one
     assert 16 * one <= peak < 17 * one
     assert resident_file_bytes() - mapped < 2 * one  # the whole file has 16 / 2
+
+
+def test_a_file_that_is_truncated_after_it_was_opened_is_one_line(tmp_path: Path) -> None:
+    """A read of a page that the file has no more ends the process with SIGBUS."""
+    opened = huggingface.open_model_folder(folders.folder(tmp_path / "folder", most=10**9))
+    spec = Decoder(folders.CONFIG).specs["non_layer"]["embedding"]["table"]
+    os.truncate(tmp_path / "folder" / "model.safetensors", 5000)
+    for read in (
+        lambda: opened.read("non_layer/embedding/table", spec, parameter_sharding(spec, toy.placement())),
+        lambda: opened.sha256,
+    ):
+        with pytest.raises(InputError, match="model.safetensors: the file was truncated while it was read"):
+            read()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -228,7 +242,7 @@ def test_names_without_base_prefix_and_masks_are_supported(tmp_path: Path) -> No
         (None, "it has no config.json"),
         ("[]", "config.json: the JSON is not an object"),
         ("{", "config.json: invalid JSON"),
-        ('{"model_type": "llama", "model_type": "qwen2"}', "config.json: 'model_type' appears twice"),
+        ('{"model_type": "llama", "model_type": "qwen2"}', "'model_type' appears twice"),
         ('{"model_type": "mamba", "auto_map": {"AutoModel": "evil.Model"}}', "config.json: model_type='mamba'"),
     ],
 )

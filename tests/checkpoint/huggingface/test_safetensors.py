@@ -69,10 +69,10 @@ def entry(**changes: Any) -> dict[str, Any]:
         ({"x": "../secret"}, b"\0" * 8, "damaged: invalid header entry for tensor 'x'"),
         ({"x": entry(dtype="I8", shape=[8])}, b"\0" * 8, "tensor 'x' is I8, not one of F32, F16, BF16"),
         (b'{"x": 1, "x": 2}', b"", "'x' appears twice"),
-        (b"[]", b"", "the JSON is not an object"),
-        (b"\xff\xfe{}", b"", "invalid JSON"),
-        (b"[" * 100_000, b"", "invalid JSON"),
-        (b"9" * 10_000, b"", "invalid JSON"),
+        (b"[]", b"", "the JSON of the header is not an object"),
+        (b"\xff\xfe{}", b"", "not valid JSON"),
+        (b"[" * 100_000, b"", "nested more than 100 deep"),
+        (b"9" * 10_000, b"", "not valid JSON"),
     ],
 )
 def test_damaged_header_is_refused(header: Any, data: bytes, message: str, tmp_path: Path) -> None:

@@ -195,6 +195,31 @@ def test_old_checkpoints_are_deleted_after_a_new_one_is_complete(tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "4", "5"]
 
 
+def test_records_that_cannot_be_synced_fail_the_save_which_is_tried_again(directory: Path) -> None:
+    lines: list[str] = []
+    tries = 0
+
+    def sync() -> None:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise OSError(28, "No space left on device")
+
+    with Checkpoints(directory, KEEP_ALL, lines.append) as checkpoints:
+        checkpoints.save_last(9, {"weights": {"w": jnp.full(3, 9)}}, {}, sync)
+    assert tries == 2 and len(lines) == 1 and "No space left on device" in lines[0]
+    assert restore_latest(directory) == (9, [9, 9, 9], [])
+
+
+def test_a_directory_that_was_deleted_fails_the_save_and_stays_away(directory: Path) -> None:
+    lines: list[str] = []
+    with Checkpoints(directory, KEEP_ALL, lines.append) as checkpoints:
+        shutil.rmtree(directory)
+        with pytest.raises(CheckpointError, match=f"step 9 could not be saved to {directory} .*there is no checkpoint"):
+            checkpoints.save_last(9, {"weights": {"w": jnp.full(3, 9)}}, {})
+    assert len(lines) == 2 and not directory.exists()
+
+
 def test_a_save_does_not_wait_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the first is written, the second copies its trees. A third would be one copy too many, and waits."""
     allowed, hashed = threading.Event(), []
