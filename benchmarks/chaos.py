@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import random
+import signal
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -53,6 +54,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(chaos_faults.KINDS), default=list(chaos_faults.KINDS))
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # programs started by nohup ignore it
     with tempfile.TemporaryDirectory() as folder:
         told = run(Path(folder), options)
     lines = make_table(told)

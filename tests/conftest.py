@@ -4,6 +4,7 @@ import gc
 import os
 import resource
 import shlex
+import signal
 import sys
 import time
 from collections import Counter
@@ -61,6 +62,10 @@ STARTED = time.monotonic()
 COLLECTED = pytest.StashKey[set[str]]()  # node ids before deselection
 LEFT_OUT, LEFT_OUT_OF_WORKER = pytest.StashKey[list[str]](), "slow_tests_left_out"
 MEASURED: dict[str, float] = {}  # CPU seconds of each test, with --measure
+# A test run that nohup or a shell started in the background ignores these signals, and so would all programs that tests
+# start.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # The default device is a CPU even on a machine with a GPU. A test that runs on the GPU uses the fixture `gpu`.
 jax.config.update("jax_default_device", jax.devices("cpu")[0])
 

@@ -9,12 +9,13 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from marks import slow
-from test_equality import BOTH, FSDP, TENSOR, Setting, assert_equal_to_optax
+from test_equality import BOTH, FSDP, TENSOR, Setting, assert_equal_to_optax, make_engine
 from test_step_bytes import BLOCK, Model, loss
 
 import jaxopt_llm
 from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.config import Config
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.program import make_engine_program
 from jaxopt_llm.parallel.mesh import make_mesh
 
@@ -113,6 +114,11 @@ def test_dropout_and_statistics_are_those_of_the_loss_as_it_is_written(accumulat
     for array, other in zip(arrays, others, strict=True):
         if jnp.issubdtype(array.dtype, jnp.floating):
             np.testing.assert_allclose(other, array, rtol=1e-4, atol=1e-6)
+
+
+def test_a_policy_that_would_reach_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match=r"remat\.policy=full has no effect.* neither a loop .* nor equal layers"):
+        make_engine(Setting("mlp", 3, FSDP, 1), remat={"policy": "full"})
 
 
 SETTINGS = [

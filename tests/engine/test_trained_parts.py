@@ -123,7 +123,6 @@ def test_a_selection_that_has_no_effect_is_refused(sections: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("listed", "sections", "message"),
     [
-        (True, {"remat": {"policy": "full"}}, r"remat\.policy=full has no effect"),
         (True, {"precision": {"matmul": "int8"}}, r"precision\.matmul=int8 has no effect"),
         (True, {"offload": {"parameters": True}}, r"offload\.parameters=True has no effect"),
         (False, {"run": {"deterministic": True}}, r"does not read run\.deterministic"),
