@@ -138,7 +138,8 @@ def main():
             fcntl.flock(file, fcntl.LOCK_SH)
         if failing:
             rendezvous.EXIT_SECONDS = 100
-            raise errors.InputError("no batch")
+            process_group._DEATH_NOTICE_SECONDS = 0
+            raise errors.InputError("no batch") if failing == ["input"] else RuntimeError("no batch")
         now, looks = time.monotonic(), itertools.count()
         look = lambda: now + config.timeout_seconds * min(next(looks) / 3, 4)
         rendezvous.time = types.SimpleNamespace(monotonic=look, sleep=time.sleep)
@@ -148,11 +149,16 @@ errors.run_command(main)
 """
 
 
-def start_waiting(folder: Path, *failing: int) -> tuple[list[subprocess.Popen[str]], list[Gate]]:
-    """Start two processes that join a job, and return them with the gates at which they wait."""
+def start_waiting(
+    folder: Path, failing: int | None = None, kind: str = "input"
+) -> tuple[list[subprocess.Popen[str]], list[Gate]]:
+    """Start two processes that join a job, and return them with the gates at which they wait.
+
+    failing: the process that then ends with an error. kind: "input" or "bug".
+    """
     address, gates = free_address(), [Gate(folder / str(index), "") for index in range(2)]
     processes = [
-        start_python("-c", WAITS, address, index, folder / str(index), *["fail"] * (index in failing))
+        start_python("-c", WAITS, address, index, folder / str(index), *[kind] * (index == failing))
         for index in range(2)
     ]
     for process in processes:
@@ -192,6 +198,13 @@ def test_an_error_of_one_ends_all_with_its_line(failing: int, tmp_path: Path) ->
     for index, process in enumerate(processes):
         whose = "" if index == failing else f"process {failing}: "
         assert f"error: {whose}no batch" in finish(process, 2)[1].splitlines()
+
+
+def test_an_error_that_nobody_foresaw_ends_the_others_with_5(tmp_path: Path) -> None:
+    processes, gates = start_waiting(tmp_path, 0, "bug")
+    gates[0].open()
+    assert "RuntimeError: no batch" in finish(processes[0], 1)[1].splitlines()
+    assert "error: process 0: no batch" in finish(processes[1], 5)[1].splitlines()
 
 
 def assert_ends_the_other(

@@ -14,6 +14,9 @@ from typing import NoReturn
 MAX_MESSAGE = 5000  # characters
 
 
+UNFORESEEN = 1  # exit code after an error that is a bug, with its traceback
+
+
 class CommandError(Exception):
     """Base class of the errors that end a command.
 
@@ -193,7 +196,7 @@ def report_error(error: BaseException) -> int:
         print("interrupted", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT
     traceback.print_exception(error)
-    return 1
+    return UNFORESEEN
 
 
 @contextlib.contextmanager

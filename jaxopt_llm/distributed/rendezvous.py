@@ -258,10 +258,14 @@ class Watch:
         self._thread.join(self._timeout)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End all processes because of an error in this one."""
+        """End all processes because of an error in this one.
+
+        The others end with its exit code, or with that of `ProcessLost` if nobody foresaw the error.
+        """
         self._ending.acquire()
         code = errors.report_error(error)
-        self._end_peers(f"process {self._job.index}: {errors.one_line(error) or type(error).__name__}", code)
+        theirs = ProcessLost.exit_code if code == errors.UNFORESEEN else code
+        self._end_peers(f"process {self._job.index}: {errors.one_line(error) or type(error).__name__}", theirs)
         os._exit(code)
 
     def _run(self) -> None:
