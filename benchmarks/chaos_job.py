@@ -31,9 +31,9 @@ def train_command(directory: Path, flags: Mapping[str, object]) -> list[str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    # JAX writes directly into the files of its cache: processes that are killed must only read them.
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "programs")}
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "CHAOS_FOLDER": str(folder), **cache}
+    # JAX writes directly into the files of its cache, which a process that is killed would leave damaged.
+    own = {"PYTHONPATH": str(ROOT), "CHAOS_FOLDER": str(folder), "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    return {**os.environ, "JAX_PLATFORMS": "cpu", **own}
 
 
 def free_port() -> int:
@@ -49,7 +49,7 @@ def join_variables(port: int, count: int, rank: int) -> dict[str, str]:
 
 
 def train_undisturbed(directory: Path, count: int, flags: Mapping[str, object]) -> float:
-    """Train without supervisors and faults. Fill the cache of programs. Return the seconds of the steps."""
+    """Train without supervisors and faults. Return the seconds of the steps."""
     port, command = free_port(), [sys.executable, "-m", "jaxopt_llm", *train_command(directory, {**flags, **SHORT})]
     variables = environment(directory.parent)
     processes = [
@@ -70,7 +70,7 @@ class ChaosJob:
         self.directory, self.folder, self.count, self.port = directory, directory.parent, count, free_port()
         self._command = [sys.executable, "-m", "jaxopt_llm", "supervise", "--restarts", "30", "--backoff", "0.2", "--"]
         self._command += train_command(directory, {**flags, **SHORT})
-        self._variables = environment(self.folder) | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}
+        self._variables = environment(self.folder)
         self._log = (self.folder / "supervisors.log").open("ab")
         self.supervisors: list[subprocess.Popen[bytes]] = []
 

@@ -65,12 +65,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     chance, trials = random.Random(options.seed), list[Trial]()
-    with tempfile.TemporaryDirectory() as cache:
-        keep_programs(options.processes, Path(cache))
-        for number in range(options.trials):
-            moment, sent = tuple(MOMENTS)[number % len(MOMENTS)], chance.choice(SIGNALS)
-            trials.append(run_trial(moment, sent, options.processes, Path(cache), chance))
-            print(trials[-1], flush=True)
+    for number in range(options.trials):
+        moment, sent = tuple(MOMENTS)[number % len(MOMENTS)], chance.choice(SIGNALS)
+        trials.append(run_trial(moment, sent, options.processes, chance))
+        print(trials[-1], flush=True)
     lines = make_table(trials)
     print("\n".join(lines))
     if options.json:
@@ -79,29 +77,13 @@ def main() -> None:
         options.json.with_suffix(".txt").write_text("\n".join(lines) + "\n")
 
 
-def keep_programs(processes: int, cache: Path) -> None:
-    """Run a job that writes its compiled programs into a cache, from which the trials read them."""
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder) / "run"
-        settings = MOMENTS["evaluate"][0]
-        with start_job(directory, processes, settings, {"JAX_COMPILATION_CACHE_DIR": str(cache)}) as job:
-            wait_for(lambda: has_come("evaluate", directory), job)
-            job[0].terminate()
-            for process in job:
-                process.communicate(timeout=DEADLINE)
-
-
-def run_trial(moment: str, sent: str, count: int, cache: Path, chance: random.Random) -> Trial:
+def run_trial(moment: str, sent: str, count: int, chance: random.Random) -> Trial:
     """Start a job of `count` processes, kill one of them, and wait for the others."""
     settings, delay = MOMENTS[moment]
     victim = chance.randrange(count)
-    # JAX writes directly into the files of its cache: a process that is killed must only read them.
-    environment = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}
-    if moment == "compile":
-        environment = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "run"
-        with start_job(directory, count, settings, environment) as processes:
+        with start_job(directory, count, settings) as processes:
             wait_for(lambda: has_come(moment, directory), processes)
             time.sleep(chance.uniform(0, delay))
             began = time.monotonic()
@@ -114,9 +96,7 @@ def run_trial(moment: str, sent: str, count: int, cache: Path, chance: random.Ra
 
 
 @contextlib.contextmanager
-def start_job(
-    directory: Path, count: int, settings: dict[str, object], environment: dict[str, str]
-) -> Iterator[Sequence[subprocess.Popen[str]]]:
+def start_job(directory: Path, count: int, settings: dict[str, object]) -> Iterator[Sequence[subprocess.Popen[str]]]:
     """Start the processes of a job. At the end, those that are left are killed."""
     flags = [f"--{name}={value}" for name, value in (RUN | settings).items()]
     shape = [f"--mesh.fsdp={count}", f"--training.batch_size={2 * count}", f"--run.directory={directory}"]
@@ -124,7 +104,8 @@ def start_job(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "JAX_PLATFORMS": "cpu"}
-    job |= {"PYTHONPATH": str(ROOT), **environment}
+    # JAX writes directly into the files of its cache, which a process that is killed would leave damaged.
+    job |= {"PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"}
     output = directory.parent / "output"
     with output.open("w") as file:
         processes = [
