@@ -33,7 +33,7 @@ def make_arrays(megabytes: int) -> dict[str, jax.Array]:
 
 def measure(arrays: dict[str, jax.Array], pending: int, saves: int, directory: Path) -> dict[str, float]:
     """Return seconds: the stall of the first save, the mean of the others, and a save until it is on disk."""
-    checkpoints.MOST_PENDING = pending
+    checkpoints.MAX_PENDING = pending
     with Checkpoints(directory, CheckpointConfig(keep=1)) as writer:
         first, *others = (writer.save(step, {"arrays": arrays}, {}) for step in range(1, saves + 1))
         writer.latest_saved_step()

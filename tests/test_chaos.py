@@ -1,12 +1,14 @@
 """Faults injected into a job under supervisors: it ends by itself, equal to the bit to a run without faults."""
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import chaos
 import chaos_faults
+import chaos_peers
 import pytest
 from commands import ROOT
 
@@ -29,6 +31,22 @@ def test_a_killed_process_and_a_damaged_checkpoint(tmp_path: Path) -> None:
     assert killed["codes"] == [chaos_faults.LOST]
     assert flipped["repeated"] >= chaos.CHECKPOINT_EVERY  # it continued from the checkpoint before the damaged one
     assert told["equal"]
+
+
+@pytest.mark.parametrize(
+    ("moment", "sent"),
+    [
+        ("compile", "SIGKILL"),
+        ("step", "SIGKILL"),
+        ("step", "SIGSEGV"),
+        ("evaluate", "SIGTERM twice"),
+        ("save", "SIGKILL"),
+    ],
+)
+def test_a_death_in_the_middle_of_work_ends_the_others_with_5(moment: str, sent: str) -> None:
+    trial = chaos_peers.run_trial(moment, sent, 3, random.Random(f"{moment} {sent}"))
+    assert trial.codes == [chaos_faults.LOST] * 2, trial
+    assert all(line.startswith(f"error: process {trial.victim} of 3 has died") for line in trial.lines), trial
 
 
 def test_ten_minutes_of_all_faults(tmp_path: Path, request: pytest.FixtureRequest) -> None:

@@ -21,8 +21,9 @@ class CheckpointConfig:
     replicate_every: int = setting(0, bounds=NON_NEGATIVE)
     """Steps between two copies of the state in the memory of the hosts, for a restart after the loss of one host: each
     host keeps its own part and, where no other host has the same one, also that of the next host. 0 = off."""
-    replicate_directory: str = "/dev/shm/jaxopt_llm"
-    """Directory in memory for checkpoint.replicate_every, of each host its own."""
+    replicate_directory: str = "/dev/shm"
+    """Directory in memory for checkpoint.replicate_every, of each host its own. The copies are in a folder there that
+    only this user can read."""
 
     def problems(self) -> list[str]:
         found = find_out_of_range("checkpoint", self)

@@ -32,24 +32,28 @@ _X32 = 0x40000000  # numbers of a second interface on x86-64
 _SET_NO_NEW_PRIVILEGES, _SET_SECCOMP, _FILTER = 38, 22, 2  # of prctl
 
 
-def isolate() -> bool:
+def isolate() -> None:
     """Take the network, the files and other processes away from this process, for good.
 
-    Call it after the imports, because a module cannot be imported afterwards, and before threads start.
-
-    Returns:
-        Whether the kernel did so. False where it has no such filter: outside Linux, and on other processors.
+    Call it after the imports, because a module cannot be imported afterwards, and before threads start. It does nothing
+    outside Linux and on other processors. If the kernel refuses, it says so on standard error.
     """
     if not hasattr(os, "uname") or os.uname().sysname != "Linux" or platform.machine() not in _MACHINES:
-        return False
+        return
     program = _make_filter(*_MACHINES[platform.machine()])
     code = ctypes.create_string_buffer(program)
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
     library = ctypes.CDLL(None, use_errno=True)
-    return (
-        library.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0
-        and library.prctl(_SET_SECCOMP, _FILTER, ctypes.c_char_p(header), 0, 0) == 0
-    )
+    if (
+        library.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0) != 0
+        or library.prctl(_SET_SECCOMP, _FILTER, ctypes.c_char_p(header), 0, 0) != 0
+    ):
+        reason = os.strerror(ctypes.get_errno())
+        os.write(
+            2,
+            f"warning: the kernel has no filter of system calls ({reason}): chat templates and tokenizers "
+            "run without isolation from files and network\n".encode(),
+        )
 
 
 def _make_filter(column: int, machine: int) -> bytes:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from jaxopt_llm.core import errors, json_files
 from jaxopt_llm.core.errors import InputError, ProcessLost
 from jaxopt_llm.distributed import handshake
-from jaxopt_llm.distributed.door import HELLO_SECONDS, Arrival, Door
+from jaxopt_llm.distributed.acceptor import HELLO_SECONDS, Acceptor, Arrival
 from jaxopt_llm.distributed.handshake import Hello, printable
 from jaxopt_llm.distributed.launchers import Job
 from jaxopt_llm.distributed.peer import Peer
@@ -155,18 +155,18 @@ def _accept_all(
     arrivals: list[Arrival] = []
     hosts = {0: socket.gethostname()}
     problem = ""
-    with Door(listener, token) as door:
+    with Acceptor(listener, token) as acceptor:
         while len(arrivals) < job.processes - 1 and not problem:
-            arrival = door.wait(deadline)
+            arrival = acceptor.wait(deadline)
             if arrival is None:
-                problem = _describe_missing(job, hosts, time.monotonic() - began, door.strangers)
+                problem = _describe_missing(job, hosts, time.monotonic() - began, acceptor.rejected)
                 break
             arrivals.append(arrival)
             problem = _compare(arrival.hello, job, facts, hosts)
             hosts[arrival.hello.index] = printable(arrival.hello.host)
         if problem:
             until = min(deadline, time.monotonic() + START_SPREAD_SECONDS)
-            while len(arrivals) < job.processes - 1 and (late := door.wait(until)):
+            while len(arrivals) < job.processes - 1 and (late := acceptor.wait(until)):
                 arrivals.append(late)
     if problem:
         for arrival in arrivals:
@@ -176,9 +176,9 @@ def _accept_all(
     return arrivals
 
 
-def _describe_missing(job: Job, hosts: Mapping[int, str], seconds: float, strangers: int) -> str:
+def _describe_missing(job: Job, hosts: Mapping[int, str], seconds: float, rejected: int) -> str:
     missing = ", ".join(str(index) for index in range(1, job.processes) if index not in hosts)
-    others = f"; {strangers} connection(s) had another token" if strangers else ""
+    others = f"; {rejected} connection(s) had another token" if rejected else ""
     return (
         f"process(es) {missing} of {job.processes} did not connect in {seconds:.0f} s{others}; start them, one per "
         "host, or lower --distributed.processes"

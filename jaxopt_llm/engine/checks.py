@@ -21,19 +21,19 @@ from jaxopt_llm.parallel.placement import Placement
 # The settings that an engine reads, as globs. All others are of the decoder, its data and its commands.
 READ = (
     *("run.*", "training.steps", "training.accumulation", "training.skip_*", "training.ema_decay"),
-    *(
-        "training.on_spike",
-        "training.spike_factor",
-        "training.trainable",
-        "training.batch_size",
-        "training.attention",
-        "optimizer.*",
-        "schedule.*",
-        "precision.*",
-    ),
+    *("training.on_spike", "training.spike_factor", "training.trainable", "training.batch_size", "training.attention"),
+    *("optimizer.*", "schedule.*", "precision.*"),
     *("lora.rank", "lora.alpha", "lora.targets", "lora.base", "lora.double_quantisation", "lora.rslora", "lora.dora"),
     *("mesh.data", "mesh.fsdp", "mesh.tensor", "sharding.zero_stage", "remat.policy", "offload.*", "xla.*"),
-    *("checkpoint.*", "evaluation.every", "logging.*", "profile.*", "data.stall_seconds", "distributed.*"),
+    *(
+        "checkpoint.*",
+        "evaluation.every",
+        "logging.*",
+        "profile.*",
+        "data.stall_seconds",
+        "distributed.*",
+        "watchdog.*",
+    ),
 )
 NOT_READ = ("optimizer.in_backward", "precision.compute_dtype_layers", "run.deterministic")
 POLICIES = ("auto", "none", "save_attention", "full")

@@ -26,7 +26,7 @@ class Members:
         self._peers: dict[int, Peer] = {}
         self._names: dict[int, str] = {}
         self._since: dict[int, float] = {}
-        self._strangers: dict[Peer, float] = {}  # connections that have not said who they are, and since when
+        self._unknown: dict[Peer, float] = {}  # connections that have not said who they are, and since when
         self._ends: list[End] = []
         self._pulse = 0.0
         if listener is not None:
@@ -71,7 +71,7 @@ class Members:
         """End the meeting. Supervisors that are still there look for another leader."""
         if self._meeting is not None and not self.superseded(directory):
             (directory / FILE).unlink(missing_ok=True)
-        for peer in (*self._peers.values(), *self._strangers):
+        for peer in (*self._peers.values(), *self._unknown):
             self._host.forget(peer.connection)
         if self._listener is not None:
             self._host.forget(self._listener)
@@ -86,13 +86,13 @@ class Members:
         for ready in self._host.wait(seconds):
             if ready == _LISTENER:
                 self._accept()
-            elif ready in self._strangers:
+            elif ready in self._unknown:
                 self._greet(ready)
             else:
                 self._receive(ready)
         now = time.monotonic()
-        for stranger in [each for each, since in self._strangers.items() if now > since + _HELLO_SECONDS]:
-            self._turn_away(stranger)
+        for peer in [each for each, since in self._unknown.items() if now > since + _HELLO_SECONDS]:
+            self._reject(peer)
         for index in [each for each, peer in self._peers.items() if now > peer.last_heard + SILENCE_SECONDS]:
             self._lose(index, f"has not answered for {SILENCE_SECONDS:g} s")
         if now > self._pulse + PULSE_SECONDS:
@@ -105,7 +105,7 @@ class Members:
         connection, _ = self._listener.accept()
         connection.settimeout(SEND_SECONDS)
         peer = Peer(connection)
-        self._strangers[peer] = time.monotonic()
+        self._unknown[peer] = time.monotonic()
         self._host.listen(connection, peer)
 
     def _greet(self, peer: Peer) -> None:
@@ -117,16 +117,16 @@ class Members:
         index = hello.get("join")
         assert self._meeting is not None
         if not isinstance(index, int) or index == self._host.index or not self._meeting.admits(hello.get("token")):
-            self._turn_away(peer)
+            self._reject(peer)
             return
         if index in self._peers:
             self._lose(index, "has started again")
-        del self._strangers[peer]
+        del self._unknown[peer]
         self._peers[index], self._since[index] = peer, time.monotonic()
         self._names[index] = str(hello.get("host"))
 
-    def _turn_away(self, peer: Peer) -> None:
-        del self._strangers[peer]
+    def _reject(self, peer: Peer) -> None:
+        del self._unknown[peer]
         self._host.forget(peer.connection)
 
     def _receive(self, peer: Peer) -> None:

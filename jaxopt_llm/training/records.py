@@ -1,6 +1,7 @@
 """Writers of a run while it trains: its progress line, its events and its checkpoints."""
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,8 @@ def open_records(
         processes.note_checkpoint(start)
         memory = None
         if config.checkpoint.replicate_every:
-            memory = HostMemory(Path(config.checkpoint.replicate_directory) / identity.run, state, processes)
+            of_user = Path(config.checkpoint.replicate_directory) / f"jaxopt_llm-{os.getuid()}"
+            memory = HostMemory(of_user / identity.run, state, processes)
             start = memory.find(start) or start
         progress.advance(start)
         yield Records(progress, events, checkpoints, watchdog, start, memory)

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import StateCorrupted
 from jaxopt_llm.parallel import offload
+from jaxopt_llm.parallel.copies import group_devices
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Metrics
 
@@ -89,7 +90,7 @@ class ReplicaCheck:
 def has_replicas(state: TrainState) -> bool:
     """Return whether every part of the masters and of the moments rests on more than one device."""
     return all(
-        len(_group_devices(leaf)) < leaf.sharding.num_devices
+        len(group_devices(leaf.sharding, leaf.shape)) < leaf.sharding.num_devices
         for leaf in jax.tree.leaves((state.masters, state.moments))
     )
 
@@ -101,7 +102,7 @@ def find_differences(state: TrainState, sums: Sums) -> dict[str, np.ndarray]:
     """
     found: dict[str, np.ndarray] = {}
     for path, leaf in tree.leaves_with_path(state):
-        for group in _group_devices(leaf):
+        for group in map(np.array, group_devices(leaf.sharding, leaf.shape)):
             values = sums[path][group]
             value, count = collections.Counter(values.tolist()).most_common(1)[0]
             if count < len(group):
@@ -167,14 +168,3 @@ def _as_words(x: jax.Array) -> jax.Array:
         return x.astype(jnp.uint8).astype(jnp.uint32)
     width = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
     return jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
-
-
-def _group_devices(leaf: jax.Array) -> list[np.ndarray]:
-    """Return the groups of devices that hold the same part, by their indices in the mesh."""
-    groups: dict[str, list[int]] = collections.defaultdict(list)
-    sharding = leaf.sharding
-    assert isinstance(sharding, NamedSharding)
-    parts = sharding.devices_indices_map(leaf.shape)
-    for index, device in enumerate(sharding.mesh.devices.flat):
-        groups[str(parts[device])].append(index)
-    return [np.array(group) for group in groups.values()]

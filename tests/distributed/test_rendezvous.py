@@ -14,7 +14,7 @@ from ports import free_address
 
 from jaxopt_llm.config import DistributedConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.distributed import door, handshake, peer, rendezvous
+from jaxopt_llm.distributed import acceptor, handshake, peer, rendezvous
 from jaxopt_llm.distributed.launchers import Job
 from jaxopt_llm.distributed.rendezvous import connect_processes
 
@@ -28,7 +28,7 @@ PATIENCE = 120  # seconds; everything that the tests wait for takes milliseconds
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give processes that connect at all enough time."""
     monkeypatch.setattr(rendezvous, "START_SPREAD_SECONDS", PATIENCE)
-    for module in (rendezvous, door):
+    for module in (rendezvous, acceptor):
         monkeypatch.setattr(module, "HELLO_SECONDS", PATIENCE)
 
 
@@ -36,7 +36,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Replace the package's clock with one that stands still."""
     now = [1000.0]
-    for module in (rendezvous, door, peer):
+    for module in (rendezvous, acceptor, peer):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
     return now
 
@@ -189,7 +189,7 @@ def test_the_time_to_answer_begins_with_the_connection(
 def test_a_process_with_another_token_is_refused(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = threading.Event()
 
-    def stranger() -> Any:
+    def other_token() -> Any:
         try:
             return process(coordinator, 1, token=b"guess")()
         finally:
@@ -199,21 +199,21 @@ def test_a_process_with_another_token_is_refused(coordinator: str, monkeypatch: 
         assert refused.wait(PATIENCE)
         return process(coordinator, 1, token=b"secret")()
 
-    (first, _), message, (second, _) = run_together(process(coordinator, 0, token=b"secret"), stranger, of_the_job)
+    (first, _), message, (second, _) = run_together(process(coordinator, 0, token=b"secret"), other_token, of_the_job)
     assert "process 0 there has another token; give all processes the same --distributed.token-file" in message
     assert first == second
 
 
-def test_strangers_are_counted_when_a_process_is_missing(
+def test_rejected_connections_are_counted_when_a_process_is_missing(
     coordinator: str, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stranger() -> Any:
+    def other_token() -> Any:
         try:
             return process(coordinator, 1)()
         finally:
             clock[0] += 20
 
-    message, _ = run_together(process(coordinator, 0, timeout=20, token=b"secret"), stranger)
+    message, _ = run_together(process(coordinator, 0, timeout=20, token=b"secret"), other_token)
     assert "did not connect in 20 s; 1 connection(s) had another token; start them" in message
 
 

@@ -16,8 +16,9 @@ from flax import nnx
 from marks import slow
 
 import jaxopt_llm
-from jaxopt_llm.config import Config
+from jaxopt_llm.config import Config, fields
 from jaxopt_llm.core.errors import CheckpointError, InputError, Preempted
+from jaxopt_llm.engine import checks
 from jaxopt_llm.engine.checks import EngineWarning
 
 ROWS, STEPS = 16, 6
@@ -199,6 +200,18 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
         other.restore(tmp_path)
     with pytest.raises(InputError, match="the restore of step 1 failed"):
         other.step(make_batch(0))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("watchdog.factor", "watchdog.single_process", "run.check_replicas", "checkpoint.replicate_every"),
+        *("training.on_spike", "training.spike_factor", "distributed.token_file"),
+    ],
+)
+def test_settings_of_the_loop_are_those_of_an_engine(name: str) -> None:
+    other = {bool: True, str: "skip"}.get(type(fields.get_field(Config(), name)), 7)
+    assert checks.find_unread(fields.replace_fields(Config(), {name: other})) == []
 
 
 def test_an_optimizer_that_is_none_is_refused() -> None:

@@ -23,6 +23,7 @@ from etils import epath
 from jaxopt_llm.checkpoint.native import integrity, orbax_logging, retention, step_directories
 from jaxopt_llm.checkpoint.native.identity import Identity
 from jaxopt_llm.checkpoint.native.integrity import FileEntries
+from jaxopt_llm.checkpoint.native.saved_leaves import check_leaves, choose_chunks, describe_leaves
 from jaxopt_llm.config import CheckpointConfig
 from jaxopt_llm.core import json_files, tree
 from jaxopt_llm.core.errors import CheckpointError
@@ -31,8 +32,7 @@ from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Channel, Proces
 # Exceptions of Orbax and TensorStore for a disk that is full, read-only or gone.
 STORAGE_ERRORS = (OSError, ValueError, RuntimeError)
 
-MOST_PENDING = 2  # saves that are written at the same time; each holds a copy of the state in host memory
-MAX_STACK_CHUNK_BYTES = 2**26  # a stack that is not larger has one chunk for each shard
+MAX_PENDING = 2  # saves that are written at the same time; each holds a copy of the state in host memory
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Checkpoints:
             **record,
             **({"identity": self.identity.record()} if self.identity else {}),
             "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "arrays": {name: _describe_leaves(each) for name, each in trees.items()},
+            "arrays": {name: describe_leaves(each) for name, each in trees.items()},
         }
         path = step_directories.working_path(self.directory, step)
         failure, _ = self._run_on_all(self._channel, lambda: self._create_directories(path, trees, sync))
@@ -257,7 +257,7 @@ class Checkpoints:
         path = self.directory / str(step)
         cast = jax.tree.map(lambda x, dtype: x.update(dtype=dtype), abstract, dtypes) if dtypes else abstract
         try:
-            _check_leaves(path, abstract)
+            check_leaves(path, abstract)
             return {
                 name: self._handler.restore(epath.Path(path / name), args=ocp.args.StandardRestore(each))
                 for name, each in cast.items()
@@ -284,9 +284,7 @@ class Checkpoints:
 
         async def copy() -> list[Any]:
             saves = [
-                self._handler.async_save(
-                    epath.Path(path / name), args=ocp.args.StandardSave(each, _choose_chunks(each))
-                )
+                self._handler.async_save(epath.Path(path / name), args=ocp.args.StandardSave(each, choose_chunks(each)))
                 for name, each in trees.items()
             ]
             return [write for writes in await asyncio.gather(*saves) for write in writes]
@@ -378,16 +376,16 @@ class Checkpoints:
                     self._report(f"checkpoint {paths[step]} could not be deleted: {_first_line(error)}")
 
     def _find_slow_save(self) -> _Save | None:
-        """Make room for another save: wait until fewer than MOST_PENDING go on. Return the one that is too slow."""
+        """Make room for another save: wait until fewer than MAX_PENDING go on. Return the one that is too slow."""
         self._main.enter("save")
-        if len(self._pending) < MOST_PENDING:
+        if len(self._pending) < MAX_PENDING:
             return None
         oldest = self._pending[0]
         left = oldest.since + self._slow_save - time.monotonic()
         wait([oldest.future], None if left == math.inf else max(left, 0))
         if str(True) in self._channel.exchange(str(not oldest.future.done())):
             return oldest
-        self._wait_for_save(MOST_PENDING - 1)
+        self._wait_for_save(MAX_PENDING - 1)
         return None
 
     def _wait_for_save(self, pending: int = 0) -> None:
@@ -395,42 +393,6 @@ class Checkpoints:
         self._main.enter("save")
         while len(self._pending) > pending:
             self._pending.pop(0).future.result()
-
-
-def _choose_chunks(arrays: tree.Tree) -> tree.Tree:
-    """Return how Orbax divides each array into chunks of a file, by default one for each shard.
-
-    Each layer of a large stack has its own chunks, so that a reader can decompress one layer without the others.
-    """
-
-    def choose(path: str, leaf: Any) -> ocp.SaveArgs:
-        is_stack = any(part.startswith("segment_") for part in path.split("/"))
-        return ocp.SaveArgs(shard_axes=(0,) if is_stack and leaf.ndim and leaf.nbytes > MAX_STACK_CHUNK_BYTES else ())
-
-    return tree.map_with_path(choose, arrays)
-
-
-def _describe_leaves(arrays: tree.Tree) -> dict[str, str]:
-    """Return leaf path -> dtype and shape, as in float32[2,3]."""
-    return {path: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for path, leaf in tree.leaves_with_path(arrays)}
-
-
-def _check_leaves(path: Path, trees: Mapping[str, tree.Tree]) -> None:
-    """Raise CheckpointError unless the checkpoint has exactly these leaves; Orbax would cast a dtype silently."""
-    recorded = step_directories.read_record(path)["arrays"]
-    differences = []
-    for name, each in trees.items():
-        saved, expected = recorded.get(name, {}), _describe_leaves(each)
-        for leaf in sorted(saved.keys() | expected.keys()):
-            if saved.get(leaf) != expected.get(leaf):
-                in_checkpoint, in_model = saved.get(leaf, "absent"), expected.get(leaf, "absent")
-                differences.append(f"{name}/{leaf} is {in_checkpoint} in the checkpoint and {in_model} in the model")
-    if differences:
-        more = f" (and {len(differences) - 1} more leaves differ)" if len(differences) > 1 else ""
-        raise CheckpointError(
-            f"checkpoint {path} belongs to another model: {differences[0]}{more}; use the configuration that wrote "
-            "it, or choose another directory"
-        )
 
 
 def _first_line(error: Exception) -> str:

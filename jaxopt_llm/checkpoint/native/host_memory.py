@@ -5,8 +5,8 @@ process holds the same parts, such as along `data`, that is all. Otherwise each 
 process, which a permutation over the devices sends. A restart takes the newest step of which every process has its own
 parts, or another one has them; they are sent back in the same way.
 
-DIRECTORY/RUN/process-I/STEP/own.bin, next.bin   parts of process I, and of the next one
-DIRECTORY/RUN/process-I/STEP/index.json          their hashes, the layout and the record; written last
+USER/RUN/process-I/STEP/own.bin, next.bin   parts of process I, and of the next one
+USER/RUN/process-I/STEP/index.json          their hashes, the layout and the record; written last
 """
 
 import collections
@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.core import json_files, tree
 from jaxopt_llm.distributed.process_group import Processes
+from jaxopt_llm.parallel.copies import group_devices
 
 INDEX, OWN, NEXT = "index.json", "own.bin", "next.bin"
 KEEP = 2  # steps; while one is written, the one before is whole
@@ -41,7 +43,7 @@ class HostMemory:
     """
 
     def __init__(self, directory: Path, target: tree.Tree, processes: Processes) -> None:
-        """Name the directory of the run.
+        """Name the directory of the run, within one of the user.
 
         Args:
             target: the state as `jax.ShapeDtypeStruct`s with NamedShardings on the mesh.
@@ -59,17 +61,32 @@ class HostMemory:
         self._holders: list[int] = []  # the processes that have their own parts of `step`
 
     def save(self, step: int, state: tree.Tree, record: Mapping[str, Any]) -> None:
-        """Write this process's parts, and those of the next process, into memory."""
-        path = self._directory / str(step)
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
-        leaves = tree.leaves_with_path(state)
-        hashes = {OWN: _write(path / OWN, (leaf for _, leaf in leaves))}
+        """Write this process's parts, and those of the next process, into memory.
+
+        A step that does not fit into memory is reported and has no copy: the run goes on.
+        """
+        path, leaves = self._directory / str(step), tree.leaves_with_path(state)
+        parts = {OWN: (leaf for _, leaf in leaves)}
         if not self._replicated:
             send = functools.partial(_permute, pairs=self._ring(-1))
-            hashes[NEXT] = _write(path / NEXT, (send(leaf) for _, leaf in leaves))
-        index = {"layout": self._layout, "sha256": hashes, "record": dict(record)}
-        (path / INDEX).write_text(json.dumps(index))
+            parts[NEXT] = (send(leaf) for _, leaf in leaves)
+        try:
+            shutil.rmtree(path, ignore_errors=True)
+            self._directory.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # for this user only
+            path.mkdir(parents=True)
+            hashes = {name: _write(path / name, each) for name, each in parts.items()}
+            index = {"layout": self._layout, "sha256": hashes, "record": dict(record)}
+            (path / INDEX).write_text(json.dumps(index))
+        except OSError as error:
+            shutil.rmtree(path, ignore_errors=True)
+            print(
+                f"process {self._processes.index} has no copy of step {step} in memory: {path}: {error.strerror}",
+                file=sys.stderr,
+                flush=True,
+            )
+        finally:
+            for rest in parts.values():
+                collections.deque(rest, maxlen=0)  # all processes take part in all permutations
         for old in sorted(self._steps())[:-KEEP]:
             shutil.rmtree(self._directory / str(old))
 
@@ -216,14 +233,8 @@ def _describe_layout(target: Mapping[str, jax.ShapeDtypeStruct], owners: list[in
 
 
 def _group_devices(leaf: jax.ShapeDtypeStruct) -> list[list[int]]:
-    """Return the groups of devices that hold the same part, by their indices in the mesh."""
-    groups: dict[str, list[int]] = collections.defaultdict(list)
-    sharding = leaf.sharding
-    assert isinstance(sharding, NamedSharding)
-    parts = sharding.devices_indices_map(leaf.shape)
-    for index, device in enumerate(sharding.mesh.devices.flat):
-        groups[str(parts[device])].append(index)
-    return list(groups.values())
+    assert isinstance(leaf.sharding, NamedSharding)
+    return group_devices(leaf.sharding, leaf.shape)
 
 
 def _is_on_two_processes(leaf: jax.ShapeDtypeStruct, owners: list[int]) -> bool:

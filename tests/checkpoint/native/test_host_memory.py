@@ -1,5 +1,6 @@
 """Tests of the state in the memory of the hosts: what is found after a loss, and who sends what to whom."""
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,27 @@ def test_the_newest_intact_step_is_found_with_its_record(tmp_path: Path) -> None
     assert not (tmp_path / "process-0" / "6").exists()
     assert open_memory(tmp_path, make_state(PartitionSpec("fsdp"))).find(after=0) is None  # another layout
     assert open_memory(tmp_path, make_state(spec)).find(after=4) is None
+
+
+def test_a_step_that_does_not_fit_is_reported_and_the_one_before_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, sent = PartitionSpec(("data", "fsdp")), []
+    writer = of_two_processes(open_memory(tmp_path / "user" / "run", make_state(spec)))
+    monkeypatch.setattr(host_memory, "_permute", lambda array, pairs: sent.append(pairs) or array)
+    writer.save(2, make_state(spec), {})
+    assert (tmp_path / "user").stat().st_mode & 0o777 == 0o700
+
+    def fill(path: Path, leaves: Any) -> str:
+        next(iter(leaves))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(host_memory, "_write", fill)
+    sent.clear()
+    writer.save(4, make_state(spec), {})
+    assert "has no copy of step 4 in memory" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "user/run/process-0").iterdir()] == ["2"]
+    assert len(sent) == len(make_state(spec))  # the other processes wait for every permutation
 
 
 @pytest.mark.parametrize("spec", [PartitionSpec("fsdp"), PartitionSpec(("data", "fsdp"))])

@@ -1,4 +1,4 @@
-"""Door of process 0: it accepts the connections of the other processes side by side."""
+"""Acceptor of process 0: it receives the connections of the other processes side by side."""
 
 import contextlib
 import queue
@@ -13,7 +13,7 @@ from jaxopt_llm.distributed.handshake import Hello
 from jaxopt_llm.distributed.peer import Peer
 
 HELLO_SECONDS = 5  # time that a new connection has for its first message
-MOST_WAITING = 256  # connections whose first message is waited for at the same time
+MAX_WAITING = 256  # connections whose first message is waited for at the same time
 
 
 @dataclass(frozen=True)
@@ -27,24 +27,24 @@ class Arrival:
         self.peer.send(handshake.sign(token, self.hello.nonce, message))
 
 
-class Door:
+class Acceptor:
     """Acceptance of connections. As a context manager it ends with them.
 
     A connection that sends nothing, or garbage, delays no other one and is closed without an answer.
 
     Attributes:
-        strangers: number of connections so far from processes with another token.
+        rejected: number of connections so far from processes with another token.
     """
 
     def __init__(self, listener: socket.socket, token: bytes) -> None:
         self._listener, self._token = listener, token
         self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-        self._waiting = threading.Semaphore(MOST_WAITING)
+        self._waiting = threading.Semaphore(MAX_WAITING)
         self._closed = False
-        self.strangers = 0
-        self._thread = threading.Thread(target=self._accept, name="door", daemon=True)
+        self.rejected = 0
+        self._thread = threading.Thread(target=self._accept, name="acceptor", daemon=True)
 
-    def __enter__(self) -> "Door":
+    def __enter__(self) -> "Acceptor":
         self._listener.settimeout(0.2)  # a thread that waits in accept does not notice that the socket is closed
         self._thread.start()
         return self
@@ -79,7 +79,7 @@ class Door:
             signed = peer.receive_one(time.monotonic() + HELLO_SECONDS)
             arrival = Arrival(peer, handshake.read_hello(handshake.open_signed(self._token, nonce, signed)))
         except handshake.NotTrustedError:
-            self.strangers += 1
+            self.rejected += 1
             peer.send(handshake.sign(b"", "", "another token"))  # the other end cannot verify it, which tells it why
         except (ValueError, TimeoutError):
             pass  # another program

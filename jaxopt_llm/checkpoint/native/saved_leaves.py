@@ -1,0 +1,49 @@
+"""Leaves of the trees in a checkpoint: their chunks on disk, and their comparison with those of a model."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from jaxopt_llm.checkpoint.native import step_directories
+from jaxopt_llm.core import tree
+from jaxopt_llm.core.errors import CheckpointError
+
+MAX_STACK_CHUNK_BYTES = 2**26  # a stack that is not larger has one chunk for each shard
+
+
+def choose_chunks(arrays: tree.Tree) -> tree.Tree:
+    """Return how Orbax divides each array into chunks of a file, by default one for each shard.
+
+    Each layer of a large stack has its own chunks, so that a reader can decompress one layer without the others.
+    """
+
+    def choose(path: str, leaf: Any) -> ocp.SaveArgs:
+        is_stack = any(part.startswith("segment_") for part in path.split("/"))
+        return ocp.SaveArgs(shard_axes=(0,) if is_stack and leaf.ndim and leaf.nbytes > MAX_STACK_CHUNK_BYTES else ())
+
+    return tree.map_with_path(choose, arrays)
+
+
+def describe_leaves(arrays: tree.Tree) -> dict[str, str]:
+    """Return leaf path -> dtype and shape, as in float32[2,3]."""
+    return {path: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for path, leaf in tree.leaves_with_path(arrays)}
+
+
+def check_leaves(path: Path, trees: Mapping[str, tree.Tree]) -> None:
+    """Raise CheckpointError unless the checkpoint has exactly these leaves; Orbax would cast a dtype silently."""
+    recorded = step_directories.read_record(path)["arrays"]
+    differences = []
+    for name, each in trees.items():
+        saved, expected = recorded.get(name, {}), describe_leaves(each)
+        for leaf in sorted(saved.keys() | expected.keys()):
+            if saved.get(leaf) != expected.get(leaf):
+                in_checkpoint, in_model = saved.get(leaf, "absent"), expected.get(leaf, "absent")
+                differences.append(f"{name}/{leaf} is {in_checkpoint} in the checkpoint and {in_model} in the model")
+    if differences:
+        more = f" (and {len(differences) - 1} more leaves differ)" if len(differences) > 1 else ""
+        raise CheckpointError(
+            f"checkpoint {path} belongs to another model: {differences[0]}{more}; use the configuration that wrote "
+            "it, or choose another directory"
+        )

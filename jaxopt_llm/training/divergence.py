@@ -1,0 +1,71 @@
+"""Steps that change nothing: which were skipped, and when a run has diverged."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from jaxopt_llm.config import Config
+from jaxopt_llm.core.errors import TrainingDiverged
+from jaxopt_llm.observe.meter import LossWindow
+from jaxopt_llm.training.step import Metrics
+
+REMEDY = "keeps the earlier checkpoints; try a lower --optimizer.learning-rate or a longer --schedule.warmup-steps"
+
+
+@dataclass
+class FinishedStep:
+    """The step that ran last.
+
+    Attributes:
+        summary: entries for its checkpoint; None until its metrics have been read, which waits for the device.
+        window: losses of the steps since the record before this step.
+    """
+
+    step: int
+    metrics: Metrics
+    summary: dict[str, Any] | None = None
+    window: LossWindow = dataclasses.field(default_factory=LossWindow)
+
+
+def made_update(metrics: Metrics) -> bool:
+    """Return whether a step updated the parameters: it was not skipped, and its gradients did not overflow."""
+    return not int(metrics["skipped_in_a_row"]) and not int(metrics["overflow"])
+
+
+def check_end(finished: FinishedStep, config: Config) -> None:
+    """Raise TrainingDiverged if no step since the last record before the end of a run updated the parameters.
+
+    A last step that is the only one, and whose gradients overflowed, is normal with a dynamic loss scale.
+    """
+    window, skipped = finished.window, int(finished.metrics["skipped"])
+    alone = window.steps == 1 and int(finished.metrics["overflow"]) and skipped < finished.step
+    if not window.updates and not alone:
+        raise TrainingDiverged(
+            f"step {finished.step}: the run has ended, and none of the steps since the last record ({window.steps}) "
+            f"updated the parameters, which the checkpoint holds as they were before; {config.run.directory} {REMEDY}"
+        )
+
+
+def check_skips(step: int, metrics: Metrics, config: Config) -> str:
+    """Return the numbers of a skipped step as text; "" if the step was not skipped.
+
+    Raises:
+        TrainingDiverged: training.skip_limit steps in a row were skipped, or overflows reduced the loss scale below
+            precision.min_loss_scale.
+    """
+    if made_update(metrics):
+        return ""
+    numbers = f"loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm'])}"
+    remedy = f"{config.run.directory} {REMEDY}"
+    if int(metrics["overflow"]):
+        scale = float(metrics["loss_scale"])
+        numbers += f", loss scale now {scale:g}"
+        if scale < config.precision.min_loss_scale:
+            raise TrainingDiverged(
+                f"step {step}: {numbers}, below precision.min_loss_scale={config.precision.min_loss_scale:g}: "
+                f"no loss scale prevents the overflows; {remedy}, or --precision.compute-dtype bfloat16"
+            )
+    elif (in_a_row := int(metrics["skipped_in_a_row"])) >= config.training.skip_limit:
+        skipped = f"{in_a_row} steps in a row were skipped; " if in_a_row > 1 else ""
+        raise TrainingDiverged(f"step {step}: {numbers}; {skipped}{remedy}")
+    return numbers
