@@ -38,8 +38,10 @@ def read_file(file: Path, limit: int) -> bytes:
     """
     check_is_regular(file)
     with file.open("rb") as stream:
-        content = stream.read(limit + 1)
-    if len(content) > limit:
+        # read(limit) would allocate `limit` bytes for the smallest file.
+        fits = os.fstat(stream.fileno()).st_size <= limit
+        content = stream.read() if fits else b""
+    if not fits or len(content) > limit:
         raise ValueError(f"more than {limit:,} bytes")
     return content
 
