@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from jaxopt_llm.config import Config as Config
     from jaxopt_llm.distributed.script import run_job as run_job
     from jaxopt_llm.engine.engine import Engine as Engine
-    from jaxopt_llm.engine.engine import initialize as initialize
     from jaxopt_llm.engine.fit import fit as fit
+    from jaxopt_llm.engine.initialize import initialize as initialize
     from jaxopt_llm.engine.language_model import LanguageModel as LanguageModel
     from jaxopt_llm.inference.load import load_pretrained as load_pretrained
     from jaxopt_llm.kernels.attention import attention as attention
@@ -22,7 +22,7 @@ _PLACES = {
     "LanguageModel": "jaxopt_llm.engine.language_model",
     "attention": "jaxopt_llm.kernels.attention",
     "fit": "jaxopt_llm.engine.fit",
-    "initialize": "jaxopt_llm.engine.engine",
+    "initialize": "jaxopt_llm.engine.initialize",
     "load_pretrained": "jaxopt_llm.inference.load",
     "run_job": "jaxopt_llm.distributed.script",
 }

@@ -19,6 +19,7 @@ if __name__ == "__main__":
     preemption.end_at_signals()
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -35,11 +36,11 @@ from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
 from jaxopt_llm.engine.recipe import check_recipe, train_recipe
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.planning.memory import write_memory
-from jaxopt_llm.planning.oom import OomExplainer
+from jaxopt_llm.planning.oom import make_explainer
 from jaxopt_llm.planning.run_programs import compile_fitting
 from jaxopt_llm.training.decoder_workload import DecoderWorkload
 from jaxopt_llm.training.initial_weights import open_initial_weights
-from jaxopt_llm.training.loop import Loop, run_steps
+from jaxopt_llm.training.loop import train_workload
 from jaxopt_llm.training.records import open_records
 from jaxopt_llm.training.setup import check_inputs, prepare_run
 from jaxopt_llm.training.started import read_started
@@ -75,21 +76,14 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
         setup, lowered, programs = compile_fitting(setup, checkpoints, progress.say)
         progress.say(f"compiled in {time.perf_counter() - clock:.1f} s; {programs}")
         check_same_programs(processes, lambda: lowered.step)
-        explainer = OomExplainer(setup.config, setup.program, setup.placement, checkpoints)
+        explainer = make_explainer(setup.config, setup.program, setup.placement, checkpoints)
         explainer.check_fits(
             {"the step": (lowered.step, programs.step), "an evaluation": (lowered.held_out, programs.held_out)}
         )
         if processes.first:
-            write_memory(directory / "memory.json", setup.program, programs.step)
-
-        workload = DecoderWorkload(setup, programs, initial, verification)
-        with Loop(workload, records, signals) as loop:
-            with explainer.explain_oom(lambda: f"bringing the state of step {start} onto the devices", lowered.step):
-                loop.restore(start)
-            loop.start(start)
-            # Metrics are read one step late, and JAX reports a failed allocation only then.
-            with explainer.explain_oom(lambda: f"in step {loop.current} or the one before", lowered.step):
-                run_steps(loop, start, steps, config.evaluation.every)
+            write_memory(directory / "memory.json", setup.program.state, programs.step)
+        explain_oom = functools.partial(explainer.explain_oom, step=lowered.step)
+        train_workload(DecoderWorkload(setup, programs, initial, verification, explain_oom), records, signals)
 
 
 def _say_finished(directory: Path, step: int, config: Config, say: Callable[[str], None]) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import reference
 from texts import stream
 
@@ -28,14 +29,19 @@ from jaxopt_llm.config.fields import get_field, walk_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokenizer import ByteTokenizer
+from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder_specs import list_segments
-from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.param import ParamSpec, zeros
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.training import program
+from jaxopt_llm.training import program, step
+from jaxopt_llm.training.decoder_step import make_decoder_advance
 from jaxopt_llm.training.program import Program
+from jaxopt_llm.training.state import StateSpecs
+from jaxopt_llm.training.step import StepSettings
+from jaxopt_llm.training.update import SectionOptimizers
 
 CONFIG = ModelConfig(
     vocabulary_size=ByteTokenizer.vocabulary_size,
@@ -83,6 +89,20 @@ def make_program(
         xla=xla or XlaConfig(),
     )
     return program.make_program(config, placement, keep_frozen)
+
+
+def make_step(
+    model: Model,
+    specs: StateSpecs,
+    optimizers: SectionOptimizers,
+    schedule: optax.Schedule,
+    executor: Executor,
+    placement: Placement,
+    settings: StepSettings,
+) -> Any:
+    """Return the jitted step of a decoder from its parts."""
+    advance = make_decoder_advance(model, executor, placement, optimizers, specs, settings)
+    return step.make_step(advance, specs, schedule, placement, placement.activation(None, "batch", "sequence"))
 
 
 def params(specs: Params) -> Params:

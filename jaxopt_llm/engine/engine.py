@@ -1,9 +1,7 @@
 """Engine: the training of any model in Flax NNX, in Linen or as plain functions, by the settings of a `Config`."""
 
 import functools
-import os
 import sys
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxopt_llm.checkpoint.native import step_directories
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
@@ -23,30 +20,27 @@ from jaxopt_llm.checkpoint.native.identity import (
     read_identity,
 )
 from jaxopt_llm.compiler import hlo
-from jaxopt_llm.config import Config, OptimizerConfig, ScheduleConfig
-from jaxopt_llm.config.fields import shared_fields
+from jaxopt_llm.config import ScheduleConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.core.jaxpr import hash_jaxpr
-from jaxopt_llm.distributed import process_group
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
-from jaxopt_llm.engine import deepspeed
-from jaxopt_llm.engine.batches import BatchRows, count_rows
-from jaxopt_llm.engine.checks import EngineWarning, check_config, check_optimizer, find_hidden_settings, find_unread
-from jaxopt_llm.engine.frontends import ArrayInfo, Loss, LossParts, make_frontend
-from jaxopt_llm.engine.given_weights import Weights, check_weights, read_weights
+from jaxopt_llm.engine.batches import BatchRows
+from jaxopt_llm.engine.frontends import ArrayInfo, LossParts
+from jaxopt_llm.engine.given_weights import Weights, read_weights
 from jaxopt_llm.engine.gradients import replace_zero
 from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, plan_engine
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
 from jaxopt_llm.engine.remat_choice import compile_fitting, find_limit, is_open
 from jaxopt_llm.engine.user_model import nest_variables
 from jaxopt_llm.model.linear import leaves
-from jaxopt_llm.parallel.mesh import make_abstract_mesh, make_mesh, visible_devices
+from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.rows import LocalRows
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.restore import load_state
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Metrics
+
+StepStages = tuple[jax.stages.Lowered, jax.stages.Compiled]
 
 
 class Engine:
@@ -73,25 +67,42 @@ class Engine:
         return self._frontend.parameters
 
     @functools.cached_property
-    def program(self) -> EngineProgram:
-        """Program on the visible devices."""
+    def _chosen(self) -> tuple[EngineProgram, StepStages | None]:
+        """The program, and its compiled step if the choice of a policy has compiled it."""
         mesh = make_mesh(self.config.mesh)
         limit = find_limit(mesh.devices.flat[0])
         program = make_engine_program(self._job, mesh)
         if limit is None or not is_open(program, self._job):
-            return program
+            return program, None
         channel = self.processes.channel("remat.policy")
         fitting = compile_fitting(
             self._job,
             program,
             limit,
-            compile=lambda program: program.step.lower(program.state, program.batch).compile(),
-            count_peak=lambda compiled: hlo.read_memory(compiled).peak,
+            compile=_compile_step,
+            count_peak=lambda stages: hlo.read_memory(stages[1]).peak,
             agree=lambda fits: all(each == str(True) for each in channel.exchange(str(fits))),
         )
         if self.processes.first:
             print(f"chosen: {fitting.chosen}", file=sys.stderr)
-        return fitting.program
+        return fitting.program, fitting.compiled
+
+    @property
+    def program(self) -> EngineProgram:
+        """Program on the visible devices."""
+        return self._chosen[0]
+
+    @functools.cached_property
+    def lowered_step(self) -> jax.stages.Lowered:
+        """Step of the program, traced for the state and the batch."""
+        program, stages = self._chosen
+        return _lower_step(program) if stages is None else stages[0]
+
+    @functools.cached_property
+    def compiled_step(self) -> jax.stages.Compiled:
+        """Compiled step of the program: (state, batch) -> (state, metrics)."""
+        stages = self._chosen[1]
+        return self.lowered_step.compile() if stages is None else stages[1]
 
     @functools.cached_property
     def _placed_rows(self) -> LocalRows:
@@ -137,8 +148,9 @@ class Engine:
         with a schedule of ours `learning_rate`, with a loss scale `loss_scale`, and those of the loss. The state is
         updated in place.
         """
-        self._state, metrics = self.program.step(self.state, self.place(batch))
-        return metrics
+        self._state, metrics = self.compiled_step(self.state, self.place(batch))
+        found: Metrics = metrics
+        return found
 
     def evaluate(self, batches: Iterable[Any], ema: bool = True) -> dict[str, float]:
         """Return the mean loss and metrics over batches. Nothing is updated.
@@ -263,18 +275,29 @@ class Engine:
     @property
     def has_schedule(self) -> bool:
         """True if `config.schedule` decides the learning rate; False with an optax transformation."""
-        return isinstance(self._job.optimizer, OptimizerConfig)
+        return self._job.transformation is None
 
     def set_schedule(self, schedule: ScheduleConfig) -> None:
         """Use another schedule of the learning rate than that of `config`. The next step is then compiled anew."""
         config = self._job.config
         if schedule != config.schedule:
             self._job = replace(self._job, config=replace(config, schedule=schedule))
-            self.__dict__.pop("program", None)
+            for name in ("_chosen", "lowered_step", "compiled_step"):
+                self.__dict__.pop(name, None)
 
     def take_state(self, state: TrainState, identity: Identity | None) -> None:
         """Continue with this state, as a part of this run."""
         self._state, self._identity = state, identity
+
+
+def _lower_step(program: EngineProgram) -> jax.stages.Lowered:
+    lowered: jax.stages.Lowered = program.step.lower(program.state, program.batch)
+    return lowered
+
+
+def _compile_step(program: EngineProgram) -> StepStages:
+    lowered = _lower_step(program)
+    return lowered, lowered.compile()
 
 
 def _merge_weight(spec: Any, weight: Any) -> jax.Array:
@@ -287,113 +310,3 @@ def _merge_weight(spec: Any, weight: Any) -> jax.Array:
     for _ in range(bare.leading):
         merge = jax.vmap(merge)
     return jax.jit(merge)(weight)
-
-
-def initialize(
-    model: Any,
-    loss: Loss,
-    example: Any,
-    config: Config | str | Path | None = None,
-    optimizer: optax.GradientTransformation | OptimizerConfig | None = None,
-    rules: Mapping[str, str | None] | None = None,
-    evaluation_loss: Loss | None = None,
-    weights: Weights | None = None,
-) -> Engine:
-    """Return an engine that trains a model.
-
-    Args:
-        model: function without arguments that makes an NNX module or a pytree of arrays; or a Linen module.
-        loss: (model, batch) -> mean loss, (sum, count), or one of them and a dict of metrics; scalars.
-        example: a batch as arrays or `jax.ShapeDtypeStruct`s. The first dimension of each array are the rows.
-        config: settings, or the path of a DeepSpeed configuration in JSON, whose mapping is printed; by default all
-            visible devices divide the state (ZeRO-3).
-        optimizer: optax transformation, or an OptimizerConfig; by default `config.optimizer`.
-        rules: names of dimensions, as in `nnx.with_partitioning`, to the mesh axis `tensor`, or None.
-        evaluation_loss: loss of `evaluate`, by default `loss`. An NNX model is in evaluation mode in either.
-        weights: arrays that replace the initial parameters: a mapping by the paths of `engine.parameters`, whole or
-            nested by their parts, or a function of the path. Each is a NumPy or JAX array, a memory map, a dataset of
-            HDF5, a slice of safetensors, or whatever has a shape and is indexed alike. Each device reads its own part
-            before the first step. None, for a path or for all paths below it, keeps the initial values.
-
-    Raises:
-        InputError: something does not fit together.
-    """
-    given = config if isinstance(config, Config) else None
-    config = _resolve_config(config, example, optimizer)
-    processes = process_group.find_processes(os.environ, config.distributed)
-    if config.mesh.devices == 1:
-        config = replace(config, mesh=replace(config.mesh, fsdp=len(visible_devices())))
-    check_config(config, count_rows(example))
-    if optimizer is not None:
-        check_optimizer(optimizer)
-    if given and optimizer and not isinstance(optimizer, OptimizerConfig) and (hidden := find_hidden_settings(given)):
-        verb = "has" if len(hidden) == 1 else "have"
-        text = f"{', '.join(hidden)} {verb} no effect beside an optax transformation, which is the whole optimizer"
-        warnings.warn(text, EngineWarning, stacklevel=2)
-    frontend = make_frontend(model, loss, example, config.run.seed)
-    job = Job(
-        config=config,
-        frontend=frontend,
-        loss=loss,
-        evaluation_loss=evaluation_loss or loss,
-        example=example,
-        optimizer=optimizer or config.optimizer,
-        rules=dict(rules or {}),
-    )
-    if weights is not None:
-        check_weights(weights, frontend.parameters)
-    # The program on an abstract mesh: all errors and warnings appear now, and nothing is allocated.
-    program = make_engine_program(job, make_abstract_mesh(config.mesh))
-    for oddity in program.model.oddities:
-        warnings.warn(oddity, EngineWarning, stacklevel=2)
-    _check_same_job(job, program, processes)
-    return Engine(job, processes, weights)
-
-
-def _resolve_config(config: Config | str | Path | None, example: Any, optimizer: Any) -> Config:
-    """Return the settings that `initialize` was given, in whatever form."""
-    if isinstance(config, str | Path):
-        config = _read_deepspeed(Path(config), example, optimizer)
-    config = Config() if config is None else config
-    if not isinstance(config, Config):
-        raise InputError(
-            f"config: {type(config).__name__} is neither a Config, as in Config(mesh=dict(fsdp=8)), nor the path of a "
-            "DeepSpeed configuration"
-        )
-    return replace(config, optimizer=optimizer) if isinstance(optimizer, OptimizerConfig) else config
-
-
-def _check_same_job(job: Job, program: EngineProgram, processes: Processes) -> None:
-    """Raise InputError if the processes of a job would train different programs, or from different values."""
-    if processes.count == 1:
-        return
-    remedy = "all processes must run the same script with the same settings and seeds"
-    processes.check_same("config", repr(shared_fields(job.config)), remedy)
-    processes.check_same("the loss or the example", hash_jaxpr(program.model.traced), remedy)
-    initial = hash_jaxpr(jax.make_jaxpr(job.frontend.make)())
-    processes.check_same("the model that the function makes", initial, remedy)
-
-
-def _read_deepspeed(path: Path, example: Any, optimizer: Any) -> Config:
-    """Return the settings of a DeepSpeed file. Print on process 0 what became of its keys."""
-    read = deepspeed.read_file(path, len(visible_devices()))
-    rows, found = read.config.training.batch_size, count_rows(example)
-    if read.has("training.batch_size") and found != rows:
-        raise InputError(
-            f"example: it has {found} rows, and the batch sizes of {path.name} make {rows} for all devices and "
-            "microbatches together; give a whole batch, or change the file"
-        )
-    unread = find_unread(read.config)
-    if keys := [each.key for each in read.mapped if each.setting in unread]:
-        raise InputError(
-            f"{path.name}: {', '.join(keys)}: only the decoder of this package has an equivalent; remove it, or write "
-            "a recipe of the decoder with jaxopt-llm import-config"
-        )
-    replaced = {"optimizer": "optimizer.name", "gradient_clipping": "optimizer.clip_norm"}
-    if not isinstance(optimizer, OptimizerConfig):
-        replaced["scheduler"] = "schedule.kind"
-    names = [name for name, setting in replaced.items() if read.has(setting)]
-    lines = [f"replaced by initialize(optimizer=...): {', '.join(names)}"] if optimizer is not None and names else []
-    if jax.process_index() == 0:
-        print("\n".join([*read.lines(), *lines]), file=sys.stderr)
-    return read.config

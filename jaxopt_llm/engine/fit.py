@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.checkpoint.native.identity import Identity
 from jaxopt_llm.checkpoint.native.lock import lock_directory
 from jaxopt_llm.config import Config, fields
 from jaxopt_llm.core import json_files, tree
@@ -21,10 +22,13 @@ from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.engine.batches import Batches, count_rows, make_batches
 from jaxopt_llm.engine.checks import EngineWarning
 from jaxopt_llm.engine.engine import Engine
+from jaxopt_llm.engine.oom import make_explainer
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import visible_devices
-from jaxopt_llm.training.loop import Loop, run_steps
-from jaxopt_llm.training.records import open_records
+from jaxopt_llm.planning.memory import write_memory
+from jaxopt_llm.planning.oom import OomExplainer
+from jaxopt_llm.training.loop import train_workload
+from jaxopt_llm.training.records import Records, open_records
 from jaxopt_llm.training.setup import read_decay_steps
 from jaxopt_llm.training.started import has_checkpoint
 from jaxopt_llm.training.state import TrainState
@@ -35,13 +39,15 @@ from jaxopt_llm.training.step import Metrics
 class EngineWorkload:
     """An engine and its data, as the loop sees them (training/workload.py).
 
-    held_out: batches of an evaluation.
+    Attributes:
+        held_out: batches of an evaluation.
     """
 
     engine: Engine
     config: Config
     batches: Batches
     held_out: tuple[Any, ...]
+    explainer: OomExplainer
 
     unit = "rows"
 
@@ -77,7 +83,7 @@ class EngineWorkload:
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         placed = self.engine.place(batch)
         with self.processes.main.wait():  # on CPUs, the call returns when all processes have finished the step
-            new: tuple[TrainState, Metrics] = self.engine.program.step(state, placed)
+            new: tuple[TrainState, Metrics] = self.engine.compiled_step(state, placed)
         return new
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
@@ -90,6 +96,12 @@ class EngineWorkload:
 
     def check_data(self, wait: bool) -> None:
         """Check nothing: the data is the user's."""
+
+    def explain_oom(self, describe_action: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
+        return self.explainer.explain_oom(describe_action, self.engine.lowered_step)
+
+    def keep(self, state: TrainState, identity: Identity | None) -> None:
+        self.engine.take_state(state, identity)
 
     def to_checkpoint(self, state: TrainState) -> dict[str, tree.Tree]:
         return self.engine.to_checkpoint(state)
@@ -141,14 +153,15 @@ def fit(
     if engine.has_schedule:
         engine.set_schedule(config.schedule)
     processes, name = engine.processes, "run_directory"
-    batches = make_batches(data, engine.rows, config.run.seed)
-    workload = EngineWorkload(engine, config, batches, _take_held_out(engine, held_out))
+    batches, measured = make_batches(data, engine.rows, config.run.seed), _take_held_out(engine, held_out)
     processes.check_same(name, str(directory), "all processes must name the same directory")
     locked = lock_directory(directory, name) if processes.first else contextlib.nullcontext()
     with locked, Preemption() as preemption:
         processes.check_shared(directory, name)
         _check_directory(directory, config)
-        _run(workload, preemption)
+        with open_records(config, processes, engine.program.state, engine.metric_names) as records:
+            explainer = make_explainer(engine, records.checkpoints)
+            _run(EngineWorkload(engine, config, batches, measured, explainer), records, preemption)
     return engine
 
 
@@ -209,26 +222,19 @@ def _describe(engine: Engine, directory: Path) -> str:
     return f"{count:,} parameters on {devices} {visible_devices()[0].device_kind} device(s), run directory {directory}"
 
 
-def _run(workload: EngineWorkload, preemption: Preemption) -> None:
-    config, directory, engine = workload.config, workload.directory, workload.engine
-    steps = config.training.steps
-    with open_records(config, workload.processes, engine.program.state, engine.metric_names) as records:
-        progress, start = records.progress, records.start
-        progress.say(_describe(engine, directory))
-        for choice in dict.fromkeys(engine.program.model.attention.choices.values()):
-            if choice.reason:
-                progress.say(f"attention: {choice}")
-        if start < steps:
-            program = engine.program
-            workload.processes.main.enter("compile", start)
-            check_same_programs(workload.processes, lambda: program.step.lower(program.state, program.batch))
-        with Loop(workload, records, preemption) as loop:
-            loop.restore(start)
-            try:
-                if start >= steps:
-                    progress.say(f"{directory} is finished at step {start}; fit longer with a larger number of steps")
-                else:
-                    loop.start(start)
-                    run_steps(loop, start, steps, config.evaluation.every)
-            finally:
-                engine.take_state(loop.release_state(), records.checkpoints.identity)
+def _run(workload: EngineWorkload, records: Records, preemption: Preemption) -> None:
+    directory, engine, start, say = workload.directory, workload.engine, records.start, records.progress.say
+    say(_describe(engine, directory))
+    for choice in dict.fromkeys(engine.program.model.attention.choices.values()):
+        if choice.reason:
+            say(f"attention: {choice}")
+    if start >= workload.config.training.steps:
+        say(f"{directory} is finished at step {start}; fit longer with a larger number of steps")
+    else:
+        workload.processes.main.enter("compile", start)
+        check_same_programs(workload.processes, lambda: engine.lowered_step)
+        compiled = engine.compiled_step
+        workload.explainer.check_fits({"the step": (engine.lowered_step, compiled)})
+        if workload.processes.first:
+            write_memory(directory / "memory.json", engine.program.state, compiled)
+    train_workload(workload, records, preemption)

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.compiler import kernel_choice, xla_options
-from jaxopt_llm.config import BATCH_AXES, Config, OptimizerConfig
+from jaxopt_llm.config import BATCH_AXES, Config
 from jaxopt_llm.config.training import ALL_LINEAR
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
@@ -27,11 +27,10 @@ from jaxopt_llm.model.linear.leaves import is_wrapped
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.training import lora, moments, optimizer, update
-from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.schedule import make_schedule
-from jaxopt_llm.training.state import StateSpecs, TrainState
-from jaxopt_llm.training.step import StepSettings, make_step, update_after_backward
+from jaxopt_llm.training import lora, moments, optimizer
+from jaxopt_llm.training.state import StateSpecs
+from jaxopt_llm.training.step import Advance, StepSettings, update_after_backward
+from jaxopt_llm.training.step_program import ModelParts, StepProgram, make_step_program
 from jaxopt_llm.training.update import Optimizers, WholeOptimizer
 
 # Policies that rematerialise layers -> the checkpoint names of the results that they keep.
@@ -42,7 +41,7 @@ SAVED: dict[Any, tuple[str, ...]] = {"full": (), "save_attention": (CHECKPOINT_N
 class Job:
     """Model, loss, data and settings of a training, independently of the devices.
 
-    optimizer: an optax transformation, or settings of ours.
+    transformation: the user's optimizer; None for `config.optimizer`.
     rules: names of dimensions -> mesh axis.
     """
 
@@ -51,28 +50,20 @@ class Job:
     loss: Loss
     evaluation_loss: Loss
     example: Any
-    optimizer: optax.GradientTransformation | OptimizerConfig
+    transformation: optax.GradientTransformation | None
     rules: Rules
 
 
 @dataclass(frozen=True)
-class EngineProgram:
-    """Program of a job on one placement; nothing is compiled.
+class EngineProgram(StepProgram):
+    """Program of a job on one placement; see StepProgram.
 
-    Attributes:
-        step: jitted (state, batch) -> (state, metrics).
-        evaluation: jitted (state, batch) -> sums of loss, count and metrics.
-        state, batch: abstract arguments of `step`.
+    evaluation: jitted (state, batch) -> sums of loss, count and metrics.
     """
 
     model: UserModel
     placement: Placement
-    specs: StateSpecs
-    optimizers: Optimizers
-    step: Any
     evaluation: Any
-    state: TrainState
-    batch: Any
 
 
 def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
@@ -94,35 +85,31 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
     plain = replace(plain, saved=SAVED.get(config.remat.policy))
     model, trained, frozen = adapt_user_model(plain, config)
     _check_trained(job, trained, placement)
-    optimizers, learning_rate, settings = _make_optimizers(job, model, trained)
-    averages = config.training.ema_decay > 0
-    specs = training_state.make_state_specs(trained, frozen, optimizers, placement.precision, averages=averages)
-    specs = replace(specs, variables=_make_variable_specs(job.frontend))
-    options = xla_options.compiler_options(
-        mesh,
-        config.training.accumulation,
-        placement.precision.matmul,
-        config.xla,
-        model.recomputes,
-        config.lora.rank > 0,
+    parts = ModelParts(
+        trained=trained,
+        frozen=frozen,
+        make_advance=functools.partial(_make_advance, model, placement),
+        batch=batch,
+        recomputes_layers=model.recomputes,
+        variables=_make_variable_specs(job.frontend),
     )
-    advance = update_after_backward(differentiate_user_model(model, placement), optimizers, specs, placement, settings)
+    whole = None if job.transformation is None else _make_whole_optimizer(job.transformation, model)
+    made = make_step_program(config, placement, parts, whole)
     measured = replace(model, frontend=job.frontend.for_evaluation(), loss=job.evaluation_loss)
     evaluated = functools.partial(compute_loss, measured, placement=placement.for_evaluation())
-    return EngineProgram(
-        model=model,
-        placement=placement,
-        specs=specs,
-        optimizers=optimizers,
-        step=make_step(advance, specs, learning_rate, placement, jax.tree.map(lambda x: x.sharding, batch), options),
-        evaluation=jax.jit(
-            evaluated,
-            out_shardings=placement.replicated,
-            compiler_options=xla_options.compiler_options(mesh, user=config.xla),
-        ),
-        state=training_state.abstract_state(specs, placement),
-        batch=batch,
+    evaluation = jax.jit(
+        evaluated,
+        out_shardings=placement.replicated,
+        compiler_options=xla_options.compiler_options(mesh, user=config.xla),
     )
+    return EngineProgram(**vars(made), model=model, placement=placement, evaluation=evaluation)
+
+
+def _make_advance(
+    model: UserModel, placement: Placement, optimizers: Optimizers, specs: StateSpecs, settings: StepSettings
+) -> Advance:
+    differentiate = differentiate_user_model(model, placement)
+    return update_after_backward(differentiate, optimizers, specs, placement, settings)
 
 
 def _check_effects(model: UserModel, config: Config) -> None:
@@ -158,32 +145,13 @@ def _check_effects(model: UserModel, config: Config) -> None:
 
 def _check_trained(job: Job, trained: Params, placement: Placement) -> None:
     """Raise InputError if settings of the optimizer or of the products do not fit the trained parameters."""
-    found = quantised.problems(job.config.precision.matmul, trained, placement)
-    if isinstance(job.optimizer, OptimizerConfig):
-        found += optimizer.group_problems(job.optimizer, trained)
-        found += moments.problems(job.optimizer.state_dtype, trained, placement)
+    config = job.config
+    found = quantised.problems(config.precision.matmul, trained, placement)
+    if job.transformation is None:
+        found += optimizer.group_problems(config.optimizer, trained)
+        found += moments.problems(config.optimizer.state_dtype, trained, placement)
     if found:
         raise InputError(f"config: {'; '.join(found)}")
-
-
-def _make_optimizers(
-    job: Job, model: UserModel, trained: Params
-) -> tuple[Optimizers, optax.Schedule | None, StepSettings]:
-    """Return the optimizers, the schedule of the learning rate if it is ours, and the settings of the step.
-
-    Args:
-        trained: specs of the trained parameters.
-    """
-    training, given = job.config.training, job.optimizer
-    settings = StepSettings(
-        skip_outliers=training.skip_outliers, spike_factor=training.spike_limit, ema_decay=training.ema_decay
-    )
-    if not isinstance(given, OptimizerConfig):
-        return _make_whole_optimizer(given, model), None, settings
-    learning_rate = make_schedule(given.learning_rate, job.config.schedule, training.steps)
-    make = functools.partial(optimizer.make_optimizer, given, learning_rate)
-    settings = replace(settings, clip_norm=given.clip_norm, elementwise=optimizer.is_elementwise(given))
-    return update.make_optimizers(make, trained), learning_rate, settings
 
 
 def _make_whole_optimizer(transformation: optax.GradientTransformation, model: UserModel) -> WholeOptimizer:

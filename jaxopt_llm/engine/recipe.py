@@ -12,8 +12,9 @@ from jaxopt_llm.config.cli import Recipe
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.batches import read_example
 from jaxopt_llm.engine.checks import EngineWarning
-from jaxopt_llm.engine.engine import Engine, initialize
+from jaxopt_llm.engine.engine import Engine
 from jaxopt_llm.engine.fit import fit
+from jaxopt_llm.engine.initialize import initialize
 
 
 def make_engine(recipe: Recipe) -> Engine:

@@ -158,13 +158,13 @@ def sum_by_kind(state: TrainState, known: KnownShapes, total: hlo.Memory, tempor
     return Memory(**kinds)
 
 
-def write_memory(path: Path, program: Program, step: jax.stages.Compiled) -> None:
+def write_memory(path: Path, state: TrainState, step: jax.stages.Compiled) -> None:
     """Write the bytes of the compiled step of a run on each device as JSON, for `report`.
 
     `kinds` add up to `peak`. They are those that need no second compile: `temporaries` are gradients, activations and
     gathered weights together. `host` are the bytes in host memory, `limit` those that XLA may use, if it says so.
     """
-    state, total = program.state, hlo.read_memory(step)
+    total = hlo.read_memory(step)
     kinds = {
         "parameters": count_resting_bytes((state.masters, state.compute, state.frozen)),
         "optimizer": count_resting_bytes((state.moments, state.average)),

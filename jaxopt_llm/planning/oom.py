@@ -4,9 +4,10 @@ It tells what ran out and by how much, what the program holds, and which setting
 """
 
 import contextlib
+import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from jaxopt_llm.planning.prediction import describe_cluster
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
 from jaxopt_llm.planning.units import GIB
 from jaxopt_llm.training.program import Program
+from jaxopt_llm.training.state import TrainState
 
 EXHAUSTED = "RESOURCE_EXHAUSTED"  # prefix of XLA's error
 DEFAULT_LACKING = GIB  # bytes that are assumed to be lacking if XLA's error does not say how many
@@ -39,11 +41,18 @@ Programs = Mapping[str, tuple[jax.stages.Lowered, jax.stages.Compiled]]
 
 @dataclass(frozen=True)
 class OomExplainer:
-    """Explanation of a run's out-of-memory errors."""
+    """Explanation of a run's out-of-memory errors.
 
-    config: Config
-    program: Program
-    placement: Placement
+    Attributes:
+        state: abstract state of the run.
+        list_shapes: returns the shapes that identify temporaries of its step.
+        advise: (bytes of a device that are lacking, whether there is a checkpoint to resume from) -> lines with
+            settings that save memory.
+    """
+
+    state: TrainState
+    list_shapes: Callable[[], KnownShapes]
+    advise: Callable[[int, bool], Sequence[str]]
     checkpoints: Checkpoints
 
     def check_fits(self, programs: Programs) -> None:
@@ -98,10 +107,8 @@ class OomExplainer:
         newest = self.checkpoints.latest_saved_step()
         if newest is not None:
             message += f"; the run can resume from checkpoint {newest} in {self.checkpoints.directory}"
-        simulated = jax.default_backend() == "cpu"
-        resolved = resolve_attention(self.config, get_compute_capability(jax.devices()[0]))
-        advice = advise(resolved, describe_cluster(), lacking, newest is not None, simulated)
-        return OutOfMemory(message, (*self._list_memory(lowered), *format_advice(advice)))
+        advice = self.advise(lacking, newest is not None)
+        return OutOfMemory(message, (*self._list_memory(lowered), *advice))
 
     def _list_memory(self, lowered: jax.stages.Lowered) -> list[str]:
         """Return the lines of the tables of memory by kind and of the largest arrays."""
@@ -109,9 +116,21 @@ class OomExplainer:
             found = find_peak(lowered, _compile_without_autotuning)
         except (JaxRuntimeError, ValueError) as error:  # no room on the GPU for the program, or XLA dumped nothing
             return [f"the arrays in memory cannot be listed: {' '.join(str(error).split())[:200]}"]
-        known = KnownShapes.from_program(self.program, self.config, self.placement)
-        memory = sum_by_kind(self.program.state, known, found.memory, found.temporaries)
-        return [*format_kinds(memory), *format_largest(find_largest(self.program.state, known, found.temporaries))]
+        known = self.list_shapes()
+        memory = sum_by_kind(self.state, known, found.memory, found.temporaries)
+        return [*format_kinds(memory), *format_largest(find_largest(self.state, known, found.temporaries))]
+
+
+def make_explainer(config: Config, program: Program, placement: Placement, checkpoints: Checkpoints) -> OomExplainer:
+    """Return the explainer of a decoder's run, whose advice is predicted by arithmetic."""
+
+    def list_advice(lacking: int, resumes: bool) -> Sequence[str]:
+        resolved = resolve_attention(config, get_compute_capability(jax.devices()[0]))
+        simulated = jax.default_backend() == "cpu"
+        return format_advice(advise(resolved, describe_cluster(), lacking, resumes, simulated))
+
+    list_shapes = functools.partial(KnownShapes.from_program, program, config, placement)
+    return OomExplainer(program.state, list_shapes, list_advice, checkpoints)
 
 
 def explain_oom(action: str, remedy: str) -> contextlib.AbstractContextManager[None]:

@@ -11,7 +11,7 @@ from jaxopt_llm.compiler.chips import chip_of
 from jaxopt_llm.config import Config, fields
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
-from jaxopt_llm.planning.oom import OomExplainer
+from jaxopt_llm.planning.oom import make_explainer
 from jaxopt_llm.planning.prediction import describe_cluster
 from jaxopt_llm.planning.settings_choice import (
     Candidate,
@@ -54,7 +54,7 @@ def compile_fitting(setup: Setup, checkpoints: Checkpoints, say: Callable[[str],
     def compile_step(config: Config) -> tuple[Setup, Executables, jax.stages.Compiled]:
         candidate = setup.with_config(config)
         lowered = lower_programs(candidate)
-        explainer = OomExplainer(config, candidate.program, candidate.placement, checkpoints)
+        explainer = make_explainer(config, candidate.program, candidate.placement, checkpoints)
         with explainer.explain_oom(lambda: "compiling", lowered.step):
             return candidate, lowered, compile_program(candidate, lowered.step)
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding
 
 from jaxopt_llm.execution.executor import Executor
@@ -26,36 +25,32 @@ from jaxopt_llm.training.step import (
     Differentiate,
     Differentiated,
     Outcome,
-    Step,
     StepSettings,
-    make_step,
     update_after_backward,
 )
 from jaxopt_llm.training.update import Scalars, SectionOptimizers, Updatable
 
 
-def make_decoder_step(
+def make_decoder_advance(
     model: Model,
-    specs: StateSpecs,
-    optimizers: SectionOptimizers,
-    schedule: optax.Schedule,
     executor: Executor,
     placement: Placement,
+    optimizers: SectionOptimizers,
+    specs: StateSpecs,
     settings: StepSettings,
-) -> Step:
-    """Return the jitted step of a model of tokens; see `make_step`.
+) -> Advance:
+    """Return the loss, the backward and the update of a model of tokens, for `make_step`.
 
     Batch fields: [M, B, S], M microbatches. Further metrics are those of experts.router_metrics.
     """
-    batch_sharding = placement.activation(None, "batch", "sequence")
     if settings.in_backward:
         advance = update_in_backward(model, optimizers, specs, placement, settings)
     else:
         differentiate = differentiate_decoder(model, executor, placement)
         advance = update_after_backward(differentiate, optimizers, specs, placement, settings)
-    if settings.dropout_seed is not None:
-        advance = _with_noise(advance, settings.dropout_seed, batch_sharding)
-    return make_step(advance, specs, schedule, placement, batch_sharding, settings.compiler_options)
+    if settings.dropout_seed is None:
+        return advance
+    return _with_noise(advance, settings.dropout_seed, placement.activation(None, "batch", "sequence"))
 
 
 def _with_noise(advance: Advance, seed: int, batch_sharding: NamedSharding) -> Advance:

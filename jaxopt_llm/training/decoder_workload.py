@@ -1,11 +1,13 @@
 """Workload of a decoder: its state, its batches of packed documents, its held-out loss and its samples."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.checkpoint.native.identity import Identity
 from jaxopt_llm.config import Config
 from jaxopt_llm.core import tree
 from jaxopt_llm.data.loader import read_ahead
@@ -23,20 +25,28 @@ from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Metrics
 from jaxopt_llm.training.utilisation import utilisation_per_token
 
+ExplainOom = Callable[[Callable[[], str]], contextlib.AbstractContextManager[None]]
+
 
 class DecoderWorkload:
     """A decoder and its documents, with compiled programs."""
 
     def __init__(
-        self, setup: Setup, programs: Executables, initial: InitialWeights, verification: Verification
+        self,
+        setup: Setup,
+        programs: Executables,
+        initial: InitialWeights,
+        verification: Verification,
+        explain_oom: ExplainOom,
     ) -> None:
         """Take over what a run prepared.
 
         Args:
             initial: the weights that the run starts from.
             verification: that of its prepared data.
+            explain_oom: see Workload.
         """
-        self._verification = verification
+        self._verification, self.explain_oom = verification, explain_oom
         self._setup, self._programs, self._initial = setup, programs, initial
         self._sampler = Sampler(setup)
 
@@ -112,6 +122,9 @@ class DecoderWorkload:
 
     def to_checkpoint(self, state: TrainState) -> dict[str, tree.Tree]:
         return self._setup.program.to_checkpoint(state)
+
+    def keep(self, state: TrainState, identity: Identity | None) -> None:
+        """Keep nothing: the command ends with its run."""
 
     def write_files(self) -> None:
         write_run_files(self._setup, self._initial.base_sha256)

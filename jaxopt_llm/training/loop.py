@@ -329,6 +329,28 @@ class Loop:
                 self._samples.write({"step": step, **sample})
 
 
+def train_workload(workload: Workload, records: Records, preemption: Preemption) -> None:
+    """Train from the step that the records say to `training.steps`.
+
+    Raises:
+        OutOfMemory: the memory of the devices does not suffice.
+        Preempted: a signal to any process asked for a stop before the last step. It is raised after the current step
+            and its checkpoint; a skipped step has no checkpoint.
+    """
+    start, config = records.start, workload.config
+    with Loop(workload, records, preemption) as loop:
+        with workload.explain_oom(lambda: f"bringing the state of step {start} onto the devices"):
+            loop.restore(start)
+        try:
+            if start < config.training.steps:
+                loop.start(start)
+                # Metrics are read one step late, and JAX reports a failed allocation only then.
+                with workload.explain_oom(lambda: f"in step {loop.current} or the one before"):
+                    run_steps(loop, start, config.training.steps, config.evaluation.every)
+        finally:
+            workload.keep(loop.release_state(), records.checkpoints.identity)
+
+
 def run_steps(loop: Loop, start: int, steps: int, evaluate_every: int) -> None:
     """Run the steps after `start`, up to `steps`.
 

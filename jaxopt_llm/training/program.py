@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,37 +23,26 @@ from jaxopt_llm.model.self_attention import count_segments, describe_call
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.sequence import count_key_parts
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training import update
-from jaxopt_llm.training.decoder_step import make_decoder_step
+from jaxopt_llm.training.decoder_step import make_decoder_advance
 from jaxopt_llm.training.lora import adapt_model
-from jaxopt_llm.training.optimizer import is_elementwise, make_optimizer
-from jaxopt_llm.training.schedule import make_schedule
-from jaxopt_llm.training.state import StateSpecs, TrainState
-from jaxopt_llm.training.step import StepSettings
-from jaxopt_llm.training.update import SectionOptimizers
+from jaxopt_llm.training.state import TrainState
+from jaxopt_llm.training.step_program import ModelParts, StepProgram, make_step_program
 
 
 @dataclass(frozen=True)
-class Program:
-    """Model, specs and functions of a run. Nothing is compiled; compile.py compiles the step.
+class Program(StepProgram):
+    """Program of a decoder; see StepProgram. compile.py compiles the step.
 
     Attributes:
         attention: the implementation that `training.attention` resolved to, and the reason.
-        step: jitted (state, batch) -> (state, metrics).
         to_checkpoint: state -> its checkpoint trees.
-        state, batch: abstract arguments of `step`.
         batch_sharding: sharding of the batch fields [M, B, S].
     """
 
     model: Model
     attention: AttentionChoice
     executor: Executor
-    specs: StateSpecs
-    optimizers: SectionOptimizers
-    step: Any
     to_checkpoint: Callable[[TrainState], dict[str, Params]]
-    state: TrainState
-    batch: Batch
     batch_sharding: NamedSharding
 
 
@@ -80,41 +68,23 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
     else:
         executor = scan.make_executor(config.remat, unrolled=training.unroll == "all")
     model, trainable, frozen = adapt_model(model, config.lora, placement.precision, training.trainable)
-    learning_rate = make_schedule(config.optimizer.learning_rate, config.schedule, training.steps)
-    optimizers = update.make_optimizers(functools.partial(make_optimizer, config.optimizer, learning_rate), trainable)
-    specs = training_state.make_state_specs(
-        *(trainable, frozen, optimizers, placement.precision, keep_frozen), averages=training.ema_decay > 0
-    )
     batch_sharding = placement.activation(None, "batch", "sequence")
     shape = (training.accumulation, training.batch_size // training.accumulation, training.sequence_length)
     ids, mask = (jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding) for dtype in (jnp.int32, jnp.bool))
-    settings = StepSettings(
-        clip_norm=config.optimizer.clip_norm,
-        skip_outliers=training.skip_outliers,
-        spike_factor=training.spike_limit,
-        ema_decay=training.ema_decay,
-        elementwise=is_elementwise(config.optimizer),
-        in_backward=config.optimizer.in_backward,
-        dropout_seed=config.run.seed if config.lora.dropout else None,
-        compiler_options=xla_options.compiler_options(
-            placement.mesh,
-            training.accumulation,
-            placement.precision.matmul,
-            config.xla,
-            recomputes_layers=not saved_intermediates(config.remat),
-            adapters=config.lora.rank > 0,
-        ),
+    parts = ModelParts(
+        trained=trainable,
+        frozen=frozen,
+        make_advance=functools.partial(make_decoder_advance, model, executor, placement),
+        batch=Batch(tokens=ids, targets=ids, loss_mask=mask, segment_ids=ids, positions=ids),
+        recomputes_layers=not saved_intermediates(config.remat),
     )
+    made = make_step_program(config, placement, parts, keep_frozen=keep_frozen)
     return Program(
+        **vars(made),
         model=model,
         attention=attention,
         executor=executor,
-        specs=specs,
-        optimizers=optimizers,
-        step=make_decoder_step(model, specs, optimizers, learning_rate, executor, placement, settings),
-        to_checkpoint=training_state.make_checkpoint_converter(specs, placement),
-        state=training_state.abstract_state(specs, placement),
-        batch=Batch(tokens=ids, targets=ids, loss_mask=mask, segment_ids=ids, positions=ids),
+        to_checkpoint=training_state.make_checkpoint_converter(made.specs, placement),
         batch_sharding=batch_sharding,
     )
 

@@ -41,7 +41,6 @@ class StepSettings:
             clip and no loss scale. A step that is not finite still updates the parameters, but counts as skipped.
         dropout_seed: seed of the decoder's dropout, whose mask is a function of the seed and the step; None for no
             dropout.
-        compiler_options: options of the XLA compiler.
     """
 
     clip_norm: float = 0.0
@@ -51,7 +50,6 @@ class StepSettings:
     elementwise: bool = False
     in_backward: bool = False
     dropout_seed: int | None = None
-    compiler_options: Options | None = None
 
     def new_weight(self, guard: Guard) -> jax.Array | float:
         """Return the weight of the new parameters in their average; 0 without an average."""

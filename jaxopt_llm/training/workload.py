@@ -1,10 +1,12 @@
 """Workload: what a loop trains, a model and its data, as the loop sees them."""
 
+import contextlib
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Protocol
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.checkpoint.native.identity import Identity
 from jaxopt_llm.config import Config
 from jaxopt_llm.core import tree
 from jaxopt_llm.distributed.process_group import Processes
@@ -59,6 +61,20 @@ class Workload(Protocol):
 
         Args:
             wait: wait until all data has been checked.
+        """
+
+    def explain_oom(self, describe_action: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
+        """Replace XLA's out-of-memory error by one that names the largest arrays and what saves memory.
+
+        Args:
+            describe_action: returns what was being done; called only after a failure.
+        """
+
+    def keep(self, state: TrainState, identity: Identity | None) -> None:
+        """Take over the state at the end of the loop.
+
+        Args:
+            identity: that of the run.
         """
 
     def to_checkpoint(self, state: TrainState) -> dict[str, tree.Tree]:

@@ -51,7 +51,7 @@ def explainer(directory: Path, *steps: int) -> oom.OomExplainer:
     run = config(directory)
     for step in steps:
         (directory / "checkpoints" / str(step)).mkdir(parents=True)
-    return oom.OomExplainer(run, *on_one_device(run), Checkpoints(directory / "checkpoints"))
+    return oom.make_explainer(run, *on_one_device(run), Checkpoints(directory / "checkpoints"))
 
 
 def on_one_device(run: Config) -> tuple[Program, Placement]:

@@ -20,7 +20,6 @@ from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.training import guard, update
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.decoder_step import make_decoder_step
 from jaxopt_llm.training.guard import HISTORY
 from jaxopt_llm.training.optimizer import make_optimizer
 from jaxopt_llm.training.state import TrainState
@@ -64,7 +63,7 @@ def program() -> tuple[Any, TrainState, TrainState]:
     )
     executor = poisoned(scan.make_executor(RematConfig("none")))
     settings = StepSettings(clip_norm=1.0, skip_outliers=10.0)
-    step = make_decoder_step(parts, specs, optimizers, schedule, executor, placement, settings)
+    step = toy.make_step(parts, specs, optimizers, schedule, executor, placement, settings)
     initial = training_state.initialize_state(specs, optimizers, 0, placement)
     return step, jax.tree.map(np.asarray, initial), training_state.state_shardings(specs, placement)
 

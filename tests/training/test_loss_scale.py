@@ -22,7 +22,6 @@ from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint
 from jaxopt_llm.training import loss_scale, update
 from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.decoder_step import make_decoder_step
 from jaxopt_llm.training.guard import HISTORY
 from jaxopt_llm.training.optimizer import make_optimizer
 from jaxopt_llm.training.state import StateSpecs, TrainState
@@ -42,7 +41,7 @@ def program() -> tuple[Step, TrainState, StateSpecs, Placement]:
     specs = training_state.make_state_specs(*tree.partition(parts.specs, lambda path: True), optimizers, PRECISION)
     executor = poisoned(scan.make_executor(RematConfig("none")))
     settings = StepSettings(clip_norm=1.0, skip_outliers=10.0)
-    step = make_decoder_step(parts, specs, optimizers, schedule, executor, placement, settings)
+    step = toy.make_step(parts, specs, optimizers, schedule, executor, placement, settings)
     initial = jax.tree.map(np.asarray, training_state.initialize_state(specs, optimizers, 0, placement))
     known = {**initial.guard, "updates": np.int32(HISTORY), "norms": np.ones(HISTORY, np.float32)}
     return step, replace(initial, step=np.int32(HISTORY), guard=known), specs, placement

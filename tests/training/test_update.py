@@ -18,7 +18,6 @@ from jaxopt_llm.execution.scan import make_executor
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.training import guard, update
-from jaxopt_llm.training.decoder_step import make_decoder_step
 from jaxopt_llm.training.optimizer import is_elementwise, make_optimizer
 from jaxopt_llm.training.state import TrainState, make_state_specs
 from jaxopt_llm.training.step import StepSettings
@@ -169,7 +168,7 @@ def test_the_step_clips_by_the_norm_over_all_leaves(clip_norm: float) -> None:
     placement = toy.placement()
     specs = make_state_specs(*tree.partition(SPECS, lambda path: True), optimizers, placement.precision)
     executor, settings = make_executor(RematConfig("none")), StepSettings(clip_norm)
-    step = make_decoder_step(PARTS, specs, optimizers, schedule, executor, placement, settings)
+    step = toy.make_step(PARTS, specs, optimizers, schedule, executor, placement, settings)
     moments = update.initialize_moments(optimizers, SPECS, before)
     state = TrainState(jnp.int32(0), before, moments, None, specs.frozen, guard.initialize_guard(), loss_scale={})
     microbatches = toy.microbatches(batch, 1)

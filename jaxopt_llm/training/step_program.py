@@ -1,0 +1,110 @@
+"""Program of a training step for any model: its state, its optimizers and the step itself.
+
+The decoder and the models of users differ in how they compute gradients (`MakeAdvance`); the rest is made here.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from jaxopt_llm.compiler import xla_options
+from jaxopt_llm.config import Config
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.training import state as training_state
+from jaxopt_llm.training import update
+from jaxopt_llm.training.optimizer import is_elementwise, make_optimizer
+from jaxopt_llm.training.schedule import make_schedule
+from jaxopt_llm.training.state import StateSpecs, TrainState
+from jaxopt_llm.training.step import Advance, StepSettings, make_step
+from jaxopt_llm.training.update import Optimizers, WholeOptimizer
+
+MakeAdvance = Callable[[Any, StateSpecs, StepSettings], Advance]  # (optimizers, specs, settings)
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """A model as its training step sees it.
+
+    Attributes:
+        trained, frozen: specs of its parameters.
+        variables: specs of its variables that are not parameters.
+        make_advance: makes the loss, the backward and the update.
+        batch: its batch as ShapeDtypeStructs with shardings.
+        recomputes_layers: whether the backward computes each layer again.
+    """
+
+    trained: Params
+    frozen: Params
+    make_advance: MakeAdvance
+    batch: Any
+    recomputes_layers: bool
+    variables: Params = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """Program of a training step on one placement. Nothing is compiled.
+
+    Attributes:
+        specs: specs of the state.
+        step: jitted (state, batch) -> (state, metrics).
+        state, batch: abstract arguments of `step`.
+    """
+
+    specs: StateSpecs
+    optimizers: Optimizers
+    step: Any
+    state: TrainState
+    batch: Any
+
+
+def make_step_program(
+    config: Config,
+    placement: Placement,
+    parts: ModelParts,
+    whole: WholeOptimizer | None = None,
+    keep_frozen: bool = True,
+) -> StepProgram:
+    """Make the program of a model's training step. It allocates nothing.
+
+    Args:
+        whole: an optimizer of the user, in place of `config.optimizer`, `config.schedule` and the clip.
+        keep_frozen: see StateSpecs.
+    """
+    training, schedule = config.training, None
+    settings = StepSettings(
+        skip_outliers=training.skip_outliers,
+        spike_factor=training.spike_limit,
+        ema_decay=training.ema_decay,
+        in_backward=config.optimizer.in_backward,
+        dropout_seed=config.run.seed if config.lora.dropout else None,
+    )
+    optimizers: Optimizers
+    if whole is not None:
+        optimizers = whole
+    else:
+        schedule = make_schedule(config.optimizer.learning_rate, config.schedule, training.steps)
+        make = functools.partial(make_optimizer, config.optimizer, schedule)
+        optimizers = update.make_optimizers(make, parts.trained)
+        settings = replace(settings, clip_norm=config.optimizer.clip_norm, elementwise=is_elementwise(config.optimizer))
+    averages = training.ema_decay > 0
+    specs = training_state.make_state_specs(
+        *(parts.trained, parts.frozen, optimizers, placement.precision, keep_frozen), averages=averages
+    )
+    specs = replace(specs, variables=parts.variables)
+    advance = parts.make_advance(optimizers, specs, settings)
+    batch_sharding = jax.tree.map(lambda x: x.sharding, parts.batch)
+    options = xla_options.compiler_options(
+        placement.mesh,
+        training.accumulation,
+        placement.precision.matmul,
+        config.xla,
+        recomputes_layers=parts.recomputes_layers,
+        adapters=config.lora.rank > 0,
+    )
+    step = make_step(advance, specs, schedule, placement, batch_sharding, options)
+    return StepProgram(specs, optimizers, step, training_state.abstract_state(specs, placement), parts.batch)
