@@ -15,7 +15,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed import launchers
 from jaxopt_llm.supervision.journal import newest_checkpoint
 from jaxopt_llm.supervision.leader import Limits
-from jaxopt_llm.supervision.policy import Patience
+from jaxopt_llm.supervision.policy import RestartBudget
 from jaxopt_llm.supervision.supervisor import supervise
 from jaxopt_llm.supervision.task import Task, find_setting
 
@@ -40,8 +40,8 @@ def main() -> int:
             f"supervise: the job has {job.processes} host(s), which cannot be --hosts {limits.hosts} of at least "
             f"--min-hosts {limits.least}; correct the numbers"
         )
-    patience = Patience(options.restarts, options.backoff, newest_checkpoint(Path(directory)))
-    return supervise(Task(words, Path(directory), job), limits, patience)
+    budget = RestartBudget(options.restarts, options.backoff, newest_checkpoint(Path(directory)))
+    return supervise(Task(words, Path(directory), job), limits, budget)
 
 
 def _find_distributed(words: tuple[str, ...]) -> DistributedConfig:

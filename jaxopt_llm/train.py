@@ -33,7 +33,6 @@ from jaxopt_llm.data.verification import Verification, find_prepared
 from jaxopt_llm.distributed import launchers, process_group, runtime
 from jaxopt_llm.distributed.agreement import check_same_programs
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
-from jaxopt_llm.engine.recipe import check_recipe, train_recipe
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.planning.memory import write_memory
 from jaxopt_llm.planning.oom import make_explainer
@@ -121,6 +120,8 @@ def main() -> int:
 
 
 def _train_own_model(recipe: Recipe) -> int:
+    from jaxopt_llm.engine.recipe import check_recipe, train_recipe  # takes a second to import
+
     config = recipe.config
     check_recipe(recipe)
     if PRINT_CONFIG in sys.argv[1:]:

@@ -14,7 +14,15 @@ from types import FrameType
 
 import jax
 
-from jaxopt_llm.config import Config, EvaluationConfig, LoggingConfig, ModelConfig, ScheduleConfig, TrainingConfig
+from jaxopt_llm.config import (
+    Config,
+    EvaluationConfig,
+    LoggingConfig,
+    ModelConfig,
+    ScheduleConfig,
+    TrainingConfig,
+    XlaConfig,
+)
 
 
 def get_config() -> Config:
@@ -26,6 +34,7 @@ def get_config() -> Config:
         schedule=ScheduleConfig(warmup_steps=10),
         evaluation=EvaluationConfig(every=50, batches=2),
         logging=LoggingConfig(every=1, tensorboard=False),
+        xla=XlaConfig(("xla_backend_optimization_level=0",)),  # each restart compiles: JAX has no cache for such jobs
     )
 
 

@@ -14,11 +14,13 @@ from jaxopt_llm.supervision.host import End, Host
 from jaxopt_llm.supervision.journal import Journal, last_start, newest_checkpoint
 from jaxopt_llm.supervision.members import Members
 from jaxopt_llm.supervision.meshes import Meshes
-from jaxopt_llm.supervision.policy import FINAL, STOPPED, Patience, find_cause, find_final_code
+from jaxopt_llm.supervision.policy import FINAL, STOPPED, RestartBudget, find_cause, find_final_code
 from jaxopt_llm.supervision.task import Place, Task, join_address, split_address
 
 LOOK_SECONDS = 0.5  # between two looks at the run's files and at the clock
-STRAGGLER_SECONDS = 60.0  # time that the other programs have to end after the first one has failed
+# Time that the other programs have to end after the first one has failed. They can do nothing useful: a checkpoint
+# needs all of them. One that is frozen, or stuck in a driver, never ends by itself.
+STRAGGLER_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,9 @@ class Limits:
 class Leader:
     """Leader of a job. A job of one host has no members."""
 
-    def __init__(self, host: Host, task: Task, limits: Limits, patience: Patience, members: Members) -> None:
+    def __init__(self, host: Host, task: Task, limits: Limits, budget: RestartBudget, members: Members) -> None:
         self._host, self._task, self._limits, self._members = host, task, limits, members
-        self._patience = patience
+        self._budget = budget
         self._meshes = Meshes(task, limits.hosts)
         self._journal = Journal(task.directory)
         self._fault_at: float | None = None  # until the run is back
@@ -173,14 +175,14 @@ class Leader:
         if cause is None:
             return final
         self._fault_at = self._fault_at or time.monotonic()
-        self._patience = self._patience.after_fault(newest_checkpoint(self._task.directory))
-        if final is None and self._patience.exhausted:
+        self._budget = self._budget.after_fault(newest_checkpoint(self._task.directory))
+        if final is None and self._budget.exhausted:
             final = ProcessLost.exit_code if cause.code is None else cause.code
-        self._journal.write_fault(cause, ends, 0 if final is not None else self._patience.restarts)
+        self._journal.write_fault(cause, ends, 0 if final is not None else self._budget.restarts)
         name = self._journal.describe(cause) + f" on host {cause.index}" * (self._task.job.processes > 1)
         if final is None:
-            self._not_before = time.monotonic() + self._patience.pause_seconds
-            self._host.say(f"{name}; restart {self._patience.restarts} in {self._patience.pause_seconds:g} s")
+            self._not_before = time.monotonic() + self._budget.pause_seconds
+            self._host.say(f"{name}; restart {self._budget.restarts} in {self._budget.pause_seconds:g} s")
         elif final not in FINAL:
-            self._host.say(f"{name}; no new checkpoint after {self._patience.limit} restarts, so it ends")
+            self._host.say(f"{name}; no new checkpoint after {self._budget.limit} restarts, so it ends")
         return final

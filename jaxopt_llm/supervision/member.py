@@ -4,7 +4,7 @@ import time
 
 from jaxopt_llm.distributed.peer import Peer
 from jaxopt_llm.supervision.host import Host
-from jaxopt_llm.supervision.meeting import PULSE_SECONDS, SILENCE_SECONDS
+from jaxopt_llm.supervision.leader_address import PULSE_SECONDS, SILENCE_SECONDS
 from jaxopt_llm.supervision.policy import STOPPED
 from jaxopt_llm.supervision.task import Place, Task
 

@@ -8,7 +8,14 @@ from typing import Any
 
 from jaxopt_llm.distributed.peer import Peer
 from jaxopt_llm.supervision.host import End, Host
-from jaxopt_llm.supervision.meeting import FILE, PULSE_SECONDS, SEND_SECONDS, SILENCE_SECONDS, Meeting, find_meeting
+from jaxopt_llm.supervision.leader_address import (
+    FILE,
+    PULSE_SECONDS,
+    SEND_SECONDS,
+    SILENCE_SECONDS,
+    LeaderAddress,
+    find_leader,
+)
 
 _HELLO_SECONDS = 5.0  # time that a new connection has for its first message
 _LISTENER = "listener"
@@ -21,8 +28,10 @@ class Members:
         listener: where they arrive; None for a job of one host.
     """
 
-    def __init__(self, host: Host, listener: socket.socket | None = None, meeting: Meeting | None = None) -> None:
-        self._host, self._listener, self._meeting = host, listener, meeting
+    def __init__(
+        self, host: Host, listener: socket.socket | None = None, published: LeaderAddress | None = None
+    ) -> None:
+        self._host, self._listener, self._published = host, listener, published
         self._peers: dict[int, Peer] = {}
         self._names: dict[int, str] = {}
         self._since: dict[int, float] = {}
@@ -42,8 +51,8 @@ class Members:
     def address(self, index: int) -> str:
         """Return the address of a host, or of the leader."""
         if index == self._host.index:
-            assert self._meeting is not None
-            return self._meeting.host
+            assert self._published is not None
+            return self._published.host
         address: str = self._peers[index].connection.getpeername()[0]
         return address
 
@@ -64,12 +73,12 @@ class Members:
             self.serve(0.2)
 
     def superseded(self, directory: Path) -> bool:
-        """Return whether another supervisor has called a meeting after this one."""
-        return self._meeting is not None and find_meeting(directory) not in (None, self._meeting)
+        """Return whether another supervisor has become the leader."""
+        return self._published is not None and find_leader(directory) not in (None, self._published)
 
     def close(self, directory: Path) -> None:
-        """End the meeting. Supervisors that are still there look for another leader."""
-        if self._meeting is not None and not self.superseded(directory):
+        """Withdraw the address. Supervisors that are still there look for another leader."""
+        if self._published is not None and not self.superseded(directory):
             (directory / FILE).unlink(missing_ok=True)
         for peer in (*self._peers.values(), *self._unknown):
             self._host.forget(peer.connection)
@@ -115,8 +124,8 @@ class Members:
             return
         hello = messages[0] if messages else {}
         index = hello.get("join")
-        assert self._meeting is not None
-        if not isinstance(index, int) or index == self._host.index or not self._meeting.admits(hello.get("token")):
+        assert self._published is not None
+        if not isinstance(index, int) or index == self._host.index or not self._published.admits(hello.get("token")):
             self._reject(peer)
             return
         if index in self._peers:

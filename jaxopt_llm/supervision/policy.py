@@ -13,7 +13,7 @@ MAX_PAUSE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Patience:
+class RestartBudget:
     """Restarts since the last new checkpoint.
 
     Attributes:
@@ -26,8 +26,8 @@ class Patience:
     checkpoint: int = 0
     restarts: int = 0
 
-    def after_fault(self, checkpoint: int) -> "Patience":
-        """Return the patience after a fault. checkpoint: step of the newest checkpoint."""
+    def after_fault(self, checkpoint: int) -> "RestartBudget":
+        """Return the budget after a fault. checkpoint: step of the newest checkpoint."""
         if checkpoint > self.checkpoint:
             return replace(self, checkpoint=checkpoint, restarts=1)
         return replace(self, restarts=self.restarts + 1)

@@ -5,38 +5,38 @@ import time
 
 from jaxopt_llm.supervision.host import Host
 from jaxopt_llm.supervision.leader import Leader, Limits
-from jaxopt_llm.supervision.meeting import call_meeting, find_meeting, join_meeting
+from jaxopt_llm.supervision.leader_address import find_leader, join_leader, publish_leader
 from jaxopt_llm.supervision.member import Member
 from jaxopt_llm.supervision.members import Members
-from jaxopt_llm.supervision.policy import STOPPED, Patience
+from jaxopt_llm.supervision.policy import STOPPED, RestartBudget
 from jaxopt_llm.supervision.task import Task, split_address
 
 _RETRY_SECONDS = 0.5
 _TURN_SECONDS = 5.0  # by which a host waits longer than the one before it, before it leads in place of host 0
 
 
-def supervise(task: Task, limits: Limits, patience: Patience) -> int:
+def supervise(task: Task, limits: Limits, budget: RestartBudget) -> int:
     """Supervise a program on this host until the job ends, and return the exit code.
 
     Host 0 leads. With `limits.elastic_seconds`, the next host leads if host 0 is lost, and host 0 then joins it.
     """
     host = Host(task.job.index)
     if task.job.processes == 1:
-        code = Leader(host, task, limits, patience, Members(host)).run()
+        code = Leader(host, task, limits, budget, Members(host)).run()
         assert code is not None  # nobody else leads
         return code
     address = split_address(task.job.coordinator)[0] if host.index == 0 else ""
     lost_at = time.monotonic()
     while not host.stopped:
         result: int | None = None
-        meeting = find_meeting(task.directory)
-        if meeting is not None and (leader := join_meeting(meeting, host.index)):
+        published = find_leader(task.directory)
+        if published is not None and (leader := join_leader(published, host.index)):
             address = address or leader.connection.getsockname()[0]
             result = Member(host, task, leader).run()
             lost_at = time.monotonic()
         elif address and time.monotonic() >= lost_at + _wait_to_lead(host.index, limits):
-            members = Members(host, *call_meeting(task.directory, address))
-            result = Leader(host, task, limits, patience, members).run()
+            members = Members(host, *publish_leader(task.directory, address))
+            result = Leader(host, task, limits, budget, members).run()
             members.close(task.directory)
         if result is not None:
             return result

@@ -199,10 +199,10 @@ def test_a_stranger_is_not_admitted(make_hosts: Callable[..., Hosts]) -> None:
         hosts.plan(index, "exit 0")
     hosts.start(0)
     await_that((hosts.run / "supervisors").exists)
-    meeting = json.loads((hosts.run / "supervisors").read_text())
+    published = json.loads((hosts.run / "supervisors").read_text())
     assert (hosts.run / "supervisors").stat().st_mode & 0o077 == 0
     for message in (b'{"join": 1, "host": "x", "token": "guess"}\n', b"GET / HTTP/1.1\r\n\r\n", b"[1]\n"):
-        with socket.create_connection((meeting["host"], meeting["port"]), timeout=DEADLINE) as stranger:
+        with socket.create_connection((published["host"], published["port"]), timeout=DEADLINE) as stranger:
             stranger.sendall(message)
             assert stranger.recv(100) == b""
     assert starts(hosts.home(0)) == 0

@@ -117,14 +117,14 @@ def test_a_stop_during_a_pause_ends_the_supervisor(tmp_path: Path) -> None:
 
 
 def test_pauses_double() -> None:
-    from jaxopt_llm.supervision.policy import Patience
+    from jaxopt_llm.supervision.policy import RestartBudget
 
-    patience, pauses = Patience(limit=100, first_pause=1), []
+    budget, pauses = RestartBudget(limit=100, first_pause=1), []
     for _ in range(9):
-        patience = patience.after_fault(0)
-        pauses.append(patience.pause_seconds)
+        budget = budget.after_fault(0)
+        pauses.append(budget.pause_seconds)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    assert patience.after_fault(1).pause_seconds == 1
+    assert budget.after_fault(1).pause_seconds == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal after the death of a parent is Linux's")

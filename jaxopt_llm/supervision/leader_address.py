@@ -1,4 +1,4 @@
-"""Meeting of the supervisors of a job: they find each other by a file in the run directory, which all hosts share.
+"""Address of the leader of a job's supervisors: a file in the run directory, by which they find each other.
 
 The file has the address of the leader, and a token that the others must know: only who can read the directory can join.
 """
@@ -23,8 +23,8 @@ SEND_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Place where the supervisors meet."""
+class LeaderAddress:
+    """Address at which the leader listens to the other supervisors."""
 
     host: str
     port: int
@@ -34,7 +34,7 @@ class Meeting:
         return isinstance(token, str) and hmac.compare_digest(token.encode(), self.token.encode())
 
 
-def call_meeting(directory: Path, host: str) -> tuple[socket.socket, Meeting]:
+def publish_leader(directory: Path, host: str) -> tuple[socket.socket, LeaderAddress]:
     """Listen on an address of this host, and write it into the run directory.
 
     Raises:
@@ -46,27 +46,27 @@ def call_meeting(directory: Path, host: str) -> tuple[socket.socket, Meeting]:
     except OSError as error:
         problem = f"supervise: this host cannot listen on its address {host} ({error})"
         raise InputError(f"{problem}; set --distributed.coordinator to an address of process 0") from error
-    meeting = Meeting(host, listener.getsockname()[1], secrets.token_hex(16))
+    published = LeaderAddress(host, listener.getsockname()[1], secrets.token_hex(16))
     directory.mkdir(parents=True, exist_ok=True)
     temporary = directory / f"{FILE}.{os.getpid()}"
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(asdict(meeting), file)
+        json.dump(asdict(published), file)
     temporary.replace(directory / FILE)
-    return listener, meeting
+    return listener, published
 
 
-def find_meeting(directory: Path) -> Meeting | None:
+def find_leader(directory: Path) -> LeaderAddress | None:
     """Return the place that the run directory names, where perhaps nobody listens any more; None: it names none."""
     try:
-        return Meeting(**json_files.parse((directory / FILE).read_text()))
+        return LeaderAddress(**json_files.parse((directory / FILE).read_text()))
     except (FileNotFoundError, ValueError, TypeError):  # not written yet, or only in part
         return None
 
 
-def join_meeting(meeting: Meeting, index: int) -> Peer | None:
+def join_leader(published: LeaderAddress, index: int) -> Peer | None:
     """Return a connection to the leader; None: nobody listens there."""
     try:
-        connection = socket.create_connection((meeting.host, meeting.port), timeout=CONNECT_SECONDS)
+        connection = socket.create_connection((published.host, published.port), timeout=CONNECT_SECONDS)
     except OSError:
         return None
     if connection.getsockname() == connection.getpeername():  # TCP has connected the port with itself: nobody listens
@@ -74,5 +74,5 @@ def join_meeting(meeting: Meeting, index: int) -> Peer | None:
         return None
     connection.settimeout(SEND_SECONDS)
     peer = Peer(connection)
-    peer.send({"join": index, "host": socket.gethostname(), "token": meeting.token})
+    peer.send({"join": index, "host": socket.gethostname(), "token": published.token})
     return peer
