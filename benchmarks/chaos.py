@@ -1,10 +1,13 @@
 """Train under supervisors while faults are injected, and compare the end with that of an undisturbed run.
 
-    python benchmarks/chaos.py [--faults 44 | --minutes M] [--processes 4] [--seed 0] [--only KIND ...] [--json FILE]
+    python benchmarks/chaos.py [--faults 46] [--minutes M] [--processes 4] [--seed 0] [--only KIND ...] [--json FILE]
+    python benchmarks/chaos.py --only peers [--faults 100]
 
 Each process has its own supervisor, as on a host of its own; this program starts supervisors again that die, as SLURM
-or Kubernetes does. The faults are spread over the steps of the run. Their kinds come in turn; victims and delays are
-drawn from the seed. At the end, parameters and moments must be equal to the bit.
+or Kubernetes does. As root on Linux, the processes are on hosts of their own: network namespaces, which some faults cut
+off. The faults are spread over the steps of the run. Their kinds come in turn; victims and delays are drawn from the
+seed. At the end, parameters and moments must be equal to the bit. With --add, the figures are added to those that the
+file has. `--only peers` is another experiment: see chaos_peers.py.
 """
 
 import argparse
@@ -16,13 +19,17 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import chaos_faults
+import chaos_peers
 import jax
 from chaos_job import ChaosJob, Watcher, read_state, train_undisturbed
+from chaos_network import Network
 
-STEPS_PER_FAULT = 40
-CHECKPOINT_EVERY = 20
+STEPS_PER_FAULT = 20
+CHECKPOINT_EVERY = 10
+PEERS = "peers"
 LONGEST = 240  # seconds from a fault to the next step, after which the run counts as hung
 
 
@@ -47,16 +54,23 @@ class Outcome:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=2 * len(chaos_faults.KINDS))
+    parser.add_argument("--faults", type=int)
     parser.add_argument("--minutes", type=float, help="inject no more faults after this time")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=list(chaos_faults.KINDS), default=list(chaos_faults.KINDS))
+    parser.add_argument("--only", nargs="+", choices=[*chaos_faults.KINDS, PEERS], default=list_kinds())
     parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--add", action="store_true", help="add the figures to those of the file")
     options = parser.parse_args()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # programs started by nohup ignore it
+    if options.only == [PEERS]:
+        chaos_peers.main(options.faults or 100, options.processes, options.seed, options.json)
+        return
+    options.faults = options.faults or 2 * len(options.only)
     with tempfile.TemporaryDirectory() as folder:
         told = run(Path(folder), options)
+    if options.add and options.json.exists():
+        told = add_figures(json.loads(options.json.read_text()), told)
     lines = make_table(told)
     print("\n".join(lines))
     if options.json:
@@ -66,7 +80,20 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def run(folder: Path, options: argparse.Namespace) -> dict[str, object]:
+def list_kinds() -> list[str]:
+    """Return the kinds of faults that this machine allows."""
+    return [name for name, fault in chaos_faults.KINDS.items() if Network.is_possible() or not fault.needs_network]
+
+
+def add_figures(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of several runs with the same number of processes."""
+    if old["processes"] != new["processes"]:
+        raise SystemExit(f"--add: the file is of {old['processes']} processes, and this run of {new['processes']}")
+    summed = {name: old[name] + new[name] for name in old if name not in ("jax", "processes", "equal", "exit_codes")}
+    return new | summed | {"equal": old["equal"] and new["equal"], "exit_codes": old["exit_codes"] + new["exit_codes"]}
+
+
+def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run without and with faults, and return the figures."""
     steps = STEPS_PER_FAULT * (options.faults + 1)
     flags = {"training.steps": steps, "checkpoint.every": CHECKPOINT_EVERY, "checkpoint.keep": 3}
@@ -75,7 +102,9 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, object]:
     print(f"undisturbed: {steps} steps in {seconds:.0f} s", flush=True)
     chance, outcomes = random.Random(options.seed), list[Outcome]()
     began = time.monotonic()
-    with ChaosJob(folder / "run", options.processes, flags) as job:
+    with contextlib.ExitStack() as scope:
+        network = scope.enter_context(Network(options.processes)) if Network.is_possible() else None
+        job = scope.enter_context(ChaosJob(folder / "run", options.processes, flags, network))
         watcher = Watcher(job)
         for number in range(options.faults):
             watcher.wait_for_step(STEPS_PER_FAULT * (number + 1) - CHECKPOINT_EVERY // 2)
@@ -93,12 +122,12 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, object]:
     return {
         "jax": jax.__version__,
         "processes": options.processes,
-        "seed": options.seed,
+        "seeds": [options.seed],
         "steps": steps,
         "undisturbed_seconds": round(seconds),
         "seconds": round(time.monotonic() - began),
         "away_seconds": round(away),
-        "exit_code": code,
+        "exit_codes": [code],
         "equal": equal,
         "hangs": sum(each.resumed is None for each in outcomes),
         "uncoded": sum(code not in chaos_faults.CODED for each in outcomes for code in each.codes),
@@ -119,20 +148,20 @@ def inject(kind: str, victim: int, job: ChaosJob, watcher: Watcher) -> Outcome:
     return Outcome(kind, victim, step, watcher.detected, resumed, repeated, codes)
 
 
-def make_table(told: dict[str, object]) -> list[str]:
-    faults: list[dict[str, object]] = told["faults"]  # type: ignore[assignment]
+def make_table(told: dict[str, Any]) -> list[str]:
+    faults: list[dict[str, Any]] = told["faults"]
     lines = [
         f"{'fault':34}{'times':>6}{'detected s':>12}{'next step s':>13}{'repeated':>10}   exit codes of the others"
     ]
     for kind in dict.fromkeys(str(each["kind"]) for each in faults):
         of_kind = [each for each in faults if each["kind"] == kind]
 
-        def largest(name: str, of_kind: list[dict[str, object]] = of_kind) -> str:
+        def largest(name: str, of_kind: list[dict[str, Any]] = of_kind) -> str:
             values = [each[name] for each in of_kind if each[name] is not None]
-            return f"{max(values):.1f}" if values else "-"  # type: ignore[type-var]
+            return f"{max(values):.1f}" if values else "-"
 
-        codes = sorted({code for each in of_kind for code in each["codes"]})  # type: ignore[attr-defined]
-        repeated = max(each["repeated"] for each in of_kind)  # type: ignore[type-var]
+        codes = sorted({code for each in of_kind for code in each["codes"]})
+        repeated = max(each["repeated"] for each in of_kind)
         lines.append(
             f"{kind:34}{len(of_kind):6}{largest('detected'):>12}{largest('resumed'):>13}{repeated:>10}   "
             f"{', '.join(map(str, codes)) or '-'}"
@@ -141,7 +170,7 @@ def make_table(told: dict[str, object]) -> list[str]:
     lines += [
         "",
         f"{len(faults)} faults in {told['seconds']} s over {told['steps']} steps of {told['processes']} processes",
-        f"goodput {training / told['seconds']:.0%} (undisturbed: {training} s)",  # type: ignore[operator]
+        f"goodput {training / told['seconds']:.0%} (undisturbed: {training} s)",
         f"hangs {told['hangs']}, uncoded exits {told['uncoded']}, final parameters and moments "
         f"{'equal to the bit' if told['equal'] else 'NOT EQUAL'}",
     ]

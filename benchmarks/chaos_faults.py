@@ -6,7 +6,8 @@ import random
 import resource
 import shutil
 import signal
-import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,10 +30,12 @@ class Fault:
     Attributes:
         inject: (job, victim, scope) -> the processes that it ends itself. The scope ends when the run goes on.
         restarts: whether the job has to start again.
+        needs_network: the processes must be on hosts of their own.
     """
 
     inject: Inject
     restarts: bool = True
+    needs_network: bool = False
 
 
 def send(*signals: signal.Signals, pause: float = 0.05) -> Inject:
@@ -129,24 +132,38 @@ def cut_records(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[
 
 def send_garbage(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
     """Send garbage to the port of process 0 for as long as the job starts again."""
-    done = threading.Event()
-    texts = [b"GET / HTTP/1.1\r\n\r\n", b"[" * 100000 + b"\n", os.urandom(1000), b""]
-
-    def send_all() -> None:
-        connections = []
-        while not done.wait(0.2):
-            with contextlib.suppress(OSError):
-                connections.append(socket.create_connection(("127.0.0.1", job.port), timeout=1))
-                connections[-1].sendall(texts[len(connections) % len(texts)])
-        for connection in connections:
-            connection.close()
-
-    thread = threading.Thread(target=send_all)
-    thread.start()
-    scope.callback(thread.join)
-    scope.callback(done.set)
+    command = [*job.on_host(victim), sys.executable, "-c", GARBAGE, job.address, str(job.port)]
+    sender = subprocess.Popen(command)
+    scope.callback(sender.wait)
+    scope.callback(sender.kill)
     job.signal_program(victim, signal.SIGKILL)
     return {victim}
+
+
+GARBAGE = """
+import contextlib, os, socket, sys, time
+texts = [b"GET / HTTP/1.1\\r\\n\\r\\n", b"[" * 100000 + b"\\n", os.urandom(1000), b""]
+connections = []
+while True:
+    time.sleep(0.2)
+    with contextlib.suppress(OSError):
+        connections.append(socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1))
+        connections[-1].sendall(texts[len(connections) % len(texts)])
+"""
+
+
+def cut_off(seconds: float) -> Inject:
+    """Return a fault that cuts a host off from the others for some time."""
+
+    def inject(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
+        assert job.network is not None
+        job.network.cut(victim)
+        timer = threading.Timer(seconds, job.network.join, [victim])
+        timer.start()
+        scope.callback(timer.join)
+        return set()
+
+    return inject
 
 
 KINDS: dict[str, Fault] = {
@@ -171,4 +188,6 @@ KINDS: dict[str, Fault] = {
     "records cut": Fault(cut_records),
     "garbage on the port": Fault(send_garbage),
     "JAX's service killed": Fault(kill_service),
+    "host cut off for 3 s": Fault(cut_off(3.0), restarts=False, needs_network=True),
+    "host cut off for 40 s": Fault(cut_off(40.0), needs_network=True),
 }

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from chaos_network import Network
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "benchmarks/recipes/chaos_model.py"
@@ -42,9 +43,9 @@ def free_port() -> int:
     return port
 
 
-def join_variables(port: int, count: int, rank: int) -> dict[str, str]:
+def join_variables(port: int, count: int, rank: int, address: str = "127.0.0.1") -> dict[str, str]:
     """Return torchrun's variables for a process of a job."""
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": count, "RANK": rank}
+    job = {"MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": count, "RANK": rank}
     return {name: str(value) for name, value in job.items()}
 
 
@@ -64,10 +65,15 @@ def train_undisturbed(directory: Path, count: int, flags: Mapping[str, object]) 
 
 
 class ChaosJob:
-    """Job whose processes have supervisors. As a context manager it kills what is left at the end."""
+    """Job whose processes have supervisors. As a context manager it kills what is left at the end.
 
-    def __init__(self, directory: Path, count: int, flags: Mapping[str, object]) -> None:
+    Args:
+        network: a host for each process; None: all are on this one.
+    """
+
+    def __init__(self, directory: Path, count: int, flags: Mapping[str, object], network: Network | None) -> None:
         self.directory, self.folder, self.count, self.port = directory, directory.parent, count, free_port()
+        self.network = network
         self._command = [sys.executable, "-m", "jaxopt_llm", "supervise", "--restarts", "30", "--backoff", "0.2", "--"]
         self._command += train_command(directory, {**flags, **SHORT})
         self._variables = environment(self.folder)
@@ -87,8 +93,18 @@ class ChaosJob:
         self._log.close()
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        variables = self._variables | join_variables(self.port, self.count, rank)
-        return subprocess.Popen(self._command, env=variables, stdout=self._log, stderr=self._log)
+        variables = self._variables | join_variables(self.port, self.count, rank, self.address)
+        command = [*self.on_host(rank), *self._command]
+        return subprocess.Popen(command, env=variables, stdout=self._log, stderr=self._log)
+
+    @property
+    def address(self) -> str:
+        """Address of the host of process 0."""
+        return self.network.address(0) if self.network else "127.0.0.1"
+
+    def on_host(self, index: int) -> list[str]:
+        """Return the words that run a command on the host of a process."""
+        return self.network.command(index) if self.network else []
 
     def wait(self, seconds: float = 600) -> int | None:
         """Wait for the end of the job. Return the exit code of all supervisors, None if they differ or hang."""

@@ -61,7 +61,7 @@ def measure(started: float, steps: int, profile: str, arguments: list[str]) -> d
     from jaxopt_llm.model.linear import leaves
     from jaxopt_llm.parallel.mesh import make_mesh
     from jaxopt_llm.parallel.placement import Placement
-    from jaxopt_llm.planning.run_programs import count_usable_bytes, list_run_candidates
+    from jaxopt_llm.planning.run_candidates import count_usable_bytes, list_run_candidates
     from jaxopt_llm.planning.settings_choice import choose_settings
     from jaxopt_llm.training import state as training_state
     from jaxopt_llm.training.program import Program, make_program

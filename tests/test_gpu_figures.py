@@ -45,7 +45,9 @@ def test_a_case_fits_its_gpu_and_computes_nothing_again(case: str) -> None:
     said = re.search(
         r"([\d.]+) GiB at the peak", " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
     )
-    assert said and plan.memory.peak / GIB == pytest.approx(float(said[1]), rel=0.02)
+    # The recipes say what XLA of jax 0.11 needs. For fp8, that of jax 0.10 needs 4% less.
+    tolerance = 0.05 if jax.__version_info__ < (0, 11) and "fp8" in case else 0.02
+    assert said and plan.memory.peak / GIB == pytest.approx(float(said[1]), rel=tolerance)
     # cuDNN's backward is 5 products where the model needs 4.
     assert plan.flops / plan.model_flops == pytest.approx(1.26 if on_80gb else 1.02, abs=0.012)
 

@@ -14,7 +14,7 @@ import jax
 from jaxopt_llm.config import fields
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
-from jaxopt_llm.planning.run_programs import count_usable_bytes
+from jaxopt_llm.planning.run_candidates import count_usable_bytes
 from jaxopt_llm.planning.search.ranking import FREE
 from jaxopt_llm.planning.units import GIB
 

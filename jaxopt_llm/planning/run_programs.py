@@ -1,26 +1,21 @@
 """Programs of a run, compiled with the settings that the configuration leaves open."""
 
-import os
 from collections.abc import Callable
 
 import jax
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.compiler import hlo
-from jaxopt_llm.compiler.chips import chip_of
 from jaxopt_llm.config import Config, fields
 from jaxopt_llm.config.metadata import AUTO
-from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.planning.oom import make_explainer
-from jaxopt_llm.planning.prediction import describe_cluster
+from jaxopt_llm.planning.run_candidates import count_usable_bytes, list_run_candidates
 from jaxopt_llm.planning.settings_choice import (
-    Candidate,
     Verdict,
     choose_settings,
     find_common_verdict,
     format_choices,
     keep_settings,
-    list_candidates,
     list_choices,
     list_settings,
 )
@@ -36,7 +31,6 @@ DECIDING = (
     *("precision.matmul", "sharding.zero_stage", "sharding.sequence_parallel", "pipeline.schedule", "lora.rank"),
     *("data.documents_per_row", "xla.options"),
 )
-CPU_SHARE = 0.5  # of the host's memory, which CPU devices share with everything else
 
 Compiled = tuple[Setup, Executables, Executables]  # the setup, and its programs lowered and compiled
 
@@ -84,24 +78,3 @@ def find_deciding_changes(started: Started, config: Config, device: jax.Device) 
         name for name in (*DECIDING, *given) if fields.get_field(started.config, name) != fields.get_field(config, name)
     ]
     return find_changes(started, config, device) or (f"{', '.join(changed)} changed" if changed else "")
-
-
-def list_run_candidates(config: Config, device: jax.Device, limit: int) -> list[Candidate]:
-    """Return the candidates for the devices of this run, of which `device` is one.
-
-    Args:
-        limit: bytes of a device that a step may use.
-    """
-    return list_candidates(config, describe_cluster(), limit, device.platform == "gpu")
-
-
-def count_usable_bytes(device: jax.Device) -> int:
-    """Return the bytes of a device that a step may use; 0 if nothing is known, which means to save memory."""
-    if device.platform == "cpu":
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return int(CPU_SHARE * memory) // jax.local_device_count()
-    # Not every allocator that XLA_PYTHON_CLIENT_ALLOCATOR can name has statistics.
-    if limit := (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"):
-        return int(limit)
-    chip = chip_of(device.device_kind)
-    return int(float(MEMORY_FRACTION) * chip.memory_bytes) if chip else 0

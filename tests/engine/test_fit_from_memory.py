@@ -50,4 +50,4 @@ def test_a_run_continues_from_memory(tmp_path: Path, capsys: pytest.CaptureFixtu
     logs = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "run")]
     losses = [[json.loads(line)["loss"] for line in log] for log in logs]
     assert losses[0] == losses[1] and len(losses[0]) == 10
-    assert not [*memory.glob("*/*/*")]
+    assert not [path for path in memory.rglob("*") if path.is_file()]

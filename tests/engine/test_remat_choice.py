@@ -24,7 +24,8 @@ def plan_step(memory: float, monkeypatch: pytest.MonkeyPatch, policy: Any = "aut
     """Plan on H200s of which XLA may use so many bytes."""
     given = {"listed": False, "remat": False} | model
     config = Config(mesh={"fsdp": 8}, remat={"policy": policy})  # type: ignore[arg-type]
-    batch = {name: jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32) for name in ("ids", "next")}
+    # Long rows, so that activations outweigh the gradients of several layers that XLA reduces together in a list.
+    batch = {name: jax.ShapeDtypeStruct((ROWS, 8 * LENGTH), jnp.int32) for name in ("ids", "next")}
     made = jaxopt_llm.initialize(lambda: Model(**given, layers=8, rngs=nnx.Rngs(0)), loss, batch, config)
     monkeypatch.setattr(plan, "MEMORY_FRACTION", memory / plan.CHIPS["h200"].memory_bytes)
     return made.plan("h200")
