@@ -17,8 +17,8 @@ from pathlib import Path
 from chaos_job import ChaosJob
 
 # Exit codes of a program that ends by itself: done, wrong input (another process is missing at the start), diverged,
-# no checkpoint, another process was lost, wrong bits, stopped.
-CODED = frozenset((0, 2, 3, 4, 5, 9, 75))
+# no checkpoint, another process was lost, wrong bits, a disk or a network failed, stopped.
+CODED = frozenset((0, 2, 3, 4, 5, 9, 74, 75))
 LOST = 5
 Inject = Callable[[ChaosJob, int, contextlib.ExitStack], set[int]]
 

@@ -68,7 +68,6 @@ from jaxopt_llm.config import Config, MeshConfig, PipelineConfig
 from jaxopt_llm.config.unread import describe_unread
 from jaxopt_llm.core.errors import DoesNotFit, InputError
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
-from jaxopt_llm.engine.recipe import make_engine
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.model import flops
 from jaxopt_llm.observe.progress import CompileLine
@@ -194,6 +193,8 @@ def _check_fits(spare: int, remedy: str = "") -> None:
 
 
 def _plan_own_model(recipe: cli.Recipe, options: argparse.Namespace) -> int:
+    from jaxopt_llm.engine.recipe import make_engine  # takes a second to import
+
     for name in ("search", "save"):
         if getattr(options, name):
             raise InputError(f"--{name}: only for recipes of the decoder, and {recipe.path} has a model of its own")

@@ -260,11 +260,12 @@ class Watch:
     def fail(self, error: BaseException) -> NoReturn:
         """End all processes because of an error in this one.
 
-        The others end with its exit code, or with that of `ProcessLost` if nobody foresaw the error.
+        The others end with its exit code, or with that of `ProcessLost` if a restart may help: after an error that
+        nobody foresaw, or one of a disk or a network.
         """
         self._ending.acquire()
         code = errors.report_error(error)
-        theirs = ProcessLost.exit_code if code == errors.UNFORESEEN else code
+        theirs = ProcessLost.exit_code if code in (errors.UNFORESEEN, errors.IO_FAILED) else code
         self._end_peers(f"process {self._job.index}: {errors.one_line(error) or type(error).__name__}", theirs)
         os._exit(code)
 

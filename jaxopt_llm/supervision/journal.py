@@ -43,6 +43,10 @@ class Journal:
         """Append that the run continues on other hosts. flags: the settings that they need."""
         self._append({"hosts": list(indices), "flags": list(flags)})
 
+    def write_avoided(self, index: int) -> None:
+        """Append that a host has caused so many faults that others are preferred to it."""
+        self._append({"avoided": index})
+
     @staticmethod
     def describe(cause: End) -> str:
         return "host lost" if cause.code is None else describe_code(cause.code)
@@ -81,6 +85,12 @@ def last_start(directory: Path) -> dict[str, Any]:
     """Return the event of the last start of a run, after which its first step came; {} if there is none."""
     events = _read_tail(directory / "events.jsonl")
     return next((entry for entry in reversed(events) if entry.get("event") in ("start", "resume")), {})
+
+
+def last_event(directory: Path, name: str) -> str:
+    """Return the detail of the last event of this name; "" if there is none."""
+    events = _read_tail(directory / "events.jsonl")
+    return next((str(entry.get("detail")) for entry in reversed(events) if entry.get("event") == name), "")
 
 
 def _read_tail(path: Path) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from jaxopt_llm.supervision.journal import Journal, last_start, newest_checkpoin
 from jaxopt_llm.supervision.members import Members
 from jaxopt_llm.supervision.meshes import Meshes
 from jaxopt_llm.supervision.policy import FINAL, STOPPED, RestartBudget, find_cause, find_final_code
+from jaxopt_llm.supervision.strikes import Strikes
 from jaxopt_llm.supervision.task import Place, Task, join_address, split_address
 
 LOOK_SECONDS = 0.5  # between two looks at the run's files and at the clock
@@ -51,6 +52,7 @@ class Leader:
         self._not_before = time.monotonic()  # end of the pause
         self._round: tuple[int, ...] = ()  # indices of its hosts
         self._trains = False  # the steps of the round have begun
+        self._strikes = Strikes(task.directory)
 
     def run(self) -> int | None:
         """Lead rounds until the job ends, and return its exit code; None: another supervisor leads."""
@@ -82,16 +84,27 @@ class Leader:
         return False
 
     def _present(self) -> list[int]:
-        return sorted({self._host.index, *self._members.indices()})
+        """Return the hosts that are there, in the order in which they are preferred.
+
+        An elastic job leaves out the avoided hosts if the others suffice for a round.
+        """
+        present = sorted({self._host.index, *self._members.indices()})
+        good = [index for index in present if not self._strikes.avoids(index)]
+        if self._limits.elastic_seconds is not None and len(good) >= self._limits.least:
+            return good
+        return good + [index for index in present if index not in good]
 
     def _choose(self, present: Sequence[int]) -> tuple[int, ...]:
-        """Return the hosts of the largest round that has a mesh, () if there is none or it is not known yet."""
+        """Return the hosts of the largest round that has a mesh, () if there is none or it is not known yet.
+
+        present: in the order in which they are preferred.
+        """
         for count in range(min(len(present), self._limits.hosts), self._limits.least - 1, -1):
             if not self._meshes.knows(count):
                 self._meshes.prepare(count, self._limits.least)
                 return ()
             if self._meshes.flags(count) is not None:
-                return tuple(present[:count])
+                return tuple(sorted(present[:count]))
         return ()
 
     def _begin(self, chosen: tuple[int, ...]) -> None:
@@ -166,8 +179,9 @@ class Leader:
         wait = self._limits.elastic_seconds
         if wait is None or len(self._round) == self._limits.hosts:
             return False
-        stayed = [i for i in self._members.indices() if i in self._round or self._members.seconds_here(i) > wait]
-        return len(self._choose(sorted({self._host.index, *stayed}))) > len(self._round)
+        stayed = {i for i in self._members.indices() if i in self._round or self._members.seconds_here(i) > wait}
+        present = [index for index in self._present() if index in stayed or index == self._host.index]
+        return len(self._choose(present)) > len(self._round)
 
     def _judge(self, ends: Sequence[End]) -> int | None:
         """Write the fault that ended a round into the journal. Return the exit code of the job, None to go on."""
@@ -179,6 +193,9 @@ class Leader:
         if final is None and self._budget.exhausted:
             final = ProcessLost.exit_code if cause.code is None else cause.code
         self._journal.write_fault(cause, ends, 0 if final is not None else self._budget.restarts)
+        for index in self._strikes.add(cause, self._round):
+            self._host.say(f"host {index} has caused too many faults: other hosts are preferred to it")
+            self._journal.write_avoided(index)
         name = self._journal.describe(cause) + f" on host {cause.index}" * (self._task.job.processes > 1)
         if final is None:
             self._not_before = time.monotonic() + self._budget.pause_seconds

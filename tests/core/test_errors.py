@@ -18,7 +18,7 @@ DIED = "error: process 1 has died"
         (Preempted(3), 75, "preempted at step 3; run again to continue"),
         (FileNotFoundError(2, "No such file", "a.txt"), 2, "error: there is no file a.txt"),
         (PermissionError(13, "Permission denied", "a.txt"), 2, "error: a.txt: Permission denied"),
-        (OSError(28, "No space left on device"), 2, "error: No space left on device"),
+        (OSError(28, "No space left on device"), 74, "error: No space left on device"),
         (OSError("no address"), 2, "error: no address"),
         (ProcessLost("process 1 has died", 0), 5, f"{DIED}; there is no checkpoint yet: run again to start at step 0"),
         (ProcessLost("process 1 has died", 4), 5, f"{DIED}; run again to continue from the last checkpoint"),

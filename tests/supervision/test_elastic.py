@@ -193,6 +193,55 @@ def test_a_spare_takes_the_place_of_a_lost_host(make_hosts: Callable[..., Hosts]
     assert [hosts.places(index) for index in range(3)] == [["0 of 2", "0 of 2"], ["1 of 2"], ["1 of 2"]]
 
 
+def count_members(hosts: Hosts) -> int:
+    """Return the number of supervisors that are connected with the leader, by the system's table of connections."""
+    path = hosts.run / "supervisors"
+    port = json.loads(path.read_text())["port"] if path.exists() else 0
+    connections = [line.split()[1:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(own.endswith(f":{port:04X}") and state == "01" for own, _, state in connections)
+
+
+CORRUPTION = (
+    'echo "{\\"event\\": \\"corruption\\", \\"detail\\": \\"device 3 of process 1: two\\"}" >> ../run/events.jsonl; '
+)
+
+
+@pytest.mark.parametrize(
+    ("ends", "rounds"),
+    [(("exit 5", "exit 1"), 3), (("exit 5", "exit 74"), 3), ((CORRUPTION + "exit 9", "sleep 0.6; exit 9"), 1)],
+    ids=["crashes", "disk", "wrong bits"],
+)
+def test_a_spare_takes_the_place_of_a_host_that_causes_faults(
+    ends: tuple[str, str], rounds: int, make_hosts: Callable[..., Hosts]
+) -> None:
+    """A host that crashes is tried three times; one that computes wrongly is not tried again."""
+    hosts = make_hosts(3, "--hosts", 2, "--restarts", 10)
+    begin = NOTE + wait_for("spare")
+    hosts.plan(0, *[begin + f"sleep 0.2; {ends[0]}"] * rounds, NOTE + "exit 0")
+    hosts.plan(1, *[begin + ends[1]] * rounds, NOTE + "exit 0")
+    hosts.plan(2, NOTE + "exit 0")
+    hosts.start(0)
+    hosts.start(1)
+    await_that(lambda: hosts.places(1))
+    hosts.start(2)
+    await_that(lambda: count_members(hosts) == 2)
+    (hosts.run / "spare").touch()
+    hosts.finish()
+    assert hosts.places(1) == ["1 of 2"] * rounds
+    assert (hosts.places(0), hosts.places(2)) == (["0 of 2"] * (rounds + 1), ["1 of 2"])
+    assert [entry["avoided"] for entry in journal(hosts.run) if "avoided" in entry] == [1]
+
+
+def test_an_elastic_job_leaves_out_a_host_that_causes_faults(make_hosts: Callable[..., Hosts]) -> None:
+    hosts = make_hosts(2, "--elastic", 1, "--restarts", 10)
+    hosts.plan(0, *[NOTE + "sleep 0.2; exit 5"] * 3, NOTE + "exit 0")
+    hosts.plan(1, *[NOTE + "exit 1"] * 4)
+    hosts.start(0)
+    hosts.start(1)
+    hosts.finish()
+    assert hosts.places(0) == ["0 of 2"] * 3 + ["0 of 1"] and hosts.places(1) == ["1 of 2"] * 3
+
+
 def test_a_stranger_is_not_admitted(make_hosts: Callable[..., Hosts]) -> None:
     hosts = make_hosts(2)
     for index in range(2):
