@@ -1,5 +1,6 @@
 """A job of two processes that loses one of them with its memory: it continues from the copies in the other one's."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -43,11 +44,11 @@ def test_a_job_continues_without_the_memory_of_one_process(mesh: tuple[object, .
     wait_until(gate.reached, processes[1])
     processes[1].kill()
     finish(processes[0], 5)
-    identity = read_identity(run).run
-    shutil.rmtree(memory / identity / "process-1")
+    copies = memory / f"jaxopt_llm-{os.getuid()}" / read_identity(run).run
+    shutil.rmtree(copies / "process-1")
     shutil.rmtree(run / "checkpoints" / "8", ignore_errors=True)
     assert "step 6 is in the memory of the hosts" in train(run)
     losses = [[(each["loss"], each["grad_norm"]) for each in metrics(name)] for name in (whole, run)]
     assert losses[0] == losses[1] and len(losses[0]) == 10
     jax.tree.map(np.testing.assert_array_equal, checkpoint(run, 10), checkpoint(whole, 10))
-    assert not [*(memory / identity / "process-0").iterdir()]
+    assert not [*(copies / "process-0").iterdir()]

@@ -16,7 +16,8 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,15 @@ class HostMemory:
         self.step: int | None = None
         self.record: dict[str, Any] = {}
         self._holders: list[int] = []  # the processes that have their own parts of `step`
+        self._sealing: threading.Thread | None = None
 
     def save(self, step: int, state: tree.Tree, record: Mapping[str, Any]) -> None:
         """Write this process's parts, and those of the next process, into memory.
 
-        A step that does not fit into memory is reported and has no copy: the run goes on.
+        Their hashes are computed in a thread, while the next steps run. Until then, the step before is the newest that
+        `find` finds. A step that does not fit into memory is reported and has no copy: the run goes on.
         """
+        self.wait()
         path, leaves = self._directory / str(step), tree.leaves_with_path(state)
         parts = {OWN: (leaf for _, leaf in leaves)}
         if not self._replicated:
@@ -74,21 +78,40 @@ class HostMemory:
             shutil.rmtree(path, ignore_errors=True)
             self._directory.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # for this user only
             path.mkdir(parents=True)
-            hashes = {name: _write(path / name, each) for name, each in parts.items()}
-            index = {"layout": self._layout, "sha256": hashes, "record": dict(record)}
-            (path / INDEX).write_text(json.dumps(index))
+            for name, each in parts.items():
+                _write(path / name, each)
         except OSError as error:
-            shutil.rmtree(path, ignore_errors=True)
-            print(
-                f"process {self._processes.index} has no copy of step {step} in memory: {path}: {error.strerror}",
-                file=sys.stderr,
-                flush=True,
-            )
+            self._report(path, error)
+        else:
+            self._sealing = threading.Thread(target=self._seal, args=(path, [*parts], dict(record)))
+            self._sealing.start()
         finally:
             for rest in parts.values():
                 collections.deque(rest, maxlen=0)  # all processes take part in all permutations
-        for old in sorted(self._steps())[:-KEEP]:
-            shutil.rmtree(self._directory / str(old))
+
+    def wait(self) -> None:
+        """Wait until the last step that was saved has its hashes."""
+        if self._sealing is not None:
+            self._sealing.join()
+
+    def _seal(self, path: Path, names: Sequence[str], record: Mapping[str, Any]) -> None:
+        """Write the index of a step, with which it is whole, and delete the oldest ones."""
+        try:
+            hashes = {name: _hash(path / name) for name in names}
+            index = {"layout": self._layout, "sha256": hashes, "record": record}
+            (path / INDEX).write_text(json.dumps(index))
+            for old in sorted(self._steps())[:-KEEP]:
+                shutil.rmtree(self._directory / str(old))
+        except OSError as error:
+            self._report(path, error)
+
+    def _report(self, path: Path, error: OSError) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        print(
+            f"process {self._processes.index} has no copy of step {path.name} in memory: {path}: {error.strerror}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def find(self, after: int) -> int | None:
         """Return the newest step after `after` of which every part is there; the others are deleted."""
@@ -124,6 +147,7 @@ class HostMemory:
 
     def discard_after(self, step: int) -> None:
         """Delete what this process has of later steps."""
+        self.wait()
         for each in self._steps():
             if each > step:
                 shutil.rmtree(self._directory / str(each))
@@ -200,18 +224,14 @@ class HostMemory:
         return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
 
 
-def _write(path: Path, leaves: Iterable[jax.Array]) -> str:
-    """Write the parts of arrays on this process's devices. Return the SHA-256."""
-    digest = hashlib.sha256()
+def _write(path: Path, leaves: Iterable[jax.Array]) -> None:
+    """Write the parts of arrays on this process's devices."""
     with path.open("wb") as file:
         for leaf in leaves:
             assert isinstance(leaf.sharding, NamedSharding) and isinstance(leaf.sharding.mesh, Mesh)
             shards = {shard.device: shard.data for shard in leaf.addressable_shards}
             for device in _local_devices(leaf.sharding.mesh):
-                content = np.ascontiguousarray(shards[device]).reshape(-1).view(np.uint8).data
-                digest.update(content)
-                file.write(content)
-    return digest.hexdigest()
+                file.write(np.ascontiguousarray(shards[device]).reshape(-1).view(np.uint8).data)
 
 
 def _hash(path: Path) -> str:

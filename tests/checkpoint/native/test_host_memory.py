@@ -1,6 +1,7 @@
 """Tests of the state in the memory of the hosts: what is found after a loss, and who sends what to whom."""
 
 import errno
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def test_the_newest_intact_step_is_found_with_its_record(tmp_path: Path) -> None
     writer = open_memory(tmp_path, make_state(spec))
     for step in (2, 4, 6):
         writer.save(step, make_state(spec, step), {"step": step})
+    writer.wait()
     assert sorted(path.name for path in (tmp_path / "process-0").iterdir()) == ["4", "6"]
     reader = open_memory(tmp_path, make_state(spec))
     assert reader.find(after=3) == 6 and reader.record == {"step": 6}
@@ -64,7 +66,7 @@ def test_a_step_that_does_not_fit_is_reported_and_the_one_before_stays(
     writer.save(2, make_state(spec), {})
     assert (tmp_path / "user").stat().st_mode & 0o777 == 0o700
 
-    def fill(path: Path, leaves: Any) -> str:
+    def fill(path: Path, leaves: Any) -> None:
         next(iter(leaves))
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -74,6 +76,24 @@ def test_a_step_that_does_not_fit_is_reported_and_the_one_before_stays(
     assert "has no copy of step 4 in memory" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "user/run/process-0").iterdir()] == ["2"]
     assert len(sent) == len(make_state(spec))  # the other processes wait for every permutation
+
+
+def test_a_save_does_not_wait_for_the_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check also that a step without hashes is not found, and that the next save waits for them."""
+    spec, hashed = PartitionSpec(("data", "fsdp")), threading.Event()
+    writer = open_memory(tmp_path, make_state(spec))
+    writer.save(2, make_state(spec), {})
+    writer.wait()
+    hash_file = host_memory._hash
+    monkeypatch.setattr(host_memory, "_hash", lambda path: hashed.wait(60) and hash_file(path))
+    writer.save(4, make_state(spec), {})
+    assert not (tmp_path / "process-0" / "4" / host_memory.INDEX).exists()
+    threading.Timer(0.2, hashed.set).start()
+    writer.save(6, make_state(spec), {})
+    assert (tmp_path / "process-0" / "4" / host_memory.INDEX).exists()
+    writer.wait()
+    (tmp_path / "process-0" / "6" / host_memory.INDEX).unlink()
+    assert open_memory(tmp_path, make_state(spec)).find(after=0) == 4
 
 
 @pytest.mark.parametrize("spec", [PartitionSpec("fsdp"), PartitionSpec(("data", "fsdp"))])
