@@ -41,6 +41,7 @@ from jaxopt_llm.training.decoder_workload import DecoderWorkload
 from jaxopt_llm.training.initial_weights import open_initial_weights
 from jaxopt_llm.training.loop import train_workload
 from jaxopt_llm.training.records import open_records
+from jaxopt_llm.training.replicas import count_copied_bytes
 from jaxopt_llm.training.setup import check_inputs, prepare_run
 from jaxopt_llm.training.started import read_started
 from jaxopt_llm.training.startup_report import print_report
@@ -77,7 +78,8 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
         check_same_programs(processes, lambda: lowered.step)
         explainer = make_explainer(setup.config, setup.program, setup.placement, checkpoints)
         explainer.check_fits(
-            {"the step": (lowered.step, programs.step), "an evaluation": (lowered.held_out, programs.held_out)}
+            {"the step": (lowered.step, programs.step), "an evaluation": (lowered.held_out, programs.held_out)},
+            count_copied_bytes(config.run.check_replicas, setup.program.state),
         )
         if processes.first:
             write_memory(directory / "memory.json", setup.program.state, programs.step)

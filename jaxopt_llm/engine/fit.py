@@ -29,6 +29,7 @@ from jaxopt_llm.planning.memory import write_memory
 from jaxopt_llm.planning.oom import OomExplainer
 from jaxopt_llm.training.loop import train_workload
 from jaxopt_llm.training.records import Records, open_records
+from jaxopt_llm.training.replicas import count_copied_bytes
 from jaxopt_llm.training.setup import read_decay_steps
 from jaxopt_llm.training.started import has_checkpoint
 from jaxopt_llm.training.state import TrainState
@@ -234,7 +235,8 @@ def _run(workload: EngineWorkload, records: Records, preemption: Preemption) -> 
         workload.processes.main.enter("compile", start)
         check_same_programs(workload.processes, lambda: engine.lowered_step)
         compiled = engine.compiled_step
-        workload.explainer.check_fits({"the step": (engine.lowered_step, compiled)})
+        copied = count_copied_bytes(workload.config.run.check_replicas, engine.program.state)
+        workload.explainer.check_fits({"the step": (engine.lowered_step, compiled)}, copied)
         if workload.processes.first:
             write_memory(directory / "memory.json", engine.program.state, compiled)
     train_workload(workload, records, preemption)

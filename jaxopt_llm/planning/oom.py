@@ -55,11 +55,14 @@ class OomExplainer:
     advise: Callable[[int, bool], Sequence[str]]
     checkpoints: Checkpoints
 
-    def check_fits(self, programs: Programs) -> None:
+    def check_fits(self, programs: Programs, copied: int = 0) -> None:
         """Check before anything is allocated that every program fits.
 
         Simulated devices share the host's memory, and the system would hand it out until it kills the process. A GPU
         would fail in the middle of the first step.
+
+        Args:
+            copied: bytes of each device that a copy of the state takes beside the step (replicas.count_copied_bytes).
 
         Raises:
             OutOfMemory: a program needs more device memory than there is.
@@ -67,7 +70,7 @@ class OomExplainer:
         """
         needs = {name: hlo.read_memory(compiled) for name, (_, compiled) in programs.items()}
         name = max(needs, key=lambda name: needs[name].peak)
-        peak, on_host = needs[name].peak, max(memory.host for memory in needs.values())
+        peak, on_host = needs[name].peak + copied, max(memory.host for memory in needs.values())
         devices, host_memory = jax.local_device_count(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if jax.default_backend() == "cpu":
             needed, limit = (on_host + peak) * devices, host_memory
@@ -83,7 +86,8 @@ class OomExplainer:
             where = "per device, but XLA may use only"
             lacking = needed - limit
         if lacking > 0:
-            message = f"{name} needs {needed / GIB:,.1f} GiB {where} {limit / GIB:,.1f} GiB"
+            copy = ", with a copy of the state for run.check_replicas," if copied else ""
+            message = f"{name}{copy} needs {needed / GIB:,.1f} GiB {where} {limit / GIB:,.1f} GiB"
             message += f": {(needed - limit) / GIB:,.1f} GiB too much"
             raise self._make_error(message, lacking, programs[name][0])
 

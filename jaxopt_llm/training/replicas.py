@@ -87,6 +87,16 @@ class ReplicaCheck:
         )
 
 
+def count_copied_bytes(every: int, state: TrainState) -> int:
+    """Return the bytes of each device that a check takes beside the step: a copy of a state that has no replicas.
+
+    Args:
+        every: see ReplicaCheck.
+        state: as ShapeDtypeStructs with shardings.
+    """
+    return offload.count_resting_bytes(state) if every and not has_replicas(state) else 0
+
+
 def has_replicas(state: TrainState) -> bool:
     """Return whether every part of the masters and of the moments rests on more than one device."""
     return all(

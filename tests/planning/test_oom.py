@@ -86,6 +86,16 @@ def test_a_program_that_needs_too_much_device_memory_is_refused(
     assert refused.value.exit_code == 2
 
 
+def test_the_copy_of_a_check_of_replicas_must_fit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    explain = explainer(tmp_path / "run")
+    monkeypatch.setattr(oom, "advise", lambda *_: ())
+    on_a_gpu(monkeypatch, 2**30)
+    needing(monkeypatch, 2**29)
+    explain.check_fits({"the step": (lowered(), None)}, 2**29)  # type: ignore[dict-item]
+    with pytest.raises(OutOfMemory, match="the step, with a copy of the state for run.check_replicas, needs 1.5 GiB"):
+        explain.check_fits({"the step": (lowered(), None)}, 2**30)  # type: ignore[dict-item]
+
+
 def test_a_program_that_needs_too_much_host_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     explain = explainer(tmp_path / "run")
     monkeypatch.setattr(oom, "advise", lambda *_: ())

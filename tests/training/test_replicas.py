@@ -231,3 +231,10 @@ def test_without_copies_a_step_runs_twice(tmp_path: Path, monkeypatch: pytest.Mo
     plant(monkeypatch, 3)  # the second run of step 2
     with pytest.raises(StateCorrupted, match="step 2: .*two runs of this step differ"):
         run(config)
+
+
+def test_a_state_without_replicas_is_copied_for_its_check() -> None:
+    divided, replicated = (make_program(3, **axes)[0].state for axes in ({"fsdp": 8}, {"data": 2, "fsdp": 4}))
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(make_state(3, fsdp=8)))
+    assert replicas.count_copied_bytes(2, divided) == held > 0
+    assert replicas.count_copied_bytes(0, divided) == replicas.count_copied_bytes(2, replicated) == 0
