@@ -58,19 +58,26 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="inject no more faults after this time")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=[*chaos_faults.KINDS, PEERS], default=list_kinds())
+    parser.add_argument("--only", nargs="+", choices=[*chaos_faults.KINDS, PEERS])
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--add", action="store_true", help="add the figures to those of the file")
     options = parser.parse_args()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # programs started by nohup ignore it
-    if options.only == [PEERS]:
+    if options.only and PEERS in options.only:
+        if len(options.only) > 1 or options.minutes or options.add:
+            parser.error(f"--only {PEERS}: other kinds, --minutes and --add do not go with it")
         chaos_peers.main(options.faults or 100, options.processes, options.seed, options.json)
         return
+    old = read_old(parser, options)
+    options.network = Network.is_possible()
+    possible = [name for name, fault in chaos_faults.KINDS.items() if options.network or not fault.needs_network]
+    if impossible := set(options.only or ()) - {*possible}:
+        parser.error(f"--only {' '.join(impossible)}: this needs the rights to make network namespaces (root)")
+    options.only = options.only or possible
     options.faults = options.faults or 2 * len(options.only)
     with tempfile.TemporaryDirectory() as folder:
         told = run(Path(folder), options)
-    if options.add and options.json.exists():
-        told = add_figures(json.loads(options.json.read_text()), told)
+    told = add_figures(old, told) if old else told
     lines = make_table(told)
     print("\n".join(lines))
     if options.json:
@@ -80,15 +87,20 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def list_kinds() -> list[str]:
-    """Return the kinds of faults that this machine allows."""
-    return [name for name, fault in chaos_faults.KINDS.items() if Network.is_possible() or not fault.needs_network]
+def read_old(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures to which those of this run are added; {} if there are none."""
+    if not options.add:
+        return {}
+    if options.json is None:
+        parser.error("--add: name the file with --json")
+    old: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {}
+    if old and old["processes"] != options.processes:
+        parser.error(f"--add: {options.json} is of --processes {old['processes']}")
+    return old
 
 
 def add_figures(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Return the figures of several runs with the same number of processes."""
-    if old["processes"] != new["processes"]:
-        raise SystemExit(f"--add: the file is of {old['processes']} processes, and this run of {new['processes']}")
     summed = {name: old[name] + new[name] for name in old if name not in ("jax", "processes", "equal", "exit_codes")}
     return new | summed | {"equal": old["equal"] and new["equal"], "exit_codes": old["exit_codes"] + new["exit_codes"]}
 
@@ -103,7 +115,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     chance, outcomes = random.Random(options.seed), list[Outcome]()
     began = time.monotonic()
     with contextlib.ExitStack() as scope:
-        network = scope.enter_context(Network(options.processes)) if Network.is_possible() else None
+        network = scope.enter_context(Network(options.processes)) if options.network else None
         job = scope.enter_context(ChaosJob(folder / "run", options.processes, flags, network))
         watcher = Watcher(job)
         for number in range(options.faults):

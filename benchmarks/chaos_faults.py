@@ -132,7 +132,7 @@ def cut_records(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[
 
 def send_garbage(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
     """Send garbage to the port of process 0 for as long as the job starts again."""
-    command = [*job.on_host(victim), sys.executable, "-c", GARBAGE, job.address, str(job.port)]
+    command = [*job.prefix_command(victim), sys.executable, "-c", GARBAGE, job.address, str(job.port)]
     sender = subprocess.Popen(command)
     scope.callback(sender.wait)
     scope.callback(sender.kill)

@@ -94,17 +94,17 @@ class ChaosJob:
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         variables = self._variables | join_variables(self.port, self.count, rank, self.address)
-        command = [*self.on_host(rank), *self._command]
+        command = [*self.prefix_command(rank), *self._command]
         return subprocess.Popen(command, env=variables, stdout=self._log, stderr=self._log)
 
     @property
     def address(self) -> str:
         """Address of the host of process 0."""
-        return self.network.address(0) if self.network else "127.0.0.1"
+        return self.network.find_address(0) if self.network else "127.0.0.1"
 
-    def on_host(self, index: int) -> list[str]:
-        """Return the words that run a command on the host of a process."""
-        return self.network.command(index) if self.network else []
+    def prefix_command(self, index: int) -> list[str]:
+        """Return the words before a command that run it on the host of a process."""
+        return self.network.prefix_command(index) if self.network else []
 
     def wait(self, seconds: float = 600) -> int | None:
         """Wait for the end of the job. Return the exit code of all supervisors, None if they differ or hang."""

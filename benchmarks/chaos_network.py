@@ -12,9 +12,9 @@ _ALIASES = Path("/etc/netns")  # `ip netns exec NAME` puts the files of /etc/net
 
 
 class Network:
-    """Hosts 10.77.0.1, 10.77.0.2, ... As a context manager it removes them at the end.
+    """Hosts 10.77.0.1, 10.77.0.2, ..., which are removed at the end of the context.
 
-    In each of them the name of this machine is the host's own address, which JAX's collectives listen on.
+    On each host the name of this machine resolves to the host's own address, because JAX's collectives listen on it.
     """
 
     def __init__(self, count: int) -> None:
@@ -23,68 +23,63 @@ class Network:
 
     @staticmethod
     def is_possible() -> bool:
-        return os.geteuid() == 0 and shutil.which("ip") is not None and _run("netns", "list") == 0
+        """Return whether this process may make network namespaces."""
+        if shutil.which("ip") is None:
+            return False
+        name = f"chaos{os.getpid()}-try"
+        made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
+        return made and subprocess.run(["ip", "netns", "delete", name], capture_output=True).returncode == 0
 
-    def address(self, index: int) -> str:
+    def find_address(self, index: int) -> str:
         return f"10.77.0.{index + 1}"
 
-    def command(self, index: int) -> list[str]:
-        """Return the words that run a command on a host."""
+    def prefix_command(self, index: int) -> list[str]:
+        """Return the words before a command that run it on a host."""
         return ["ip", "netns", "exec", self._names[index]]
 
     def __enter__(self) -> "Network":
-        self._make(self._switch)
-        _do("-n", self._switch, "link", "add", "bridge", "type", "bridge")
-        _do("-n", self._switch, "link", "set", "bridge", "up")
-        for index, name in enumerate(self._names):
-            folder = _ALIASES / name
-            folder.mkdir(parents=True)
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{self.address(index)} {socket.gethostname()}\n")
-            self._make(name)
-            _do(
-                "link",
-                "add",
-                "wire",
-                "netns",
-                name,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                f"host{index}",
-                "netns",
-                self._switch,
-            )
-            _do("-n", name, "addr", "add", f"{self.address(index)}/24", "dev", "wire")
-            _do("-n", name, "link", "set", "wire", "up")
-            _do("-n", self._switch, "link", "set", f"host{index}", "master", "bridge", "up")
+        with contextlib.ExitStack() as scope:
+            scope.callback(self._remove)
+            self._make(self._switch)
+            _ip(f"-n {self._switch} link add bridge type bridge")
+            _ip(f"-n {self._switch} link set bridge up")
+            for index, name in enumerate(self._names):
+                folder = _ALIASES / name
+                folder.mkdir(parents=True)
+                own = f"{self.find_address(index)} {socket.gethostname()}"
+                (folder / "hosts").write_text(f"127.0.0.1 localhost\n{own}\n")
+                self._make(name)
+                _ip(f"link add wire netns {name} type veth peer name host{index} netns {self._switch}")
+                _ip(f"-n {name} addr add {self.find_address(index)}/24 dev wire")
+                _ip(f"-n {name} link set wire up")
+                _ip(f"-n {self._switch} link set host{index} master bridge up")
+            scope.pop_all()  # all is made: __exit__ removes it
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
         for name in (*self._names, self._switch):
-            _run("netns", "delete", name)
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)  # it may not have been made
             shutil.rmtree(_ALIASES / name, ignore_errors=True)
         with contextlib.suppress(OSError):  # others have files there
             _ALIASES.rmdir()
 
     def cut(self, index: int) -> None:
         """Drop all that a host sends and receives."""
-        _do("-n", self._switch, "link", "set", f"host{index}", "down")
+        _ip(f"-n {self._switch} link set host{index} down")
 
     def join(self, index: int) -> None:
         """Connect a host again."""
-        _do("-n", self._switch, "link", "set", f"host{index}", "up")
+        _ip(f"-n {self._switch} link set host{index} up")
 
     def _make(self, name: str) -> None:
-        _do("netns", "add", name)
-        _do("-n", name, "link", "set", "lo", "up")
+        _ip(f"netns add {name}")
+        _ip(f"-n {name} link set lo up")
 
 
-def _run(*words: str) -> int:
-    return subprocess.run(["ip", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
-
-
-def _do(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
+def _ip(words: str) -> None:
+    subprocess.run(["ip", *words.split()], check=True)

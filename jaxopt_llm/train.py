@@ -35,13 +35,13 @@ from jaxopt_llm.distributed.agreement import check_same_programs
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.planning.memory import write_memory
-from jaxopt_llm.planning.oom import make_explainer
+from jaxopt_llm.planning.oom import STEP, make_explainer
 from jaxopt_llm.planning.run_programs import compile_fitting
 from jaxopt_llm.training.decoder_workload import DecoderWorkload
 from jaxopt_llm.training.initial_weights import open_initial_weights
 from jaxopt_llm.training.loop import train_workload
 from jaxopt_llm.training.records import open_records
-from jaxopt_llm.training.replicas import count_copied_bytes
+from jaxopt_llm.training.replicas import copies_state
 from jaxopt_llm.training.setup import check_inputs, prepare_run
 from jaxopt_llm.training.started import read_started
 from jaxopt_llm.training.startup_report import print_report
@@ -78,12 +78,12 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
         check_same_programs(processes, lambda: lowered.step)
         explainer = make_explainer(setup.config, setup.program, setup.placement, checkpoints)
         explainer.check_fits(
-            {"the step": (lowered.step, programs.step), "an evaluation": (lowered.held_out, programs.held_out)},
-            count_copied_bytes(config.run.check_replicas, setup.program.state),
+            {STEP: (lowered.step, programs.step), "an evaluation": (lowered.held_out, programs.held_out)},
+            copies_state(config.run.check_replicas, setup.program.state),
         )
         if processes.first:
             write_memory(directory / "memory.json", setup.program.state, programs.step)
-        explain_oom = functools.partial(explainer.explain_oom, step=lowered.step)
+        explain_oom = functools.partial(explainer.explain_oom, lower_step=lambda: lowered.step)
         train_workload(DecoderWorkload(setup, programs, initial, verification, explain_oom), records, signals)
 
 

@@ -16,12 +16,12 @@ MAX_MESSAGE = 5000  # characters
 
 
 UNFORESEEN = 1  # exit code after an error that is a bug, with its traceback
-IO_FAILED = 74  # exit code after an error of a disk or a network, which may pass by itself
-_PASSING = {
+IO_ERROR = 74  # exit code after an error of a disk or a network, which may pass by itself
+_TRANSIENT = {
     getattr(errno, name)
     for name in (
         *("EIO", "ENOSPC", "EDQUOT", "ESTALE", "ENOLCK", "EREMOTEIO", "EAGAIN", "EBUSY", "ENFILE", "EMFILE"),
-        *("ETIMEDOUT", "ENETDOWN", "ENETUNREACH", "EHOSTDOWN", "EHOSTUNREACH", "ECONNRESET", "ENOTCONN", "ESHUTDOWN"),
+        *("ENETDOWN", "ENETUNREACH", "EHOSTDOWN", "EHOSTUNREACH", "ENOTCONN", "ESHUTDOWN"),
     )
     if hasattr(errno, name)  # each system has its own
 }
@@ -201,7 +201,8 @@ def report_error(error: BaseException) -> int:
         return 128 + signal.SIGPIPE  # the code of a program that SIGPIPE ends: the reader of the output has closed it
     if isinstance(error, OSError):
         print(f"error: {describe_error(error)}", file=sys.stderr, flush=True)
-        return IO_FAILED if error.errno in _PASSING else InputError.exit_code
+        passes = isinstance(error, (TimeoutError, ConnectionError)) or error.errno in _TRANSIENT
+        return IO_ERROR if passes else InputError.exit_code
     if isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT

@@ -39,9 +39,11 @@ def read_file(file: Path, limit: int) -> bytes:
     check_is_regular(file)
     with file.open("rb") as stream:
         # read(limit) would allocate `limit` bytes for the smallest file.
-        fits = os.fstat(stream.fileno()).st_size <= limit
-        content = stream.read() if fits else b""
-    if not fits or len(content) > limit:
+        size = os.fstat(stream.fileno()).st_size
+        content = stream.read(min(size, limit) + 1)
+        if len(content) > size:  # it grows, or its system does not know its size
+            content += stream.read(limit + 1 - len(content))
+    if len(content) > limit:
         raise ValueError(f"more than {limit:,} bytes")
     return content
 

@@ -265,7 +265,7 @@ class Watch:
         """
         self._ending.acquire()
         code = errors.report_error(error)
-        theirs = ProcessLost.exit_code if code in (errors.UNFORESEEN, errors.IO_FAILED) else code
+        theirs = ProcessLost.exit_code if code in (errors.UNFORESEEN, errors.IO_ERROR) else code
         self._end_peers(f"process {self._job.index}: {errors.one_line(error) or type(error).__name__}", theirs)
         os._exit(code)
 

@@ -36,6 +36,7 @@ from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.rows import LocalRows
 from jaxopt_llm.training import state as training_state
+from jaxopt_llm.training.replicas import count_copied_bytes
 from jaxopt_llm.training.restore import load_state
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Metrics
@@ -67,11 +68,13 @@ class Engine:
         return self._frontend.parameters
 
     @functools.cached_property
-    def _chosen(self) -> tuple[EngineProgram, StepStages | None]:
+    def _choice(self) -> tuple[EngineProgram, StepStages | None]:
         """The program, and its compiled step if the choice of a policy has compiled it."""
         mesh = make_mesh(self.config.mesh)
         limit = find_limit(mesh.devices.flat[0])
         program = make_engine_program(self._job, mesh)
+        if limit is not None:
+            limit -= count_copied_bytes(self.config.run.check_replicas, program.state)
         if limit is None or not is_open(program, self._job):
             return program, None
         channel = self.processes.channel("remat.policy")
@@ -90,18 +93,18 @@ class Engine:
     @property
     def program(self) -> EngineProgram:
         """Program on the visible devices."""
-        return self._chosen[0]
+        return self._choice[0]
 
     @functools.cached_property
     def lowered_step(self) -> jax.stages.Lowered:
         """Step of the program, traced for the state and the batch."""
-        program, stages = self._chosen
+        program, stages = self._choice
         return _lower_step(program) if stages is None else stages[0]
 
     @functools.cached_property
     def compiled_step(self) -> jax.stages.Compiled:
         """Compiled step of the program: (state, batch) -> (state, metrics)."""
-        stages = self._chosen[1]
+        stages = self._choice[1]
         return self.lowered_step.compile() if stages is None else stages[1]
 
     @functools.cached_property
@@ -282,7 +285,7 @@ class Engine:
         config = self._job.config
         if schedule != config.schedule:
             self._job = replace(self._job, config=replace(config, schedule=schedule))
-            for name in ("_chosen", "lowered_step", "compiled_step"):
+            for name in ("_choice", "lowered_step", "compiled_step"):
                 self.__dict__.pop(name, None)
 
     def take_state(self, state: TrainState, identity: Identity | None) -> None:

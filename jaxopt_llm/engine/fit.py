@@ -26,10 +26,10 @@ from jaxopt_llm.engine.oom import make_explainer
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.planning.memory import write_memory
-from jaxopt_llm.planning.oom import OomExplainer
+from jaxopt_llm.planning.oom import STEP, OomExplainer
 from jaxopt_llm.training.loop import train_workload
 from jaxopt_llm.training.records import Records, open_records
-from jaxopt_llm.training.replicas import count_copied_bytes
+from jaxopt_llm.training.replicas import copies_state
 from jaxopt_llm.training.setup import read_decay_steps
 from jaxopt_llm.training.started import has_checkpoint
 from jaxopt_llm.training.state import TrainState
@@ -99,7 +99,7 @@ class EngineWorkload:
         """Check nothing: the data is the user's."""
 
     def explain_oom(self, describe_action: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
-        return self.explainer.explain_oom(describe_action, self.engine.lowered_step)
+        return self.explainer.explain_oom(describe_action, lambda: self.engine.lowered_step)
 
     def keep(self, state: TrainState, identity: Identity | None) -> None:
         self.engine.take_state(state, identity)
@@ -148,6 +148,8 @@ def fit(
         Preempted: a signal stopped it. The same call continues the run.
         TrainingDiverged: the loss is not finite for `training.skip_limit` steps in a row.
         CheckpointError: no checkpoint of the run is intact, or the last one could not be written.
+        OutOfMemory: the memory of the devices does not suffice.
+        StateCorrupted: `run.check_replicas` has found wrong bits.
     """
     config = _resolve_config(engine, steps, run_directory)
     directory = Path(config.run.directory)
@@ -234,9 +236,10 @@ def _run(workload: EngineWorkload, records: Records, preemption: Preemption) -> 
     else:
         workload.processes.main.enter("compile", start)
         check_same_programs(workload.processes, lambda: engine.lowered_step)
-        compiled = engine.compiled_step
-        copied = count_copied_bytes(workload.config.run.check_replicas, engine.program.state)
-        workload.explainer.check_fits({"the step": (engine.lowered_step, compiled)}, copied)
+        with workload.explain_oom(lambda: "compiling"):
+            compiled = engine.compiled_step
+        copies = copies_state(workload.config.run.check_replicas, engine.program.state)
+        workload.explainer.check_fits({STEP: (engine.lowered_step, compiled)}, copies)
         if workload.processes.first:
             write_memory(directory / "memory.json", engine.program.state, compiled)
     train_workload(workload, records, preemption)

@@ -1,4 +1,4 @@
-"""initialize: an engine from a model, a loss, an example of a batch and settings; every error appears here."""
+"""Construction of an engine from a model, a loss, an example of a batch and settings, with all checks."""
 
 import os
 import sys

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from jaxopt_llm.core.errors import CommandError, Preempted, one_line
 from jaxopt_llm.observe.metrics import Say, append_whole
@@ -25,11 +25,12 @@ class EventLog:
         self._path, self._say, self._writes = directory / "events.jsonl", say, writes
         self._lock = threading.Lock()
 
-    def write(self, step: int, event: str, detail: str = "") -> None:
-        """Append an event."""
+    def write(self, step: int, event: str, detail: str = "", **more: Any) -> None:
+        """Append an event. more: further fields."""
         if not self._writes:
             return
-        entry = {"time": round(time.time(), 3), "step": step, "event": event, **({"detail": detail} if detail else {})}
+        fields = more if not detail else {"detail": detail, **more}
+        entry = {"time": round(time.time(), 3), "step": step, "event": event, **fields}
         line = (json.dumps(entry) + "\n").encode()
         try:
             with self._lock, self._path.open("a+b", buffering=0) as file:

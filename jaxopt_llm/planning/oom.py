@@ -20,6 +20,7 @@ from jaxopt_llm.compiler.buffers import find_peak
 from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import InputError, OutOfMemory
 from jaxopt_llm.kernels.attention import get_compute_capability
+from jaxopt_llm.parallel.offload import HOST, count_resting_bytes
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning.advice import advise, format_advice
 from jaxopt_llm.planning.memory import KnownShapes, find_largest, format_kinds, format_largest, sum_by_kind
@@ -35,7 +36,8 @@ DEFAULT_LACKING = GIB  # bytes that are assumed to be lacking if XLA's error doe
 _REQUESTED = re.compile(r"to allocate (?:request for )?([\d.]+) ?(bytes|[KMGT]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
-# Programs by their names in a sentence, for example "the step".
+STEP = "the step"  # name of the training step
+# Programs by their names in a sentence.
 Programs = Mapping[str, tuple[jax.stages.Lowered, jax.stages.Compiled]]
 
 
@@ -55,22 +57,26 @@ class OomExplainer:
     advise: Callable[[int, bool], Sequence[str]]
     checkpoints: Checkpoints
 
-    def check_fits(self, programs: Programs, copied: int = 0) -> None:
+    def check_fits(self, programs: Programs, copies_state: bool = False) -> None:
         """Check before anything is allocated that every program fits.
 
         Simulated devices share the host's memory, and the system would hand it out until it kills the process. A GPU
         would fail in the middle of the first step.
 
         Args:
-            copied: bytes of each device that a copy of the state takes beside the step (replicas.count_copied_bytes).
+            copies_state: whether a copy of the state is made beside the step (replicas.copies_state).
 
         Raises:
             OutOfMemory: a program needs more device memory than there is.
             InputError: a program needs more host memory than there is, because of offloading.
         """
         needs = {name: hlo.read_memory(compiled) for name, (_, compiled) in programs.items()}
-        name = max(needs, key=lambda name: needs[name].peak)
-        peak, on_host = needs[name].peak + copied, max(memory.host for memory in needs.values())
+        peaks, on_hosts = ({name: getattr(each, kind) for name, each in needs.items()} for kind in ("peak", "host"))
+        if copies_state:
+            peaks[STEP] += count_resting_bytes(self.state)
+            on_hosts[STEP] += count_resting_bytes(self.state, HOST)
+        name = max(peaks, key=lambda name: peaks[name])
+        peak, on_host = peaks[name], max(on_hosts.values())
         devices, host_memory = jax.local_device_count(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if jax.default_backend() == "cpu":
             needed, limit = (on_host + peak) * devices, host_memory
@@ -86,24 +92,24 @@ class OomExplainer:
             where = "per device, but XLA may use only"
             lacking = needed - limit
         if lacking > 0:
-            copy = ", with a copy of the state for run.check_replicas," if copied else ""
+            copy = ", with a copy of the state for run.check_replicas," if copies_state and name == STEP else ""
             message = f"{name}{copy} needs {needed / GIB:,.1f} GiB {where} {limit / GIB:,.1f} GiB"
             message += f": {(needed - limit) / GIB:,.1f} GiB too much"
             raise self._make_error(message, lacking, programs[name][0])
 
     def explain_oom(
-        self, describe_action: Callable[[], str], step: jax.stages.Lowered
+        self, describe_action: Callable[[], str], lower_step: Callable[[], jax.stages.Lowered]
     ) -> contextlib.AbstractContextManager[None]:
         """Replace XLA's out-of-memory error by OutOfMemory with an explanation.
 
         Args:
             describe_action: returns what was being done, for example "compiling"; called only after a failure.
-            step: lowered training step.
+            lower_step: returns the lowered training step; called only after a failure.
         """
 
         def explain(error: str) -> OutOfMemory:
             lacking = _parse_requested(error) or DEFAULT_LACKING
-            return self._make_error(_describe_error(error, describe_action()), lacking, step)
+            return self._make_error(_describe_error(error, describe_action()), lacking, lower_step())
 
         return _replace_error(explain)
 

@@ -20,6 +20,7 @@ from jaxopt_llm.planning.settings_choice import (
     list_settings,
 )
 from jaxopt_llm.training.compile import Executables, compile_program, lower_programs
+from jaxopt_llm.training.replicas import count_copied_bytes
 from jaxopt_llm.training.setup import Setup
 from jaxopt_llm.training.started import Started, find_changes
 
@@ -49,14 +50,16 @@ def compile_fitting(setup: Setup, checkpoints: Checkpoints, say: Callable[[str],
         candidate = setup.with_config(config)
         lowered = lower_programs(candidate)
         explainer = make_explainer(config, candidate.program, candidate.placement, checkpoints)
-        with explainer.explain_oom(lambda: "compiling", lowered.step):
+        with explainer.explain_oom(lambda: "compiling", lambda: lowered.step):
             return candidate, lowered, compile_program(candidate, lowered.step)
 
     started, device = setup.started, setup.placement.mesh.devices.flat[0]
     changes = find_deciding_changes(started, setup.config, device) if started else ""
     config = keep_settings(setup.config, started.config) if started and not changes else setup.config
     channel = setup.processes.channel("settings")
+    copied = count_copied_bytes(setup.config.run.check_replicas, setup.program.state)
     limit = int(channel.exchange(str(count_usable_bytes(device)))[0])  # all processes need the same candidates
+    limit = max(limit - copied, 0)
     choice = choose_settings(
         list_run_candidates(config, device, limit),
         compile_step,

@@ -43,9 +43,9 @@ class Journal:
         """Append that the run continues on other hosts. flags: the settings that they need."""
         self._append({"hosts": list(indices), "flags": list(flags)})
 
-    def write_avoided(self, index: int) -> None:
-        """Append that a host has caused so many faults that others are preferred to it."""
-        self._append({"avoided": index})
+    def write_strikes(self, index: int, count: int) -> None:
+        """Append that the last fault counts against a host."""
+        self._append({"blamed": index, "strikes": count})
 
     @staticmethod
     def describe(cause: End) -> str:
@@ -87,10 +87,20 @@ def last_start(directory: Path) -> dict[str, Any]:
     return next((entry for entry in reversed(events) if entry.get("event") in ("start", "resume")), {})
 
 
-def last_event(directory: Path, name: str) -> str:
-    """Return the detail of the last event of this name; "" if there is none."""
-    events = _read_tail(directory / "events.jsonl")
-    return next((str(entry.get("detail")) for entry in reversed(events) if entry.get("event") == name), "")
+def find_corrupted(directory: Path) -> list[int]:
+    """Return the processes whose devices may have computed wrongly since the last start; [] if none was named."""
+    for entry in reversed(_read_tail(directory / "events.jsonl")):
+        if entry.get("event") == "corruption":
+            return [int(process) for process in entry.get("processes", ())]
+        if entry.get("event") in ("start", "resume"):
+            break
+    return []
+
+
+def read_strikes(directory: Path) -> list[tuple[float, int, int]]:
+    """Return (time, host, count) of the strikes in the journal's tail."""
+    entries = _read_tail(directory / JOURNAL)
+    return [(entry["time"], entry["blamed"], entry["strikes"]) for entry in entries if "blamed" in entry]
 
 
 def _read_tail(path: Path) -> list[dict[str, Any]]:

@@ -52,7 +52,8 @@ class Leader:
         self._not_before = time.monotonic()  # end of the pause
         self._round: tuple[int, ...] = ()  # indices of its hosts
         self._trains = False  # the steps of the round have begun
-        self._strikes = Strikes(task.directory)
+        self._killed: set[int] = set()  # the hosts on which a program of the round was left over
+        self._strikes = Strikes(task.directory, self._journal)
 
     def run(self) -> int | None:
         """Lead rounds until the job ends, and return its exit code; None: another supervisor leads."""
@@ -84,27 +85,22 @@ class Leader:
         return False
 
     def _present(self) -> list[int]:
-        """Return the hosts that are there, in the order in which they are preferred.
-
-        An elastic job leaves out the avoided hosts if the others suffice for a round.
-        """
-        present = sorted({self._host.index, *self._members.indices()})
-        good = [index for index in present if not self._strikes.avoids(index)]
-        if self._limits.elastic_seconds is not None and len(good) >= self._limits.least:
-            return good
-        return good + [index for index in present if index not in good]
+        return sorted({self._host.index, *self._members.indices()})
 
     def _choose(self, present: Sequence[int]) -> tuple[int, ...]:
         """Return the hosts of the largest round that has a mesh, () if there is none or it is not known yet.
 
-        present: in the order in which they are preferred.
+        Hosts with too many strikes are used only to fill a round up. An elastic job prefers a smaller round to them.
         """
-        for count in range(min(len(present), self._limits.hosts), self._limits.least - 1, -1):
-            if not self._meshes.knows(count):
-                self._meshes.prepare(count, self._limits.least)
-                return ()
-            if self._meshes.flags(count) is not None:
-                return tuple(sorted(present[:count]))
+        good = [index for index in present if not self._strikes.avoids(index)]
+        every = good + [index for index in present if index not in good]
+        for hosts in (every,) if self._limits.elastic_seconds is None else (good, every):
+            for count in range(min(len(hosts), self._limits.hosts), self._limits.least - 1, -1):
+                if not self._meshes.knows(count):
+                    self._meshes.prepare(count, self._limits.least)
+                    return ()
+                if self._meshes.flags(count) is not None:
+                    return tuple(sorted(hosts[:count]))
         return ()
 
     def _begin(self, chosen: tuple[int, ...]) -> None:
@@ -133,7 +129,7 @@ class Leader:
     def _run_round(self) -> tuple[bool, list[End]]:
         """Wait until the program has ended on all hosts of the round. Return whether it ended to grow, and the ends."""
         ends: list[End] = []
-        grows, failed_at = False, None
+        grows, failed_at, self._killed = False, None, set()
         while waited := set(self._round) - {end.index for end in ends}:
             own = self._host.poll()
             for end in (*self._members.take_ends(), *([own] if own else [])):
@@ -147,6 +143,7 @@ class Leader:
                 failed_at = now
                 self._fault_at = self._fault_at or now
             elif failed_at is not None and now > failed_at + STRAGGLER_SECONDS:
+                self._killed |= waited
                 self._signal(waited, signal.SIGKILL)
             if not ends:
                 self._note_start(now)
@@ -179,9 +176,8 @@ class Leader:
         wait = self._limits.elastic_seconds
         if wait is None or len(self._round) == self._limits.hosts:
             return False
-        stayed = {i for i in self._members.indices() if i in self._round or self._members.seconds_here(i) > wait}
-        present = [index for index in self._present() if index in stayed or index == self._host.index]
-        return len(self._choose(present)) > len(self._round)
+        stayed = [i for i in self._members.indices() if i in self._round or self._members.seconds_here(i) > wait]
+        return len(self._choose(sorted({self._host.index, *stayed}))) > len(self._round)
 
     def _judge(self, ends: Sequence[End]) -> int | None:
         """Write the fault that ended a round into the journal. Return the exit code of the job, None to go on."""
@@ -193,9 +189,10 @@ class Leader:
         if final is None and self._budget.exhausted:
             final = ProcessLost.exit_code if cause.code is None else cause.code
         self._journal.write_fault(cause, ends, 0 if final is not None else self._budget.restarts)
-        for index in self._strikes.add(cause, self._round):
-            self._host.say(f"host {index} has caused too many faults: other hosts are preferred to it")
-            self._journal.write_avoided(index)
+        if final is None and self._task.job.processes > 1:
+            avoided = self._strikes.add(cause, self._round, self._killed)
+            if avoided is not None:
+                self._host.say(f"host {avoided} has caused too many faults: other hosts are preferred to it")
         name = self._journal.describe(cause) + f" on host {cause.index}" * (self._task.job.processes > 1)
         if final is None:
             self._not_before = time.monotonic() + self._budget.pause_seconds

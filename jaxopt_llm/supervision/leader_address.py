@@ -1,6 +1,7 @@
 """Address of the leader of a job's supervisors: a file in the run directory, by which they find each other.
 
-The file has the address of the leader, and a token that the others must know: only who can read the directory can join.
+The file has the address of the leader, and a token that the others must know: only those who can read the directory can
+join.
 """
 
 import hmac
@@ -56,7 +57,7 @@ def publish_leader(directory: Path, host: str) -> tuple[socket.socket, LeaderAdd
 
 
 def find_leader(directory: Path) -> LeaderAddress | None:
-    """Return the place that the run directory names, where perhaps nobody listens any more; None: it names none."""
+    """Return the leader's address in the run directory, at which perhaps nobody listens any more; None: it has none."""
     try:
         return LeaderAddress(**json_files.parse((directory / FILE).read_text()))
     except (FileNotFoundError, ValueError, TypeError):  # not written yet, or only in part

@@ -49,6 +49,8 @@ class Loop:
         self._memory = records.memory
         self._meter = Meter(workload.unit, workload.units_per_step, workload.utilisation)
         self._scope, self._record_scope = contextlib.ExitStack(), contextlib.ExitStack()
+        if self._memory is not None:
+            self._scope.callback(self._memory.wait)
         self._batches: Generator[tuple[Any, float], None, None] | None = None
         self._log: MetricsLog | None = None
         self._samples: MetricsLog | None = None
@@ -264,8 +266,8 @@ class Loop:
         self._begin_after(start)
         return start
 
-    def _note_corruption(self, step: int, detail: str) -> None:
-        self._events.write(step, "corruption", detail)
+    def _note_corruption(self, step: int, detail: str, processes: list[int]) -> None:
+        self._events.write(step, "corruption", detail, processes=processes)
 
     def _sync_logs(self) -> None:
         for log in (self._log, self._samples):

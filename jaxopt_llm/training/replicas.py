@@ -7,6 +7,8 @@ compared with. Then a step runs twice from the same state, and the checksums of 
 
 import collections
 import functools
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -29,11 +31,11 @@ Run = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 class ReplicaCheck:
     """Check of every `every`-th step, and of every state that a checkpoint will hold; 0 = off."""
 
-    def __init__(self, every: int, on_difference: Callable[[int, str], None]) -> None:
+    def __init__(self, every: int, on_difference: Callable[[int, str, list[int]], None]) -> None:
         """Remember the rhythm.
 
         Args:
-            on_difference: receives the step and the devices before the error is raised.
+            on_difference: receives the step, the devices in words, and their processes, before the error is raised.
         """
         self._every, self._on_difference = every, on_difference
         self._checked = 0  # the last step whose copies were compared
@@ -80,29 +82,36 @@ class ReplicaCheck:
         names = ", ".join(f"device {device.id} of process {device.process_index}" for device in devices)
         more = f" and {len(paths) - 1} more arrays" if len(paths) > 1 else ""
         detail = f"{names}: {what}, in {paths[0]}{more}"
-        self._on_difference(step, detail)
+        self._on_difference(step, detail, sorted({device.process_index for device in devices}))
         raise StateCorrupted(
             f"step {step}: {detail}; the step is discarded: run again to continue from the last checkpoint, and "
             "replace the device if it is named again"
         )
 
 
-def count_copied_bytes(every: int, state: TrainState) -> int:
-    """Return the bytes of each device that a check takes beside the step: a copy of a state that has no replicas.
+def copies_state(every: int, state: TrainState) -> bool:
+    """Return whether a check copies the state: one without replicas, of which a step runs twice.
 
     Args:
         every: see ReplicaCheck.
-        state: as ShapeDtypeStructs with shardings.
+        state: arrays, or ShapeDtypeStructs with shardings.
     """
-    return offload.count_resting_bytes(state) if every and not has_replicas(state) else 0
+    return every > 0 and not has_replicas(state)
+
+
+def count_copied_bytes(every: int, state: TrainState) -> int:
+    """Return the bytes of each device that a check takes beside the step. state: as ShapeDtypeStructs."""
+    return offload.count_resting_bytes(state) if copies_state(every, state) else 0
 
 
 def has_replicas(state: TrainState) -> bool:
     """Return whether every part of the masters and of the moments rests on more than one device."""
-    return all(
-        len(group_devices(leaf.sharding, leaf.shape)) < leaf.sharding.num_devices
-        for leaf in jax.tree.leaves((state.masters, state.moments))
-    )
+
+    def count_parts(leaf: Any) -> int:
+        return math.prod(map(operator.floordiv, leaf.shape, leaf.sharding.shard_shape(leaf.shape)))
+
+    leaves = jax.tree.leaves((state.masters, state.moments))
+    return all(count_parts(leaf) < leaf.sharding.num_devices for leaf in leaves)
 
 
 def find_differences(state: TrainState, sums: Sums) -> dict[str, np.ndarray]:

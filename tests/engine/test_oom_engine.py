@@ -55,7 +55,7 @@ def test_a_step_that_runs_out_of_memory_is_explained(tmp_path: Path, monkeypatch
         jaxopt_llm.fit(engine, lambda step: BATCH, 6, tmp_path / "run")
     said = "\n".join(refused.value.details)
     assert "master weights of non_layer/kernel: float32[1,1]" in said
-    assert "sharding.zero_stage=3: 0.00 GiB less of the state per device" in said
+    assert "sharding.zero_stage=3: 0.00 MiB less of the state per device" in said
     assert "training.accumulation=2: half of the activations" in said
     assert "optimizer.state_dtype" not in said  # a resume cannot change it
     assert "offload" not in said  # simulated devices and the host share one memory

@@ -91,9 +91,13 @@ def test_the_copy_of_a_check_of_replicas_must_fit_too(tmp_path: Path, monkeypatc
     monkeypatch.setattr(oom, "advise", lambda *_: ())
     on_a_gpu(monkeypatch, 2**30)
     needing(monkeypatch, 2**29)
-    explain.check_fits({"the step": (lowered(), None)}, 2**29)  # type: ignore[dict-item]
+    programs = {name: (lowered(), None) for name in ("the step", "an evaluation")}
+    monkeypatch.setattr(oom, "count_resting_bytes", lambda state, kind=None: 0 if kind else 2**29)
+    explain.check_fits(programs, copies_state=True)  # type: ignore[arg-type]
+    monkeypatch.setattr(oom, "count_resting_bytes", lambda state, kind=None: 0 if kind else 2**30)
+    explain.check_fits(programs)  # type: ignore[arg-type]
     with pytest.raises(OutOfMemory, match="the step, with a copy of the state for run.check_replicas, needs 1.5 GiB"):
-        explain.check_fits({"the step": (lowered(), None)}, 2**30)  # type: ignore[dict-item]
+        explain.check_fits(programs, copies_state=True)  # type: ignore[arg-type]
 
 
 def test_a_program_that_needs_too_much_host_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +117,7 @@ def test_a_failed_allocation_is_explained(tmp_path: Path, monkeypatch: pytest.Mo
     """Check an error at run time: the program is compiled again to list its arrays."""
     explain = explainer(tmp_path / "run", 3, 12)
     on_a_gpu(monkeypatch, 2**31)
-    with pytest.raises(OutOfMemory) as refused, explain.explain_oom(lambda: "in step 15", lowered()):
+    with pytest.raises(OutOfMemory) as refused, explain.explain_oom(lambda: "in step 15", lowered):
         raise jax.errors.JaxRuntimeError(XLA)
     assert str(refused.value) == (
         "out of memory in step 15: XLA could not allocate 16.00 GiB more, with 1.5 of 2.0 GiB in use; "
@@ -136,7 +140,7 @@ def test_commands_that_use_weights_name_a_remedy() -> None:
 
 def test_other_errors_are_not_replaced(tmp_path: Path) -> None:
     explain = explainer(tmp_path / "run")
-    with pytest.raises(jax.errors.JaxRuntimeError), explain.explain_oom(lambda: "in step 1", lowered()):
+    with pytest.raises(jax.errors.JaxRuntimeError), explain.explain_oom(lambda: "in step 1", lowered):
         raise jax.errors.JaxRuntimeError("INTERNAL: no")
 
 

@@ -68,6 +68,7 @@ def test_all_processes_take_the_limit_of_process_0(monkeypatch: pytest.MonkeyPat
     channel = SimpleNamespace(exchange=lambda mine: ["123", mine])
     setup: Any = SimpleNamespace(
         config=Config(),
+        program=SimpleNamespace(state=None),  # run.check_replicas is off
         started=None,
         placement=SimpleNamespace(mesh=mesh),
         processes=SimpleNamespace(channel=lambda name: channel),

@@ -19,6 +19,7 @@ from jaxopt_llm.config import (
     Config,
     LoraConfig,
     MeshConfig,
+    OffloadConfig,
     OptimizerConfig,
     RematConfig,
     ScheduleConfig,
@@ -238,3 +239,13 @@ def test_a_state_without_replicas_is_copied_for_its_check() -> None:
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(make_state(3, fsdp=8)))
     assert replicas.count_copied_bytes(2, divided) == held > 0
     assert replicas.count_copied_bytes(0, divided) == replicas.count_copied_bytes(2, replicated) == 0
+
+
+@pytest.mark.parametrize(("stage", "axes", "copies"), [(3, {"data": 2, "fsdp": 4}, False), (1, {"fsdp": 8}, True)])
+def test_a_state_in_host_memory_is_judged_like_any_other(stage: int, axes: dict[str, int], copies: bool) -> None:
+    """An abstract state in host memory has shardings over an abstract mesh."""
+    placement = dataclasses.replace(toy.placement(stage, **axes), offload=OffloadConfig(optimizer=True))
+    training = TrainingConfig(batch_size=8, sequence_length=8)
+    sections = OptimizerConfig(), ScheduleConfig(warmup_steps=0), RematConfig(), LoraConfig()
+    program = toy.make_program(toy.UNIFORM, training, *sections, placement)
+    assert replicas.copies_state(2, program.state) is copies

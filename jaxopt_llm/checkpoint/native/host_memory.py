@@ -100,10 +100,10 @@ class HostMemory:
             hashes = {name: _hash(path / name) for name in names}
             index = {"layout": self._layout, "sha256": hashes, "record": record}
             (path / INDEX).write_text(json.dumps(index))
-            for old in sorted(self._steps())[:-KEEP]:
-                shutil.rmtree(self._directory / str(old))
         except OSError as error:
             self._report(path, error)
+        for old in sorted(self._steps())[:-KEEP]:
+            shutil.rmtree(self._directory / str(old), ignore_errors=True)
 
     def _report(self, path: Path, error: OSError) -> None:
         shutil.rmtree(path, ignore_errors=True)
