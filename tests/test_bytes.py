@@ -382,7 +382,11 @@ def test_moments_in_fewer_bits_rest_smaller_and_move_nothing(stage: int, dtype: 
     )
     batch = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(few.program.batch)) / DEVICES
     assert few.memory.aliased >= few.memory.arguments - batch - 4096, "the state is not updated in place"
-    assert few.memory.temporaries <= 1.01 * wide.memory.temporaries
+    # Embedding and head are updated whole: both moments of both tables are float32 at once. The backward hides this
+    # unless the gradients of all layers are whole, too.
+    table = few.program.specs.masters["non_layer"]["embedding"]["table"]
+    decoded = 0 if stage else 2 * 2 * 4 * math.prod(table.shape)
+    assert few.memory.temporaries <= 1.01 * wide.memory.temporaries + decoded
     moved, before = (
         sorted((each.kind, each.axes, each.dtypes, each.array_bytes, each.times) for each in step.collectives)
         for step in (few, wide)
