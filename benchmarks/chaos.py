@@ -1,6 +1,6 @@
 """Train under supervisors while faults are injected, and compare the end with that of an undisturbed run.
 
-    python benchmarks/chaos.py [--faults 46] [--minutes M] [--processes 4] [--seed 0] [--only KIND ...] [--json FILE]
+    python benchmarks/chaos.py [--faults 48] [--minutes M] [--processes 4] [--seed 0] [--only KIND ...] [--json FILE]
     python benchmarks/chaos.py --only peers [--faults 100]
 
 Each process has its own supervisor, as on a host of its own; this program starts supervisors again that die, as SLURM

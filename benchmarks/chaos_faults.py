@@ -182,6 +182,7 @@ KINDS: dict[str, Fault] = {
     "bit flip in memory": Fault(harm("flip")),
     "clock jumps by an hour": Fault(harm("clock"), restarts=False),
     "disk full for 3 s": Fault(fill_disk, restarts=False),
+    "disk slow for 5 s": Fault(harm("slow disk"), restarts=False),
     "newest checkpoint torn": Fault(with_damage(tear)),
     "bit flip on disk": Fault(with_damage(flip_on_disk)),
     "newest checkpoint deleted": Fault(with_damage(shutil.rmtree)),

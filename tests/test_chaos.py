@@ -12,8 +12,6 @@ import chaos_peers
 import pytest
 from commands import ROOT
 
-pytestmark = pytest.mark.slow
-
 
 def inject(folder: Path, *options: object) -> dict[str, object]:
     """Run the benchmark, and return its figures."""
@@ -33,6 +31,7 @@ def test_a_killed_process_and_a_damaged_checkpoint(tmp_path: Path) -> None:
     assert told["equal"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "sent"),
     [
@@ -49,6 +48,7 @@ def test_a_death_in_the_middle_of_work_ends_the_others_with_5(moment: str, sent:
     assert all(line.startswith(f"error: process {trial.victim} of 3 has died") for line in trial.lines), trial
 
 
+@pytest.mark.slow
 def test_ten_minutes_of_all_faults(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if request.config.option.slow_share:
         pytest.skip("too long for a share of the slow tests")

@@ -49,8 +49,21 @@ def _harm(signum: int, frame: FrameType | None) -> None:
     elif harm == "clock":
         now = time.time
         time.time = lambda: now() + 3600.0
+    elif harm == "slow disk":
+        _slow_down_disk(seconds=5.0)
     else:
         sys.exit(f"unknown harm {harm}")
+
+
+def _slow_down_disk(seconds: float) -> None:
+    """Let each sync of a file take a second more, for some time."""
+    sync, end = os.fsync, time.monotonic() + seconds
+
+    def sync_slowly(file: int) -> None:
+        time.sleep(1.0 if time.monotonic() < end else 0.0)
+        sync(file)
+
+    os.fsync = sync_slowly
 
 
 def _flip_a_bit() -> None:
