@@ -65,7 +65,7 @@ class Watchdog:
             say: receives one line for each save and each process that is slow.
         """
         self._config, self._processes, self._say = config, processes, say
-        self._settings, self._directory = config.watchdog, Path(config.run.directory)
+        self._directory = Path(config.run.directory)
         self._stopped = threading.Event()
         self._clocks = {"save": _Clock(), "main": _Clock()}
         self._recorded, self._paced = Pace(), Pace()
@@ -126,7 +126,8 @@ class Watchdog:
 
     def _judge(self, reports: Mapping[int, Report]) -> None:
         """End the job if the processes that are behind have made no progress for their limit."""
-        if not self._settings.factor or (self._processes.count == 1 and not self._settings.single_process):
+        settings = self._config.watchdog
+        if not settings.factor or (self._processes.count == 1 and not settings.single_process):
             return
         for kind, clock in self._clocks.items():
             positions = {index: at for index, each in reports.items() if (at := getattr(each, kind))}
@@ -149,7 +150,7 @@ class Watchdog:
         doing = "waits for a device or a collective in" if at.waiting else "is in"
         return (
             f"{named} of {count} makes no progress: it {doing} phase {at.phase} of step {at.step} for {seconds:.0f} s, "
-            f"over its limit of {limit:g} s (watchdog.factor={self._settings.factor:g}); the Python stacks are in "
+            f"over its limit of {limit:g} s (watchdog.factor={self._config.watchdog.factor:g}); the Python stacks are in "
             f"{self._directory}/stacks.*.txt"
         )
 
@@ -158,7 +159,7 @@ class Watchdog:
         if step != self._saving:
             self._saving, self._save_began, self._save_said = step, time.monotonic(), False
         seconds = time.monotonic() - self._save_began
-        if step >= 0 and seconds > self._settings.floor_seconds and not self._save_said:
+        if step >= 0 and seconds > self._config.watchdog.floor_seconds and not self._save_said:
             self._save_said = True
             self._say(
                 f"the save of step {step} is slow: it has taken {seconds:.0f} s so far; the run goes on, and ends "
