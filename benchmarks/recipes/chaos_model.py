@@ -63,7 +63,7 @@ def _slow_down_disk(seconds: float) -> None:
         time.sleep(1.0 if time.monotonic() < end else 0.0)
         sync(file)
 
-    os.fsync = sync_slowly
+    os.fsync = sync_slowly  # type: ignore[assignment]
 
 
 def _flip_a_bit() -> None:

@@ -64,7 +64,8 @@ class Watchdog:
             config: that of the run, whose directory receives the stacks.
             say: receives one line for each save and each process that is slow.
         """
-        self._config, self._processes, self._say = config, processes, say
+        self._config: Config = config
+        self._processes, self._say = processes, say
         self._directory = Path(config.run.directory)
         self._stopped = threading.Event()
         self._clocks = {"save": _Clock(), "main": _Clock()}
@@ -150,8 +151,8 @@ class Watchdog:
         doing = "waits for a device or a collective in" if at.waiting else "is in"
         return (
             f"{named} of {count} makes no progress: it {doing} phase {at.phase} of step {at.step} for {seconds:.0f} s, "
-            f"over its limit of {limit:g} s (watchdog.factor={self._config.watchdog.factor:g}); the Python stacks are in "
-            f"{self._directory}/stacks.*.txt"
+            f"over its limit of {limit:g} s (watchdog.factor={self._config.watchdog.factor:g}); "
+            f"the Python stacks are in {self._directory}/stacks.*.txt"
         )
 
     def _find_slow_save(self, report: Report) -> None:

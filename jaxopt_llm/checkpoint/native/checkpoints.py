@@ -80,6 +80,7 @@ class Checkpoints:
         self.last_save_failed = False
         self._last_step: int | None = None  # step of the last save
         self._failure = ""
+        self._opened: int | None = None  # descriptor of the directory, if this process writes its entries
         self._config = config
         self._report, self._on_save = report, on_save
         self._is_first, self._share = processes.first, (processes.index, processes.count)
@@ -90,6 +91,7 @@ class Checkpoints:
         if config is not None and processes.first:
             self.directory.mkdir(parents=True, exist_ok=True)
             step_directories.delete_leftovers(self.directory)
+            self._opened = os.open(self.directory, os.O_RDONLY)
         # If one process fails, Orbax's barriers block the others for minutes. `_run_on_all` replaces them.
         only_this_process = ocp.options.MultiprocessingOptions(active_processes={processes.index})
         self._handler = ocp.StandardCheckpointHandler(multiprocessing_options=only_this_process)
@@ -106,6 +108,8 @@ class Checkpoints:
         finally:
             self._background.shutdown()
             self._handler.close()
+            if self._opened is not None:
+                os.close(self._opened)
 
     def latest_verified_step(self) -> int | None:
         """Return the step of the newest intact checkpoint; None: there is no checkpoint yet.
@@ -270,6 +274,7 @@ class Checkpoints:
     def _create_directories(self, path: Path, names: Iterable[str], sync: Callable[[], None]) -> None:
         sync()
         if self._is_first:
+            step_directories.check_is_open(self.directory, self._opened)
             # Threads of a failed save may have written files after the cleanup.
             step_directories.delete_leftovers(self.directory, tuple(self._active))
             path.mkdir()  # without its parents: a run directory that was deleted does not come back as half of one
@@ -326,6 +331,7 @@ class Checkpoints:
     def _commit(self, path: Path, contents: dict[str, Any], entries: list[FileEntries]) -> None:
         """Write record and manifest, and rename the directory. entries: of the files that each process wrote."""
         if self._is_first:
+            step_directories.check_is_open(self.directory, self._opened)
             for name in contents["arrays"]:
                 self._handler.finalize(epath.Path(path / name))
             (path / step_directories.RECORD).write_text(json.dumps(contents))

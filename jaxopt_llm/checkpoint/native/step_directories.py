@@ -6,7 +6,9 @@
 - `N.damaged.K`: a damaged checkpoint that was set aside.
 """
 
+import errno
 import itertools
+import os
 import re
 import shutil
 from collections.abc import Collection
@@ -99,3 +101,12 @@ def delete_leftovers(directory: Path, active: Collection[str] = ()) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+
+
+def check_is_open(directory: Path, descriptor: int | None) -> None:
+    """Raise FileNotFoundError if the directory that was opened was deleted.
+
+    A write that was going on may have made another one of the same name, even with the same number.
+    """
+    if descriptor is None or not os.path.samestat(os.fstat(descriptor), directory.stat()):
+        raise FileNotFoundError(errno.ENOENT, "the directory was deleted", str(directory))
