@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxopt_llm.config import DistributedConfig
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import CommandError, InputError, Preempted, ProcessLost
-from jaxopt_llm.distributed import connection, handshake, rendezvous, stacks
+from jaxopt_llm.distributed import aborts, connection, handshake, rendezvous, stacks
 from jaxopt_llm.distributed.activity import Activity
 from jaxopt_llm.distributed.launchers import Job, find_job
 from jaxopt_llm.distributed.rendezvous import Watch
@@ -63,6 +63,7 @@ def join_job(job: Job, config: DistributedConfig, facts: Mapping[str, Any]) -> I
     try:
         service.enter_context(connection.run_service(job, coordinator, config.timeout_seconds))
         connection.connect(job, coordinator, config.timeout_seconds)
+        aborts.delay_aborts()
         _joined = Processes(job, watch)
         yield _joined
     except Preempted as preempted:

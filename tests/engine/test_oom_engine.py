@@ -16,6 +16,7 @@ from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import OutOfMemory
 from jaxopt_llm.engine.engine import Engine
 from jaxopt_llm.planning import oom
+from jaxopt_llm.planning.oom import OomExplainer
 
 XLA = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes."
 BATCH = {"x": jnp.ones((16, 8)), "y": jnp.ones((16, 1))}
@@ -73,6 +74,26 @@ def test_a_step_that_does_not_fit_is_refused_before_the_state_is_made(
     assert engine._state is None
     said = "\n".join(refused.value.details)
     assert "optimizer.state_dtype=int8" in said and "sharding.zero_stage" not in said
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_the_copy_of_a_check_of_replicas_is_counted(
+    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[bool] = []
+    monkeypatch.setattr(OomExplainer, "check_fits", lambda self, programs, copies: counted.append(copies))
+    jaxopt_llm.fit(make_engine(run={"check_replicas": every}), lambda step: BATCH, 1, tmp_path / "run")
+    assert counted == [every > 0]
+
+
+def test_the_step_is_compiled_once_for_each_schedule(tmp_path: Path) -> None:
+    engine = make_engine()
+    before = engine.compiled_step
+    jaxopt_llm.fit(engine, lambda step: BATCH, 2, tmp_path / "run")  # the schedule ends with the run
+    after = engine.compiled_step
+    assert after is not before
+    engine.step(BATCH)
+    assert engine.compiled_step is after
 
 
 def test_a_run_records_the_memory_of_its_step(tmp_path: Path) -> None:
