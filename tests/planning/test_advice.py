@@ -171,16 +171,16 @@ WHOLE: advice.Settings = {"sharding.zero_stage": 0}
 @pytest.mark.parametrize(
     ("before", "after", "beyond"),
     [
-        ({"remat.policy": "none"}, {"remat.policy": "full"}, (-9, -4)),
+        ({"remat.policy": "none"}, {"remat.policy": "full"}, (-9, 0)),
         # With 0.10.2 the peak without chunks is at the loss.
-        ({"remat.policy": "none", "training.loss_chunk": 0}, {"training.loss_chunk": 256}, (10, -5)),
+        ({"remat.policy": "none", "training.loss_chunk": 0}, {"training.loss_chunk": 256}, (10, 1)),
         # With four microbatches it is a smaller part of the prediction that is too high by a layer's weights.
-        ({"remat.policy": "none"}, {"training.accumulation": 4}, (26, 46)),
+        ({"remat.policy": "none"}, {"training.accumulation": 4}, (26, 51)),
         # With 0.11.2 30 MiB between the arrays are unused.
         (WHOLE, {"offload.optimizer": True}, (9, -29)),
         (WHOLE, {"optimizer.state_dtype": "int8"}, (8, -20)),
         (WHOLE, {"mesh.fsdp": 4, "mesh.tensor": 2, "sharding.sequence_parallel": True}, (-2, -4)),
-        (WHOLE, {"lora.rank": 16}, (12, 34)),
+        (WHOLE, {"lora.rank": 16}, (12, 51)),
     ],
 )
 def test_predicted_savings_match_compiled_ones(
