@@ -73,6 +73,9 @@ def main() -> None:
     possible = [name for name, fault in chaos_faults.KINDS.items() if options.network or not fault.needs_network]
     if impossible := set(options.only or ()) - {*possible}:
         parser.error(f"--only {' '.join(impossible)}: this needs the rights to make network namespaces (root)")
+    if not options.only and len(possible) < len(chaos_faults.KINDS):
+        left_out = ", ".join(name for name in chaos_faults.KINDS if name not in possible)
+        print(f"left out: {left_out}: network namespaces need Linux, root and the program ip", flush=True)
     options.only = options.only or possible
     options.faults = options.faults or 2 * len(options.only)
     with tempfile.TemporaryDirectory() as folder:

@@ -115,7 +115,7 @@ def test_many_processes_begin_from_one_folder(corpus: tuple[str, Path], tmp_path
 # Program of a process that waits until its gate opens. It then ends with an error, or its clock passes four timeouts
 # within seconds and stops.
 WAITS = """
-import fcntl, itertools, sys, time, types
+import ctypes, errno, fcntl, itertools, sys, time, types
 from jaxopt_llm.core import errors
 from jaxopt_llm.distributed import connection, process_group, rendezvous
 from jaxopt_llm.config import DistributedConfig
@@ -136,10 +136,13 @@ def main():
         sys.stderr.flush()
         with open(gate) as file:
             fcntl.flock(file, fcntl.LOCK_SH)
+        if failing == ["abort"]:
+            ctypes.CDLL(None).abort()  # without the GIL, as native code does
         if failing:
             rendezvous.EXIT_SECONDS = 100
             process_group._DEATH_NOTICE_SECONDS = 0
-            raise errors.InputError("no batch") if failing == ["input"] else RuntimeError("no batch")
+            failures = {"input": errors.InputError("no batch"), "disk": OSError(errno.EIO, "no batch")}
+            raise failures.get(*failing, RuntimeError("no batch"))
         now, looks = time.monotonic(), itertools.count()
         look = lambda: now + config.timeout_seconds * min(next(looks) / 3, 4)
         rendezvous.time = types.SimpleNamespace(monotonic=look, sleep=time.sleep)
@@ -154,7 +157,7 @@ def start_waiting(
 ) -> tuple[list[subprocess.Popen[str]], list[Gate]]:
     """Start two processes that join a job, and return them with the gates at which they wait.
 
-    failing: the process that then ends with an error. kind: "input" or "bug".
+    failing: the process that then ends with an error. kind: "input", "disk", "bug" or "abort".
     """
     address, gates = free_address(), [Gate(folder / str(index), "") for index in range(2)]
     processes = [
@@ -200,11 +203,24 @@ def test_an_error_of_one_ends_all_with_its_line(failing: int, tmp_path: Path) ->
         assert f"error: {whose}no batch" in finish(process, 2)[1].splitlines()
 
 
-def test_an_error_that_nobody_foresaw_ends_the_others_with_5(tmp_path: Path) -> None:
-    processes, gates = start_waiting(tmp_path, 0, "bug")
+@pytest.mark.parametrize(
+    ("kind", "code", "line"), [("bug", 1, "RuntimeError: no batch"), ("disk", 74, "error: no batch")]
+)
+def test_an_error_that_a_restart_may_repair_ends_the_others_with_5(
+    kind: str, code: int, line: str, tmp_path: Path
+) -> None:
+    processes, gates = start_waiting(tmp_path, 0, kind)
     gates[0].open()
-    assert "RuntimeError: no batch" in finish(processes[0], 1)[1].splitlines()
-    assert "error: process 0: no batch" in finish(processes[1], 5)[1].splitlines()
+    assert line in finish(processes[0], code)[1].splitlines()
+    (other,) = (each for each in finish(processes[1], 5)[1].splitlines() if each.startswith("error: "))
+    assert other.startswith("error: process 0: ") and "no batch" in other
+
+
+def test_the_news_of_a_death_comes_before_an_abort(tmp_path: Path) -> None:
+    """Let native code of process 0 abort, as Gloo's does, just before process 1 dies."""
+    processes, gates = start_waiting(tmp_path, 0, "abort")
+    gates[0].open()
+    assert_ends_the_other(processes, signal.SIGKILL, 1)
 
 
 def assert_ends_the_other(

@@ -26,9 +26,9 @@ class Strikes:
     def add(self, cause: End, chosen: Sequence[int], killed: Collection[int]) -> int | None:
         """Count the fault that ended a round against the host that caused it. Return the host if it is avoided now.
 
-        Nothing counts if no host is known to have caused the fault: a host was lost, or is said to be; a program was
+        Nothing counts if it is not known which host caused the fault: a host or its program was lost; a program was
         stopped, or ended for a reason that is the same on all hosts; several programs had to be killed; or several
-        devices are named that may have computed wrongly.
+        devices may have computed wrongly.
 
         Args:
             chosen: hosts of the round, in the order of its processes.

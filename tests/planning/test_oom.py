@@ -157,6 +157,22 @@ def test_requested_bytes_are_parsed(text: str, bytes: int | None) -> None:
     assert oom._parse_requested(text) == bytes
 
 
+@pytest.mark.parametrize("every", [0, 2])
+def test_a_run_counts_the_copy_of_its_check(every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[bool] = []
+
+    def note(self: oom.OomExplainer, programs: oom.Programs, copies_state: bool) -> None:
+        counted.append(copies_state)
+        raise KeyboardInterrupt  # nothing else is of interest
+
+    monkeypatch.setattr(oom.OomExplainer, "check_fits", note)
+    monkeypatch.setattr(mesh, "visible_devices", lambda: jax.devices("cpu")[:1])
+    run = config(tmp_path / "run")
+    with Preemption() as preemption, pytest.raises(KeyboardInterrupt):
+        command.train(dataclasses.replace(run, run=dataclasses.replace(run.run, check_replicas=every)), preemption)
+    assert counted == [every > 0]
+
+
 def test_a_step_that_runs_out_of_memory_leaves_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the compiled program run out of memory in its fourth call."""
     run = config(tmp_path / "run", checkpoint=CheckpointConfig(every=2, keep=3))

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +122,33 @@ def test_save_deletes_files_that_threads_of_a_failed_save_wrote_later(directory:
         (directory / "9.writing").touch()
         checkpoints.save(9, {"weights": {"w": jnp.full(3, 9)}}, {})
     assert {path.name for path in directory.iterdir()} == {"2", "7", "9"}
+
+
+def test_a_directory_that_another_one_replaced_is_not_written_to(directory: Path) -> None:
+    """Check this for a new save, and for one whose writes make the directory again after it was deleted."""
+    lines: list[str] = []
+    weights = {"weights": {"w": jnp.full(3, 9)}}
+    with Checkpoints(directory, KEEP_ALL, lines.append) as checkpoints:
+        shutil.rmtree(directory)
+        directory.mkdir()
+        with pytest.raises(CheckpointError, match="step 9 could not be saved .* the directory was deleted"):
+            checkpoints.save_last(9, weights, {})
+    assert list(directory.iterdir()) == []
+
+    gate, sync_and_hash = threading.Event(), integrity.sync_and_hash
+
+    def wait_and_hash(*arguments: Any) -> Any:
+        gate.wait(60)
+        return sync_and_hash(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch, Checkpoints(directory, KEEP_ALL, lines.append) as checkpoints:
+        patch.setattr(integrity, "sync_and_hash", wait_and_hash)
+        checkpoints.save(10, weights, {})
+        kept = directory.rename(directory.with_name("kept"))
+        shutil.copytree(kept, directory)
+        gate.set()
+    assert "checkpoint" in lines[-1] and "the directory was deleted" in lines[-1]
+    assert not (directory / "10").exists()
 
 
 def test_device_failure_is_not_treated_as_a_storage_failure(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
