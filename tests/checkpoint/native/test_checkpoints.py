@@ -135,15 +135,17 @@ def test_a_directory_that_another_one_replaced_is_not_written_to(directory: Path
             checkpoints.save_last(9, weights, {})
     assert list(directory.iterdir()) == []
 
-    gate, sync_and_hash = threading.Event(), integrity.sync_and_hash
+    written, gate, sync_and_hash = threading.Event(), threading.Event(), integrity.sync_and_hash
 
     def wait_and_hash(*arguments: Any) -> Any:
+        written.set()
         gate.wait(60)
         return sync_and_hash(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, Checkpoints(directory, KEEP_ALL, lines.append) as checkpoints:
         patch.setattr(integrity, "sync_and_hash", wait_and_hash)
         checkpoints.save(10, weights, {})
+        assert written.wait(60)  # a write under way would fail in the renamed directory, or make it again
         kept = directory.rename(directory.with_name("kept"))
         shutil.copytree(kept, directory)
         gate.set()
