@@ -37,6 +37,7 @@ class StepSettings:
         skip_outliers, spike_factor: limits of the norm and of the loss, see guard.judge_step; 0 for none.
         ema_decay: decay of the average of the parameters (ema.py); 0 for no average.
         elementwise: whether the optimizers are elementwise (optimizer.is_elementwise).
+        gradients_by_period: whether the backward makes the gradients of a stack period by period, without a loop.
         in_backward: update each period during the backward (execution/in_backward.py). Then there is one microbatch, no
             clip and no loss scale. A step that is not finite still updates the parameters, but counts as skipped.
         dropout_seed: seed of the decoder's dropout, whose mask is a function of the seed and the step; None for no
@@ -48,6 +49,7 @@ class StepSettings:
     spike_factor: float = 0.0
     ema_decay: float = 0.0
     elementwise: bool = False
+    gradients_by_period: bool = False
     in_backward: bool = False
     dropout_seed: int | None = None
 
@@ -174,7 +176,8 @@ def update_after_backward(
 
     def advance(state: TrainState, batch: Any) -> Outcome:
         found = differentiate(state, batch, state.loss_scale.get("scale", 1.0))
-        norm = jnp.sqrt(sum_of_squares(found.gradients, specs.masters)) / found.divisor
+        squares = sum_of_squares(found.gradients, specs.masters, settings.gradients_by_period)
+        norm = jnp.sqrt(squares) / found.divisor
         overflow = placement.precision.scales_loss & ~jnp.isfinite(norm)
         limits = settings.skip_outliers, settings.spike_factor
         good, guard = judge_step(state.guard, found.loss, norm, overflow, *limits)
