@@ -79,8 +79,8 @@ def join_job(job: Job, config: DistributedConfig, facts: Mapping[str, Any]) -> I
         watch.fail(error)
     _joined = None
     jax.distributed.shutdown()  # waits for all
-    service.close()
     watch.leave()
+    service.close()  # after the others have left it: JAX aborts a process that loses the service
     if stopped:
         if job.index and isinstance(stopped, Preempted):
             sys.exit(stopped.exit_code)  # process 0 prints the message

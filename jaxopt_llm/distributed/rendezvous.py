@@ -251,9 +251,11 @@ class Watch:
         self._end(errors.one_line(lost), lost.exit_code, hung=True)
 
     def leave(self) -> None:
-        """End the watch after all other processes have left too."""
-        self._leaving = True
-        for peer in list(self._peers.values()):
+        """End the watch of this process, and that of process 0 after those of all others."""
+        self._leaving, peers = True, list(self._peers.values())
+        if self._job.index == 0:
+            self._thread.join(self._timeout)  # it ends when each of the others has said goodbye, or is gone
+        for peer in peers:
             peer.send({"bye": True})
         self._thread.join(self._timeout)
 

@@ -1,6 +1,8 @@
 """Tests of the step on a real GPU: its memory use, and that it learns."""
 
 import functools
+import threading
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,8 +11,11 @@ import pytest
 import toy
 from jax.sharding import SingleDeviceSharding
 
+from jaxopt_llm.checkpoint.native import integrity
+from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import (
+    CheckpointConfig,
     LoraConfig,
     MeshConfig,
     ModelConfig,
@@ -22,6 +27,7 @@ from jaxopt_llm.config import (
     TrainingConfig,
 )
 from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import state as training_state
@@ -102,6 +108,32 @@ def test_twenty_steps_lower_the_loss(gpu: jax.Device) -> None:
 def test_the_gpus_program_has_the_matmuls_of_the_cpus(gpu: jax.Device) -> None:
     on_gpu, on_cpu = (hlo.count_dot_flops(compiled(device)[1].as_text()) for device in (gpu, jax.devices("cpu")[0]))
     assert on_gpu == pytest.approx(on_cpu, rel=0.02)
+
+
+def test_steps_go_on_while_their_state_in_host_memory_is_saved(
+    gpu: jax.Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, sync_and_hash = threading.Event(), integrity.sync_and_hash
+    monkeypatch.setattr(integrity, "sync_and_hash", lambda *arguments: (gate.wait(60), sync_and_hash(*arguments))[1])
+    on_host = SingleDeviceSharding(gpu, memory_kind=offload.HOST)
+    on_device = on_host.with_memory_kind("device")
+
+    def add_one(x: jax.Array) -> jax.Array:
+        return jax.device_put(jax.device_put(x, jax.memory.Space.Device) + 1, jax.memory.Space.Host)
+
+    step = jax.jit(add_one, donate_argnums=0, out_shardings=on_host)
+    x = jax.device_put(jax.device_put(np.arange(2**22, dtype=np.float32), on_device), on_host)
+    with Checkpoints(tmp_path, CheckpointConfig(keep=9)) as checkpoints:
+        for index in range(2):
+            checkpoints.save(index, {"moments": {"x": x}}, {})
+            x = step(x)
+        jax.block_until_ready(x)
+        gate.set()
+    abstract = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_host)
+    with Checkpoints(tmp_path) as checkpoints:
+        for index in range(2):
+            saved = checkpoints.restore(index, moments={"x": abstract})["moments"]["x"]
+            np.testing.assert_array_equal(saved, np.arange(2**22) + np.float32(index))
 
 
 def test_an_array_goes_to_the_hosts_memory_and_back(gpu: jax.Device) -> None:

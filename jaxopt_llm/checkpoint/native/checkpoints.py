@@ -23,7 +23,7 @@ from etils import epath
 from jaxopt_llm.checkpoint.native import integrity, orbax_logging, retention, step_directories
 from jaxopt_llm.checkpoint.native.identity import Identity
 from jaxopt_llm.checkpoint.native.integrity import FileEntries
-from jaxopt_llm.checkpoint.native.saved_leaves import check_leaves, choose_chunks, describe_leaves
+from jaxopt_llm.checkpoint.native.saved_leaves import check_leaves, describe_leaves, make_save_arguments
 from jaxopt_llm.config import CheckpointConfig
 from jaxopt_llm.core import json_files, tree
 from jaxopt_llm.core.errors import CheckpointError
@@ -289,7 +289,7 @@ class Checkpoints:
 
         async def copy() -> list[Any]:
             saves = [
-                self._handler.async_save(epath.Path(path / name), args=ocp.args.StandardSave(each, choose_chunks(each)))
+                self._handler.async_save(epath.Path(path / name), args=make_save_arguments(each))
                 for name, each in trees.items()
             ]
             return [write for writes in await asyncio.gather(*saves) for write in writes]

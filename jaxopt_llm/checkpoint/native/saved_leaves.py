@@ -4,13 +4,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
 
 from jaxopt_llm.checkpoint.native import step_directories
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import CheckpointError
+from jaxopt_llm.parallel.offload import HOST
 
 MAX_STACK_CHUNK_BYTES = 2**26  # a stack that is not larger has one chunk for each shard
+
+
+def make_save_arguments(arrays: tree.Tree) -> ocp.args.StandardSave:
+    """Return the arguments with which Orbax saves the arrays while steps go on that take them over."""
+    return ocp.args.StandardSave(_copy_host_memory(arrays), choose_chunks(arrays))
 
 
 def choose_chunks(arrays: tree.Tree) -> tree.Tree:
@@ -24,6 +33,25 @@ def choose_chunks(arrays: tree.Tree) -> tree.Tree:
         return ocp.SaveArgs(shard_axes=(0,) if is_stack and leaf.ndim and leaf.nbytes > MAX_STACK_CHUNK_BYTES else ())
 
     return tree.map_with_path(choose, arrays)
+
+
+def _copy_host_memory(arrays: tree.Tree) -> tree.Tree:
+    """Return the arrays, those in pinned host memory as copies.
+
+    Orbax copies an array off its device, but writes one in host memory from where it is. On a GPU, a step to which that
+    array is donated would fail as long as the write goes on.
+    """
+
+    def copy(array: jax.Array) -> jax.Array:
+        if array.sharding.memory_kind != HOST:
+            return array
+        parts = [
+            jax.device_put(np.array(shard.data), SingleDeviceSharding(shard.device, memory_kind=HOST))
+            for shard in array.addressable_shards
+        ]
+        return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+    return jax.tree.map(copy, arrays)
 
 
 def describe_leaves(arrays: tree.Tree) -> dict[str, str]:

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import pytest
 from damages import DAMAGES, flip, largest
 from disks import files_no_larger_than
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxopt_llm.checkpoint.native import integrity, step_directories
+from jaxopt_llm.checkpoint.native import integrity, saved_leaves, step_directories
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.config import CheckpointConfig
 from jaxopt_llm.core.errors import CheckpointError
@@ -122,6 +123,21 @@ def test_save_deletes_files_that_threads_of_a_failed_save_wrote_later(directory:
         (directory / "9.writing").touch()
         checkpoints.save(9, {"weights": {"w": jnp.full(3, 9)}}, {})
     assert {path.name for path in directory.iterdir()} == {"2", "7", "9"}
+
+
+def test_arrays_in_host_memory_are_copied_before_they_are_written() -> None:
+    """On a GPU, a step to which such an array is donated would fail while Orbax reads it: test_on_gpu.py."""
+    mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
+    on_device = NamedSharding(mesh, PartitionSpec("fsdp"))
+    arrays = {
+        kind: jax.device_put(jnp.arange(6.0), on_device.with_memory_kind(kind)) for kind in ("device", "pinned_host")
+    }
+    given = saved_leaves.make_save_arguments(arrays).item
+    assert given["device"] is arrays["device"]
+    copy, original = given["pinned_host"], arrays["pinned_host"]
+    assert copy.sharding == original.sharding and copy.tolist() == original.tolist()
+    pointers = [[shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards] for x in (copy, original)]
+    assert not set(pointers[0]) & set(pointers[1])
 
 
 def test_a_directory_that_another_one_replaced_is_not_written_to(directory: Path) -> None:
